@@ -71,6 +71,8 @@ SCHEDULER = Tests("memory/test_scheduler.py")
 BATCH, MICRO = Tests("tensor_cache/test_batch_plan.py"), Tests("tensor_cache/test_micro_batches.py", "not torch")
 CACHE = Tests("tensor_cache/test_tensor_cache.py")
 BOXES, EQUAL = Tests("rewards/test_maths.py", "closed"), Tests("rewards/test_maths.py", "equal_answers")
+TEX, TYPED = Tests("rewards/test_tex.py"), Tests("rewards/test_answer_text.py")
+YAML = Tests("config/test_yaml_files.py")
 ENGINE, POLICY = Tests("patching/test_engine.py"), Tests("patching/test_policy.py")
 CLUSTER = Tests("cluster/test_backends.py cluster/test_command.py cluster/test_node.py", "not ssh_itself")
 FOLDERS, START = Tests("trainer/test_checkpoint.py"), Tests("launch/test_run_folder.py")
@@ -205,10 +207,27 @@ MUTANTS = (
            "abs(float(bare_gold)) > 1 and", "abs(float(bare_gold)) > 0 and", EQUAL),
     Mutant("equivalence-two-numbers", "rewards/equivalence.py",
            "has_adjacent_numbers(answer) or ", "", EQUAL),
+    Mutant("tex-two-exponents", "rewards/tex.py", "if token in scripts:", "if False:", TEX),
+    Mutant("tex-factors-are-mixed-numbers", "rewards/tex.py",
+           "if token in _FRACTIONS and parts and self._multiplies(_FRACTIONS[token], parts):", "if False:", TEX),
+    Mutant("equivalence-signs-together", "rewards/answer_text.py",
+           'if not signs or is_set or len(signs) > MAX_SIGNS or (signs.count("pm") > 1 and "mp" in signs):',
+           "if not signs or is_set or len(signs) > MAX_SIGNS:", TYPED),
+    Mutant("equivalence-any-dollar", "rewards/answer_text.py",
+           "if len(_DOLLAR.findall(answer)) == len(_DOLLAR_OF_PRICE.findall(answer)):", "if True:", TYPED),
     Mutant("compose-pays-without-form", "rewards/maths.py",
            "if not well_formed:", "if not well_formed and not correct:", Tests("rewards/test_maths.py")),
     Mutant("learnable-short-answers-pay", "rewards/learnable.py",
            "max(len(chars), MIN_CHARS)", "max(len(chars), 1)", Tests("rewards/test_learnable.py")),
+    # YAML and secrets
+    Mutant("yaml-aliases-are-one-value", "yaml_files.py",
+           "self._count(*self.anchors[anchor], line)", "self._count(1, 0, line)", YAML),
+    Mutant("yaml-depth-of-aliases", "yaml_files.py", "if len(self.open) + depth > MAX_DEPTH:",
+           "if len(self.open) > MAX_DEPTH:", YAML),
+    Mutant("yaml-cycles", "yaml_files.py",
+           "if any(collection.anchor == anchor for collection in self.open):", "if False:", YAML),
+    Mutant("secrets-by-name-alone", "values.py",
+           "return is_secret_value(value) or (", "return bool(", Tests("config/test_values.py", "secrets")),
     # patching
     Mutant("engine-needs-not-first", "patching/engine.py",
            "                self._install(need, need.applied, module)", "                pass", ENGINE),

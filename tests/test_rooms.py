@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
 FLOORS = (
-    {"errors", "processes", "values"},
+    {"errors", "processes", "values", "yaml_files"},
     {"patching", "layout"},
     {"platform"},
     {"model", "reshard", "memory", "tensor_cache", "weights", "watch"},

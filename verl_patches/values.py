@@ -1,9 +1,10 @@
-"""Types and bounds of values that users give, and sentences about values that break them. No torch."""
+"""Types and bounds of values that users give, sentences about what breaks them, and which are secrets. No torch."""
 
 from __future__ import annotations
 
+import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -113,3 +114,70 @@ _ABSENT = object()
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _TYPES |= {"null": "null", "object": "a section"}
+
+
+# -- secrets: what is never written to a file or a log -----------------------------------------------------------------
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_SECRET_WORD = re.compile(
+    "[A-Z]*(?:SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|AUTH|ACCESS|SECRET|PRIVATE|SIGNING)KEY)"
+    "|PASS|AUTH|AUTHORIZATION|BEARER|COOKIE|[A-Z]+TOKEN"
+)
+_OWNERS = set("API AUTH ACCESS PRIVATE SIGNING LICENSE HF HUB WANDB BOT REFRESH SESSION".split())  # of a key or token
+_NO_SECRET = {"MONKEY", "TURKEY", "DONKEY", "HOTKEY"}
+_PLACES = {"FILE", "PATH", "DIR", "SOCK"}  # where a secret is
+_SWITCHES = {"yes", "no", "true", "false", "none", "null", "on", "off"}  # PasswordAuthentication=no
+_GIVEN = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value is two of them
+_SECRET_VALUE = re.compile(
+    r"\bhf_[A-Za-z0-9]{20}|\bsk-[A-Za-z0-9_-]{20}|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}"
+    r"|\bxox[abprs]-[\w-]{10}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.eyJ[\w-]{10}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@$]+@"
+)
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether the name of an environment variable says that its value is a secret: HF_TOKEN, APIKEY, DB_PASS."""
+    words = _words_of(name)
+    keys = [word for word in words if word.endswith(("KEY", "TOKEN")) and word not in _NO_SECRET]
+    return _is_secret_name(words) or bool(keys and words[-1] not in _PLACES)
+
+
+def is_secret_value(text: str) -> bool:
+    """Whether a text has the form of a known kind of token, a private key, or an address with a password."""
+    return _SECRET_VALUE.search(text) is not None
+
+
+def is_secret(key: str, value: Any) -> bool:
+    """Whether a key of a configuration, or an option, has a secret as its value.
+
+    KEY and TOKEN are no sign here: prompt_key, eos_token. $NAME refers to a variable and is no secret.
+    """
+    if not isinstance(value, str) or not value.strip():
+        return False
+    return is_secret_value(value) or (
+        value[0] != "$" and value.lower() not in _SWITCHES and _is_secret_name(_words_of(key))
+    )
+
+
+def secret_options(words: Iterable[str]) -> list[str]:
+    """The names of secrets among the words of a command: NAME=value, --name=value, --name value."""
+    found, option = [], ""
+    for word in words:
+        found += [given[1].strip("-") for given in _GIVEN.finditer(word) if is_secret(given[1], given[2])]
+        if is_secret(option, word) and "=" not in word:
+            found.append(option.strip("-") or "a word")
+        option = word if word.startswith("-") and "=" not in word else ""
+    return found
+
+
+def _words_of(name: str) -> list[str]:
+    return [word.upper() for word in _WORD.findall(name)]
+
+
+def _is_secret_name(words: Sequence[str]) -> bool:
+    if not words or words[-1] in _PLACES:
+        return False
+    if words == ["TOKEN"] or (len(words) > 1 and words[-1] in ("PWD", "PAT")):
+        return True
+    owned = any(a in _OWNERS and b in ("KEY", "TOKEN") for a, b in zip(words, words[1:], strict=False))
+    return owned or any(_SECRET_WORD.fullmatch(word) for word in words)

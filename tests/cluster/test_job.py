@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from verl_patches.cluster.backends import START_CONTAINER
-from verl_patches.cluster.job import Job, as_text, load_job, read_job, require_secrets
+from verl_patches.cluster.job import MAX_DIES, MAX_NODES, Job, as_text, load_job, read_job, require_secrets
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.config.ray_start import RayPorts, ray_start
 from verl_patches.errors import ConfigError
@@ -51,6 +51,45 @@ def test_the_example_is_a_job_of_256_dies():
         ({"image": "a", "volumes": {"/d": "/d,/e"}}, "volumes./d"),
         ({"env": {"HF_TOKEN": "x"}}, "env has the value of HF_TOKEN"),
         ({"env": {"A": "x"}, "secrets": ["A"]}, "env has the value of A"),
+        ({"env": {"HFTOKEN": "x"}}, "env has the value of HFTOKEN"),
+        ({"env": {"APIKEY": "x"}}, "env has the value of APIKEY"),
+        ({"env": {"AUTH": "x"}}, "env has the value of AUTH"),
+        ({"env": {"DB_PASS": "x"}}, "env has the value of DB_PASS"),
+        ({"env": {"MODEL": "hf_" + "x" * 30}}, "env has the value of MODEL"),
+        ({"command": ["env", "HFTOKEN=x", "train"]}, "has the value of HFTOKEN"),
+        ({"ssh": {"container_options": ["-e", "API_KEY=x"]}}, "has the value of API_KEY"),
+        ({"slurm": {"options": ["--export=DB_PASS=x"]}}, "has the value of DB_PASS"),
+        ({"nodes": 20_000_000}, f"nodes: .* less than or equal to {MAX_NODES}"),
+        ({"dies": MAX_DIES + 1}, f"dies: .* less than or equal to {MAX_DIES}"),
+        ({"wait_s": float("inf")}, "wait_s"),
+        ({"wait_s": float("nan")}, "wait_s"),
+        ({"kubernetes": {"cpus": 10**9}}, "kubernetes.cpus"),
+        ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "slurm.partition"),
+        ({"slurm": {"time": "1:00\n#SBATCH -x"}}, "slurm.time"),
+        ({"slurm": {"time": "soon"}}, "slurm.time"),
+        ({"slurm": {"options": ["--account=a\nrm -rf x"]}}, "slurm.options.0: .*one line"),
+        ({"slurm": {"options": ["account=a"]}}, "slurm.options.0: .*an option, such as --account=NAME"),
+        ({"slurm": {"srun_options": ["--mpi\n"]}}, "slurm.srun_options.0: .*one line"),
+        ({"ssh": {"user": "-oProxyCommand=x"}}, "ssh.user"),
+        ({"ssh": {"user": "a b"}}, "ssh.user"),
+        ({"ssh": {"user": "a;b"}}, "ssh.user"),
+        ({"ssh": {"user": "root\n"}}, "ssh.user"),
+        ({"ssh": {"user": ""}}, "ssh.user"),
+        ({"ssh": {"command": []}}, "ssh.command"),
+        ({"ssh": {"command": ["ssh\n"]}}, "ssh.command.0"),
+        ({"hosts": ["10.0.0.1\n", "b"]}, "hosts.0"),
+        ({"image": "-v /:/host"}, "image: .*does not begin with -"),
+        ({"image": "a\nb"}, "image"),
+        ({"interface": "eth0; rm"}, "interface"),
+        ({"checkout": "/a\nb"}, "checkout"),
+        ({"folder": "-x"}, "folder"),
+        ({"python": "-c"}, "python"),
+        ({"upstream": [""]}, "upstream.0"),
+        ({"logs": "\x1b[2J"}, "logs"),
+        ({"kubernetes": {"queue": "a\nb"}}, "kubernetes.queue"),
+        ({"image": "a", "volumes": {"/a\x1b": "/b"}}, "volumes./a"),
+        ({"command": ["a\0b"]}, "command.0: .*without NUL"),
+        ({"env": {"A": "a\0b"}}, "env.A: .*without NUL"),
         ({"ports": {"gcs": 6380}}, "overlap at 6380"),
         ({"ports": {"first": 10000}}, "overlap at 1000"),
     ],
@@ -82,7 +121,49 @@ def test_a_container_that_is_started_by_hand_has_the_volumes_of_the_example(tmp_
 
 
 def test_env_may_have_words_that_only_look_like_secrets():
-    assert read(env={"TOKENIZERS_PARALLELISM": "false"})[0].env
+    assert read(env={"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/run/secrets/hf"})[0].env
+    assert read(command=["train", "data.prompt_key=prompt", "+data.x=$HF_TOKEN"])[0].command
+
+
+def test_values_within_the_bounds_are_taken():
+    slurm = {"partition": "a,b", "time": "1-12:30:00", "options": ["--account=a b"], "srun_options": ["--mpi", "none"]}
+    job, _ = read(nodes=MAX_NODES, ssh={"user": "ma_1.x"}, slurm=slurm, command=["bash", "-c", "a\nb"], wait_s=1e3)
+    assert job.slurm.time == "1-12:30:00" and job.command[2] == "a\nb" and job.nodes == MAX_NODES
+    for time in ("30", "30:00", "1:00:00", "2-3", "2-3:4", "2-3:4:5"):
+        assert read(slurm={"time": time})[0].slurm.time == time
+    for interface in ("eth0", "bond0.100", "=eth0,eth1", "^=docker"):
+        assert read(interface=interface)[0].interface == interface
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"name: j\n\tnodes: 2\n", ":2: expected spaces, found a tab"),
+        (b"name: j\nnodes: 2\nnodes: 3\n", ":3: expected each key once, found nodes"),
+        (b"name: !x j\n", ":1: expected a plain value"),
+        (b"name: &x [*x]\n", ":1: expected a value that ends"),
+        (b"name: j\n---\nsecrets: {A: b}\n", ":2: expected the end of the file, found another document"),
+        (b"name: caf\xe9\n", ":1: expected text in UTF-8"),
+        (b"name: " + b"[" * 100_000, ":1: expected at most 32 levels"),
+        (b"- a\n", ": expected a job file with name"),
+        (b"", ": expected a job file with name"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_refused_by_line(tmp_path, text, message):
+    path = tmp_path / "job.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError) as error:
+        load_job(str(path), "", {})
+    assert str(error.value).startswith(f"{path}{message}") and "\n" not in str(error.value)
+    if b"---" not in text:  # of standard input, where the second document has the secrets
+        with pytest.raises(ConfigError, match="the job file on standard input:"):
+            load_job("-", text, {})
+
+
+def test_the_second_document_is_a_section_of_texts():
+    for sent in ("secrets: [a]", "secrets: {A: 3}", "secrets:"):
+        with pytest.raises(ConfigError, match="as the second document"):
+            load_job("-", f"{yaml.safe_dump(SMALL)}---\n{sent}\n", {})
 
 
 def test_variables_of_public_samples_fill_what_the_file_leaves_out():
@@ -92,8 +173,9 @@ def test_variables_of_public_samples_fill_what_the_file_leaves_out():
     with pytest.raises(ConfigError, match="has nodes: 2, but NNODES is 4"):
         read(environ)
     assert read({"SOCKET_IFNAME": "eth1"}, interface="eth0")[0].interface == "eth1"  # as the node says
-    with pytest.raises(ConfigError, match="NNODES is 'many'"):
-        read_job("name: j\n", "job.yaml", {"NNODES": "many"})
+    for wrong in ("many", "²", "-1", "9" * 5000):
+        with pytest.raises(ConfigError, match="NNODES is .*expected a whole number"):
+            read_job("name: j\n", "job.yaml", {"NNODES": wrong})
 
 
 def test_secrets_come_from_the_environment_or_the_second_document_and_are_required():

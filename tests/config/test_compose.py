@@ -1,9 +1,12 @@
+import shutil
+
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.compose import CONFIGS_DIR, MAX_OVERRIDE, compose
 from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
+from verl_patches.yaml_files import MAX_BYTES, MAX_DEPTH
 
 TINY = "grpo_deepseekv3_tiny_cpu"
 
@@ -52,6 +55,117 @@ def test_a_key_of_ours_that_verl_does_not_have_is_refused(tmp_path, monkeypatch)
     (tmp_path / "wrong.yaml").write_text(text.replace("  line: pypi\n", "  lime: pypi\n"))
     with pytest.raises(ConfigError, match=r"unknown key recipe\.lime; did you mean recipe\.line"):
         compose("wrong")
+
+
+@pytest.fixture
+def configs(tmp_path, monkeypatch):
+    """configs/ of this repository as a folder to change."""
+    folder = tmp_path / "configs"
+    shutil.copytree(CONFIGS_DIR, folder)
+    monkeypatch.setattr("verl_patches.config.compose.CONFIGS_DIR", folder)
+    return folder
+
+
+DAMAGE = {
+    "tab": b"\n\ttrainer: {}\n",
+    "duplicate": b"\nrecipe: {}\n",
+    "tag": b"\nx: !home y\n",
+    "cycle": b"\nx: &x [*x]\n",
+    "documents": b"\n---\nx: 1\n",
+    "bytes": b"\nx: \xff\n",
+    "deep": b"\nx: " + b"[" * 100_000,
+    "laughs": b"\nx: &x [1, 1]\n" + b"".join(b"x%d: &x [*x, *x, *x, *x, *x, *x, *x, *x]\n" % i for i in range(20)),
+    "size": b"\n#" + b"x" * MAX_BYTES,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_config_is_refused_by_line_and_breaks_no_other(configs, damage):
+    base, other = configs / "grpo_deepseekv3_tiny.yaml", configs / "grpo_deepseekv3_16die.yaml"
+    text = base.read_bytes()
+    other.write_bytes(other.read_bytes() + damage)
+    assert compose(TINY).recipe.line == "pypi"
+    with pytest.raises(ConfigError, match=rf"{other}:\d+: expected .*, found|{other}: expected at most") as error:
+        compose(other.stem)
+    assert "\n" not in str(error.value)
+    base.write_bytes(text + damage)  # which the tiny config's defaults name
+    with pytest.raises(ConfigError, match=str(base)):
+        compose(TINY)
+
+
+def test_files_of_configs_that_cannot_be_read_at_all_break_nothing(configs):
+    (configs / "folder.yaml").mkdir()
+    (configs / "gone.yaml").symlink_to(configs / "nothing.yaml")
+    assert compose(TINY).recipe.run == "smoke"
+    with pytest.raises(ConfigError, match="no config of a run .* has the name gone"):
+        compose("gone")
+
+
+def test_defaults_that_lead_back_or_are_no_list_are_refused(configs):
+    (configs / "a.yaml").write_text("defaults: [b]\n")
+    (configs / "b.yaml").write_text("defaults: [a]\n")
+    with pytest.raises(ConfigError, match="a.yaml: expected defaults that end, found a -> b -> a"):
+        compose("a")
+    (configs / "a.yaml").write_text("defaults: 3\n")
+    with pytest.raises(ConfigError, match="a.yaml: expected keys and a list of defaults, found int"):
+        compose("a")
+    (configs / "a.yaml").write_text("x: [\ndefaults: [\n")
+    with pytest.raises(ConfigError, match=r"a.yaml:\d: expected"):
+        compose("a")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+data.x=" + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), f"{MAX_DEPTH} levels of brackets, found more"),
+        ("+data.x=" + "a" * MAX_OVERRIDE, f"expected at most {MAX_OVERRIDE} characters"),
+        ("+data.x=" + "9" * 5000, "Exceeds the limit"),
+        ("+data.x='a\nb'", "expected printable text"),
+        ("+data.x=\udcff", "expected printable text"),
+        ("recipe.run=${recipe.run}", "Recursive interpolation"),
+    ],
+)
+def test_overrides_have_bounds(override, message):
+    with pytest.raises(ConfigError, match=message):
+        compose(TINY, [override])
+
+
+def test_overrides_within_the_bounds_are_composed():
+    deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    assert compose(TINY, [f"+data.x={deep}", "+data.y=" + "a" * 5000]).data.y == "a" * 5000
+
+
+SECRET = "s3cretvalue"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"+trainer.hf_token={SECRET}",
+        f"+trainer.HFTOKEN={SECRET}",
+        f"+trainer.APIKEY='{SECRET}'",
+        f"+trainer.db_pass={SECRET}",
+        f"+data.auth={SECRET}",
+        f"+data.x={{api_key: {SECRET}}}",
+        f"+data.x=[{{password: {SECRET}}}]",
+        f"+data.x=hf_{SECRET}{SECRET}",
+        f"+data.x=https://me:{SECRET}@host/path",
+        f"+data.wandb_api_key={SECRET}]",  # no word of Hydra's grammar either
+    ],
+)
+def test_a_secret_is_refused_by_its_key_or_form_and_is_not_printed(override):
+    with pytest.raises(ConfigError, match="looks like a secret") as error:
+        compose(TINY, [override])
+    assert SECRET not in str(error.value)
+
+
+def test_a_secret_in_a_file_is_refused_and_words_that_look_like_one_are_not(configs):
+    assert compose(TINY, ["+data.answer_key=solution", "+data.eos_token='</s>'", "+data.api_key=null"]).data.answer_key
+    file = configs / f"{TINY}.yaml"
+    file.write_text(file.read_text() + f"\ntrainer: {{experiment_name: hf_{SECRET}{SECRET}}}\n")
+    with pytest.raises(ConfigError, match="trainer.experiment_name looks like a secret") as error:
+        compose(TINY)
+    assert SECRET not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["grpo_deepseekv2", "upstream"])  # upstream.yaml is the pin file

@@ -13,6 +13,7 @@ from verl_patches.config.compose import compose
 from verl_patches.config.recipe import check_recipe, recipe_keys
 from verl_patches.config.verl_values import VerlConfig, check_verl_values
 from verl_patches.errors import ConfigError
+from verl_patches.values import is_secret, is_secret_value, is_secret_variable, secret_options
 
 TINY = "grpo_deepseekv3_tiny_cpu"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -116,3 +117,46 @@ def test_any_value_is_refused_or_checked(key, value):
 @given(st.sampled_from(KEYS), VALUES)
 def test_any_of_many_values_is_refused_or_checked(key, value):
     refused_or_checked(key, value)
+
+
+SECRET_NAMES = """
+HF_TOKEN HFTOKEN TOKEN MYTOKEN APIKEY API_KEY WANDB_API_KEY OPENAIKEY KEY SSH_KEY AUTH BASIC_AUTH DB_PASS PASS
+PASSWORD PGPASSWORD REGISTRY_PASSWD MYSQL_PWD GITHUB_PAT AWS_SECRET_ACCESS_KEY CLIENT_SECRET CREDENTIALS accessKey
+REDIS_PASS hfToken
+"""
+OTHER_NAMES = """
+TOKENIZERS_PARALLELISM MAX_TOKENS PATH PWD COMPASS BYPASS PASSES AUTHOR MONKEY KEYS HF_TOKEN_PATH SSH_AUTH_SOCK KEY_FILE
+"""
+
+
+def test_secrets_are_known_by_the_names_of_variables():
+    assert [name for name in SECRET_NAMES.split() if not is_secret_variable(name)] == []
+    assert [name for name in OTHER_NAMES.split() if is_secret_variable(name)] == []
+
+
+def test_secrets_are_known_by_keys_and_options_with_fewer_words():
+    named = ["hf_token", "HFTOKEN", "token", "APIKEY", "auth", "db_pass", "api_key", "clientSecret", "wandb_api_key"]
+    assert all(is_secret(key, "x") and not is_secret(key, "") and not is_secret(key, 3) for key in named)
+    others = ["prompt_key", "reward_fn_key", "eos_token", "tokenizer", "num_key_value_heads", "key"]
+    assert not any(is_secret(key, "x") for key in others)
+    assert not is_secret("hf_token", "$HF_TOKEN") and not is_secret("PasswordAuthentication", "no")
+
+
+def test_secrets_are_known_by_their_form():
+    forms = [
+        "hf_" + "a" * 34,
+        "sk-" + "a1" * 20,
+        "ghp_" + "a" * 36,
+        "AKIA" + "A1" * 8,
+        "-----BEGIN RSA PRIVATE KEY-----",
+    ]
+    forms += ["https://me:word@host/x", "glpat-" + "a" * 20, "xoxb-1234567890-a", "eyJ" + "a" * 12 + ".eyJ" + "b" * 12]
+    assert all(is_secret_value(text) and is_secret_value(f"x={text}") for text in forms)
+    others = ["0" * 40, "https://host:80/x", "https://me@host/x", "hf_model", "sk-learn", "git@github.com:a/b", "eyJ"]
+    assert not any(is_secret_value(text) for text in others)
+
+
+def test_secrets_are_found_among_the_words_of_a_command():
+    words = "run -e HFTOKEN=x --api-key y --password=z data.prompt_key=prompt -e WANDB_API_KEY --export=A=b,DB_PASS=c"
+    assert secret_options(words.split()) == ["HFTOKEN", "api-key", "password", "DB_PASS"]
+    assert secret_options(["-o", "PasswordAuthentication=no", "bash", "-c", "A_TOKEN=$(cat f) train"]) == []

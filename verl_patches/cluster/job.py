@@ -5,29 +5,69 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.config.ray_start import HEAD_PORT, RayPorts
 from verl_patches.errors import ConfigError
+from verl_patches.values import is_secret_value, is_secret_variable, secret_options
+from verl_patches.yaml_files import head_of, parse_yaml
 
+MAX_NODES, MAX_DIES = 16_384, 1024  # of a job; of a node
+MAX_WAIT_S = 7 * 86_400.0
 # of Kubernetes names, which are also names of containers and Slurm jobs
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Address = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9:][-A-Za-z0-9.:]*$")]
-Folder = Annotated[str, StringConstraints(pattern=r"^/[^:,\s]+$")]  # docker and Slurm separate by : and ,
 PortNumber = Annotated[int, Field(ge=1024, le=65535)]
-Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=2**20)]  # of a pod: CPUs, GiB
+User = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][-A-Za-z0-9_.]*$")]
+Interface = Annotated[str, StringConstraints(pattern=r"^[!^=A-Za-z0-9][-A-Za-z0-9_.:,@=]*$")]  # "^=docker": HCCL's
+Partition = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][-A-Za-z0-9_.,]*$")]
+Time = Annotated[str, StringConstraints(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")]  # Slurm's
+Resource = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./]*$")]  # of Kubernetes
+
+
+def _word(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("expected text without NUL")
+    return text
+
+
+def _line(text: str) -> str:
+    if not text.isprintable() or not text:
+        raise ValueError("expected one line of text without control characters")
+    return text
+
+
+def _path(text: str) -> str:
+    if text.startswith("-"):
+        raise ValueError("expected a path or name that does not begin with -")
+    return _line(text)
+
+
+def _option(text: str) -> str:
+    if not text.startswith("-"):
+        raise ValueError("expected an option, such as --account=NAME")
+    return _line(text)
+
+
+Word = Annotated[str, AfterValidator(_word)]  # of a command, or a variable's value: may have several lines
+Line = Annotated[str, AfterValidator(_line)]
+PlainPath = Annotated[str, AfterValidator(_path)]
+Option = Annotated[str, AfterValidator(_option)]
+Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,\s]+$")]  # docker and Slurm separate by : and ,
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 # what the scripts of public samples export: {variable: field}
 FROM_ENVIRONMENT = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
 MASTER, RANK = "MASTER_ADDR", "NODE_RANK"
-_SECRET_PARTS = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIALS"}  # between underscores
 
 
 class _Strict(BaseModel):
@@ -45,30 +85,30 @@ class Ports(_Strict):
 class Ssh(_Strict):
     """How hosts are reached. `container_options`: further ones of docker run, where there is an image."""
 
-    user: str | None = None
-    command: list[str] = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15"]
-    container_options: list[str] = []
+    user: User | None = None
+    command: Annotated[list[Line], Field(min_length=1)] = list(SSH)
+    container_options: list[Line] = []
 
 
 class Kubernetes(_Strict):
     """Of the RayJob. `secret`: the Secret that has the job's secrets as keys."""
 
     namespace: Name = "default"
-    queue: str | None = None
-    secret: str | None = None
-    device: str = "huawei.com/Ascend910"
-    cpus: Count = 64
-    memory_gib: Count = 1024
-    shared_memory_gib: Count = 256
+    queue: Resource | None = None
+    secret: Resource | None = None
+    device: Resource = "huawei.com/Ascend910"
+    cpus: Size = 64
+    memory_gib: Size = 1024
+    shared_memory_gib: Size = 256
 
 
 class Slurm(_Strict):
     """Of the batch script. `options`: further #SBATCH lines, such as --account=NAME; `srun_options`: of its srun."""
 
-    partition: str | None = None
-    time: str | None = None
-    options: list[str] = []
-    srun_options: list[str] = []
+    partition: Partition | None = None
+    time: Time | None = None
+    options: list[Option] = []
+    srun_options: list[Line] = []
 
 
 class Job(_Strict):
@@ -84,22 +124,22 @@ class Job(_Strict):
 
     name: Name
     provider: Literal["nodes", "ssh", "kubernetes", "slurm"] = "nodes"
-    image: str | None = None
+    image: PlainPath | None = None
     volumes: dict[Folder, Folder] = {}
-    nodes: Count
-    dies: Count
+    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    dies: Annotated[int, Field(ge=1, le=MAX_DIES)]
     device: Literal["NPU", "GPU"] = "NPU"
     hosts: list[Address] = []
-    command: list[str] = []
-    env: dict[Variable, str] = {}
+    command: list[Word] = []
+    env: dict[Variable, Word] = {}
     secrets: list[Variable] = []
-    interface: str | None = None
-    checkout: str = str(REPOSITORY)
-    upstream: list[str] = []
-    python: str = "python"
-    folder: str = "/tmp/verl_patches_cluster"
-    logs: str | None = None
-    wait_s: Annotated[float, Field(gt=0)] = 900.0
+    interface: Interface | None = None
+    checkout: PlainPath = str(REPOSITORY)
+    upstream: list[PlainPath] = []
+    python: PlainPath = "python"
+    folder: PlainPath = "/tmp/verl_patches_cluster"
+    logs: PlainPath | None = None
+    wait_s: Annotated[float, Field(gt=0, le=MAX_WAIT_S)] = 900.0
     dashboard: bool = False
     ports: Ports = Ports()
     ssh: Ssh = Ssh()
@@ -120,10 +160,14 @@ class Job(_Strict):
             raise ValueError(f"command is missing, which provider {self.provider} starts")
         self._require_volumes()
         known = set(self.env) & set(self.secrets)
-        shown = [name for name in self.env if _SECRET_PARTS & set(name.upper().split("_"))]
+        shown = [name for name, value in self.env.items() if is_secret_variable(name) or is_secret_value(value)]
         if known or shown:
             names = ", ".join(sorted({*known, *shown}))
             raise ValueError(f"env has the value of {names}: give secrets by name only, under secrets:")
+        slurm = self.slurm.options, self.slurm.srun_options
+        for words in (self.command, self.ssh.command, self.ssh.container_options, *slurm):
+            if options := secret_options(words):
+                raise ValueError(f"a command or option has the value of {', '.join(options)}: give it under secrets:")
         spans = sorted((span, name) for name, span in self.port_plan.spans().items())
         for ((_, last), name), ((first, _), other) in zip(spans, spans[1:], strict=False):
             if first <= last:
@@ -179,21 +223,20 @@ class Job(_Strict):
         return f"node {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"node {rank}"
 
 
-def read_job(text: str, source: str, environ: Mapping[str, str]) -> tuple[Job, dict[str, str]]:
+def read_job(
+    text: str | bytes, source: str, environ: Mapping[str, str], documents: int = 1
+) -> tuple[Job, dict[str, str]]:
     """(the job, values of its secrets) of a job file's text; ConfigError, naming `source`, for anything else.
 
-    A second document of the text may have the secrets, {secrets: {name: value}}: so they reach other nodes without a
-    command line or a file. Else they are in `environ`.
+    Where `documents` is 2, a second one may have the secrets, {secrets: {name: value}}: so they reach other nodes
+    without a command line or a file. Else they are in `environ`.
     """
-    try:
-        documents = list(yaml.safe_load_all(text))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is no YAML: {' '.join(str(error).split())}") from None
-    if not documents or not isinstance(documents[0], dict):
+    found = parse_yaml(text, source, documents)
+    if not found or not isinstance(found[0], dict):
         raise ConfigError(
             f"{source}: expected a job file with name, nodes and dies; configs/cluster_256die.yaml is one"
         )
-    given = dict(documents[0])
+    given = dict(found[0])
     for variable, field in FROM_ENVIRONMENT.items():
         if environ.get(variable):
             _take(given, field, variable, environ[variable], source)
@@ -202,15 +245,17 @@ def read_job(text: str, source: str, environ: Mapping[str, str]) -> tuple[Job, d
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc'])) or 'job'}: {fault['msg']}" for fault in error.errors())
         raise ConfigError(f"{source}: {'; '.join(faults)}") from None
-    values = documents[1].get("secrets", {}) if len(documents) > 1 and isinstance(documents[1], dict) else {}
-    return job, {name: values.get(name, environ.get(name, "")) for name in job.secrets}
+    sent = found[1].get("secrets") if len(found) > 1 and isinstance(found[1], dict) else {}
+    if not isinstance(sent, dict) or not all(isinstance(value, str) for value in sent.values()):
+        raise ConfigError(f"{source}: expected {{secrets: {{name: text}}}} as the second document, found other values")
+    return job, {name: sent.get(name, environ.get(name, "")) for name in job.secrets}
 
 
 def _take(given: dict[str, Any], field: str, variable: str, value: str, source: str) -> None:
     """A number or name of the environment fills a field; ConfigError where the file says otherwise."""
     taken: Any = value
     if field != "interface":
-        if not value.isdigit():
+        if not re.fullmatch("[0-9]{1,9}", value):
             raise ConfigError(f"{variable} is {value!r}, expected a whole number")
         taken = int(value)
     if given.get(field) is None or field == "interface":  # nodes may name their interfaces differently
@@ -219,15 +264,11 @@ def _take(given: dict[str, Any], field: str, variable: str, value: str, source: 
         raise ConfigError(f"{source} has {field}: {given[field]}, but {variable} is {value}; remove one of them")
 
 
-def load_job(path: str, stdin: str, environ: Mapping[str, str]) -> tuple[Job, dict[str, str]]:
+def load_job(path: str, stdin: str | bytes, environ: Mapping[str, str]) -> tuple[Job, dict[str, str]]:
     """As read_job, of a file or, where `path` is -, of `stdin`."""
     if path == "-":
-        return read_job(stdin, "the job file on standard input", environ)
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a job file, found: {error.strerror}") from None
-    return read_job(text, path, environ)
+        return read_job(stdin, "the job file on standard input", environ, documents=2)
+    return read_job(head_of(Path(path)), path, environ)
 
 
 def as_text(job: Job, secrets: Mapping[str, str] | None = None) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
+from verl_patches.values import is_secret
+from verl_patches.yaml_files import MAX_DEPTH, head_of, read_yaml
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 SCHEMA = "recipe_schema"
+MAX_OVERRIDE = 2**14  # characters
 _FREE_SECTIONS = (
     # verl 0.4.0 has them; on line a3 row update.dynamic_batches reads them
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
@@ -61,15 +65,13 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     from hydra.errors import HydraException
 
     name = config_name.removesuffix(".yaml")
-    texts = {path.stem: path.read_text() for path in sorted(CONFIGS_DIR.glob("*.yaml"))}
-    runs = [stem for stem, text in texts.items() if "\ndefaults:" in f"\n{text}"]  # the pin file has no defaults list
+    runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_of_a_run(path)]
     if name not in runs:
         raise ConfigError(
             f"no config of a run in {CONFIGS_DIR} has the name {config_name}; there is: " + (", ".join(runs) or "none")
         )
-    for override in overrides:
-        if not re.match(r"[~+]*[^=~+@\s]", override):
-            raise ConfigError(f"override {override!r}: expected key=value, such as trainer.total_training_steps=3")
+    _check_overrides(overrides)
+    _check_files(name)
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", _vllm_dtype, replace=True)
@@ -79,8 +81,9 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # a number of 5,000 digits
         raise ConfigError(_explain(error, name, base)) from error
+    _refuse_secrets(_values(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config))
     write_engine_options(config, keys_of(overrides))
@@ -94,6 +97,71 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     return config
 
 
+def _is_of_a_run(path: Path) -> bool:
+    """Whether a file of configs/ has a list of defaults, as the pin file and job files have not; damaged ones may."""
+    try:
+        return b"\ndefaults:" in b"\n" + head_of(path)
+    except ConfigError:
+        return False
+
+
+def _check_files(name: str, above: tuple[str, ...] = ()) -> None:
+    """ConfigError where Hydra could not read configs/`name`.yaml, or a file of configs/ that its defaults name."""
+    path = CONFIGS_DIR / f"{name}.yaml"
+    if name in above:
+        raise ConfigError(f"{path}: expected defaults that end, found {' -> '.join([*above, name])}")
+    content = read_yaml(path)
+    entries = content.get("defaults") if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path}: expected keys and a list of defaults, found {type(entries or content).__name__}")
+    for entry in entries:
+        if isinstance(entry, str) and (CONFIGS_DIR / f"{entry}.yaml").is_file():
+            _check_files(entry, (*above, name))
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """ConfigError for words that are not key=value, that Hydra's parser would not end with, or that hold a secret."""
+    for override in overrides:
+        if not re.match(r"[~+]*[^=~+@\s]", override):
+            raise ConfigError(f"override {override!r}: expected key=value, such as trainer.total_training_steps=3")
+        key, _, value = override.partition("=")
+        if not override.isprintable():
+            raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
+        if len(override) > MAX_OVERRIDE or _deepest(value) > MAX_DEPTH:
+            raise ConfigError(
+                f"override of {key[:80]}: expected at most {MAX_OVERRIDE} characters and {MAX_DEPTH} levels of "
+                "brackets, found more; put the value into a config file"
+            )
+        _refuse_secrets([(key.lstrip("+~"), value.strip("'\""))])
+
+
+def _deepest(text: str) -> int:
+    """Largest number of brackets inside each other."""
+    return max(itertools.accumulate(((char in "[{(") - (char in "]})") for char in text), initial=0))
+
+
+def _values(section: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each leaf; an item of a list has the list's key."""
+    if isinstance(section, dict):
+        for name, value in section.items():
+            yield from _values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(section, list):
+        for value in section:
+            yield from _values(value, key)
+    else:
+        yield key, section
+
+
+def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
+    """ConfigError for a key whose value looks like a secret: a run's configuration is written to files and logs."""
+    for key, value in values:
+        if is_secret(key.rpartition(".")[2], value):
+            raise ConfigError(
+                f"{key} looks like a secret, and a configuration is written to files and logs; expected none: remove "
+                "it, and export it as a variable of the shell, which the run inherits"
+            )
+
+
 def output_root(given: str | None = None) -> Path:
     """Absolute folder of all runs: `given`, relative to the current folder, or outputs/ of this repository."""
     return CONFIGS_DIR.parent / "outputs" if given is None else Path(given).absolute()
@@ -101,7 +169,7 @@ def output_root(given: str | None = None) -> Path:
 
 @functools.cache
 def _load(path: Path) -> DictConfig:
-    return OmegaConf.load(path)
+    return OmegaConf.create(read_yaml(path))
 
 
 def _vllm_dtype(dtype: str) -> str:

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from verl_patches.errors import ConfigError
+from verl_patches.yaml_files import read_yaml
 
 PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
 
@@ -221,11 +221,7 @@ def same_version(pinned: str, found: str) -> bool:
 def load_pins(path: Path = PIN_FILE) -> Pins:
     """Read and validate a pin file; ConfigError lists every key that is missing, unknown or of another type."""
     try:
-        return Pins.model_validate(yaml.safe_load(path.read_text()))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); git checkout configs/upstream.yaml") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: expected YAML, found {error}") from error
+        return Pins.model_validate(read_yaml(path))
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
         raise ConfigError(f"{path}: " + "\n  ".join(faults)) from error

@@ -12,8 +12,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE, nearest, parse
 from verl_patches.upstream.pins import Pins, Unsupported, load_pins
+from verl_patches.values import is_secret_value, is_secret_variable
 
-_SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD")  # in a name: the value is not printed
 # a variable with such a prefix that the pin file does not list is reported: its name may be misspelled
 _PREFIXES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
 _ROLLOUT, _ENGINE = "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.engine_kwargs.vllm."
@@ -77,7 +77,7 @@ def shell_findings(line: str, environ: Mapping[str, str] | None = None, decided:
 
 
 def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) -> Finding | None:
-    value = "(set)" if given and any(word in name.upper() for word in _SECRET) else given
+    value = "(set)" if given and (is_secret_variable(name) or is_secret_value(given)) else given
     if name in pins.read_nowhere:
         return Finding(name, "problem", "shell", "unset", value, f"unset {name}: {pins.read_nowhere[name]}")
     variable = pins.environment.get(name)
