@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import yaml
 
 from verl_patches.errors import ConfigError
+from verl_patches.values import printable
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32  # of lists and sections inside each other
@@ -54,7 +55,7 @@ def parse_yaml(text: str | bytes, source: str, documents: int = 1) -> list[Any]:
         _Checked(source, documents).check(text)
         return list(yaml.load_all(text, _loader()))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}:{_explain(error, text)}") from None
+        raise ConfigError(f"{source}:{printable(_explain(error, text))}") from None
 
 
 @functools.cache
@@ -170,4 +171,4 @@ class _Checked:
             self._refuse(line, f"at most {MAX_DEPTH} levels", "more")
 
     def _refuse(self, line: int, expected: str, found: str) -> NoReturn:
-        raise ConfigError(f"{self.source}:{line}: expected {expected}, found {found}")
+        raise ConfigError(f"{self.source}:{line}: expected {expected}, found {printable(found)}")

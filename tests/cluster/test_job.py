@@ -160,6 +160,12 @@ def test_a_file_that_is_no_yaml_is_refused_by_line(tmp_path, text, message):
             load_job("-", text, {})
 
 
+def test_a_name_of_two_lines_is_said_in_one():
+    with pytest.raises(ConfigError, match="job.yaml: ") as error:
+        read(env={"A\nB": "x"}, **{"a\x1b": 1})
+    assert str(error.value).isprintable() and r"A\nB" in str(error.value)
+
+
 def test_the_second_document_is_a_section_of_texts():
     for sent in ("secrets: [a]", "secrets: {A: 3}", "secrets:"):
         with pytest.raises(ConfigError, match="as the second document"):

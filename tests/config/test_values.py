@@ -151,7 +151,7 @@ def test_secrets_are_known_by_their_form():
         "-----BEGIN RSA PRIVATE KEY-----",
     ]
     forms += ["https://me:word@host/x", "glpat-" + "a" * 20, "xoxb-1234567890-a", "eyJ" + "a" * 12 + ".eyJ" + "b" * 12]
-    assert all(is_secret_value(text) and is_secret_value(f"x={text}") for text in forms)
+    assert all(is_secret_value(text) and is_secret_value(f"x={text}") and is_secret("model", text) for text in forms)
     others = ["0" * 40, "https://host:80/x", "https://me@host/x", "hf_model", "sk-learn", "git@github.com:a/b", "eyJ"]
     assert not any(is_secret_value(text) for text in others)
 

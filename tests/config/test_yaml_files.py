@@ -29,6 +29,7 @@ BAD = {
     "duplicate": ("a: 1\nb: 2\na: 3\n", 3, "each key once, found a again, after line 1"),
     "duplicate inside": ("a:\n  b: {c: 1,\n    c: 2}\n", 3, "each key once, found c again, after line 2"),
     "duplicate in quotes": ("a: 1\n'a': 2\n", 2, "each key once"),
+    "duplicate of two lines": ('"a\\n\\e": 1\n"a\\n\\e": 2\n', 2, r"each key once, found a\n\x1b again"),
     "tag": ("a: 1\nb: !home x\n", 2, "a plain value, found the tag !home"),
     "python tag": ("a: !!python/object/apply:os.system [ls]\n", 1, "a plain value, found the tag !!python"),
     "binary": ("a: !!binary aGY=\n", 1, "a plain value, found the tag !!binary"),

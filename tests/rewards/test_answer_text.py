@@ -22,7 +22,8 @@ x\in\mathbb{R} == x∈ℝ ; x\ne 5 == x≠5 ; 5 == 5厘米 ; 5 == 5 厘米 ; 5 =
 5米 == 500厘米 ; 5 km == 5公里 ; 5 km == 5千米 ; 2.5平方米 == 25000平方厘米 ; 5 m^2 == 5平方米
 5 cm^3 == 5立方厘米 ; 5\text{ kg} == 5公斤 ; 5千克 == 5000克 ; 36千米/小时 == 10米每秒 ; 30分钟 == 0.5小时
 25\pi == 25π平方厘米 ; x=5 == 5厘米 ; x=5厘米 == 5 ; 5,6 == 5厘米,6厘米 ; 12 == 12个 ; 12 people == 12人
-8 == 8岁 ; 3 == 3天 ; 7 == 7\mathrm{米} ; 5000 == 5千 ; 5 == 5元 ; 5 == ¥5 ; 5元 == ￥5 ; 5元 == 50角
+8 == 8岁 ; 3 == 3天 ; 7 == 7\mathrm{米} ; 5000 == 5千 ; 5 == 5元 ; 30° == 30\text{度} ; 1234.56 == $1,234.56 ; x\ge2 == x≧2
+5 == ¥5 ; 5元 == ￥5 ; 5元 == 50角
 5 yuan == 5元 ; 5美元 == \$5 ; 500美分 == \$5 ; 50000 == 5万 ; 50000 == 5万元 ; 5亿 == 500000000 ; 30 == 30度
 30^\circ == 30度 ; \frac12 == \sin 30度 ; 25 == 25℃ ; 25℃ == 25摄氏度 ; 25^\circ C == 25 ℃
 25^\circ\text{F} == 25℉ ; x=5,x=6 == x=5或x=6 ; 5,6 == 5和6 ; 30,60 == 30度或60度 ; 5,6 == 5元、6元 ; 5 == $5.00
@@ -79,6 +80,7 @@ def test_signs_are_independent_unless_one_is_the_other_ones_reverse():
     many = r"\pm 1" * (MAX_SIGNS + 1)
     assert items(many) == [many] and len(items(r"\pm 1" * MAX_SIGNS)) == 2**MAX_SIGNS
     for unclear in (many, r"\pm 1\pm 2\mp 3"):
+        assert items(unclear) == [unclear]
         assert not equivalent("0", unclear) and not equivalent(r"\pm 10", unclear)
 
 

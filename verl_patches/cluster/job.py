@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.config.ray_start import HEAD_PORT, RayPorts
 from verl_patches.errors import ConfigError
-from verl_patches.values import is_secret_value, is_secret_variable, secret_options
+from verl_patches.values import is_secret_value, is_secret_variable, printable, secret_options
 from verl_patches.yaml_files import head_of, parse_yaml
 
 MAX_NODES, MAX_DIES = 16_384, 1024  # of a job; of a node
@@ -244,7 +244,7 @@ def read_job(
         job = Job.model_validate(given)
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc'])) or 'job'}: {fault['msg']}" for fault in error.errors())
-        raise ConfigError(f"{source}: {'; '.join(faults)}") from None
+        raise ConfigError(f"{source}: {printable('; '.join(faults))}") from None
     sent = found[1].get("secrets") if len(found) > 1 and isinstance(found[1], dict) else {}
     if not isinstance(sent, dict) or not all(isinstance(value, str) for value in sent.values()):
         raise ConfigError(f"{source}: expected {{secrets: {{name: text}}}} as the second document, found other values")
@@ -261,7 +261,7 @@ def _take(given: dict[str, Any], field: str, variable: str, value: str, source: 
     if given.get(field) is None or field == "interface":  # nodes may name their interfaces differently
         given[field] = taken
     elif given[field] != taken:
-        raise ConfigError(f"{source} has {field}: {given[field]}, but {variable} is {value}; remove one of them")
+        raise ConfigError(f"{source} has {field}: {given[field]!r}, but {variable} is {value}; remove one of them")
 
 
 def load_job(path: str, stdin: str | bytes, environ: Mapping[str, str]) -> tuple[Job, dict[str, str]]:

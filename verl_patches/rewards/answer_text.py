@@ -15,11 +15,12 @@ from verl_patches.rewards.units import HAN
 
 _SIGNS = {"×": "times", "π": "pi", "∞": "infty", "∪": "cup", "≤": "le", "≥": "ge", "≠": "ne", "∅": "emptyset"}
 _SIGNS |= {"°": "circ", "º": "circ", "≈": "approx", "·": "cdot", "∈": "in", "±": "pm", "∓": "mp", "∉": "notin"}
+_SIGNS |= {"≦": "le", "⩽": "le", "≧": "ge", "⩾": "ge", "∧": "land", "∨": "lor"}
 _SIGNS |= {"｛": "{", "｝": "}", "＼": "backslash"}
 _UNICODE = str.maketrans("−–÷’⁄∕∶、", "--/'//:,") | {ord(sign): f"\\{command} " for sign, command in _SIGNS.items()}
 _UNICODE |= {ord("。"): ". ", ord("…"): "...", ord("℃"): r"\circ C", ord("℉"): r"\circ F"}
 _DELIMITERS = re.compile(r"^(?:\$\$(.*)(?<!\\)\$\$|\$(.*)(?<!\\)\$|\\\((.*)\\\)|\\\[(.*)\\\])$")
-_IDLE = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![A-Za-z])")
+_IDLE = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|nolimits)(?![A-Za-z])")
 
 
 def _names(match: re.Match[str]) -> str:
@@ -157,9 +158,7 @@ _DOLLAR_OF_PRICE = re.compile(r"(?:^|(?<=[ ,;:=<>(+-]))((?:US ?)?)\$(?= ?\.?[0-9
 
 def _money(answer: str) -> str:
     r"""The answer with a currency's name behind the amount in place of its sign; $ may stand without a backslash."""
-    if len(_DOLLAR.findall(answer)) == len(_DOLLAR_OF_PRICE.findall(answer)):
-        answer = _DOLLAR_OF_PRICE.sub(r"\1\\$", answer)
-    return _PRICE.sub(_amount, answer).replace(r"\$", "")
+    return _PRICE.sub(_amount, _DOLLAR_OF_PRICE.sub(r"\1\\$", answer)).replace(r"\$", "")
 
 
 def _amount(price: re.Match[str]) -> str:

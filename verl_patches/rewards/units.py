@@ -28,7 +28,7 @@ sterling sterling 英镑 GBP = 1
 yen yen 日元 円 JPY = 1
 rupee rupee INR = 1
 volume l L liter litre 升 = 1; ml mL milliliter millilitre 毫升 = 1/1000
-angle degree deg ^\\circ = 1
+angle degree deg ^\\circ 度 = 1
 temperature celsius 摄氏度 = 1
 fahrenheit fahrenheit 华氏度 = 1
 count unit 个 只 本 张 条 棵 辆 件 支 枝 种 块 = 1
