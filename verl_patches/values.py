@@ -116,11 +116,6 @@ _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "
 _TYPES |= {"null": "null", "object": "a section"}
 
 
-def printable(text: str) -> str:
-    """The text in one line, with escapes for characters that do not print."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-
-
 # -- secrets: what is never written to a file or a log -----------------------------------------------------------------
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
