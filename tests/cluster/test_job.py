@@ -96,7 +96,7 @@ def test_the_example_is_a_job_of_256_dies():
 )
 def test_a_wrong_job_is_refused_by_name(changes, text):
     with pytest.raises(ConfigError, match=text):
-        read(checkout="/c", **changes)
+        read(**{"checkout": "/c", **changes})
 
 
 @pytest.mark.parametrize("folder", ["/c/outputs", "/c"])
