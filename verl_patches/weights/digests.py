@@ -7,7 +7,7 @@ in any order of tensors. That of the file is over its header and these digests: 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -65,15 +65,16 @@ class FileDigest:
 
 
 class Beside:
-    """One call at a time in a thread beside the caller's, in order; its error is raised by the next `wait` or `add`."""
+    """Calls in a thread beside the caller's, one at a time; the error of one is raised by the next `wait` or `add`."""
 
     def __init__(self) -> None:
-        self._pool, self._last = ThreadPoolExecutor(1), None
+        self._pool = ThreadPoolExecutor(1)
+        self._last: Future | None = None
 
-    def add(self, function: Any, *args: Any) -> None:
+    def add(self, function: Callable[..., Any], *args: Any) -> None:
         """Wait for the call before, and begin this one; what it is given must not change until it has ended."""
         self.wait()
-        self._last: Future | None = self._pool.submit(function, *args)
+        self._last = self._pool.submit(function, *args)
 
     def wait(self) -> None:
         """Until the last call has ended."""
