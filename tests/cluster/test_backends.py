@@ -264,6 +264,7 @@ def written(layer, path):
         "/var/data/test.parquet",
         "DeepSeek-V3-bf16/model-00001-of-00163.safetensors",
         "/home/me/my_reward.py",
+        "/home/me/ascend/my_check_result.json",
     ],
 )
 def test_down_does_not_delete_a_container_that_holds_files_of_a_user(program, container, path):
@@ -281,7 +282,10 @@ def test_down_deletes_a_container_whose_files_are_those_of_programs_or_in_volume
         "verl_patches/__pycache__/errors.cpython-311.pyc",
         "kernel_meta_7/op.o",
         "fusion_result.json",
+        "check_result.json",
+        "FE/fusion.log",
         "/home/me/ascend/log/debug/plog/plog-1.log",
+        "/root/ascend/atrace/trace_0_1_2/event_1.bin",
         "/home/me/.cache/torch_extensions/op.so",
         "/tmp/plan.txt",
         "/usr/lib/python3.11/site-packages/extra.py",
@@ -289,6 +293,16 @@ def test_down_deletes_a_container_whose_files_are_those_of_programs_or_in_volume
         written(container, path)
     assert hosts(program("ssh", 'bash -c "$2"'), image="a3", nodes=1, hosts=["10.0.0.1"]).down(None) == []
     assert not container.exists()
+
+
+def test_a_container_that_stays_when_up_fails_is_spoken_of(program, container):
+    file = written(container, "/home/me/kept.txt")
+    failed = 'case "$2" in *"docker exec"*) echo "no route" >&2; exit 255;; *"run "*) echo new;; *) bash -c "$2";; esac'
+    with pytest.raises(
+        RecipeError, match="no route; nothing was started; .*: container j holds /home.*docker rm --force j"
+    ):
+        hosts(program("ssh", failed), image="a3", nodes=1, hosts=["10.0.0.1"]).up(lambda text: None, LOGS)
+    assert file.exists()
 
 
 def test_what_to_copy_out_of_a_container_is_its_new_folder_or_a_changed_file(program):

@@ -172,15 +172,14 @@ class Hosts:
             answers = self._each(self._container)
             new = [rank for rank, a in answers.items() if a.code == 0 and a.output.split()[-1:] == [b"new"]]
             if fault := self._faults(answers):
-                self._remove_containers(new)
+                left = self._undo(new)
                 lost = any(a.code in (SSH_FAILED, NO_END) for a in answers.values())
                 more = "; docker may still be at work there, cluster down ends what comes of it" if lost else ""
-                raise RecipeError(f"containers of job {self.job.name}: {fault}{more}")
+                raise RecipeError(f"containers of job {self.job.name}: {fault}{more}{left}")
             say(f"{self.job.nodes} containers of {self.job.image} run, {len(new)} of them new")
         answers = self._each(self._look)  # a host that is not reached is known before the others wait for it
         if fault := self._faults(answers):
-            self._remove_containers(new)
-            raise RecipeError(f"cluster up of job {self.job.name}: {fault}; nothing was started")
+            raise RecipeError(f"cluster up of job {self.job.name}: {fault}; nothing was started{self._undo(new)}")
         limit_s = self.job.wait_s + MARGIN_S
         answers = self._each(lambda rank: self._cluster(rank, "up", limit_s=limit_s))
         if fault := self._faults(answers):
@@ -188,8 +187,8 @@ class Hosts:
                 began = [rank for rank, answer in answers.items() if answer.code != 2]
                 self._gather(logs, began, limit_s=0.0)
                 self._each(self._down, began)
-                self._remove_containers(new)
-                fault += f"; logs in {logs}" if logs.is_dir() else ""
+                left = self._undo(new)
+                fault += (f"; logs in {logs}" if logs.is_dir() else "") + left
             raise RecipeError(f"cluster up of job {self.job.name}: {fault}")
         say(f"all {self.job.nodes} nodes of job {self.job.name} are in Ray")
 
@@ -246,6 +245,11 @@ class Hosts:
         line = listed + 'if [ -n "$ids" ]; then docker rm --force $ids; fi'
         free = [rank for rank, answer in answers.items() if answer.code == 0]
         return answers | self._each(lambda rank: self._on(rank, line, "", MARGIN_S), free)
+
+    def _undo(self, new: Sequence[int]) -> str:
+        """Delete the containers of an `up` that fails; "; " and those that stay, with the reason, or ""."""
+        left = self._faults(self._remove_containers(new))
+        return f"; {left}" if left else ""
 
     def run(self, to: BinaryIO, say: Callable[[str], None]) -> int:
         """Start the job's command on the head's host and write its output to a stream; its exit code."""
