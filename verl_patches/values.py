@@ -121,15 +121,18 @@ _TYPES |= {"null": "null", "object": "a section"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _SECRET_WORD = re.compile(
     "[A-Z]*(?:SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|AUTH|ACCESS|SECRET|PRIVATE|SIGNING)KEY)"
-    "|PASS|AUTH|AUTHORIZATION|BEARER|COOKIE|[A-Z]+TOKEN"
+    "|AUTHORIZATION|BEARER|COOKIE"
 )
+_LAST_WORD = re.compile("PASS|AUTH|[A-Z]+TOKEN")  # elsewhere they say what is counted: pass_at_k, MAX_TOKEN_NUM
+_COUNT = re.compile(r"-?[0-9]{1,3}(\.[0-9]+)?")  # as the value of PASS or AUTH no secret: n_pass=8
 _OWNERS = set("API AUTH ACCESS PRIVATE SIGNING LICENSE HF HUB WANDB BOT REFRESH SESSION".split())  # of a key or token
 _NO_SECRET = {"MONKEY", "TURKEY", "DONKEY", "HOTKEY"}
 _PLACES = {"FILE", "PATH", "DIR", "SOCK"}  # where a secret is
 _SWITCHES = {"yes", "no", "true", "false", "none", "null", "on", "off"}  # PasswordAuthentication=no
 _GIVEN = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value is two of them
 _SECRET_VALUE = re.compile(
-    r"\bhf_[A-Za-z0-9]{20}|\bsk-[A-Za-z0-9_-]{20}|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}"
+    r"\bhf_[A-Za-z0-9]{20}|(?<![\w/.-])sk-[A-Za-z0-9_-]{20,}(?![\w/-])"  # no folder of a path: /data/sk-NAME/x
+    r"|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}"
     r"|\bxox[abprs]-[\w-]{10}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.eyJ[\w-]{10}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@$]+@"
 )
@@ -138,8 +141,9 @@ _SECRET_VALUE = re.compile(
 def is_secret_variable(name: str) -> bool:
     """Whether the name of an environment variable says that its value is a secret: HF_TOKEN, APIKEY, DB_PASS."""
     words = _words_of(name)
-    keys = [word for word in words if word.endswith(("KEY", "TOKEN")) and word not in _NO_SECRET]
-    return _is_secret_name(words) or bool(keys and words[-1] not in _PLACES)
+    return _is_secret_name(words) or bool(
+        words and words[-1].endswith(("KEY", "TOKEN")) and words[-1] not in _NO_SECRET
+    )
 
 
 def is_secret_value(text: str) -> bool:
@@ -154,9 +158,10 @@ def is_secret(key: str, value: Any) -> bool:
     """
     if not isinstance(value, str) or not value.strip():
         return False
-    return is_secret_value(value) or (
-        value[0] != "$" and value.lower() not in _SWITCHES and _is_secret_name(_words_of(key))
-    )
+    words = _words_of(key)
+    if words and words[-1] in ("PASS", "AUTH") and _COUNT.fullmatch(value):
+        words = words[:-1]
+    return is_secret_value(value) or (value[0] != "$" and value.lower() not in _SWITCHES and _is_secret_name(words))
 
 
 def secret_options(words: Iterable[str]) -> list[str]:
@@ -171,13 +176,17 @@ def secret_options(words: Iterable[str]) -> list[str]:
 
 
 def _words_of(name: str) -> list[str]:
-    return [word.upper() for word in _WORD.findall(name)]
+    """The words of a name in capitals, without a number at its end: HF_TOKEN_2."""
+    words = [word.upper() for word in _WORD.findall(name)]
+    while words and words[-1].isdigit():
+        words.pop()
+    return words
 
 
 def _is_secret_name(words: Sequence[str]) -> bool:
     if not words or words[-1] in _PLACES:
         return False
-    if words == ["TOKEN"] or (len(words) > 1 and words[-1] in ("PWD", "PAT")):
+    if words == ["TOKEN"] or _LAST_WORD.fullmatch(words[-1]) or (len(words) > 1 and words[-1] in ("PWD", "PAT")):
         return True
     owned = any(a in _OWNERS and b in ("KEY", "TOKEN") for a, b in zip(words, words[1:], strict=False))
     return owned or any(_SECRET_WORD.fullmatch(word) for word in words)

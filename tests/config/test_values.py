@@ -122,9 +122,10 @@ def test_any_of_many_values_is_refused_or_checked(key, value):
 SECRET_NAMES = """
 HF_TOKEN HFTOKEN TOKEN MYTOKEN APIKEY API_KEY WANDB_API_KEY OPENAIKEY KEY SSH_KEY AUTH BASIC_AUTH DB_PASS PASS
 PASSWORD PGPASSWORD REGISTRY_PASSWD MYSQL_PWD GITHUB_PAT AWS_SECRET_ACCESS_KEY CLIENT_SECRET CREDENTIALS accessKey
-REDIS_PASS hfToken
+REDIS_PASS hfToken HF_TOKEN_2 SSH_KEY2
 """
 OTHER_NAMES = """
+PASS_RATE MAX_TOKEN_NUM KEY_CACHE_SIZE SUBTOKEN_RATE AUTH_MODE
 TOKENIZERS_PARALLELISM MAX_TOKENS PATH PWD COMPASS BYPASS PASSES AUTHOR MONKEY KEYS HF_TOKEN_PATH SSH_AUTH_SOCK KEY_FILE
 """
 
@@ -139,6 +140,8 @@ def test_secrets_are_known_by_keys_and_options_with_fewer_words():
     assert all(is_secret(key, "x") and not is_secret(key, "") and not is_secret(key, 3) for key in named)
     others = ["prompt_key", "reward_fn_key", "eos_token", "tokenizer", "num_key_value_heads", "key"]
     assert not any(is_secret(key, "x") for key in others)
+    assert not any(is_secret(key, "8") for key in ["pass_at_k", "val_pass_k", "n_pass", "pass", "auth"])
+    assert not is_secret("val_pass", "0.25") and is_secret("db_pass", "123456") and is_secret("password", "8")
     assert not is_secret("hf_token", "$HF_TOKEN") and not is_secret("PasswordAuthentication", "no")
 
 
@@ -153,10 +156,13 @@ def test_secrets_are_known_by_their_form():
     forms += ["https://me:word@host/x", "glpat-" + "a" * 20, "xoxb-1234567890-a", "eyJ" + "a" * 12 + ".eyJ" + "b" * 12]
     assert all(is_secret_value(text) and is_secret_value(f"x={text}") and is_secret("model", text) for text in forms)
     others = ["0" * 40, "https://host:80/x", "https://me@host/x", "hf_model", "sk-learn", "git@github.com:a/b", "eyJ"]
+    others += ["/home/sk-deepseek-v3-rl-training-01/m", "sk-deepseek-v3-rl-training-01/m", "risk-" + "a1" * 20]
     assert not any(is_secret_value(text) for text in others)
 
 
 def test_secrets_are_found_among_the_words_of_a_command():
     words = "run -e HFTOKEN=x --api-key y --password=z data.prompt_key=prompt -e WANDB_API_KEY --export=A=b,DB_PASS=c"
     assert secret_options(words.split()) == ["HFTOKEN", "api-key", "password", "DB_PASS"]
+    counts = "train +reward.pass_at_k=8 val_pass_k=8 --pass 8 model.path=/home/sk-deepseek-v3-rl-training-01/m"
+    assert secret_options(counts.split()) == []
     assert secret_options(["-o", "PasswordAuthentication=no", "bash", "-c", "A_TOKEN=$(cat f) train"]) == []
