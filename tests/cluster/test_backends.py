@@ -285,7 +285,7 @@ def test_down_deletes_a_container_whose_files_are_those_of_programs_or_in_volume
         "check_result.json",
         "FE/fusion.log",
         "/home/me/ascend/log/debug/plog/plog-1.log",
-        "/root/ascend/atrace/trace_0_1_2/event_1.bin",
+        "/home/me/ascend/atrace/trace_0_1_2/event_1.bin",
         "/home/me/.cache/torch_extensions/op.so",
         "/tmp/plan.txt",
         "/usr/lib/python3.11/site-packages/extra.py",
