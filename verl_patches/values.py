@@ -35,6 +35,14 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(char if char in keep or _is_shown(char) else char.encode("unicode_escape").decode() for char in text)
 
 
+def size_text(size_bytes: float) -> str:
+    """A size with its unit: MB, GB or TB."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.2f} {name}" if name == "TB" else f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes / 1e6:.1f} MB"
+
+
 def _is_shown(char: str) -> bool:
     return char.isprintable() or unicodedata.category(char) == "Zs"
 
