@@ -113,8 +113,8 @@ def _require_steps_left(config: DictConfig, resumed: Path, manifest: Manifest) -
     if total is not None and step >= total:
         raise ConfigError(
             f"{resumed}: step {step} is complete, and the run has reached its total of {total} ({key}); nothing was "
-            "started. For more steps raise trainer.total_training_steps; for a new run give it another name "
-            "(--run NAME, recipe.run) or trainer.resume_mode=disable"
+            "started. For more steps raise trainer.total_training_steps (smoke: --steps); for a new run give another "
+            "name (--run NAME, recipe.run) or trainer.resume_mode=disable"
         )
 
 
