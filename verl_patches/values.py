@@ -129,15 +129,16 @@ _TYPES |= {"null": "null", "object": "a section"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _SECRET_WORD = re.compile(
     "[A-Z]*(?:SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|AUTH|ACCESS|SECRET|PRIVATE|SIGNING)KEY)"
-    "|PASS|AUTH|AUTHORIZATION|BEARER|COOKIE|[A-Z]+TOKEN"
+    "|AUTHORIZATION|BEARER|COOKIE|[A-Z]+TOKEN"
 )
+_LAST_WORDS = {"PASS", "AUTH"}  # elsewhere they are no sign: pass_at_k
 _OWNERS = set("API AUTH ACCESS PRIVATE SIGNING LICENSE HF HUB WANDB BOT REFRESH SESSION".split())  # of a key or token
 _NO_SECRET = {"MONKEY", "TURKEY", "DONKEY", "HOTKEY"}
 _PLACES = {"FILE", "PATH", "DIR", "SOCK"}  # where a secret is
 _SWITCHES = {"yes", "no", "true", "false", "none", "null", "on", "off"}  # PasswordAuthentication=no
 _GIVEN = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value is two of them
 _SECRET_VALUE = re.compile(
-    r"\bhf_[A-Za-z0-9]{20}|\bsk-[A-Za-z0-9_-]{20}|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}"
+    r"\bhf_[A-Za-z0-9]{20}|(?<![\w/-])sk-[A-Za-z0-9_-]{20}|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}"
     r"|\bxox[abprs]-[\w-]{10}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.eyJ[\w-]{10}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@$]+@"
 )
@@ -146,8 +147,8 @@ _SECRET_VALUE = re.compile(
 def is_secret_variable(name: str) -> bool:
     """Whether the name of an environment variable says that its value is a secret: HF_TOKEN, APIKEY, DB_PASS."""
     words = _words_of(name)
-    keys = [word for word in words if word.endswith(("KEY", "TOKEN")) and word not in _NO_SECRET]
-    return _is_secret_name(words) or bool(keys and words[-1] not in _PLACES)
+    last = words[-1] if words else ""
+    return _is_secret_name(words) or (last.endswith(("KEY", "TOKEN")) and last not in _NO_SECRET)
 
 
 def is_secret_value(text: str) -> bool:
@@ -185,7 +186,7 @@ def _words_of(name: str) -> list[str]:
 def _is_secret_name(words: Sequence[str]) -> bool:
     if not words or words[-1] in _PLACES:
         return False
-    if words == ["TOKEN"] or (len(words) > 1 and words[-1] in ("PWD", "PAT")):
+    if words == ["TOKEN"] or words[-1] in _LAST_WORDS or (len(words) > 1 and words[-1] in ("PWD", "PAT")):
         return True
     owned = any(a in _OWNERS and b in ("KEY", "TOKEN") for a, b in zip(words, words[1:], strict=False))
     return owned or any(_SECRET_WORD.fullmatch(word) for word in words)

@@ -282,6 +282,8 @@ def test_down_deletes_a_container_whose_files_are_those_of_programs_or_in_volume
         "kernel_meta_7/op.o",
         "fusion_result.json",
         "/home/me/ascend/log/debug/plog/plog-1.log",
+        "/root/ascend/atrace/trace_1_2/stackcore.bin",
+        "check_result.json",
         "/home/me/.cache/torch_extensions/op.so",
         "/tmp/plan.txt",
         "/usr/lib/python3.11/site-packages/extra.py",

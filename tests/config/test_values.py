@@ -126,6 +126,7 @@ REDIS_PASS hfToken
 """
 OTHER_NAMES = """
 TOKENIZERS_PARALLELISM MAX_TOKENS PATH PWD COMPASS BYPASS PASSES AUTHOR MONKEY KEYS HF_TOKEN_PATH SSH_AUTH_SOCK KEY_FILE
+PASS_RATE MAX_TOKEN_NUM KEY_CACHE_SIZE AUTH_MODE
 """
 
 
@@ -138,6 +139,7 @@ def test_secrets_are_known_by_keys_and_options_with_fewer_words():
     named = ["hf_token", "HFTOKEN", "token", "APIKEY", "auth", "db_pass", "api_key", "clientSecret", "wandb_api_key"]
     assert all(is_secret(key, "x") and not is_secret(key, "") and not is_secret(key, 3) for key in named)
     others = ["prompt_key", "reward_fn_key", "eos_token", "tokenizer", "num_key_value_heads", "key"]
+    others += ["pass_at_k", "val_pass_k"]
     assert not any(is_secret(key, "x") for key in others)
     assert not is_secret("hf_token", "$HF_TOKEN") and not is_secret("PasswordAuthentication", "no")
 
@@ -153,6 +155,7 @@ def test_secrets_are_known_by_their_form():
     forms += ["https://me:word@host/x", "glpat-" + "a" * 20, "xoxb-1234567890-a", "eyJ" + "a" * 12 + ".eyJ" + "b" * 12]
     assert all(is_secret_value(text) and is_secret_value(f"x={text}") and is_secret("model", text) for text in forms)
     others = ["0" * 40, "https://host:80/x", "https://me@host/x", "hf_model", "sk-learn", "git@github.com:a/b", "eyJ"]
+    others += ["/home/sk-deepseek-v3-rl-training-01/m"]
     assert not any(is_secret_value(text) for text in others)
 
 

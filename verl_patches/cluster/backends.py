@@ -172,14 +172,14 @@ class Hosts:
             answers = self._each(self._container)
             new = [rank for rank, a in answers.items() if a.code == 0 and a.output.split()[-1:] == [b"new"]]
             if fault := self._faults(answers):
-                self._remove_containers(new)
+                fault += self._left_of(new)
                 lost = any(a.code in (SSH_FAILED, NO_END) for a in answers.values())
                 more = "; docker may still be at work there, cluster down ends what comes of it" if lost else ""
                 raise RecipeError(f"containers of job {self.job.name}: {fault}{more}")
             say(f"{self.job.nodes} containers of {self.job.image} run, {len(new)} of them new")
         answers = self._each(self._look)  # a host that is not reached is known before the others wait for it
         if fault := self._faults(answers):
-            self._remove_containers(new)
+            fault += self._left_of(new)
             raise RecipeError(f"cluster up of job {self.job.name}: {fault}; nothing was started")
         limit_s = self.job.wait_s + MARGIN_S
         answers = self._each(lambda rank: self._cluster(rank, "up", limit_s=limit_s))
@@ -188,7 +188,7 @@ class Hosts:
                 began = [rank for rank, answer in answers.items() if answer.code != 2]
                 self._gather(logs, began, limit_s=0.0)
                 self._each(self._down, began)
-                self._remove_containers(new)
+                fault += self._left_of(new)
                 fault += f"; logs in {logs}" if logs.is_dir() else ""
             raise RecipeError(f"cluster up of job {self.job.name}: {fault}")
         say(f"all {self.job.nodes} nodes of job {self.job.name} are in Ray")
@@ -246,6 +246,11 @@ class Hosts:
         line = listed + 'if [ -n "$ids" ]; then docker rm --force $ids; fi'
         free = [rank for rank, answer in answers.items() if answer.code == 0]
         return answers | self._each(lambda rank: self._on(rank, line, "", MARGIN_S), free)
+
+    def _left_of(self, new: Sequence[int]) -> str:
+        """Delete the containers that this call started; why one stays, as the rest of a sentence."""
+        fault = self._faults(self._remove_containers(new))
+        return f"; {fault}" if fault else ""
 
     def run(self, to: BinaryIO, say: Callable[[str], None]) -> int:
         """Start the job's command on the head's host and write its output to a stream; its exit code."""

@@ -15,9 +15,9 @@ _LINE = re.compile(r"([ACDM]) (/.+)")
 _SYSTEM = re.compile(r"/(bin|boot|dev|etc|lib|lib64|proc|run|sbin|sys|tmp|usr|var)(/|$)")
 # what runs write or read, and so is sought in those folders too
 _KINDS, _NAMES = {".safetensors", ".parquet", ".pt", ".jsonl"}, {"summary.json", "manifest.json"}
-# hidden files, caches, the logs of Ascend's runtime, compiled operators
+# hidden files, caches, logs and traces of Ascend's runtime, compiled operators
 _GENERATED = re.compile(
-    r"/(\.[^/]+|__pycache__|ascend/log|kernel_meta[^/]*|atc_data|extra-info|fusion_result\.json)(/|$)"
+    r"/(\.[^/]+|__pycache__|ascend/(log|atrace)|kernel_meta[^/]*|atc_data|extra-info|(fusion|check)_result\.json)(/|$)"
 )
 _SHOWN = 3
 
