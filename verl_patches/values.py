@@ -35,6 +35,14 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(char if char in keep or _is_shown(char) else char.encode("unicode_escape").decode() for char in text)
 
 
+def size_text(size_bytes: float) -> str:
+    """A size with its unit: MB, GB or TB."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.2f} {name}" if name == "TB" else f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes / 1e6:.1f} MB"
+
+
 def _is_shown(char: str) -> bool:
     return char.isprintable() or unicodedata.category(char) == "Zs"
 
@@ -141,9 +149,8 @@ _SECRET_VALUE = re.compile(
 def is_secret_variable(name: str) -> bool:
     """Whether the name of an environment variable says that its value is a secret: HF_TOKEN, APIKEY, DB_PASS."""
     words = _words_of(name)
-    return _is_secret_name(words) or bool(
-        words and words[-1].endswith(("KEY", "TOKEN")) and words[-1] not in _NO_SECRET
-    )
+    last = words[-1] if words else ""
+    return _is_secret_name(words) or (last.endswith(("KEY", "TOKEN")) and last not in _NO_SECRET)
 
 
 def is_secret_value(text: str) -> bool:

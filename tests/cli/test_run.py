@@ -147,6 +147,44 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
     assert "global_step_20" not in said and ("checkpoint" in said) == (saved is not None)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "saves", "said"),
+    [
+        (["recipe.patches=[-checkpoint.*]"], [], None),
+        (
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/global_step_4"],
+            [],
+            "/x/global_step_4 again",
+        ),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/global_step_4"], [{"step": 6}], "=auto"),
+    ],
+    ids=["verl's own", "before a save", "after a save"],
+)
+def test_how_to_go_on_is_said_of_what_this_start_saved(tmp_path, capsys, overrides, saves, said):
+    own = new_run_id(tmp_path / "r", "r")
+    if saves:
+        make_checkpoint(tmp_path / "r/checkpoints", 6, own)
+    (tmp_path / "r/summary.json").write_text(json.dumps({"exit": "it broke", "checkpoints": saves}))
+    config = compose(TINY, [f"recipe.output_root={tmp_path}", "recipe.run=r", "trainer.save_freq=2", *overrides])
+    with pytest.raises(typer.Exit):
+        run._report(launcher.Outcome(1, "it broke", tmp_path / "r", 2.0), config, as_json=False)
+    printed = capsys.readouterr().err
+    assert "it broke" in printed and ("checkpoint" in printed.replace("-checkpoint.*", "")) == bool(saves)
+    assert said is None or said in printed
+
+
+def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, capsys, monkeypatch):
+    def stale(*_):
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(run, "newest", stale)
+    config = compose(TINY, [f"recipe.output_root={tmp_path}", "recipe.run=r", "trainer.save_freq=2"])
+    with pytest.raises(typer.Exit):
+        run._report(launcher.Outcome(1, "it broke", tmp_path / "r", 2.0), config, as_json=False)
+    printed = capsys.readouterr().err
+    assert "it broke" in printed and "Stale file handle" in printed
+
+
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """started(code, *arguments) -> what `smoke` prints over a launcher that shows four lines and ends with `code`."""

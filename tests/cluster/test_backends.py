@@ -299,7 +299,7 @@ def test_a_container_that_stays_when_up_fails_is_spoken_of(program, container):
     file = written(container, "/home/me/kept.txt")
     failed = 'case "$2" in *"docker exec"*) echo "no route" >&2; exit 255;; *"run "*) echo new;; *) bash -c "$2";; esac'
     with pytest.raises(
-        RecipeError, match="no route; nothing was started; .*: container j holds /home.*docker rm --force j"
+        RecipeError, match="no route; .*: container j holds /home.*docker rm --force j; nothing was started"
     ):
         hosts(program("ssh", failed), image="a3", nodes=1, hosts=["10.0.0.1"]).up(lambda text: None, LOGS)
     assert file.exists()

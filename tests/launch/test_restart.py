@@ -57,8 +57,8 @@ count = out / "count"
 number = int(count.read_text()) if count.exists() else 0
 count.write_text(str(number + 1))
 steps, error, overrides = *tries[number], sys.argv[1:]
-from verl_patches.trainer.summary import Summary
-summary = Summary(out, {{"run": "t"}})
+from verl_patches.trainer.summary import Summary, run_id
+summary = Summary(out, {{"run": "t", "id": run_id(out)}})
 for step in steps:
     summary.add_step(step)
     summary.add_metrics(step["step"], {{"try": number}})

@@ -1,8 +1,10 @@
 """The folder of a run: what a start goes on with, what it moves out of its way, and what it refuses untouched."""
 
+import errno
 import functools
 import json
 import shutil
+from contextlib import ExitStack
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,7 +12,7 @@ from omegaconf import OmegaConf
 from tests.weights.cases import make_checkpoint
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
-from verl_patches.launch.run_folder import id_without_launcher, opened, require_start
+from verl_patches.launch.run_folder import id_without_launcher, open_run_folder, require_start
 from verl_patches.trainer.summary import RUN, new_run_id, run_id
 
 OTHER = "fedcba9876543210"
@@ -38,7 +40,7 @@ def configured(tmp_path):
 @pytest.fixture
 def earlier(tmp_path, configured):
     """(folder, id) of a run that ended: its outputs, and checkpoints of steps 2 and 8."""
-    with opened(configured()) as here:
+    with open_run_folder(configured()) as here:
         (here.path / "summary.json").write_text('{"of": "the run before"}')
     for step in (2, 8):
         make_checkpoint(here.path / "checkpoints", step, here.id)
@@ -60,15 +62,16 @@ def resume_path(path):
 def test_a_fresh_start_moves_the_run_before_with_its_checkpoints_and_has_a_new_id(configured, earlier):
     folder, before = earlier
     inode = (folder / "checkpoints/global_step_8").stat().st_ino
-    with opened(configured()) as here:
+    with open_run_folder(configured()) as here:
         assert here.id != before and here.id == run_id(folder) and here.step is None
         aside = folder / "earlier/1"
-        (line,) = here.said
-        assert line.startswith("| ") and f"{aside / 'checkpoints'}" in line and "MB" in line
+        moved, back = here.said
+        assert moved.startswith("| ") and f"{aside / 'checkpoints'}" in moved and "MB" in moved
+        assert f"trainer.resume_from_path={aside / 'checkpoints/global_step_8'}" in back
     assert {path.name for path in aside.iterdir()} == {"summary.json", RUN, "checkpoints"} and run_id(aside) == before
     assert (aside / "checkpoints/global_step_8").stat().st_ino == inode  # a rename
     assert not list((folder / "checkpoints").glob("global_step_*"))
-    with opened(configured()) as again:  # a run that saved nothing
+    with open_run_folder(configured()) as again:  # a run that saved nothing
         assert again.id != here.id and again.said == ()
     assert sorted(path.name for path in (folder / "earlier").iterdir()) == ["1", "2"]
 
@@ -77,7 +80,7 @@ def test_a_fresh_start_moves_the_run_before_with_its_checkpoints_and_has_a_new_i
 def test_a_run_that_goes_on_keeps_its_id_and_its_checkpoints(configured, earlier, mode):
     folder, before = earlier
     given = {"resume_mode": mode, "resume_from_path": str(folder / "checkpoints/global_step_2")}
-    with opened(configured(**given)) as here:
+    with open_run_folder(configured(**given)) as here:
         assert (here.id, here.step, here.said) == (before, {"auto": 8, "resume_path": 2}[mode], ())
     assert run_id(folder) == before
     assert [path.name for path in (folder / "earlier/1").iterdir()] == ["summary.json"]
@@ -89,20 +92,51 @@ def test_auto_takes_only_checkpoints_of_its_own_run(configured, tmp_path, run):
     """Also not those of before there were ids."""
     saved = tmp_path / "t/checkpoints"
     make_checkpoint(saved, 8, run)
-    with opened(configured(resume_mode="auto")) as here:
-        assert here.step is None and here.id != run and len(here.said) == 1
+    with open_run_folder(configured(resume_mode="auto")) as here:
+        assert here.step is None and here.id != run and len(here.said) == 2
     assert (tmp_path / "t/earlier/1/checkpoints/global_step_8").is_dir() and not list(saved.glob("global_step_*"))
 
 
 def test_a_checkpoint_of_another_run_starts_a_new_one(configured, earlier, tmp_path):
     folder, before = earlier
     other = make_checkpoint(tmp_path / "other", 5, OTHER)
-    with opened(configured(**resume_path(other))) as here:
+    with open_run_folder(configured(**resume_path(other))) as here:
         assert here.id not in (before, OTHER) and here.step == 5
     assert (folder / "earlier/1/checkpoints/global_step_8").is_dir() and other.is_dir()
     again = folder / "earlier/1/checkpoints/global_step_2"
-    with opened(configured(**resume_path(again))) as here:
+    with open_run_folder(configured(**resume_path(again))) as here:
         assert here.id != before and here.step == 2
+
+
+def test_a_file_system_without_locks_is_named(configured, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("verl_patches.launch.run_folder.lock_file", refuse)
+    with pytest.raises(ConfigError, match="no file locks.*recipe.run"), open_run_folder(configured()):
+        pass
+
+
+def test_a_start_that_was_killed_between_its_moves_loses_no_step_of_the_record(configured, earlier):
+    """The record is in earlier/1 already, and not yet in the folder of the run again."""
+    folder, own = earlier
+    (folder / "earlier/1").mkdir(parents=True)
+    (folder / "summary.json").unlink()
+    steps = [{"step": 1, "seconds": {"step": 1.0}, "reward": 0.0}]
+    (folder / "earlier/1/summary.json").write_text(json.dumps({"id": own, "steps": steps, "exit": "ok"}))
+    (folder / "earlier/1/metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "earlier/2").mkdir()
+    (folder / "earlier/2/summary.json").write_text(json.dumps({"id": OTHER, "steps": [{"step": 7}], "exit": "ok"}))
+    with open_run_folder(configured(resume_mode="auto")):
+        assert json.loads((folder / "summary.json").read_text())["steps"] == steps
+        assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_checkpoint_that_this_run_set_aside_is_named_as_its_own(configured, earlier):
+    folder, own = earlier
+    aside = make_checkpoint(folder / "checkpoints/earlier/1", 9, own)
+    with pytest.raises(ConfigError, match="this run has set aside"):
+        require_start(configured(**resume_path(aside)))
 
 
 @pytest.mark.parametrize("run", [None, OTHER])
@@ -111,7 +145,7 @@ def test_a_checkpoint_that_the_start_would_move_is_refused(configured, tmp_path,
     before = tree(tmp_path)
     with (
         pytest.raises(ConfigError, match="would begin a new run and move it.*--run NAME"),
-        opened(configured(**resume_path(path))),
+        open_run_folder(configured(**resume_path(path))),
     ):
         pass
     assert tree(tmp_path) == before
@@ -127,7 +161,7 @@ def test_checkpoints_of_another_run_elsewhere_are_refused_and_nothing_moves(conf
     id_of_t = new_run_id(tmp_path / "t", "t")
     (tmp_path / "t/summary.json").write_text("{}")
     config, before = configured(default_local_dir=str(elsewhere), **trainer), tree(tmp_path)
-    for start in (lambda: require_start(config), opened(config).__enter__):
+    for start in (lambda: require_start(config), open_run_folder(config).__enter__):
         with pytest.raises(ConfigError) as caught:
             start()
         text = str(caught.value)
@@ -135,7 +169,7 @@ def test_checkpoints_of_another_run_elsewhere_are_refused_and_nothing_moves(conf
             assert words in text
         assert tree(tmp_path) == before
     config.trainer.update({"resume_mode": "disable", "save_freq": -1})  # control: it touches no checkpoints
-    with opened(config) as here:
+    with open_run_folder(config) as here:
         assert here.id != id_of_t
 
 
@@ -152,9 +186,9 @@ def test_a_folder_of_checkpoints_behind_a_link_is_elsewhere(configured, tmp_path
 
 def test_own_checkpoints_elsewhere_are_gone_on_with(configured, tmp_path):
     elsewhere = {"default_local_dir": str(tmp_path / "elsewhere")}
-    with opened(configured(**elsewhere)) as first:
+    with open_run_folder(configured(**elsewhere)) as first:
         make_checkpoint(tmp_path / "elsewhere", 2, first.id)
-    with opened(configured(resume_mode="auto", **elsewhere)) as here:
+    with open_run_folder(configured(resume_mode="auto", **elsewhere)) as here:
         assert (here.id, here.step) == (first.id, 2)
     with pytest.raises(ConfigError, match=f"global_step_2 of run {first.id}"):
         require_start(configured(**elsewhere))
@@ -201,7 +235,9 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_next_older_one(configured
     words = f"trainer.resume_mode=resume_path trainer.resume_from_path={older}"
     assert bad.name in str(caught.value) and f"{bad.parent}" in str(caught.value) and words in str(caught.value)
     assert tree(folder) == before_start
-    with opened(configured(**dict(part.removeprefix("trainer.").split("=") for part in words.split()))) as here:
+    with open_run_folder(
+        configured(**dict(part.removeprefix("trainer.").split("=") for part in words.split()))
+    ) as here:
         assert (here.id, here.step) == (before, 2)
     shutil.rmtree(older)
     with pytest.raises(ConfigError, match="no older one of this run is whole.*resume_mode=disable"):
@@ -215,7 +251,7 @@ def test_what_is_damaged_but_not_the_newest_is_no_reason_to_stop(configured, ear
     (saved / "global_step_9").write_text("a file")
     (saved / "global_step_9.writing-0123abcd").mkdir()
     (saved / "global_step_9.writing-0123abcd/manifest.json").write_text("")
-    with opened(configured(resume_mode="auto")) as here:
+    with open_run_folder(configured(resume_mode="auto")) as here:
         assert (here.id, here.step) == (before, 8)
     assert (saved / "global_step_9.writing-0123abcd").is_dir()
 
@@ -224,7 +260,7 @@ def test_a_save_that_was_killed_after_its_last_file_is_the_newest_checkpoint(con
     folder, before = earlier
     path = make_checkpoint(folder / "checkpoints", 9, before)
     path.rename(path.with_name(f"global_step_9.writing-{before}-0123abcd"))
-    with opened(configured(resume_mode="auto")) as here:
+    with open_run_folder(configured(resume_mode="auto")) as here:
         assert here.step == 9 and path.is_dir()
 
 
@@ -233,11 +269,11 @@ def test_a_lock_is_not_followed_as_a_link(configured, tmp_path):
     target.write_text("of the user")
     (tmp_path / "t").mkdir()
     (tmp_path / "t/.lock").symlink_to(target)
-    with pytest.raises(ConfigError, match="expected a folder that can be written to"), opened(configured()):
+    with pytest.raises(ConfigError, match="expected a folder that can be written to"), open_run_folder(configured()):
         pass
     assert target.read_text() == "of the user"
     (tmp_path / "t/.lock").unlink()
-    with opened(configured()):
+    with open_run_folder(configured()):
         pass
 
 
@@ -253,7 +289,7 @@ def test_verls_own_checkpoints_are_left_where_they_are(configured, tmp_path):
     config = configured(resume_mode="auto")
     config.recipe.patches = ["-checkpoint.*"]
     (tmp_path / "t/checkpoints/global_step_3/actor").mkdir(parents=True)
-    with opened(config) as here:
+    with open_run_folder(config) as here:
         assert here.step is None
     assert (tmp_path / "t/checkpoints/global_step_3/actor").is_dir()
 
@@ -264,7 +300,12 @@ def test_without_a_launcher_the_folder_of_checkpoints_keeps_the_id(configured, t
 
     def start(**trainer):
         config = configured(**{**given, **trainer})
-        return id_without_launcher(OmegaConf.merge(config, {"recipe": {"run": "elsewhere"}}))
+        with ExitStack() as held:
+            found = id_without_launcher(OmegaConf.merge(config, {"recipe": {"run": "elsewhere"}}), held)
+            if config.trainer.save_freq > 0:
+                with pytest.raises(ConfigError, match="being written by another run"), ExitStack() as other:
+                    id_without_launcher(config, other)
+        return found
 
     first = start()
     assert json.loads((saved / RUN).read_text())["id"] == first != start()  # nothing was saved

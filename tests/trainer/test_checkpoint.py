@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -300,6 +301,55 @@ def test_what_is_not_the_run_s_keeps_its_bytes_where_its_name_is_needed(saves, t
     assert other.read_text() == "of the user" if what == "a file" else (other / "rank_00000.safetensors").is_file()
     save(run, 5)
     assert sum(f"{other}" in text for text, *_ in run.said) == 1 and other.exists()
+
+
+@pytest.mark.parametrize("what", ["another run's", "damaged", "a file"])
+def test_a_whole_save_that_was_killed_before_its_name_gets_it_where_something_else_has_it(tmp_path, what):
+    writing = make_checkpoint(tmp_path, 9, RUN).rename(tmp_path / f"global_step_9.writing-{RUN}-0123abcd")
+    path = tmp_path / "global_step_9"
+    if what == "a file":
+        path.write_text("of the user")
+    else:
+        make_checkpoint(tmp_path, 9, OTHER)
+    if what == "damaged":
+        (path / "manifest.json").write_text("{")
+    recover(tmp_path, RUN)
+    assert newest(tmp_path, RUN) == path and not writing.exists()
+    assert len(list(tmp_path.glob("global_step_9.replaced-*"))) == 1
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_ends_nothing(saves, tmp_path, monkeypatch):
+    rmtree = shutil.rmtree
+
+    def busy(path, *args, **kwargs):
+        if ".removed-" in str(path):
+            raise OSError(39, "Directory not empty")
+        rmtree(path, *args, **kwargs)
+
+    run = saves(max_actor_ckpt_to_keep=1)
+    save(run, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", busy)
+        save(run, 2, 3)
+    assert newest(tmp_path, RUN) == tmp_path / "global_step_3"
+    assert any("cannot be removed" in text for text, *_ in run.said)
+    save(run, 4)
+    assert names(tmp_path) == ["global_step_4"]
+
+
+def test_a_manifest_that_cannot_be_looked_at_is_damage(saves, tmp_path, monkeypatch):
+    save(saves(), 1, 2)
+    is_file = Path.is_file
+
+    def stale(path):
+        if path == tmp_path / "global_step_1" / "manifest.json":
+            raise PermissionError(13, "Permission denied")
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", stale)
+    assert newest(tmp_path, RUN) == tmp_path / "global_step_2"
+    with pytest.raises(ConfigError, match="Permission denied"):
+        read_manifest(tmp_path / "global_step_1")
 
 
 def test_damage_that_is_not_the_newest_is_named_once_and_ends_nothing(saves, tmp_path):

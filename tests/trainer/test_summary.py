@@ -55,6 +55,18 @@ def test_a_run_that_goes_on_has_one_record_with_its_seam(tmp_path, first, kept):
     assert (record["logprob_delta"] is not None) == bool(kept)
 
 
+def test_the_record_of_another_run_is_not_gone_on_with_and_is_not_lost(tmp_path):
+    before = Summary(tmp_path, {"id": "a"})
+    before.add_step({"step": 1, "logprob_delta": None})
+    before.add_metrics(1, {"part": 1})
+    assert [step["step"] for step in Summary(tmp_path, {"id": "a"}).data["steps"]] == [1]
+    after = Summary(tmp_path, {"id": "b"})
+    after.add_step({"step": 2, "logprob_delta": None})
+    assert [step["step"] for step in json.loads((tmp_path / "summary.json").read_text())["steps"]] == [2]
+    assert json.loads((tmp_path / "earlier/1/summary.json").read_text())["id"] == "a"
+    assert (tmp_path / "earlier/1/metrics.jsonl").is_file() and not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_tokens_are_verls_without_padding():
     lengths = {"prompt_length/mean": 20.0, "response_length/mean": 60.0, "response_length/max": 64.0}
     found = tokens_of_step({**lengths, "response_length/clip_ratio": 0.5, "perf/total_num_tokens": 640})

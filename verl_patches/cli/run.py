@@ -18,11 +18,12 @@ from rich.text import Text
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, report_plan
 from verl_patches.config.checks import Check, check_config, check_disk, check_files, require
-from verl_patches.config.compose import compose, keys_of, output_root
+from verl_patches.config.compose import compose, keys_of, output_root, switched_off
 from verl_patches.config.environment import run_dir, switches_of
 from verl_patches.config.files import PATHS
 from verl_patches.config.run_start import checkpoints_of
 from verl_patches.errors import ConfigError
+from verl_patches.evaluation.record import SUMMARY, read_object
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
@@ -202,19 +203,23 @@ def _report(outcome: launcher.Outcome, config: DictConfig, as_json: bool, off: s
         if (outcome.folder / "ray_logs").is_dir():
             logs += f"\n  Ray's logs: {outcome.folder / 'ray_logs'}"
         text = f"verl_patches: the run failed after {outcome.wall_s:.0f} s: {outcome.reason}\n{logs}"
-        text += "".join(f"\n  {line}" for line in (off, *_going_on(config)) if line)
+        text += f"\n  {off}" if off else ""
         typer.echo(printable(text, keep="\n\t"), err=True)
+        for line in _resume_advice(config, outcome.folder):
+            typer.echo(printable(f"  {line}", keep="\n\t"), err=True)
     raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal
 
 
-def _going_on(config: DictConfig) -> list[str]:
+def _resume_advice(config: DictConfig, record: Path) -> list[str]:
     """The newest whole checkpoint of a run that ended early, and the command that goes on; none without checkpoints."""
     folder, resume = checkpoints_of(config), "trainer.resume_mode"
-    if config.trainer.save_freq <= 0:
+    if config.trainer.save_freq <= 0 or switched_off(config, "checkpoint.save"):
         return []
     try:
+        if config.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY).get("checkpoints"):
+            return [f"nothing was saved: the same command goes on from {config.trainer.resume_from_path} again"]
         found = newest(folder, run_id(run_dir(config)))
-    except ConfigError as error:  # it says what to go on from instead
+    except (ConfigError, OSError) as error:  # the first says what to go on from instead
         return [str(error)]
     if found is None:
         return [f"no whole checkpoint of this run in {folder}: the same command starts again from step 1"]

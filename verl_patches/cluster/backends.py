@@ -172,14 +172,15 @@ class Hosts:
             answers = self._each(self._container)
             new = [rank for rank, a in answers.items() if a.code == 0 and a.output.split()[-1:] == [b"new"]]
             if fault := self._faults(answers):
-                left = self._undo(new)
+                fault += self._left_of(new)
                 lost = any(a.code in (SSH_FAILED, NO_END) for a in answers.values())
                 more = "; docker may still be at work there, cluster down ends what comes of it" if lost else ""
-                raise RecipeError(f"containers of job {self.job.name}: {fault}{more}{left}")
+                raise RecipeError(f"containers of job {self.job.name}: {fault}{more}")
             say(f"{self.job.nodes} containers of {self.job.image} run, {len(new)} of them new")
         answers = self._each(self._look)  # a host that is not reached is known before the others wait for it
         if fault := self._faults(answers):
-            raise RecipeError(f"cluster up of job {self.job.name}: {fault}; nothing was started{self._undo(new)}")
+            fault += self._left_of(new)
+            raise RecipeError(f"cluster up of job {self.job.name}: {fault}; nothing was started")
         limit_s = self.job.wait_s + MARGIN_S
         answers = self._each(lambda rank: self._cluster(rank, "up", limit_s=limit_s))
         if fault := self._faults(answers):
@@ -187,8 +188,8 @@ class Hosts:
                 began = [rank for rank, answer in answers.items() if answer.code != 2]
                 self._gather(logs, began, limit_s=0.0)
                 self._each(self._down, began)
-                left = self._undo(new)
-                fault += (f"; logs in {logs}" if logs.is_dir() else "") + left
+                fault += self._left_of(new)
+                fault += f"; logs in {logs}" if logs.is_dir() else ""
             raise RecipeError(f"cluster up of job {self.job.name}: {fault}")
         say(f"all {self.job.nodes} nodes of job {self.job.name} are in Ray")
 
@@ -246,10 +247,10 @@ class Hosts:
         free = [rank for rank, answer in answers.items() if answer.code == 0]
         return answers | self._each(lambda rank: self._on(rank, line, "", MARGIN_S), free)
 
-    def _undo(self, new: Sequence[int]) -> str:
-        """Delete the containers of an `up` that fails; "; " and those that stay, with the reason, or ""."""
-        left = self._faults(self._remove_containers(new))
-        return f"; {left}" if left else ""
+    def _left_of(self, new: Sequence[int]) -> str:
+        """Delete the containers that this call started; why one stays, as the rest of a sentence."""
+        fault = self._faults(self._remove_containers(new))
+        return f"; {fault}" if fault else ""
 
     def run(self, to: BinaryIO, say: Callable[[str], None]) -> int:
         """Start the job's command on the head's host and write its output to a stream; its exit code."""

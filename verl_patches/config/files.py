@@ -22,6 +22,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
 from verl_patches.trainer.recording import find_recording
+from verl_patches.values import size_text
 from verl_patches.weights.checkpoint_folders import look
 from verl_patches.weights.source import open_source
 
@@ -215,7 +216,7 @@ def disk_needs(config: DictConfig) -> list[Need]:
         prompt, response = data.max_prompt_length, data.max_response_length
         size = rows * (4 * 8 * (prompt + response) + 4 * response)  # ids, masks, positions; log-probs in fp32
         least += size * (left or 1)
-        text += f", responses of {_many(left, 'step')}, {_size(size)} each (modelled)"
+        text += f", responses of {_many(left, 'step')}, {size_text(size)} each (modelled)"
     needs = [Need("run", run_dir(config), least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
         parameters = sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
@@ -225,15 +226,11 @@ def disk_needs(config: DictConfig) -> list[Need]:
         most = max(kept + 1 - held, 1) if kept else None
         count = min((number for number in (saves, most) if number is not None), default=None)
         text = "at least 2 checkpoints" if count is None else _many(count, "checkpoint")
-        text += f", {_size(size)} each (modelled), one of them while it is written"
+        text += f", {size_text(size)} each (modelled), one of them while it is written"
         keys = "trainer.default_local_dir, trainer.save_freq, trainer.max_actor_ckpt_to_keep"
         keys += f" (now {'null: all' if kept is None else kept})"
         needs.append(Need("checkpoints", checkpoints_of(config), size * (count or 2), text, keys))
     return needs
-
-
-def _size(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
 def _many(count: int | None, what: str) -> str:
@@ -256,7 +253,7 @@ def steps_of(config: DictConfig) -> int | None:
 
 def disk_detail(needs: Iterable[Need]) -> str:
     """What a run writes where, as text."""
-    return "; ".join(f"{_size(need.size_bytes)} in {need.folder}: {need.text}" for need in needs)
+    return "; ".join(f"{size_text(need.size_bytes)} in {need.folder}: {need.text}" for need in needs)
 
 
 def disk_fault(needs: Iterable[Need]) -> str | None:
@@ -271,5 +268,7 @@ def disk_fault(needs: Iterable[Need]) -> str | None:
         if wanted > free:
             parts = "; ".join(f"{need.folder} gets {need.text}" for _, need in found)
             keys = ", ".join(need.keys for _, need in found)
-            faults.append(f"expected {_size(wanted)} free, found {_size(free)}: {parts}. Free some, or change {keys}")
+            faults.append(
+                f"expected {size_text(wanted)} free, found {size_text(free)}: {parts}. Free some, or change {keys}"
+            )
     return "; ".join(faults) or None

@@ -76,6 +76,11 @@ def start_of(config: DictConfig, folder: Path) -> Start:
         return Start(own, resumed, step)
     moves = is_inside(config, folder) and any([*saved.glob("global_step_*"), *saved.glob(EARLIER)])
     if moves and resumed is not None and resumed.resolve().is_relative_to(saved.resolve()):
+        if own is not None and manifest.facts.get("id") == own:
+            raise ConfigError(
+                f"trainer.resume_from_path is {resumed}, which this run has set aside; nothing was moved. Move it to "
+                f"{saved}, and newer ones there away, then give that place"
+            )
         raise ConfigError(
             f"trainer.resume_from_path is {resumed}, inside {folder}, but not of the run that this folder belongs to: "
             "the start would begin a new run and move it to earlier/; nothing was moved. Give this run another name "
@@ -108,8 +113,8 @@ def _require_steps_left(config: DictConfig, resumed: Path, manifest: Manifest) -
     if total is not None and step >= total:
         raise ConfigError(
             f"{resumed}: step {step} is complete, and the run has reached its total of {total} ({key}); nothing was "
-            "started. For more steps raise trainer.total_training_steps; for a new run give it another name "
-            "(--run NAME, recipe.run) or trainer.resume_mode=disable"
+            "started. For more steps raise trainer.total_training_steps (smoke: --steps); for a new run give another "
+            "name (--run NAME, recipe.run) or trainer.resume_mode=disable"
         )
 
 

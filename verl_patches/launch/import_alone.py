@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def recipe_by_default(original: Callable) -> Callable:
             self.modified_sources = refuse_modified(config, Trees())
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, config.recipe.drift, files_text(files))
-            self.run_id = id_without_launcher(config)
+            self.recipe_held = ExitStack()  # the lock of the checkpoints' folder, as long as the trainer lives
+            self.run_id = id_without_launcher(config, self.recipe_held)
             send_settings(**worker_settings(config))
             self.init_workers = functools.partial(unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)

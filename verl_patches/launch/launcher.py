@@ -26,7 +26,7 @@ from verl_patches.errors import ConfigError, RecipeError, place_in
 from verl_patches.evaluation.plots import draw_memory, plot_run
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
-from verl_patches.launch.run_folder import RunFolder, opened
+from verl_patches.launch.run_folder import RunFolder, open_run_folder
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent
@@ -76,7 +76,7 @@ def run(
     temporary folder is removed.
     """
     require_free_port(config.recipe.ray_port)
-    with opened(config) as here:
+    with open_run_folder(config) as here:
         folder = here.path
         for line in here.said:
             Progress(folder).say(line)

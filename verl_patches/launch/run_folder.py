@@ -1,4 +1,4 @@
-"""The folder of a run, outputs/NAME: whose it is, its lock, and what a start moves out of its way.
+"""The folder of a run, outputs/NAME: its id, its lock, and what a start moves to earlier/N.
 
     run.json       the run's name and id; restarts and resumes keep it (trainer/summary.py)
     checkpoints/   of this run only
@@ -9,6 +9,7 @@ A start goes on with the run that is there, or begins a new one: config/run_star
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,13 +26,16 @@ from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.processes import lock_file
 from verl_patches.trainer.summary import RUN, new_run_id, run_id, write_json
-from verl_patches.weights.checkpoint_folders import next_aside, recover, size_bytes
+from verl_patches.values import size_text
+from verl_patches.weights.checkpoint_folders import EARLIER, next_aside, recover, resume_from, size_bytes, step_of
+from verl_patches.weights.manifest import SAVED
 
 # what a run leaves in its folder, written by launcher and driver; the next part or run of that name moves these aside
 OUTPUTS = (
     "config.yaml environment.json driver.log progress.log now.json summary.json metrics.jsonl tensorboard training.png "
     "memory.png report.md report.png rollouts profile ray_logs watch.json stacks attempts"
 ).split()
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"
 
 
@@ -91,10 +95,11 @@ def require_start(config: DictConfig) -> None:
 
 
 @contextmanager
-def opened(config: DictConfig) -> Iterator[RunFolder]:
-    """Lock the run's folder, and that of its checkpoints, make way for the run, and give it its id.
+def open_run_folder(config: DictConfig) -> Iterator[RunFolder]:
+    """Lock the run's folder and that of its checkpoints, move files of earlier parts aside, and give the run its id.
 
-    ConfigError, before anything is moved, where another run holds one of them or the run cannot start.
+    ConfigError where another run holds one of them or the run cannot start; then nothing has moved, but for a save of
+    this run that was killed and that has its name now.
     """
     folder, saved = run_dir(config), checkpoints_of(config)
     with ExitStack() as held:
@@ -122,6 +127,11 @@ def _locked(folder: Path, keys: str) -> Iterator[None]:
             f"{folder} is being written by another run; wait for it, or give this one another folder ({keys})"
         ) from None
     except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise ConfigError(
+                f"{folder}: its file system has no file locks ({error.strerror}), which keep two runs out of one "
+                f"folder; mount it with locks (Lustre: -o flock; NFS: lockd), or give a folder on another one ({keys})"
+            ) from error
         raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
     with lock:
         yield
@@ -131,43 +141,68 @@ def _set_aside(folder: Path, saved: Path, start: Start) -> list[str]:
     """Move the outputs of an earlier part to earlier/N, and for a new run the earlier one's checkpoints with them."""
     names = OUTPUTS if start.id else [*OUTPUTS, RUN]
     outputs = [path for name in names if (path := folder / name).exists() or path.is_symlink()]
-    if not outputs and not start.moves:
-        return []
     aside, said = next_aside(folder), []
-    aside.mkdir(parents=True)
+    if outputs or start.moves:
+        aside.mkdir(parents=True)
     if start.moves:
-        size = size_bytes(saved) / 1e6
+        size = size_text(size_bytes(saved))
         try:
             saved.rename(aside / saved.name)
         except OSError as error:
             aside.rmdir()
             raise ConfigError(f"{saved}: cannot be moved to {aside} ({error}); move it away by hand") from error
-        said.append(f"| checkpoints of the run before, {size:.1f} MB, are now in {aside / saved.name}")
+        moved = aside / saved.name
+        said.append(f"| checkpoints of the run before, {size}, are now in {moved}")
+        if steps := [path for path in moved.glob("global_step_*") if SAVED.fullmatch(path.name)]:
+            said.append(
+                f"| this run starts from other weights; to go on from them: {resume_from(max(steps, key=step_of))}"
+            )
     for path in outputs:
         if path.exists() or path.is_symlink():
             path.rename(aside / path.name)
-    if start.id:
-        carry_on(aside, folder)
+    if start.id and (part := _last_part(folder, start.id)):
+        carry_on(part, folder)
     return said
+
+
+def _last_part(folder: Path, run: str) -> Path | None:
+    """The folder with the newest record of the run: of a part in earlier/, or of a try in its attempts/."""
+    parts = sorted((folder / EARLIER).glob("*"), key=_number, reverse=True)
+    for part in parts:
+        for place in (part, *sorted((part / "attempts").glob("*"), key=_number, reverse=True)):
+            with suppress(ConfigError):
+                record = read_object(place / SUMMARY)
+                if record.get("id") == run and record.get("steps"):
+                    return place
+    return None
+
+
+def _number(path: Path) -> int:
+    return int(path.name) if path.name.isdecimal() else 0
 
 
 def carry_on(part: Path, folder: Path) -> None:
     """Leave a run's next part in `folder` the steps and metrics of the part before, whose files were moved to `part`.
 
-    trainer/summary.py goes on from them. A damaged record is left out, as the run itself is not.
+    trainer/summary.py goes on from them. A damaged record is left out, and the run goes on without it.
     """
     with suppress(ConfigError):
         if read_summary(part).get("steps"):
-            steps = read_object(part / SUMMARY)["steps"]  # with all keys
-            write_json(folder / SUMMARY, {"steps": steps, "exit": "running"})
+            record = read_object(part / SUMMARY)  # with all keys
+            write_json(folder / SUMMARY, {"id": record.get("id"), "steps": record["steps"], "exit": "running"})
     if (metrics := part / "metrics.jsonl").is_file():
         shutil.copyfile(metrics, folder / metrics.name)
 
 
-def id_without_launcher(config: DictConfig) -> str:
+def id_without_launcher(config: DictConfig, held: ExitStack) -> str:
     """The id of a run of verl's own entry point: that of its folder of checkpoints, or a new one, which is kept there.
 
-    ConfigError as `start_of`: nothing moves aside without the launcher, so checkpoints of another run are refused.
+    The folder is locked until `held` is closed. ConfigError as `start_of`, and where another run holds the folder:
+    nothing moves aside without the launcher, so checkpoints of another run are refused.
     """
     saved = checkpoints_of(config)
+    if config.trainer.save_freq > 0 or (uses_checkpoints(config) and saved.is_dir()):
+        held.enter_context(_locked(saved, "trainer.default_local_dir"))
+        if config.trainer.resume_mode != "disable" and (own := run_id(saved)):
+            recover(saved, own)
     return start_of(config, saved).id or new_run_id(saved if config.trainer.save_freq > 0 else None, config.recipe.run)

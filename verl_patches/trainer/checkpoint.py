@@ -40,6 +40,7 @@ from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import train_layout_of, world_size
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
+from verl_patches.values import size_text
 from verl_patches.weights.checkpoint import CheckpointError, generators, rank_files, set_generators, text_of
 from verl_patches.weights.checkpoint_folders import (
     instead_of,
@@ -77,6 +78,7 @@ class Checkpoints:
         self.records: list[dict[str, Any]] = []  # of complete ones: step, bytes, seconds
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._not_removed: list[str] = []
         self._given_up = threading.Event()
 
     # ---- save
@@ -117,6 +119,7 @@ class Checkpoints:
         self._thread = None
         if self._error is not None:
             raise CheckpointError(f"checkpoint: {self._error}") from self._error
+        self._say_once(self._not_removed)
 
     def give_up(self) -> None:
         """After an error of the run: wait a little for a checkpoint that may still become complete."""
@@ -138,9 +141,13 @@ class Checkpoints:
                     return
             final = put_in_place(writing, self.run)
             self.records.append({**record, "bytes": manifest.size_bytes, "complete_s": time.perf_counter() - started})
-            remove_oldest(self.folder, self.keep, self.run, final)
         except Exception as error:
             self._error = error
+            return
+        try:
+            remove_oldest(self.folder, self.keep, self.run, final)
+        except OSError as error:  # the new one is whole
+            self._not_removed.append(f"{self.folder}: an old checkpoint cannot be removed ({error}); left there")
 
     def _manifest(self, step: int, files: list[str]) -> Manifest:
         layout, dtype = str(train_layout_of(self.config)), self.config.recipe.dtype
@@ -210,7 +217,7 @@ class Checkpoints:
         self._say(f"resumed from {folder}: step {step} is complete", step)
         own = here and manifest.facts.get("id") == self.run
         if own and self.config.trainer.save_freq > 0 and (aside := set_aside_after(step, self.folder, self.run)):
-            self._say(f"newer checkpoints, {size_bytes(aside) / 1e6:.1f} MB, are now in {aside}")
+            self._say(f"newer checkpoints, {size_text(size_bytes(aside))}, are now in {aside}")
 
     def _wanted(self) -> Path | None:
         settings = self.config.trainer

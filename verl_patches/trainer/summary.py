@@ -19,6 +19,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.model_folder import read_json_object
+from verl_patches.weights.checkpoint_folders import next_aside
 
 log = logging.getLogger(__name__)
 RUN = "run.json"  # {run, id}; the id is made at a fresh start and kept by restarts and resumes
@@ -193,7 +194,8 @@ class Summary:
 
     A run that goes on, after a resume or a restart, has the record of its earlier parts in its folder (the launcher
     leaves it there): this one begins with it, and the first step of this process takes the place of what is recorded
-    from that step on. That step has `resumed_after`, the step before it.
+    from that step on. That step has `resumed_after`, the step before it. The record of another run, which verl's own
+    entry point leaves there, moves to earlier/N.
     """
 
     def __init__(self, folder: Path | None, head: dict[str, Any]):
@@ -202,7 +204,7 @@ class Summary:
         self.data: dict[str, Any] = {
             **head,
             "versions": versions(),
-            "steps": [] if self.path is None else _steps_in(self.path),
+            "steps": [] if folder is None else _steps_of(folder, head.get("id")),
             "logprob_delta": None,
             "patches": [],
             "peak_pss_bytes": {},
@@ -247,13 +249,23 @@ class Summary:
             write_json(self.path, self.data)
 
 
-def _steps_in(path: Path) -> list[dict[str, Any]]:
-    """The steps of the record that is there; none where it is none."""
+def _steps_of(folder: Path, run: str | None) -> list[dict[str, Any]]:
+    """The steps of the record that is there of the run of this id; another run's record moves to earlier/N."""
+    record = folder / "summary.json"
     try:
-        steps = json.loads(path.read_text())["steps"]
-        return [step for step in steps if isinstance(step["step"], int)]
-    except (OSError, ValueError, LookupError, TypeError):
+        found = json.loads(record.read_text())
+        if found.get("id") == run:
+            return [step for step in found["steps"] if isinstance(step["step"], int)]
+    except FileNotFoundError:
         return []
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        log.warning("verl_patches: %s cannot be read", record)
+    aside = next_aside(folder)
+    aside.mkdir(parents=True)
+    for path in (record, folder / "metrics.jsonl"):
+        if path.exists():
+            path.rename(aside / path.name)
+    return []
 
 
 def _cut(metrics: Path, step: int) -> None:

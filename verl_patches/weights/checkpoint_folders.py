@@ -63,12 +63,12 @@ def look(folder: Path, run: str | None) -> Saved:
     found = Saved()
     named = (path for path in folder.glob("global_step_*") if SAVED.fullmatch(path.name))
     for path in sorted(named, key=step_of):
-        if not path.is_dir():
-            found.files.append(path)
-            continue
         try:
+            if not path.is_dir():
+                found.files.append(path)
+                continue
             owner = read_manifest(path).facts.get("id")
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             found.damaged[path] = str(error)
             continue
         if run is not None and owner == run:
@@ -144,7 +144,7 @@ def put_in_place(writing: Path, run: str) -> Path:
 def recover(folder: Path, run: str) -> list[str]:
     """Tidy up after a save of the run that was killed: what is complete gets its name, the rest is removed.
 
-    Returns a sentence about each such folder that is not the run's.
+    Returns a sentence about each such folder that is not the run's, or cannot be removed.
     """
     left = [path for path in folder.iterdir() if _UNNAMED.fullmatch(path.name)] if folder.is_dir() else []
     others = []
@@ -152,10 +152,13 @@ def recover(folder: Path, run: str) -> list[str]:
         name, _, what, owner = _UNNAMED.fullmatch(path.name).groups()
         if owner != run or not path.is_dir() or path.is_symlink():
             others.append(f"{path}: of {f'run {owner}' if owner else 'another run'}; left alone")
-        elif what != "removed" and not os.path.lexists(folder / name) and _is_complete(path, run):
-            os.rename(path, folder / name)
+        elif what != "removed" and _is_complete(path, run) and not _is_complete(folder / name, run):
+            put_in_place(path, run)
         else:
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                others.append(f"{path}: cannot be removed ({error}); left there")
     return others
 
 

@@ -220,7 +220,11 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
     With `complete=False` a folder that is being written is read too, without its files' entries.
     """
     path = Path(folder) / MANIFEST
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    if not there:
         raise ConfigError(f"{folder}: no {MANIFEST}; expected a folder of sharded weights")
     found = read_json_object(path, LARGEST_BYTES)
     if found.get("format") != FORMAT or found.get("version") not in (VERSION, WITHOUT_DIGESTS):
