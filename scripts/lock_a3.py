@@ -79,8 +79,14 @@ def resolve(
         command += ["--output-file", str(output), *options]
         done = subprocess.run(command, input="\n".join(requirements), capture_output=True, text=True, env=env)
         if done.returncode:
-            raise (NotReachable if "Failed to fetch" in done.stderr else NoFile)(done.stderr.strip())
+            raise _fault(done.stderr.strip())
         return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", output.read_text(), re.MULTILINE))
+
+
+def _fault(text: str) -> Exception:
+    """What uv's error says: an index that answers 404 for a file is reachable."""
+    lost = "Failed to fetch" in text and "HTTP status client error" not in text
+    return (NotReachable if lost else NoFile)(text)
 
 
 def requirements(upstream: Path) -> list[str]:

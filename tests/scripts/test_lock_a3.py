@@ -81,6 +81,20 @@ def test_an_index_that_does_not_answer_is_another_fault(monkeypatch, tmp_path, c
     assert "index not reachable" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        ("HTTP status client error (404 Not Found) for url (http://host/a.whl)", lock_a3.NoFile),
+        ("HTTP status server error (503 Service Unavailable) for url (http://host/a.whl)", lock_a3.NotReachable),
+        ("error sending request for url (http://host/a.whl)", lock_a3.NotReachable),
+    ],
+)
+def test_a_file_that_an_index_lacks_is_no_index_that_does_not_answer(cause, kind):
+    assert type(lock_a3._fault(f"error: Failed to fetch: http://host/a.whl
+  cause: {cause}")) is kind
+    assert type(lock_a3._fault("no solution found: a has no wheels")) is lock_a3.NoFile
+
+
 IMPORTS = """
 import importlib, sys
 from importlib import metadata
