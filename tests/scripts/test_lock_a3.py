@@ -90,8 +90,7 @@ def test_an_index_that_does_not_answer_is_another_fault(monkeypatch, tmp_path, c
     ],
 )
 def test_a_file_that_an_index_lacks_is_no_index_that_does_not_answer(cause, kind):
-    assert type(lock_a3._fault(f"error: Failed to fetch: http://host/a.whl
-  cause: {cause}")) is kind
+    assert type(lock_a3._fault(f"error: Failed to fetch: http://host/a.whl\n  cause: {cause}")) is kind
     assert type(lock_a3._fault("no solution found: a has no wheels")) is lock_a3.NoFile
 
 
