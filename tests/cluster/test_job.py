@@ -5,9 +5,20 @@ import subprocess
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from verl_patches.__main__ import app
 from verl_patches.cluster.backends import START_CONTAINER
-from verl_patches.cluster.job import MAX_DIES, MAX_NODES, Job, as_text, load_job, read_job, require_secrets
+from verl_patches.cluster.job import (
+    MAX_DIES,
+    MAX_NODES,
+    Job,
+    as_text,
+    load_job,
+    read_job,
+    require_secrets,
+    require_volumes,
+)
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.config.ray_start import RayPorts, ray_start
 from verl_patches.errors import ConfigError
@@ -36,15 +47,6 @@ def test_the_example_is_a_job_of_256_dies():
         ({"hosts": ["a", "a"]}, "an address twice"),
         ({"provider": "kubernetes"}, "image is missing"),
         ({"provider": "slurm"}, "command is missing"),
-        ({"provider": "slurm", "image": "a", "command": ["a"]}, "at /c/outputs, where runs write, found none"),
-        (
-            {"provider": "slurm", "image": "a", "command": ["a"], "volumes": {"/d": "/c/out"}},
-            "at /c/outputs, where runs write, found /c/out",
-        ),
-        (
-            {"provider": "slurm", "image": "a", "command": ["a"], "volumes": {"/d": "/c/outputs"}, "logs": "/l"},
-            "at /l, where logs are gathered, found /c/outputs",
-        ),
         ({"volumes": {"/d": "/d"}}, "the job has no image"),
         ({"image": "a", "volumes": {"/d": "/d", "/e": "/d"}}, "a folder of the container twice"),
         ({"image": "a", "volumes": {"d": "/d"}}, "volumes.d"),
@@ -104,7 +106,47 @@ def test_a_job_with_containers_has_a_volume_for_results(folder):
     """On nodes whose containers somebody else has started the volumes are theirs."""
     job = read(checkout="/c", provider="slurm", command=["a"], image="a", volumes={"/d": folder})[0]
     assert job.is_mounted("/c/outputs/run") and not job.is_mounted("/d/outputs")
-    assert read(checkout="/c", image="a")[0].provider == "nodes"
+    require_volumes(job)
+    require_volumes(read(checkout="/c", image="a")[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "at /c/outputs, where runs write, found none"),
+        ({"volumes": {"/d": "/c/out"}}, "at /c/outputs, where runs write, found /c/out"),
+        ({"volumes": {"/d": "/c/outputs"}, "logs": "/l"}, "at /l, where logs are gathered, found /c/outputs"),
+        (
+            {"volumes": {"/d": "/c/outputs"}, "command": ["train", "recipe.output_root=/r/x"]},
+            "at /r/x, where runs write",
+        ),
+        ({"volumes": {"/d": "/c/outputs"}, "command": ["bash", "-c", "a && train recipe.output_root=r"]}, "at /c/r, "),
+    ],
+)
+def test_results_and_logs_in_containers_are_refused(changes, text):
+    job = read(**{"checkout": "/c", "provider": "slurm", "image": "a", "command": ["a"], **changes})[0]
+    with pytest.raises(ConfigError, match=text):
+        require_volumes(job)
+
+
+@pytest.mark.parametrize(
+    "word", ["recipe.output_root=/data/x", "++recipe.output_root='/data/x'", "recipe.output_root=$X"]
+)
+def test_the_commands_own_folder_of_results_counts(word):
+    changes = {"provider": "kubernetes", "image": "a", "volumes": {"/data": "/data"}}
+    require_volumes(read(command=["train", word], **changes)[0])
+    with pytest.raises(ConfigError, match="where runs write, found /data"):
+        require_volumes(read(command=["train"], **changes)[0])
+
+
+def test_a_job_of_an_older_file_is_not_started_again_and_can_be_ended(tmp_path):
+    job = {**SMALL, "provider": "ssh", "image": "a", "hosts": ["10.0.0.1", "10.0.0.2"], "ssh": {"command": ["true"]}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    for options in ([], ["--render"]):
+        done = CliRunner().invoke(app, ["cluster", "up", str(tmp_path / "job.yaml"), *options])
+        assert isinstance(done.exception, ConfigError) and "where runs write" in str(done.exception)
+    done = CliRunner().invoke(app, ["cluster", "down", str(tmp_path / "job.yaml"), "--logs", "none"])
+    assert done.exit_code == 0, done.output
 
 
 def test_a_container_that_is_started_by_hand_has_the_volumes_of_the_example(tmp_path):

@@ -15,7 +15,7 @@ import typer
 from verl_patches.cli.output import Json, leave_with, print_json
 from verl_patches.cluster import command, gather, node
 from verl_patches.cluster.backends import Batch, Hosts, Kuberay
-from verl_patches.cluster.job import Job, load_job, require_secrets
+from verl_patches.cluster.job import Job, load_job, require_secrets, require_volumes
 from verl_patches.cluster.place import place_of
 from verl_patches.cluster.render import rendered
 from verl_patches.errors import ConfigError, RecipeError
@@ -95,6 +95,7 @@ def up_command(
     something else is in the way. With --run the command's own.
     """
     job, secrets = _load(job_file)
+    require_volumes(job)
     if render:
         print_json({"provider": job.provider, "text": rendered(job)}) if as_json else typer.echo(
             rendered(job), nl=False

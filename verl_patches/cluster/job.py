@@ -68,6 +68,7 @@ SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAli
 # what the scripts of public samples export: {variable: field}
 FROM_ENVIRONMENT = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
 MASTER, RANK = "MASTER_ADDR", "NODE_RANK"
+_OUTPUT_ROOT = re.compile(r"""(?:^|[\s+'"])recipe\.output_root=['"]?([^\s'"]+)""")  # also in a line of bash -c
 
 
 class _Strict(BaseModel):
@@ -158,7 +159,10 @@ class Job(_Strict):
             raise ValueError("kubernetes.secret is missing: the name of the Secret that has the job's secrets as keys")
         if self.provider in ("kubernetes", "slurm") and not self.command:
             raise ValueError(f"command is missing, which provider {self.provider} starts")
-        self._require_volumes()
+        if self.volumes and not self.image:
+            raise ValueError("volumes are folders of containers, but the job has no image")
+        if len(set(self.volumes.values())) != len(self.volumes):
+            raise ValueError("volumes has a folder of the container twice")
         known = set(self.env) & set(self.secrets)
         shown = [name for name, value in self.env.items() if is_secret_variable(name) or is_secret_value(value)]
         if known or shown:
@@ -173,25 +177,6 @@ class Job(_Strict):
             if first <= last:
                 raise ValueError(f"ports: those of {name} and {other} overlap at {first}")
         return self
-
-    def _require_volumes(self) -> None:
-        if self.volumes and not self.image:
-            raise ValueError("volumes are folders of containers, but the job has no image")
-        if len(set(self.volumes.values())) != len(self.volumes):
-            raise ValueError("volumes has a folder of the container twice")
-        if not self.image or self.provider == "nodes":
-            return
-        needed = {"outputs": "runs write"}
-        if self.provider == "slurm":  # its tasks gather logs in their own containers
-            needed[self.logs or f"outputs/{self.name}/cluster"] = "logs are gathered"
-        for folder, why in needed.items():
-            place = str(PurePosixPath(self.checkout, folder))
-            if not self.is_mounted(place):
-                raise ValueError(
-                    f"volumes: expected a folder of the hosts at {place}, where {why}, found "
-                    f"{', '.join(self.volumes.values()) or 'none'}: it would be deleted with the containers. Add "
-                    f"/data/{self.name}/{PurePosixPath(folder).name}: {place}, or another folder that all hosts share"
-                )
 
     def is_mounted(self, path: str) -> bool:
         """Whether a path of the container lies in one of its volumes."""
@@ -287,3 +272,21 @@ def require_secrets(job: Job, secrets: Mapping[str, str]) -> None:
     missing = [name for name in job.secrets if not secrets.get(name)]
     if missing:
         raise ConfigError(f"job {job.name} needs {', '.join(missing)} (secrets:), unset here; export them first")
+
+
+def require_volumes(job: Job) -> None:
+    """ConfigError where what the job's containers write, results or logs, would be deleted with them."""
+    if not job.image or job.provider == "nodes":
+        return
+    given = [found[1] for word in job.command for found in _OUTPUT_ROOT.finditer(word)]
+    needed = {folder: "runs write" for folder in given or ["outputs"] if "$" not in folder}  # else the run looks itself
+    if job.provider == "slurm":  # its tasks gather logs in their own containers
+        needed[job.logs or f"outputs/{job.name}/cluster"] = "logs are gathered"
+    for folder, why in needed.items():
+        place = str(PurePosixPath(job.checkout, folder))
+        if not job.is_mounted(place):
+            raise ConfigError(
+                f"job {job.name}: volumes: expected a folder of the hosts at {place}, where {why}, found "
+                f"{', '.join(job.volumes.values()) or 'none'}: it would be deleted with the containers. Add "
+                f"/data/{job.name}/{PurePosixPath(folder).name}: {place}, or another folder that all hosts share"
+            )
