@@ -27,8 +27,8 @@ from verl_patches.weights.checkpoint_folders import look
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
-_MODEL, REWARD = "actor_rollout_ref.model.path", "custom_reward_function.path"
-PATHS = (*_DATA, _MODEL, REWARD)  # keys that name files which a run reads
+_MODEL, _REWARD = "actor_rollout_ref.model.path", "custom_reward_function.path"
+PATHS = (*_DATA, _MODEL, _REWARD)  # keys that name files which a run reads
 # of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main ones
 _PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
 _RECORD_BYTES = 64 << 20, 32 << 10  # of logs, and of a step in summary.json and metrics.jsonl
@@ -144,7 +144,7 @@ def _reward_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[
         return
     file, key = Path(section.path), "custom_reward_function"
     if not os.path.isfile(file):
-        yield _absent("reward function", [file], REWARD, REWARD in must_exist, "a Python file")
+        yield _absent("reward function", [file], _REWARD, _REWARD in must_exist, "a Python file")
         return
     try:
         names = set(_names_bound(ast.parse(file.read_bytes())))

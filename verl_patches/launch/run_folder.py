@@ -20,8 +20,7 @@ from pathlib import Path
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.config.environment import REPOSITORY, run_dir
-from verl_patches.config.files import PATHS, REWARD
+from verl_patches.config.environment import run_dir
 from verl_patches.config.run_start import Start, checkpoints_of, is_inside, start_of, uses_checkpoints
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
@@ -65,7 +64,7 @@ def require_output_folder(config: DictConfig) -> None:
 
 
 def require_lasting_folders(config: DictConfig) -> None:
-    """ConfigError where a run on NPUs would write or read in its container's own file system, deleted with it.
+    """ConfigError where a run on NPUs would write in its container's own file system, deleted with it.
 
     A container is known by the overlay that its root is.
     """
@@ -74,13 +73,11 @@ def require_lasting_folders(config: DictConfig) -> None:
     if config.recipe.platform != "npu" or "overlay" not in mounts.get(root, ""):
         return
     inside = []
-    for key in ("recipe.output_root", "trainer.default_local_dir", *PATHS):
-        given = OmegaConf.select(config, key) or []
-        for path in [given] if isinstance(given, str) else given:
-            real = Path(path).resolve()
-            of_image = key == REWARD and real.is_relative_to(REPOSITORY / "verl_patches")
-            if not of_image and next(place for place in (real, *real.parents) if place in mounts) == root:
-                inside.append(f"{key}: {path}")
+    for key in ("recipe.output_root", "trainer.default_local_dir"):
+        path = OmegaConf.select(config, key)
+        real = Path(path).resolve()
+        if next(place for place in (real, *real.parents) if place in mounts) == root:
+            inside.append(f"{key}: {path}")
     if inside:
         own = ("/proc", "/sys", "/dev", "/etc", "/run", "/usr", "/var")
         folders = [str(place) for place in mounts if place != root and not str(place).startswith(own)]
