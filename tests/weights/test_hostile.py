@@ -291,10 +291,13 @@ def test_a_folder_of_hugging_faces_cache_gets_the_command_that_makes_files_of_it
     snapshot.mkdir(parents=True)
     for path in (tmp_path / "blobs").iterdir():
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    with pytest.raises(ConfigError, match=f"cp -rL {snapshot} NEW_FOLDER"):
+    with pytest.raises(ConfigError, match=rf"cp -rlL {snapshot} NEW_FOLDER .*, else cp -rL"):
         open_source(snapshot)
-    assert os.system(f"cp -rL {snapshot} {tmp_path / 'new'}") == 0
-    open_source(tmp_path / "new")
+    for options in ("-rlL", "-rL"):
+        new = tmp_path / options
+        assert os.system(f"cp {options} {snapshot} {new}") == 0
+        open_source(new)
+        assert all(path.samefile(snapshot / path.name) == (options == "-rlL") for path in new.iterdir())
 
 
 NAMES = ["../hf/model-2.safetensors", "/dev/zero", "a/b.safetensors", "", ".", "..", "a\0b", "a\nb", None, 3, ["x"]]

@@ -54,7 +54,8 @@ def require_file(path: Path, most_bytes: int | None = None) -> int:
     if not real.is_relative_to(path.parent.resolve()):
         raise ConfigError(
             f"{path}: is a link to {real}, outside of its folder; expected a file. Of a folder in the cache of "
-            f"Hugging Face, whose files are such links, make one of files: cp -rL {path.parent} NEW_FOLDER"
+            f"Hugging Face, whose files are such links, make one of files: cp -rlL {path.parent} NEW_FOLDER "
+            "(hard links on the same disk, no bytes are copied), else cp -rL"
         )
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{path}: expected a file, found {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}")
