@@ -21,9 +21,10 @@ FUSED = ["fused_linear_wgrad=true", "fused_expert_wgrad=true", "collective_timeo
 OVERLAPS = ["grad_overlap=true", "grad_bucket_parameters=4000"]
 TINY, TRUE_WEIGHT = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 # name -> (configuration, ranks, overrides, what upstream says); the first is what the process is prepared for
+ONCE = ("swap_optimizer", "alltoall_overlap")  # MindSpeed's adaptor reads them once a process
 CASES = {
     "base": (TINY, 2, TP2, None),
-    "die256": (TRUE_WEIGHT, 256, ["recipe.train.swap_optimizer=false"], None),
+    "die256": (TRUE_WEIGHT, 256, [f"recipe.train.{key}=false" for key in ONCE], None),
     "recompute": (TINY, 2, [*RECOMPUTE, *FULL], None),
     "layer_list": (TINY, 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,3]"], None),
     "fused_wgrad": (TINY, 2, [*TP2, *(f"recipe.train.{key}" for key in FUSED)], None),
@@ -97,14 +98,15 @@ def test_overlaps_arrive(found):
 
 
 def test_upstream_takes_both_256_die_configs_as_they_are(run):
-    """A process of their own: the adaptor reads --swap-optimizer once."""
+    """A process of their own: the adaptor reads some arguments once."""
     cases = {
         name: (f"grpo_deepseekv3_256die_{run}", 256, [], None)
         for name, run in (("base", "random_init"), ("learning", "true_weight"))
     }
     found = run(cases)
     assert all(isinstance(found[name], dict) for name in cases), found
-    assert [found[name]["swap_optimizer"] for name in cases] == [True, True]
+    for argument in ("swap_optimizer", "moe_alltoall_overlap_comm", "gemm_gradient_accumulation_fusion"):
+        assert [found[name][argument] for name in cases] == [True, True], argument
     assert [found[name]["fix_router"] for name in cases] == [True, False]
 
 

@@ -53,10 +53,11 @@ int aclGetCompileopt(int option, char *value, size_t bytes) { CALLED value[0] = 
 int aclrtCreateStreamWithConfig(void **stream, uint32_t priority, uint32_t flags) { CALLED *stream = &a_stream; return 0; }
 int aclrtCreateEventExWithFlag(void **event, uint32_t flags) { CALLED *event = &an_event; return 0; }
 
-/* memory: 64 GiB, none of them to be had */
+/* memory: 64 GiB, none of them to be had. Addresses are: torch_npu tries expandable segments by reserving some. */
+static char addresses;
 int aclrtGetMemInfo(int kind, size_t *free, size_t *total) { CALLED *free = 0; *total = (size_t)64 << 30; return 0; }
 int aclrtMalloc(void **data, size_t bytes, int policy) { CALLED *data = NULL; return 207001; }
 int aclrtMallocPhysical(void **handle, size_t bytes, const void *kind, uint64_t flags) { CALLED *handle = NULL; return 207001; }
-int aclrtReserveMemAddress(void **data, size_t bytes, size_t align, void *at, uint64_t flags) { CALLED *data = NULL; return 207001; }
+int aclrtReserveMemAddress(void **data, size_t bytes, size_t align, void *at, uint64_t flags) { CALLED *data = &addresses; return 0; }
 int aclrtMallocHost(void **data, size_t bytes) { CALLED *data = NULL; return 207001; }
 int aclrtMallocAlign32(void **data, size_t bytes, int policy) { CALLED *data = NULL; return 207001; }
