@@ -291,7 +291,9 @@ MUTANTS = (
            Tests("launch/test_restart.py", "where_a_spare_one")),
     # checkpoints of a run
     Mutant("recover-names-what-is-half-removed", "weights/checkpoint_folders.py",
-           'elif what != "removed" and not os.path', "elif not os.path", FOLDERS),
+           'elif what != "removed" and _is_complete', "elif _is_complete", FOLDERS),
+    Mutant("recover-removes-a-whole-save", "weights/checkpoint_folders.py",
+           "and not _is_complete(folder / name, run):", "and not os.path.lexists(folder / name):", FOLDERS),
     Mutant("recover-takes-other-runs", "weights/checkpoint_folders.py",
            "if owner != run or not path.is_dir()", "if not path.is_dir()", FOLDERS),
     Mutant("another-run-is-own", "weights/checkpoint_folders.py",
