@@ -12,18 +12,21 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.tables import Problem, Row, check_free, number, read_problems, shuffled_split, verl_row, write_tables
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.learnable import write_task
-from verl_patches.rewards.tables import Problem, Row, check_free, read_problems, shuffled_split, verl_row, write_tables
+from verl_patches.rewards.learnable import DATA_SOURCE, KINDS
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 SHOWN = 20
 LEARNABLE_TEST_ROWS = 30
+MAX_ROWS = 1_000_000
+PROMPT_SYMBOLS = 12
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -95,6 +98,37 @@ def drop_long(
         else:
             dropped.append({"origin": row["extra_info"]["origin"], "tokens": tokens})
     return kept, dropped
+
+
+def make_rows(count: int, seed: int = 0) -> list[Row]:
+    """`count` rows in verl's schema, the same for the same seed.
+
+    Any three neighbours (rows 0-2, 3-5, ...) ask for the three kinds, in a drawn order, so every batch of a multiple
+    of three rows is balanced if the data is not shuffled again. Raises ConfigError for fewer than three rows, or more
+    than MAX_ROWS.
+    """
+    if not len(KINDS) <= count <= MAX_ROWS:
+        raise ConfigError(
+            f"learnable task: expected at least {len(KINDS)} rows (one of each kind) and at most {MAX_ROWS}, "
+            f"found {count}"
+        )
+    rng = Random(seed)
+    order: list[str] = []
+    while len(order) < count:
+        order += rng.sample(list(KINDS), len(KINDS))
+    rows = []
+    for kind in order[:count]:
+        prompt = " ".join(rng.choice(KINDS[kind]) for _ in range(PROMPT_SYMBOLS))
+        rows.append(verl_row(DATA_SOURCE, prompt, kind, ability="kinds", origin=f"seed {seed}"))
+    return rows
+
+
+def write_task(
+    folder: Path, count: int, seed: int = 0, test_rows: int = 30, overwrite: bool = False
+) -> tuple[Path, Path]:
+    """Write the task's train.parquet (`count` rows) and test.parquet to `folder` and return their paths."""
+    train, test = make_rows(count, seed), make_rows(test_rows, seed + 1_000_003)
+    return write_tables(folder, number(train, "train"), number(test, "test"), overwrite)
 
 
 def prepare(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:

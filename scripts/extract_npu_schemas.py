@@ -8,7 +8,7 @@
 
 A wheel is a zip, nothing is installed. It declares its functions in one yaml (`WHEEL_FILE`), section `custom`, one line
 each; those of ATB are strings of the library that registers them (`ATB_LIBRARY`). Which functions:
-verl_patches/platform/npu/op_schemas.py. Exits: 0 written or equal, 1 --check found a difference, 2 wrong use.
+verl_patches/emulation/op_schemas.py. Exits: 0 written or equal, 1 --check found a difference, 2 wrong use.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from verl_patches.emulation import op_schemas
 from verl_patches.errors import ConfigError
-from verl_patches.platform.npu import op_schemas
 
 WHEEL_FILE = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 ATB_LIBRARY = "torch_npu/lib/libop_plugin_atb.so"

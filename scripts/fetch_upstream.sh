@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Clone the upstream repositories of a line at their pins, verify commit and tree hashes, insert the prelude line, run `check`.
+# Clone the upstream repositories of a line at their pins, verify commits and files, insert the prelude line, run `check`.
 #
 #   bash scripts/fetch_upstream.sh [--line a3] [--mirror DIR-OR-URL] [--dest upstream/] [--only NAME] [--json]
 #

@@ -12,16 +12,20 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from verl_patches.catalog import ROWS  # noqa: E402
+from verl_patches.catalog import all_rows  # noqa: E402
 from verl_patches.config.recipe import Recipe  # noqa: E402
 from verl_patches.doctor.doctor import ACROSS, NODE_ROWS  # noqa: E402
-from verl_patches.patching.report import markdown_table  # noqa: E402
+from verl_patches.patching.spec import PatchSpec  # noqa: E402
+from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import value_words  # noqa: E402
 
@@ -44,6 +48,8 @@ WORDS = {
         "cann": "CANN toolkit、kernels、NNAL",
     },
 }
+# (line, platform) of production and of the runs whose tests require every row of theirs to be active (tests/loop)
+RUNS = {"production": ("a3", "npu"), "pypi": ("pypi", "cpu"), "a3": ("a3", "cpu"), "emulated": ("a3", "npu_emulated")}
 IN_README = ("use", "state", "engine", "Python", "verl")
 # label of a row: what shares it of a line's repositories, packages and system software; the rest has own rows
 SAME_ROW = {
@@ -96,7 +102,11 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
             text += [textwrap.fill(" ".join(paragraph.split()), 118), ""]
             continue
         text += ["| key | default | values | meaning |", "|---|---|---|---|"]
-        text += [_key_row(schema, prefix, item, entries[item.name]) for item in own if item.name in entries] + [""]
+        cells = [(item.name, _cells_of_key(schema, item, entries[item.name])) for item in own if item.name in entries]
+        for same, group in groupby(cells, key=itemgetter(1)):
+            keys = ", ".join(f"`{prefix}.{name}`" for name, _ in group)
+            text.append(f"| {keys} | {' | '.join(same)} |")
+        text.append("")
         described |= entries.keys()
     if missing := [item.name for item in own if item.name not in described]:
         raise ValueError(f"{schema.__name__}: the docstring does not describe {', '.join(missing)}")
@@ -117,23 +127,38 @@ def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def _key_row(schema: type, prefix: str, item: Field, meaning: str) -> str:
+def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str, str]:
+    """(default, values, meaning); no values of a boolean."""
     default = item.default if item.default is not MISSING else item.default_factory()
     plain = {None: "null", True: "true", False: "false"}
     shown = plain[default] if default is None or isinstance(default, bool) else str(default)
     values = ", ".join(f"`{word}`" for word in item.metadata.get("allowed", ())) or value_words(schema, item.name)
+    values = "" if values == "true or false" else values
     values = values.replace("|", "\\|").replace("<", "\\<")
     meaning = meaning.replace("|", "\\|").replace("<", "\\<")
-    return f"| `{prefix}.{item.name}` | `{shown}` | {values} | {meaning} |"
+    return f"`{shown}`", values, meaning
 
 
 def checks_table() -> str:
-    """One row a check of `doctor`."""
-    text = ["| check | where | how it is found | expected | otherwise | what to do |", "|---" * 6 + "|"]
-    for row in (*NODE_ROWS, *ACROSS):
-        where = {"node": "each node", "across": "all nodes"}[row.scope]
-        cells = row.name, where, row.how, row.expected or "what the plan needs", row.severity, row.todo
-        text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    """One row a check of `doctor`; what is not as expected is a problem, or a note where the row says so."""
+    text = []
+    for where, rows in (("each node", NODE_ROWS), ("all nodes", ACROSS)):
+        text += [f"| check of {where} | how it is found | expected | what to do |", "|---" * 4 + "|"]
+        for row in rows:
+            expected = (row.expected or "what the plan needs") + (" (else a note)" if row.severity == "note" else "")
+            cells = row.name, row.how, expected, row.todo
+            text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        text.append("")
+    return "\n".join(text)
+
+
+def patches_table(specs: Sequence[PatchSpec]) -> str:
+    """One row a patch: id, kind, target, and the runs of RUNS that have it on; "all", "-" for none."""
+    text = ["| id | kind | target | on |", "|---" * 4 + "|"]
+    for spec in specs:
+        on = [name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0]]
+        runs = "all" if len(on) == len(RUNS) else ", ".join(on) or "-"
+        text.append(f"| `{spec.id}` | {spec.kind} | `{spec.target}` | {runs} |")
     return "\n".join(text) + "\n"
 
 
@@ -154,7 +179,7 @@ def _table_of(name: str) -> tuple[str, str]:
         return "pins", pins_table(load_pins(), "en")
     if name == CHECKS:
         return "checks", checks_table()
-    return ("patches", markdown_table(ROWS)) if name == PATCHES else ("recipe", recipe_tables())
+    return ("patches", patches_table(all_rows())) if name == PATCHES else ("recipe", recipe_tables())
 
 
 def stale(write: bool = False) -> list[str]:

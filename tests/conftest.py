@@ -12,6 +12,7 @@ Fixtures
     a3_sources        folders of line a3's checkouts, below --upstream
     upstream_text     text of one upstream file at one commit, read from the clones of --upstream
     ray_folder        a folder for Ray of a short name
+    repository_copy   a copy of this repository without tests, which the tests of one file may change
     warm              environment for processes that may be forks of one warm interpreter (tests/warm)
 Every test starts the generators of Python, torch and numpy at TEST_SEED (0 unless set).
 """
@@ -19,6 +20,7 @@ Every test starts the generators of Python, torch and numpy at TEST_SEED (0 unle
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,12 +90,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
+def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed in a test is as wide as in a pipe, whatever terminal or library has set."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _same_numbers() -> None:
     """`-n 2` decides anew which tests share a process: what a test draws must not follow from that."""
     seed = int(os.environ.get("TEST_SEED", "0"))
     for name, start in (("random", "seed"), ("torch", "manual_seed"), ("numpy.random", "seed")):
         if (module := sys.modules.get(name)) is not None:
             getattr(module, start)(seed)
+
+
+@pytest.fixture(scope="module")
+def repository_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a copy of this repository, without tests."""
+    folder, ignore = tmp_path_factory.mktemp("repository"), shutil.ignore_patterns("__pycache__")
+    for name in ("verl_patches", "configs", "scripts", "docs", "data", "README.md", "README_zh.md"):
+        source = ROOT / name
+        shutil.copytree(source, folder / name, ignore=ignore) if source.is_dir() else shutil.copy(source, folder / name)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.catalog import FUNCTIONAL, ROWS, STAND_INS
+from verl_patches.catalog import FUNCTIONAL, ROWS, all_rows, rows_of
+from verl_patches.cli.patches import engine_of
 from verl_patches.errors import ConfigError
 from verl_patches.patching.contract import Sources, check, installed_roots
 from verl_patches.patching.engine import Engine
@@ -15,6 +16,7 @@ from verl_patches.patching.spec import LINES
 from verl_patches.patching.switches import Switches
 
 ROOT = Path(__file__).resolve().parent.parent
+STAND_INS = [row for row in all_rows() if row not in ROWS]
 # compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.*, rollout.*)
 UNKNOWN_SIGNATURES = {
     "rollout.keep_log_probs", "memory.empty_cache",
@@ -35,13 +37,14 @@ def prelude(run_python):
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("platform", ["npu", "cuda"])
 def test_stand_ins_are_for_machines_without_an_accelerator(platform, line):
-    wanted = Engine(ROWS, Switches(line, platform)).wanted
+    assert rows_of(platform) == ROWS
+    wanted = Engine(all_rows(), Switches(line, platform)).wanted
     assert wanted and wanted.isdisjoint(row.id for row in STAND_INS)
     asked = Switches(line, platform, tuple(f"+{row.id}" for row in STAND_INS))
-    assert Engine(ROWS, asked).wanted.isdisjoint(row.id for row in STAND_INS)
+    assert Engine(all_rows(), asked).wanted.isdisjoint(row.id for row in STAND_INS)
     for emulation in ("cpu", "npu_emulated"):
         own = {row.id for row in STAND_INS if line in row.lines and emulation in row.platforms}
-        assert own <= Engine(ROWS, Switches(line, emulation)).wanted
+        assert own <= Engine(rows_of(emulation), Switches(line, emulation)).wanted
 
 
 @pytest.mark.parametrize("platform", ["npu", None])
@@ -61,26 +64,34 @@ def test_an_unknown_row_in_the_switch_is_refused(prelude):
 def test_the_resharder_without_the_classes_that_hold_it_is_refused(line):
     """It would not be called, and verl's path would be taken without a word."""
     with pytest.raises(ConfigError, match="row reshard.direct needs update.sharding_manager, which is off"):
-        Engine(ROWS, Switches(line, "cpu", ("-update.sharding_manager", "-memory.order", "-update.tensor_cache")))
+        Engine(ROWS, Switches(line, "cpu", ("-update.sharding_manager", "-memory.[ol]*", "-update.tensor_cache")))
     off = Switches(line, "cpu", ("-reshard.*",))
     assert "reshard.direct" not in Engine(ROWS, off).wanted
 
 
-def test_every_id_begins_with_its_stage():
+def test_the_ledger_without_our_schedule_is_refused():
+    """It would expect memory where verl's own workers do not leave it."""
+    with pytest.raises(ConfigError, match="memory.ledger needs memory.order"):
+        Engine(ROWS, Switches("a3", "npu", ("-memory.order",)))
+    assert "memory.sleep_mode" in Engine(ROWS, Switches("a3", "npu", ("-memory.[ol]*",))).wanted
+
+
+def test_every_id_begins_with_a_stage():
     """So that a user who switches `-memory.*` off knows what that is."""
-    assert [row.id for row in ROWS if row.id.partition(".")[0] != row.stage] == []
+    stages = "rollout reward logprob advantage update reshard memory checkpoint dispatch model platform".split()
+    assert {row.id.partition(".")[0] for row in all_rows()} <= set(stages)
 
 
 def test_every_body_is_the_reviewed_one():
     known = reviewed()["pypi"]
-    targets = {row.target for row in ROWS if "pypi" in row.lines and not row.is_module_stub}
+    targets = {row.target for row in all_rows() if "pypi" in row.lines and not row.is_module_stub}
     assert {target: fingerprint(target) for target in targets} == known
 
 
 @pytest.mark.slow
 def test_every_signature_fits_and_all_bindings_are_listed():
     """As `check --installed` says it, no signature left unchecked; negative controls: tests/cli/test_contract.py."""
-    report = check(ROWS, "pypi", Sources(installed_roots("pypi")))
+    report = check(all_rows(), "pypi", Sources(installed_roots("pypi")))
     assert [f for f in report.findings if f.state == "problem" or "not checked" in f.found] == []
 
 
@@ -110,7 +121,8 @@ def test_every_provider_is_there_and_every_target_is_active(prelude):
 
     Every replacement must accept what the original does by Python's own signatures, where the original has one.
     """
-    modules = sorted({row.target_module for row in ROWS if "pypi" in row.lines} - {"verl.trainer.ppo.ray_trainer"})
+    modules = {row.target_module for row in all_rows() if "pypi" in row.lines}
+    modules = sorted(modules - {"verl.trainer.ppo.ray_trainer"})
     code = f"""
 {PRELUDE}
 import importlib
@@ -136,7 +148,7 @@ def test_patch_table_of_the_docs_is_the_catalogues():
     import readme_tables
 
     assert readme_tables.PATCHES not in readme_tables.stale()
-    assert all(f"| `{row.id}` |" in (ROOT / readme_tables.PATCHES).read_text() for row in ROWS)
+    assert all(f"| `{row.id}` |" in (ROOT / readme_tables.PATCHES).read_text() for row in all_rows())
 
 
 def headings(text):
@@ -152,3 +164,9 @@ def test_a_page_and_its_chinese_twin_have_the_same_headings(page):
     levels = [headings((ROOT / name).read_text()) for name in (page, twin)]
     assert levels[0] == levels[1] and len(levels[0]) > 2
     assert headings("# a\n```bash\n# no heading\n```\n## b\n") == ["#", "##"]
+
+
+def test_the_command_prints_the_digest_of_a_run_on_the_platform():
+    """Rows of the emulation are not in a run on a device, so not in what doctor and the handshake compare."""
+    assert set(engine_of("line=a3,platform=npu").specs) == {row.id for row in ROWS}
+    assert set(engine_of("line=pypi,platform=cpu").specs) == {row.id for row in all_rows()}

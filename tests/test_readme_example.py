@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 PAGE, TABLE = "docs/writing-patches.md", "docs/patches.md"
-COPIED = ("verl_patches", "configs", "scripts", "docs", "README.md", "README_zh.md")
 PROVIDER, TEST = "verl_patches/trainer/finite_rewards.py", "tests/trainer/test_finite_rewards.py"
 ROW_ABOVE = "UPDATE: tuple[PatchSpec, ...] = (\n"
 
@@ -23,15 +21,6 @@ def examples():
     parts = dict(EXAMPLE.findall((ROOT / PAGE).read_text()))
     assert len(parts) == 4 and {"row", "commands"} < parts.keys()
     return parts
-
-
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("with_example")
-    for name in COPIED:
-        source, ignore = ROOT / name, shutil.ignore_patterns("__pycache__")
-        shutil.copytree(source, folder / name, ignore=ignore) if source.is_dir() else shutil.copy(source, folder / name)
-    return folder
 
 
 def run(folder, *command, **variables):
@@ -49,23 +38,23 @@ def add(folder, parts):
 
 
 @pytest.mark.slow
-def test_the_example_works_as_written(copy):
+def test_the_example_works_as_written(repository_copy):
     """Its test is called here, with a `run_python` for the copy, and fails with a provider that does nothing."""
     parts, module = examples(), {}
-    add(copy, parts)
+    add(repository_copy, parts)
     *commands, tests = parts["commands"].strip().splitlines()
     reviewed, table = (line.split()[1:] for line in commands[1:])
     for check in (reviewed, table[:1]):  # a row alone is not enough: no reviewed body, a stale table
-        assert run(copy, *check).returncode == 1
+        assert run(repository_copy, *check).returncode == 1
     for line in commands:
-        done = run(copy, *line.split()[1:])
+        done = run(repository_copy, *line.split()[1:])
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert run(copy, *table[:1]).returncode == 0
-    assert "| `advantage.finite_rewards` |" in (copy / TABLE).read_text()
+    assert run(repository_copy, *table[:1]).returncode == 0
+    assert "| `advantage.finite_rewards` |" in (repository_copy / TABLE).read_text()
     assert tests.split()[:3] == ["bash", "scripts/test.sh", TEST]
 
     def run_python(code, patches):
-        done = run(copy, "-c", code, VERL_PATCHES=patches)
+        done = run(repository_copy, "-c", code, VERL_PATCHES=patches)
         return SimpleNamespace(rc=done.returncode, err=done.stderr)
 
     exec(compile(parts[TEST], TEST, "exec"), module)
@@ -73,6 +62,6 @@ def test_the_example_works_as_written(copy):
     (cases,) = test.pytestmark
     for refused in cases.args[1]:
         test(run_python, refused)
-    (copy / PROVIDER).write_text("refuse_nan = lambda original: original\n")
+    (repository_copy / PROVIDER).write_text("refuse_nan = lambda original: original\n")
     with pytest.raises(AssertionError):
         test(run_python, True)

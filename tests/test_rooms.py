@@ -1,6 +1,7 @@
 """Rooms (packages of verl_patches) import only lower ones and never in a cycle; the torch-free ones import no torch."""
 
 import ast
+import re
 from pathlib import Path
 
 import networkx
@@ -9,13 +10,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
 FLOORS = (
-    {"errors", "processes", "values", "yaml_files"},
+    {"current", "errors", "processes", "values", "yaml_files"},
     {"patching", "layout"},
     {"platform"},
     {"model", "reshard", "memory", "tensor_cache", "weights", "watch"},
     {"rollout", "trainer", "worker", "rewards"},
     {"config", "planning", "launch", "cluster", "doctor", "upstream", "evaluation"},
     {"cli", "catalog", "prelude_patch", "main_grpo", "__main__", "__init__"},
+    {"emulation"},  # test equipment: loaded by name, on a platform without a device
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # what vLLM and Ray call first in a new process: each imports the prelude, and nothing else of a higher floor
@@ -67,6 +69,20 @@ def test_upper_floors_import_only_lower_ones(trees):
     assert [fault for f, tree in trees.items() for fault in wrong_imports(f, tree)] == []
     tree = ast.parse("def f():\n    from verl_patches.launch import launcher")  # negative control
     assert wrong_imports(PACKAGE / "layout/parallel.py", tree) == ["verl_patches/layout/parallel.py:2 imports launch"]
+
+
+def test_one_line_loads_the_emulation():
+    """Outside of it no file names the package but platform/__init__.py, once; so no run on a device imports it."""
+    named = re.compile(r"verl_patches[./]emulation")
+    texts = {file: file.read_text() for file in PACKAGE.rglob("*.py") if room_of(file) != "emulation"}
+    found = {file: len(named.findall(text)) for file, text in texts.items() if named.search(text)}
+    assert found == {PACKAGE / "platform/__init__.py": 1}
+
+
+def test_no_run_on_a_device_imports_the_emulation(run_python):
+    code = "import sys, verl_patches.catalog as c\nc.rows_of({!r})\nprint('verl_patches.emulation' in sys.modules)"
+    for platform, loaded in (("npu", "False"), ("cpu", "True")):
+        assert run_python(code.format(platform)).check().out.split()[-1] == loaded
 
 
 def test_no_rooms_import_each_other(trees):

@@ -1,17 +1,27 @@
 """`python -m verl_patches`: inspect patches, prepare an upstream tree, run a smoke or a training, convert weights.
 
-Every command takes --json. Exit codes: 0 fine, 1 a problem was found, 2 wrong use.
+Every command takes --json. Exit codes: 0 fine, 1 a problem was found, 2 wrong use, 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 
-import typer
+try:
+    import typer
 
-from verl_patches.cli import cluster, contract, doctor, inspect, patches, plan, run, weights
-from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.values import printable
+    from verl_patches.cli import cluster, contract, doctor, inspect, patches, plan, run, weights
+    from verl_patches.errors import ConfigError, RecipeError, interrupted
+    from verl_patches.values import printable
+except ModuleNotFoundError as error:
+    if __name__ != "__main__" or str(error.name).startswith("verl_patches"):
+        raise
+    sys.stderr.write(
+        f"verl_patches: {sys.executable} has no module {error.name}; expected the Python of `bash scripts/setup.sh`: "
+        "run it once, then `source .venv/bin/activate` (in an NPU image: pip install -r requirements.txt)\n"
+    )
+    raise SystemExit(2) from None
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.command("status")(patches.status_command)
@@ -34,15 +44,32 @@ app.add_typer(weights.app, name="weights")
 
 
 def main() -> None:
-    """Run the command line; a user's mistake ends with one sentence on stderr and code 2, a found problem with 1."""
+    """Run the command line; a user's mistake ends with one sentence on stderr and code 2, a found problem with 1.
+
+    SIGINT and SIGTERM become SystemExit with 128 + their number, so that what a command started is ended.
+    """
+    received: list[int] = []
+
+    def end(number: int, _frame: object) -> None:
+        received.append(number)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         app()
+    except SystemExit:
+        if received:
+            print(f"verl_patches: {interrupted(received[0])}", file=sys.stderr)
+        raise
     except ConfigError as error:
         print(printable(f"verl_patches: {error}", keep="\n\t"), file=sys.stderr)
         raise SystemExit(2) from None
     except RecipeError as error:
         print(printable(f"verl_patches: {error}", keep="\n\t"), file=sys.stderr)
         raise SystemExit(1) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     rollout -> reward -> ref log-prob -> advantage -> update -> reshard
 
-Then come stand-ins for packages that have no build for the platform, and last the rows for a machine without an
-accelerator: of platform `cpu` (platform/cpu/rows.py), of `npu_emulated` (platform/npu_emulated/rows.py), which has the
-rows of platform `npu` too. A row is: id, kind, target, provider, why, exit.
+Last come stand-ins for packages that have no build for NPUs. A platform without a device also has the rows of
+platform.emulation(). A row is: id, kind, target, provider, why, exit.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import functools
 from typing import Any
 
 from verl_patches.patching.spec import PROCESSES, PatchSpec
-from verl_patches.platform.cpu import rows as cpu_rows
-from verl_patches.platform.npu_emulated import rows as emulated_rows
+from verl_patches.platform import NO_DEVICE, emulation
 
 _MINDSPEED = "verl_patches.model.mindspeed"
 _WORKERS = "verl.workers.megatron_workers"
@@ -50,8 +48,8 @@ _HOLD_GROUPS = (
 def _row(
     id: str, kind: str, target: str, provider: str, why: str, exit: str = _NEVER, processes=_WORKER, **more: Any
 ) -> PatchSpec:
-    """A row of the workers, unless it says otherwise, whose stage is the first word of its id."""
-    return PatchSpec(id, id.partition(".")[0], target, kind, provider, why, exit, processes=processes, **more)
+    """A row of the workers, unless it says otherwise."""
+    return PatchSpec(id, target, kind, provider, why, exit, processes=processes, **more)
 
 
 _a3 = functools.partial(_row, lines=_A3)
@@ -195,8 +193,8 @@ MODEL: tuple[PatchSpec, ...] = (
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
-         "The Megatron worker writes bfloat16 down (verl/workers/megatron_workers.py:334); fp32 is what tells a wrong "
-         "weight from rounding.",
+         "The Megatron worker writes bfloat16 down (verl/workers/megatron_workers.py:334); only fp32 separates a "
+         "wrong weight from rounding.",
          exit="verl reads the actor's dtype from its configuration",
          needs=("update.recipe_worker", "model.optimizer_dtype")),
     _row("model.optimizer_dtype", "wrap", "verl.utils.megatron.optimizer:get_megatron_optimizer",
@@ -364,7 +362,7 @@ UPDATE: tuple[PatchSpec, ...] = (
     _row("update.on_policy", "override", f"{_ACTOR}.update_actor",
          "verl_patches.worker.recipe_worker:RecipeWorker.update_actor",
          "verl computes old log-probs in a pass of its own (verl/trainer/ppo/ray_trainer.py) also where the update "
-         "finds the same ones, and never makes up for vLLM's differing from them.",
+         "finds the same ones, and never corrects for vLLM's different log-probs.",
          exit="the pins move to a verl with algorithm.rollout_correction that leaves the pass out on policy "
               "(verl 3996)",
          needs=("update.recipe_worker", "update.loss_on_policy")),
@@ -375,22 +373,22 @@ UPDATE: tuple[PatchSpec, ...] = (
          bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
                    "verl.workers.actor.dp_actor:compute_policy_loss")),
     _row("update.routing_samples", "wrap", "verl.models.mcore.util:preprocess_packed_seqs",
-         "verl_patches.worker.routing_replay:note_samples",
+         "verl_patches.model.routing_replay:note_samples",
          "Layers get packed tokens and never which samples they are of; PackedSeqParams reach each layer, also when it "
          "is recomputed (megatron/core/transformer/transformer_block.py).",
          exit="verl has routing replay for Megatron (0.6 and later has)",
          bindings=("verl.models.mcore.model_forward:preprocess_packed_seqs",)),
     _row("update.routing_replay", "wrap", "megatron.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
-         "verl_patches.worker.routing_replay:replay_experts",
-         "The experts of a token in the update are those that the new weights choose, not those of the pass, or the "
-         "rollout, whose log-probs it is compared with. The function is the only place that selects "
+         "verl_patches.model.routing_replay:replay_experts",
+         "The experts of a token in the update are those that the new weights choose, not those of the pass "
+         "whose log-probs it is compared with. The function is the only place that selects "
          "(megatron/core/transformer/moe/moe_utils.py:478).",
          exit="megatron-core replays recorded experts (RouterReplay of later versions)", lines=_PYPI,
          needs=("update.routing_samples",),
          bindings=("megatron.core.transformer.moe.router:topk_softmax_with_capacity",)),
     _a3("update.routing_replay_mindspeed", "wrap",
         "mindspeed_llm.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
-        "verl_patches.worker.routing_replay:replay_experts",
+        "verl_patches.model.routing_replay:replay_experts",
         "As update.routing_replay; MindSpeed-LLM has a selection of its own "
         "(mindspeed_llm/core/transformer/moe/moe_utils.py:76).",
         exit="MindSpeed-LLM replays recorded experts", needs=("update.routing_samples",),
@@ -405,7 +403,7 @@ UPDATE: tuple[PatchSpec, ...] = (
          exit="verl leaves out steps with NaN gradients and counts them", needs=("update.recipe_worker",)),
     _row("update.tensor_cache", "override", f"{_MANAGER}.postprocess_data",
          "verl_patches.worker.sharding:RecipeShardingManager.postprocess_data",
-         "Here a step's responses are on the device, and this rank's own, for the last time: verl sends all of it "
+         "Last point where a rank holds only its own responses on the device: verl sends all of it "
          "through the trainer, padded, and back for each stage (verl/single_controller/base/decorator.py).",
          exit="verl's stages leave their tensors on the workers for the next",
          needs=("update.sharding_manager", "update.recipe_worker")),
@@ -464,7 +462,7 @@ MEMORY: tuple[PatchSpec, ...] = (
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
          "verl never looks at what is on the device; the ledger watches what the worker has built.",
-         needs=("update.recipe_worker", "rollout.engine")),
+         needs=("update.recipe_worker", "rollout.engine", "memory.order")),
     _row("memory.order", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
          "verl brings training weights to the host and back around every call, gradients for a weight sync too, into "
@@ -524,6 +522,15 @@ NO_BUILD: tuple[PatchSpec, ...] = tuple(
     for module in ("flash_attn", "flash_attn.bert_padding")
 )  # fmt: skip
 
-STAND_INS: tuple[PatchSpec, ...] = (*cpu_rows.ROWS, *emulated_rows.ROWS)
+ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *NO_BUILD)
 
-ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *NO_BUILD, *STAND_INS)
+
+def rows_of(platform: str) -> tuple[PatchSpec, ...]:
+    """The rows that a run on `platform` may have: this table, and without a device those that emulate one."""
+    room = emulation(platform)
+    return ROWS if room is None else (*ROWS, *room.ROWS)
+
+
+def all_rows() -> tuple[PatchSpec, ...]:
+    """The rows of all platforms, for what reads upstream's source: drift, fingerprints, docs/patches.md."""
+    return rows_of(NO_DEVICE[0])

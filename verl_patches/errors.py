@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
+
+INTERRUPTED = "interrupted by "  # how the reason of a run begins that a user or a scheduler ended
 
 
 class ConfigError(ValueError):
@@ -16,6 +19,11 @@ class RecipeError(RuntimeError):
 
     patching/engine.py derives PatchError from it: a row of the catalogue could not be made active, or is no longer.
     """
+
+
+def interrupted(number: int) -> str:
+    """ "interrupted by SIGINT (Ctrl-C)", or by another signal."""
+    return f"{INTERRUPTED}{signal.Signals(number).name}{' (Ctrl-C)' if number == signal.SIGINT else ''}"
 
 
 def place_in(text: str, file: str | None) -> str:

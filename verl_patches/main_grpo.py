@@ -18,6 +18,7 @@ from verl_patches.config.environment import run_dir
 from verl_patches.layout.parallel import world_size
 from verl_patches.patching import engine
 from verl_patches.trainer import ray_start
+from verl_patches.trainer.summary import Progress
 from verl_patches.watch import heartbeat
 from verl_patches.watch.bounds import START
 from verl_patches.watch.watcher import Watcher
@@ -33,11 +34,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
     config = compose(given.config_name, given.overrides)
+    stage = Progress(run_dir(config))
+    stage.say("~ starting Ray" if config.recipe.ray_address is None else f"~ joining Ray, {config.recipe.ray_address}")
     with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:
         # here, as the controller imports this module too
         from verl_patches.launch.ray_cluster import leave_out, ray_options
 
         ray_start.start(**ray_options(config))
+        stage.say("~ Ray runs, starting the controller")
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -50,7 +54,8 @@ def main(arguments: list[str]) -> int:
 
                 bounds = bounds_of(config, engine.current().wanted)
                 sys.stdout.write(f"watch: bounds of a phase: {bounds}\n")
-                watcher = Watcher(run_dir(config), bounds, world_size(config), stops=watch.action == "stop")
+                stops, say = watch.action == "stop", lambda text: stage.say(f"~ {text}")
+                watcher = Watcher(run_dir(config), bounds, world_size(config), stops, say)
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()

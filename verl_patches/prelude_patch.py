@@ -4,24 +4,25 @@ It must come before upstream is imported where that is possible; rows on a modul
 until it is whole. Importing it again, in any way, changes nothing.
 """
 
-from verl_patches.catalog import ROWS
+from verl_patches.catalog import rows_of
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import start
 from verl_patches.patching.hooks import after_import
 from verl_patches.patching.switches import from_environment
-from verl_patches.platform import require, start_device
+from verl_patches.platform import emulation, require
 from verl_patches.trainer.worker_settings import prepare_from_controller
 
 _switches = from_environment()
 require(_switches.platform)
-engine = start(ROWS, _switches)
-if not any(_switches.line in row.lines for row in ROWS):
+_rows = rows_of(_switches.platform)
+engine = start(_rows, _switches)
+if not any(_switches.line in row.lines for row in _rows):
     raise ConfigError(
         f"the catalogue has no rows for line {_switches.line} yet, so nothing would be patched; say which line "
         f'this is: VERL_PATCHES="line=pypi,platform={_switches.platform}" (the launcher takes it from recipe.line)'
     )
 engine.apply()
-if _switches.platform == "npu_emulated":
-    after_import("torch", start_device)
+if (_room := emulation(_switches.platform)) is not None:
+    _room.start(_switches.platform)
 if _switches.line == "a3" or _switches.platform == "npu":
     after_import("verl", prepare_from_controller)

@@ -26,6 +26,14 @@ Port = Annotated[int, Field(ge=1024, le=65535)]
 Name = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9_][^/\x00-\x1f]*$", description="a plain folder name, such as smoke-ep2")
 ]
+RayAddress = Annotated[
+    str,
+    Field(
+        pattern=r"^(auto|([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):0*([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5]))$",
+        description="auto or HOST:PORT, such as 10.0.0.1:6379",
+    ),
+]
+Dotted = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$", description="package.module.function")]
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -87,7 +95,8 @@ def _fault(key: tuple[str, ...], values: Any, root: Mapping[str, Any], prefix: s
         values = values.get(part, _ABSENT) if isinstance(values, Mapping) else _ABSENT
     found = "missing" if values is _ABSENT else "null" if values is None else repr(values)
     below = f", below {LARGEST}" if isinstance(values, int) and values > LARGEST else ""
-    return f"{prefix}{'.'.join(key)} is {found}; expected {_words(node, root)}{below}"
+    why = f": {node['description']}" if "description" in node and "pattern" not in node else ""
+    return f"{prefix}{'.'.join(key)} is {found}; expected {_words(node, root)}{below}{why}"
 
 
 def _keys_of(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:

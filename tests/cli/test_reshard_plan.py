@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from verl_patches.__main__ import app
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.plots import draw_plan
+from verl_patches.evaluation.plots import plan_figure, save
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.reshard.plan import plan_reshard
@@ -52,7 +52,7 @@ def test_the_table_and_the_picture(call, tmp_path):
     libraries = {"train_library": "mindspeed", "rollout_library": "vllm-ascend"}
     layouts = map(parse_layout, (LAYOUTS[1], LAYOUTS[3]))
     plan = plan_reshard(build_inventory(Path(TINY[1])), *layouts, **libraries)
-    same = draw_plan(plan, tmp_path / "same.png")  # what is in it: tests/evaluation/test_plots.py
+    same = save(plan_figure(plan), tmp_path / "same.png")  # what is in it: tests/evaluation/test_plots.py
     assert first.read_bytes() == same.read_bytes() != other.read_bytes()
 
 
@@ -62,7 +62,7 @@ def test_a_picture_that_cannot_be_written_is_wrong_use(run_python, tmp_path):
     arguments = ["reshard-plan", *TINY, *LAYOUTS, "--png", png]
     done = run_python("from verl_patches.__main__ import main; main()", *arguments)
     assert done.rc == 2
-    assert f"--png {png} cannot be written" in done.err and "give another file" in done.err
+    assert f"{png} cannot be written" in done.err and "give another file" in done.err
     assert "Traceback" not in done.err
 
 

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,7 +137,15 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
     (tmp_path / "r/summary.json").write_text(json.dumps({"exit": "interrupted by SIGINT"}))
     words = ["smoke", "--run", "r", f"recipe.output_root={tmp_path}", "trainer.resume_mode=disable", "data.seed=a b"]
     monkeypatch.setattr("sys.argv", ["verl_patches", *words])
-    config = compose(TINY, [*words[3:4], "recipe.run=r", f"trainer.save_freq={-1 if saved is None else 2}"])
+    config = compose(
+        TINY,
+        [
+            *words[3:4],
+            "recipe.run=r",
+            f"trainer.save_freq={-1 if saved is None else 2}",
+            "trainer.total_training_steps=9",
+        ],
+    )
     with pytest.raises(typer.Exit):
         run._report(launcher.Outcome(130, "interrupted by SIGINT", tmp_path / "r", 2.0), config, as_json=False)
     said = capsys.readouterr().err
@@ -157,15 +167,17 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
             "/x/global_step_4 again",
         ),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/global_step_4"], [{"step": 6}], "=auto"),
+        (["trainer.total_training_steps=6"], [{"step": 6}], "of the last step"),
     ],
-    ids=["verl's own", "before a save", "after a save"],
+    ids=["verl's own", "before a save", "after a save", "after the last"],
 )
 def test_how_to_go_on_is_said_of_what_this_start_saved(tmp_path, capsys, overrides, saves, said):
     own = new_run_id(tmp_path / "r", "r")
     if saves:
         make_checkpoint(tmp_path / "r/checkpoints", 6, own)
     (tmp_path / "r/summary.json").write_text(json.dumps({"exit": "it broke", "checkpoints": saves}))
-    config = compose(TINY, [f"recipe.output_root={tmp_path}", "recipe.run=r", "trainer.save_freq=2", *overrides])
+    steps = "trainer.total_training_steps=9", *overrides
+    config = compose(TINY, [f"recipe.output_root={tmp_path}", "recipe.run=r", "trainer.save_freq=2", *steps])
     with pytest.raises(typer.Exit):
         run._report(launcher.Outcome(1, "it broke", tmp_path / "r", 2.0), config, as_json=False)
     printed = capsys.readouterr().err
@@ -190,7 +202,7 @@ def started(monkeypatch, tmp_path):
     """started(code, *arguments) -> what `smoke` prints over a launcher that shows four lines and ends with `code`."""
 
     def launch(config, name, overrides, show, trees, dirty):
-        for text in ("| proven", "- narrow", "+ all columns", "~ step 1"):
+        for text in ("~ starting Ray", "", "", "| proven", "- narrow", "+ all columns", "~ step 1", ""):
             show(text)
         return launcher.Outcome(code[0], "ok" if code[0] == 0 else "it broke", tmp_path, 1.0)
 
@@ -217,7 +229,8 @@ OFF = "recipe.patches=[{}]"
     ],
 )
 def test_rows_that_the_user_switched_off_are_named_first_and_last(started, patterns, said):
-    first, *_, last = started(0, OFF.format(patterns)).stdout.splitlines()
+    first, *_, last, proved, not_proved = started(0, OFF.format(patterns)).stdout.splitlines()
+    assert proved.startswith("This proved: ") and not_proved.startswith("It did not prove: ")
     assert first.startswith(said) and last.startswith("ok in 1 s") and said in last
     for name in patterns.split(","):
         assert name[1:] in first and name[1:] in last
@@ -233,8 +246,25 @@ def test_a_row_without_what_it_needs_is_refused_with_both_names():
 
 
 def test_the_table_has_all_columns_with_wide(started):
-    assert started(0).stdout.splitlines()[:-1] == ["proven", "narrow"]
-    assert started(0, "--wide").stdout.splitlines()[:-1] == ["proven", "all columns"]
+    assert started(0).stdout.splitlines()[1:-3] == ["proven", "narrow"]
+    assert started(0, "--wide").stdout.splitlines()[1:-3] == ["proven", "all columns"]
+
+
+@pytest.mark.parametrize("again_s", [1e9, -1])
+def test_a_pipe_shows_what_a_start_does_with_its_seconds_until_step_one(started, monkeypatch, again_s):
+    """Once, and again every STAGE_AGAIN_S: at each look with -1, of which there are two."""
+    monkeypatch.setattr(run, "STAGE_AGAIN_S", again_s)
+    lines = started(0).stdout.splitlines()
+    stages = [line for line in lines if re.fullmatch(r"\[ +\d+ s\] starting Ray", line)]
+    assert len(stages) == (1 if again_s > 0 else 4)  # the other line that is not shown is a look too
+    assert not any("step 1" in line for line in lines) and lines.index("proven") > lines.index(stages[0])
+    assert "starting Ray" not in started(0, "--json").output
+
+
+def test_a_terminal_shows_the_stage_with_its_seconds_below_the_lines_and_removes_it(started, monkeypatch):
+    monkeypatch.setattr(run, "Console", partial(run.Console, force_terminal=True, width=80))
+    shown = started(0).stdout
+    assert re.search(r"0:00:0\d", shown) and "step 1" in shown and "[   0 s]" not in shown
 
 
 def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, tmp_path):
@@ -265,12 +295,36 @@ def test_status_finds_a_run_by_its_folder_and_by_its_name(monkeypatch, tmp_path)
         done = CliRunner().invoke(app, ["status", "--run", given])
         assert done.exit_code == 0 and f"row.{Path(given).name}" in done.stdout
     text = refusal("status", "--run", "gone")
-    assert f"in {tmp_path / 'gone'} or {tmp_path / 'outputs' / 'gone'}" in text
+    assert "gone: " in text and f"in {tmp_path / 'outputs'}: named" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "line"), [(None, "line=pypi,platform=cpu"), ("0.3.1.dev", "line=a3,"), ("0.9", "line=a3,platform=npu")]
+)
+def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_said(upstream, monkeypatch, version, line):
+    """None: the verl of this Python. 0.9 is no pinned line's: production, and so is what VERL_PATCHES says."""
+    if version:
+        file = upstream / "verl/verl/version/version"
+        file.parent.mkdir()
+        file.write_text(version)
+        (upstream / "verl/verl/__init__.py").touch()
+        monkeypatch.syspath_prepend(upstream / "verl")
+        monkeypatch.delitem(sys.modules, "verl", raising=False)
+    for command in (["status", "--json"], ["explain", "model.mla_k_pe_grad", "--json"]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0 and done.stderr.startswith(line) and "VERL_PATCHES is unset" in done.stderr
+        said = re.match(r"\S+", done.stderr)[0]
+        assert json.loads(done.stdout) == json.loads(CliRunner().invoke(app, [*command, "--switches", said]).stdout)
+        monkeypatch.setenv("VERL_PATCHES", "line=a3,platform=cuda")
+        assert CliRunner().invoke(app, command).stderr == ""
+        monkeypatch.delenv("VERL_PATCHES")
 
 
 def test_status_of_a_run_says_why_a_row_is_off(tmp_path):
     row = {"id": "a.b", "state": "off", "target": "m:f", "reason": "switched off by -a.*"}
-    rows = [{**row, "process": process} for process in ("controller", "worker 0")]
+    processes = ("controller", *(f"worker {rank}" for rank in range(256)))
+    rows = [{**row, "process": process} for process in processes]
     (tmp_path / "summary.json").write_text(json.dumps({"exit": "ok", "patches": rows}))
     done = CliRunner().invoke(app, ["status", "--run", str(tmp_path)])
     assert done.exit_code == 0 and "switched off by -a.*" in done.stdout
+    assert "controller: off, workers 0-255: off" in done.stdout

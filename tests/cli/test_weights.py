@@ -73,6 +73,14 @@ def test_verify_finds_a_flipped_byte_and_exits_with_1(folder, tmp_path):
     assert "not a whole safetensors file" in answer("verify", folder, code=1)["problems"][0]
 
 
+def test_verify_of_no_folder_is_wrong_use_and_claims_no_check(folder, tmp_path):
+    for wrong in (tmp_path / "absent", folder / "config.json"):
+        done = CliRunner().invoke(app, ["weights", "verify", str(wrong)])
+        assert isinstance(done.exception, ConfigError) and done.stdout == ""
+        assert str(wrong) in str(done.exception) and "nothing was checked" in str(done.exception)
+    assert "checked: names" in call("verify", folder).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -35,6 +35,23 @@ def test_the_example_is_a_job_of_256_dies():
     assert job.nodes * job.dies == 256 and len(job.hosts) == job.nodes and secrets == {}
 
 
+@pytest.mark.parametrize("verb", ["up", "status", "follow", "down"])
+def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb, monkeypatch, tmp_path):
+    """The control: its other hosts are called."""
+    example = (CONFIGS_DIR / "cluster_256die.yaml").read_text()
+    for name in ("docker", "ssh"):
+        (tmp_path / name).write_text(f"#!/bin/bash\ntouch {tmp_path}/called\necho no >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for text, called in ((example, False), (example.replace(".example", ""), True)):
+        (tmp_path / "job.yaml").write_text(text)
+        done = CliRunner().invoke(app, ["cluster", verb, str(tmp_path / "job.yaml")])
+        assert (tmp_path / "called").exists() == called and done.exit_code != 0
+        assert called or isinstance(done.exception, ConfigError) and "node-01.example" in str(done.exception)
+    rendered = CliRunner().invoke(app, ["cluster", "up", str(CONFIGS_DIR / "cluster_256die.yaml"), "--render"])
+    assert rendered.exit_code == 0 and "node-01.example" in rendered.stdout
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

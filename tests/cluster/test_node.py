@@ -160,6 +160,21 @@ def running(job):
 
 
 @pytest.mark.slow
+def test_a_node_listens_where_the_docs_say(job, running):
+    """Docs name ports by the plan; Ray's metrics have ports of their own."""
+    found = {}
+    for process in node.living(running):
+        for each in (process, *process.children(recursive=True)):
+            found |= {c.laddr.port: c.laddr.ip for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    first, last = job.ports.workers
+    others = {port for port in found if not first <= port <= last}
+    planned = {span[0] for name, span in job.port_plan.spans().items() if name != "Ray's workers"}
+    assert others - {44217, 44227} <= planned and len(others) >= 9, (others, planned)
+    folder = Path(job.folder)
+    assert folder.stat().st_mode & 0o777 == 0o700 and (folder / node.RAY_TEMP).stat().st_uid == os.getuid()
+
+
+@pytest.mark.slow
 def test_a_second_up_joins_or_refuses(job, running):
     again = cluster(job, "up", "--run")
     assert again.returncode == 2 and "has no command" in again.stderr

@@ -165,7 +165,7 @@ def test_an_up_that_fails_brings_the_logs_of_the_nodes_that_started(nodes, job, 
         holder.kill()
         holder.wait()
     logs = tmp_path / "logs"
-    assert code == 1 and "port 6380 (Ray's node manager) by pid" in err and f"; logs in {logs}" in err
+    assert code == 1 and "port 6380 (Ray's node manager) by pid" in err and f"logs in {logs}" in err
     assert [path.name for path in logs.iterdir()] == [f"node-0-{nodes.hosts[0]}"]
     assert (logs / f"node-0-{nodes.hosts[0]}" / "ray" / "gcs_server.out").is_file()
     assert nodes.processes(0) == nodes.processes(1) == []
@@ -190,7 +190,7 @@ def test_a_host_without_sshd_and_a_wrong_key_are_named_and_nothing_is_left(nodes
     (tmp_path / "ssh_config").write_text(config)
     words = [str(tmp_path / "ssh_config") if word.endswith("ssh_config") else word for word in nodes.ssh]
     code, _, err = ended(call({**job, "ssh": {"command": words}}, "up"))
-    assert code == 1 and err.count("Permission denied (publickey)") == 2, err
+    assert code == 1 and "nodes 0,1: root@HOST: Permission denied (publickey)" in err, err
 
     for changes, text in (
         ({"python": "/no/python3"}, "no program /no/python3 (python)"),

@@ -92,7 +92,6 @@ def test_profiles_of_ranks_and_steps_that_the_run_has_not_are_refused(overrides,
         ([*EIGHT, "recipe.platform=npu_emulated"], "graphs", None),
         ([*EIGHT, "recipe.rollout.expert_parallel=false"], "graphs", None),
         ([], "graphs", None),  # 256 ranks
-        ([f"+{ROLLOUT}.prompt_logprobs=0"], "prompt log-probs", "prompt_logprobs is 0, expected none"),
     ],
 )
 def test_what_vllm_ascend_would_compute_wrongly_is_refused(overrides, check, detail):
@@ -111,6 +110,25 @@ def test_the_configs_of_this_repository_hold_and_their_details_ask_for_no_change
     checks = check_config(compose(name))
     require(checks)
     assert [c for c in checks if not c.ok or re.search(r"\b(expected|change|add it)\b", c.detail)] == []
+
+
+STAGES_OF_TINY = (
+    f"{ACTOR}.pipeline_model_parallel_size=2",
+    "recipe.train.layers_per_stage=[1,3]",
+    "recipe.line=a3",
+    "recipe.platform=cpu",
+)
+
+
+@pytest.mark.parametrize(("name", "overrides", "refused"), [
+    (LARGE, ["recipe.train.layers_per_stage=[3,11,8,8,8,8,8,7]"], True),  # its update hangs, tried at ep2 pp2
+    (LARGE, ["recipe.train.layers_per_stage=[4,10,8,8,8,8,8,7]"], False),
+    (TINY, [*STAGES_OF_TINY, "trainer.n_gpus_per_node=4"], True),
+    (TINY, [*STAGES_OF_TINY, f"{ACTOR}.expert_model_parallel_size=1"], False),  # one optimizer, one reduction
+])  # fmt: skip
+def test_a_stage_without_experts_is_refused_on_line_a3(name, overrides, refused):
+    found = failed(name, *overrides)
+    assert ("layers" in found) == refused and (not refused or "stage 0 has no layer with experts" in found["layers"])
 
 
 # faults that do not affect each other are given together: {override: (check that must fail, its detail)}
@@ -178,8 +196,8 @@ FAULTS = [
     (
         TINY,
         {
-            "trainer.save_freq=1": ("checkpoints", "whose critic would not be saved"),
-            "algorithm.adv_estimator=gae": ("checkpoints", "expected one without a critic"),
+            "trainer.save_freq=1": ("checkpoints", "each rank saves its own states"),
+            "algorithm.adv_estimator=gae": ("line pypi", "Instead: algorithm.adv_estimator=grpo"),
             "trainer.default_hdfs_dir=hdfs://x": ("checkpoints", "expected null"),
             f"{ACTOR}.use_distributed_optimizer=false": ("checkpoints", "expected true: each rank saves"),
         },
@@ -356,9 +374,7 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     prompt = [{"role": "user", "content": "a"}]
     rows = {"prompt": [prompt] * 4, "data_source": ["b"] * 4, "reward_model": [{"ground_truth": "1"}] * 4}
     pq.write_table(pa.table(rows), data)
-    reward.write_text(
-        "from math import sqrt as root\nfew = 1\ndef score(): unseen = 1\nif few:\n    def inner(): ...\n"
-    )
+    reward.write_text("def score(): ...")
     given = {
         "data.train_files": data,
         "data.val_files": f"[{data}]",
@@ -371,14 +387,9 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
         overrides = [f"{key}={value}" for key, value in {**given, **changed}.items()]
         return {c.name: c.detail for c in check_config(compose(TINY, overrides), must_exist) if not c.ok}
 
-    assert faults() == {} == faults(**{"custom_reward_function.name": "root"})
-    assert faults(**{"custom_reward_function.name": "inner"}) == {}
+    assert faults() == {}
     nowhere = dict.fromkeys(given.keys() - {"custom_reward_function.name"}, "/nowhere")
-    assert faults(**nowhere).keys() == {"model folder", "data", "reward function"} and faults((), **nowhere) == {}
-    assert "does not define it" in faults(**{"custom_reward_function.name": "unseen"})["reward function"]
-    reward.write_text("def score(:")
-    assert "is not Python" in faults()["reward function"]
-    reward.write_text("def score(): ...")
+    assert faults(**nowhere).keys() == {"model folder", "data", "hooks"} and faults((), **nowhere) == {}
     whole = data.read_bytes()
     data.write_bytes(whole[:-20])
     assert "train.parquet is not a whole parquet file" in faults()["data"]
@@ -431,24 +442,16 @@ def test_a_damaged_recording_is_refused(tmp_path, damage):
 
 
 REPLAY, SKIP = "recipe.train.routing_replay", "recipe.train.skip_old_log_prob"
-ROWS_OFF = "recipe.patches=[-update.routing_replay,-rollout.keep_log_probs]"
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "words"),
     [
         (TINY, [f"{REPLAY}=R2"], None),
-        (TINY, [f"{REPLAY}=R3", f"{REPLAY}_control_every=2"], None),
-        (TINY, [f"{REPLAY}=R3", f"{SKIP}=true"], None),
         (LARGE, [f"{REPLAY}=R2", f"{SKIP}=false"], None),
         (LARGE, [f"{REPLAY}=R2", f"{SKIP}=true"], "R2, but .*skip_old_log_prob leaves out the pass that records"),
-        (LARGE, [f"{REPLAY}=R3"], "on line pypi, platform cpu only, found a3, npu: .*V1; use R2"),
         (RANDOM, [f"{REPLAY}=R2", f"{SKIP}=false"], "balanced_routing ignores the router"),
-        (TINY, [f"{REPLAY}=R1"], "R1, but expected null, R2 or R3"),
-        (TINY, [f"{REPLAY}=R3", "recipe.logprob_check.every=2"], "every samples sequences whose experts are not rec"),
-        (TINY, [f"{REPLAY}=R3", ROWS_OFF], "keep_log_probs is off"),
-        (TINY, [f"{REPLAY}=R2", ROWS_OFF], "row update.routing_replay is off; remove -update.routing_replay"),
-        (TINY, [f"{REPLAY}=R2", f"{REPLAY}_control_every=2"], "control_every is 2: it acts on R3's pass"),
+        (TINY, [f"{REPLAY}=R2", "recipe.patches=[-update.routing_replay]"], "row update.routing_replay is off"),
     ],
 )
 def test_routing_replay_is_refused_where_it_would_not_act(name, overrides, words):

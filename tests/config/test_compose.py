@@ -3,7 +3,8 @@ import shutil
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.config.compose import CONFIGS_DIR, MAX_OVERRIDE, compose
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import CONFIGS_DIR, MAX_OVERRIDE, compose, hf_config_of, model_shape_of
 from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 from verl_patches.yaml_files import MAX_BYTES, MAX_DEPTH
@@ -12,8 +13,8 @@ TINY = "grpo_deepseekv3_tiny_cpu"
 
 
 def test_verls_config_is_below_ours_and_everything_is_resolved():
-    config = compose(TINY, ["data.train_batch_size=8", "recipe.dtype=bf16", "+data.own_key=1"])
-    assert config.data.train_batch_size == 8 and config.data.own_key == 1
+    config = compose(TINY, ["data.train_batch_size=8", "recipe.dtype=bf16", "+data.image_key=x"])
+    assert config.data.train_batch_size == 8 and config.data.image_key == "x"
     assert config.trainer.project_name == "deepseekv3_tiny" and config.algorithm.gamma == 1.0  # ours, verl's
     assert config.actor_rollout_ref.rollout.dtype == "bfloat16"  # follows recipe.dtype
     assert config.actor_rollout_ref.recipe == config.recipe  # where verl's workers see it
@@ -30,7 +31,8 @@ def test_checkpoints_are_written_to_the_folder_of_the_run(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.max_prompt_len=3", r"data\.max_prompt_len; did you mean data\.max_prompt_length.*write \+data"),
+        ("data.max_prompt_len=3", r"unknown key data\.max_prompt_len; did you mean data\.max_prompt_length"),
+        ("data.image_key=x", r"verl reads it: write \+data\.image_key="),
         ("recipe.foo=1", r"unknown key recipe\.foo"),
         ("+recipe.foo=1", r"unknown key recipe\.foo"),
         ("recipe.train.swap_optimiser=true", r"did you mean recipe\.train\.swap_optimizer"),
@@ -50,11 +52,52 @@ def test_a_key_of_ours_that_verl_does_not_have_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr("verl_patches.config.compose.CONFIGS_DIR", tmp_path)
     text = (CONFIGS_DIR / "grpo_deepseekv3_tiny.yaml").read_text()
     (tmp_path / "wrong.yaml").write_text(text.replace("  train_batch_size: 4\n", "  train_batch_sice: 4\n"))
-    with pytest.raises(ConfigError, match=r"unknown key data\.train_batch_sice; did you mean data\.train_batch_size"):
+    with pytest.raises(ConfigError, match=r"data\.train_batch_sice;.* data\.train_batch_size"):
         compose("wrong")
     (tmp_path / "wrong.yaml").write_text(text.replace("  line: pypi\n", "  lime: pypi\n"))
-    with pytest.raises(ConfigError, match=r"unknown key recipe\.lime; did you mean recipe\.line"):
+    with pytest.raises(ConfigError, match=r"recipe\.lime;.* recipe\.line"):
         compose("wrong")
+
+
+BIG = "grpo_deepseekv3_256die_random_init"
+MODEL = "actor_rollout_ref.model.override_config.model_config.num_hidden_layers"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "layers", "stages"),
+    [
+        (BIG, ["recipe.num_hidden_layers=16"], 16, [4, 2, 2, 2, 2, 2, 1, 1]),  # 3 dense layers, and one with experts
+        (BIG, ["recipe.num_hidden_layers=11"], 11, [4, 1, 1, 1, 1, 1, 1, 1]),
+        (BIG, ["recipe.num_hidden_layers=61"], 61, [7, 7, 8, 8, 8, 8, 8, 7]),
+        (BIG, ["recipe.num_hidden_layers=16", "recipe.train.layers_per_stage=[9,1,1,1,1,1,1,1]"], 16, [9, *[1] * 7]),
+        (BIG, ["recipe.num_hidden_layers=16", "recipe.train.layers_per_stage=null"], 16, [4, 2, 2, 2, 2, 2, 1, 1]),
+        (TINY, ["recipe.num_hidden_layers=3"], 3, None),
+        ("grpo_deepseekv3_64die", [], 32, [9, 8, 8, 7]),
+        ("grpo_deepseekv3_64die", ["recipe.num_hidden_layers=16"], 16, [5, 4, 4, 3]),
+        (BIG, [], 61, [7, 7, 8, 8, 8, 8, 8, 7]),
+    ],
+)
+def test_the_first_layers_are_cut_wherever_the_depth_is_read(name, overrides, layers, stages):
+    config = compose(name, overrides)
+    views = config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("hf_overrides", {})
+    assert model_shape_of(config).num_hidden_layers == hf_config_of(config)["num_hidden_layers"] == layers
+    assert views.get("num_hidden_layers") == OmegaConf.select(config, MODEL) == config.recipe.num_hidden_layers
+    assert config.recipe.train.layers_per_stage == stages and config.actor_rollout_ref.recipe == config.recipe
+    assert [check for check in check_config(config) if not check.ok] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (BIG, ["recipe.num_hidden_layers=10"], r"num_hidden_layers is 10; expected 11 to 61: .* 3 dense .* 8 pipeline"),
+        (BIG, ["recipe.num_hidden_layers=62"], "num_hidden_layers is 62; expected 11 to 61"),
+        (TINY, ["recipe.num_hidden_layers=1"], "num_hidden_layers is 1; expected 2 to 4"),
+        (TINY, ["recipe.num_hidden_layers=3", f"+{MODEL}=2"], f"{MODEL} is given; expected none"),
+    ],
+)
+def test_layers_that_the_model_or_its_stages_do_not_have_are_refused(name, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        compose(name, overrides)
 
 
 @pytest.fixture
@@ -104,10 +147,10 @@ def test_files_of_configs_that_cannot_be_read_at_all_break_nothing(configs):
 def test_defaults_that_lead_back_or_are_no_list_are_refused(configs):
     (configs / "a.yaml").write_text("defaults: [b]\n")
     (configs / "b.yaml").write_text("defaults: [a]\n")
-    with pytest.raises(ConfigError, match="a.yaml: expected defaults that end, found a -> b -> a"):
+    with pytest.raises(ConfigError, match="a.yaml.* a -> b -> a"):
         compose("a")
     (configs / "a.yaml").write_text("defaults: 3\n")
-    with pytest.raises(ConfigError, match="a.yaml: expected keys and a list of defaults, found int"):
+    with pytest.raises(ConfigError, match="a.yaml.*found int"):
         compose("a")
     (configs / "a.yaml").write_text("x: [\ndefaults: [\n")
     with pytest.raises(ConfigError, match=r"a.yaml:\d: expected"):
@@ -132,7 +175,9 @@ def test_overrides_have_bounds(override, message):
 
 def test_overrides_within_the_bounds_are_composed():
     deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
-    assert compose(TINY, [f"+data.x={deep}", "+data.y=" + "a" * 5000]).data.y == "a" * 5000
+    free = "actor_rollout_ref.model.override_config.model_config"
+    composed = compose(TINY, [f"+{free}.x={deep}", f"+{free}.y=" + "a" * 5000])
+    assert OmegaConf.select(composed, f"{free}.y") == "a" * 5000
 
 
 SECRET = "s3cretvalue"
@@ -160,7 +205,8 @@ def test_a_secret_is_refused_by_its_key_or_form_and_is_not_printed(override):
 
 
 def test_a_secret_in_a_file_is_refused_and_words_that_look_like_one_are_not(configs):
-    assert compose(TINY, ["+data.answer_key=solution", "+data.eos_token='</s>'", "+data.api_key=null"]).data.answer_key
+    free = "+custom_reward_function.reward_kwargs"
+    compose(TINY, [f"{free}.answer_key=solution", f"{free}.eos_token='</s>'", f"{free}.api_key=null"])
     file = configs / f"{TINY}.yaml"
     file.write_text(file.read_text() + f"\ntrainer: {{experiment_name: hf_{SECRET}{SECRET}}}\n")
     with pytest.raises(ConfigError, match="trainer.experiment_name looks like a secret") as error:
@@ -185,10 +231,55 @@ def test_another_verl_checkout_is_used(tmp_path):
         verl_config_dir(tmp_path / "nothing")
 
 
-def test_verl_reads_the_seeds_that_its_config_does_not_list():
-    root = verl_config_dir().parents[1]
-    assert 'get("seed", 0)' in (root / "workers/rollout/vllm_rollout/vllm_rollout_spmd.py").read_text()
-    assert 'data_config.get("seed", 1)' in (root / "trainer/main_ppo.py").read_text()
+@pytest.mark.parametrize("line", ["pypi", "a3"])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+data.own_key=1", "unknown key data.own_key"),
+        ("+algorithm.filter_groups.enable=true", "algorithm.filter_groups .*raise actor_rollout_ref.rollout.n"),
+        ("+reward_model.overlong_buffer.enable=true", r"overlong_buffer .*reward_kwargs\.overlong_buffer_cfg"),
+        (
+            "+actor_rollout_ref.actor.fsdp_config.param_offload=true",
+            "unknown key .*did you mean .*megatron.param_offload",
+        ),
+        ("+actor_rollout_ref.model.use_liger=true", "unknown key actor_rollout_ref.model.use_liger"),  # FSDP's
+        ("+actor_rollout_ref.model.use_fused_kernels=true", "unknown key"),  # of later versions of verl
+        ("+actor_rollout_ref.rollout.enable_prefix_caching=false", "unknown key"),
+        ("+actor_rollout_ref.rollout.val_kwargs.min_p=0.1", "unknown key"),
+        ("+actor_rollout_ref.rollout.use_fire_sampling=true", "unknown key"),
+        ("+actor_rollout_ref.model.override_config.foo=1", "unknown key"),
+        ("+algorithm.kl_ctrl.own=1", "unknown key"),
+        ("+foo.bar=1", "unknown key foo.bar"),
+        ("+foo=1", "unknown key foo"),
+    ],
+)
+def test_an_added_key_that_nothing_reads_is_refused(line, override, words):
+    with pytest.raises(ConfigError, match=f"config .*:\n  .*{words}"):
+        compose(TINY, [f"recipe.line={line}", override])
+
+
+@pytest.mark.parametrize("line", ["pypi", "a3"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data.image_key",
+        "data.filter_prompts",
+        "trainer.rollout_data_dir",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size",
+        "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff",
+        "actor_rollout_ref.model.override_config.model_config.rope_theta",
+        "custom_reward_function.reward_kwargs.format_weight",
+    ],
+)
+def test_an_added_key_that_is_read_passes(line, key):
+    assert OmegaConf.select(compose(TINY, [f"recipe.line={line}", f"+{key}=1"]), key) == 1
+
+
+def test_a_key_that_only_one_line_reads_is_refused_on_the_other():
+    key = "+trainer.wandb_proxy=http://proxy"
+    assert compose(TINY, [key]).trainer.wandb_proxy
+    with pytest.raises(ConfigError, match="unknown key trainer.wandb_proxy"):
+        compose(TINY, [key, "recipe.line=a3"])
 
 
 def test_the_launcher_needs_neither_torch_nor_verl(run_python):

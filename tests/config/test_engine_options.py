@@ -73,7 +73,7 @@ def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
 
 @pytest.mark.parametrize("key", PLACES)
 def test_the_same_option_in_engine_kwargs_is_refused(key):
-    with pytest.raises(ConfigError, match=f"additional_config holds {PLACES[key]} .set {ASCEND}.{key}."):
+    with pytest.raises(ConfigError, match=f"{PLACES[key]} .*{ASCEND}.{key}"):
         compose(LARGE, [f"++{OPTIONS}.{PLACES[key]}=1"])
 
 
@@ -84,6 +84,6 @@ def test_other_options_of_vllm_ascend_pass():
 
 @pytest.mark.parametrize("key", ["enforce_eager", "free_cache_engine"])
 def test_verls_keys_for_graph_mode_are_refused_on_npu(key):
-    with pytest.raises(ConfigError, match=f"{key} is given on platform npu, expected only {ASCEND}.graphs"):
+    with pytest.raises(ConfigError, match=f"{key} is given.*{ASCEND}.graphs"):
         compose(LARGE, [f"{ROLLOUT}.{key}=true"])
     compose(TINY, [f"{ROLLOUT}.{key}=true"])

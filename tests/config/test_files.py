@@ -1,5 +1,6 @@
 """What a run will write against the free space of its file systems; before a start and in a dry run."""
 
+import json
 from collections import namedtuple
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from verl_patches.config import files
 from verl_patches.config.checks import check_config, check_disk
 from verl_patches.config.compose import compose, model_shape_of
 from verl_patches.layout.inventory import build_inventory
+from verl_patches.model.tiny import tiny_config
 from verl_patches.trainer.summary import new_run_id
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
@@ -21,6 +23,17 @@ Usage = namedtuple("Usage", "free")
 
 def checkpoint_bytes(config, of_parameter):
     return of_parameter * sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
+
+
+@pytest.mark.parametrize(("held", "fits"), [(4, True), (3, True), (2, False)])
+def test_the_models_folder_has_the_layers_that_a_run_takes_of_it(tmp_path, held, fits):
+    """recipe.num_hidden_layers=3; without it (the control) only a folder of all 4 is the planned model."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config({"num_hidden_layers": held})))
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    found = {check.name: check.ok for check in check_config(compose(TINY, [path, "recipe.num_hidden_layers=3"]))}
+    assert found["model shape"] is fits
+    found = {check.name: check.ok for check in check_config(compose(TINY, [path]))}
+    assert found["model shape"] is (held == 4)
 
 
 @pytest.mark.parametrize(("overrides", "count"), [

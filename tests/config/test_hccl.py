@@ -136,7 +136,7 @@ def test_groups_of_context_parallelism():
 
 
 def test_experts_over_a_part_of_a_tp_group_are_refused():
-    with pytest.raises(ConfigError, match=r"expert_model_parallel_size is 2, expected a multiple of .* 4"):
+    with pytest.raises(ConfigError, match="expert_model_parallel_size is 2.* 4"):
         hccl.groups(config_of(actor_rollout_ref__actor__megatron__expert_model_parallel_size=2))
 
 

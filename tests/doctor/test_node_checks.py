@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.doctor import recorded
-from verl_patches.catalog import ROWS
+from verl_patches.catalog import all_rows
 from verl_patches.config.compose import compose
 from verl_patches.doctor import node_checks, npu_checks
 from verl_patches.doctor.doctor import NODE_ROWS, this_node
@@ -19,9 +19,12 @@ from verl_patches.doctor.node_checks import Machine, Node, Row, Seen, check_node
 from verl_patches.errors import RecipeError
 from verl_patches.patching.report import Report
 from verl_patches.planning.plan import host_bytes, peak_bytes
+from verl_patches.upstream.pins import load_pins
+from verl_patches.upstream.versions import line_instead
 
 PORT = {"-ip": recorded.IP, "-link": recorded.LINK, "-net_health": recorded.NET_HEALTH}
 INFINITE = resource.RLIM_INFINITY
+OF_A3 = {name: version.replace("*", "9") for name, version in load_pins().line("a3").packages.items()}.get
 
 
 def tool(changes=()):
@@ -61,7 +64,7 @@ def make_node(production, tmp_path, monkeypatch):
 
     def make(changes=(), **machine):
         kept = {"environ": {}, "devices": tmp_path, "cgroup": tmp_path, "limit": lambda number: (INFINITE, INFINITE)}
-        return Node(production, ROWS, machine=Machine(**{"run": tool(changes), **kept, **machine}))
+        return Node(production, all_rows(), machine=Machine(**{"run": tool(changes), **kept, **machine}))
 
     return make
 
@@ -174,9 +177,23 @@ def test_dies_that_ray_cannot_give_to_workers(make_node, tmp_path):
 def test_old_software_is_named_with_its_version(make_node, tmp_path):
     (tmp_path / "driver").mkdir()
     (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\npackage_version=24.1.rc3\n")
-    found = findings(make_node(ascend=tmp_path), "pins")["pins: driver"]
+    found = findings(make_node(ascend=tmp_path, distribution=OF_A3), "pins")["pins: driver"]
     assert found.state == "problem" and (found.expected, found.found) == ("25.2.0", "24.1.rc3")
     assert found.todo == "install driver 25.2.0"
+
+
+def test_where_another_line_is_installed_one_line_says_so_and_none_of_its_packages_is_to_be_replaced(make_node):
+    """Here line pypi is; the control: a machine with one package of each line unlike gets the whole list."""
+    found = findings(make_node(), "pins", "drift")
+    assert set(found) == {"pins", "drift"} and {one.state for one in found.values()} == {"problem"}
+    assert (found["pins"].expected, found["pins"].found) == ("the packages of line a3", "the packages of line pypi")
+    assert "Dockerfile.a3" in found["pins"].todo and "install torch" not in found["pins"].todo
+    mixed = {name: OF_A3(name) for name in load_pins().line("a3").packages} | {"torch": "2.4.0"}
+    found = findings(make_node(distribution=mixed.get), "pins", "drift")
+    assert found["pins: torch"].todo.startswith("install torch 2.5.1") and "pins: driver" in found
+    assert found["pins"].state == "fine" and any(name.startswith("drift: ") for name in found)
+    assert line_instead("pypi", Machine(distribution=OF_A3).pinned) == "a3"
+    assert line_instead("pypi") is None is line_instead("a3", Machine(distribution=OF_A3).pinned)
 
 
 def test_limits_and_memory_of_a_container(make_node, tmp_path):
@@ -265,8 +282,8 @@ def test_what_would_be_deleted_with_the_container_is_named(make_node, tmp_path, 
 
 
 def test_sizes_of_the_plan(production):
-    assert host_bytes(production, ROWS) == pytest.approx(771_533_045_760, rel=1e-6)
-    assert 40e9 < peak_bytes(production, ROWS) < 64 << 30
+    assert host_bytes(production, all_rows()) == pytest.approx(771_533_045_760, rel=1e-6)
+    assert 40e9 < peak_bytes(production, all_rows()) < 64 << 30
 
 
 def test_a_check_that_could_not_be_made_is_a_problem_on_npu_only():

@@ -1,6 +1,7 @@
 """Figures of a run, of its memory records and of a reshard plan: what their axes hold; and the files made of them."""
 
 import io
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -10,7 +11,17 @@ from matplotlib.colors import to_hex
 from matplotlib.image import imread
 from matplotlib.patches import StepPatch
 
-from verl_patches.evaluation.plots import GROUP_COLOURS, draw_memory, memory_figure, plan_figure, plot_run, run_figure
+from verl_patches.errors import ConfigError
+from verl_patches.evaluation.plots import (
+    GROUP_COLOURS,
+    MOST,
+    SEAMS,
+    memory_figure,
+    plan_figure,
+    run_figure,
+    runs_figure,
+    save,
+)
 from verl_patches.memory.schedule import MEMORY_GROUPS
 
 MB = 10**6
@@ -34,10 +45,59 @@ def test_a_run_has_its_rewards_and_stacked_seconds_by_step(tmp_path):
     figure = run_figure(run_of(0.25, 0.5, 0.75))
     left, right = figure.axes
     assert np.array_equal(left.lines[0].get_xydata(), [[4, 0.25], [5, 0.5], [6, 0.75]])
-    bars = {group.get_label(): [(bar.get_y(), bar.get_height()) for bar in group] for group in right.containers}
-    assert bars["rollout"] == [(0, 1)] * 3 and bars["update"] == [(1, 2)] * 3 and "step" not in bars
-    saved = imread(plot_run(run_of(0.25, 0.5, 0.75), tmp_path / "a.png"))
+    found = areas(right)
+    assert found["rollout s"] == ([0] * 3, [1] * 3, 3.5, 6.5) and found["update s"][:2] == ([1] * 3, [3] * 3)
+    assert "step s" not in found and right.get_legend()
+    saved = imread(save(figure, tmp_path / "new" / "a.png"))
     assert np.array_equal(saved, pixels(figure)) and not np.array_equal(saved, pixels(run_figure(run_of(0, 0.5, 1))))
+
+
+def test_a_picture_that_cannot_be_written_is_refused_with_its_path(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file/a.png cannot be written"):
+        save(run_figure(run_of(0.5)), tmp_path / "file" / "a.png")
+
+
+@pytest.mark.parametrize("count", [1, 2, MOST, MOST + 1, 2000])
+def test_a_run_of_any_length_has_whole_steps_below_it_and_at_most_so_many_columns(count):
+    figure = run_figure(run_of(*(step % 7 / 7 for step in range(count))))
+    pixels(figure)  # places the ticks
+    left, right = figure.axes
+    width = -(-count // MOST)
+    assert len(areas(right)["rollout s"][1]) == -(-count // width) <= MOST
+    for axes in (left, right):
+        assert all(tick == int(tick) for tick in axes.get_xticks()) and 1 <= len(axes.get_xticks()) <= 12
+        assert axes.get_xlim()[0] == 3.5 and axes.get_xlim()[1] >= 3.5 + count
+    assert (f"means of {width} steps" in left.get_title()) == (count > MOST) == bool(left.collections)
+    means = left.lines[0].get_ydata()
+    assert means[0] == pytest.approx(sum(step % 7 / 7 for step in range(width)) / width)
+
+
+def test_the_number_of_columns_does_not_follow_a_damaged_step_number():
+    run = run_of(0.1, 0.2)
+    run["steps"][1]["step"] = 10**15
+    assert len(areas(run_figure(run).axes[1])["rollout s"][1]) <= MOST
+    memory = memory_run(1, 10**15)
+    assert len(areas(memory_figure(memory).axes[0])["grads"][1]) <= MOST
+
+
+@pytest.mark.filterwarnings("error")
+def test_each_of_many_runs_has_its_name_and_a_bar_of_the_reports_medians():
+    runs = [{**run_of(0.25, 0.5, 0.75), "run": f"run {'x' * number}"} for number in range(40)]
+    for run in runs:
+        run["steps"][0]["seconds"] = {"rollout": 100.0}
+        run["steps"][1]["profile"] = {"files": []}  # left out of medians as the first one
+        run["steps"][1]["seconds"] = {"rollout": 100.0}
+    for count in (2, 40):
+        figure = runs_figure(runs[:count])
+        pixels(figure)
+        left, right = figure.axes
+        assert areas(right)["rollout s"][:2] == ([0] * count, [1] * count) and len(left.lines) == count
+        names = [label.get_text() for label in right.get_yticklabels()]
+        assert len(names) == count and all(len(name) < 50 for name in names) and names[0] == "run "
+        boxes = [label.get_window_extent() for label in right.get_yticklabels()]
+        assert all(above.y0 >= below.y1 - 1 for above, below in itertools.pairwise(boxes))
+        assert (left.get_legend() is None) == (count == 40)
 
 
 def test_a_resumed_run_has_a_marked_seam():
@@ -47,6 +107,10 @@ def test_a_resumed_run_has_a_marked_seam():
     for axes in run_figure(run).axes:
         assert [text.get_text() for text in axes.texts] == ["resumed after step 4"]
         assert list(axes.lines[-1].get_xdata()) == [4.5, 4.5]
+    for number, step in enumerate((run := run_of(*[0.5] * 50))["steps"]):
+        step["resumed_after"] = 3 + number
+    left, _ = run_figure(run).axes
+    assert len(left.texts) == SEAMS and len(left.lines) == 51  # names of more would cover each other
 
 
 def phase(bytes_, peak=None, **measured):
@@ -80,17 +144,25 @@ def areas(axes):
 @pytest.mark.parametrize("count", [1, 3, 40, 400])
 def test_memory_of_all_steps_and_of_one_in_detail(count):
     left, right = memory_figure(memory_run(*range(1, count + 1))).axes
-    whole = areas(left)
-    assert whole["actor_params"] == ([0] * count, [4] * count, 0.5, count + 0.5)
-    assert whole["grads"] == ([4] * count, [12] * count, 0.5, count + 0.5)
-    assert whole["ledger's peak"][1] == [12] * count
+    whole, columns = areas(left), min(count, MOST)
+    assert whole["actor_params"] == ([0] * columns, [4] * columns, 0.5, count + 0.5)
+    assert whole["grads"] == ([4] * columns, [12] * columns, 0.5, count + 0.5)
+    assert whole["held (peak)"][1] == [12] * columns
     assert ("step 1" if count == 1 else f"steps 1 to {count}") in left.get_title() and left.get_xlabel() == "step"
+    assert ("every 2 steps" if count == 400 else "each step") in left.get_title()
     assert len(left.get_xticks()) <= 15 and all(tick == int(tick) for tick in left.get_xticks())
     detail = areas(right)
-    assert detail["grads"][1] == [4, 12] and detail["ledger's peak"][1] == [5, 12]
+    assert detail["grads"][1] == [4, 12] and detail["held (peak)"][1] == [5, 12]
     assert [label.get_text() for label in right.get_xticklabels()] == ["reshard", "update"]
     assert f"step {count} " in right.get_title()  # the last of those with the highest peak
     assert left.get_ylim()[0] == right.get_ylim()[0] == 0 and left.get_ylabel() == right.get_ylabel() == "MB"
+
+
+def test_a_column_of_several_steps_has_their_highest_phase():
+    run = memory_run(*range(1, 2 * MOST + 1))
+    run["steps"][7]["memory"] = memory_run(8, update=9)["steps"][0]["memory"]
+    left, right = memory_figure(run).axes
+    assert areas(left)["grads"][1][2:5] == [12, 13, 12] and "step 8 " in right.get_title()
 
 
 def test_a_run_that_was_resumed_says_which_steps_it_shows_and_a_step_without_a_ledger_is_a_gap():
@@ -115,8 +187,8 @@ def test_a_group_has_the_colour_of_its_name_whatever_else_is_drawn(tmp_path):
             colours = {patch.get_label(): to_hex(patch.get_facecolor()) for patch in axes.patches}
             assert colours["grads"] == GROUP_COLOURS["grads"] and "optimizer" not in colours  # always empty
     legend = [text.get_text() for text in memory_figure(both).legends[0].get_texts()]
-    assert legend == ["actor_params", "grads", "ledger's peak"]
-    saved = imread(draw_memory(both, tmp_path / "memory.png"))
+    assert legend == ["actor_params", "grads", "held (peak)"]
+    saved = imread(save(memory_figure(both), tmp_path / "memory.png"))
     assert np.array_equal(saved, pixels(memory_figure(both)))
     assert not np.array_equal(saved, pixels(memory_figure(alone)))
 

@@ -1,15 +1,19 @@
 """Reports of recorded runs: figures against ones worked out by hand, several runs side by side, and what is refused."""
 
 import json
+import os
+import re
+from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation import report
 from verl_patches.evaluation.plots import runs_figure
+from verl_patches.evaluation.record import find_run
 
 FIRST = {"rollout": 90.0, "update": 40.0, "step": 150.0}  # with start-up, left out of medians
 
@@ -23,11 +27,12 @@ def step(number, rollout, update, whole, total=1200.0):
         "tokens": {"total": total, "responses": 800, "response_mean": 100.0, "response_max": 128.0, "at_limit": 0.25},
         "memory": {"peak_bytes": 5e6},
         "sync": None,
+        "rates": {"tokens_per_s_per_rank": 0.25 * total / whole, "generated_per_s_per_rank": 50.0, "mfu": None},
     }
 
 
 def run_of(name="a", speed=1.0, **more):
-    steps = [{**step(1, 0, 0, 0), "seconds": FIRST}]
+    steps = [{**step(1, 0, 0, 150.0), "seconds": FIRST}]
     steps += [step(n, r * speed, 2.0, w * speed) for n, r, w in ((2, 4.0, 8.0), (3, 5.0, 10.0), (4, 9.0, 99.0))]
     head = {"run": name, "line": "pypi", "platform": "cpu", "dtype": "fp32", "ranks": 4, "exit": "ok"}
     return {**head, "steps": steps, "logprob_delta": {"mean": 1e-7, "max": 3e-7}, **more}
@@ -40,45 +45,52 @@ def written(folder, summary):
 
 
 def values(summary):
-    return {figure.name: figure.value for figure in report.figures(summary)}
+    """{name: value}, and {(name, over): value} of names that a report has twice."""
+    found = report.figures(summary)
+    return {name: value for (name, _), value in found.items()} | found
 
 
 def test_medians_leave_the_first_step_out_and_rates_are_by_rank():
     found = values(run_of())
-    assert (found["rollout"], found["update"], found["step"]) == (5.0, 2.0, 10.0)
-    assert found["other"] == 3.0 and found["reshard"] is None
-    assert found["tokens/s/rank"] == 1200 / 10 / 4  # the median of the rates: 37.5, 30, 3.03
-    assert found["generated/s/rank"] == 800 / 5 / 4
-    assert found["reward, last 5 steps"] == pytest.approx(0.25) and found["tracked memory of a rank, peak"] == 5.0
+    assert (found["rollout s"], found["update s"], found["step s"]) == (5.0, 2.0, 10.0)
+    assert found["other s"] == 3.0 and found["reshard s"] is None
+    assert found["tokens/s/rank", "median"] == 1200 / 10 / 4  # of the rates 37.5, 30, 3.03
+    assert found["reward", report.LAST] == pytest.approx(0.25) and found["held MB", "largest"] == 5.0
+    assert found["|dlogp|", "mean"] == 1e-7 and found["|dlogp|", "largest of a token"] == 3e-7
     alone = run_of() | {"steps": run_of()["steps"][:1]}
-    assert values(alone)["rollout"] == 90.0 and "include the start" in report.markdown([alone])
+    assert values(alone)["rollout s"] == 90.0
+    assert "include the start" in markdown(alone) and "include the start" not in markdown(run_of())
+
+
+def markdown(*summaries):
+    return report.markdown(summaries, report.compare(summaries))
 
 
 def test_a_record_of_before_tokens_were_counted_has_no_rates():
-    steps = [{**each, "tokens": None} for each in run_of()["steps"]]
+    steps = [{**each, "tokens": None, "rates": None} for each in run_of()["steps"]]
     found = values(run_of() | {"steps": steps})
-    assert found["tokens/s/rank"] is None and found["step"] == 10.0
+    assert found["tokens/s/rank"] is None and found["step s"] == 10.0
 
 
 def test_profiled_steps_are_left_out_of_medians_and_mfu_is_there_with_a_peak():
     run = run_of()
     run["steps"][2]["profile"] = {"files": ["x"], "faults": []}
-    assert values(run)["step"] == (8.0 + 99.0) / 2 and values(run)["reward, last 5 steps"] == pytest.approx(0.25)
+    assert values(run)["step s"] == (8.0 + 99.0) / 2 and values(run)["reward", report.LAST] == pytest.approx(0.25)
     names = {row["name"] for row in report.compare([run])}
-    assert "TFLOP/s/rank" in names and "MFU, step" not in names
+    assert "TFLOP/s/rank" in names and "MFU" not in names
     for step, mfu in zip(run["steps"], (0.9, 0.1, 0.8, 0.3), strict=True):
-        step["rates"] = {"tflops_per_s": {"step": 353.9 * mfu}, "mfu": {"step": mfu, "update": mfu / 2}}
-    assert values(run)["MFU, step"] == pytest.approx(0.2) and values(run)["MFU, update"] == pytest.approx(0.1)
-    assert values(run)["MFU, rollout"] is None and values(run)["TFLOP/s/rank"] == pytest.approx(0.2 * 353.9)
+        step["rates"] = {"tflops_per_s_per_rank": {"step": 353.9 * mfu}, "mfu": {"step": mfu, "update": mfu / 2}}
+    assert values(run)["MFU"] == pytest.approx(0.2) and values(run)["MFU of update"] == pytest.approx(0.1)
+    assert values(run)["MFU of rollout"] is None and values(run)["TFLOP/s/rank"] == pytest.approx(0.2 * 353.9)
     for step in run["steps"][1:]:
         step["profile"] = {"files": [], "faults": []}
-    assert values(run)["step"] == 10.0 and "not comparable" in report.markdown([run])
+    assert values(run)["step s"] == 10.0 and "not comparable" in markdown(run)
 
 
 def test_the_first_step_after_a_resume_is_left_out_too_and_the_seam_is_named(tmp_path):
     run = run_of()
     run["steps"][2]["resumed_after"] = 2
-    assert values(run)["step"] == (8.0 + 99.0) / 2 and report.facts(run)["resumed"] == "after step 2"
+    assert values(run)["step s"] == (8.0 + 99.0) / 2 and report.facts(run)["resumed"] == "after step 2"
     assert report.facts(run_of())["resumed"] == "-"
     folder = written(tmp_path / "a", run)
     done = CliRunner().invoke(app, ["report", str(folder)])
@@ -95,19 +107,46 @@ def test_a_report_names_what_the_start_took():
     assert report.facts(run_of())["start, slowest worker"] == "-"
 
 
-def test_two_runs_side_by_side_have_the_ratio_of_the_last_to_the_first(tmp_path):
+def test_two_runs_side_by_side_have_the_ratio_to_the_first_under_its_name(tmp_path):
     folders = [written(tmp_path / name, run_of(name, speed)) for name, speed in (("a", 1.0), ("b", 0.5))]
     done = CliRunner().invoke(app, ["report", *map(str, folders), "--json"])
     answer = json.loads(done.stdout)
     rows = {row["name"]: row for row in answer["figures"]}
-    assert done.exit_code == 0 and rows["step"]["values"] == [10.0, 5.0] and rows["step"]["ratio"] == 0.5
-    assert rows["tokens/s/rank"]["ratio"] == 2.0 and rows["reshard"]["ratio"] is None
+    assert done.exit_code == 0 and rows["step s"]["values"] == [10.0, 5.0] and rows["step s"]["ratios"] == [0.5]
+    assert rows["tokens/s/rank"]["ratios"] == [2.0] and rows["reshard s"]["ratios"] == [None]
     text = (tmp_path / "b" / "report.md").read_text()
-    assert "| step | s | 10 | 5 | 0.5 |" in text and "![report.png](report.png)" in text
+    assert "| figure | over the steps | a | b (vs a) |" in text and "| step s | median | 10 | 5 (0.5) |" in text
+    assert "![report.png](report.png)" in text
     assert imread(tmp_path / "b" / "report.png").ndim == 3 and not (tmp_path / "a" / "report.md").exists()
-    left, right = runs_figure([run_of("a"), run_of("b", 0.5)]).axes
-    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in right.containers}
-    assert heights["rollout"] == [5.0, 2.5] and len(left.lines) == 2
+    assert [line.get_label() for line in runs_figure([run_of("a"), run_of("b", 0.5)]).axes[0].lines] == ["a", "b"]
+
+
+def test_of_many_runs_each_has_a_row_that_fits_80_columns_and_the_base_is_named(tmp_path):
+    folders = [written(tmp_path / f"r{n:02}", run_of(f"run{n:02}", 1 + n / 40)) for n in range(40)]
+    done = CliRunner().invoke(app, ["report", *map(str, folders), "--json"])
+    ratios = {row["name"]: row["ratios"] for row in json.loads(done.stdout)["figures"]}
+    assert ratios["step s"] == pytest.approx([1 + n / 40 for n in range(1, 40)])
+    title, head, *rows = CliRunner().invoke(app, ["report", *map(str, folders)]).stdout.splitlines()[:42]
+    assert "40 runs" in title and head.split()[:5] == ["run", "step", "s", "vs", "run00"]
+    assert max(len(line.rstrip()) for line in (title, head, *rows)) <= 80
+    assert [row.split()[0] for row in rows] == [f"run{n:02}" for n in range(40)]
+    assert rows[4].split()[1:3] == ["11", "1.1"]
+    text = (folders[-1] / "report.md").read_text()
+    assert "| run | step s | vs run00 |" in text and "| run39 (vs run00) |" in text
+
+
+def test_runs_of_one_name_are_told_apart_by_their_place():
+    assert report.names_of([run_of("a"), run_of("b")]) == ["a", "b"]
+    assert report.names_of([run_of("a"), run_of("b"), run_of("a")]) == ["1: a", "2: b", "3: a"]
+
+
+@pytest.mark.parametrize("given", [".", "", "x.png"])
+def test_an_output_that_is_a_folder_or_the_picture_itself_is_refused(tmp_path, monkeypatch, given):
+    folder = written(tmp_path / "a", run_of())
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["report", str(folder), "-o", given])
+    assert isinstance(done.exception, ConfigError) and "--output" in str(done.exception)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
 
 def test_a_table_is_printed_and_the_file_goes_where_the_user_says(tmp_path):
@@ -118,16 +157,51 @@ def test_a_table_is_printed_and_the_file_goes_where_the_user_says(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("file", "content", "error", "words"),
     [
-        (None, "no summary.json"),
-        ("{", "is no JSON"),
-        ('{"steps": [], "exit": "WorkerDiedError: x"}', "WorkerDiedError"),
+        (None, "", ConfigError, "a folder without them"),
+        ("progress.log", "| proven", RecipeError, "verl_patches status"),
+        ("summary.json", "{", ConfigError, "is no JSON"),
+        ("summary.json", '{"steps": [], "exit": "running"}', RecipeError, "verl_patches status"),
+        ("summary.json", '{"steps": [], "exit": "WorkerDiedError: x"}', RecipeError, "WorkerDiedError.*driver.log"),
+        ("summary.json", '{"steps": [{"step": 1, "time": 3}]}', ConfigError, "steps.0.seconds.*this version"),
     ],
 )
-def test_a_folder_without_a_finished_step_is_refused(tmp_path, content, words):
-    if content is not None:
-        (tmp_path / "summary.json").write_text(content)
-    with pytest.raises(ConfigError, match=words):
-        report.read_run(report.find_run(tmp_path, tmp_path / "outputs"))
-    assert not (tmp_path / "report.md").exists()
+def test_a_folder_without_a_finished_step_is_refused(tmp_path, file, content, error, words):
+    (tmp_path / "r").mkdir()
+    if file is not None:
+        (tmp_path / "r" / file).write_text(content)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "r")])
+    assert type(done.exception) is error and re.search(words, str(done.exception)), done.exception
+    assert not (tmp_path / "r" / "report.md").exists()
+
+
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path):
+    for name in ("smoke", "mine"):
+        written(tmp_path / name, run_of(name))
+    for given, words in (
+        ("nosuchrun", "no such folder"),
+        (tmp_path / "mine/summary.json", "found a file"),
+        (".", "without"),
+    ):
+        with pytest.raises(ConfigError, match=f"(?s){words}.*mine, smoke"):
+            find_run(Path(given), tmp_path)
+    assert find_run(Path("smoke"), tmp_path) == tmp_path / "smoke"
+    with pytest.raises(ConfigError, match="there is none yet"):
+        find_run(Path("smoke"), tmp_path / "smoke")
+
+
+def test_a_folder_that_may_not_be_entered_is_named_with_the_reason(tmp_path):
+    """Not taken for a run that is absent. Root may enter any folder: the test looks as another user."""
+    folder = written(tmp_path / "a", run_of())
+    folder.chmod(0)
+    before = os.geteuid()
+    try:
+        if before == 0:
+            tmp_path.chmod(0o755)
+            os.seteuid(65534)
+        with pytest.raises(ConfigError, match="Permission denied"):
+            find_run(folder, tmp_path)
+    finally:
+        os.seteuid(before)
+        folder.chmod(0o700)

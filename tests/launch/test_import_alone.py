@@ -19,7 +19,7 @@ from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs/model/deepseekv3_tiny.json"  # verl reads a folder or this file
 NPU = parse("line=a3,platform=npu")
-CPU = parse("line=pypi,platform=cpu,drift=warn,-memory.order")
+CPU = parse("line=pypi,platform=cpu,drift=warn,-memory.ledger")
 
 
 def config(of_rollout="bfloat16", **recipe):
@@ -27,6 +27,7 @@ def config(of_rollout="bfloat16", **recipe):
     found = OmegaConf.load(verl_config_dir() / f"{VERL_CONFIG}.yaml")
     found.actor_rollout_ref.rollout.dtype = of_rollout
     found.actor_rollout_ref.model.path = str(MODEL)
+    found.algorithm.adv_estimator = "grpo"  # verl's own default, gae, is refused
     if recipe:
         found.recipe = recipe
     OmegaConf.resolve(found)
@@ -42,7 +43,7 @@ def filled(switches=CPU, **options):
 
 def test_without_a_recipe_rows_read_defaults_and_no_run_is_recorded():
     result = filled()
-    decided = {"run": None, "line": "pypi", "platform": "cpu", "patches": ["-memory.order"], "drift": "warn"}
+    decided = {"run": None, "line": "pypi", "platform": "cpu", "patches": ["-memory.ledger"], "drift": "warn"}
     decided |= {"dtype": "bf16", "output_root": str(ROOT / "outputs")}
     decided["watch"] = {**vars(Watch()), "action": "off"}  # only the launcher's driver reads heartbeats
     assert OmegaConf.to_container(result.recipe) == {**OmegaConf.to_container(OmegaConf.structured(Recipe)), **decided}
@@ -59,7 +60,7 @@ def test_the_users_keys_and_the_rollouts_dtype_replace_the_defaults():
 
 # keys that only the launcher acts on
 LAUNCHER = {"hccl.base_port": {"base_port": 62000}, "timeouts": {"wall_s": 5}, "ray_address": "auto", "ray_port": 6379}
-LAUNCHER |= {"worker_process_setup_hook": "a.b", "model_shape": "x"}
+LAUNCHER |= {"worker_process_setup_hook": "a.b", "model_shape": "x", "num_hidden_layers": 3}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ LAUNCHER |= {"worker_process_setup_hook": "a.b", "model_shape": "x"}
     [
         ({"line": "a3"}, ["recipe.line is 'a3'", "VERL_PATCHES"]),
         ({"dtype": "fp32"}, ["recipe.dtype", "rollout.dtype"]),
-        ({"patches": ["-reshard.direct"]}, ["recipe.patches", "-memory.order"]),
+        ({"patches": ["-reshard.direct"]}, ["recipe.patches", "-memory.ledger"]),
         ({"typo": 1}, ["typo"]),
         ({"memory": {"ledger": "loud"}}, ["recipe.memory.ledger", "strict"]),
         ({"rollout": {"dp": 2}}, ["rollout layout"]),

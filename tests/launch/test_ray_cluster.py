@@ -5,7 +5,7 @@ import pytest
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import worker_environment
 from verl_patches.errors import ConfigError
-from verl_patches.launch import ray_cluster
+from verl_patches.launch import ray_cluster, ray_nodes
 from verl_patches.launch.ray_cluster import check_nodes, list_nodes, require_nodes, worker_settings
 
 NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
@@ -50,3 +50,33 @@ def test_workers_of_several_nodes_choose_their_interface_on_cpus_too():
     assert worker_settings(one)["network"] is None and worker_environment(one)["GLOO_SOCKET_IFNAME"] == "lo"
     assert worker_settings(several)["network"] == {"nodes": 4, "interface": None}
     assert "GLOO_SOCKET_IFNAME" not in worker_environment(several)
+
+
+@pytest.mark.parametrize(
+    ("found", "latest", "taken"),
+    [
+        (set(), None, None),
+        ({"10.0.0.1:6379"}, None, None),  # Ray's own choice
+        ({"127.0.0.1:47120", "10.0.0.1:6379"}, None, "10.0.0.1:6379"),
+        ({"127.0.0.1:1", "10.0.0.1:6379", "10.0.0.1:7000"}, "10.0.0.1:7000", "10.0.0.1:7000"),
+        ({"[::1]:5", "10.0.0.2:6379"}, "10.0.0.9:1", "10.0.0.2:6379"),  # the latest has gone
+    ],
+)
+def test_auto_joins_no_ray_that_a_run_started_for_itself(found, latest, taken):
+    """Ray would look for it at this machine's other address, without end."""
+    assert ray_nodes.to_join(found, latest) == taken
+
+
+def test_where_each_ray_is_a_runs_own_none_is_joined():
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:47120"):
+        ray_nodes.to_join({"127.0.0.1:47120"}, "127.0.0.1:47120")
+
+
+@pytest.mark.parametrize(("given", "taken"), [("auto", "10.0.0.1:6379"), ("", "10.0.0.1:6379"), ("h:1", "auto")])
+def test_the_driver_finds_it_too_although_its_environment_says_auto(monkeypatch, given, taken):
+    """environment.py gives the driver recipe.ray_address as RAY_ADDRESS; another value is for Ray."""
+    found = {"127.0.0.1:47120", "10.0.0.1:6379"}
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: found)
+    monkeypatch.setenv("RAY_ADDRESS", given)
+    assert ray_nodes.address_of("auto") == taken
+    assert ray_nodes.address_of("10.0.0.2:1") == "10.0.0.2:1"

@@ -5,9 +5,8 @@ import os
 import shutil
 
 import pytest
-from omegaconf import OmegaConf
 
-from tests.launch.test_launcher import FOLDER, start  # noqa: F401  the fixture
+from tests.launch.test_launcher import FOLDER, composed, start  # noqa: F401  the fixture
 from tests.weights.cases import make_checkpoint
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
@@ -110,6 +109,20 @@ def test_a_run_that_is_resumed_has_one_table_and_one_record(start, tmp_path, mod
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("saved", "tries"), [(3, 1), (2, 2)])
+def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(start, tmp_path, saved, tries):  # noqa: F811
+    """The next try would refuse the checkpoint. The run still ends with its own error."""
+    folder = tmp_path / "t"
+    code = driver((steps([1, 2, 3]), "StallError: a"), ([], "StallError: b"))
+    code = code.replace("tries = ", "from tests.weights.cases import make_checkpoint\ntries = ")
+    code = code.replace("if error:", f"make_checkpoint(out / 'checkpoints', {saved}, run_id(out))\nif error:")
+    trainer = {"default_local_dir": str(folder / "checkpoints"), "save_freq": 1, "total_training_steps": 3}
+    outcome, _, _ = start(code, trainer=trainer, restart={"times": 1, "without_nodes": []})
+    assert outcome.code == 1 and ("StallError: a" in outcome.reason) == (tries == 1)
+    assert int((folder / "count").read_text()) == tries
+
+
+@pytest.mark.slow
 def test_what_was_recorded_stays_where_no_later_try_makes_a_step(start):  # noqa: F811
     """The second and third try end before their first step, and before they have a record."""
     code = driver((steps([1, 2]), "StallError: a"), (steps([]), "StallError: b"), (steps([]), "StallError: c"))
@@ -155,10 +168,12 @@ def joined(tmp_path, monkeypatch):
         nodes = [{"id": f"id-{a}", "address": a, "resources": {"GPU": float(dies)}} for a in addresses]
         monkeypatch.setattr(restart, "list_nodes", lambda address: nodes)
         (tmp_path / "watch.json").write_text(json.dumps({"culprits": [{"name": "rank 2", "node": "id-b"}]}))
-        config = {"recipe": {"restart": {"times": times, "without_nodes": list(left_out)}, "ray_address": "auto"}}
-        config["recipe"]["watch"] = {"action": action}
-        config |= {"trainer": {"nnodes": 2, "n_gpus_per_node": 2, "device": "cuda"}}
-        return Restarts(OmegaConf.create(config), tmp_path)
+        config = composed().copy()
+        config.recipe.update({"restart": {"times": times, "without_nodes": list(left_out)}, "ray_address": "auto"})
+        config.recipe.watch.action = action
+        config.trainer.update({"nnodes": 2, "n_gpus_per_node": 2, "device": "cuda"})
+        config.trainer.default_local_dir = str(tmp_path / "checkpoints")
+        return Restarts(config, tmp_path)
 
     return make
 

@@ -45,6 +45,18 @@ def test_options_reach_the_config(tmp_path):
     assert seeds == (3, 3, 3)
 
 
+def test_no_two_kinds_of_smoke_share_a_run_name_and_each_says_what_it_proves():
+    kinds = [{}, {"learn": True}, {"line": "a3"}, {"line": "a3", "learn": True}, {"line": "a3", "emulate_npu": True}]
+    names = [SmokeOptions(**kind).run_name for kind in kinds]
+    assert names[0] == "smoke" and len({*names}) == len(kinds)
+    assert {SmokeOptions(**kind, run="r").run_name for kind in kinds} == {"r"}
+    proved = set()
+    for kind in kinds:
+        recipe = compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions(**kind))).recipe
+        proved.add(f"{recipe.line} {recipe.platform}")
+    assert proved == smoke.PROVED.keys()
+
+
 def test_another_shape_than_that_of_the_model_made_is_refused():
     large = "recipe.model_shape=model/deepseekv3_671b.json"
     config = compose(smoke.CONFIG_NAME, [*overrides_of(SmokeOptions()), large])

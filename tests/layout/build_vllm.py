@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching.engine import start
 from verl_patches.patching.switches import from_environment
-from verl_patches.platform.cpu import rows as cpu_rows
 
 # vLLM's stand-ins only, as the wheel's compiled ops do not load here; none over a row of the recipe
 start([row for row in cpu_rows.VLLM if not row.needs], from_environment()).apply()

@@ -1,5 +1,6 @@
 """Whole runs of the smoke command, each made once per session and shared by the tests that look at it."""
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -7,11 +8,13 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from loop_runs import ROOT, STREAMS, Finished, smoke_command
+from loop_runs import ROOT, STREAMS, Finished, look, smoke_command
 
 from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import trees_of
@@ -50,8 +53,23 @@ def smoke(tmp_path_factory, warm):
 def _run(arguments: tuple[str, ...], folder: Path, timeout_s: float, environment) -> None:
     command, env = smoke_command(*arguments, folder=folder)
     start = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment(env), **STREAMS, timeout=timeout_s)
-    record = {"code": done.returncode, "wall_s": time.monotonic() - start, "output": done.stdout}
+    listeners, folders, ended = {}, {}, threading.Event()
+    with subprocess.Popen(command, cwd=ROOT, env=environment(env), **STREAMS) as launcher:
+
+        def watch():
+            while not ended.wait(1):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    look(psutil.Process(launcher.pid), listeners, folders)
+
+        if environment is dict:  # a warm worker is no child of the run
+            threading.Thread(target=watch).start()
+        try:
+            output, _ = launcher.communicate(timeout=timeout_s)
+        finally:
+            ended.set()
+            launcher.kill()
+    record = {"code": launcher.returncode, "wall_s": time.monotonic() - start, "output": output}
+    record |= {"listeners": listeners, "folders": folders}
     (folder / "finished.json").write_text(json.dumps(record))
 
 

@@ -47,13 +47,13 @@ def after_init(module, cls, change):
 def other_switches():
     """Rank 1 runs with one row switched off."""
     if os.environ.get("RANK") == "1":
-        from verl_patches.catalog import ROWS
+        from verl_patches.catalog import all_rows
         from verl_patches.patching.switches import parse
 
         text = engine.current().switches.text()
         engine.current().revert()
         engine._CURRENT = None
-        engine.start(ROWS, parse(f"{text},-reshard.direct")).apply()
+        engine.start(all_rows(), parse(f"{text},-reshard.direct")).apply()
 
 
 def no_patches():
@@ -323,7 +323,10 @@ def killed_in_save():
 
 
 def stopped_in_update():
-    """By SIGSTOP in the second update of its process; a process that begins with that step makes only one."""
+    """By SIGSTOP in the second update of its process; a process that begins with that step makes only one.
+
+    Continued for its stack, it stops again: else the step could end before the run does.
+    """
 
     def on_import(module):
         update_policy, updates = module.MegatronPPOActor.update_policy, []
@@ -331,7 +334,7 @@ def stopped_in_update():
         @functools.wraps(update_policy)
         def update(*args, **kwargs):
             updates.append(None)
-            if len(updates) == 2 and os.environ.get("RANK") == "1":
+            while len(updates) == 2 and os.environ.get("RANK") == "1":
                 os.kill(os.getpid(), signal.SIGSTOP)
             return update_policy(*args, **kwargs)
 

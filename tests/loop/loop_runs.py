@@ -1,11 +1,17 @@
 """How tests start the smoke command, what is left of a run, and what several tests assert of it."""
 
+import contextlib
+import ipaddress
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
+
+from verl_patches.processes import name_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
@@ -16,13 +22,15 @@ STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": sub
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that ended: exit code, seconds, its output, its folder and its summary."""
+    """A run that ended: exit code, seconds, its output, its folder and its summary; `look` says what of a cold one."""
 
     code: int
     wall_s: float
     output: str
     folder: Path
     summary: dict
+    listeners: dict = field(default_factory=dict)
+    folders: dict = field(default_factory=dict)
 
     @property
     def steps(self):
@@ -42,6 +50,38 @@ class Finished:
         summary = folder / "r" / "summary.json"
         summary = json.loads(summary.read_text()) if summary.is_file() else {}
         return cls(**json.loads((folder / "finished.json").read_text()), folder=folder / "r", summary=summary)
+
+
+def look(process, listeners, folders):
+    """Add the sockets of a process and its descendants that listen: {"ADDRESS PORT": name of the process}.
+
+    folders: {path: (mode, user)} of each folder on the way from the run's temporary folder to its Ray's sockets.
+    """
+    for each in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error, OSError):
+            for found in each.net_connections("inet"):
+                if found.status == psutil.CONN_LISTEN:
+                    listeners[f"{found.laddr.ip} {found.laddr.port}"] = name_of(each)
+            for found in each.net_connections("unix") if each.name() == "raylet" else ():
+                if found.laddr.endswith("/sockets/raylet"):
+                    for path in Path(found.laddr).parents[:4]:
+                        folders[str(path)] = (oct(path.stat().st_mode & 0o777), path.stat().st_uid)
+
+
+def exposed(listeners):
+    """Those of look() that other machines can reach."""
+    places = {place: ipaddress.ip_address(place.split()[0]) for place in listeners}
+    return {k: listeners[k] for k, ip in places.items() if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback}
+
+
+def assert_nobody_else_can_reach(run):
+    """All processes of a cold run listen on the loopback, but for torch's store of rank 0; docs/cluster.md says so."""
+    names = {name.rpartition(":")[2] for name in run.listeners.values()}
+    assert {"gcs_server", "raylet", "agent", "WorkerDict", "driver"} <= names, names
+    found = list(exposed(run.listeners).values())
+    assert len(found) == 1 and "WorkerDict" in found[0], exposed(run.listeners)
+    temp, *below = sorted(run.folders)
+    assert len(below) == 3 and run.folders[temp] == ["0o700", os.getuid()], run.folders
 
 
 def smoke_command(*arguments, folder):

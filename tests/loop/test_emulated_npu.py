@@ -4,11 +4,12 @@ Dynamo traces the decode step of runs with graphs. vLLM's ranks that split exper
 """
 
 import pytest
-from loop_runs import OFFLOAD, VERIFY, assert_caught, assert_weights_arrive, hook
+from loop_runs import OFFLOAD, VERIFY, assert_caught, assert_nobody_else_can_reach, assert_weights_arrive, hook
 from omegaconf import OmegaConf
 
-from verl_patches.catalog import ROWS
+from verl_patches.catalog import all_rows
 from verl_patches.config import hccl
+from verl_patches.launch.smoke import PROVED
 from verl_patches.layout.parallel import world_size
 from verl_patches.patching.switches import Switches
 
@@ -50,13 +51,15 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     run = emulated("2")
     assert run.summary["platform"] == "npu_emulated"
     assert_weights_arrive(run)
-    wanted = {row.id for row in ROWS if Switches("a3", "npu_emulated").decide(row)[0]}
+    wanted = {row.id for row in all_rows() if Switches("a3", "npu_emulated").decide(row)[0]}
     active = {row["id"] for row in run.summary["patches"] if row["state"] == "active"}
     assert wanted == active  # docs/patches.md says so
     assert run.summary["peak_pss_bytes"]["total"] < 6 * 2**30
+    assert_nobody_else_can_reach(run)
     reached = run.summary["emulated"]
     assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < reached["functions"].keys()
     assert "vllm_ascend.attention.mla_v1" in reached["modules"] and "functions of torch_npu were called" in run.output
+    assert run.output.splitlines()[-2] == f"This proved: {PROVED['a3 npu_emulated']}."
 
 
 def is_not_made_here(group, world):

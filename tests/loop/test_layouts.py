@@ -9,6 +9,7 @@ import pytest
 from loop_runs import ACTOR, REF, VERIFY, assert_weights_arrive, hook, metrics_of, resume
 from safetensors.torch import load_file
 
+from verl_patches.model.tiny import make_tiny_model
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
@@ -50,6 +51,24 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
     (total,) = re.findall(r"GiB \((\d+) bytes\) read by 2 ranks from", run.log)  # one load, not one for each model
     assert 0.8 * stored < int(total) < 2 * stored  # two ranks: the experts once, the rest on each
     assert run.log.count("tensors copied from the reference, 0 bytes read from") == 1  # rank 0's line
+
+
+def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp_path):
+    """recipe.num_hidden_layers; vLLM reads the folder too. A tiny model's values depend on name, shape and seed."""
+    options = ("--steps", "2", VERIFY, "recipe.num_hidden_layers=3", "actor_rollout_ref.rollout.load_format=auto")
+    short = make_tiny_model(tmp_path / "three", overrides={"num_hidden_layers": 3})
+    run, expected = smoke(*options), smoke(*options, f"actor_rollout_ref.model.path={short}")
+    assert_weights_arrive(run, verified=True)
+    assert metrics_of(run, "grad_norm", "reward") == metrics_of(expected, "grad_norm", "reward")
+    assert run.steps[0]["grad_norm"] != pytest.approx(smoke().steps[0]["grad_norm"], rel=1e-3)  # of all 4
+
+
+@pytest.mark.upstream
+def test_the_first_layers_are_balanced_over_stages_on_line_a3(a3):
+    options = ("--train-layout", "pp2", "--steps", "1", "recipe.train.layers_per_stage=null")
+    run = a3(*options, "recipe.num_hidden_layers=3")
+    assert_weights_arrive(run)
+    assert "layers=2,1" in run.summary["layout"]["train"]
 
 
 @pytest.mark.upstream

@@ -25,7 +25,7 @@ def assert_one_copy_and_no_new_host_memory(run, line):
     stays = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True, own_sleep_mode=True)
     sizes = run.steps[1]["memory"]["phases"]["update"]["bytes"]
     sizes = {**sizes, "ref_params": run.steps[1]["memory"]["phases"]["ref"]["bytes"]["ref_params"]}
-    schedule = schedule_followed(line, skip_old_log_prob=False, own_sleep_mode=True)
+    schedule = schedule_followed(skip_old_log_prob=False, own_sleep_mode=True)
     moments = simulate(schedule, sizes, stays).values()
     for way in ("to_device_bytes", "to_host_bytes"):  # ranks' shares of the optimizer differ by a few hundred bytes
         assert second[way]["max"] / sum(getattr(moment, way) for moment in moments) == pytest.approx(1, abs=1e-3)

@@ -13,10 +13,12 @@ import time
 
 import psutil
 import pytest
-from loop_runs import ROOT, STREAMS, assert_weights_arrive, smoke_command
+from loop_runs import ROOT, STREAMS, assert_nobody_else_can_reach, assert_weights_arrive, exposed, look, smoke_command
 
-from verl_patches.catalog import NO_BUILD, ROWS  # NO_BUILD: off where flash_attn is installed, or never imported
-from verl_patches.evaluation.plots import draw_memory, plot_run
+from verl_patches.catalog import NO_BUILD, all_rows  # NO_BUILD: off where flash_attn is installed, or never imported
+from verl_patches.cli.live import live
+from verl_patches.errors import interrupted
+from verl_patches.evaluation.plots import memory_figure, run_figure, save
 from verl_patches.evaluation.report import figures
 
 pytestmark = pytest.mark.slow
@@ -33,16 +35,21 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
     for step in summary["steps"]:
         assert set(step["seconds"]) >= PHASES and 0 <= step["reward"] <= 1
     assert all(f"{name} s" in run.progress for name in PHASES) and summary["logprob_delta"]["mean"] < 1e-5
+    stages = list(dict.fromkeys(re.findall(r"^\[ *\d+ s\] (.*)", run.output, re.MULTILINE)))  # until step 1
+    assert (
+        stages[:2] == ["starting Ray", "Ray runs, starting the controller"] and "of 2 ranks have started" in stages[2]
+    )
+    assert not any("step 1" in stage for stage in stages)
     shown = [text for text in run.output.splitlines() if re.match(r"step +reward|  +\d ", text)]
     assert [text.split()[0] for text in shown] == ["step", "1", "2", "3"] and max(map(len, shown)) <= 80
     assert {int(n) for n in re.findall(r"step:(\d+) - ", run.log)} >= {1, 2, 3}  # verl's own lines, the last step's too
     peaks = summary["peak_pss_bytes"]
     assert 0 < peaks["total"] <= 12e9 and len(peaks) > 3
-    for draw, name in ((plot_run, "training.png"), (draw_memory, "memory.png")):  # tests/evaluation/test_plots.py
-        assert (run.folder / name).read_bytes() == draw(summary, tmp_path / name).read_bytes()
+    for draw, name in ((run_figure, "training.png"), (memory_figure, "memory.png")):  # tests/evaluation/test_plots.py
+        assert (run.folder / name).read_bytes() == save(draw(summary), tmp_path / name).read_bytes()
     assert any((run.folder / "tensorboard").rglob("events.out.tfevents*"))
     metrics = [json.loads(text) for text in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    rate = {figure.name: figure.value for figure in figures(summary)}["tokens/s/rank"]
+    rate = figures(summary)["tokens/s/rank", "median"]
     assert [line["step"] for line in metrics] == [1, 2, 3]
     assert rate == pytest.approx(statistics.median(line["perf/throughput"] for line in metrics[1:]), rel=1e-3)
 
@@ -50,8 +57,8 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
 def test_weights_are_right_and_every_process_proved_the_rows_of_its_line(line, start):
     run, processes = start(), set()
     assert_weights_arrive(run)
-    wanted = {r.id: r for r in ROWS if line in r.lines and "cpu" in r.platforms and r not in NO_BUILD}
-    of_others = {r.id for r in ROWS if line not in r.lines}
+    wanted = {r.id: r for r in all_rows() if line in r.lines and "cpu" in r.platforms and r not in NO_BUILD}
+    of_others = {r.id for r in all_rows() if line not in r.lines}
     for patch in run.summary["patches"]:
         processes.add(patch["process"])
         if patch["id"] in wanted and patch["process"].split()[0] in wanted[patch["id"]].processes:
@@ -141,15 +148,39 @@ def test_a_killed_raylet_is_named_as_a_lost_node_and_nothing_is_left(tmp_path):
     assert [culprit["name"] for culprit in record["culprits"]] == ["rank 0", "rank 1"]
 
 
-def test_an_interrupted_run_leaves_nothing(tmp_path):
+def test_other_machines_reach_neither_ray_nor_its_folder(smoke):
+    assert_nobody_else_can_reach(smoke())
+
+
+def test_a_process_that_listens_on_all_addresses_is_seen():
+    """The control of the test above."""
+    program = """import socket, time
+listener = socket.create_server(("", 0))
+print(listener.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            port, found = int(process.stdout.readline()), {}
+            look(psutil.Process(process.pid), found, {})
+        finally:
+            process.kill()
+    assert list(exposed(found)) == [f"0.0.0.0 {port}"]
+    assert exposed({"127.0.0.1 1": "a", "::1 2": "a", "::ffff:127.0.0.1 3": "a"}) == {}
+
+
+def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
+    """Ctrl-C of a terminal, which is for the whole group of processes."""
     bystander = subprocess.Popen(["sleep", "300"])
     try:
         with launched(tmp_path, "--steps", "50") as launcher:
             processes = processes_after("patches proven", tmp_path, launcher)
-            launcher.send_signal(signal.SIGINT)
-            launcher.communicate(timeout=60)
-        assert launcher.returncode not in (0, 2) and bystander.poll() is None
-        assert "SIGINT" in reason_of(tmp_path, processes)
+            os.killpg(launcher.pid, signal.SIGINT)
+            output, _ = launcher.communicate(timeout=60)
+        assert launcher.returncode == 130 and bystander.poll() is None
+        assert reason_of(tmp_path, processes) == interrupted(signal.SIGINT)
+        assert f"the run was {interrupted(signal.SIGINT)}" in output and "failed" not in output
+        assert live(tmp_path / "r")["state"] == "interrupted"
     finally:
         bystander.kill()
 

@@ -6,10 +6,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
+from verl_patches.emulation.cpu.torch_on_cpu import type_on_cuda
 from verl_patches.memory import counters
 from verl_patches.memory.measure import optimizer_tensors
 from verl_patches.memory.offload import Grads, Optimizer, Params
-from verl_patches.platform.cpu.torch_on_cpu import type_on_cuda
 
 FP32, BF16 = torch.float32, torch.bfloat16
 if megatron.core.optimizer.Adam.__module__.startswith("verl_patches"):  # line a3 without MindSpeed: apex's stand-in

@@ -77,7 +77,7 @@ def saved_by_layers(model: Path, tokens: list[int], args) -> dict[int, dict[int,
     from verl.models.mcore import get_mcore_forward_fn, hf_to_mcore_config, init_mcore_model
     from verl.utils.megatron_utils import get_model, unwrap_model
 
-    from verl_patches.platform.cpu.ascend.mindspeed_ops import OPS
+    from verl_patches.emulation.ascend.mindspeed_ops import OPS
 
     for name, saves in TORCH_NPU.items():
         setattr(torch_npu, name, opaque(getattr(torch_npu, name), saves))

@@ -80,13 +80,13 @@ def test_a_wrong_table_fails():
     rows = [(p.name, ", ".join(map(str, p.enter)), ", ".join(map(str, p.leave))) for p in SCHEDULE.phases]
     rows = [(name, enter.replace("load ref_params", ""), leave) for name, enter, leave in rows]
     wrong = make_schedule("wrong", *rows)
-    with pytest.raises(MemoryLedgerError, match="entering ref: ref_params .* schedule 'wrong' does not have it"):
+    with pytest.raises(MemoryLedgerError, match="ref: ref_params .*'wrong'"):
         Device(wrong).step()
 
 
 def test_a_group_that_stays_is_expected_everywhere():
     device = Device(stays={"ref_params"})
-    with pytest.raises(MemoryLedgerError, match="entering reshard: ref_params .* holds 0 bytes, expected 400"):
+    with pytest.raises(MemoryLedgerError, match="reshard: ref_params .* 0 bytes.* 400"):
         device.step()
     device.resize("ref_params", 400)
     device.ledger.enter("reshard")
@@ -109,7 +109,7 @@ def test_peaks_include_temporary_memory():
     ledger.register("swap_window", lambda: held["window"], full_bytes=0, grows=True)
     ledger.enter("update")
     for held["window"], extra in ((100, 11), (60, 52), (0, 0)):
-        ledger.look(extra_bytes=extra)
+        ledger.raise_peak(extra_bytes=extra)
     ledger.enter("reshard")
     records = ledger.take()["records"]
     assert [record["peak_bytes"] for record in records] == [112, 0] and records[0]["measured"] == {"rss": 9}

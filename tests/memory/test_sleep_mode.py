@@ -12,17 +12,17 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_patches.catalog import ROWS
+from verl_patches.emulation.npu import memory_pool
+from verl_patches.emulation.npu.npu_module import npu
 from verl_patches.errors import RecipeError
 from verl_patches.memory import sleep_mode
 from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, dropped, segments_of, weights_of
 from verl_patches.patching import engine as patches
 from verl_patches.patching.row import subclass_of
-from verl_patches.platform.npu_emulated import memory_pool
-from verl_patches.platform.npu_emulated.npu_module import npu
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
 from verl_patches.worker.memory import WorkerMemory
-from verl_patches.worker.rollout_engine import RolloutEngine, with_addresses_read
+from verl_patches.worker.rollout_engine import RolloutEngine, weights_move, with_addresses_read
 
 SCRIPT = Path(__file__).with_name("sleep_mode.py").read_text()
 SEGMENT = 4096
@@ -181,6 +181,7 @@ def build(monkeypatch):
         return subclass_of(LLM, RolloutEngine)(**arguments)
 
     monkeypatch.setattr(contexts, "_context", WorkerContext())
+    monkeypatch.setattr(weights_move, "value", False)
     return of
 
 
@@ -208,7 +209,7 @@ def test_an_engine_that_sleeps_has_our_sleep_mode_and_an_eager_one_not_vllms(arg
     mode = llm.sleep_mode
     assert llm.seen.get("enable_sleep_mode") is passed and isinstance(mode, kind)
     assert llm.llm_engine.add_request(1) == 2 and not llm.seen.get("additional_config")
-    assert contexts.context().weights_move == (kind is ResizeSleepMode)
+    assert weights_move.value == (kind is ResizeSleepMode)
     if mode:
         assert llm.llm_engine.sleep == mode.sleep and llm.llm_engine.wake_up == mode.wake_up
         mode._asleep = {"kv_cache": {}}
@@ -221,7 +222,7 @@ def test_graphs_are_compiled_without_frozen_parameters_only_where_weights_move(m
     def compiled(compiler_config):
         return compiler_config.experimental_config.frozen_parameter
 
-    monkeypatch.setattr(contexts, "_context", WorkerContext(weights_move=moves))
+    monkeypatch.setattr(weights_move, "value", moves)
     config = SimpleNamespace(experimental_config=SimpleNamespace(frozen_parameter=True))
     torchair = with_addresses_read(SimpleNamespace(get_npu_backend=compiled, CompilerConfig=dict))
     assert torchair.get_npu_backend(compiler_config=config) is not moves and torchair.CompilerConfig is dict
@@ -325,7 +326,14 @@ def test_a_worker_checks_sleep_where_there_is_a_device_and_a_ledger(platform, le
 def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
     """verl wakes the cache twice on one line, once on the other; a phase per tag that was asleep."""
     llm, phases = build((), enable_sleep_mode=True), []
-    contexts.context().ledger = SimpleNamespace(enter=phases.append, look=lambda extra_bytes: phases.append("look"))
+    contexts.context().ledger = SimpleNamespace(raise_peak=lambda extra_bytes: phases.append("look"))
+
+    def begin(phase, by_vllm):
+        if by_vllm is not None:
+            by_vllm()
+        phases.append(phase)
+
+    contexts.context().scheduler = SimpleNamespace(begin=begin)
     llm.wake_up()
     assert llm.calls == phases == []
     llm.sleep()
@@ -370,7 +378,7 @@ def test_other_tags_are_unchanged_and_tags_come_back_after_an_error():
 
 def test_an_unknown_allocator_is_refused(monkeypatch):
     monkeypatch.setattr(sleep_mode, "_ALLOCATORS", (("no.such.module", "CaMemAllocator"),))
-    with pytest.raises(RecipeError, match="CaMemAllocator of vLLM's sleep mode, found neither: .*-memory.sleep_mode"):
+    with pytest.raises(RecipeError, match="CaMemAllocator.*-memory.sleep_mode"):
         sleep_mode._allocator()
     assert "memory.sleep_mode" in {row.id for row in ROWS}
 

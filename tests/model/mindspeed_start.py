@@ -12,11 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import init_group
 from verl_patches import catalog
+from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching import engine
 from verl_patches.patching.switches import from_environment
-from verl_patches.platform.cpu import rows as cpu_rows
 
-# MindSpeed goes over Tensor.type itself; platform/cpu/rows.py has this line's stand-in
+# MindSpeed goes over Tensor.type itself; emulation/rows.py has this line's stand-in
 _NOT_HERE = {"platform.torch_tensor_type"}
 _WORKER = {
     "update.recipe_worker",

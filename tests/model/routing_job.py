@@ -15,8 +15,8 @@ from verl.utils.megatron_utils import unwrap_model
 
 from tests.model.parity_job import _one_source, local_gradients
 from verl_patches.errors import RecipeError
+from verl_patches.model.routing_replay import RoutingReplay
 from verl_patches.model.weights import named_weights
-from verl_patches.worker.routing_replay import RoutingReplay
 
 RECORDED, REPLAYED = [[0], [1, 2]], [[2, 0], [1]]  # rows of micro batches: other packing, other order
 
@@ -64,7 +64,7 @@ def answers(built, folder: Path, sources) -> dict:
         for name, tensor in named_weights(chunk):
             if name.endswith("expert_bias"):
                 tensor.copy_(tensor.flip(0))
-    found = {"layers": replay.layers, "shapes": [tuple(s.experts.shape) for s in replay.samples.values()]}
+    found = {"layers": replay.layers, "shapes": [tuple(s.shape) for s in replay.samples.values()]}
     with torch.no_grad():
         found["without"] = run(*built, batch, REPLAYED)
     for chunk in chunks:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from cases import BAD, CASES, Maker, outcome
 
-from verl_patches.platform.npu import op_schemas
+from verl_patches.emulation import op_schemas
 
 
 def references() -> dict[str, Any]:
     """The cases, with the rows that give line a3 its torch_npu on a CPU."""
+    from verl_patches.emulation import rows as cpu_rows
     from verl_patches.patching.engine import Engine
     from verl_patches.patching.switches import Switches
-    from verl_patches.platform.cpu import rows as cpu_rows
 
     Engine([row for row in cpu_rows.NPU if row.is_module_stub], Switches("a3", "cpu")).apply()
     import torch_npu

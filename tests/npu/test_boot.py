@@ -1,9 +1,8 @@
 """Import proofs: each kind of process of line a3 on platform npu starts as in production, without a device.
 
-boot_job.py runs the start itself; what is allowed to wait, and what cannot be imported here, is data below. Two halves:
-with stand-ins for torch_npu (fake_torch_npu/), and with the real one over stand-ins for CANN (scripts/npu_venv.sh).
-Both take acl, apex and numba from image/, which holds the names that the image's packages have. Nothing here shows that
-HCCL, kernels or memory work.
+boot_job.py runs the start itself; what is allowed to wait, and what cannot be imported here, is data below. torch_npu
+is the real one over stand-ins for CANN (scripts/npu_venv.sh); acl, apex and numba are from image/, which holds the
+names that the image's packages have. Nothing here shows that HCCL, kernels or memory work.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from verl_patches.catalog import ROWS
+from verl_patches.emulation import op_schemas
 from verl_patches.patching.switches import Switches
-from verl_patches.platform.npu import SOCKETS, op_schemas
+from verl_patches.platform.npu import SOCKETS
 
+pytestmark = [pytest.mark.full, pytest.mark.upstream]
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TREES = ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
@@ -66,7 +65,7 @@ STEPS = {
     "controller": ["set-up hook", "verl.trainer.main_ppo", "TaskRunner.run"],
     "worker": ["set-up hook", "verl", "verl.workers.megatron_workers", "validators on both configurations",
                "ActorRolloutRefWorker.__init__", "imports of ActorRolloutRefWorker's methods",
-               "vLLM's platform and plugins", "modules of vllm_ascend"],
+               "vLLM's platform and plugins", "modules of vllm_ascend", "calls of the real torch_npu"],
 }  # fmt: skip
 REACHED = {"driver": "ray.init", "controller": "RayPPOTrainer.init_workers", "worker": "start._start_distributed"}
 
@@ -106,33 +105,29 @@ def _in(module: str, package: str) -> bool:
 
 
 class Starts:
-    """Runs boot_job.py for one half; the driver first, as the others start from what it leaves."""
+    """Runs boot_job.py; the driver first, as the others start from what it leaves. `found`: {kind: what it left}."""
 
-    def __init__(self, folder: Path, upstream: Path, places: list[Path], python: str, settings: dict[str, str]):
+    def __init__(self, folder: Path, upstream: Path, python: str, settings: dict[str, str]):
         self.folder, self.python = folder, python
-        path = [ROOT, *(upstream / tree for tree in TREES), *places, HERE / "image", folder / "installed"]
+        path = [ROOT, *(upstream / tree for tree in TREES), HERE / "image", folder / "installed"]
         self.env = {name: value for name, value in os.environ.items() if name != "VERL_PATCHES"}
         self.env |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "VERL_PATCHES": "line=a3,platform=npu", **settings}
         self.env |= dict.fromkeys(SOCKETS, "eth0")  # as a node may; else Ray's head is asked, and there is none
         _what_the_run_has(folder)
         _installed(folder / "installed", upstream / "vllm-ascend" / "setup.py")
-        self.driver = self.start("driver")
-        self.shipped = self.driver.get("env_vars", {})  # to every Ray worker
+        driver = self.start("driver")
+        self.env |= driver.get("env_vars", {})  # Ray ships it to every worker
+        self.found = {"driver": driver, "controller": self.start("controller"), "worker": self.start("worker")}
 
     def start(self, kind: str, switches: str = "") -> dict:
         """The JSON of one start; `switches` are appended to VERL_PATCHES."""
-        env = self.env | (self.shipped if kind != "driver" else {})
-        env["VERL_PATCHES"] += switches
+        env = self.env | {"VERL_PATCHES": self.env["VERL_PATCHES"] + switches}
         command = [self.python, "-W", "ignore", HERE / "boot_job.py", kind, self.folder]
         quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         done = subprocess.run(command, env=env, timeout=900, **quiet)
         if done.returncode:
             pytest.fail(f"boot_job.py {kind} ended with {done.returncode}:\n{done.stderr[-6000:]}")
         return json.loads((self.folder / f"{kind}.json").read_text()) | {"stderr": done.stderr[-6000:]}
-
-    def all_kinds(self) -> dict[str, dict]:
-        """{kind: what its start left}."""
-        return {"driver": self.driver, "controller": self.start("controller"), "worker": self.start("worker")}
 
 
 def _what_the_run_has(folder: Path) -> None:
@@ -169,54 +164,26 @@ def upstream(pytestconfig) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quick(upstream, tmp_path_factory) -> SimpleNamespace:
-    """The half with stand-ins for torch_npu."""
-    places, settings = [HERE / "fake_torch_npu"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    starts = Starts(tmp_path_factory.mktemp("boot"), upstream, places, sys.executable, settings)
-    return SimpleNamespace(starts=starts, found=starts.all_kinds(), more_steps={})
-
-
-@pytest.fixture(scope="module")
-def wheel(upstream, npu_python, tmp_path_factory) -> SimpleNamespace:
-    """The half with the real torch_npu, which `import torch` loads by itself as in the image."""
+def starts(upstream, npu_python, tmp_path_factory) -> Starts:
+    """With the torch_npu that `import torch` loads by itself, as in the image."""
     python, settings = npu_python
-    settings = settings | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-    starts = Starts(tmp_path_factory.mktemp("boot_wheel"), upstream, [], python, settings)
-    more = {"worker": ["calls of the real torch_npu"]}
-    return SimpleNamespace(starts=starts, found=starts.all_kinds(), more_steps=more)
+    return Starts(tmp_path_factory.mktemp("boot"), upstream, python, settings | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"})
 
 
-HALVES = [
-    pytest.param("quick", marks=[pytest.mark.slow, pytest.mark.upstream]),
-    pytest.param("wheel", marks=[pytest.mark.full, pytest.mark.upstream]),
-]
-
-
-@pytest.fixture
-def half(request) -> SimpleNamespace:
-    return request.getfixturevalue(request.param)
-
-
-halves = pytest.mark.parametrize("half", HALVES, indirect=True)
-
-
-@halves
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_wanted_row_is_active_or_waits_for_what_is_never_imported(half, kind):
-    found = half.found[kind]
+def test_every_wanted_row_is_active_or_waits_for_what_is_never_imported(starts, kind):
+    found = starts.found[kind]
     assert faults(kind, found) == [], found["stderr"]
-    assert found["steps"] == STEPS[kind] + half.more_steps.get(kind, []) and found["reached"] == REACHED[kind]
+    assert found["steps"] == STEPS[kind] and found["reached"] == REACHED[kind]
     assert {name for name in WANTED if found["rows"][name][0] != "active"} == WAITING[kind]
 
 
-@halves
-def test_the_driver_imports_neither_torch_nor_verl(half):
-    assert {"torch", "torch_npu", "verl", "vllm", "megatron"}.isdisjoint(half.found["driver"]["top level"])
+def test_the_driver_imports_neither_torch_nor_verl(starts):
+    assert {"torch", "torch_npu", "verl", "vllm", "megatron"}.isdisjoint(starts.found["driver"]["top level"])
 
 
-@halves
-def test_importing_verl_prepares_mindspeed_before_megatron_and_both_configurations_pass_the_validators(half):
-    found = half.found["worker"]
+def test_importing_verl_prepares_mindspeed_before_megatron_and_both_configurations_pass_the_validators(starts):
+    found = starts.found["worker"]
     assert found["first of the engine after the hook"] is None  # torch_npu would come before Ray sets the visible die
     assert found["first of the engine after verl"] == "mindspeed_llm"
     for name, fixed in (("true_weight", False), ("random_init", True)):
@@ -225,9 +192,8 @@ def test_importing_verl_prepares_mindspeed_before_megatron_and_both_configuratio
     assert "verl.workers.rollout.vllm_rollout" in found["lazy"]
 
 
-@halves
-def test_vllm_takes_vllm_ascends_classes(half):
-    found = half.found["worker"]
+def test_vllm_takes_vllm_ascends_classes(starts):
+    found = starts.found["worker"]
     assert {name: found[name] for name in ("platform", "worker", "attention", "model")} == {
         "platform": "vllm_ascend.platform.NPUPlatform",
         "worker": "vllm_ascend.worker.worker_v1.NPUWorker",
@@ -236,25 +202,21 @@ def test_vllm_takes_vllm_ascends_classes(half):
     }
 
 
-@halves
-def test_all_of_vllm_ascend_can_be_imported_but_what_is_listed(half):
+def test_all_of_vllm_ascend_can_be_imported_but_what_is_listed(starts):
     """A listed module that can be imported after all is a fault too."""
-    found = half.found["worker"]["not imported"]
+    found = starts.found["worker"]["not imported"]
     assert found.keys() == NOT_IMPORTED.keys()
     assert {name: why for name, why in found.items() if NOT_IMPORTED[name][0] not in why} == {}
 
 
-@halves
-def test_without_its_extension_vllm_ascend_has_no_sleep_mode(half):
+def test_without_its_extension_vllm_ascend_has_no_sleep_mode(starts):
     """The one part of our path that imports and does not work without vllm_ascend_C (device_allocator/camem.py:53)."""
-    assert half.found["worker"]["sleep mode"] is False
+    assert starts.found["worker"]["sleep mode"] is False
 
 
-@pytest.mark.full
-@pytest.mark.upstream
-def test_what_a_layer_calls_in_torch_npu_itself_is_as_the_pin_has_it(wheel):
+def test_what_a_layer_calls_in_torch_npu_itself_is_as_the_pin_has_it(starts):
     """MindSpeed's RMS norm and SwiGLU, our attention: shapes, gradients, and no argument that 2.5.1.post1 lacks."""
-    found, query = wheel.found["worker"], [64, 1, 32, 192]
+    found, query = starts.found["worker"], [64, 1, 32, 192]
     assert found["made"] == {
         "norm": [[64, 1, 7168], "torch.bfloat16", "npu", [[64, 1, 7168]], [7168]],
         "swiglu": [[64, 4608], "torch.bfloat16", "npu", [[64, 9216]]],
@@ -274,22 +236,18 @@ CONTROLS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.upstream
 @pytest.mark.parametrize("row", CONTROLS)
-def test_the_proof_fails_without_a_row_and_names_it(quick, row):
+def test_the_proof_fails_without_a_row_and_names_it(starts, row):
     step, error = CONTROLS[row]
-    found = faults("worker", quick.starts.start("worker", f",-{row}"))
+    found = faults("worker", starts.start("worker", f",-{row}"))
     assert found[0].startswith(f"the start failed at {step}: ") and error in found[0]
     named = [fault for fault in found if fault.startswith(f"row {row.rstrip('*')}")]
     assert named and all(f"is off (switched off by -{row})" in fault for fault in named)
 
 
-@pytest.mark.slow
-@pytest.mark.upstream
-def test_a_row_that_waits_though_its_module_is_there_is_a_fault(quick):
+def test_a_row_that_waits_though_its_module_is_there_is_a_fault(starts):
     """Controls on what was found: a row past its hook, and a module that the list says is never imported."""
-    found = json.loads(json.dumps(quick.found["worker"]))
+    found = json.loads(json.dumps(starts.found["worker"]))
     found["rows"]["memory.ledger"] = ["waiting", "its module was imported past our hook"]
     found["targets"].append("verl.utils.tracking")
     assert faults("worker", found) == [

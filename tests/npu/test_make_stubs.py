@@ -52,7 +52,7 @@ def test_symbols_have_the_versions_that_they_are_asked_for_by(tmp_path, monkeypa
 
 def test_missing_tools_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(make_stubs.NoStubs, match="gcc, nm, ldd; on Debian: apt-get install gcc binutils libc-bin"):
+    with pytest.raises(make_stubs.NoStubs, match="gcc, nm, ldd.* gcc binutils libc-bin"):
         make_stubs.symbols(tmp_path, "defined")
 
 

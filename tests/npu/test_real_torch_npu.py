@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.platform.npu import op_schemas
+from verl_patches.emulation import op_schemas
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -83,7 +83,7 @@ def tree(tmp_path, monkeypatch):
 
 
 def spec(id, kind, target, provider, **more):
-    return PatchSpec(id, "model", f"up.tools:{target}", kind, f"contract_ours:{provider}", "why", "exit", **more)
+    return PatchSpec(id, f"up.tools:{target}", kind, f"contract_ours:{provider}", "why", "exit", **more)
 
 
 def weigh(**more):
@@ -286,8 +286,8 @@ def test_a_target_that_this_python_cannot_read_is_a_problem(tree):
     [(None, "note", "pins no version"), ("0.1", "note", "pinned 0.1"), ("here", "fine", "as pinned")],
 )
 def test_compiled_targets_are_identified_by_the_version(tree, pinned, state, text):
-    provider = "verl_patches.platform.cpu.torch_on_cpu:on_cpu"
-    zeros = PatchSpec("up.zeros", "model", "torch:zeros", "wrap", provider, "why", "exit")
+    provider = "verl_patches.emulation.cpu.torch_on_cpu:on_cpu"
+    zeros = PatchSpec("up.zeros", "torch:zeros", "wrap", provider, "why", "exit")
     fp.write_reviewed("pypi", {"torch:zeros": []})
     versions = {} if pinned is None else {"torch": version("torch") if pinned == "here" else pinned}
     report = contract.check([zeros], "pypi", Sources({"up": tree}, versions=versions))
@@ -297,16 +297,16 @@ def test_compiled_targets_are_identified_by_the_version(tree, pinned, state, tex
 
 
 def test_packages_outside_the_tree_are_named_and_compared_at_the_pinned_version_only(tree):
-    target, ours = "torch.cuda:device_count", "verl_patches.platform.cpu.torch_on_cpu:device_count"
+    target, ours = "torch.cuda:device_count", "verl_patches.emulation.cpu.torch_on_cpu:device_count"
     bindings = ("torch.cuda.random:device_count",)
-    row = PatchSpec("up.torch", "model", target, "replace", ours, "why", "exit", bindings=bindings)
+    row = PatchSpec("up.torch", target, "replace", ours, "why", "exit", bindings=bindings)
     found = finding(tree, row, versions={"torch": "0.1"})
     assert found.state == "note" and "of this interpreter was checked" in found.found
     assert "body not compared: the pin is torch 0.1" in found.found
 
 
 def test_a_package_that_is_not_installed_is_a_note(tree):
-    row = PatchSpec("up.npu", "model", "no_such_npu.ops:f", "replace", "contract_ours:read", "why", "exit")
+    row = PatchSpec("up.npu", "no_such_npu.ops:f", "replace", "contract_ours:read", "why", "exit")
     found = finding(tree, row)
     assert found.state == "note" and "not checked: no_such_npu" in found.found
     installed = contract.check([row], "pypi", Sources({"up": tree}))

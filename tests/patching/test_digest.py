@@ -20,7 +20,7 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import parse
 def row(id, target, **more):
-    return PatchSpec(id, "model", target, "wrap", "ours:louder", "why", "exit", **more)
+    return PatchSpec(id, target, "wrap", "ours:louder", "why", "exit", **more)
 rows = [row("t.f", "up:f"), row("t.g", "up:Thing.g", needs=("t.f",)), row("t.h", "up:h")]
 print(Engine(rows, parse("line=pypi,platform=cpu,-t.h")).digest())
 """

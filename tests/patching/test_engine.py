@@ -276,6 +276,7 @@ def test_rows_that_a_pattern_switches_off_are_named_and_those_of_other_lines_are
     rows += [row("a.d", "a:e"), row("a.old", "a:f", lines=PYPI_ONLY)]
     switches = Switches("a3", "cpu", ("-a.*", "+a.c"))
     assert switches.switched_off(rows) == ["a.b", "a.d"] and Switches("a3", "cpu").switched_off(rows) == []
+    assert Switches("a3", "npu_emulated", ("-a.npu",)).switched_off(rows) == ["a.npu"]  # as on npu
     reasons = {r["id"]: r["reason"] for r in Engine(rows, switches).status()}
     assert (reasons["a.b"], reasons["a.c"]) == ("switched off by -a.*", "switched on by +a.c")
     assert (reasons["a.npu"], reasons["a.old"]) == ("not for platform cpu", "not for line a3")

@@ -144,7 +144,7 @@ def faults(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
     def of_row(kind, target, provider):
-        spec = PatchSpec("a.b", "model", f"sig_upstream:{target}", kind, f"sig_ours:{provider}", "why", "exit")
+        spec = PatchSpec("a.b", f"sig_upstream:{target}", kind, f"sig_ours:{provider}", "why", "exit")
         return signatures.signature_faults(spec, tmp_path)
 
     return of_row

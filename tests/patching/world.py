@@ -93,7 +93,7 @@ logging.getLogger("verl_patches").addHandler(_Keep(logging.WARNING))
 
 
 def row(id, target="up.base:f", kind="wrap", provider="ours:louder", **more):
-    return PatchSpec(id, "model", target, kind, provider, "why", "exit", **more)
+    return PatchSpec(id, target, kind, provider, "why", "exit", **more)
 
 
 F = row("t.f", bindings=("up.user:f",))

@@ -18,7 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 VERL = load_pins().line("a3").repositories["verl"].version
 SCRIPTS = {name: ROOT / "scripts" / f"train_deepseekv3_256die_{name}.sh" for name in ("random_init", "true_weight")}
 SEQUENCE = "actor_rollout_ref.actor.megatron.sequence_parallel=false"
-NOT_HERE = {"model folder", "data"}  # checks of files that a plan does not need
+NOT_HERE = {
+    "model folder",
+    "data",
+    "host memory",
+}  # what a plan does not need, and a machine without dies does not know
 NOT_COMPARED = {"random_init": {"truth check"}, "true_weight": set()}  # balanced routing computes another model in vLLM
 
 

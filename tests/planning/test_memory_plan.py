@@ -1,13 +1,14 @@
 """The plan's section about memory: both orders of the 256-die runs against a die, and the tiny run's bytes."""
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
 
 from verl_patches.cli.output import memory_rows, other_memory_rows
 from verl_patches.config.compose import compose, model_shape_of
 from verl_patches.memory.expected import A3_SEEN_BYTES
-from verl_patches.planning.memory_advice import advice
-from verl_patches.planning.memory_plan import followed_peaks, memory_plan, too_much
+from verl_patches.planning import memory_plan as memory_plan_module
+from verl_patches.planning.memory_plan import exceeding, followed_peaks, host_limit, memory_plan, settings_that_fit
 
 pytestmark = pytest.mark.slow
 
@@ -54,12 +55,11 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
 
 @pytest.mark.slow
 def test_the_followed_order_depends_on_the_rows_that_are_on():
-    assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
-    back = plan(BIG, rows=("reshard.direct", "memory.sleep_mode"))
-    assert back["followed"] == "verl 54c9b736, rollout weights not copied" == back["orders"][2]["order"]
-    assert back["orders"][2]["peak_bytes"] > back["hbm_bytes"]  # the cache comes before training weights have gone
-    gathered = plan(BIG, rows=("memory.order",))["orders"][2]["phases"][0]["bytes"]
-    assert gathered["reshard_buffers"] != back["orders"][2]["phases"][0]["bytes"]["reshard_buffers"]
+    back = plan(BIG, rows=("memory.sleep_mode",))
+    assert back["followed"] == plan(BIG, rows=())["followed"] == "verl 54c9b736" == back["orders"][1]["order"]
+    assert back["orders"][1]["peak_bytes"] > back["hbm_bytes"]  # the cache comes before training weights have gone
+    gathered, direct = (plan(BIG, rows=rows)["orders"][2]["phases"][0]["bytes"] for rows in (("memory.order",), ON))
+    assert gathered["reshard_buffers"] != direct["reshard_buffers"]
     rows = (*ON, "memory.sleep_mode")
     eager = "graphs=false multistream_mla=false multistream_moe=false view_optimize=true".split()
     for own in (plan(BIG, *(f"recipe.rollout.ascend.{option}" for option in eager), rows=rows), plan(BIG, rows=rows)):
@@ -140,63 +140,53 @@ def test_what_is_beside_the_memory_groups():
 
 CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
 LAYERS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
-SHARE, BUCKET, SWAP = f"{ROLLOUT}gpu_memory_utilization", "recipe.reshard.bucket_bytes", "recipe.train.swap_optimizer"
-UPDATES, BUFFER = f"{ACTOR}ppo_micro_batch_size_per_gpu", "recipe.hccl.buffer_mib"
-# what is given -> [(phase that is named, key, value that is advised, the one before it, which is not enough)]
-SHORT = {
-    "one key a phase": (
-        {SHARE: 0.99, UPDATES: 24, f"{REF}{MICRO_BATCH}": 128, f"{ROLLOUT}{MICRO_BATCH}": 128, BUCKET: 1 << 34},
-        [
-            ("rollout", SHARE, 0.97, 0.98),
-            ("update", UPDATES, 12, 24),
-            ("update", f"{ACTOR}{TP}", 8, 4),
-            ("ref", f"{REF}{MICRO_BATCH}", 32, 64),
-            ("old_log_prob", f"{ROLLOUT}{MICRO_BATCH}", 32, 64),
-            ("reshard", BUCKET, 1 << 32, 1 << 33),
-        ],
-    ),
-    "recompute": ({CHECKPOINTING: False}, [("update", LAYERS, 2, 1)]),
-    "optimizer": ({SWAP: False}, [("rollout", SWAP, True, False)]),
-    "buffers": ({BUFFER: 4000}, [("reshard", BUFFER, 2600, 2700), ("update", BUFFER, 2600, 4000)]),
-}
+SHARE = f"{ROLLOUT}gpu_memory_utilization"
 
 
 def changed(config, changes):
     config = config.copy()
     for key, value in changes.items():
-        OmegaConf.update(config, key, value)
+        OmegaConf.update(config, key, value, force_add=True)
     return config
 
 
-def fits(config, phase):
-    found = followed_peaks(config, model_shape_of(config), RUN)["phases"]
-    return next(each["peak_bytes"] for each in found if each["phase"] == phase) <= A3_SEEN_BYTES
+# what is given -> {key: (value with which a phase fits, the one before it, with which it does not)}
+SHORT = {
+    "share": ({SHARE: 0.99}, {SHARE: (0.97, 0.98)}),
+    "log-probs": (
+        {f"{REF}{MICRO_BATCH}": 128, f"{ROLLOUT}{MICRO_BATCH}": 128},
+        {f"{REF}{MICRO_BATCH}": (32, 64), f"{ROLLOUT}{MICRO_BATCH}": (32, 64)},
+    ),
+    "recompute": ({CHECKPOINTING: False}, {LAYERS: (2, 1)}),
+}
 
 
 @pytest.mark.parametrize("case", SHORT)
-def test_a_phase_that_does_not_fit_names_keys_with_values_that_do(big, case):
-    """A value that is named is enough by itself; the one before it is not."""
+def test_settings_that_fit_are_the_first_that_do(big, case):
     given, expected = SHORT[case]
-    config = changed(big, given)
-    found = memory_plan(config, model_shape_of(config), RUN)
-    said = advice(config, model_shape_of(config), RUN, found)
-    for phase, key, value, before in expected:
-        (text,) = (text for text in said if phase in text.partition(": die ")[0].split(", "))
-        assert "GB of 65.79; largest: " in text and f"{key}={str(value).lower()}" in text.split()
-        for tried, enough in ((value, True), (before, False)):
-            more = {CHECKPOINTING: True} if key == LAYERS else {f"{REF}{TP}": tried} if key.endswith(TP) else {}
-            assert fits(changed(config, {key: tried, **more}), phase) == enough, (key, tried)
+    config, model = changed(big, given), model_shape_of(big)
+    assert exceeding(followed_peaks(config, model, RUN)["phases"])
+    found, phases = settings_that_fit(config, model, RUN)
+    assert not exceeding(phases)
+    mended = changed(config, found)
+    assert followed_peaks(mended, model, RUN)["phases"] == phases
+    for key, (enough, before) in expected.items():
+        assert found[key] == enough
+        assert exceeding(followed_peaks(changed(mended, {key: before}), model, RUN)["phases"]), key
 
 
-def test_nothing_is_advised_where_all_fits(big):
-    for config in (changed(big, {"recipe.memory.host_gib": 800}), composed(TINY)):
-        found = memory_plan(config, model_shape_of(config), RUN)
-        assert not too_much(found) and advice(config, model_shape_of(config), RUN, found) == []
+def test_settings_that_are_not_enough_leave_phases_that_exceed_a_die(big):
+    config = changed(big, {"recipe.reshard.bucket_bytes": 1 << 34})
+    (said,) = exceeding(settings_that_fit(config, model_shape_of(config), RUN)[1])
+    assert said.startswith("reshard: die ") and "GB of 65.79; largest: reshard_buffers 68.72" in said
 
 
-def test_host_memory_is_compared_with_the_key(big):
+def test_host_memory_is_compared_with_the_key_and_with_a_machine_that_has_dies(big, monkeypatch, tmp_path):
     config = changed(big, {"recipe.memory.host_gib": 512})
+    assert host_limit(config) == 512 << 30
     found = memory_plan(config, model_shape_of(config), RUN)
-    (said,) = advice(config, model_shape_of(config), RUN, found)
-    assert "pin 771.5 GB, recipe.memory.host_gib allows 549.8; largest: optimizer 554.8" in said
     assert "TOO MUCH" in other_memory_rows(found)[2][0][2]
+    monkeypatch.setattr(memory_plan_module, "DEVICES", tmp_path)
+    assert host_limit(big) is None
+    (tmp_path / "davinci0").touch()
+    assert host_limit(big) == psutil.virtual_memory().total and host_limit(composed(TINY)) is None

@@ -1,15 +1,18 @@
-"""Search of layouts, changes that mend a refusal, and the presets: what is offered passes an ordinary plan."""
+"""Search of layouts and the presets: what is listed passes an ordinary plan."""
+
+import json
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_patches.catalog import ROWS
-from verl_patches.config.checks import Check
-from verl_patches.config.compose import compose, model_shape_of
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import CONFIGS_DIR, compose, model_shape_of
 from verl_patches.errors import ConfigError
+from verl_patches.memory.expected import A3_SEEN_BYTES
 from verl_patches.planning import search as search_module
+from verl_patches.planning.memory_plan import followed_peaks, recompute_keys
 from verl_patches.planning.plan import build_plan, patch_table
-from verl_patches.planning.remedies import remedies
 from verl_patches.planning.search import (
     GRAPHS,
     as_overrides,
@@ -20,7 +23,7 @@ from verl_patches.planning.search import (
     seats_keys,
     train_keys,
 )
-from verl_patches.planning.step_plan import Workload
+from verl_patches.planning.step_plan import Workload, recomputed_layers, step_sections
 from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
@@ -100,12 +103,59 @@ def test_graphs_of_a_listed_layout_go_up_to_its_requests(rows):
     assert plan["ok"] and plan["step"]["total_s"] == row["total_s"]
 
 
-def test_too_many_requests_are_mended_with_their_graphs():
-    name, override = "grpo_deepseekv3_256die_true_weight", "actor_rollout_ref.rollout.max_num_batched_tokens=32"
-    plan = plan_of(name, override)
-    offered = remedies(compose(name, [override]), [Check(**c) for c in plan["checks"]])
-    remedy = next(remedy["overrides"] for remedy in offered if remedy["check"] == "max_num_seqs")
-    assert f"{GRAPHS}=[8,16,32]" in remedy and plan_of(name, override, *remedy)["ok"]
+@pytest.mark.parametrize(("dies", "layers"), [(256, 61), (128, 61)])
+def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies, layers):
+    config = compose("grpo_deepseekv3_128die")
+    model, on = model_shape_of(config), rows_on(config)
+    for row in search(config, on, dies, Workload(), top=2):
+        listed = compose("grpo_deepseekv3_128die", row["overrides"])
+        assert recomputed_layers(listed) == row["recompute_layers"] and model.num_hidden_layers == layers
+        assert followed_peaks(listed, model, on)["peak_bytes"] == row["peak_bytes"] <= A3_SEEN_BYTES
+        if fewer := row["recompute_layers"]:  # one less does not fit
+            less = changed(listed, recompute_keys(fewer - 1))
+            assert followed_peaks(less, model, on)["peak_bytes"] > A3_SEEN_BYTES
+    assert {row["recompute_layers"] for row in search(config, on, dies, Workload(), top=4)} != {layers}
+
+
+def test_fewer_recomputed_layers_make_the_search_faster_than_all_of_them(config, rows, found):
+    everything = changed(compose(BIG, found[0]["overrides"]), recompute_keys(61))
+    assert found[0]["total_s"] < step_sections(everything, rows, Workload())["step"]["total_s"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [
+        (["actor_rollout_ref.rollout.gpu_memory_utilization=0.99"], "gpu_memory_utilization=0.9"),
+        (["data.max_response_length=32768"], "num_layers="),
+        (["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=128"], "ref.log_prob_micro_batch_size_per_gpu="),
+        (["recipe.train.swap_optimizer=false"], "recipe.train.swap_optimizer=true"),
+        (["data.train_batch_size=500"], "data.train_batch_size=512"),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=100"], "ppo_mini_batch_size=512"),
+        (["trainer.nnodes=3", f"{ACTOR}.tensor_model_parallel_size=3"], f"{ACTOR}.tensor_model_parallel_size="),
+        ([f"{ACTOR}.pipeline_model_parallel_size=16"], f"{ACTOR}.pipeline_model_parallel_size="),
+        ([f"{ACTOR}.expert_model_parallel_size=24"], f"{ACTOR}.expert_model_parallel_size="),
+        (["actor_rollout_ref.rollout.max_num_batched_tokens=32"], "max_num_seqs=32"),
+        (["recipe.rollout.dp=48"], "recipe.rollout.dp="),
+    ],
+)
+def test_a_config_whose_own_layout_fails_is_searched_too(overrides, changes):
+    """Each override fails a plan; with what the search lists for the same command it passes."""
+    name = "grpo_deepseekv3_256die_true_weight"
+    assert not plan_of(name, *overrides)["ok"]
+    config = compose(name, overrides)
+    row = search(config, rows_on(config), 256, Workload(), top=1)[0]
+    assert any(changes in override for override in row["overrides"]), row["overrides"]
+    plan = plan_of(name, *overrides, *row["overrides"])
+    assert plan["ok"], [check for check in plan["checks"] if not check["ok"]]
+
+
+def test_a_check_that_every_layout_fails_is_named_soon(rows, monkeypatch):
+    tried = []
+    monkeypatch.setattr(search_module, "check_config", lambda c: tried.append(c) or check_config(c))
+    override = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7"
+    with pytest.raises(search_module.NoLayout, match="ref micro batch: .* is not a multiple of 7") as refused:
+        search(compose(BIG, [override]), rows, 256, Workload())
+    assert refused.value.dies is None and len(tried) == 8
 
 
 def test_an_illegal_or_too_large_layout_is_never_listed(config, rows, monkeypatch):
@@ -117,14 +167,14 @@ def test_an_illegal_or_too_large_layout_is_never_listed(config, rows, monkeypatc
         {**good, **train_keys(3, 8, 32, layers)},
         {**good, **train_keys(4, 8, 32, [8] * 8)},  # 64 layers
         {**good, f"{ACTOR}.sequence_parallel": False},  # refused by the engine, also as the reference differs
-        {**good, "recipe.train.swap_optimizer": False},  # 89.65 GB
+        {**good, "recipe.train.swap_optimizer": False},  # 89.65 GB in rollout
         {**good, **rollout_keys(1, 8)},  # weights of 32 experts a die and more
     ]
-    monkeypatch.setattr(search_module, "_best_pairs", lambda *_: iter([*bad, good]))
+    monkeypatch.setattr(search_module, "_best_pairs", lambda *_: [*bad, good])
     listed = search(config, rows, 256, Workload())
     assert [row["train"] for row in listed] == ["tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"]
-    monkeypatch.setattr(search_module, "_best_pairs", lambda *_: iter(bad))
-    with pytest.raises(ConfigError, match="no layout of this model fits"):
+    monkeypatch.setattr(search_module, "_best_pairs", lambda *_: bad)
+    with pytest.raises(ConfigError, match="none of 6 layouts for 256 dies passes a plan"):
         search(config, rows, 256, Workload())
 
 
@@ -133,7 +183,6 @@ def test_an_illegal_or_too_large_layout_is_never_listed(config, rows, monkeypatc
     [
         (64, [], r"no layout of this model fits on 64 dies.*--dies 128 fits"),
         (100, [], "--dies is 100; expected a multiple of 16 from 16 to 1024"),
-        (1024, [], "data.train_batch_size is 512; expected a multiple of 1024.*data.train_batch_size=1024"),
         (16, ["recipe.train.expert_split=etp"], "expected recipe.platform=npu and recipe.train.expert_split"),
     ],
 )
@@ -142,52 +191,16 @@ def test_a_search_without_a_result_names_what_gives_one(rows, dies, overrides, m
         search(compose(BIG, overrides), rows, dies, Workload())
 
 
-def test_the_search_finds_a_layout_with_what_its_refusal_names(rows):
-    batch = ["data.train_batch_size=1024", "actor_rollout_ref.actor.ppo_mini_batch_size=1024"]
-    assert len(search(compose(BIG, batch), rows, 1024, Workload(), top=1)) == 1
+def test_a_batch_that_the_dies_do_not_divide_becomes_the_nearest(rows):
+    row = search(compose(BIG), rows, 1024, Workload(), top=1)[0]
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=1024"
+    assert {"data.train_batch_size=1024", mini, "trainer.nnodes=64"} <= set(row["overrides"])
 
 
 @pytest.mark.parametrize(("gib", "listed"), [(512, False), (800, True)])  # the workers of a node pin 771.5 GB
 def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(config, rows, gib, listed):
     found = search_module._verified(config, rows, {"recipe.memory.host_gib": gib}, Workload())
-    assert (found is not None) is listed
-
-
-# refusals
-
-
-@pytest.mark.parametrize(
-    ("override", "check"),
-    [
-        ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", "layers"),
-        (f"{ACTOR}.pipeline_model_parallel_size=7", "train layout"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "rollout layout"),
-        ("data.train_batch_size=500", "prompts"),
-        ("recipe.hccl.buffer_mib=100", "HCCL buffer"),
-        (f"{ACTOR}.sequence_parallel=false", "engine arguments"),
-        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7", "ref micro batch"),
-        ("recipe.train.routing_replay=R3", "routing replay"),
-    ],
-)
-def test_a_refusal_names_a_change_that_works(override, check):
-    plan = plan_of(BIG, override)
-    assert not plan["ok"] and check in {c["name"] for c in plan["checks"] if not c["ok"]}
-    offered = remedies(compose(BIG, [override]), [Check(**c) for c in plan["checks"]])
-    remedy = next(remedy["overrides"] for remedy in offered if remedy["check"] == check)
-    mended = plan_of(BIG, override, *remedy)
-    assert mended["ok"], [c for c in mended["checks"] if not c["ok"]]
-
-
-def test_each_change_that_is_offered_mends_all_where_one_does():
-    override = "data.train_batch_size=500"  # two checks fail
-    plan = plan_of(BIG, override)
-    offered = remedies(compose(BIG, [override]), [Check(**c) for c in plan["checks"]])
-    assert {remedy["check"] for remedy in offered} == {"prompts", "mini batch", "on policy"}
-    assert all(plan_of(BIG, override, *remedy["overrides"])["ok"] for remedy in offered)
-
-
-def test_nothing_is_offered_where_nothing_is_refused(config):
-    assert remedies(config, [Check("layers", True, "")]) == []
+    assert isinstance(found, dict) is listed
 
 
 # presets
@@ -202,6 +215,16 @@ def test_presets_pass_the_plan(name):
     assert plan["step"]["modelled"] and plan["step"]["total_s"] == pytest.approx(
         sum(phase["seconds"] for phase in plan["step"]["phases"]), abs=0.02
     )
+
+
+def test_the_first_layers_of_a_model_are_planned_as_a_model_of_only_these(tmp_path):
+    config = json.loads((CONFIGS_DIR / "model" / "deepseekv3_671b.json").read_text()) | {"num_hidden_layers": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cut, stages = plan_of(BIG, "recipe.num_hidden_layers=16"), "[4,2,2,2,2,2,1,1]"
+    short = plan_of(BIG, f"recipe.model_shape={tmp_path / 'config.json'}", f"recipe.train.layers_per_stage={stages}")
+    assert cut["ok"] and short["ok"] and plan_of(BIG)["step"]["total_s"] > 2 * cut["step"]["total_s"]
+    for part in ("train", "rollout", "memory", "step", "traffic"):
+        assert cut[part] == short[part] != plan_of(BIG)[part] or part == "rollout"
 
 
 def test_a_plan_has_the_bounds_of_the_watch_unless_it_is_off():
@@ -223,7 +246,7 @@ def test_a_plan_has_traffic_hosts_and_ports():
 def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     published = (
         "recipe.tensor_cache.enabled=true",
-        "recipe.patches=[-reshard.*,-memory.order*]",
+        "recipe.patches=[-reshard.*,-memory.order,-memory.ledger]",
         "recipe.rollout.ascend.vllm_sleep_mode=true",
         "recipe.rollout.ascend.prefix_caching=false",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_patches.emulation.npu import hccl
 from verl_patches.platform.npu import groups
-from verl_patches.platform.npu_emulated import hccl
 
 ROLLOUT = """
 import json, sys
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import verl_patches.prelude_patch
 from vllm.distributed import parallel_state
 from verl_patches.platform.npu.groups import SmallGroups
-from verl_patches.platform.npu_emulated import hccl
+from verl_patches.emulation.npu import hccl
 
 dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1)
 new_group = dist.new_group
@@ -66,9 +66,7 @@ def test_groups_of_vllm_hand_their_options_to_the_backend(run_python, request, r
 @pytest.mark.parametrize("config", [{"hccl_buffer_size": "64"}, {"hccl_buffer_size": 64.0}, {"buffer": 64}])
 def test_what_torch_npu_does_not_take_is_refused(config):
     options = hccl.ProcessGroupHCCL.Options()
-    with pytest.raises(
-        ValueError, match=r"hccl_config holds .*; expected hccl_buffer_size \(int\), group_name \(str\)"
-    ):
+    with pytest.raises(ValueError, match="hccl_config holds .*hccl_buffer_size.*group_name"):
         options.hccl_config = config
 
 

@@ -44,7 +44,7 @@ def test_one_node_may_use_the_loopback_and_several_may_not():
     assert found() == {"HCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     for name in SOCKETS:
         os.environ[name] = ""
-    with pytest.raises(ConfigError, match=r"loopback lo, by the route to Ray's head, where trainer.nnodes is 2"):
+    with pytest.raises(ConfigError, match="loopback lo.*trainer.nnodes is 2"):
         set_interface(2, head=LOOPBACK)
     assert set(found().values()) == {""}
 
@@ -70,18 +70,18 @@ def test_what_the_node_sets_goes_before_the_configuration(node):
     set_interface(16, "lo", LOOPBACK)
     assert set(found().values()) == {"bond7"}
     node.setenv("HCCL_SOCKET_IFNAME", "=bond7,lo")
-    with pytest.raises(ConfigError, match="by HCCL_SOCKET_IFNAME==bond7,lo of this node's environment"):
+    with pytest.raises(ConfigError, match="HCCL_SOCKET_IFNAME==bond7,lo"):
         set_interface(16, None, LOOPBACK)
 
 
 def test_a_head_that_cannot_be_reached_is_named():
-    with pytest.raises(ConfigError, match=r"has no route to Ray's head no\.such\.host\.invalid:6379"):
+    with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid:6379"):
         set_interface(16, head="no.such.host.invalid:6379")
 
 
 def test_a_process_outside_of_ray_is_refused_and_starts_no_ray():
     assert not ray.is_initialized()
-    with pytest.raises(ConfigError, match="not connected to any.* set recipe.hccl.interface, or set HCCL_"):
+    with pytest.raises(ConfigError, match="recipe.hccl.interface.*HCCL_"):
         set_interface(1)
     assert not ray.is_initialized() and set(found().values()) == {""}
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from verl_patches.platform.cpu.ascend.packages import torch_npu
+from verl_patches.emulation.ascend.packages import torch_npu
 
 B, HEADS, KEY_HEADS, S, S_KV, D, DV, SCALE = 2, 4, 2, 5, 7, 6, 4, 0.3
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
-from tests.platform.emulated_engine import LIMITS, PROMPT_LENGTHS, TOKENS, compare, model_of
+from tests.emulation.emulated_engine import LIMITS, PROMPT_LENGTHS, TOKENS, compare, model_of
 
 
 @contextlib.contextmanager

@@ -188,7 +188,7 @@ def loads_of_experts() -> list[list[int]]:
 
 def prompts_for(config: Any) -> list[list[int]]:
     """As many prompts as fill the replica with their n responses; the longest is the configuration's, scaled."""
-    from tests.platform.emulated_engine import prompts_of
+    from tests.emulation.emulated_engine import prompts_of
 
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length // SCALE
     count = rollout.engine_kwargs.vllm.max_num_seqs // rollout.n

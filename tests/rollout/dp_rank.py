@@ -36,7 +36,7 @@ def _round(llm, spec: dict, passes: dict[str, int]) -> dict:
     from vllm import LLM
     from vllm.distributed import get_ep_group
 
-    from verl_patches.platform.cpu import vllm_worker
+    from verl_patches.emulation.cpu import vllm_worker
 
     passes.update(all=0, own=0)
     communicator, run_engine = get_ep_group().device_communicator, LLM._run_engine

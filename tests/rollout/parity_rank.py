@@ -6,7 +6,6 @@ import torch
 
 from tests.rollout import engine_rank
 from verl_patches.memory import measure
-from verl_patches.rollout.routing_record import RoutingRecorder
 
 
 def logits_of(llm, spec: dict) -> torch.Tensor:
@@ -39,8 +38,6 @@ def one_rank(spec: dict) -> dict:
     found = {"logits": logits_of(llm, spec), "generated": engine_rank.generate_with(llm, spec["requests"])}
     found["asleep_bytes"], found["awake_bytes"] = _sleep_and_wake(llm)
     found["again"] = logits_of(llm, spec)
-    recorder = RoutingRecorder(measure.vllm_worker(llm).model_runner)
-    found["samples"] = [engine_rank.generate_with(llm, spec["requests"]), recorder.take()]
 
     biases = [layer.mlp.gate.e_score_correction_bias for layer in model.model.layers[1:]]
     kept = [bias.data.clone() for bias in biases]

@@ -24,7 +24,7 @@ def prompts_of(place: int, spec: dict) -> tuple[list, list]:
     """The prompts of a DP rank and their parameters: two of three seeded, with a penalty and top-k."""
     from vllm import SamplingParams
 
-    from tests.platform.emulated_engine import prompts_of as random_prompts
+    from tests.emulation.emulated_engine import prompts_of as random_prompts
 
     lengths = spec["lengths"][place]
     params = []

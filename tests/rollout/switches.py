@@ -25,7 +25,7 @@ def sample(llm: Any) -> list[tuple[list[int], list[float]]]:
     """(tokens, log-probs) of each response, by top-k."""
     from vllm import SamplingParams
 
-    from tests.platform.emulated_engine import prompts_of
+    from tests.emulation.emulated_engine import prompts_of
 
     shared = {"temperature": 1.0, "top_k": 50, "max_tokens": TOKENS, "logprobs": 0, "ignore_eos": True}
     params = [SamplingParams(**shared, seed=SEED + number) for number in range(len(LENGTHS))]
@@ -73,7 +73,7 @@ def forget_pool() -> None:
     """What a device's pool does once an engine has ended; the emulated one gives nothing back."""
     from vllm_ascend.device_allocator.camem import CaMemAllocator
 
-    from verl_patches.platform.npu_emulated import memory_pool
+    from verl_patches.emulation.npu import memory_pool
 
     CaMemAllocator.get_instance().pointer_to_data.clear()
     memory_pool._Pool.storages.clear()
@@ -86,10 +86,10 @@ def build(model: str, overrides: list[str], without: list[str], first: bool) -> 
     from vllm.model_executor.layers import rotary_embedding
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from verl_patches.worker.context import context
+    from verl_patches.worker.rollout_engine import weights_move
 
     rotary_embedding._ROPE_DICT.clear()  # else engines of one process share their rotary tables
-    context().weights_move = False  # what an engine without vLLM's sleep mode has left
+    weights_move.value = False  # what an engine without vLLM's sleep mode has left
     if not first:
         from vllm_ascend.patch.worker.patch_common import patch_sampler
 

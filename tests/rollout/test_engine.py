@@ -12,7 +12,7 @@ from verl_patches.rollout.engine import engine_arguments, refresh_absorbed_mla, 
 
 
 def test_image_arguments_go_only_without_a_limit():
-    """Row rollout.llm_arguments; with a real LLM: tests/platform/test_cpu_vllm.py."""
+    """Row rollout.llm_arguments; with a real LLM: tests/emulation/test_cpu_vllm.py."""
     plain = {"model": "m", "quantization": "ascend"}
     of_text = {**plain, "limit_mm_per_prompt": None, "disable_mm_preprocessor_cache": True}
     of_images = {**of_text, "limit_mm_per_prompt": {"image": 1}}
@@ -28,6 +28,16 @@ def test_the_model_view_comes_before_the_callers_own_overrides(overrides, model_
     config = view(config)
     assert ("quantization_config" in config.to_dict()) is (model_type == "other")
     assert config.n_group == (4 if overrides is None else 1)
+
+
+@pytest.mark.parametrize(("layers", "of_mtp"), [(3, 2), (4, 1), (None, 1)])
+def test_layers_that_are_left_out_are_passed_over_as_layers_of_mtp(layers, of_mtp):
+    """recipe.num_hidden_layers writes the override; with vLLM's own loader: tests/loop/test_layouts.py."""
+    overrides = {} if layers is None else {"num_hidden_layers": layers}
+    config = PretrainedConfig(num_hidden_layers=4, num_nextn_predict_layers=1)
+    config.model_type = "deepseek_v3"
+    config = engine_arguments({"model": "m", "hf_overrides": overrides})["hf_overrides"](config)
+    assert (config.num_hidden_layers, config.num_nextn_predict_layers) == (layers or 4, of_mtp)
 
 
 def test_the_router_works_in_fp32():

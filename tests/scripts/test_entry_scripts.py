@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,17 @@ def test_wrong_use_of_fetching_is_refused_with_exit_2_and_its_clones_are_ignored
     assert code == 2 and "--line b7: expected one of pypi, a3" in out and not (tmp_path / "dest").exists()
     ignored = ["git", "-C", str(ROOT), "check-ignore", "upstream/verl/setup.py"]
     assert subprocess.run(ignored, capture_output=True).returncode == 0
+
+
+def test_a_python_without_the_pins_is_told_what_is_missing_in_one_line():
+    for flags, code in (["-S"], 2), ([], 0):  # -S: without site-packages; the control has them
+        done = subprocess.run(
+            [sys.executable, *flags, "-m", "verl_patches", "--help"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == code
+        if code:
+            assert done.stdout == "" and len(done.stderr.splitlines()) == 1
+            assert all(word in done.stderr for word in ("typer", "scripts/setup.sh", ".venv/bin/activate"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)

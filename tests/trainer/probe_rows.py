@@ -101,7 +101,7 @@ class Upstream:
         self.actor_module, self.actor_optimizer = [object()], object()
 
     def update_actor(self, data):
-        self.seen.append(context().update is not None)
+        self.seen.append(on_policy_update.current_update.value is not None)
 
 
 def worker(**recipe):

@@ -6,8 +6,14 @@ from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
 from verl_patches.worker import recipe_worker
-from verl_patches.worker.context import context
-from verl_patches.worker.dynamic_batches import Packing, by_tokens, equal_samples, packing
+from verl_patches.worker.dynamic_batches import (
+    Packing,
+    by_tokens,
+    current_packing,
+    equal_samples,
+    packing,
+    stage_budget,
+)
 
 PACKINGS = [[[0], [1], [2], [3], [4]], [[3, 1], [4, 2, 0]], [[4, 3, 2, 1, 0]]]  # the second is not its own inverse
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -26,11 +32,11 @@ def packed():
     """packed(rows): inside a pass whose micro batches are `rows`."""
 
     def begin(rows):
-        now = context().packing = Packing(100)
-        now.rows = rows
+        current_packing.value = Packing(100)
+        current_packing.value.rows = rows
 
-    yield begin
-    context().packing = None
+    with current_packing.set(None):
+        yield begin
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -70,19 +76,18 @@ def test_only_a_stage_with_a_budget_is_packed(monkeypatch):
     split = by_tokens(lambda tensors, batch_size: ("verl's", batch_size))
 
     def forward_backward_batch(actor, data, forward_only):
-        seen.append((split("batch", data.meta_info["micro_batch_size"]), context().packing))
+        seen.append((split("batch", data.meta_info["micro_batch_size"]), current_packing.value))
         return "outputs"
 
     run = packing(forward_backward_batch)
     assert run(None, Data(), False) == "outputs" and seen.pop() == (("verl's", None), None)
-    with context().micro_batches_of(300):
+    with stage_budget.set(300):
         assert run(None, Data(), False) == "outputs"
         parts, now = seen.pop()
         assert parts == "batch" and now.budget == 300 and now.samples == 2
         with pytest.raises(ZeroDivisionError):
             packing(lambda *_: 1 / 0)(None, Data(), True)
-        assert context().packing is None
-    assert context().token_budget is None
+        assert current_packing.value is None
 
 
 @pytest.mark.parametrize(("line", "on", "budget"), [("a3", True, 300), ("a3", False, None), ("pypi", False, 0)])
@@ -97,4 +102,4 @@ def test_a_row_that_is_off_does_not_make_micro_batches_fixed_in_silence(monkeypa
             worker._micro_batches("update")
         return
     with worker._micro_batches("update"):
-        assert context().token_budget == (budget or None)
+        assert stage_budget.value == (budget or None)

@@ -101,7 +101,6 @@ def test_worker_section_says_the_same_as_the_whole_configuration(die256):
         (["recipe.train.grad_bucket_parameters=9"], "all gradients are one bucket"),
         (["recipe.train.collective_timeout_minutes=0"], "collective_timeout_minutes is 0"),
         (["recipe.train.grouped_gemm=false"], "recipe.train.grouped_gemm is False: weights go by MindSpeed's stacked"),
-        (["+actor_rollout_ref.nccl_timeout=600"], "use recipe.train.collective_timeout_minutes"),
         ([f"{REF}sequence_parallel=false"], "ref.megatron.sequence_parallel is False: must equal"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
         ([f"{OPTIM}total_training_steps=4", f"{OPTIM}lr_warmup_steps=4"], "warm-up"),

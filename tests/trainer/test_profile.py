@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from verl_patches.emulation.npu import packages
 from verl_patches.memory.ledger import Ledger
 from verl_patches.memory.schedule import SCHEDULE
 from verl_patches.memory.scheduler import Scheduler
-from verl_patches.platform.npu_emulated import packages
 from verl_patches.worker.context import WorkerContext
 from verl_patches.worker.profile import PhaseProfiler
 

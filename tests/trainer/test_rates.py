@@ -35,10 +35,12 @@ def config(tmp_path):
 def test_rates_are_model_flops_over_seconds_ranks_and_the_peak(config):
     forward = forward_flops_of(read_model_shape(TINY), LENGTHS)
     rates = Rates(config, ref=True).of_step(LENGTHS, TOKENS, SECONDS)
-    assert (rates["tokens_per_s"], rates["generated_per_s"]) == (4.0, 15.0)
+    assert (rates["tokens_per_s_per_rank"], rates["generated_per_s_per_rank"]) == (4.0, 15.0)
     tflops = {"rollout": forward / 2, "ref": forward, "update": 3 * forward / 4, "step": 5 * forward / 10}
-    assert rates["tflops_per_s"] == pytest.approx({phase: rate / 2 / 1e12 for phase, rate in tflops.items()})
-    assert rates["mfu"] == pytest.approx({phase: rate / 353.9 for phase, rate in rates["tflops_per_s"].items()})
+    assert rates["tflops_per_s_per_rank"] == pytest.approx({phase: rate / 2 / 1e12 for phase, rate in tflops.items()})
+    assert rates["mfu"] == pytest.approx(
+        {phase: rate / 353.9 for phase, rate in rates["tflops_per_s_per_rank"].items()}
+    )
     assert metrics_of(rates)["recipe/mfu/update"] == rates["mfu"]["update"] and metrics_of(None) == {}
     json.dumps(rates)
 
@@ -62,9 +64,9 @@ def test_the_peak_is_the_platforms_or_the_users_and_a_cpu_has_none(config):
     config.recipe.profile.peak_tflops = 2 * 353.9
     assert rates()["mfu"]["step"] == pytest.approx(of_die / 2)
     config.recipe.profile.peak_tflops, config.recipe.platform = None, "cpu"
-    assert rates()["mfu"] is None and rates()["tflops_per_s"]["step"] > 0
+    assert rates()["mfu"] is None and rates()["tflops_per_s_per_rank"]["step"] > 0
     config.actor_rollout_ref.model.path = "/nowhere"
-    assert rates()["tflops_per_s"] is None and rates()["tokens_per_s"] == 4.0
+    assert rates()["tflops_per_s_per_rank"] is None and rates()["tokens_per_s_per_rank"] == 4.0
     assert Rates(config, ref=True).of_step(None, TOKENS, SECONDS) is None  # a step without an update
 
 

@@ -48,6 +48,14 @@ def test_the_narrow_table_fits_a_terminal_and_the_wide_one_has_every_figure_unde
     assert (texts["sent MB"], texts["skew s"]) == ("107000.000", "81.2346")
 
 
+def test_the_record_of_a_step_has_the_share_of_all_ranks():
+    ranks = [{"equal": 3, "of": 4, "bytes": 8}, None, {"equal": 4, "of": 4, "bytes": 9}]
+    found = run.replay_of_step(ranks)
+    assert found == {"agreement": 0.875, "experts": 8, "bytes": 9}
+    assert line({**whole_step(), "routing_replay": found}, run.REPLAY_COLUMNS).split()[-1] == "0.87500"
+    assert run.replay_of_step([None]) is None and run.replay_of_step([{"equal": 0, "of": 0, "bytes": 0}]) is None
+
+
 @pytest.fixture
 def made(tmp_path):
     """A Run that writes to tmp_path, with a group that runs step 7."""
@@ -77,7 +85,7 @@ def after_steps(made, monkeypatch, *numbers, skipped=None, bounds=None):
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
     check = SimpleNamespace(action="report")
     train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
-    made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**(bounds or {})))
+    made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**(bounds or {})), platform="npu")
     made.workers_see_log_probs, made.not_compared = False, "not here"
     made.group = SimpleNamespace(cache=None, sampled_check=None, end_step=dict, step=0)
     for number in numbers:
@@ -204,8 +212,8 @@ def test_an_error_in_a_users_reward_names_its_file_and_line(tmp_path, monkeypatc
 @pytest.fixture
 def prove(monkeypatch):
     """prove(states of two workers) -> lines of progress after Run.prove with a catalogue of one row for workers."""
-    off = PatchSpec("a.off", "model", "no_such_module_here:g", "wrap", "o:f", "w", "e")
-    row = PatchSpec("a.b", "model", "no_such_module_here:f", "wrap", "o:f", "w", "e", processes=frozenset({"worker"}))
+    off = PatchSpec("a.off", "no_such_module_here:g", "wrap", "o:f", "w", "e")
+    row = PatchSpec("a.b", "no_such_module_here:f", "wrap", "o:f", "w", "e", processes=frozenset({"worker"}))
     current = engine.Engine([row, off], Switches("pypi", "cpu", ("-a.off",), drift="skip"))
     current.apply()
     monkeypatch.setattr(engine, "_CURRENT", current)

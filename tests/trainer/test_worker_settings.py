@@ -16,7 +16,7 @@ class Config: runtime_env = {"env_vars": {"B": "2"}}
 given = eval(sys.argv[1], {"Config": Config})
 print(json.dumps(send_switches(lambda *args, **options: options.get("runtime_env"))(**given)))
 """
-SWITCHES = "line=pypi,platform=cpu,-memory.order"
+SWITCHES = "line=pypi,platform=cpu,-memory.ledger"
 
 
 VARIABLE, OTHER = {"VERL_PATCHES": SWITCHES}, {"env_vars": {"VERL_PATCHES": "x"}}

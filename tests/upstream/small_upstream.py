@@ -49,23 +49,22 @@ class Upstream:
         git(self.bare, "fetch", "-q", str(work), f"{self.pull}:refs/pull/7/head")
 
     def pin(self, at: str, **more) -> Repository:
-        tree = git(self.bare, "rev-parse", f"{at}^{{tree}}")
-        facts = {"urls": [str(self.bare)], "commit": at, "tree": tree, "packages": ["verl"], "version": "1", **more}
+        facts = {"urls": [str(self.bare)], "commit": at, "packages": ["verl"], "version": "1", **more}
         return Repository.model_validate(facts)
 
 
 def install(site: Path, name: str, version: str, files: dict[str, str]) -> None:
-    """A package in a site-packages folder as pip leaves it, with a RECORD of hashes."""
-    rows = []
-    for path, text in files.items():
+    """A package in a site-packages folder as pip leaves it, with a RECORD of hashes; zipped, it is its wheel."""
+    rows, info = [], site / f"{name}-{version}.dist-info"
+    for old in site.glob(f"{name}-*.dist-info"):
+        shutil.rmtree(old)
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    wheel = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    for path, text in {**files, f"{info.name}/METADATA": metadata, f"{info.name}/WHEEL": wheel}.items():
         (site / path).parent.mkdir(parents=True, exist_ok=True)
         (site / path).write_text(text)
         digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
         rows.append(f"{path},sha256={digest},{len(text)}")
-    for old in site.glob(f"{name}-*.dist-info"):
-        shutil.rmtree(old)
-    info = site / f"{name}-{version}.dist-info"
-    info.mkdir()
     (info / "RECORD").write_text("\n".join([*rows, f"{info.name}/RECORD,,"]) + "\n")
 
 

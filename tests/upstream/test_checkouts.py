@@ -35,7 +35,7 @@ def test_trees_are_the_repositories_that_pip_does_not_install_or_a_verl_alone(up
     with pytest.raises(ConfigError, match="expected one of them, found both"):
         trees_of(upstream, upstream)
     (upstream / "MindSpeed" / "mindspeed").rmdir()
-    with pytest.raises(ConfigError, match=r"found no MindSpeed/mindspeed; bash scripts/fetch_upstream.sh"):
+    with pytest.raises(ConfigError, match="MindSpeed/mindspeed.*fetch_upstream.sh"):
         trees_of(upstream)
 
 

@@ -1,4 +1,4 @@
-"""Nothing modified passes as its pin: trees by hash, packages by RECORD, refused at the start or recorded as dirty."""
+"""Nothing modified passes as its pin: checkouts by git, packages by RECORD, refused at a start or recorded as dirty."""
 
 import shutil
 import subprocess
@@ -37,7 +37,7 @@ def tree(tmp_path):
     folder.mkdir()
     git(folder, "init", "-q")
     head = commit(folder, FILES)
-    facts = {"urls": ["u"], "commit": head, "tree": git(folder, "rev-parse", "HEAD^{tree}"), "version": "1"}
+    facts = {"urls": ["u"], "commit": head, "version": "1"}
     return folder, line_of(verl=Repository(**facts, packages=("verl",), generated=("verl/_version.py",)))
 
 
@@ -95,15 +95,19 @@ def test_files_that_are_a_change(tree, files, named):
     assert (finding.state, finding.details) == ("problem", (named,)) and named in finding.found
 
 
-def test_a_deleted_file_a_link_that_git_ignores_and_a_long_list(tree, tmp_path):
+def test_a_deleted_file_a_link_and_a_clone_that_git_ignores_and_a_long_list(tree, tmp_path):
     write(tmp_path / "elsewhere", {"mine.py": "x"})
     (tree[0] / "odd").symlink_to(tmp_path / "elsewhere")
-    (tree[0] / ".git/info/exclude").write_text("odd\n")
+    (tree[0] / "verl/nested").mkdir()
+    git(tree[0] / "verl/nested", "init", "-q")
+    commit(tree[0] / "verl/nested", {"mine.py": "x"})
+    (tree[0] / ".git/info/exclude").write_text("odd\nnested\n")
     (tree[0] / "verl/data.txt").unlink()
     write(tree[0], {f"verl/n{number}.py": "" for number in range(8)})
     finding = found(tree)
-    assert len(finding.details) == 10 and finding.details[:2] == ("odd (extra)", "verl/data.txt (deleted)")
-    assert "10 files changed" in finding.found and "and 5 more" in finding.found
+    assert len(finding.details) == 11 and finding.details[:2] == ("odd (extra)", "verl/data.txt (deleted)")
+    assert finding.details[-1] == "verl/nested/ (extra)"
+    assert "11 files changed" in finding.found and "and 6 more" in finding.found
 
 
 @pytest.mark.parametrize("hide", ["--assume-unchanged", "--skip-worktree"])

@@ -44,9 +44,7 @@ def clones(tmp_path):
             (folder / package).mkdir(parents=True)
             (folder / package / "__init__.py").write_text(f'"""{package}"""\n')
         git(folder, "init", "-q")
-        commit(folder, {})
-        head, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
-        made[name] = pin.model_copy(update={"commit": head, "tree": tree})
+        made[name] = pin.model_copy(update={"commit": commit(folder, {})})
     line = pins.line("a3").model_copy(update={"repositories": made})
     return tmp_path / "upstream", pins.model_copy(update={"lines": {**pins.lines, "a3": line}})
 

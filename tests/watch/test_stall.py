@@ -16,7 +16,7 @@ from verl_patches.trainer.run import CALLS
 from verl_patches.watch.bounds import MODELLED, START, VALIDATE, Bounds
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
-from verl_patches.watch.stall import awaited_by, find_stall
+from verl_patches.watch.stall import awaited_by, find_stall, start_of
 from verl_patches.watch.watcher import ASK_S
 
 BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
@@ -144,6 +144,16 @@ def test_a_start_that_hangs_names_the_ranks_that_have_no_heartbeat_or_are_still_
     assert [seen.beat.name for seen in stall.culprits] == ["controller"] and "heartbeat" not in stall.sentence
     stopped = rank(0, 1001, **start, state="T"), rank(1, 1001, **start)
     assert "rank 0 (pid 100 on host0) is stopped" in find_stall(stopped, BOUNDS, 2).sentence
+
+
+def test_how_far_a_start_is_until_the_controller_is_in_a_step():
+    begun = controller(3, START, step=0)
+    assert start_of([], 2) == start_of([begun], 2) == (0, "0 of 2 ranks have started")
+    constructing = rank(0, 3, at=(START, ""))
+    assert start_of([constructing, begun], 2) == (1, "1 of 2 ranks have started: 1 in the worker's constructor")
+    ranks = [rank(number, 3, at=("init_model", "")) for number in range(3)] + [rank(3, 3, at=("", ""))]
+    assert start_of([*ranks, begun], 4)[1].endswith(": 3 building the models, 1 waiting")
+    assert start_of([*ranks, controller(0, step=1)], 4) == (4, "")
 
 
 def test_a_rank_that_others_wait_for_is_named_with_the_group():

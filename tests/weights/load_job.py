@@ -105,8 +105,7 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     """What the second model of a process takes from the first; each entry is (parameters that differ, bytes read)."""
     from tests.model.megatron_model import start_parallel
     from verl_patches.memory.offload import Params
-    from verl_patches.worker.context import context
-    from verl_patches.worker.weight_loading import load_model
+    from verl_patches.worker.weight_loading import load_model, reference_weights
 
     start_parallel(parse_layout("tp2 @2"))
 
@@ -138,7 +137,7 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     found["reference unlike"] = _unlike(_values(reference), read[torch.float32])
     found["another folder"] = second(path=other)
     found["bf16"] = second(torch.bfloat16)
-    context().reference_weights = str(folder), reference
+    reference_weights.value = str(folder), reference
     with torch.no_grad():
         next(iter(reference[0].parameters())).add_(1)
     found["control"] = second()

@@ -7,6 +7,7 @@ import torch
 
 from tests.weights.cases import make_folder, make_fp8_folder
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import MTP_LAYERS
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
 from verl_patches.weights import load_progress
@@ -23,10 +24,13 @@ CONFIG = tiny_config() | {"hidden_size": 192, "intermediate_size": 320, "moe_int
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """{name: folder} of the same values; "control" has one other value."""
+    """{name: folder} of the same values; "control" has one other value, "deeper" two layers and one of MTP more."""
     base = tmp_path_factory.mktemp("load")
     _, values = make_fp8_folder(base, CONFIG | {"torch_dtype": "bfloat16"})
     make_folder(base / "bf16", CONFIG, tensors=values)
+    deeper = CONFIG | {"num_hidden_layers": CONFIG["num_hidden_layers"] + 2}
+    more = make_folder(base / "more", deeper) | {f"model.layers.{deeper['num_hidden_layers']}.x": torch.ones(1)}
+    make_folder(base / "deeper", deeper | {MTP_LAYERS: 1}, tensors=more | values)
     for name, source, layout in (
         ("shards", "bf16", "tp2 pp2 ep4 etp1 @8 layers=1,3"),
         ("shards of fp8", "fp8", "tp4 ep2 etp2 @8"),
@@ -35,7 +39,7 @@ def folders(tmp_path_factory):
         convert(plan_conversion(open_source(base / source), parse_layout(layout)), base / name)
     values["model.layers.1.mlp.experts.3.up_proj.weight"][-1, -1] += 1
     make_folder(base / "control", CONFIG, tensors=values)
-    names = ("bf16", "fp8", "shards", "shards of fp8", "shards of one rank", "control")
+    names = ("bf16", "deeper", "fp8", "shards", "shards of fp8", "shards of one rank", "control")
     return {name: base / name for name in names}
 
 
@@ -47,6 +51,7 @@ def test_every_folder_gives_the_same_parameters_at_every_layout(folders, run_ran
         assert len(unlike.pop("control")) == 1
         assert unlike == dict.fromkeys(unlike, [])
         for rank in ranks:
+            assert rank[layout]["deeper"] == rank[layout]["bf16"]  # recipe.num_hidden_layers: nothing more is read
             sizes = {name: size for name, (_, size) in rank[layout].items()}
             assert sizes["fp8"] < 0.75 * sizes["bf16"]  # the embedding, the head and this tiny router are bf16
             assert sizes["shards"] == pytest.approx(sizes["bf16"], rel=0.15)  # narrow columns are read as whole rows

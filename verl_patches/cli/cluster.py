@@ -15,7 +15,7 @@ import typer
 from verl_patches.cli.output import Json, leave_with, print_json
 from verl_patches.cluster import command, gather, node
 from verl_patches.cluster.backends import Batch, Hosts, Kuberay
-from verl_patches.cluster.job import Job, load_job, require_secrets, require_volumes
+from verl_patches.cluster.job import Job, load_job, require_hosts, require_secrets, require_volumes
 from verl_patches.cluster.place import place_of
 from verl_patches.cluster.render import rendered
 from verl_patches.errors import ConfigError, RecipeError
@@ -42,21 +42,13 @@ def _load(path: str) -> tuple[Job, dict[str, str]]:
 
 def _backend(job: Job, secrets: dict[str, str]) -> Hosts | Kuberay | Batch | None:
     """What reaches the job's nodes; None where each node is called by its own `cluster`."""
+    if job.provider in ("ssh", "nodes"):
+        require_hosts(job)
     if job.provider == "ssh":
         return Hosts(job, secrets)
     if job.provider == "kubernetes":
         return Kuberay(job)
     return Batch(job) if job.provider == "slurm" else None
-
-
-def _end_on_signals() -> None:
-    """SIGINT and SIGTERM become exceptions, so that what was started is ended."""
-
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
 
 
 @contextmanager
@@ -103,7 +95,6 @@ def up_command(
         return
     if run and not job.command:
         raise ConfigError(f"job {job.name} has no command, which --run needs")
-    _end_on_signals()
     backend = _backend(job, secrets)
     if job.provider != "kubernetes":  # there the Secret has the values
         require_secrets(job, secrets)
@@ -178,7 +169,6 @@ def follow_command(
         raise ConfigError(
             f"cluster follow is for providers nodes and ssh; job {job.name} has {job.provider}: {instead}"
         )
-    _end_on_signals()
     with _what_goes_on(job, COMMAND_GOES_ON):
         to = _output(as_json)
         code = command.follow(job, to, skip) if backend is None else backend.follow(to, _say, skip)
@@ -215,7 +205,7 @@ def down_command(
     if backend is not None:
         faults = backend.down(None if logs == "none" else folder)
         if faults:
-            raise RecipeError(f"cluster down of job {job.name}: {'; '.join(faults)}")
+            raise RecipeError("\n  ".join([f"cluster down of job {job.name}:", *faults]))
         said = f"job {job.name} is down on all nodes"
     else:
         not_gathered = None

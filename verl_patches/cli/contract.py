@@ -9,7 +9,7 @@ import typer
 
 from verl_patches import catalog
 from verl_patches.cli.output import Json, leave_with, print_json, table
-from verl_patches.cli.patches import engine_of
+from verl_patches.cli.patches import switches_here
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
@@ -52,7 +52,9 @@ def fingerprint_command(
     as_json: Json = False,
 ) -> None:
     """Compare fingerprints of the targets on disk with the reviewed ones."""
-    result = fingerprints(engine_of(line and f"line={line}"), row_ids or [], write, no_source, upstream)
+    result = fingerprints(
+        Engine(catalog.all_rows(), switches_here(line and f"line={line}")), row_ids or [], write, no_source, upstream
+    )
     line, rows = result["line"], result["rows"]
     if as_json:
         print_json(result)
@@ -96,14 +98,14 @@ def run_check(upstream: Path | None, line: str | None, base: Path | None = None)
     """The report on one line; ConfigError for folders and lines that do not exist."""
     name = line or from_environment().line
     pins = load_pins().line(name)
-    if upstream is None and not any(name in row.lines for row in catalog.ROWS):
+    if upstream is None and not any(name in row.lines for row in catalog.all_rows()):
         return Report("check", name, ())
     here = installed_roots(name) if upstream is None else _roots("--upstream", upstream, name, part=True)
     known = {} if base is None else _roots("--base", base, name)
     absent = frozenset(PACKAGES[name]) - set(here)
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
-    report = check(catalog.ROWS, name, Sources(here, upstream is None, known, pins.packages, absent, verified))
+    report = check(catalog.all_rows(), name, Sources(here, upstream is None, known, pins.packages, absent, verified))
     if report.state == "empty":
         return report
     expected = "a clone of every repository of the line"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from verl_patches.catalog import ROWS
+from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, print_json, show
 from verl_patches.cli.run import Upstream
 from verl_patches.config.compose import compose, keys_of
@@ -46,7 +46,7 @@ def doctor_command(
     must_exist = (MODEL,) if head else PATHS
     if name in (CONFIG_NAME, LEARN_CONFIG_NAME):  # `smoke` makes its model and data
         must_exist = tuple(keys_of(overrides))
-    node = Node(config, ROWS, trees, head=head, must_exist=must_exist)
+    node = Node(config, rows_of(config.recipe.platform), trees, head=head, must_exist=must_exist)
     if this_node or config.trainer.nnodes == 1 and recipe.ray_address is None:
         found = doctor.this_node(node)
     elif recipe.ray_address is None:

@@ -11,11 +11,14 @@ from typing import Annotated, Any
 import typer
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.cli.output import Json, print_json, table
+from verl_patches.cli.output import Json, print_json, say, table
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath
-from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of, output_root
+from verl_patches.config import hooks
+from verl_patches.config.checks import Check, require
+from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of, keys_of, output_root
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation import report
+from verl_patches.evaluation.record import find_run
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting
@@ -51,6 +54,7 @@ def config_command(
     """Print a config as it is composed, in YAML; with --explain the training engine's arguments, key by key."""
     trees = trees_of(upstream, verl_path)
     config = compose(config_name, overrides or [], verl_path=trees.verl)
+    require(Check(*found) for found in hooks.checks(config, keys_of(overrides or []), trees))
     line = config.recipe.line
     if explain and line != LINE:
         raise ConfigError(
@@ -59,7 +63,7 @@ def config_command(
         )
     fits, sentence = verl_check(line, trees)
     if not fits:
-        typer.echo(f"verl_patches: note: defaults are those of another verl than a run needs: {sentence}", err=True)
+        say(f"verl_patches: note: defaults are those of another verl than a run needs: {sentence}", err=True)
     if explain:
         _explain(config, config_name, as_json)
     elif as_json:
@@ -77,17 +81,14 @@ def _explain(config: DictConfig, config_name: str, as_json: bool) -> None:
         print_json({"config": config_name, "line": config.recipe.line, "settings": settings, "refused": keys})
     else:
         title = f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed"
-        cells = [(row.key, _text(row), _becomes(row), row.why) for row in rows]
+        becomes = [" ".join(row.arguments) or ("no argument" if row.how == "mapped" else row.how) for row in rows]
+        cells = [(row.key, _text(row), new, row.why) for row, new in zip(rows, becomes, strict=True)]
         red = [number for number, row in enumerate(rows) if row.how == "refused"]
         table(title, ("key", "value", "becomes", "why"), cells, red)
-        typer.echo(f"{len(rows)} rows, {len(refused)} refused. {PLACES}.")
+        say(f"{len(rows)} rows, {len(refused)} refused. {PLACES}.")
     for row in refused:
-        typer.echo(f"verl_patches: {row.key} is {_text(row)}: {row.why}", err=True)
+        say(f"verl_patches: {row.key} is {_text(row)}: {row.why}", err=True)
     raise typer.Exit(1 if refused else 0)
-
-
-def _becomes(row: Setting) -> str:
-    return " ".join(row.arguments) or ("no argument" if row.how == "mapped" else row.how)
 
 
 def _text(row: Setting) -> str:
@@ -131,9 +132,9 @@ def reshard_plan_command(
         return
     check_plan(plan)
     if png is not None:
-        from verl_patches.evaluation.plots import draw_plan
+        from verl_patches.evaluation.plots import plan_figure, save
 
-        draw_plan(plan, png)
+        save(plan_figure(plan), png)
     result = {**figures(plan), "proven": True, "planning_s": round(seconds, 2), "png": png and str(png)}
     if as_json:
         print_json(result)
@@ -150,11 +151,9 @@ def _layout(option: str, text: str) -> ParallelLayout:
 
 def _show_figures(plan: dict[str, Any]) -> None:
     title = f"{plan['train']} ({plan['train_library']}) to {plan['rollout']} ({plan['rollout_library']})"
-    rows = []
-    for stage in plan["stages"]:
-        counts = [str(stage[key]) for key in ("stage", "ranks", "layers")]
-        sent, received = _gb(stage["sent_bytes"]), _gb(stage["received_bytes"])
-        rows.append((*counts, sent, f"{stage['imbalance']:.3f}", received))
+    counts = [[str(stage[key]) for key in ("stage", "ranks", "layers")] for stage in plan["stages"]]
+    parts = [(_gb(s["sent_bytes"]), f"{s['imbalance']:.3f}", _gb(s["received_bytes"])) for s in plan["stages"]]
+    rows = [(*count, *part) for count, part in zip(counts, parts, strict=True)]
     table(title, ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"), rows)
     near = plan["nearness_bytes"]
     total = sum(near.values()) or 1
@@ -187,11 +186,9 @@ def _show_path(path: dict[str, Any]) -> None:
     typer.echo(f"rank {path['rank']} needs in rollout: {path['needs_in_rollout'] or 'nothing'}")
     holders = [(h["region"], _few(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]]
     table("holders", ("region", "held in training by ranks", "needed in rollout by"), holders)
-    rows = []
-    for step in path["steps"]:
-        bucket = "" if step["bucket"] is None else str(step["bucket"])
-        texts = [str(step[key]) for key in ("region", "what", "peer", "stage", "nearness")]
-        rows.append((*texts, bucket, f"{step['bytes']:,}"))
+    keys = ("region", "what", "peer", "stage", "nearness", "bucket")
+    texts = [["" if step[key] is None else str(step[key]) for key in keys] for step in path["steps"]]
+    rows = [(*text, f"{step['bytes']:,}") for text, step in zip(texts, path["steps"], strict=True)]
     table(f"steps on rank {path['rank']}", ("region", "what", "peer", "its stage", "where", "bucket", "bytes"), rows)
 
 
@@ -205,26 +202,28 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Figures of a recorded run, or of several side by side: a table, Markdown and, for several, a PNG."""
-    folders = [report.find_run(run, output_root()) for run in runs]
-    summaries = [report.read_run(folder) for folder in folders]
-    rows = report.compare(summaries)
+    folders = [find_run(run, output_root()) for run in runs]
     path = output or folders[-1] / "report.md"
+    if path.suffix == ".png" or path.is_dir():
+        raise ConfigError(f"report: --output {path}: expected a file for Markdown, such as report.md; give another")
     for made in (path, path.with_suffix(".png")) if output is None else ():
         if os.path.lexists(made) and not stat.S_ISREG(made.lstat().st_mode):
             raise ConfigError(f"report: {made} is there and no plain file; remove it, or give another with --output")
+    summaries = [report.read_run(folder) for folder in folders]
+    rows, names = report.compare(summaries), report.names_of(summaries)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         pictures = _pictures(summaries, path)
-        path.write_text(report.markdown(summaries, pictures))
+        path.write_text(report.markdown(summaries, rows, pictures))
     except OSError as error:
         raise ConfigError(f"report: {path} cannot be written: {error}; give another file with --output") from error
     if as_json:
-        known = [report.facts(summary) for summary in summaries]
-        print_json({"runs": known, "figures": rows, "report": str(path), "pictures": pictures})
+        print_json(
+            {"runs": [*map(report.facts, summaries)], "figures": rows, "report": str(path), "pictures": pictures}
+        )
         return
-    names = [str(summary.get("run")) for summary in summaries]
-    ratio = ["ratio"] if len(names) > 1 else []
-    table(" and ".join(names), ("figure", "unit", *names, *ratio), report.texts(rows))
+    columns, *cells = (report.texts if len(names) <= report.SIDE_BY_SIDE else report.overview)(rows, names)
+    table(report.title(names), columns, cells)
     for name, summary in zip(names, summaries, strict=True):
         if seams := report.resumed(summary["steps"]):
             typer.echo(printable(f"{name}: resumed {seams}"))
@@ -235,6 +234,6 @@ def _pictures(summaries: list[dict[str, Any]], path: Path) -> list[str]:
     """Names of the pictures beside the report: of one run those that it made, of several the one that is drawn now."""
     if len(summaries) == 1:
         return [name for name in ("training.png", "memory.png") if (path.parent / name).is_file()]
-    from verl_patches.evaluation.plots import plot_runs
+    from verl_patches.evaluation.plots import runs_figure, save
 
-    return [plot_runs(summaries, path.with_suffix(".png")).name]
+    return [save(runs_figure(summaries), path.with_suffix(".png")).name]

@@ -1,8 +1,20 @@
-"""`status RUN`: what a run does now, printed once, as JSON, or refreshed until it ends."""
+"""`status RUN`: what a run does now, from the files of its folder alone, so from any terminal that sees them.
+
+`state` is one of
+    starting   no step's work has begun, and the launcher is there
+    running    a step is in progress
+    ended      all steps were made
+    ending     the attempt failed; `exit` says why; its launcher ends processes, or starts the next try
+    failed     the run ended with that reason
+    interrupted  Ctrl-C or SIGTERM ended the run
+    lost       the record says running, but no launcher holds the folder's lock: it was killed, or it runs on another
+               node and the file system does not share locks between nodes
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,77 +22,118 @@ import typer
 from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
-from verl_patches.cli.output import console, print_json
+from verl_patches.cli.output import console, print_json, table_lines, width
 from verl_patches.config.compose import output_root
-from verl_patches.evaluation.live import PLACES, RUNNING, live
-from verl_patches.evaluation.report import find_run
+from verl_patches.errors import INTERRUPTED
+from verl_patches.evaluation.record import PLACES, find_run, last_lines, read_doing, read_summary
+from verl_patches.evaluation.report import in_step, medians, resumed
+from verl_patches.patching.report import rows_off, said_off
+from verl_patches.processes import is_locked
 from verl_patches.values import printable
 
 REFRESH_S = 2.0
+LINES = 5  # of progress.log, the last ones
+RUNNING = ("starting", "running", "ending")
 STYLES = {"failed": "bold red", "lost": "bold red", "ended": "green"}
+FIGURES = ("step s", "reward", "grad_norm", "|dlogp|", "tokens/s/rank", "TFLOP/s/rank", "MFU")
+# call of the trainer -> its phases in a step's seconds
+PHASES_OF = {
+    "generate_sequences": ("reshard", "rollout"),
+    "reward": ("reward",),
+    "compute_log_prob": ("log_prob",),
+    "compute_ref_log_prob": ("ref",),
+    "update_actor": ("update",),
+}
+LOST = "no launcher holds its lock: killed, or on a node whose locks this file system hides"
 
 
 def show_live(run: Path, watch: bool, as_json: bool) -> NoReturn:
     """Print what a run does now, with `watch` until it ends; exit code 1 where it failed or its launcher is gone."""
-    folder = find_run(run, output_root(), PLACES)
+    folder = find_run(run, output_root())
     found = live(folder)
     if as_json:
         print_json(found)
     elif watch:
         out = console()
-        with Live(view(found), console=out, auto_refresh=False) as shown:
-            try:
+        try:
+            with Live(view(found), console=out, auto_refresh=False) as shown:
                 while found["state"] in RUNNING:
                     time.sleep(REFRESH_S)
                     found = live(folder)
                     shown.update(view(found), refresh=True)
-            except KeyboardInterrupt:
-                pass
-        if not out.is_terminal:
-            out.print()  # there Live ends without a newline
+        finally:
+            if not out.is_terminal:
+                out.print()  # there Live ends without a newline
     else:
-        console().print(view(found))
+        console().print(view(found), soft_wrap=width() is None)
     raise typer.Exit(0 if found["state"] in (*RUNNING, "ended") else 1)
 
 
+def live(folder: Path, now: float | None = None) -> dict[str, Any]:
+    """Plain data about a run at `now` (seconds since the epoch); None where the run does not have it yet.
+
+    step, steps: the one in progress, or the last one, of how many. resumed: after which steps, as text. off: the rows
+    that the user switched off, once they are proven. phase, phase_s, phase_last_s: the call in progress, its seconds so
+    far, and those of the last step. eta_s: of the run's end, by the median of `step s`. figures: {name: {last step,
+    median}} as evaluation/report.py has them. quiet_s: since anything was written. Between nodes seconds are as exact
+    as their clocks. ConfigError for a damaged file (record.py).
+    """
+    now = time.time() if now is None else now
+    summary, doing = read_summary(folder), read_doing(folder)
+    steps, ended = summary.get("steps", []), summary.get("exit", "running")
+    last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
+    found: dict[str, Any] = {"run": summary.get("run") or folder.name, "folder": str(folder)}
+    found |= {"state": _state(folder, ended, doing), "exit": ended, "off": rows_off(summary.get("patches", []))}
+    found |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed(steps)}
+    found |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
+    if found["state"] == "running" and doing:
+        before = [last.get("seconds", {}).get(phase) for phase in PHASES_OF.get(doing["call"], ())]
+        seconds = sum(filter(None, before)) if any(before) else None
+        found |= {"phase": doing["phase"], "phase_s": now - doing["since"], "phase_last_s": seconds}
+        if middle["step s"] is not None:
+            left = found["steps"] - found["step"] + 1
+            found["eta_s"] = max(left * middle["step s"] - (now - doing["step_since"]), 0.0)
+    found["figures"] = {name: {"last step": in_step(last, name), "median": middle.get(name)} for name in FIGURES}
+    written = [path.stat().st_mtime for path in map(folder.joinpath, (*PLACES, "driver.log")) if path.exists()]
+    return found | {"quiet_s": now - max(written, default=now), "lines": last_lines(folder, LINES)}
+
+
+def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
+    if ended == "ok":
+        return "ended"
+    locked = is_locked(folder / ".lock")  # by the launcher; None where none made one
+    if ended != "running":
+        return "ending" if locked else "interrupted" if ended.startswith(INTERRUPTED) else "failed"
+    if locked is False:
+        return "lost"
+    return "running" if doing else "starting"
+
+
 def view(found: dict[str, Any]) -> Group:
-    """What `evaluation.live.live` found, for a terminal."""
-    step, steps = found["step"], found["steps"]
-    head = Text(printable(f"{found['run']}: {found['state']}"), style=STYLES.get(found["state"], "bold"))
-    made = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in _rows(found):
-        made.add_row(name, Text(value))  # a str would be read as Rich's markup
-    if step and steps:
-        done = steps if found["state"] == "ended" else step - 1
-        made.add_row("", ProgressBar(total=steps, completed=done, width=60))  # in a row: a bar ends no line
-    return Group(head, made, *(Text(line) for line in found["lines"]))
-
-
-def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    if found["state"] == "failed":
-        rows.append(("reason", found["exit"].partition("\n")[0][:500]))
-    if found["state"] == "lost":
-        rows.append(("reason", "no launcher holds its lock: killed, or on a node whose locks this file system hides"))
-    if found["step"]:
-        rows.append(("step", f"{found['step']} of {found['steps'] or 'unknown'}"))
-    if found["resumed"]:
-        rows.append(("resumed", found["resumed"]))
-    if found["phase"]:
-        last = "" if found["phase_last_s"] is None else f", {found['phase_last_s']:.1f} s in the last step"
-        rows.append(("phase", f"{found['phase']}: {found['phase_s']:.0f} s{last}"))
-    texts = {
-        "step s": (found["step_s"], "{:.3f}, median"),
-        "ends in": (found["eta_s"], "{:.0f} s"),
-        "reward": (found["reward"], "{:.4f}"),
-        "grad_norm": (found["grad_norm"], "{:.5f}"),
-        "|dlogp|": (found["logprob_delta"], "{:.2e}"),
-        "tokens/s/rank": (found["tokens_per_s"], "{:.1f}"),
-        "TFLOP/s/rank": (found["tflops_per_s"], "{:.4g}"),
-        "MFU": (found["mfu"], "{:.3f}"),
-        "last output": (found["quiet_s"] if found["state"] != "ended" else None, "{:.0f} s ago"),
+    """What `live` found, for a terminal. Each text is a Text: a str would be read as Rich's markup."""
+    state, step, steps = found["state"], found["step"], found["steps"]
+    reason = LOST if state == "lost" else state in ("failed", "interrupted") and found["exit"].partition("\n")[0][:500]
+    last = "" if found["phase_last_s"] is None else f", {found['phase_last_s']:.1f} s in the last step"
+    rows = {
+        "reason": reason,
+        "step": step and f"{step} of {steps or 'unknown'}",
+        "resumed": found["resumed"],
+        "phase": found["phase"] and f"{found['phase']}: {found['phase_s']:.0f} s{last}",
+        "ends in": None if found["eta_s"] is None else f"{found['eta_s']:.0f} s",
+        "last output": None if state == "ended" else f"{found['quiet_s']:.0f} s ago",
     }
-    return rows + [(name, form.format(value)) for name, (value, form) in texts.items() if value is not None]
+    lines = table_lines(("", ""), [(name, value) for name, value in rows.items() if value])
+    bar = []
+    if step and steps and console().is_terminal:
+        done = steps if state == "ended" else step - 1
+        bar = [ProgressBar(total=steps, completed=done, width=60), Text()]  # a bar ends no line
+    known = [
+        (name, of.values()) for name, of in found["figures"].items() if any(value is not None for value in of.values())
+    ]
+    texts = [(name, *("" if value is None else f"{value:.4g}" for value in values)) for name, values in known]
+    figures = table_lines(("", "last step", "median"), texts) if texts else []
+    head = Text(printable(f"{found['run']}: {state}"), style=STYLES.get(state, "bold"))
+    off = [Text(said_off(found["off"]))] if found["off"] else []
+    return Group(head, *off, *lines, *bar, *figures, *map(Text, found["lines"]))

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import shlex
+import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
 from omegaconf import DictConfig
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from verl_patches.catalog import ROWS
-from verl_patches.config.checks import Check
+from verl_patches.catalog import rows_of
 from verl_patches.layout.parallel import world_size
 from verl_patches.patching.install_prelude import PLACES
-from verl_patches.patching.report import Report
+from verl_patches.patching.report import NOT_RUN, Report
 from verl_patches.planning.plan import build_plan
-from verl_patches.planning.remedies import remedies
 from verl_patches.planning.step_plan import Workload
+from verl_patches.planning.verdict import conclude
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.values import printable
 
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
-_WIDTH = 200  # columns in pipes and files
+_WIDTH = 200  # columns of what is no table in pipes and files
+_TOO_MUCH = " TOO MUCH"
+_GAP, _WORD = 2, 30  # blanks between columns; a longer word may be broken, but not in a first column
 _SET_IN = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
 
 
@@ -51,32 +54,131 @@ def show(report: Report, fine: bool = True) -> None:
     title = f"{report.command}, {report.about}"
     shown = [finding for finding in report.findings if fine or finding.state != "fine"]
     if shown:
-        places = [" ".join(filter(None, (f.found, f.where and f"[{f.where}]"))) for f in shown]
-        rows = [(f.state, f.name, f.expected, place, f.todo) for f, place in zip(shown, places, strict=True)]
-        red = {number for number, finding in enumerate(shown) if finding.state == "problem"}
-        table(title, ("", "name", "expected", "found", "what to do"), rows, red)
+        rows: dict[Any, tuple[str, ...]] = {}
+        for f in shown:
+            place = " ".join(filter(None, (f.found, f.where and f"[{f.where}]")))
+            alike = (place, f.todo) if f.state == NOT_RUN else id(f)  # checks that wait for the same are one row
+            same = rows.get(alike)
+            row = (f.state, f.name, f.expected, place, f.todo)
+            rows[alike] = row if same is None else (f.state, f"{same[1]}, {f.name}", "", place, f.todo)
+        red = {number for number, row in enumerate(rows.values()) if row[0] == "problem"}
+        table(title, ("", "name", "expected", "found", "what to do"), rows.values(), red)
     for finding in shown:
         for detail in finding.details:
-            typer.echo(f"{finding.name}: {detail}")
+            say(f"{finding.name}: {detail}")
     counts = ", ".join(f"{count} {state}" for state, count in report.as_dict()["counts"].items())
-    typer.echo(f"{title}: {counts}")
+    say(f"{title}: {counts}")
+
+
+def width() -> int | None:
+    """Columns of the terminal, or COLUMNS where it is exported; None in pipes and files, where no line is wrapped."""
+    out = Console()
+    return out.width if out.is_terminal or "COLUMNS" in os.environ else None
+
+
+def say(text: str | Text, style: str = "", err: bool = False) -> None:
+    """Print text, wrapped between words where there is a width; never padded, no markup."""
+    out = Console(stderr=err)
+    for line in _wrapped(text if isinstance(text, Text) else Text(printable(text, keep="\n"), style), width()):
+        out.print(line, highlight=False, soft_wrap=True)
+
+
+def say_command(prefix: str, command: str, err: bool = False) -> None:
+    """Print `prefix` and a command of a shell: on one line, or where it is too wide in lines that end with a backslash.
+
+    A word of the command is never broken, so that it can be pasted.
+    """
+    columns = width()
+    if columns is None or len(prefix) + 1 + len(command) <= columns:
+        say(f"{prefix} {command}", err=err)
+        return
+    if prefix.strip():
+        say(prefix, err=err)
+    lines = [" "]
+    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""", command):
+        if len(lines[-1]) + len(word) + 3 > columns and lines[-1].strip():
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    for line in lines:
+        Console(stderr=err).print(Text(line), highlight=False, soft_wrap=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red: Iterable[int] = ()) -> None:
-    """Print a table, 200 columns wide in pipes and files so that ids stay whole; `red`: row numbers."""
-    head = Text(printable(title), style="bold")  # a str would be read as Rich's markup
-    made, red = Table(title=head, title_justify="left", box=None, pad_edge=False), set(red)
-    for column in columns:
-        made.add_column(Text(printable(column)), overflow="fold")
-    for number, row in enumerate(rows):
-        made.add_row(*[Text(printable(cell, keep="\n"), style="red" if number in red else "") for cell in row])
-    console().print(made)
+    """Print a table that fits the terminal (`table_lines`); `red`: row numbers."""
+    say(title, "bold")
+    for line in table_lines(columns, rows, red):
+        Console().print(line, highlight=False, soft_wrap=True)
+
+
+def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]], red: Iterable[int] = ()) -> list[Text]:
+    """The lines of a table: as wide as its cells in pipes and files, else at most as wide as the terminal.
+
+    Cells wrap between words. Where words would have to be broken, each row is a block: its first cell, and below it
+    the others with their column's name.
+    """
+    head = [[printable(column) for column in columns]] if any(columns) else []
+    cells = [*head, *([printable(cell, keep="\n") for cell in row] for row in rows)]
+    red = {number + len(head) for number in red}
+    styles = ["red" if number in red else "bold" if number < len(head) else "" for number in range(len(cells))]
+    sizes, whole = [max(map(_longest, column)) for column in zip(*cells, strict=True)], width()
+    room = whole and whole - _GAP * (len(sizes) - 1)
+    if room and sum(sizes) > room:
+        words = [max(map(_longest_word, column)) for column in zip(*cells, strict=True)]
+        least = [words[0], *(min(word, _WORD) for word in words[1:])]
+        if sum(least) > room:
+            blocks = (_block(columns, row, style, whole) for row, style in zip(cells, styles, strict=True))
+            return list(itertools.chain(*blocks))
+        most = [max(map(_longest, column[len(head) :]), default=0) for column in zip(*cells, strict=True)]
+        sizes, level = least, 0
+        while level < room and sum(found := _at(level, most, least)) <= room:
+            sizes, level = found, level + 1
+    return list(itertools.chain(*(_row(row, sizes, style) for row, style in zip(cells, styles, strict=True))))
+
+
+def _at(level: int, most: Sequence[int], least: Sequence[int]) -> list[int]:
+    return [max(few, min(many, level)) for many, few in zip(most, least, strict=True)]
+
+
+def _longest(cell: str) -> int:
+    return max(map(cell_len, cell.split("\n")))
+
+
+def _longest_word(cell: str) -> int:
+    return max(map(cell_len, cell.split()), default=0)
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], style: str) -> list[Text]:
+    columns = [_wrapped(Text(cell), size) for cell, size in zip(cells, widths, strict=True)]
+    found = []
+    for parts in itertools.zip_longest(*columns, fillvalue=Text()):
+        line = "".join(
+            part.plain + " " * (size + _GAP - part.cell_len) for part, size in zip(parts, widths, strict=True)
+        )
+        found.append(Text(line.rstrip(), style))
+    return found
+
+
+def _block(columns: Sequence[str], cells: Sequence[str], style: str, size: int) -> list[Text]:
+    if list(cells) == list(columns):
+        return []
+    named = [f"{name}: {cell}" if name else cell for name, cell in zip(columns, cells, strict=True)][1:]
+    text = "; ".join(text for text, cell in zip(named, cells[1:], strict=True) if cell)
+    below = [Text("  ", style) + line for line in _wrapped(Text(text, style), size - 2)]
+    return [*_wrapped(Text(cells[0], style), size), *below]
+
+
+def _wrapped(text: Text, size: int | None) -> list[Text]:
+    """Lines of at most `size` cells, without blanks at their end."""
+    lines = text.split("\n", allow_blank=True) if size is None else text.wrap(Console(), max(1, size), overflow="fold")
+    for line in lines:
+        line.rstrip()
+    return list(lines)
 
 
 def console() -> Console:
     """The terminal, or a wide console in pipes and files."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
+    return Console(width=width() or _WIDTH)
 
 
 # the plan of a run (planning/plan.py)
@@ -85,67 +187,84 @@ def console() -> Console:
 def report_plan(
     config: DictConfig, config_name: str, overrides: Sequence[str], trees: Trees, workload: Workload, as_json: bool
 ) -> NoReturn:
-    """Print the plan of a run, for what is refused a change that mends it, and exit with 0, or 1 if a check failed."""
-    plan = build_plan(config, config_name, overrides, ROWS, trees, workload)
-    plan["remedies"] = remedies(config, [Check(**check) for check in plan["checks"]])
+    """Print the plan of a run, what failed, how to go on and a verdict; exit with 0, or 1 if a check failed."""
+    plan = build_plan(config, config_name, overrides, rows_of(config.recipe.platform), trees, workload)
+    plan |= conclude(plan, config, config_name, overrides, trees, workload)
     if as_json:
         print_json(plan)
     else:
         show_plan(plan, config)
+    if plan["ok"]:
+        if not as_json:
+            say(plan["verdict"], "bold green")
+        raise typer.Exit(0)
     for check in plan["checks"]:
         if not check["ok"]:
-            typer.echo(f"verl_patches: {check['name']}: {check['detail']}", err=True)
-    for remedy in plan["remedies"]:
-        typer.echo(f"verl_patches: {remedy['check']} holds with: {shlex.join(remedy['overrides'])}", err=True)
-    raise typer.Exit(0 if plan["ok"] else 1)
+            detail = check["detail"].removeprefix(f"{check['name']}: ")
+            say(f"verl_patches: {check['name']}: {detail}", "red", err=True)
+    first, *others = plan["next"] or [None]
+    if first:
+        say(first["what"], err=True)
+    for way in others:
+        say_command(f"{way['what']}:", way["command"], err=True)
+    if first:
+        say_command(f"{plan['verdict']}; next:", first["command"], err=True)
+    else:
+        say(plan["verdict"], err=True)
+    raise typer.Exit(1)
 
 
 def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
-    """Print a plan as tables."""
-    out = console()
-    out.print(
-        f"[bold]{plan['config']}[/]: "
-        f"{world_size(config)} ranks on {config.trainer.nnodes} node(s) x {config.trainer.n_gpus_per_node}; "
-        f"line {config.recipe.line}, platform {config.recipe.platform}",
-        highlight=False,
+    """Print a plan as tables; of one that failed only the phases that do not fit, as its checks are printed below."""
+    say(
+        f"{plan['config']}: {world_size(config)} ranks on {config.trainer.nnodes} node(s) x "
+        f"{config.trainer.n_gpus_per_node}; line {config.recipe.line}, platform {config.recipe.platform}",
+        "bold",
     )
-    failed = [number for number, check in enumerate(plan["checks"]) if not check["ok"]]
-    table("checks", ("check", "", "detail"), [(c["name"], _state(c), c["detail"]) for c in plan["checks"]], failed)
+    if not plan["ok"]:
+        if plan["memory"]:
+            title, columns, rows = memory_rows(plan["memory"])
+            if short := [row for row in rows if _TOO_MUCH in row[1]]:
+                table(title, columns, short)
+        return
+    table("checks", ("check", "", "detail"), [(c["name"], _state(c), c["detail"]) for c in plan["checks"]])
     for side in ("train", "rollout"):
-        if plan[side]:
-            table(f"{side}: {plan[side]['layout']}", ("", "ranks"), _side_rows(plan[side]))
-    if plan["memory"]:
-        table(*memory_rows(plan["memory"]))
-        table(*other_memory_rows(plan["memory"]))
+        table(f"{side}: {plan[side]['layout']}", ("", "ranks"), _side_rows(plan[side]))
+    table(*memory_rows(plan["memory"]))
+    table(*other_memory_rows(plan["memory"]))
     if plan["step"]:
         table(*step_rows(plan["step"]))
         table(*calibration_rows(plan["step"]["calibration"]))
+    _show_start(plan)
+
+
+def _show_start(plan: dict[str, Any]) -> None:
+    """Traffic and ports, patches, environment, and the commands of each node."""
     if plan["traffic"]:
         table("traffic (modelled) and ports", ("", ""), _traffic_rows(plan))
     on = [(row["id"], row["kind"], row["target"], row["reason"]) for row in plan["patches"] if row["on"]]
     table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
     rows = [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]]
     table("environment", ("name", "value", "set in", "reason", "read by"), rows)
-    out.print(PLACES, highlight=False, soft_wrap=True)
-    refused = [c["name"] for c in plan["checks"] if not c["ok"] or c["detail"].startswith("a start is refused")]
+    say(PLACES)
+    refused = [c["name"] for c in plan["checks"] if c["detail"].startswith("a start is refused")]
     title = "commands to type, in this order:"
     if refused:
         title = f"commands, once the checks above that refuse a start hold ({', '.join(refused)}):"
-    out.print(title, style="bold", highlight=False)
+    say(title, "bold")
     if any("HEAD" in command["command"] for command in plan["commands"]):
-        out.print(
+        say(
             "HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1. Each "
             "node needs the folders of PYTHONPATH and the model's; vllm, vllm-ascend and torch_npu are those "
-            "installed there",
-            highlight=False,
+            "installed there"
         )
     for command in plan["commands"]:
-        out.print(f"[bold]{command['where']}[/]:", highlight=False)
-        out.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)
+        say(f"{command['where']}:", "bold")
+        say_command(" ", command["command"])
 
 
 def _state(check: dict[str, Any]) -> str:
-    return "note" if check["note"] else "ok" if check["ok"] else "FAILED"
+    return "note" if check["note"] else "ok"
 
 
 def _side_rows(side: dict[str, Any]) -> list[tuple[str, str]]:
@@ -193,7 +312,7 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
         return f"{size_bytes / scale:.2f}" if size_bytes else "-"
 
     def against_die(size_bytes: int) -> str:
-        return text(size_bytes) + (" TOO MUCH" if hbm is not None and size_bytes > hbm else "")
+        return text(size_bytes) + (_TOO_MUCH if hbm is not None and size_bytes > hbm else "")
 
     rows = []
     for number, phase in enumerate(first["phases"]):
@@ -217,10 +336,10 @@ def other_memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], lis
     """(title, columns, rows) of a table: pinned host memory of a node, HCCL's communicators, what is not modelled."""
     host, rows = memory["host"], []
     parts = " ".join(f"{group} {size / 1e9:.2f}" for group, size in host["bytes"].items())
-    limit = "not compared: recipe.memory.host_gib is null"
+    limit = "not compared: what a node has is not known"
     if host["limit_bytes"] is not None:
         limit = f"a node has {host['limit_bytes'] / 1e9:.2f}"
-        limit += " TOO MUCH" if host["node_bytes"] > host["limit_bytes"] else ""
+        limit += _TOO_MUCH if host["node_bytes"] > host["limit_bytes"] else ""
     rows.append(("pinned host memory of the fullest node", f"{host['node_bytes'] / 1e9:.2f}", f"{parts}; {limit}"))
     for side in ("train", "rollout"):
         held = [each for each in memory["communicators"] if each["side"] == side]

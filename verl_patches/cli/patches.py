@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -10,18 +12,21 @@ import typer
 
 from verl_patches import catalog
 from verl_patches.cli.live import show_live
-from verl_patches.cli.output import Json, print_json, table
+from verl_patches.cli.output import Json, print_json, say, table
 from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.evaluation.record import read_summary
-from verl_patches.evaluation.report import find_run
+from verl_patches.evaluation.record import find_run, read_summary
 from verl_patches.patching import install_prelude
+from verl_patches.patching.contract import installed_root
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.install_prelude import PLACES
 from verl_patches.patching.report import WRONG, count_by_process
-from verl_patches.patching.switches import from_environment, parse
+from verl_patches.patching.spec import LINES
+from verl_patches.patching.switches import VARIABLE, Switches, from_environment, parse
+from verl_patches.upstream.checkouts import Trees, verl_check
+from verl_patches.watch.heartbeat import ranks_text
 
-Switch = Annotated[str | None, typer.Option("--switches", help="In place of the variable VERL_PATCHES.")]
+Switch = Annotated[str | None, typer.Option("--switches", help="In place of VERL_PATCHES; else of the installed line.")]
 
 
 WATCHED_HELP = "A run's folder, or the name of one in outputs/ of this repository: show what it does now."
@@ -30,8 +35,23 @@ RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: s
 
 
 def engine_of(switches: str | None) -> Engine:
-    """An engine over the catalogue with these switches, default VERL_PATCHES; nothing is applied."""
-    return Engine(catalog.ROWS, from_environment() if switches is None else parse(switches))
+    """An engine over the rows of a platform with these switches, default VERL_PATCHES; nothing is applied."""
+    taken = switches_here(switches)
+    return Engine(catalog.rows_of(taken.platform), taken)
+
+
+def switches_here(switches: str | None) -> Switches:
+    """Switches as given, else of VERL_PATCHES.
+
+    Without both: of the line whose verl is installed, else of production; standard error says which and why.
+    """
+    if switches is not None or os.environ.get(VARIABLE):
+        return from_environment() if switches is None else parse(switches)
+    fitting = [line for line in LINES if installed_root("verl") and verl_check(line, Trees())[0]]
+    taken = Switches(fitting[0], "npu" if installed_root("torch_npu") else "cpu") if fitting else Switches()
+    why = "verl of that line is installed" if fitting else "no line's verl is installed, so these are production's"
+    typer.echo(f"{taken.text()} ({VARIABLE} is unset; {why}). Others: --switches", err=True)
+    return taken
 
 
 def status_command(
@@ -68,7 +88,9 @@ def _show_run(run: Path, as_json: bool) -> NoReturn:
     record = read_summary(run)
     rows = count_by_process(record.get("patches", []))
     if not rows:
-        raise RecipeError(f"{run} has no recorded states: it ended before any process reported; see its driver.log")
+        raise RecipeError(
+            f"{run} has no recorded states: no process has reported yet; `status {run}` shows how far it is"
+        )
     ended, dirty = record.get("exit", "unknown"), record.get("dirty", {})
     wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
     if as_json:
@@ -77,12 +99,23 @@ def _show_run(run: Path, as_json: bool) -> NoReturn:
         for name, files in dirty.items():
             typer.echo(f"dirty: {name} was not as pinned: {', '.join(files)}")
         typer.echo(f"run ended: {ended}. A row is waiting where its module was never imported in that process.")
-        cells = []
-        for row in rows:
-            states = ", ".join(f"{process}: {state}" for process, state in row["states"].items())
-            cells.append((row["id"], row["target"], states, row["reason"]))
+        states = [_states_text(row["states"]) for row in rows]
+        cells = [(row["id"], row["target"], state, row["reason"]) for row, state in zip(rows, states, strict=True)]
         table(f"patches of {run}", ("id", "target", "states", "reason"), cells)
     raise typer.Exit(1 if wrong else 0)
+
+
+def _states_text(states: Mapping[str, str]) -> str:
+    """{process: state} as "controller: active, workers 0-255: active"."""
+    texts, ranks = [], {}
+    for process, state in states.items():
+        kind, _, rank = process.partition(" ")
+        if kind == "worker" and rank.isdecimal():
+            ranks.setdefault(state, []).append(int(rank))
+        else:
+            texts.append(f"{process}: {state}")
+    texts += [f"worker{'s' if len(of) > 1 else ''} {ranks_text(of)}: {state}" for state, of in ranks.items()]
+    return ", ".join(texts)
 
 
 def explain_command(row_id: str, switches: Switch = None, as_json: Json = False) -> None:
@@ -97,7 +130,7 @@ def explain_command(row_id: str, switches: Switch = None, as_json: Json = False)
     else:
         rows = [(key, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for key, v in facts.items()]
         table(row_id, ("fact", "value"), rows)
-        typer.echo(PLACES)
+        say(PLACES)
 
 
 def digest_command(switches: Switch = None, as_json: Json = False) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from verl_patches.catalog import ROWS
-from verl_patches.cli.output import Json, print_json, report_plan, table
+from verl_patches.catalog import rows_of
+from verl_patches.cli.output import Json, print_json, report_plan, say, say_command, table
 from verl_patches.cli.run import Overrides, Upstream, VerlPath, check_switches
-from verl_patches.config.compose import compose
-from verl_patches.errors import ConfigError
+from verl_patches.config.checks import check_files
+from verl_patches.config.compose import compose, keys_of
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.planning.memory_plan import host_limit
 from verl_patches.planning.plan import patch_table
-from verl_patches.planning.search import search
+from verl_patches.planning.search import NoLayout, search
 from verl_patches.planning.step_plan import Workload
+from verl_patches.planning.verdict import nearest_preset
 from verl_patches.upstream.checkouts import for_platform, trees_of
 
 CONFIG_HELP = "A file of configs/, such as grpo_deepseekv3_256die_true_weight."
@@ -48,26 +53,37 @@ def plan_command(
     check_switches(config)
     if not searched:
         report_plan(config, config_name, overrides, trees, workload, as_json)
+    if lacks := [check for check in check_files(config, keys_of(overrides), trees) if not check.ok]:
+        raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
     dies = config.trainer.nnodes * config.trainer.n_gpus_per_node if dies is None else dies
-    on = [row["id"] for row in patch_table(config, ROWS) if row["on"]]
-    found = {"config": config_name, "dies": dies, "modelled": True, "layouts": search(config, on, dies, workload, top)}
+    on = [row["id"] for row in patch_table(config, rows_of(config.recipe.platform)) if row["on"]]
+    try:
+        layouts = search(config, on, dies, workload, top)
+    except NoLayout as error:
+        preset = nearest_preset(config_name, dies, host_limit(config), on)
+        raise ConfigError(f"{error}{'' if preset is None else f'. Nearest shipped preset: {preset[0]}'}") from None
+    found = {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
     if as_json:
         print_json(found)
     else:
-        _show(found, overrides)
+        _show(found, [*trees.option, *workload.option], overrides)
 
 
-def _show(found: dict[str, Any], overrides: list[str]) -> None:
+def _show(found: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
     layouts, rows = found["layouts"], []
     for number, row in enumerate(layouts, 1):
         phases = {phase["phase"]: phase["seconds"] for phase in row["phases"]}
-        seconds = [f"{phases[name]:.1f}" for name in ("rollout", "ref", "update")]
-        peaks = [f"{row[key] / 1e9:.1f}" for key in ("peak_bytes", "update_bytes")]
-        cells = (f"{row['total_s']:.1f}", f"{row['tokens_per_s_per_die']:.1f}", *seconds, row["train"], row["rollout"])
-        rows.append((str(number), *cells, str(row["micro_batch"]), *peaks))
-    columns = ("", "step s", "tokens/s/die", "rollout", "ref", "update", "train", "rollout layout", "micro batch")
+        seconds = [f"{phases[name]:.1f}" for name in ("rollout", "update")]
+        train = row["train"].partition(" etp")[0]
+        sizes = (str(row["micro_batch"]), str(row["recompute_layers"]), f"{row['peak_bytes'] / 1e9:.1f}")
+        speed = f"{row['total_s']:.1f}", f"{row['tokens_per_s_per_die']:.1f}"
+        rows.append((str(number), *speed, *seconds, train, row["rollout"], *sizes))
+    columns = ("", "step s", "tokens / s / die", "rollout", "update", "train", "rollout layout")
     title = f"fastest layouts of {found['config']} on {found['dies']} dies (modelled)"
-    table(title, (*columns, "peak GB", "in update GB"), rows)
+    table(title, (*columns, "micro batch", "recompute layers", "peak GB"), rows)
     for number, row in enumerate(layouts, 1):
-        words = " ".join(f"'{word}'" if "[" in word else word for word in [*overrides, *row["overrides"]])
-        typer.echo(f"{number}: python -m verl_patches plan {found['config']} {words}")
+        replaced = set(keys_of(row["overrides"]))
+        kept = [each for each, key in zip(overrides, keys_of(overrides), strict=True) if key not in replaced]
+        command = ["python", "-m", "verl_patches", "plan", found["config"], *option, *kept, *row["overrides"]]
+        say_command(f"{number}:", shlex.join(command))
+    say(f"fits: {len(layouts)} layouts on {found['dies']} dies; next: one of the commands above", "bold green")

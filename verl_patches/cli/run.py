@@ -5,32 +5,35 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.text import Text
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from verl_patches.catalog import ROWS
+from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, report_plan
 from verl_patches.config.checks import Check, check_config, check_disk, check_files, require
 from verl_patches.config.compose import compose, keys_of, output_root, switched_off
 from verl_patches.config.environment import run_dir, switches_of
 from verl_patches.config.files import PATHS
 from verl_patches.config.run_start import checkpoints_of
-from verl_patches.errors import ConfigError
+from verl_patches.errors import INTERRUPTED, ConfigError
 from verl_patches.evaluation.record import SUMMARY, read_object
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
+from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
+from verl_patches.patching.report import said_off
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.planning.step_plan import Workload
 from verl_patches.platform import require as require_platform
-from verl_patches.trainer.summary import run_id
+from verl_patches.trainer.summary import STEP, run_id
 from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
@@ -47,6 +50,7 @@ UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a
 WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
+STAGE_AGAIN_S = 15.0
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
 
 
@@ -79,12 +83,12 @@ def smoke_command(
     require_trees(config, trees)
     smoke.check_model(options, config, keys_of(overrides))
     run_folder.require_start(config)
-    _end_unless(check_config(config, must_exist=keys_of(overrides)))  # before model and data are made
+    _end_unless(check_config(config, keys_of(overrides), trees))  # before model and data are made
     _refuse_without_effect(config)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
     _end_unless([check_disk(config, starts=True)])
-    off = _rows_off(config)
+    off = said_off(switches_of(config).switched_off(rows_of(config.recipe.platform)))
     with _progress(as_json, wide, off) as show:
         made = smoke.prepare(options, output_root() / "cache", lambda text: show(f"| {text}"))
         final = [*given, *made, *overrides]
@@ -114,7 +118,7 @@ def train_command(
     if dry_run:
         report_plan(config, config_name, overrides, trees, Workload(), as_json)
     run_folder.require_start(config)
-    _end_unless(check_config(config, must_exist=keys_of(overrides)))
+    _end_unless(check_config(config, keys_of(overrides), trees))
     _refuse_without_effect(config)
     run_folder.require_lasting_folders(config)
     require_platform(config.recipe.platform)
@@ -122,7 +126,7 @@ def train_command(
     dirty = refuse_modified(config, trees)
     ray_cluster.require_nodes(config)
     _end_unless([*check_files(config, must_exist=PATHS), check_disk(config, starts=True)])
-    off = _rows_off(config)
+    off = said_off(switches_of(config).switched_off(rows_of(config.recipe.platform)))
     with _progress(as_json, wide, off) as show:
         outcome = launcher.run(config, config_name, overrides, show, trees, dirty=dirty)
     _report(outcome, config, as_json, off)
@@ -140,18 +144,12 @@ def _end_unless(checks: list[Check]) -> None:
 def check_switches(config: DictConfig) -> None:
     """ConfigError for a switch that names no row or switches off one that another needs, or for others in the shell."""
     switches, in_shell = switches_of(config), os.environ.get(VARIABLE)
-    Engine(ROWS, switches)
+    Engine(rows_of(switches.platform), switches)
     if in_shell and parse(in_shell) != switches:
         raise ConfigError(
             f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {switches.text()!r}, which is what "
             f"runs; unset {VARIABLE} and give rows as 'recipe.patches=[-row.id]'"
         )
-
-
-def _rows_off(config: DictConfig) -> str:
-    """ "1 row off by you: row.id" for the rows that recipe.patches switches off; empty text without any."""
-    ids = switches_of(config).switched_off(ROWS)
-    return f"{len(ids)} row{'s' if len(ids) > 1 else ''} off by you: {', '.join(ids)}" if ids else ""
 
 
 def _refuse_without_effect(config: DictConfig) -> None:
@@ -171,25 +169,35 @@ def _refuse_without_effect(config: DictConfig) -> None:
 def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Callable[[str], None]]:
     """A function that shows lines of progress.log (trainer/summary.py): "| " lines, the step table, and the stage now.
 
-    `wide`: the table's "+ " lines, else its "- " lines. The stage ("~ ") is shown on a terminal only. `first` is shown
-    at once.
+    `wide`: the table's "+ " lines, else its "- " lines. The stage ("~ ") stands below them with the seconds so far; in
+    a pipe or file it is a line of its own, and only until step 1. `first` is shown at once.
     """
-    console, stay = Console(quiet=silent), ("| ", "+ " if wide else "- ")
-    live = console.is_terminal and not silent
-    with console.status("starting") if live else nullcontext() as status:
+    console = Console(quiet=silent, highlight=False, markup=False, soft_wrap=True)
+    stay, piped, began = ("| ", "+ " if wide else "- "), not console.is_terminal, time.monotonic()
+    columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=console, transient=True, disable=silent or piped) as stage:
+        now = stage.add_task("starting")
+
+        last, again_at = "", 0.0  # the stage of the start, and when it is shown again in a pipe
 
         def show(line: str) -> None:
+            nonlocal last, again_at
+            text, seconds = printable(line[2:]), time.monotonic() - began
+            if line.startswith("~ "):
+                stage.update(now, description=text)
+                last, again_at = "" if line.startswith(STEP) else text, 0.0
             if line.startswith(stay):
-                console.print(printable(line[2:]), highlight=False, markup=False, soft_wrap=True)
-            elif line.startswith("~ ") and status:
-                status.update(Text(printable(line[2:])))
+                console.print(text)
+            elif piped and last and seconds >= again_at:
+                again_at = seconds + STAGE_AGAIN_S
+                console.print(f"[{seconds:4.0f} s] {last}")
 
         show(f"| {first}" if first else "")
         yield show
 
 
 def _report(outcome: launcher.Outcome, config: DictConfig, as_json: bool, off: str = "") -> None:
-    """Print how a run ended, with the rows that were `off`, and how to go on after a failure; exit with its code."""
+    """Print how a run ended, the rows that were `off`, what it proved, or how to go on; exit with its code."""
     if as_json:
         typer.echo((outcome.folder / "summary.json").read_text())
     elif outcome.code == 0:
@@ -198,11 +206,16 @@ def _report(outcome: launcher.Outcome, config: DictConfig, as_json: bool, off: s
             f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); "
             f"results in {outcome.folder}" + (f"; {off}" if off else "")
         )
+        if proved := smoke.PROVED.get(f"{config.recipe.line} {config.recipe.platform}"):
+            compared = config.recipe.weight_sync.enabled and config.recipe.logprob_check.action == "stop"
+            lacks = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
+            typer.echo(f"This proved: {proved}.\nIt did not prove: {lacks}{smoke.NOT_PROVED}.")
     if outcome.code:
         logs = f"  log: {outcome.folder / 'driver.log'}"
         if (outcome.folder / "ray_logs").is_dir():
             logs += f"\n  Ray's logs: {outcome.folder / 'ray_logs'}"
-        text = f"verl_patches: the run failed after {outcome.wall_s:.0f} s: {outcome.reason}\n{logs}"
+        ended = "was" if outcome.reason.startswith(INTERRUPTED) else f"failed after {outcome.wall_s:.0f} s:"
+        text = f"verl_patches: the run {ended} {outcome.reason}\n{logs}"
         text += f"\n  {off}" if off else ""
         typer.echo(printable(text, keep="\n\t"), err=True)
         for line in _resume_advice(config, outcome.folder):
@@ -219,6 +232,8 @@ def _resume_advice(config: DictConfig, record: Path) -> list[str]:
         if config.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY).get("checkpoints"):
             return [f"nothing was saved: the same command goes on from {config.trainer.resume_from_path} again"]
         found = newest(folder, run_id(run_dir(config)))
+        if last_step_is_saved(config, run_dir(config)):
+            return [f"newest whole checkpoint: {found}, of the last step: all steps are made and saved"]
     except (ConfigError, OSError) as error:  # the first says what to go on from instead
         return [str(error)]
     if found is None:

@@ -136,6 +136,11 @@ def _show_plan(result: dict[str, Any], destination: Path) -> None:
 def verify_command(folder: Folder, as_json: Json = False) -> None:
     """Check every byte of a folder against its manifest; a HF folder without one by headers, index and config."""
     start = time.perf_counter()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"weights verify: {folder}: no such folder, so nothing was checked; expected a HF model folder, shards or "
+            "a checkpoint: give its path, or download or convert the weights first (docs/weights.md)"
+        )
     if has_manifest(folder):
         manifest = read_manifest(folder)
         with _progress("verify", manifest.size_bytes) as progress:

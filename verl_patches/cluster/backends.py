@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -29,6 +30,7 @@ from verl_patches.cluster.volumes import CHANGES, refusal, unsaved
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
+from verl_patches.watch.heartbeat import ranks_text
 
 MARGIN_S = 180.0  # for a host's connection, container and processes, beyond the job's own wait
 LOGS_S = 900.0  # for the logs of a node, beyond MARGIN_S
@@ -37,6 +39,7 @@ SSH_FAILED, NO_END = 255, 124  # exit codes: ssh's own, which a command may have
 RECONNECT_S, RECONNECT_EVERY_S = 900.0, 10.0
 LABEL, DIGEST = "verl_patches.job", "verl_patches.digest"  # labels of containers that `cluster up` started
 BEGINS = "verl_patches: output begins"  # what a shell's profiles print comes before this line
+BEGUN = f"{BEGINS}\n".encode()
 START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
 _ENDED_WELL, _ENDED_BADLY = ("Complete",), ("Failed", "ValidationFailed")  # RayJob's status.jobDeploymentStatus
 
@@ -61,14 +64,19 @@ def _call(words: Sequence[str], stdin: str, limit_s: float) -> Answer:
         done = subprocess.run(list(words), input=stdin.encode(), capture_output=True, timeout=limit_s)
     except FileNotFoundError:
         raise ConfigError(f"{words[0]} is not installed here, which this provider needs") from None
-    except subprocess.TimeoutExpired:
-        return Answer(NO_END, b"", f"no end within {limit_s:g} s")
+    except subprocess.TimeoutExpired as error:
+        return Answer(NO_END, error.stdout or b"", f"no end within {limit_s:g} s")
     return Answer(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
+
+
+def _below(lines: Sequence[str]) -> str:
+    """The lines below a sentence that ends with a colon."""
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def _after_profiles(output: bytes) -> bytes | None:
     """What comes after the line BEGINS; None without it."""
-    _, found, rest = output.partition(f"{BEGINS}\n".encode())
+    _, found, rest = output.partition(BEGUN)
     return rest if found else None
 
 
@@ -159,7 +167,18 @@ class Hosts:
             return dict(zip(chosen, threads.map(call, chosen), strict=True))
 
     def _faults(self, answers: Mapping[int, Answer]) -> str:
-        return "; ".join(f"{self.job.host_of(rank)}: {a.fault}" for rank, a in answers.items() if a.code)
+        return _below(self._lines({rank: answer.fault for rank, answer in answers.items() if answer.code}))
+
+    def _lines(self, faults: Mapping[int, str]) -> list[str]:
+        """A line for each fault, with the ranks of all hosts that have it; HOST stands for their own names there."""
+        ranks: dict[str, list[int]] = {}
+        for rank, fault in faults.items():
+            own = rf"(?<![\w.-]){re.escape(self.job.hosts[rank])}(?![\w.-])"
+            ranks.setdefault(re.sub(own, "HOST", fault), []).append(rank)
+        return [
+            f"nodes {ranks_text(same)}: {fault}" if len(same) > 1 else f"{self.job.host_of(same[0])}: {faults[same[0]]}"
+            for fault, same in ranks.items()
+        ]
 
     def up(self, say: Callable[[str], None], logs: Path) -> None:
         """Start containers and Ray on all hosts; RecipeError that names those where it failed, with logs in a folder.
@@ -173,14 +192,15 @@ class Hosts:
             new = [rank for rank, a in answers.items() if a.code == 0 and a.output.split()[-1:] == [b"new"]]
             if fault := self._faults(answers):
                 fault += self._left_of(new)
-                lost = any(a.code in (SSH_FAILED, NO_END) for a in answers.values())
-                more = "; docker may still be at work there, cluster down ends what comes of it" if lost else ""
-                raise RecipeError(f"containers of job {self.job.name}: {fault}{more}")
+                lost = [rank for rank, a in answers.items() if a.code in (SSH_FAILED, NO_END) and BEGUN in a.output]
+                if lost:
+                    fault += f"\n  docker may still be at work on nodes {ranks_text(lost)}: cluster down removes it"
+                raise RecipeError(f"cluster up of job {self.job.name}, containers:{fault}")
             say(f"{self.job.nodes} containers of {self.job.image} run, {len(new)} of them new")
         answers = self._each(self._look)  # a host that is not reached is known before the others wait for it
         if fault := self._faults(answers):
             fault += self._left_of(new)
-            raise RecipeError(f"cluster up of job {self.job.name}: {fault}; nothing was started")
+            raise RecipeError(f"cluster up of job {self.job.name}; nothing was started:{fault}")
         limit_s = self.job.wait_s + MARGIN_S
         answers = self._each(lambda rank: self._cluster(rank, "up", limit_s=limit_s))
         if fault := self._faults(answers):
@@ -189,8 +209,8 @@ class Hosts:
                 self._gather(logs, began, limit_s=0.0)
                 self._each(self._down, began)
                 fault += self._left_of(new)
-                fault += f"; logs in {logs}" if logs.is_dir() else ""
-            raise RecipeError(f"cluster up of job {self.job.name}: {fault}")
+                fault += f"\n  logs in {logs}" if logs.is_dir() else ""
+            raise RecipeError(f"cluster up of job {self.job.name}:{fault}")
         say(f"all {self.job.nodes} nodes of job {self.job.name} are in Ray")
 
     def _down(self, rank: int, logs: str = "none", limit_s: float = 0.0) -> Answer:
@@ -204,7 +224,7 @@ class Hosts:
     def _container(self, rank: int) -> Answer:
         """Start the job's container on a host; the last word of its output is "new", or "old" for one that was there.
 
-        One of somebody else, or of another state of the job file, is refused with code 2.
+        Another user's container, or one made from an older job file, is refused with code 2.
         """
         job, labels = self.job, "".join(f'{{{{index .Config.Labels "{label}"}}}} ' for label in (LABEL, DIGEST))
         found = f"docker container inspect --format {shlex.quote(labels)} {job.name} 2> /dev/null"
@@ -226,7 +246,7 @@ class Hosts:
                 bash -s -- {options} > /dev/null || {failed}
             echo new
         fi"""
-        line = f"bash -c {shlex.quote(line)}"
+        line = f"echo {shlex.quote(BEGINS)}; bash -c {shlex.quote(line)}"
         limit_s = max(MARGIN_S, self.job.wait_s)  # docker may have to pull the image
         return self._on(rank, line, START_CONTAINER.read_text(), limit_s)
 
@@ -248,9 +268,8 @@ class Hosts:
         return answers | self._each(lambda rank: self._on(rank, line, "", MARGIN_S), free)
 
     def _left_of(self, new: Sequence[int]) -> str:
-        """Delete the containers that this call started; why one stays, as the rest of a sentence."""
-        fault = self._faults(self._remove_containers(new))
-        return f"; {fault}" if fault else ""
+        """Delete the containers that this call started; lines that say why one stays."""
+        return self._faults(self._remove_containers(new))
 
     def run(self, to: BinaryIO, say: Callable[[str], None]) -> int:
         """Start the job's command on the head's host and write its output to a stream; its exit code."""
@@ -325,7 +344,7 @@ class Hosts:
             removed = self._remove_containers([rank for rank in ended if rank not in faults])
             faults = {rank: fault + kept for rank, fault in faults.items()}
             faults |= {rank: answer.fault for rank, answer in removed.items() if answer.code}
-        return [f"{self.job.host_of(rank)}: {fault}" for rank, fault in sorted(faults.items())]
+        return self._lines(dict(sorted(faults.items())))
 
     def _gather(self, logs: Path, ranks: Sequence[int], limit_s: float) -> dict[int, str]:
         """End the processes of hosts and write their logs, which stay there too; {rank: what failed}."""

@@ -67,6 +67,7 @@ Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,\s]+$")]  # docker an
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 # what the scripts of public samples export: {variable: field}
 FROM_ENVIRONMENT = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
+PLACEHOLDER = ".example"  # no host has a name in it (RFC 2606)
 MASTER, RANK = "MASTER_ADDR", "NODE_RANK"
 _OUTPUT_ROOT = re.compile(r"""(?:^|[\s+'"])recipe\.output_root=['"]?([^\s'"]+)""")  # also in a line of bash -c
 
@@ -265,6 +266,15 @@ def as_text(job: Job, secrets: Mapping[str, str] | None = None) -> str:
 def of_a_node(job: Job) -> Job:
     """The job as its nodes get it: each starts its own Ray."""
     return job.model_copy(update={"provider": "nodes"})
+
+
+def require_hosts(job: Job) -> None:
+    """ConfigError where hosts are still those of the example."""
+    if placeholders := [host for host in job.hosts if host.endswith(PLACEHOLDER)]:
+        raise ConfigError(
+            f"job {job.name}: hosts: expected addresses of your nodes, found {placeholders[0]}, a placeholder; nothing "
+            "was started. Write the addresses into the job file, in the order of ranks"
+        )
 
 
 def require_secrets(job: Job, secrets: Mapping[str, str]) -> None:

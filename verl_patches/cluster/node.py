@@ -6,7 +6,6 @@ environment with a value of its own, so `down` ends those processes and what the
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 
@@ -39,6 +38,7 @@ from verl_patches.processes import (
     Descendants,
     SharedMemory,
     adopting_orphans,
+    lock_file,
     name_of,
     started_at,
     state_of,
@@ -120,20 +120,26 @@ def locked_folder(folder: Path, ends_holder: bool = False) -> Iterator[None]:
 
     `ends_holder`: that one is ended first; RecipeError where it cannot be.
     """
-    with (folder / "lock").open("a+") as lock:
-        deadline, told = time.monotonic() + (END_HOLDER_S if ends_holder else 0.0), None
-        while not _lock(lock):
-            holder = _holder_of(lock)
-            if ends_holder and holder is not None and holder != told:
+    deadline, asked = time.monotonic() + (END_HOLDER_S if ends_holder else 0.0), None
+    while True:
+        try:
+            lock = lock_file(folder / "lock")
+            break
+        except BlockingIOError:
+            holder = _holder_of(folder / "lock")
+            if ends_holder and holder is not None and holder != asked:
                 with suppress(psutil.NoSuchProcess):
                     holder.terminate()  # it ends what it has started
-                told = holder
+                asked = holder
             if time.monotonic() >= deadline:
                 text = f"another `cluster` command{f' (pid {holder.pid})' if holder else ''} is at work in {folder}"
                 if ends_holder:
-                    raise RecipeError(f"{text} and could not be ended within {END_HOLDER_S:g} s: end it by hand")
-                raise ConfigError(f"{text}; wait for its end")
+                    raise RecipeError(
+                        f"{text} and could not be ended within {END_HOLDER_S:g} s: end it by hand"
+                    ) from None
+                raise ConfigError(f"{text}; wait for its end") from None
             time.sleep(0.1)
+    with lock:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -143,19 +149,10 @@ def locked_folder(folder: Path, ends_holder: bool = False) -> Iterator[None]:
             lock.truncate(0)
 
 
-def _lock(lock: TextIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _holder_of(lock: TextIO) -> psutil.Process | None:
+def _holder_of(lock: Path) -> psutil.Process | None:
     """The `cluster` command that has the lock, by the number in the file."""
-    lock.seek(0)
     with suppress(psutil.Error, ValueError):
-        process = psutil.Process(int(lock.read()))
+        process = psutil.Process(int(lock.read_text()))
         return process if "cluster" in process.cmdline() else None
     return None
 
@@ -167,7 +164,7 @@ def records(folder: Path) -> list[Started]:
 
 
 def _already(job: Job, place: Place, folder: Path) -> Started | None:
-    """This job's own record where all its processes live; ConfigError for another job's, or one that is half gone."""
+    """This job's own record where all its processes live; ConfigError for another job's or a partly dead one."""
     for started in records(folder):
         alive = living(started)
         mine = started.job == job.name and started.rank == place.rank

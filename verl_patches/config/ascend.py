@@ -21,7 +21,7 @@ def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]
     """(name, whether it holds, one sentence) of each rule of this file; nothing where there is no NPU."""
     if not as_npu(config.recipe.platform):
         return []
-    rules = _scheduler, _prefix_cache, _mixed_batches, _graphs, _graph_sizes, _groups, _answers
+    rules = _scheduler, _prefix_cache, _mixed_batches, _graphs, _graph_sizes, _groups
     return [found for rule in rules for found in rule(config, model)]
 
 
@@ -104,13 +104,3 @@ def _groups(config: DictConfig, model: ModelShape) -> _Found:
             "experts or 1 group: vllm-ascend ranks groups by their best expert, not by two (fused_moe.py:738)"
         )
         yield "expert groups", False, text
-
-
-def _answers(config: DictConfig, model: ModelShape) -> _Found:
-    asked = config.actor_rollout_ref.rollout.get("prompt_logprobs")
-    if asked is not None:
-        text = (
-            f"{_ROLLOUT}.prompt_logprobs is {asked}, expected none: verl passes it on as a sampling parameter "
-            "(vllm_rollout_spmd.py), and vllm-ascend answers None (model_runner_v1.py:1421)"
-        )
-        yield "prompt log-probs", False, text

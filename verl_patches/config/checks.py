@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.config import ascend, files, hccl, profile, routing_replay, watch
+from verl_patches.config import ascend, files, hccl, profile, watch
 from verl_patches.config.compose import (
     graph_arguments,
     hf_config_of,
@@ -38,6 +38,7 @@ from verl_patches.reshard.blocks import Block, make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.tensor_cache import limits
 from verl_patches.trainer import on_policy, truth_check
+from verl_patches.upstream.checkouts import LINE, Trees
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 from verl_patches.values import Count, Positive, value_faults
 
@@ -50,7 +51,7 @@ _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_mode
 class Check:
     """One rule: `detail` says what holds, or what was expected, what was found and what to change.
 
-    `note`: the rule holds, but its detail should be read before a start.
+    `note`: the rule passes with a warning, which `detail` has.
     """
 
     name: str
@@ -59,10 +60,11 @@ class Check:
     note: bool = False
 
 
-def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[Check]:
+def check_config(config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None) -> list[Check]:
     """All rules in order. A layout that cannot be built is a failed check, and the rules that need it are left out.
 
     must_exist: those keys of files.PATHS whose files are expected on this machine; absent files of others are a note.
+    trees: those that the run imports from; None: the user's code is not imported.
     """
     model = model_shape_of(config)
     checks, layouts = [], []
@@ -71,7 +73,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
         layouts.append(None if fault else build(config))
         checks.append(Check(name, not fault, fault or str(layouts[-1])))
     train, rollout = layouts
-    checks += [*check_files(config, must_exist), *_model_checks(config, model)]
+    checks += [*check_files(config, must_exist, trees), *_model_checks(config, model)]
     if train:
         checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train)]
     if rollout:
@@ -81,8 +83,8 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
     checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
-    checks += [*_swap_checks(config), _sleep_check(config), check_disk(config)]
-    others = (routing_replay, hccl, profile, watch)
+    checks += [*_swap_checks(config), _sleep_check(config), check_disk(config), *_replay_checks(config)]
+    others = (hccl, profile, watch)
     return [*checks, *(check for rules in others for check in _checks_of(rules, config, model))]
 
 
@@ -103,7 +105,7 @@ def _error_of(function: Callable, *arguments: object) -> str | None:
 
 
 def _checks_of(rules: ModuleType, config: DictConfig, model: ModelShape) -> Iterator[Check]:
-    """The rules of a file of its own: hccl.py, ascend.py, profile.py, routing_replay.py, watch.py."""
+    """The rules of a file of its own: hccl.py, ascend.py, profile.py, watch.py."""
     return (Check(*result) for result in rules.checks(config, model))
 
 
@@ -116,9 +118,9 @@ def _divides(name: str, total: int, part: int, key: str, quotient: str) -> Check
     return _either(name, total % part == 0, held, f"{total} is not a multiple of {part}; change {key}")
 
 
-def check_files(config: DictConfig, must_exist: Collection[str]) -> list[Check]:
-    """The rules of files.py; `must_exist` as in `check_config`."""
-    return [Check(*result) for result in files.checks(config, must_exist)]
+def check_files(config: DictConfig, must_exist: Collection[str], trees: Trees | None = None) -> list[Check]:
+    """The rules of files.py; arguments as in `check_config`."""
+    return [Check(*result) for result in files.checks(config, must_exist, trees)]
 
 
 def check_disk(config: DictConfig, starts: bool = False) -> Check:
@@ -180,6 +182,8 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
     actor, ref = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
     layers, heads = model.num_hidden_layers, model.num_attention_heads
     fault = _error_of(train.chunk_layers, layers)
+    if config.recipe.line == LINE and not fault:
+        fault = _fault_of_stages(train, model)
     yield Check("layers", not fault, fault or f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)")
     yield _experts("train experts", train.ep, model.n_routed_experts, f"{_ACTOR}.expert_model_parallel_size")
     key = f"{_ACTOR}.tensor_model_parallel_size or context_parallel_size (Ulysses exchanges heads)"
@@ -202,6 +206,19 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
             f"{train.tp}; found {train.etp} and {train.ep}"
         )
         yield _either("recipe.train.expert_split", train.etp == 1 and train.ep % train.tp == 0, held, fault)
+
+
+def _fault_of_stages(train: ParallelLayout, model: ModelShape) -> str | None:
+    """Why an update on line a3 would not end with these stages; None where it would."""
+    layers = [train.stage_layers(stage, model.num_hidden_layers) for stage in range(train.pp)]
+    dense = [stage for stage, held in enumerate(layers) if not any(map(model.is_moe, held))]
+    if train.ep == 1 or not dense:
+        return None
+    return (
+        f"stage {', '.join(map(str, dense))} has no layer with experts; expected one in each, as Megatron core_r0.8.0 "
+        "reduces the norms of dense and of expert gradients over all ranks one after the other (optimizer.py:994), and "
+        f"this stage would not join the second: more than {model.first_k_dense_replace} layers on the first stage"
+    )
 
 
 def fault_of_experts(train: ParallelLayout) -> str | None:
@@ -228,8 +245,6 @@ def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Ch
         faults.append(f"{_ACTOR}.use_distributed_optimizer is false, expected true: each rank saves its own states")
     if trainer.get("default_hdfs_dir"):
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
-    if config.algorithm.adv_estimator == "gae":
-        faults.append("algorithm.adv_estimator is gae, whose critic would not be saved; expected one without a critic")
     held = f"in {trainer.default_local_dir}, which all nodes must share"
     try:
         if resumed := start_of(config, run_dir(config)).resumed:
@@ -394,6 +409,26 @@ def _swap_checks(config: DictConfig) -> Iterator[Check]:
     held = f"states come in {train.swap_optimizer_times} pieces, or one tensor at a time"
     fault = "the states are on the host already: set actor.megatron.optimizer_offload=false"
     yield _either("swap optimizer", not actor.optimizer_offload, held, fault)
+
+
+def _replay_checks(config: DictConfig) -> Iterator[Check]:
+    """recipe.train.routing_replay: whether a pass records, and its routers are those that select."""
+    key, recipe = "recipe.train.routing_replay", config.recipe
+    if recipe.train.routing_replay is None:
+        return
+    faults = []
+    if recipe.train.skip_old_log_prob:
+        faults.append("recipe.train.skip_old_log_prob leaves out the pass that records; set it false")
+    if not recipe.train.use_remove_padding:
+        faults.append("recipe.train.use_remove_padding is false: tokens are those of packed sequences; set it true")
+    if recipe.train.balanced_routing:
+        faults.append("recipe.train.balanced_routing ignores the router; set one of them")
+    selection = "update.routing_replay" if recipe.line == "pypi" else "update.routing_replay_mindspeed"
+    for row in ("update.recipe_worker", "update.routing_samples", selection):
+        if switched_off(config, row):
+            faults.append(f"row {row} is off; remove -{row} from recipe.patches")
+    held = "the update selects the experts of the pass for old log-probs"
+    yield _either("routing replay", not faults, held, f"{key} is R2, but {'; '.join(faults)}")
 
 
 def _sync_checks(

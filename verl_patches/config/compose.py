@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +20,27 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.engine_options import write_engine_options
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe_keys, unknown_key
-from verl_patches.config.verl_values import check_verl_values
+from verl_patches.config.verl_values import check_needs, check_verl_values
 from verl_patches.errors import ConfigError
+from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
-from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
+from verl_patches.patching.spec import LINES
+from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, verl_config_dir
+from verl_patches.upstream.pins import load_pins, read_by_verl
+from verl_patches.upstream.support import refusal_of
 from verl_patches.values import is_secret
 from verl_patches.yaml_files import MAX_DEPTH, head_of, read_yaml
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 SCHEMA = "recipe_schema"
 MAX_OVERRIDE = 2**14  # characters
-_FREE_SECTIONS = (
-    # verl 0.4.0 has them; on line a3 row update.dynamic_batches reads them
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-    # passed unchanged to Megatron, vLLM or transformers
-    "recipe",
-    "actor_rollout_ref.recipe",
-    "actor_rollout_ref.actor.megatron.override_transformer_config",
-    "actor_rollout_ref.ref.megatron.override_transformer_config",
-    "critic.megatron.override_transformer_config",
-    "actor_rollout_ref.rollout.engine_kwargs",
-    "actor_rollout_ref.model.override_config",
-    # verl reads these with .get(), although its own config file does not list them
-    "data.dataloader_num_workers",  # verl/trainer/ppo/ray_trainer.py
-    "data.seed",  # verl/trainer/main_ppo.py
-    "actor_rollout_ref.rollout.seed",  # verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py
+LAYERS = "recipe.num_hidden_layers"
+_LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
+    "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.num_hidden_layers",
 )
+_OURS = ("recipe.", "actor_rollout_ref.recipe.")
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:
@@ -86,13 +77,15 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     _refuse_secrets(_values(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config))
-    write_engine_options(config, keys_of(overrides))
     _refuse_deleted(config, base)
+    check_needs(OmegaConf.to_container(config))
+    write_engine_options(config, keys_of(overrides))
+    _write_layers(config)
     for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
         section.output_root = str(output_root(section.output_root))  # workers have other current folders
     folder = Path(config.recipe.output_root, config.recipe.run)
     config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
-    _check_verl_keys(config, base, name, overrides)
+    _check_verl_keys(config, base, name)
     _check_dtype(config)
     return config
 
@@ -190,9 +183,9 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     missing = re.search(r"Key '([^']+)' (?:is )?not in '?\w+'?\s+full_key: (\S+)", "\n".join(texts))
     if override or (missing and missing[2].startswith("recipe")):
         key = override[1] if override else missing[2]
-        text = unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_keys(base)))
-        listed = f" If verl reads it although its config file does not list it, write +{key}=..."
-        return text if key.startswith("recipe") else text + listed
+        if any(load_pins().acts(key, line) for line in LINES):
+            return f"{key} is no key of verl's own config file, but verl reads it: write +{key}=..."
+        return unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_keys(base)), "verl has no such key")
     lines = list(dict.fromkeys(text.splitlines()[0] for text in texts))
     quoted = any("token recognition error" in text or "mismatched input" in text for text in texts)
     hint = """; put a value with special characters in quotes: 'key="value"'""" if quoted else ""
@@ -212,17 +205,21 @@ def _refuse_deleted(config: DictConfig, base: DictConfig) -> None:
         raise ConfigError(f"{', '.join(gone[:3])} is missing; expected verl's own key (an override ~key removes it)")
 
 
-def _check_verl_keys(config: DictConfig, base: DictConfig, name: str, overrides: Sequence[str]) -> None:
-    """Refuse a key that a file of ours adds to verl's sections, as nothing would read it; +key=value is allowed."""
-    known = dict.fromkeys(_keys(base))
-    free = [*_FREE_SECTIONS, *(o.lstrip("+").partition("=")[0] for o in overrides if o.startswith("+"))]
-    faults = []
+def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
+    """ConfigError for a key, in a file of ours or given as +key=value, that verl's config lacks and nothing reads.
+
+    A dataset class of the user gets all of `data`, with keys of its own.
+    """
+    free = (*_OURS, "data.") if config.data.custom_cls.path else _OURS
+    line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
+    hint = f"verl of line {line} reads no such key here (verl_patches/verl_keys.json): remove it"
     for key in _keys(config):
-        is_free = any(f"{key}.".startswith(f"{section}.") for section in free)
-        if not is_free and key not in known and not any(other.startswith(f"{key}.") for other in known):
-            faults.append(unknown_key(key, known))
+        above = any(other.startswith(f"{key}.") for other in known)
+        if key not in known and not above and not key.startswith(free) and not pins.acts(key, line):
+            near = {**known, **{read: None for read in read_by_verl(line) if not read.endswith("*")}}
+            faults.append(refusal_of(config, key) or f"nothing would act on {unknown_key(key, near, hint)}")
     if faults:
-        raise ConfigError(f"config {name}: verl's own config does not have\n  " + "\n  ".join(faults))
+        raise ConfigError(f"config {name}:\n  " + "\n  ".join(faults))
 
 
 def _check_dtype(config: DictConfig) -> None:
@@ -232,6 +229,33 @@ def _check_dtype(config: DictConfig) -> None:
             f"recipe.dtype={config.recipe.dtype} trains in {expected}, but actor_rollout_ref.rollout.dtype is {found}: "
             "the weights could not be compared; set recipe.dtype only, the rollout follows it"
         )
+
+
+def _write_layers(config: DictConfig) -> None:
+    """Write recipe.num_hidden_layers where training and vLLM read it, and cut layers_per_stage of the whole model.
+
+    ConfigError for a number outside the model or too small for its stages, and where a place has another number.
+    """
+    layers = config.recipe.num_hidden_layers
+    if layers is None:
+        return
+    whole, megatron = read_model_shape(shape_file(config)), config.actor_rollout_ref.actor.megatron
+    chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+    dense, most = whole.first_k_dense_replace, whole.num_hidden_layers
+    if not dense + chunks <= layers <= most:
+        raise ConfigError(
+            f"{LAYERS} is {layers}; expected {dense + chunks} to {most}: the {dense} dense layers, one with experts "
+            f"for each of {chunks} pipeline stages, and at most those of {config.recipe.model_shape}"
+        )
+    for place in _LAYERS_READ:
+        if OmegaConf.select(config, place) not in (None, layers):
+            raise ConfigError(f"{place} is given; expected none beside {LAYERS}={layers}, which is written there")
+        OmegaConf.update(config, place, layers, force_add=True)
+    stages = config.recipe.train.layers_per_stage
+    balance = sum(stages) == most if stages else config.recipe.line == LINE and chunks > 1
+    if balance and layers < most:
+        for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
+            section.train.layers_per_stage = balanced_layers(with_layers(config, whole), chunks)
 
 
 def _keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -260,8 +284,14 @@ def shape_file(config: DictConfig) -> Path:
 
 
 def model_shape_of(config: DictConfig) -> ModelShape:
-    """Sizes of the model from recipe.model_shape; ConfigError without that file."""
-    return read_model_shape(shape_file(config))
+    """Sizes of the model from recipe.model_shape with recipe.num_hidden_layers; ConfigError without that file."""
+    return with_layers(config, read_model_shape(shape_file(config)))
+
+
+def with_layers(config: DictConfig, model: ModelShape) -> ModelShape:
+    """`model` with its first recipe.num_hidden_layers layers; one that has no more as it is."""
+    layers = config.recipe.num_hidden_layers
+    return model if layers is None else replace(model, num_hidden_layers=min(layers, model.num_hidden_layers))
 
 
 def config_file(config: DictConfig) -> Path:

@@ -24,6 +24,7 @@ from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+RAY_FOLDER = "ray"  # in a run's temporary folder: Ray makes its own folder accessible to all users, the other is 0700
 # variables of the shell that a run does not inherit: the configuration decides
 DROPPED = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)
 
@@ -163,7 +164,7 @@ def _driver(config: DictConfig, temp_dir: str | None, trees: Trees) -> dict[str,
     if recipe.ray_address is not None:
         found["RAY_ADDRESS"] = (recipe.ray_address, "recipe.ray_address")
     else:
-        found["RAY_TMPDIR"] = (temp, "a path short enough for sockets (107 bytes)")
+        found["RAY_TMPDIR"] = (f"{temp}/{RAY_FOLDER}", "a path short enough for sockets (107 bytes)")
     if recipe.ray_port is not None:
         found["RAY_GCS_SERVER_PORT"] = (str(recipe.ray_port), "recipe.ray_port")
     return {name: (*entry, "driver") for name, entry in found.items()}

@@ -1,11 +1,10 @@
-"""The rules about the files that a run reads: model folder, data, reward function, a recording to replay; and writes.
+"""The rules about the files that a run reads: model folder, data, hooks (hooks.py), a recording to replay; and writes.
 
 What it writes is modelled: checkpoints from the model's parameters, responses from the shape of a batch.
 """
 
 from __future__ import annotations
 
-import ast
 import math
 import os
 import shutil
@@ -15,13 +14,15 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from verl_patches.config.compose import config_file, model_changes, model_shape_of, reads_weights
+from verl_patches.config import hooks
+from verl_patches.config.compose import config_file, model_changes, model_shape_of, reads_weights, with_layers
 from verl_patches.config.environment import run_dir
 from verl_patches.config.run_start import Start, checkpoints_of, start_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
 from verl_patches.trainer.recording import find_recording
+from verl_patches.upstream.checkouts import Trees
 from verl_patches.values import size_text
 from verl_patches.weights.checkpoint_folders import look
 from verl_patches.weights.source import open_source
@@ -35,11 +36,11 @@ _RECORD_BYTES = 64 << 20, 32 << 10  # of logs, and of a step in summary.json and
 _Found = tuple[str, bool, str] | tuple[str, bool, str, bool]  # fields of config/checks.py's Check
 
 
-def checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[_Found]:
-    """(name, whether it holds, detail, whether it is a note) of each rule; `must_exist` as in checks.check_config."""
+def checks(config: DictConfig, must_exist: Collection[str], trees: Trees | None = None) -> Iterator[_Found]:
+    """(name, whether it holds, detail, whether it is a note) of each rule; arguments as in checks.check_config."""
     yield from _folder_checks(config, must_exist)
     yield from _data_checks(config, must_exist)
-    yield from _reward_checks(config, must_exist)
+    yield from hooks.checks(config, must_exist, trees)
     yield from _replay_checks(config)
 
 
@@ -55,7 +56,7 @@ def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[
     if not path.exists():
         yield _absent("model folder", [path], _MODEL, _MODEL in must_exist, "the folder of a HF model")
         return
-    found, model = read_model_shape(path), model_shape_of(config)
+    found, model = with_layers(config, read_model_shape(path)), model_shape_of(config)
     fault = f"{path} is not of recipe.model_shape {config.recipe.model_shape}: {differences(found, model)}"
     yield "model shape", found == model, "same model" if found == model else fault
     if reads_weights(config):
@@ -135,38 +136,6 @@ def _read_rows(file: str, prompt_key: str) -> int:
             "docs/own-data-and-reward.md (data.prompt_key names that of the prompts)"
         )
     return rows
-
-
-def _reward_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[_Found]:
-    """The reward function's file defines it; without a file verl's own rewards are used."""
-    section = config.custom_reward_function
-    if not section.path:
-        return
-    file, key = Path(section.path), "custom_reward_function"
-    if not os.path.isfile(file):
-        yield _absent("reward function", [file], _REWARD, _REWARD in must_exist, "a Python file")
-        return
-    try:
-        names = set(_names_bound(ast.parse(file.read_bytes())))
-    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        yield "reward function", False, f"{key}.path: {file} is not Python: {error}"
-        return
-    held, fault = f"{section.name} of {file}", f"{key}.name is {section.name!r}; {file} does not define it"
-    defined = not names.isdisjoint((section.name, "*"))
-    yield "reward function", defined, held if defined else fault
-
-
-def _names_bound(node: ast.AST) -> Iterator[str]:
-    """Names that a module binds, also in if and try; "*" for an import of all names."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield child.name
-        elif isinstance(child, ast.alias):
-            yield child.asname or child.name
-        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-            yield child.id
-        else:
-            yield from _names_bound(child)
 
 
 def _replay_checks(config: DictConfig) -> Iterator[_Found]:

@@ -15,14 +15,18 @@ SERVICES = (  # of every node, in this order from `first` on: name, option of `r
     ("agent", "dashboard-agent-grpc-port"),
     ("agent's HTTP server", "dashboard-agent-listen-port"),
 )
-HEAD_SERVICES = (("client server", "ray-client-server-port"), ("dashboard", "dashboard-port"))  # behind those
+HEAD_SERVICES = (  # behind those
+    ("client server", "ray-client-server-port"),
+    ("dashboard", "dashboard-port"),
+    ("dashboard's gRPC server", "dashboard-grpc-port"),
+)
 
 
 @dataclass(frozen=True)
 class RayPorts:
     """The port plan of a node's Ray.
 
-    gcs: of the head; first: of eight that follow each other, the last two on the head only; workers: (first, last).
+    gcs: of the head; first: of nine that follow each other, the last three on the head only; workers: (first, last).
     """
 
     gcs: int = HEAD_PORT

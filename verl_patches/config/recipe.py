@@ -10,14 +10,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from verl_patches.config.profile import Profile, phase_faults
 from verl_patches.config.watch import Alarms, Restart, Watch
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
 from verl_patches.platform import as_npu
-from verl_patches.values import Count, Decay, Name, NotNegative, Port, Positive, Text, value_faults
+from verl_patches.values import Count, Decay, Dotted, Name, NotNegative, Port, Positive, RayAddress, Text, value_faults
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ASCEND = "recipe.rollout.ascend."
@@ -43,10 +45,8 @@ class Train:
     to the longest, for comparison: the same gradients at more work (worker/packed_forward.py). verl's Megatron actor
     always packs, and line pypi with it.
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
-    selects them again, whatever its weights have become. R3 records them in the rollout, and both passes of the actor
-    select them again; on line pypi, platform cpu. null: each pass routes by itself (worker/routing_replay.py).
-    routing_replay_control_every: with R3, in steps 1, N+1, 2N+1, ... the pass for old log-probs is also run without
-    replay, and the step table shows that |dlogp| too; null: never.
+    selects them again, even though the router's weights have changed since. null: each pass routes by itself
+    (model/routing_replay.py).
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
@@ -71,7 +71,7 @@ class Train:
     modules that are called out of the order of registration compute with old weights.
     collective_timeout_minutes: time limit of a training collective.
     router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the update;
-    0 keeps the model's values, which its training ended with. There is no auxiliary loss either.
+    0 leaves the biases unchanged. No auxiliary loss is used.
     balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs only.
     adam_beta1, adam_beta2, adam_eps: Adam's parameters; the defaults are those of verl and Megatron.
     """
@@ -80,8 +80,7 @@ class Train:
     expert_split: str = _choice("etp", "etp", "tp_extend_ep")
     skip_old_log_prob: bool = False
     use_remove_padding: bool = True
-    routing_replay: str | None = None
-    routing_replay_control_every: Count | None = None
+    routing_replay: Annotated[str, Field(pattern="^R2$", description="R2")] | None = None
     swap_optimizer: bool = False
     swap_optimizer_times: Count = 16
     max_skipped_steps: Count = 3
@@ -314,6 +313,9 @@ class Recipe:
     ray_port: port of the Ray that the run starts; null: any free one.
     expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
+    num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
+    all. The model's folder stays as it is, with random init or weights. layers_per_stage for all layers is balanced
+    anew.
     """
 
     run: Name = "run"
@@ -323,11 +325,12 @@ class Recipe:
     patches: list[str] = field(default_factory=list)
     drift: str = _choice("strict", *DRIFT_POLICIES)
     dtype: str = _choice("bf16", *VLLM_DTYPES)
-    ray_address: str | None = None
-    worker_process_setup_hook: str | None = None
+    ray_address: RayAddress | None = None
+    worker_process_setup_hook: Dotted | None = None
     ray_port: Port | None = None
     expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
+    num_hidden_layers: Count | None = None
     train: Train = field(default_factory=Train)
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
@@ -420,13 +423,14 @@ def _ascend_contradictions(given: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def unknown_key(key: str, known: Mapping[str, Any]) -> str:
-    """One sentence about a key that does not exist, with the nearest ones that do."""
+def unknown_key(
+    key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/config/recipe.py"
+) -> str:
+    """One sentence about a key that does not exist, with the nearest ones that do; `hint` where none is near."""
     leaf = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
     near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]
-    hint = f"did you mean {' or '.join(near[:3])}?" if near else "the keys are those of verl_patches/config/recipe.py"
-    return f"unknown key {key}; {hint}"
+    return f"unknown key {key}; " + (f"did you mean {' or '.join(near[:3])}?" if near else hint)
 
 
 def _leaves(section: Mapping[str, Any], prefix: str, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

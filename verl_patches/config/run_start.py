@@ -16,6 +16,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.compose import switched_off
+from verl_patches.config.verl_values import RESUME_NEEDS
 from verl_patches.errors import ConfigError
 from verl_patches.trainer.summary import run_id
 from verl_patches.weights.checkpoint_folders import EARLIER, Saved, look, newest, require_whole, resume_from
@@ -98,7 +99,7 @@ def _resumed(config: DictConfig, saved: Path, own: str | None) -> Path | None:
         return None if own is None else newest(saved, own)
     if trainer.resume_mode == "resume_path":
         if not isinstance(trainer.resume_from_path, str):
-            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
+            raise ConfigError(RESUME_NEEDS)  # without the launcher, config/verl_values.py has not said so
         resumed = Path(trainer.resume_from_path).absolute()
         require_whole(resumed)
         return resumed

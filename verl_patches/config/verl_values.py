@@ -7,7 +7,7 @@ names are those of verl's ppo_megatron_trainer.yaml.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,6 +26,7 @@ from verl_patches.values import (
     value_faults,
 )
 
+RESUME_NEEDS = "trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N"
 # names that both pinned versions of verl know
 Loss = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Divergence = Literal["kl", "abs", "mse", "low_var_kl", "full"]
@@ -34,6 +35,10 @@ Logger = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_
 LoadFormat = Literal[
     "dummy", "dummy_megatron", "dummy_hf", "dummy_dtensor", "auto", "safetensors", "pt", "npcache", "fastsafetensors"
 ]
+_GREEDY = (
+    "greedy responses of one prompt are equal, so their advantages are 0; for greedy validation set "
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=false and leave val_kwargs.temperature at 0"
+)
 
 
 class Section(BaseModel):
@@ -42,8 +47,18 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
+class CustomDataset(Section):
+    """data.custom_cls"""
+
+    path: Text | None
+    name: Text | None
+
+
 class Data(Section):
     """data"""
+
+    custom_cls: CustomDataset
+    reward_fn_key: Text
 
     train_files: Text | list[Text]
     val_files: Text | list[Text]
@@ -119,6 +134,8 @@ class Actor(Section):
 class Reference(Section):
     """actor_rollout_ref.ref"""
 
+    strategy: Literal["megatron"]
+
     log_prob_micro_batch_size: Count | None = None
     log_prob_micro_batch_size_per_gpu: Count | None = None
     load_weight: bool
@@ -158,7 +175,7 @@ class Rollout(Section):
 
     name: Text
     mode: Text
-    temperature: NotNegative
+    temperature: Annotated[Positive, Field(description=_GREEDY)]
     top_k: Annotated[int, Field(ge=-1)]
     top_p: Probability
     n: Count
@@ -191,6 +208,7 @@ class Model(Section):
 
     path: Text
     override_config: ModelOverride
+    external_lib: Text | None
     enable_gradient_checkpointing: bool
     trust_remote_code: bool
 
@@ -204,8 +222,19 @@ class ActorRolloutRef(Section):
     rollout: Rollout
 
 
+class KlControl(Section):
+    """algorithm.kl_ctrl"""
+
+    type: Literal["fixed", "adaptive"]
+    kl_coef: NotNegative
+    horizon: Positive
+    target_kl: Positive
+
+
 class Algorithm(Section):
     """algorithm"""
+
+    kl_ctrl: KlControl
 
     gamma: Share
     lam: Share
@@ -243,13 +272,38 @@ class RewardFunction(Section):
 
     path: Text | None
     name: Text
+    reward_kwargs: dict[str, Any] | None = None
+
+
+class OverlongBuffer(Section):
+    """reward_model.reward_kwargs.overlong_buffer_cfg"""
+
+    enable: bool
+    len: Count
+    penalty_factor: NotNegative
+    log: bool
+
+
+class RewardKwargs(Section):
+    """reward_model.reward_kwargs, keyword arguments of the reward manager: those of dapo"""
+
+    max_resp_len: Count | None = None
+    overlong_buffer_cfg: OverlongBuffer | None = None
 
 
 class RewardModel(Section):
     """reward_model"""
 
     enable: bool
+    launch_reward_fn_async: bool
     reward_manager: Literal["naive", "prime", "batch", "dapo"]
+    reward_kwargs: RewardKwargs | None = None
+
+
+class Critic(Section):
+    """critic"""
+
+    strategy: Literal["megatron"]  # verl compares it with the actor's, although there is no critic
 
 
 class RayInit(Section):
@@ -266,11 +320,38 @@ class VerlConfig(Section):
     algorithm: Algorithm
     trainer: Trainer
     custom_reward_function: RewardFunction
+    critic: Critic
     reward_model: RewardModel
     ray_init: RayInit
 
 
 def check_verl_values(config: Mapping[str, Any]) -> None:
-    """ConfigError that names each key of verl's configuration with a value of a wrong type or size."""
+    """ConfigError that names each key of verl's configuration with a wrong type or size."""
     if faults := value_faults(VerlConfig, config, may_lack=True):
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(faults))
+
+
+def check_needs(config: Mapping[str, Any]) -> None:
+    """ConfigError that names each key that needs another, in a configuration whose keys have their types."""
+    if faults := list(_lacking(config)):
+        raise ConfigError("Invalid configuration:\n  " + "\n  ".join(faults))
+
+
+def _lacking(config: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that need another one, which verl would miss only after the start."""
+    trainer, reward, actor = config["trainer"], config["reward_model"], config["actor_rollout_ref"]["actor"]
+    if trainer["resume_mode"] == "resume_path" and not trainer["resume_from_path"]:
+        yield RESUME_NEEDS
+    if actor["shuffle"] and actor["data_loader_seed"] is None:
+        yield "actor_rollout_ref.actor.shuffle is true, which needs actor_rollout_ref.actor.data_loader_seed=N"
+    if config["data"]["custom_cls"]["path"] and not config["data"]["custom_cls"]["name"]:
+        yield "data.custom_cls.path is given, which needs data.custom_cls.name"
+    manager, given = reward["reward_manager"], reward.get("reward_kwargs") or {}
+    buffer, key = given.get("overlong_buffer_cfg") or {}, "reward_model.reward_kwargs"
+    if manager == "dapo":
+        lacking = [f"overlong_buffer_cfg.{name}" for name in OverlongBuffer.model_fields if name not in buffer]
+        lacking += [] if given.get("max_resp_len") else ["max_resp_len"]
+        if lacking:
+            yield f"reward_model.reward_manager is dapo, which needs {', '.join(f'{key}.{name}' for name in lacking)}"
+    elif manager != "batch" and given:
+        yield f"{key} holds {', '.join(given)}; expected none, as reward manager {manager} takes no arguments: set dapo"

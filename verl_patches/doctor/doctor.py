@@ -91,8 +91,7 @@ def _software(node: Node) -> dict[str, str]:
     """Versions of Ascend software below Python, as `versions` finds them."""
     if not node.npu:
         return {}
-    machine = versions.Machine(ascend=node.machine.ascend)
-    report = versions.compare(node.config.recipe.line, machine, trees=node.trees)
+    report = versions.compare(node.config.recipe.line, node.machine.pinned, trees=node.trees)
     found = {f.name: f.found for f in report.findings if f.name in _SOFTWARE}
     return {**found, "firmware": npu_checks.firmware_of(node) or "unknown"}
 

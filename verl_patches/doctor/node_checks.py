@@ -69,11 +69,17 @@ class Machine:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: Callable[[Sequence[str]], tuple[int, str]] = run_tool
     ascend: Path = versions.Machine.ascend
+    distribution: Callable[[str], str | None] = versions.Machine.distribution
     devices: Path = Path("/dev")
     shared_memory: Path = Path("/dev/shm")
     cgroup: Path = Path("/sys/fs/cgroup")
     proc: Path = hccl.PROC
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
+
+    @property
+    def pinned(self) -> versions.Machine:
+        """What `versions` looks at of it."""
+        return versions.Machine(environ=self.environ, ascend=self.ascend, distribution=self.distribution)
 
     def output(self, *command: str) -> str | None:
         """Output and errors of a command; None where it is neither on PATH nor among the driver's tools."""
@@ -85,7 +91,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Node:
-    """One node and the run that it shall hold.
+    """One node and the run it will host.
 
     rows: the catalogue. head: HOST:PORT of Ray's head, None where no Ray runs.
     must_exist: keys of config.files.PATHS whose files are read on this node.
@@ -221,18 +227,38 @@ def _folded(
         yield Seen(True, f"{len(fine)} {what}")
 
 
+_OTHER_LINE = {  # what to do on a machine of the other line, whose packages stay
+    "a3": "leave them: run this in the image of configs/Dockerfile.a3, or on a CPU with --upstream DIR; "
+    "doctor grpo_deepseekv3_tiny_cpu checks what is here",
+    "pypi": "leave them: bash scripts/setup.sh makes an environment of line pypi beside them",
+}
+
+
+def _other_line(node: Node) -> Seen | None:
+    """What is said once where the installed packages are those of another line, each of which would differ."""
+    line = node.config.recipe.line
+    other = versions.line_instead(line, node.machine.pinned)
+    found, expected = f"the packages of line {other}", f"the packages of line {line}"
+    return Seen(False, found, expected, _OTHER_LINE[line]) if other else None
+
+
 def _pins(node: Node) -> Iterator[Seen]:
     line = node.config.recipe.line
-    if line == LINE and node.config.recipe.platform in NO_DEVICE:  # its packages are an NPU image's
-        findings: Iterable[Finding] = source_findings(load_pins().line(line), roots_of(line, node.trees))
+    if (other := _other_line(node)) and (node.npu or not node.trees.folders):
+        yield other
+    elif line == LINE and node.config.recipe.platform in NO_DEVICE:  # its packages are an NPU image's
+        findings = source_findings(load_pins().line(line), roots_of(line, node.trees))
+        yield from _folded(findings, "as pinned", "versions")
     else:
-        machine = versions.Machine(environ=node.machine.environ, ascend=node.machine.ascend)
-        report = versions.compare(line, machine, trees=node.trees)
+        report = versions.compare(line, node.machine.pinned, trees=node.trees)
         findings = [f for f in report.findings if f.name != "not supported" and f.where != "config"]
-    yield from _folded(findings, "as pinned", "versions")
+        yield from _folded(findings, "as pinned", "versions")
 
 
 def _drift(node: Node) -> Iterator[Seen]:
+    if not node.trees.folders and (other := _other_line(node)):
+        yield Seen(None, f"installed are {other.found}", todo="as for pins")
+        return
     line = node.config.recipe.line
     roots, pins = roots_of(line, node.trees), load_pins().line(line)
     of_package = dict(zip(roots, source_findings(pins, roots), strict=True))

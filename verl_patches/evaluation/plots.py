@@ -1,17 +1,19 @@
-"""PNG plots: reward and seconds of one run or of several, memory by phase, traffic of a reshard plan.
+"""Plots: reward and seconds of one run or of several, memory by phase, traffic of a reshard plan; `save` makes PNGs.
 
-Each picture is a Figure first, and a file then. matplotlib is imported inside functions: commands that draw nothing do
-not wait for it.
+A run of more than MOST steps is drawn in columns of several steps. matplotlib is imported inside functions: commands
+that draw nothing do not wait for it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
+from verl_patches.evaluation.report import PHASES, medians, names_of, reduced
 from verl_patches.memory.schedule import MEMORY_GROUPS
 
 if TYPE_CHECKING:
@@ -20,171 +22,192 @@ if TYPE_CHECKING:
 
     from verl_patches.reshard.plan import ReshardPlan
 
-PHASES = ("rollout", "reshard", "reward", "log_prob", "ref", "advantage", "update")
+NAN = float("nan")  # is not drawn
+MOST, MOST_OF_MANY = 200, 40  # columns of a picture of steps, and of more runs than LEGEND
+SEAMS = 8  # that are named where a run was resumed
+LEGEND = 10  # runs that a legend names; of more the names at the bars have the colours of the curves
+NAME = 40  # characters of a run's name
 # a group has the same colour in every picture; nine that differ to the eye, in the order of MEMORY_GROUPS
 _COLOURS = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #bcbd22 #17becf".split()
 GROUP_COLOURS = dict(zip(MEMORY_GROUPS, _COLOURS, strict=True))
+PHASE_COLOURS = {f"{phase} s": f"C{number}" for number, phase in enumerate(PHASES)}
 OTHER_COLOUR = "0.6"  # of a group that MEMORY_GROUPS does not have
 MEASURED = {"peak": "-", "used": "--"}  # of the device: the allocator's peak, and what all processes use
 GB = 1e9
+_peak = itemgetter("peak_bytes")
 
 
 def _figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def _text(summary: Mapping[str, Any]) -> str:
-    """A run's name, in which matplotlib would read $ as the begin of TeX."""
-    return str(summary["run"]).replace("$", r"\$")
-
-
-def plot_run(summary: dict[str, Any], path: Path) -> Path:
-    """`run_figure` as a PNG; returns its path."""
-    run_figure(summary).savefig(path, dpi=100)
-    return path
-
-
-def run_figure(summary: dict[str, Any]) -> Figure:
-    """Reward (left) and seconds per phase (right) of every step of a summary.json."""
-    from matplotlib.ticker import MaxNLocator
-
-    steps = summary["steps"]
-    numbers = [s["step"] for s in steps]
-    figure = _figure(11, 4)
-    left, right = figure.subplots(1, 2)
-    left.plot(numbers, _rewards(steps), marker="o", markersize=3)
-    left.set(title=f"{_text(summary)}: mean reward", xlabel="step", ylabel="reward")
-    left.grid(alpha=0.3)
-    below = [0.0] * len(steps)
-    for phase in PHASES:
-        seconds = [s["seconds"].get(phase) or 0.0 for s in steps]
-        right.bar(numbers, seconds, bottom=below, label=phase)
-        below = [a + b for a, b in zip(below, seconds, strict=True)]
-    right.set(title="seconds per phase", xlabel="step", ylabel="s")
-    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    for axes in (left, right):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        for after in filter(None, (step.get("resumed_after") for step in steps)):
-            axes.axvline(after + 0.5, color="0.4", linestyle="--", linewidth=1)
-            place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
-            axes.text(after + 0.5, 0.98, f"resumed after step {after}", fontsize=7, **place)
-    return figure
-
-
-def _rewards(steps: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Of each step; NaN, which is not drawn, where it has none."""
-    return [float("nan") if step["reward"] is None else step["reward"] for step in steps]
-
-
-def plot_runs(summaries: Sequence[dict[str, Any]], path: Path) -> Path:
-    """`runs_figure` as a PNG; returns its path."""
-    runs_figure(summaries).savefig(path, dpi=100)
-    return path
-
-
-def runs_figure(summaries: Sequence[dict[str, Any]]) -> Figure:
-    """Reward by step (left) and median seconds per phase (right) of several runs; the first step is left out."""
-    figure = _figure(11, 4)
-    left, right = figure.subplots(1, 2)
-    names = [f"{number}: {_text(summary)}" for number, summary in enumerate(summaries, 1)]
-    for name, summary in zip(names, summaries, strict=True):
-        steps = summary["steps"]
-        left.plot([s["step"] for s in steps], _rewards(steps), marker="o", markersize=3, label=name)
-    left.set(title="mean reward", xlabel="step", ylabel="reward")
-    left.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    below = [0.0] * len(summaries)
-    for phase in PHASES:
-        timed = [summary["steps"][1:] or summary["steps"] for summary in summaries]
-        seconds = [statistics.median(s["seconds"].get(phase) or 0.0 for s in steps) for steps in timed]
-        right.bar(names, seconds, bottom=below, label=phase)
-        below = [a + b for a, b in zip(below, seconds, strict=True)]
-    right.set(title="median seconds per phase", ylabel="s")
-    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
-def draw_memory(summary: dict[str, Any], path: Path) -> Path:
-    """`memory_figure` as a PNG; returns its path."""
-    memory_figure(summary).savefig(path, dpi=100)
-    return path
-
-
-def memory_figure(summary: dict[str, Any]) -> Figure:
-    """Tracked bytes by memory group: the highest phase of every step (left), each phase of one step (right).
-
-    Each moment is of the rank with the phase's highest peak. The step on the right is the last of those with the
-    highest peak. The black line is the ledger's peak; grey lines are measured on the device, where it has such
-    counters (RSS of a process is in summary.json only: it is much more than a tiny model's tensors). Steps without a
-    ledger are gaps, and groups that are always empty are left out.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    phases = {step["step"]: step["memory"]["phases"] for step in summary["steps"] if step.get("memory")}
-    figure = _figure(12, 4.5)
-    left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
-    if not phases:
-        figure.suptitle(f"{_text(summary)}: no step has a memory ledger")
-        return figure
-    highest = {step: max(found.values(), key=lambda phase: phase["peak_bytes"]) for step, found in phases.items()}
-    shown = max(phases, key=lambda step: (highest[step]["peak_bytes"], step))
-    unit, scale = ("GB", 1e9) if highest[shown]["peak_bytes"] >= 1e9 else ("MB", 1e6)
-    sizes = [found["bytes"] for each in phases.values() for found in each.values()]
-    groups = [name for name in MEMORY_GROUPS if any(size.get(name) for size in sizes)]
-    groups += sorted({name for size in sizes for name in size if size[name]} - MEMORY_GROUPS.keys())
-    numbers = range(min(phases), max(phases) + 1)
-    _stack(left, [highest.get(step) for step in numbers], groups, numbers[0], scale)
-    span = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"step {numbers[0]}"
-    left.set(title=f"{_text(summary)}: highest phase of each step, {span}", xlabel="step", ylabel=unit)
-    left.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    detail = phases[shown]
-    _stack(right, list(detail.values()), groups, 0, scale)
-    right.set(title=f"phases of step {shown} (highest peak)", ylabel=unit)
-    right.set_xticks(range(len(detail)), detail, rotation=30, ha="right", rotation_mode="anchor")
-    for axes in (left, right):
-        axes.set_ylim(bottom=0)
-    figure.legend(*right.get_legend_handles_labels(), fontsize=8, loc="outside right upper")
-    return figure
-
-
-def _stack(
-    axes: Axes, moments: Sequence[Mapping[str, Any] | None], groups: Sequence[str], first: int, scale: float
-) -> None:
-    """Stacked areas of the groups' bytes at first, first + 1, ...; peaks and measured lines over them. None: a gap."""
-    nan = float("nan")
-    edges = [first - 0.5 + number for number in range(len(moments) + 1)]
-    below = [0.0] * len(moments)
-    for group in groups:
-        above = [
-            nan if found is None else low + found["bytes"].get(group, 0) / scale
-            for found, low in zip(moments, below, strict=True)
-        ]
-        colour = GROUP_COLOURS.get(group, OTHER_COLOUR)
-        axes.stairs(above, edges, baseline=below, fill=True, color=colour, label=group)
-        below = [0.0 if found is None else size for found, size in zip(moments, above, strict=True)]
-    peaks = [nan if found is None else found["peak_bytes"] / scale for found in moments]
-    axes.stairs(peaks, edges, baseline=None, color="black", linewidth=1.2, label="ledger's peak")
-    for name, style in MEASURED.items():
-        sizes = [nan if found is None else found["measured"].get(name, nan) / scale for found in moments]
-        if any(size == size for size in sizes):
-            axes.stairs(sizes, edges, baseline=None, color="0.35", linestyle=style, label=f"measured {name}")
-    axes.set_xlim(edges[0], edges[-1])
-
-
-def draw_plan(plan: ReshardPlan, path: Path) -> Path:
-    """`plan_figure` as a PNG; returns its path. Raises ConfigError for a path that cannot be written."""
-    figure = plan_figure(plan)
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as a PNG; returns its path. ConfigError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=100)
     except (OSError, ValueError) as why:
-        raise ConfigError(f"reshard-plan: --png {path} cannot be written: {why}; give another file") from why
+        raise ConfigError(f"{path} cannot be written: {why}; give another file") from why
     return path
+
+
+def _text(name: str) -> str:
+    """A run's name, in which matplotlib would read $ as the begin of TeX."""
+    return (name if len(name) <= NAME else f"{name[:NAME]}...").replace("$", r"\$")
+
+
+class _Columns:
+    """The steps of a run in at most `most` columns of `width` consecutive ones; a column may have none."""
+
+    def __init__(self, summary: Mapping[str, Any], most: int = MOST):
+        self.name, steps = _text(str(summary["run"])), summary["steps"]
+        numbers = [step["step"] for step in steps]
+        first, span = min(numbers), max(numbers) - min(numbers) + 1
+        self.width = -(-span // most)
+        self.steps: list[list[Mapping[str, Any]]] = [[] for _ in range(-(-span // self.width))]
+        for step in steps:
+            self.steps[(step["step"] - first) // self.width].append(step)
+        self.edges = [first - 0.5 + self.width * number for number in range(len(self.steps) + 1)]
+        self.middles = [edge + self.width / 2 for edge in self.edges[:-1]]
+        self.seams = [step["resumed_after"] for step in steps if step.get("resumed_after")]
+        self.each = "" if self.width == 1 else f", means of {self.width} steps"
+
+    def means(self, name: str, lacking: float = NAN, of: Callable = statistics.fmean) -> list[float]:
+        """Of a name of evaluation/report.py in each column; `lacking` where its steps do not have it."""
+        found = [reduced(steps, name, of) if steps else NAN for steps in self.steps]
+        return [lacking if value is None else value for value in found]
+
+    def label(self, axes: Axes) -> None:
+        """Whole steps below the axes, and a line where the run was resumed."""
+        from matplotlib.ticker import MaxNLocator
+
+        axes.set(xlabel="step", xlim=(self.edges[0], self.edges[-1]))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        for number, after in enumerate(self.seams):
+            axes.axvline(after + 0.5, color="0.4", linestyle="--", linewidth=1)
+            if number < SEAMS:
+                place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+                axes.text(after + 0.5, 0.98, f"resumed after step {after}", fontsize=7, **place)
+
+
+def run_figure(summary: Mapping[str, Any]) -> Figure:
+    """Reward (left) and seconds per phase (right) of every step of a summary.json, of a long run as means."""
+    figure = _figure(11, 4)
+    left, right = figure.subplots(1, 2)
+    columns = _Columns(summary)
+    _draw_rewards(left, columns)
+    left.set(title=f"{columns.name}: mean reward{columns.each}", ylabel="reward")
+    if columns.width > 1:
+        left.fill_between(columns.middles, columns.means("reward", of=min), columns.means("reward", of=max), alpha=0.2)
+    _stack(right, columns.edges, {name: columns.means(name, 0.0) for name in PHASE_COLOURS})
+    right.set(title=f"seconds per phase{columns.each}", ylabel="s", ylim=(0, None))
+    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    for axes in (left, right):
+        columns.label(axes)
+    return figure
+
+
+def _draw_rewards(axes: Axes, columns: _Columns, **style: Any) -> None:
+    marker = "o" if columns.width == 1 else ""
+    axes.plot(columns.middles, columns.means("reward"), marker=marker, markersize=3, **style)
+    axes.grid(alpha=0.3)
+
+
+def runs_figure(summaries: Sequence[Mapping[str, Any]]) -> Figure:
+    """Reward by step (left) and the report's median seconds per phase (right) of several runs."""
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
+    count, many = len(summaries), len(summaries) > LEGEND
+    figure = _figure(12, max(4, 1.5 + 0.25 * count))
+    left, right = figure.subplots(1, 2)
+    names = [_text(name) for name in names_of(summaries)]
+    colours = [colormaps["turbo"](n / (count - 1)) if many else f"C{n}" for n in range(count)]
+    for name, colour, summary in zip(names, colours, summaries, strict=True):
+        _draw_rewards(left, _Columns(summary, MOST_OF_MANY if many else MOST), color=colour, label=name, linewidth=1)
+    left.set(title="mean reward", xlabel="step", ylabel="reward")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    seconds = [medians(summary["steps"], PHASE_COLOURS) for summary in summaries]
+    edges = [number - 0.5 for number in range(count + 1)]
+    _stack(right, edges, {name: [of[name] or 0.0 for of in seconds] for name in PHASE_COLOURS}, "horizontal")
+    for edge in edges:
+        right.axhline(edge, color="white", linewidth=3)
+    right.set_yticks(range(count), names)
+    right.set(title="median seconds per phase", xlabel="s", xlim=(0, None), ylim=(count - 0.5, -0.5))
+    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    for label, colour in zip(right.get_yticklabels(), colours, strict=True):
+        label.set_color(colour)
+    if not many:
+        left.legend(fontsize=8)
+    return figure
+
+
+def memory_figure(summary: Mapping[str, Any]) -> Figure:
+    """Tracked bytes by memory group: the highest phase of every step (left), each phase of one step (right).
+
+    Each moment is of the rank with the phase's highest peak; of a long run the highest of several steps. The step on
+    the right is the last of those with the highest peak. The black line is `held MB` of the report, the ledger's peak;
+    grey lines are measured on the device, where it has such counters (RSS of a process is in summary.json only: it is
+    much more than a tiny model's tensors). Steps without a ledger are gaps, and groups that are always empty are left
+    out.
+    """
+    phases = {step["step"]: step["memory"]["phases"] for step in summary["steps"] if step.get("memory")}
+    figure = _figure(12, 4.5)
+    left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    if not phases:
+        figure.suptitle(f"{_text(str(summary['run']))}: no step has a memory ledger")
+        return figure
+    columns = _Columns({**summary, "steps": [step for step in summary["steps"] if step.get("memory")]})
+    highest = {step: max(found.values(), key=_peak) for step, found in phases.items()}
+    shown = max(phases, key=lambda step: (_peak(highest[step]), step))
+    unit, scale = ("GB", 1e9) if _peak(highest[shown]) >= 1e9 else ("MB", 1e6)
+    sizes = [found["bytes"] for each in phases.values() for found in each.values()]
+    groups = [name for name in MEMORY_GROUPS if any(size.get(name) for size in sizes)]
+    groups += sorted({name for size in sizes for name in size if size[name]} - MEMORY_GROUPS.keys())
+    of_columns = [max((highest[step["step"]] for step in steps), key=_peak, default=None) for steps in columns.steps]
+    _draw_moments(left, columns.edges, of_columns, groups, scale)
+    span = f"steps {min(phases)} to {max(phases)}" if len(phases) > 1 else f"step {shown}"
+    each = "each step" if columns.width == 1 else f"every {columns.width} steps"
+    columns.label(left)
+    left.set(title=f"{columns.name}: highest phase of {each}, {span}", ylabel=unit)
+    detail = phases[shown]
+    edges = [number - 0.5 for number in range(len(detail) + 1)]
+    _draw_moments(right, edges, list(detail.values()), groups, scale)
+    right.set(title=f"phases of step {shown} (highest peak)", ylabel=unit, xlim=(edges[0], edges[-1]))
+    right.set_xticks(range(len(detail)), detail, rotation=30, ha="right", rotation_mode="anchor")
+    figure.legend(*right.get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    return figure
+
+
+def _draw_moments(
+    axes: Axes, edges: Sequence[float], moments: Sequence[Mapping[str, Any] | None], groups: Sequence[str], scale: float
+) -> None:
+    """Stacked areas of the groups' bytes; peaks and measured lines over them. None: a gap."""
+
+    def sizes(of: Callable[[Mapping[str, Any]], float]) -> list[float]:
+        return [NAN if moment is None else of(moment) / scale for moment in moments]
+
+    _stack(axes, edges, {group: sizes(lambda moment, group=group: moment["bytes"].get(group, 0)) for group in groups})
+    axes.stairs(sizes(_peak), edges, baseline=None, color="black", linewidth=1.2, label="held (peak)")
+    for name, style in MEASURED.items():
+        measured = sizes(lambda moment, name=name: moment["measured"].get(name, NAN))
+        if any(size == size for size in measured):
+            axes.stairs(measured, edges, baseline=None, color="0.35", linestyle=style, label=f"measured {name}")
+    axes.set_ylim(bottom=0)
+
+
+def _stack(
+    axes: Axes, edges: Sequence[float], layers: Mapping[str, Sequence[float]], orientation: str = "vertical"
+) -> None:
+    """Areas of the layers, {label: sizes between the edges}, one on the other; NaN in all of them is a gap."""
+    below = [0.0] * (len(edges) - 1)
+    for label, sizes in layers.items():
+        above = [low + size for low, size in zip(below, sizes, strict=True)]
+        colour = (GROUP_COLOURS | PHASE_COLOURS).get(label, OTHER_COLOUR)
+        axes.stairs(above, edges, baseline=below, fill=True, color=colour, label=label, orientation=orientation)
+        below = [size if size == size else 0.0 for size in above]
 
 
 def plan_figure(plan: ReshardPlan) -> Figure:

@@ -2,7 +2,7 @@
 
 A folder may come from anywhere. Texts are made printable (`verl_patches.values.printable`), numbers are finite or
 None, and a file that is not as a run writes it is a ConfigError with its path, what was expected and what was found.
-Keys that no command shows are left out; `read_object` gives all of them.
+Keys that no command shows are left out; `read_object` gives all of them. metrics.jsonl is never read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from verl_patches.trainer.summary import NOW
 from verl_patches.values import Natural, printable
 
 SUMMARY, PROGRESS = "summary.json", "progress.log"
+PLACES = (SUMMARY, PROGRESS, "config.yaml")  # a folder with one of them is a run's
 MOST_BYTES = 128 << 20  # of a JSON file; a run of 10,000 steps on 256 ranks has about 60 MiB
 TAIL_BYTES = 8 << 20  # of progress.log
 LONGEST = 4096  # characters of a name and of a line
@@ -30,16 +32,6 @@ Number = Size | None  # JSON has no NaN: None
 Line = Annotated[str, Field(max_length=LONGEST, strict=True), AfterValidator(printable)]
 Lines = Annotated[str, Field(strict=True), AfterValidator(lambda text: printable(text, keep="\n\t"))]
 Numbers = dict[str, Number]  # by names that are looked up, not shown
-
-
-class Tokens(TypedDict, total=False):
-    """Of a step (trainer/summary.py)."""
-
-    total: Required[Number]
-    responses: Required[Number]
-    response_mean: Required[Number]
-    response_max: Number
-    at_limit: Required[Number]
 
 
 class Moment(TypedDict):
@@ -58,16 +50,15 @@ class Memory(TypedDict, total=False):
 
 
 class Sync(TypedDict):
-    """Of a step's weight syncs."""
-
-    received_bytes: Numbers
+    received_bytes: Numbers  # of a step's weight syncs
 
 
 class Rates(TypedDict, total=False):
     """Of a step (trainer/rates.py)."""
 
-    tokens_per_s: Number
-    tflops_per_s: Numbers | None
+    tokens_per_s_per_rank: Number
+    generated_per_s_per_rank: Number
+    tflops_per_s_per_rank: Numbers | None
     mfu: Numbers | None
 
 
@@ -78,7 +69,7 @@ class Step(TypedDict, total=False):
     seconds: Required[Numbers]
     reward: Required[Number]
     grad_norm: Number
-    tokens: Tokens | None
+    tokens: Numbers | None
     logprob_delta: Numbers | None
     sync: Sync | None
     memory: Memory | None
@@ -87,7 +78,7 @@ class Step(TypedDict, total=False):
     resumed_after: Natural  # of the first step after a resume or a restart
 
 
-class Row(TypedDict, total=False):
+class PatchState(TypedDict, total=False):
     """The state of one row of the catalogue in one process."""
 
     id: Required[Line]
@@ -111,7 +102,7 @@ class Summary(TypedDict, total=False):
     start: dict[Line, Numbers]
     steps: Annotated[list[Step], FailFast()]
     logprob_delta: Numbers | None
-    patches: Annotated[list[Row], FailFast()]
+    patches: Annotated[list[PatchState], FailFast()]
     peak_pss_bytes: Numbers
     exit: Lines
 
@@ -130,6 +121,23 @@ class Doing(TypedDict):
 _SUMMARY, _DOING = TypeAdapter(Summary), TypeAdapter(Doing)
 
 
+def find_run(given: Path, root: Path) -> Path:
+    """The folder of a run that a user names: a path, or a name below `root`. ConfigError without a run's files."""
+    try:
+        for path in (folder / name for folder in (given, root / given) for name in PLACES):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                path.lstat()
+                return path.parent
+        found = "a file" if given.is_file() else "a folder without them" if given.is_dir() else "no such folder"
+        runs = sorted({path.parent.name for name in PLACES for path in root.glob(f"*/{name}")})
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{given}: cannot be read ({error}); give the folder of a run") from None
+    raise ConfigError(
+        f"{given}: expected the folder of a run, with {' or '.join(PLACES)}, found {found}; give a path, or the "
+        f"name of one in {root}: {', '.join(runs[:9]) or 'there is none yet'}{', ...' if runs[9:] else ''}"
+    )
+
+
 def read_summary(folder: Path) -> dict[str, Any]:
     """What summary.json says; empty before it is there. ConfigError where it is not as a run writes it."""
     return _checked(_SUMMARY, folder / SUMMARY)
@@ -142,7 +150,10 @@ def read_doing(folder: Path) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """All of a JSON object in a run's folder, empty before it is there; NaN and Infinity are None. ConfigError."""
-    content = _content(path, MOST_BYTES)
+    return _object(_content(path, MOST_BYTES), path)
+
+
+def _object(content: bytes | None, path: Path) -> dict[str, Any]:
     if content is None:
         return {}
     try:
@@ -163,7 +174,10 @@ def last_lines(folder: Path, count: int) -> list[str]:
 
 def _checked(adapter: TypeAdapter, path: Path) -> dict[str, Any]:
     """The values of `adapter`'s keys. ConfigError names the first one that it does not allow."""
-    found = read_object(path)
+    content = _content(path, MOST_BYTES)
+    with suppress(ValidationError):
+        return adapter.validate_json(content or b"")  # in one pass; it allows neither NaN nor all that `_object` does
+    found = _object(content, path)
     if not found:
         return {}
     try:
@@ -201,7 +215,7 @@ _KINDS = {"folder": stat.S_ISDIR, "FIFO": stat.S_ISFIFO, "socket": stat.S_ISSOCK
 
 
 def _damaged(path: Path, text: str) -> ConfigError:
-    return ConfigError(f"{path}: {text}. It is not as a run wrote it: see driver.log and metrics.jsonl beside it")
+    return ConfigError(f"{path}: {text}. It is not as a run of this version wrote it: see driver.log beside it")
 
 
 def _short(value: Any) -> str:

@@ -1,63 +1,58 @@
 """A report of recorded runs, one or several side by side, from what outputs/<run>/ holds; Markdown and plain data.
 
-Seconds and tokens are medians over the steps after the first, which also builds, compiles and warms up, and without
-those that were profiled (recipe.profile.steps); a run that has no others has those, and the report says so.
-
-    tokens/s/rank          prompt and response tokens of a step, without padding / (seconds of the step * ranks);
-                           verl's perf/throughput. A rank is one process on one die; an Atlas A3 card has two
-    generated/s/rank       response tokens of a step / (seconds of its rollout * ranks)
-    TFLOP/s/rank, MFU      model FLOPs of a step, or of its rollout or update, over seconds and ranks, and over the
-                           peak rate of a device too: layout/flops.py
+A figure has the name that the run's own table, `status` and the plots have for it, and says what it is over the steps.
+Medians are over the steps after the first, which also builds, compiles and warms up, and without those that were
+profiled (recipe.profile.steps); a run that has no others has those, and the report says so.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from verl_patches.errors import ConfigError
-from verl_patches.evaluation.plots import PHASES
+from verl_patches.errors import RecipeError
 from verl_patches.evaluation.record import SUMMARY, read_summary
 
 ENDS = 5  # steps of the means at the start and at the end of a run
-
-
-class Figure(NamedTuple):
-    """One figure of a run; `value` is None where the run does not have it."""
-
-    name: str
-    unit: str
-    value: float | None
-
-
-def find_run(given: Path, root: Path, having: Sequence[str] = (SUMMARY,)) -> Path:
-    """The folder of a run that a user names: a path, or a name below `root`. ConfigError where it has none of `having`.
-
-    Without a summary no process of the run has reported yet.
-    """
-    folders = given, root / given
-    for folder in folders:
-        if any(os.path.lexists(folder / name) for name in having):
-            return folder
-    raise ConfigError(
-        f"{given}: no {SUMMARY} in {' or '.join(str(folder.absolute()) for folder in folders)}; give the folder of a "
-        "run, or the name of one in outputs/ of this repository"
-    )
+FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
+SIDE_BY_SIDE = 2  # runs with a column each on a terminal; of more, each has a row
+PHASES = ("rollout", "reshard", "reward", "log_prob", "ref", "advantage", "update")
+# name -> where a step's record has it (trainer/run.py); docs/profile.md defines the rates
+IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
+    "tokens": ("tokens", "total"),
+    "response tokens": ("tokens", "response_mean"),
+    "share at the length limit": ("tokens", "at_limit"),
+    "tokens/s/rank": ("rates", "tokens_per_s_per_rank"),
+    "generated/s/rank": ("rates", "generated_per_s_per_rank"),
+    "TFLOP/s/rank": ("rates", "tflops_per_s_per_rank", "step"),
+    "MFU": ("rates", "mfu", "step"),
+    "MFU of rollout": ("rates", "mfu", "rollout"),
+    "MFU of update": ("rates", "mfu", "update"),
+    "grad_norm": ("grad_norm",),
+    "reward": ("reward",),
+    "|dlogp|": ("logprob_delta", "mean"),
+    "held MB": ("memory", "peak_bytes"),
+    "sync MB": ("sync", "received_bytes", "max"),
+}
+_OVER = {"reward": (FIRST, LAST), "|dlogp|": ("mean", "largest of a token")}
+_OVER |= dict.fromkeys(("held MB", "sync MB", "PSS MB"), ("largest",))
+_NAMES = (*(f"{phase} s" for phase in PHASES), "other s", *list(IN_STEP)[len(PHASES) :], "PSS MB")
+_ROWS = [(name, over) for name in _NAMES for over in _OVER.get(name, ("median",))]
+# what a terminal shows of more runs than SIDE_BY_SIDE
+SHOWN = {"step s": "median", "tokens/s/rank": "median", "reward": LAST, "|dlogp|": "mean", "held MB": "largest"}
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The summary of a run. ConfigError where it is not as a run writes it, or has no step."""
+    """The summary of a run. ConfigError where it is not as a run writes it, RecipeError where it has no step."""
     summary = read_summary(folder)
     if not summary.get("steps"):
-        ended = summary.get("exit", "unknown")
-        raise ConfigError(
-            f"{folder / SUMMARY}: holds no finished step (the run ended: {ended}); see driver.log beside it"
-        )
+        ended = summary.get("exit", "running")
+        todo = "see driver.log there" if ended != "running" else f"see `python -m verl_patches status {folder}`"
+        raise RecipeError(f"{folder}: {SUMMARY} has no finished step, so there is nothing to report ({ended}); {todo}")
     return summary
 
 
@@ -79,46 +74,42 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def figures(summary: Mapping[str, Any]) -> list[Figure]:
-    """Seconds of phases, tokens, rewards, log-probs and memory of a run, always the same names in the same order."""
-    steps = summary["steps"]
+def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
+    """{(name, what it is over the steps): value, None where the run does not have it}, always in the same order."""
+    steps, delta = summary["steps"], summary.get("logprob_delta") or {}
+    found = {(name, "median"): value for name, value in medians(steps, IN_STEP).items()}
+    found |= {(name, "largest"): reduced(steps, name, max) for name in ("held MB", "sync MB")}
+    found["reward", FIRST] = reduced(steps[:ENDS], "reward", statistics.fmean)
+    found["reward", LAST] = reduced(steps[-ENDS:], "reward", statistics.fmean)
+    whole, named = found["step s", "median"], sum(found[f"{phase} s", "median"] or 0.0 for phase in PHASES)
+    found["other s", "median"] = None if whole is None else max(whole - named, 0.0)
+    found["|dlogp|", "mean"], found["|dlogp|", "largest of a token"] = delta.get("mean"), delta.get("max")
+    found["PSS MB", "largest"] = _mb(summary.get("peak_pss_bytes", {}).get("total"))
+    return {row: found[row] for row in _ROWS}
+
+
+def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
+    """Of names of IN_STEP over the steps that have the run's pace."""
     timed = timed_steps(steps)
-    seconds = {phase: median(step["seconds"].get(phase) for step in timed) for phase in (*PHASES, "step")}
-    named = sum(seconds[phase] or 0.0 for phase in PHASES)
-    other = None if seconds["step"] is None else max(seconds["step"] - named, 0.0)
-    found = [Figure(phase, "s", seconds[phase]) for phase in PHASES]
-    found += [Figure("other", "s", other), Figure("step", "s", seconds["step"])]
-    found += _token_figures(timed, summary.get("ranks")) + _flop_figures(timed)
-    found += [
-        Figure(f"reward, first {ENDS} steps", "", _mean(step["reward"] for step in steps[:ENDS])),
-        Figure(f"reward, last {ENDS} steps", "", _mean(step["reward"] for step in steps[-ENDS:])),
-        Figure("grad_norm", "", median(step.get("grad_norm") for step in steps)),
-    ]
-    delta = summary.get("logprob_delta") or {}
-    found += [Figure("|dlogp|, mean", "", delta.get("mean")), Figure("|dlogp|, largest", "", delta.get("max"))]
-    held = _largest(step["memory"]["peak_bytes"] for step in steps if step.get("memory"))
-    received = _largest(step["sync"]["received_bytes"].get("max") for step in steps if step.get("sync"))
-    found += [
-        Figure("tracked memory of a rank, peak", "MB", _mb(held)),
-        Figure("weights received by a rank in a step", "MB", _mb(received)),
-        Figure("host memory of the starting node, peak", "MB", _mb(summary.get("peak_pss_bytes", {}).get("total"))),
-    ]
-    return found
+    return {name: reduced(timed, name, statistics.median) for name in names if name not in _OVER}
 
 
-def _token_figures(steps: Sequence[Mapping[str, Any]], ranks: int | None) -> list[Figure]:
-    """Tokens of a step, and their rates; None for a summary that does not count them."""
-    counted = [step for step in steps if step.get("tokens") and ranks]
-    total = [step["tokens"]["total"] for step in counted]
-    rate = [_rate(step["tokens"]["total"], step["seconds"].get("step"), ranks) for step in counted]
-    generated = [_rate(step["tokens"]["responses"], step["seconds"].get("rollout"), ranks) for step in counted]
-    return [
-        Figure("tokens of a step", "", median(total)),
-        Figure("tokens/s/rank", "1/s", median(rate)),
-        Figure("generated/s/rank", "1/s", median(generated)),
-        Figure("response length, mean", "tokens", median(step["tokens"]["response_mean"] for step in counted)),
-        Figure("responses at the length limit", "share", median(step["tokens"]["at_limit"] for step in counted)),
-    ]
+def in_step(step: Mapping[str, Any], name: str) -> float | None:
+    """The value of one step for a name of IN_STEP; None where its record does not have it."""
+    found: Any = step
+    for key in IN_STEP[name]:
+        found = (found or {}).get(key)
+    return _mb(found) if name.endswith(" MB") else found
+
+
+def reduced(steps: Iterable[Mapping[str, Any]], name: str, by: Callable[[list[float]], float]) -> float | None:
+    """The values of a name of IN_STEP in some steps as one, None where they have none."""
+    values = [value for step in steps if (value := in_step(step, name)) is not None]
+    return by(values) if values else None
+
+
+def _mb(size_bytes: float | None) -> float | None:
+    return None if size_bytes is None else size_bytes / 1e6
 
 
 def timed_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -132,90 +123,82 @@ def resumed(steps: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"after step {step['resumed_after']}" for step in steps if step.get("resumed_after"))
 
 
-def _flop_figures(steps: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    """Model FLOPs over time, and as shares of the peak; None for a summary or a device without them."""
-    rates = [step["rates"] for step in steps if step.get("rates")]
-
-    def middle(name: str, phase: str) -> float | None:
-        return median((rate.get(name) or {}).get(phase) for rate in rates)
-
-    found = [Figure("TFLOP/s/rank", "", middle("tflops_per_s", "step"))]
-    return found + [Figure(f"MFU, {phase}", "share", middle("mfu", phase)) for phase in ("step", "rollout", "update")]
+def names_of(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A name for each run, with its number in front where two have the same."""
+    names = [str(summary.get("run")) for summary in summaries]
+    return names if len({*names}) == len(names) else [f"{number}: {name}" for number, name in enumerate(names, 1)]
 
 
-def _rate(count: float | None, seconds: float | None, ranks: int) -> float | None:
-    return _ratio(_ratio(count, seconds), ranks)
+def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each figure of all runs: {name, over, values, ratios}; ratios: of each later run to the first, None without both.
+
+    MFU is left out where no run has it: a CPU has no peak rate.
+    """
+    rows, found = [], [figures(summary) for summary in summaries]
+    for name, over in found[0]:
+        values = [each[name, over] for each in found]
+        if not name.startswith("MFU") or any(values):
+            ratios = [_ratio(value, values[0]) for value in values[1:]]
+            rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
+    return rows
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
-    """Their ratio; None without both, and where it is no number."""
     found = above / below if above is not None and below else math.inf
     return found if math.isfinite(found) else None
 
 
-def median(values: Iterable[float | None]) -> float | None:
-    """Median of the values that are there."""
-    found = [value for value in values if value is not None]
-    return statistics.median(found) if found else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return statistics.fmean(found) if found else None
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _mb(size_bytes: float | None) -> float | None:
-    return None if size_bytes is None else size_bytes / 1e6
-
-
-def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each figure with its value in every run: {name, unit, values, ratio}; ratio: last / first, None without both.
-
-    MFU is left out where no run has it: a CPU has no peak rate.
-    """
-    rows = []
-    for row in zip(*map(figures, summaries), strict=True):
-        values = [figure.value for figure in row]
-        if row[0].name.startswith("MFU") and not any(values):
-            continue
-        first, last = values[0], values[-1]
-        ratio = _ratio(last, first) if len(values) > 1 else None
-        rows.append({"name": row[0].name, "unit": row[0].unit, "values": values, "ratio": ratio})
-    return rows
-
-
-def texts(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """`compare`'s rows as text: name, unit, a value for each run and, with several runs, the ratio."""
-    several = len(rows[0]["values"]) > 1
-    cells = []
+def texts(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[str]]:
+    """`compare`'s rows as text below a line of titles: a column for each run, in brackets its ratio to the first."""
+    lines = [["figure", "over the steps", names[0], *(f"{name} (vs {names[0]})" for name in names[1:])]]
     for row in rows:
-        numbers = [*row["values"], *([row["ratio"]] if several else [])]
-        cells.append([row["name"], row["unit"], *("-" if n is None else f"{n:.4g}" for n in numbers)])
-    return cells
+        first, *others = map(_text, row["values"])
+        others = [f"{value} ({_text(ratio)})" for value, ratio in zip(others, row["ratios"], strict=True)]
+        lines.append([row["name"], row["over"], first, *others])
+    return lines
 
 
-def markdown(summaries: Sequence[Mapping[str, Any]], pictures: Sequence[str] = ()) -> str:
-    """The report of one run, or of several side by side, as Markdown; `pictures`: file names beside it."""
-    names, every = [str(summary.get("run")) for summary in summaries], [facts(summary) for summary in summaries]
-    ratio = ["ratio"] if len(names) > 1 else []
-    rows = [[key, *(f[key] for f in every)] for key in every[0]]
-    parts = [f"# {_cell(' and '.join(names))}", _table(["", *names], rows)]
+def overview(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[str]]:
+    """The figures of SHOWN as text below a line of titles: a row for each run, and the first's seconds as the base."""
+    columns = [["run", *names]]
+    for row in rows:
+        if SHOWN.get(row["name"]) == row["over"]:
+            columns.append([row["name"], *map(_text, row["values"])])
+            if row["name"] == "step s":
+                columns.append([f"vs {names[0]}", "", *map(_text, row["ratios"])])
+    return list(map(list, zip(*columns, strict=True)))
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def markdown(
+    summaries: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], pictures: Sequence[str] = ()
+) -> str:
+    """The report of one run, or of several, as Markdown; `rows`: `compare`'s; `pictures`: file names beside it."""
+    names, every = names_of(summaries), [facts(summary) for summary in summaries]
+    parts = [f"# {_cell(title(names))}"]
+    if len(names) > SIDE_BY_SIDE:
+        parts.append(_table(overview(rows, names)))
+    parts.append(_table([["", *names], *([key, *(f[key] for f in every)] for key in every[0])]))
     if any(len(summary["steps"]) == 1 for summary in summaries):
         parts.append("A run of one step: its seconds include the start.")
     elif any(step.get("profile") for summary in summaries for step in timed_steps(summary["steps"])):
         parts.append("A run whose steps after the first were all profiled: its seconds are not comparable.")
-    parts.append(_table(["figure", "unit", *names, *ratio], texts(compare(summaries))))
-    parts += [f"![{name}]({name})" for name in pictures]
+    parts += [_table(texts(rows, names)), *(f"![{name}]({name})" for name in pictures)]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in lines)
+def title(names: Sequence[str]) -> str:
+    """Of a report of these runs."""
+    if len(names) <= SIDE_BY_SIDE:
+        return " and ".join(names)
+    return f"{len(names)} runs (medians; reward: {LAST}; held MB: largest)"
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
 
 
 def _cell(text: str) -> str:

@@ -39,7 +39,7 @@ NOT_HERE = (
 )
 _BY_LAUNCHER = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
-    "model_shape watch restart"
+    "model_shape num_hidden_layers watch restart"
 ).split()
 _FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (config/environment.py)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -22,14 +21,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import environment
-from verl_patches.errors import ConfigError, RecipeError, place_in
-from verl_patches.evaluation.plots import draw_memory, plot_run
+from verl_patches.errors import ConfigError, RecipeError, interrupted, place_in
+from verl_patches.evaluation.plots import memory_figure, run_figure, save
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
 from verl_patches.launch.run_folder import RunFolder, open_run_folder
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
-from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent
+from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, lock_file
 from verl_patches.trainer.summary import Progress, write_json
 from verl_patches.upstream.checkouts import Trees, commit_of
 from verl_patches.upstream.modified import files_text
@@ -37,7 +36,8 @@ from verl_patches.upstream.modified import files_text
 POLL_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)
 SOCKET_PATH_BYTES = 107
-_RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
+_RAY_SOCKET = f"/{environment.RAY_FOLDER}/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
+_TEMP = "vr-"  # "vp-" was that of launchers that held their folder by another kind of lock
 _OWNER = "owner"  # in a run's temporary folder; its launcher holds the lock of this file
 _LOG_END_BYTES = 256 << 10
 _TRACEBACK_LINES = 100  # of an exception and its causes, at most
@@ -69,6 +69,8 @@ def run(
     dirty: Mapping[str, Sequence[str]] | None = None,
 ) -> Outcome:
     """Run the driver of `config` to its end and return the outcome; the driver's progress lines go to `on_line`.
+
+    `on_line` gets "" every POLL_S too, as a look at the clock.
 
     Writes OUTPUTS (run_folder.py) to <output_root>/<run>/; ray_logs/ only on failure. `dirty`: {repository or package:
     files} that are not as pinned (upstream/modified.py); the summary and a line above the step table have them. Raises
@@ -152,6 +154,7 @@ def _supervise(
     while (code := driver.poll()) is None:
         now = time.monotonic()
         progress.read()
+        progress.on_line("")
         size = sum(path.stat().st_size for path in logs if path.exists())
         if size != log_bytes:
             log_bytes, last_output = size, now
@@ -161,7 +164,7 @@ def _supervise(
             descendants.shared.look(alive)
             next_memory = max(now, next_memory) + MEMORY_S
         if signals:
-            code, reason = 128 + signals[0], f"interrupted by {signal.Signals(signals[0]).name}"
+            code, reason = 128 + signals[0], interrupted(signals[0])
             break
         if timeouts.wall_s is not None and now - started > timeouts.wall_s:
             code, reason = TIMED_OUT, f"still running after {timeouts.wall_s:g} s (recipe.timeouts.wall_s)"
@@ -241,10 +244,9 @@ def short_temp_dir() -> Iterator[Path]:
     """A folder for a run's sockets and temporary files, removed at the end; a socket's path may have 107 bytes."""
     parent = _short_parent()
     _remove_abandoned(parent)
-    temp = Path(tempfile.mkdtemp(prefix="vp-", dir=parent))
+    temp = Path(tempfile.mkdtemp(prefix=_TEMP, dir=parent))
     try:
-        with (temp / f".{_OWNER}").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock_file(temp / f".{_OWNER}"):
             (temp / f".{_OWNER}").rename(temp / _OWNER)  # nobody finds it unlocked while the launcher lives
             yield temp
     finally:
@@ -253,7 +255,7 @@ def short_temp_dir() -> Iterator[Path]:
 
 def _short_parent() -> Path:
     for parent in (tempfile.gettempdir(), "/tmp"):
-        longest = len(os.fsencode(parent)) + len("/vp-xxxxxxxx") + len(_RAY_SOCKET)
+        longest = len(os.fsencode(parent)) + len(f"/{_TEMP}xxxxxxxx") + len(_RAY_SOCKET)
         if longest <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
             return Path(parent)
     raise ConfigError(
@@ -264,10 +266,9 @@ def _short_parent() -> Path:
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove temporary folders whose launcher was killed: the lock of their owner file is free, on whatever host."""
-    for owner in parent.glob(f"vp-*/{_OWNER}"):
+    for owner in parent.glob(f"{_TEMP}*/{_OWNER}"):
         try:
-            with owner.open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with lock_file(owner):
                 shutil.rmtree(owner.parent, ignore_errors=True)
         except OSError:  # locked, of another user, or gone
             continue
@@ -326,13 +327,12 @@ def _draw(folder: Path) -> None:
     """training.png and memory.png of what summary.json records; a line where it cannot be drawn."""
     try:
         summary = read_summary(folder)
+        if summary["steps"]:
+            save(run_figure(summary), folder / "training.png")
+        if any(step.get("memory") for step in summary["steps"]):
+            save(memory_figure(summary), folder / "memory.png")
     except ConfigError as error:
-        Progress(folder).say(f"| nothing is drawn: {error}")
-        return
-    if summary["steps"]:
-        plot_run(summary, folder / "training.png")
-    if any(step.get("memory") for step in summary["steps"]):
-        draw_memory(summary, folder / "memory.png")
+        Progress(folder).say(f"| not drawn: {error}")
 
 
 def _summary_of_driver(folder: Path) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
         "runtime_env": {HOOK: recipe.worker_process_setup_hook},
     }
     if recipe.ray_address is not None:
-        return {**options, "address": recipe.ray_address}
+        return {**options, "address": ray_nodes.address_of(recipe.ray_address)}
     workers = config.trainer.n_gpus_per_node
     devices = {"resources": {"NPU": workers}} if config.trainer.device == "npu" else {"num_gpus": workers}
     if recipe.platform in NO_DEVICE:
@@ -60,6 +60,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
         **devices,
         "num_cpus": config.ray_init.num_cpus or workers + 4,
         "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",  # all of Ray's listeners are there
         "_temp_dir": os.environ.get("RAY_TMPDIR"),
     }
 

@@ -12,10 +12,12 @@ ahead of this node's, and how exactly that is known. `probes`: {name: {measured,
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 ANSWER = "NODES"
@@ -63,12 +65,44 @@ def _node_class() -> Any:
     return Node
 
 
+def address_of(given: str) -> str:
+    """`given`; for "auto" the HOST:PORT of a Ray on this machine that others may join. ConnectionError without one.
+
+    Ray itself also takes one that a run has started for itself, which listens on the loopback alone, looks for it at
+    this machine's other address, and never ends.
+    """
+    from ray._private import services
+
+    if given != "auto" or os.environ.get("RAY_ADDRESS", "") not in ("", "auto"):  # our driver has the configuration's
+        return given
+    return to_join(services.find_gcs_addresses(), services.find_bootstrap_address(None)) or given
+
+
+def to_join(found: Set[str], latest: str | None) -> str | None:
+    """Which of the Rays `found` to join, `latest` if it is there; None where none is a run's own, so Ray may choose."""
+    others = {address for address in found if not _is_loopback(address.rpartition(":")[0])}
+    if len(others) == len(found):
+        return None
+    if not others:
+        raise ConnectionError(
+            f"each Ray on this machine is a run's own ({', '.join(sorted(found))}), which no other joins"
+        )
+    return latest if latest in others else min(others)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def ask(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a request, as the module describes it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    ray.init(address=request["address"], log_to_driver=False, logging_level="ERROR")
+    ray.init(address=address_of(request["address"]), log_to_driver=False, logging_level="ERROR")
     found = [
         {"id": node["NodeID"], "address": node["NodeManagerAddress"], "resources": node["Resources"]}
         for node in ray.nodes()

@@ -14,11 +14,15 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from verl_patches.config.files import steps_of
+from verl_patches.config.run_start import checkpoints_of
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import read_object
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
 from verl_patches.launch.run_folder import carry_on
+from verl_patches.trainer.summary import run_id
 from verl_patches.watch.watcher import COLLECTIVE, RECORD, STACKS, fault_in
+from verl_patches.weights.checkpoint_folders import look
 
 ATTEMPTS = "attempts"
 # written by one try and moved when the next begins; progress.log, rollouts, tensorboard and checkpoints are of the run
@@ -39,6 +43,15 @@ def may_help(reason: str) -> bool:
     return bool(_OF_USE.search(reason) or fault_in(reason)) and not _NO_USE.search(reason)
 
 
+def last_step_is_saved(config: DictConfig, folder: Path) -> bool:
+    """Whether the run in `folder` has a checkpoint of its last step: then nothing is left for another try."""
+    total = steps_of(config)
+    try:
+        return total is not None and max(look(checkpoints_of(config), run_id(folder)).own, default=0) >= total
+    except OSError:  # a disk that fails: the next try says so
+        return False
+
+
 class Restarts:
     """The tries of one run, which writes to `folder`."""
 
@@ -55,8 +68,10 @@ class Restarts:
         return [f"recipe.restart.without_nodes=[{','.join(self._left_out)}]"]
 
     def after(self, code: int, reason: str | None) -> str | None:
-        """One sentence for the next try, whose way is then free; None where the run has ended."""
+        """Message for the next try, after moving the failed one's files; None if there is none."""
         if not code or reason is None or len(self.records) >= self._times or not may_help(reason):
+            return None
+        if last_step_is_saved(self._config, self._folder):
             return None
         culprits, raised = self._culprits()
         number = len(self.records) + 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_patches.config.compose import CONFIGS_DIR, model_shape_of
+from verl_patches.config.compose import CONFIGS_DIR, shape_file
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import differences, read_model_shape
@@ -65,6 +65,15 @@ LAYOUTS = {
 }
 
 
+# what a run that ended well proved, by "line platform", and what none did; feature by feature: docs/ascend.md
+PROVED = {
+    "pypi cpu": "the whole loop (patches, layouts, weight sync) runs here on packages of line pypi, not production's",
+    "a3 cpu": "production's verl, Megatron and MindSpeed run the whole loop here, with vLLM's engine V0",
+    "a3 npu_emulated": "production's Python runs the whole loop here: verl, Megatron, MindSpeed, vLLM V1, vllm-ascend",
+}
+NOT_PROVED = "anything about NPU kernels and their numerics, HCCL, torchair's compiler, what fits on a device, or speed"
+
+
 @dataclass(frozen=True)
 class SmokeOptions:
     """The options of `smoke`; its --help describes them."""
@@ -93,10 +102,11 @@ class SmokeOptions:
 
     @property
     def run_name(self) -> str:
-        """The name of the run."""
+        """The name of the run; by default those of line a3 and of the emulated NPU are not the plain one's."""
         if self.run is not None:
             return self.run
-        return "learn" if self.learn else "smoke"
+        end = "_npu_emulated" if self.emulate_npu else "_a3" if self.line == "a3" else ""
+        return ("learn" if self.learn else "smoke") + end
 
     def check(self) -> None:
         """ConfigError for a combination that cannot run, with one that can."""
@@ -167,7 +177,7 @@ def check_model(options: SmokeOptions, config: DictConfig, given: Collection[str
 
     given: keys that the user sets. A model folder of the user's own is compared with it by config/files.py.
     """
-    found = differences(model_shape_of(config), read_model_shape(CONFIGS_DIR / options.model_shape))
+    found = differences(read_model_shape(shape_file(config)), read_model_shape(CONFIGS_DIR / options.model_shape))
     if found and "actor_rollout_ref.model.path" not in given:
         raise ConfigError(
             f"recipe.model_shape is {config.recipe.model_shape}; expected the model that the smoke makes, found "

@@ -76,6 +76,22 @@ def layer_kinds(model: ModelShape) -> tuple[tuple[bool, int], ...]:
     return (False, model.num_hidden_layers - moe), (True, moe)
 
 
+def balanced_layers(model: ModelShape, stages: int) -> list[int]:
+    """Layers of each pipeline stage so that the slowest is as fast as can be; the last has the head, each has experts.
+
+    The first stage has all dense layers. A model needs as many layers with experts as there are stages.
+    """
+    active = layer_sizes(model, True, "vllm").active(model.num_experts_per_tok)
+    counts = [model.first_k_dense_replace + 1] + [1] * (stages - 1)
+    loads = [float(count) for count in counts]
+    loads[-1] += model.vocab_size * model.hidden_size / active
+    for _ in range(model.num_hidden_layers - sum(counts)):
+        stage = min(range(stages), key=lambda s: (loads[s], s))
+        loads[stage] += 1
+        counts[stage] += 1
+    return counts
+
+
 def layer_flops(model: ModelShape, moe: bool, tokens: float, length: float) -> float:
     """FLOPs of a forward pass of one layer over `tokens` of sequences of `length` tokens."""
     active = layer_sizes(model, moe, "vllm").active(model.num_experts_per_tok if moe else 0)

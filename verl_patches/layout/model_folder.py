@@ -116,6 +116,17 @@ def for_vllm(hf_config: Any) -> Any:
     return hf_config
 
 
+def with_fewer_layers(hf_config: Any, layers: int | None) -> None:
+    """Give vLLM's view of a folder its first `layers` layers (None: all), in place.
+
+    The folder may have tensors of the others: they count as layers of MTP, which vLLM's loader passes over.
+    """
+    left_out = 0 if layers is None else hf_config.num_hidden_layers - layers
+    if left_out > 0:
+        hf_config.num_hidden_layers = layers
+        setattr(hf_config, MTP_LAYERS, (getattr(hf_config, MTP_LAYERS, 0) or 0) + left_out)
+
+
 def weight_files(folder: str | Path) -> set[str]:
     """Names of the safetensors files in a folder."""
     return {file.name for file in Path(folder).glob("*.safetensors")}

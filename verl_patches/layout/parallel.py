@@ -174,7 +174,7 @@ class ParallelLayout:
         if sum(counts) != num_layers:
             raise ConfigError(
                 f"layout: layers_per_stage {list(counts)} adds up to {sum(counts)}, the model has {num_layers} layers; "
-                "correct the list"
+                f"expected {chunks} counts that add up to {num_layers}"
             )
         return [range(start, stop) for start, stop in itertools.pairwise([0, *itertools.accumulate(counts)])]
 

@@ -116,7 +116,7 @@ def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: in
     """
     tokens, size = passes.update_tokens, DTYPE_BYTES[model.torch_dtype]
     layers = layout.stage_layers(stage, model.num_hidden_layers)
-    terms = [layer_terms(model, model.is_moe(i), tokens, layout, passes.imbalance, passes.unpadded) for i in layers]
+    terms = _terms_of(model, layers, tokens, layout, passes)
     hidden = size * -(-tokens // layout.tp) * model.hidden_size
     recomputed = min(passes.recompute_layers, len(layers))
     groups = [terms[i : i + passes.recompute_together] for i in range(0, recomputed, passes.recompute_together)]
@@ -140,7 +140,7 @@ def forward_bytes(
 ) -> dict[str, int]:
     """{working_activations, logits} of a forward pass alone: half a layer (attention or MLP), an upper bound."""
     layers = layout.stage_layers(stage, model.num_hidden_layers)
-    terms = [layer_terms(model, model.is_moe(i), tokens, layout, passes.imbalance, passes.unpadded) for i in layers]
+    terms = _terms_of(model, layers, tokens, layout, passes)
     working = max((_half(layer) for layer in terms), default=0) + _dispatch(model, tokens, layout, passes, layers)
     last = stage == layout.pp - 1
     logits = logits_bytes(model, tokens, layout, passes, gradient=False, entropy=entropy) if last else 0
@@ -170,6 +170,15 @@ def logits_bytes(
     both = values * (4 + (size if size < 4 else 0))
     more = 0 if passes.chunked_logits or not gradient or size == 4 else 4 * values  # gradient of the fp32 logits
     return both + beside + more + size * tokens * model.hidden_size
+
+
+def _terms_of(
+    model: ModelShape, layers: tuple[int, ...], tokens: int, layout: ParallelLayout, passes: Passes
+) -> list[dict[str, int]]:
+    """`layer_terms` of each of `layers`."""
+    kinds = {model.is_moe(layer) for layer in layers}
+    of_kind = {moe: layer_terms(model, moe, tokens, layout, passes.imbalance, passes.unpadded) for moe in kinds}
+    return [of_kind[model.is_moe(layer)] for layer in layers]
 
 
 def _half(layer: dict[str, int]) -> int:

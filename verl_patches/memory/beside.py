@@ -48,13 +48,13 @@ def work_bytes(inventory: Inventory, train: ParallelLayout, rank: int, phase: st
 
 
 def record_bytes(model: ModelShape, train: ParallelLayout, stage: int, tokens: int) -> int:
-    """Bytes of the routed experts of `tokens` in a stage's layers, and a flag of each token (worker/routing_replay.py).
+    """Bytes of the routed experts of `tokens` in a stage's layers (model/routing_replay.py).
 
-    Each rank of a replica has all its tokens; context parallelism splits them.
+    Each rank of a replica has all its tokens: context parallelism is refused.
     """
     layers = sum(model.is_moe(layer) for layer in train.stage_layers(stage, model.num_hidden_layers))
     one = 1 if model.n_routed_experts <= 256 else 2
-    return tokens // train.cp * (layers * model.num_experts_per_tok * one + 1)
+    return tokens * layers * model.num_experts_per_tok * one
 
 
 def host_bytes(

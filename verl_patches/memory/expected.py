@@ -143,6 +143,53 @@ def padding_bytes(inventory: Inventory, train: ParallelLayout, rank: int, librar
     return bytes_per_value * (ends + sum(-shard.count % _PARAM_ALIGN for shard in held if shard.parameter.trainable))
 
 
+@dataclass(frozen=True)
+class Alike:
+    """Ranks that hold equally many bytes: those of each memory group, and what a schedule does with them by phase."""
+
+    ranks: list[int]
+    sizes: dict[str, int]
+    moments: dict[str, Moment]
+
+
+def simulated(
+    schedule: Schedule,
+    inventory: Inventory,
+    train: ParallelLayout,
+    rollout: ParallelLayout,
+    setting: Setting,
+    stays: Collection[str] = (),
+) -> list[Alike]:
+    """A step of `schedule` on all ranks. ConfigError as `local_parameters`, and if the world sizes differ."""
+    if train.world_size != rollout.world_size:
+        raise ConfigError(
+            f"memory: training has {train.world_size} ranks, rollout {rollout.world_size}; "
+            "both must be all ranks of the run"
+        )
+    groups: dict[tuple, list[int]] = {}
+    for rank in range(train.world_size):
+        experts = rollout.local_experts(rank, inventory.model.n_routed_experts, rest_on_last=True)
+        key = train.coordinates(rank).pp, rollout.coordinates(rank).pp, len(experts)
+        groups.setdefault(key, []).append(rank)
+    found = []
+    for ranks in groups.values():
+        sizes = group_bytes(inventory, train, rollout, ranks[0], setting)
+        found.append(Alike(ranks, sizes, simulate(schedule, sizes, stays)))
+    return found
+
+
+def phase_peak(
+    phase: str, step: Collection[Alike], inventory: Inventory, train: ParallelLayout, setting: Setting
+) -> dict[str, Any]:
+    """{phase, peak_bytes, rank, bytes: {memory group or term: bytes at the peak}} of the worst rank, the lowest."""
+    held = {
+        each.ranks[0]: _at_peak(inventory, train, each.ranks[0], setting, each.sizes, each.moments[phase])
+        for each in step
+    }
+    rank = max(held, key=lambda r: (sum(held[r].values()), -r))
+    return {"phase": phase, "peak_bytes": sum(held[rank].values()), "rank": rank, "bytes": held[rank]}
+
+
 def peaks(
     schedule: Schedule,
     inventory: Inventory,
@@ -151,40 +198,17 @@ def peaks(
     setting: Setting,
     stays: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Peak memory of a step of `schedule` as plain data: per phase the rank with the highest, and the copied bytes.
+    """Peak memory of a step of `schedule` as plain data: `phase_peak` of each phase, and the copied bytes.
 
-    `phases`: [{phase, peak_bytes, rank, bytes: {memory group or term: bytes at the peak}}], the lowest of equal ranks.
-    `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. ConfigError as `local_parameters`, and if the
-    world sizes differ.
+    `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. ConfigError as `simulated`.
     """
-    if train.world_size != rollout.world_size:
-        raise ConfigError(
-            f"memory: training has {train.world_size} ranks, rollout {rollout.world_size}; "
-            "both must be all ranks of the run"
-        )
-    groups: dict[tuple, list[int]] = {}  # ranks that hold equally many bytes
-    for rank in range(train.world_size):
-        experts = rollout.local_experts(rank, inventory.model.n_routed_experts, rest_on_last=True)
-        key = train.coordinates(rank).pp, rollout.coordinates(rank).pp, len(experts)
-        groups.setdefault(key, []).append(rank)
-    simulated = {}
-    for rank, *_ in groups.values():
-        sizes = group_bytes(inventory, train, rollout, rank, setting)
-        simulated[rank] = sizes, simulate(schedule, sizes, stays)
-    phases = []
-    for phase in schedule.phases:
-        held = {
-            rank: _at_peak(inventory, train, rank, setting, sizes, moments[phase.name])
-            for rank, (sizes, moments) in simulated.items()
-        }
-        rank = max(held, key=lambda r: (sum(held[r].values()), -r))
-        peak_bytes = sum(held[rank].values())
-        phases.append({"phase": phase.name, "peak_bytes": peak_bytes, "rank": rank, "bytes": held[rank]})
+    step = simulated(schedule, inventory, train, rollout, setting, stays)
+    phases = [phase_peak(phase.name, step, inventory, train, setting) for phase in schedule.phases]
 
     def mean_and_max(name: str) -> dict[str, int]:
-        sums = {rank: sum(getattr(m, name) for m in moments.values()) for rank, (_, moments) in simulated.items()}
-        total = sum(sums[ranks[0]] * len(ranks) for ranks in groups.values())
-        return {"mean": round(total / train.world_size), "max": max(sums.values())}
+        sums = [sum(getattr(moment, name) for moment in each.moments.values()) for each in step]
+        total = sum(size * len(each.ranks) for size, each in zip(sums, step, strict=True))
+        return {"mean": round(total / train.world_size), "max": max(sums)}
 
     return {
         "order": schedule.name,
@@ -192,5 +216,5 @@ def peaks(
         "phases": phases,
         "to_device_bytes": mean_and_max("to_device_bytes"),
         "to_host_bytes": mean_and_max("to_host_bytes"),
-        "empty_cache_calls": sum(moment.empty_cache_calls for moment in simulated[0][1].values()),
+        "empty_cache_calls": sum(moment.empty_cache_calls for moment in step[0].moments.values()),
     }

@@ -96,7 +96,7 @@ class Ledger:
         """Bytes that each group holds now."""
         return {group: entry.held_bytes() for group, entry in self._entries.items()}
 
-    def look(self, extra_bytes: int = 0) -> None:
+    def raise_peak(self, extra_bytes: int = 0) -> None:
         """Raise the peak of the current phase to the bytes held now plus `extra_bytes` of temporary memory."""
         if self._records:
             record = self._records[-1]
@@ -107,7 +107,7 @@ class Ledger:
 
     def take(self) -> dict[str, Any]:
         """{records, violations} since the last call."""
-        self.look()
+        self.raise_peak()
         taken = {"records": self._records, "violations": self._violations}
         self._records, self._violations = [], []
         return taken

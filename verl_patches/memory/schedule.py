@@ -7,8 +7,8 @@ not moved. The moves, which have no effect on a group that is already there (loa
     offload G    copy group G to the host and free its device memory
     free G       free the device memory of G without a copy
     empty_cache  the allocator returns its cached blocks to the device
-scheduler.py executes `SCHEDULE`. With row memory.order off a run follows the schedule of verl's own workers (`VERL`),
-which is here for the memory plan and the ledger.
+scheduler.py executes `SCHEDULE`. With row memory.order off verl's own workers move memory (`VERL`), which is here for
+the memory plan.
 """
 
 from __future__ import annotations
@@ -216,12 +216,6 @@ def residency(schedule: Schedule, stays: Collection[str] = ()) -> dict[str, froz
     return left_out | {name: moment.resident for name, moment in moments.items()}
 
 
-def moves_of_a_step(schedule: Schedule, stays: Collection[str], groups: Collection[str]) -> list[str]:
-    """Moves of every step but the first, of `groups` and of the allocator, such as "load actor_params"."""
-    moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), stays).values()
-    return [str(move) for moment in moments for move in moment.moves if not move.group or move.group in groups]
-
-
 # After the weight sync both of verl's schedules are the same: verl/workers/megatron_workers.py, its compute_log_prob,
 # compute_ref_log_prob and update_actor; verl/utils/megatron_utils.py empties the cache in each of its four functions.
 _VERL_TRAINING = (
@@ -267,12 +261,6 @@ def in_sleep_mode(schedule: Schedule, copied: bool = True) -> Schedule:
     )
 
 
-def without_weight_copies(schedule: Schedule) -> Schedule:
-    """`schedule`, verl's, where rollout weights are freed and allocated without a copy."""
-    changed = {"load rollout_weights": "alloc rollout_weights", "offload rollout_weights": "free rollout_weights"}
-    return _with_moves(f"{schedule.name}, rollout weights not copied", schedule, changed)
-
-
 def _with_moves(name: str, schedule: Schedule, changed: Mapping[str, str]) -> Schedule:
     def replaced(moves: tuple[Move, ...]) -> str:
         return ", ".join(changed.get(str(move), str(move)) for move in moves)
@@ -281,15 +269,11 @@ def _with_moves(name: str, schedule: Schedule, changed: Mapping[str, str]) -> Sc
 
 
 def switches_of(rows: Collection[str], *, vllm_sleep: bool, synced: bool) -> dict[str, bool]:
-    """{our_schedule, own_sleep_mode, vllm_sleep} for `schedule_followed`, by the ids of the rows that are on.
+    """{own_sleep_mode, vllm_sleep} for `schedule_followed`, by the ids of the rows that are on.
 
     `vllm_sleep`: see `sleeps_by_vllm`; weights that no sync writes then keep vLLM's copy. `synced`: see `staying`.
     """
-    return {
-        "our_schedule": "memory.order" in rows,
-        "own_sleep_mode": "memory.sleep_mode" in rows and (synced or not vllm_sleep),
-        "vllm_sleep": vllm_sleep,
-    }
+    return {"own_sleep_mode": "memory.sleep_mode" in rows and (synced or not vllm_sleep), "vllm_sleep": vllm_sleep}
 
 
 def sleeps_by_vllm(rollout: Any, recipe: Any) -> bool:
@@ -305,22 +289,12 @@ def direct_sync(rows: Collection[str]) -> bool:
     return "reshard.direct" in rows
 
 
-def schedule_followed(
-    line: str,
-    *,
-    skip_old_log_prob: bool,
-    our_schedule: bool = True,
-    own_sleep_mode: bool = False,
-    vllm_sleep: bool = False,
-) -> Schedule:
-    """The schedule that a run follows: ours (`our_schedule`: row memory.order), or that of verl's own worker.
+def schedule_followed(*, skip_old_log_prob: bool, own_sleep_mode: bool = False, vllm_sleep: bool = False) -> Schedule:
+    """The schedule that a run with row memory.order follows.
 
     `own_sleep_mode`: rollout weights are not copied to the host; with `vllm_sleep` vLLM's sleep mode still moves them.
     """
-    if our_schedule:
-        schedule = SCHEDULE if own_sleep_mode and not vllm_sleep else in_sleep_mode(SCHEDULE, copied=not own_sleep_mode)
-    else:
-        schedule = without_weight_copies(VERL[line]) if own_sleep_mode else VERL[line]
+    schedule = SCHEDULE if own_sleep_mode and not vllm_sleep else in_sleep_mode(SCHEDULE, copied=not own_sleep_mode)
     return schedule.without("old_log_prob") if skip_old_log_prob else schedule
 
 
@@ -330,23 +304,20 @@ def staying(
     optimizer_offload: bool,
     ref_offload: bool,
     one_memory: bool = False,
-    our_schedule: bool = True,
     own_sleep_mode: bool = False,
     synced: bool = True,
 ) -> frozenset[str]:
     """Memory groups that a run never moves: those of verl's three offload switches that are off, and some others.
 
     verl frees gradients with the parameters and never reads its grad_offload. `one_memory`: host and device share
-    their memory (a CPU), so verl's copies between devices move nothing, while buffers that it resizes are freed; with
-    `our_schedule` everything is moved. vLLM's sleep does not move the rollout weights there. With `own_sleep_mode` they
-    are moved everywhere unless not `synced`: no weight sync writes new ones (recipe.weight_sync.enabled), or none that
-    proves to write all (`direct_sync`).
+    their memory (a CPU), where vLLM's sleep does not move the rollout weights. With `own_sleep_mode` they are moved
+    everywhere unless not `synced`: no weight sync writes new ones (recipe.weight_sync.enabled), or none that proves to
+    write all (`direct_sync`).
     """
     stays = set() if param_offload else {"actor_params", "grads"}
-    unmoved = one_memory and not our_schedule
-    if not optimizer_offload or unmoved:
+    if not optimizer_offload:
         stays.add("optimizer")
-    if not ref_offload or unmoved:
+    if not ref_offload:
         stays.add("ref_params")
     if not synced if own_sleep_mode else one_memory:
         stays.add("rollout_weights")

@@ -26,7 +26,7 @@ class Scheduler:
         self.ledger: Ledger | None = None
         self._handlers: dict[str, Any] = {}
         self._open: str | None = None
-        self._resident: set[str] = set()  # by the schedule: a step begins with none
+        self._resident: set[str] = set()  # groups on the device; empty at step start
 
     def add(self, handlers: Mapping[str, Any]) -> None:
         """Add offload handlers by memory group (memory/offload.py); a handler has the verbs used for its group.
@@ -65,7 +65,7 @@ class Scheduler:
             return
         phase, self._open = self.schedule.phase(self._open), None
         if self.ledger is not None:
-            self.ledger.look()
+            self.ledger.raise_peak()
         self._carry_out(phase.leave)
         if phase not in self.schedule.phases:  # the next phase of the schedule does not expect its groups
             self._carry_out(Move("free", move.group) for move in phase.enter if move.verb in LOADS)

@@ -1,13 +1,12 @@
-"""Findings of `check`, `versions`, `fetch-upstream` and `doctor`; states that a run recorded; a table of rows."""
+"""Findings of `check`, `versions`, `fetch-upstream` and `doctor`; states that a run recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from verl_patches.patching.spec import PatchSpec
-from verl_patches.patching.switches import Switches
+from verl_patches.patching.switches import SWITCHED_OFF
 
 STATES = ("fine", "note", "problem")
 NOT_RUN = "not run"  # a check of `doctor` that cannot be made on this machine: neither a pass nor a problem
@@ -76,17 +75,12 @@ def count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
     return list(folded.values())
 
 
-# (line, platform) of the runs whose tests require every row of theirs to be active (tests/loop)
-RUNS = {"smoke": ("pypi", "cpu"), "smoke, a3": ("a3", "cpu"), "emulated NPU": ("a3", "npu_emulated")}
+def rows_off(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """Ids of the recorded rows that the user switched off."""
+    off = (row["id"] for row in rows if row["state"] == "off" and row.get("reason", "").startswith(SWITCHED_OFF))
+    return list(dict.fromkeys(off))
 
 
-def markdown_table(specs: Iterable[PatchSpec]) -> str:
-    """The table of docs/patches.md: id, kind, target, lines, platforms, the runs that have the row active, and why."""
-    titles = "id kind target lines platforms active why".split()
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for spec in specs:
-        platforms, on = ", ".join(sorted(spec.platforms)), ", ".join(sorted(spec.lines))
-        runs = ", ".join(name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0])
-        cells = f"`{spec.id}`", spec.kind, f"`{spec.target}`", on, platforms, runs or "none", spec.why
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def said_off(ids: Sequence[str]) -> str:
+    """ "1 row off by you: row.id"; empty text without any."""
+    return f"{len(ids)} row{'s' if len(ids) > 1 else ''} off by you: {', '.join(ids)}" if ids else ""

@@ -11,19 +11,6 @@ from itertools import combinations
 
 from verl_patches.errors import ConfigError
 
-STAGES = (
-    "rollout",
-    "reward",
-    "logprob",
-    "advantage",
-    "update",
-    "reshard",
-    "memory",
-    "checkpoint",
-    "dispatch",
-    "model",
-    "platform",
-)
 KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")
 EMULATED = {"npu_emulated": "npu"}  # on the first the rows of the second are on too
@@ -55,7 +42,6 @@ class PatchSpec:
     """
 
     id: str
-    stage: str
     target: str
     kind: str
     provider: str
@@ -118,9 +104,8 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     faults = []
     if not _ID.match(spec.id):
         faults.append("id must look like stage.verb, lower case")
-    for field, allowed in (("stage", STAGES), ("kind", KINDS)):
-        if getattr(spec, field) not in allowed:
-            faults.append(f"{field} is {getattr(spec, field)!r}, expected one of {', '.join(allowed)}")
+    if spec.kind not in KINDS:
+        faults.append(f"kind is {spec.kind!r}, expected one of {', '.join(KINDS)}")
     for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):
         given = getattr(spec, field)
         if not given or not given <= set(allowed):
@@ -200,7 +185,7 @@ def _order_fault(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpe
     if upper is None or upper.kind != "wrap":
         return (
             f"rows {first.id!r} and {second.id!r} are both on {first.target}: the one that goes over the other "
-            "must be a wrap and name it in needs, or they must be in conflict"
+            "must be a wrap and name it in needs, or be restricted to different lines or platforms"
         )
     if set(first.bindings) != set(second.bindings):
         return f"rows {first.id!r} and {second.id!r} are both on {first.target}: they must list the same bindings"
@@ -213,7 +198,7 @@ def _inside_fault(by_id: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpe
     if upper is None:
         return (
             f"row {inner.id!r} is on {inner.target}, inside {outer.target} of row {outer.id!r}: one must name the "
-            "other in needs, or they must be in conflict"
+            "other in needs, or be restricted to different lines or platforms"
         )
     if upper is outer and outer.kind != "wrap":
         return (

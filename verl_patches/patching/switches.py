@@ -19,6 +19,7 @@ from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS, PatchSp
 VARIABLE = "VERL_PATCHES"
 DEFAULT_LINE, DEFAULT_PLATFORM = "a3", "npu"
 DEFAULT_DRIFT = "strict"
+SWITCHED_OFF = "switched off by "  # begin of the reason of a row that a pattern switches off
 _NEAREST = 5  # names that an error suggests at most
 
 
@@ -50,12 +51,12 @@ class Switches:
         for pattern in self.patterns:
             if fnmatch.fnmatchcase(spec.id, pattern[1:]):
                 wanted = pattern[0] == "+"
-                reason = f"switched {'on' if wanted else 'off'} by {pattern}"
+                reason = f"{'switched on by ' if wanted else SWITCHED_OFF}{pattern}"
         return wanted, reason
 
     def switched_off(self, specs: Iterable[PatchSpec]) -> list[str]:
         """Ids of the rows of this line and platform that a pattern switches off."""
-        here = [spec for spec in specs if self.line in spec.lines and self.platform in spec.platforms]
+        here = [spec for spec in specs if self.line in spec.lines and self.platform in spec.all_platforms]
         return [spec.id for spec in here if not self.decide(spec)[0]]
 
     def check_against(self, specs: Mapping[str, PatchSpec]) -> None:

@@ -1,16 +1,20 @@
-"""The memory of a run as plain data: the worst die of each phase, the fullest node, and what to set where it is short.
+"""The memory of a run as plain data: the worst die of each phase, the fullest node, and the settings that fit a die.
 
 Everything is modelled: memory/expected.py (groups), memory/activations.py and memory/beside.py (terms beside them).
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+import psutil
+from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import hccl
 from verl_patches.config.compose import graph_arguments, rollout_library
@@ -19,7 +23,7 @@ from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.activations import UNBALANCED, Passes
 from verl_patches.memory.beside import host_bytes
-from verl_patches.memory.expected import A3_SEEN_BYTES, Setting, group_bytes, peaks
+from verl_patches.memory.expected import A3_SEEN_BYTES, Alike, Setting, group_bytes, peaks, phase_peak, simulated
 from verl_patches.memory.schedule import (
     SCHEDULE,
     VERL,
@@ -32,6 +36,8 @@ from verl_patches.memory.schedule import (
 )
 from verl_patches.upstream.checkouts import LINE
 
+DEVICES = Path("/dev")
+
 
 def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
     """{modelled, hbm_bytes, followed, swapped, orders, communicators, host, not_modelled}: bytes of the worst rank.
@@ -40,8 +46,7 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     sync, and for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows that are on.
     Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is what a process
     sees of an A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group,
-    node_bytes, limit_bytes (recipe.memory.host_gib) or None}. What to set where it does not fit:
-    planning/memory_advice.py. ConfigError where sizes do not divide.
+    node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
     """
     inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
     setting, schedule, stays = _setting(config, inventory, layouts, rows), _followed(config, rows), _stays(config, rows)
@@ -76,33 +81,132 @@ def followed_schedule(
 
 def followed_peaks(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
     """Only memory.expected's `peaks` of the run's own order."""
-    inventory, layouts, schedule = (
-        _inventory(model, VLLM_DTYPES[config.recipe.dtype]),
-        _layouts(config),
-        _followed(config, rows),
-    )
-    setting = _setting(config, inventory, layouts, rows)
-    if not direct_sync(rows):
-        setting = replace(setting, bucket_bytes=None)
-    return peaks(schedule, inventory, *layouts, setting, _stays(config, rows))
+    schedule, stays, setting = _own_order(config, model, rows)
+    return peaks(schedule, _inventory(model, VLLM_DTYPES[config.recipe.dtype]), *_layouts(config), setting, stays)
 
 
-def too_much(plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """The phases of the followed order whose worst die does not hold them, as `peaks` has them."""
+def _own_order(
+    config: DictConfig, model: ModelShape, rows: Collection[str]
+) -> tuple[Schedule, frozenset[str], Setting]:
+    """`followed_schedule`, without buffers of our weight sync where verl's own runs."""
+    schedule, stays, setting = followed_schedule(config, model, rows)
+    return schedule, stays, setting if direct_sync(rows) else replace(setting, bucket_bytes=None)
+
+
+def settings_that_fit(
+    config: DictConfig, model: ModelShape, rows: Collection[str]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """({key: value} with which the configuration's own layout fits a die, its phases with them, as `peaks` has them).
+
+    The fewest recomputed layers of a stage, and where it is needed smaller micro batches of log-probs and a smaller
+    share for vLLM, of whose KV cache at least half stays. Where these are not enough a phase exceeds the die.
+    """
+    schedule, stays, setting = _own_order(config, model, rows)
+    inventory, (train, rollout) = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
+    step = simulated(schedule, inventory, train, rollout, setting, stays)
+    choices = {} if setting.passes is None else _choices(config, model, train)
+    found, phases = {}, []
+    for phase in schedule.phases:
+        options = choices.get(phase.name, [({}, {})])
+        peak = functools.partial(_peak, phase.name, step, inventory, train, setting, options)
+        place = _first(peak, len(options))
+        found |= options[place][0]
+        phases.append(peak(place))
+    cached = [peak for peak in phases if "kv_cache" in peak["bytes"]]
+    over = max((peak["peak_bytes"] - A3_SEEN_BYTES for peak in cached), default=0)
+    if 0 < 2 * over <= min(peak["bytes"]["kv_cache"] for peak in cached):
+        smaller, share = config.copy(), setting.kv_share - math.ceil(100 * over / A3_SEEN_BYTES) / 100
+        found["actor_rollout_ref.rollout.gpu_memory_utilization"] = round(share, 2)
+        smaller.actor_rollout_ref.rollout.gpu_memory_utilization = round(share, 2)
+        return found, settings_that_fit(smaller, model, rows)[1]
+    return found, phases
+
+
+def _peak(
+    phase: str,
+    step: Collection[Alike],
+    inventory: Inventory,
+    train: ParallelLayout,
+    setting: Setting,
+    options: Sequence[tuple[dict[str, Any], dict[str, int]]],
+    place: int,
+) -> dict[str, Any]:
+    """`phase_peak` with the option at `place`."""
+    changes = options[place][1]
+    passes = replace(setting.passes, **changes) if changes else setting.passes
+    return phase_peak(phase, step, inventory, train, replace(setting, passes=passes))
+
+
+def _first(peak: Callable[[int], dict[str, Any]], number: int) -> int:
+    """The first of `number` places whose peak a die holds, else the last; from place 1 on peaks only fall."""
+
+    def fits(place: int) -> bool:
+        return peak(place)["peak_bytes"] <= A3_SEEN_BYTES
+
+    if fits(0):
+        return 0
+    return bisect.bisect_left(range(number), True, lo=1, key=fits) if fits(number - 1) else number - 1
+
+
+def _choices(
+    config: DictConfig, model: ModelShape, train: ParallelLayout
+) -> dict[str, list[tuple[dict[str, Any], dict[str, int]]]]:
+    """{phase: [(keys, what they change in `Passes`)]}, the fastest first."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    layers = max(len(train.stage_layers(stage, model.num_hidden_layers)) for stage in range(train.pp))
+    found = {
+        "update": [
+            (recompute_keys(number), {"recompute_layers": number, "recompute_together": 1})
+            for number in range(layers + 1)
+        ]
+    }
+    for phase, side, tokens in (("ref", "ref", "ref_tokens"), ("old_log_prob", "rollout", "log_prob_tokens")):
+        key = f"actor_rollout_ref.{side}.log_prob_micro_batch_size_per_gpu"
+        given = OmegaConf.select(config, key) or 1
+        halves = [given >> n for n in range(given.bit_length())]
+        found[phase] = [({key: size}, {tokens: size * longest}) for size in halves]
+    return found
+
+
+def recompute_keys(layers: int) -> dict[str, Any]:
+    """The keys that recompute the first `layers` layers of each stage."""
+    checkpointing = "actor_rollout_ref.model.enable_gradient_checkpointing"
+    if layers == 0:
+        return {checkpointing: False}
+    kwargs = {"granularity": "full", "method": "block", "num_layers": layers}
+    prefix = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
+    return {checkpointing: True, **{prefix + name: value for name, value in kwargs.items()}}
+
+
+def too_much(plan: dict[str, Any]) -> list[str]:
+    """`exceeding` of the followed order of a `memory_plan`."""
     (order,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
-    limit = plan["hbm_bytes"]
-    return [phase for phase in order["phases"] if limit is not None and phase["peak_bytes"] > limit]
+    return [] if plan["hbm_bytes"] is None else exceeding(order["phases"])
 
 
-def host_is_short(plan: dict[str, Any]) -> bool:
-    """Whether the fullest node has less host memory than its workers pin."""
-    limit = plan["host"]["limit_bytes"]
-    return limit is not None and plan["host"]["node_bytes"] > limit
+def exceeding(phases: Iterable[dict[str, Any]]) -> list[str]:
+    """Of phases that a die does not hold: one sentence for those of one die with the same largest terms.
+
+    It says what the die needs, of what, for what.
+    """
+    short = [phase for phase in phases if phase["peak_bytes"] > A3_SEEN_BYTES]
+    alike: dict[tuple, list[dict[str, Any]]] = {}  # such as wake_kv and rollout
+    for phase in short:
+        largest = tuple(sorted(phase["bytes"], key=phase["bytes"].get, reverse=True)[:3])
+        alike.setdefault((phase["rank"], largest), []).append(phase)
+    said = []
+    for (rank, largest), phases in alike.items():
+        phase = max(phases, key=lambda each: each["peak_bytes"])
+        terms = ", ".join(f"{term} {phase['bytes'][term] / 1e9:.2f}" for term in largest)
+        names = ", ".join(each["phase"] for each in phases)
+        need = f"{phase['peak_bytes'] / 1e9:.2f} GB of {A3_SEEN_BYTES / 1e9:.2f}"
+        said.append(f"{names}: die {rank} needs {need}; largest: {terms}")
+    return said
 
 
 @functools.lru_cache(maxsize=2)
 def _inventory(model: ModelShape, dtype: str) -> Inventory:
-    """Cached because advice plans the same model many times."""
+    """Cached because a search plans the same model many times."""
     return build_inventory(replace(model, torch_dtype=dtype))
 
 
@@ -130,7 +234,10 @@ def _switches(config: DictConfig, rows: Collection[str]) -> tuple[dict[str, bool
 
 def _followed(config: DictConfig, rows: Collection[str]) -> Schedule:
     skip = config.recipe.train.skip_old_log_prob
-    return schedule_followed(config.recipe.line, skip_old_log_prob=skip, **_switches(config, rows)[0])
+    if "memory.order" in rows:
+        return schedule_followed(skip_old_log_prob=skip, **_switches(config, rows)[0])
+    schedule = VERL[config.recipe.line]
+    return schedule.without("old_log_prob") if skip else schedule
 
 
 def _stays(config: DictConfig, rows: Collection[str]) -> frozenset[str]:
@@ -159,7 +266,7 @@ def _setting(
         kv_share=rollout.gpu_memory_utilization if npu else 0.0,
         tensor_cache_bytes=cached_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
         absorbed_copies=npu or recipe.line == LINE,  # MindSpeed's view on the CPU too
-        passes=_passes(config, replicas, rows) if recipe.line == LINE else None,
+        passes=passes_of(config, replicas, rows) if recipe.line == LINE else None,
         hccl=hccl.buffer_bytes(config, inventory.model) if npu else None,
     )
 
@@ -177,8 +284,8 @@ def _communicators(config: DictConfig, model: ModelShape) -> list[dict[str, Any]
     ]
 
 
-def _passes(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:
-    """Micro batches are of the longest samples; those of verl at this line are of a number of samples."""
+def passes_of(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:
+    """Activations are those of the longest samples; micro batches of verl at this line are of a number of samples."""
     data, section, train = config.data, config.actor_rollout_ref, config.recipe.train
     longest, actor = data.max_prompt_length + data.max_response_length, section.actor
     kwargs, checkpointing = section.model.get("gradient_checkpointing_kwargs") or {}, {}
@@ -271,6 +378,13 @@ def _host(
 
     nodes = _of_nodes(config, layouts, of_rank)
     fullest = max(nodes, key=lambda node: sum(node.values()))
+    return {"bytes": fullest, "node_bytes": sum(fullest.values()), "limit_bytes": host_limit(config)}
+
+
+def host_limit(config: DictConfig) -> int | None:
+    """Bytes of a node's host memory: recipe.memory.host_gib, else this machine's where it has dies; else None."""
     given = config.recipe.memory.host_gib
-    limit = None if given is None else given << 30
-    return {"bytes": fullest, "node_bytes": sum(fullest.values()), "limit_bytes": limit}
+    if given is not None:
+        return given << 30
+    here = config.recipe.platform == "npu" and any(DEVICES.glob("davinci[0-9]*"))
+    return psutil.virtual_memory().total if here else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,8 +21,7 @@ from verl_patches.config.ray_start import ray_start
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.planning.memory_advice import advice
-from verl_patches.planning.memory_plan import followed_peaks, memory_plan, pinned_bytes, states_bytes
+from verl_patches.planning.memory_plan import followed_peaks, memory_plan, pinned_bytes, states_bytes, too_much
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
@@ -55,7 +54,7 @@ def build_plan(
     ConfigError for switches that name no row.
     """
     checks = [
-        *check_config(config, must_exist=keys_of(overrides)),
+        *check_config(config, keys_of(overrides), trees),
         _verl(config.recipe.line, trees),
         *engine_checks(config),
     ]
@@ -86,7 +85,7 @@ def build_plan(
     if train and rollout and all(ok[name] for name in _SIZED):
         on = [row["id"] for row in patches if row["on"]]
         memory = memory_plan(config, model, on)
-        checks.append(_memory(memory, advice(config, model, on, memory)))
+        checks += [_memory(memory), *_host_memory(memory)]
         if ok.get("weight sync", True):
             sections = step_sections(config, on, workload)
     return {
@@ -109,13 +108,26 @@ def _verl(line: str, trees: Trees) -> Check:
     return Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
 
 
-def _memory(plan: dict[str, Any], todo: list[str]) -> Check:
+def _memory(plan: dict[str, Any]) -> Check:
     """The memory plan as a check of the dry run; it does not refuse a start, as it is a model with assumptions."""
-    if todo:
-        return Check("memory", False, f"modelled: {'; '.join(todo)}")
+    if short := too_much(plan):
+        return Check("memory", False, f"modelled: {'; '.join(short)}")
     if plan["hbm_bytes"] is None:
         return Check("memory", True, "modelled, with no die to compare with on this platform")
     return Check("memory", True, f"modelled: no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die")
+
+
+def _host_memory(plan: dict[str, Any]) -> Iterator[Check]:
+    """The same for the host memory of a node with dies; a note where nothing says how much it has."""
+    need, limit = plan["host"]["node_bytes"], plan["host"]["limit_bytes"]
+    largest = max(plan["host"]["bytes"], key=plan["host"]["bytes"].get, default="nothing")
+    pins = f"modelled: workers pin {need / 2**30:.0f} GiB of the fullest node, most of it for {largest}"
+    if limit is None and plan["hbm_bytes"] is not None:
+        said = f"{pins}; NOT COMPARED with what a node has: set recipe.memory.host_gib (`free -g` on a node)"
+        yield Check("host memory", True, said, note=True)
+    elif limit is not None:
+        todo = "" if need <= limit else "; use more nodes, over which the optimizer is sharded"
+        yield Check("host memory", need <= limit, f"{pins}; it has {limit / 2**30:.0f}{todo}")
 
 
 def engine_checks(config: DictConfig) -> list[Check]:

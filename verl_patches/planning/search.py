@@ -6,10 +6,12 @@ memory plan of an ordinary plan, in which the figures of its row were made.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import heapq
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +22,14 @@ from verl_patches.config.checks import check_config
 from verl_patches.config.compose import model_shape_of, vllm_arguments
 from verl_patches.config.engine_options import rewrite_engine_options
 from verl_patches.errors import ConfigError
-from verl_patches.layout.flops import layer_sizes
+from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout, train_layout_of
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
+from verl_patches.memory.activations import Passes, update_bytes
 from verl_patches.memory.expected import A3_SEEN_BYTES
 from verl_patches.planning.calibration import FITTED
-from verl_patches.planning.memory_plan import followed_peaks, host_is_short, memory_plan
+from verl_patches.planning.memory_plan import exceeding, host_limit, passes_of, pinned_bytes, settings_that_fit
 from verl_patches.planning.plan import engine_checks
 from verl_patches.planning.step_model import (
     Hardware,
@@ -40,19 +43,20 @@ from verl_patches.planning.step_model import (
     stage_elements,
     update_s,
 )
-from verl_patches.planning.step_plan import Workload, step_input, step_sections
+from verl_patches.planning.step_plan import Workload, recomputed_layers, step_input, step_sections
 
 DIES = range(16, 1025)
 NODE_DIES = 16
-# of a die, for activations, HCCL's buffers and CANN's context, which only the memory plan counts. For pruning
-RESERVE_BYTES = 10 << 30
+RESERVE_BYTES = 8 << 30  # of a die, for HCCL's buffers, CANN's context and a swapped piece, in the estimates
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron", "actor_rollout_ref.rollout"
-RECOMPUTED = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 SEATS, GRAPHS = f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", "recipe.rollout.ascend.graph_batch_sizes"
 _TENSOR, _PIPELINE, _EXPERT = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model"))
+_BUFFERS_BYTES = 2 << 30  # of RESERVE_BYTES, what vLLM's share does not hold
 _MOST_SEATS, _MOST_STAGES, _TP, _MICRO = 128, 16, (1, 2, 4, 8, 16), (1, 2, 4)
-_TRIED = 200  # best candidates of which those to be listed are taken
+_TRIED = 60  # best candidates of which those to be listed are taken
+_ALIKE = 8  # refused by the same check, and none that passes: the others would be too
+_COMPARED = 4  # that pass a plan, at least, as the order of the estimates is not exact
 
 
 def changed(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
@@ -81,26 +85,22 @@ def as_overrides(updates: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in updates.items()]
 
 
-def balanced_layers(model: ModelShape, stages: int) -> list[int]:
-    """Layers of each stage so that the slowest is as fast as can be; the head counts as layers of the last one."""
-    active = layer_sizes(model, True, "vllm").active(model.num_experts_per_tok)
-    loads = [0.0] * stages
-    loads[-1] = model.vocab_size * model.hidden_size / active
-    counts = [0] * stages
-    for _ in range(model.num_hidden_layers):
-        stage = min(range(stages), key=lambda s: (loads[s], s))
-        loads[stage] += 1
-        counts[stage] += 1
-    return counts
+class NoLayout(ConfigError):
+    """No layout fits the dies; `dies`: the fewest on which one does, None where there is none, or another reason."""
+
+    def __init__(self, text: str, dies: int | None = None):
+        super().__init__(text)
+        self.dies = dies
 
 
 @dataclass(frozen=True)
 class Side:
-    """A candidate of one side: the keys that make it, its modelled seconds, its bytes on the worst die."""
+    """A candidate of one side: its keys, its modelled seconds, its bytes on the worst die in sync and in rollout."""
 
     updates: dict[str, Any]
     seconds: float
-    params_bytes: float
+    sync_bytes: float
+    rollout_bytes: float
 
 
 def search(
@@ -108,9 +108,10 @@ def search(
 ) -> list[dict[str, Any]]:
     """The `top` fastest legal layouts of the configuration's model and batch on `dies`, best first.
 
-    [{total_s, tokens_per_s_per_die, train, rollout, micro_batch, peak_bytes, update_bytes, phases, overrides}]. Raises
-    ConfigError for another platform than npu, dies that are no whole nodes, and where nothing fits: with a batch or a
-    number of dies that does.
+    [{total_s, tokens_per_s_per_die, train, rollout, micro_batch, recompute_layers, peak_bytes, update_bytes, phases,
+    overrides}]. The configuration's own layout need not be legal. A batch that `dies` do not divide becomes the nearest
+    one that they do, states of the optimizer go to the host where no layout holds them; `overrides` say so. Raises
+    ConfigError for another platform than npu, dies that are no whole nodes, and where nothing fits: with the reason.
     """
     if dies not in DIES or dies % NODE_DIES:
         raise ConfigError(f"--dies is {dies}; expected a multiple of {NODE_DIES} from {DIES.start} to {DIES.stop - 1}")
@@ -120,43 +121,70 @@ def search(
             f"recipe.train.expert_split=tp_extend_ep, found {config.recipe.platform} and "
             f"{config.recipe.train.expert_split}; search with a config of the 256-die run or a preset"
         )
-    if config.data.train_batch_size % dies:
-        given = config.data.train_batch_size
-        near = dies * max(1, round(given / dies))
-        raise ConfigError(
-            f"data.train_batch_size is {given}; expected a multiple of {dies} dies, as verl hands each an equal share "
-            f"of the prompts: data.train_batch_size={near} {MINI_BATCH}={near}"
-        )
-    nodes = {"trainer.nnodes": dies // NODE_DIES, "trainer.n_gpus_per_node": NODE_DIES}
-    run = step_input(config, rows, workload)
-    listed = []
-    for updates in _best_pairs(config, run, dies):
-        row = _verified(config, rows, {**nodes, **updates}, workload)
-        if row is not None:
-            listed.append(row)
-        if len(listed) == top:
-            break
+    listed, refused = _listed(config, rows, dies, workload, top)
     if not listed:
-        raise ConfigError(_nothing_fits(config, run, dies))
-    return sorted(listed, key=lambda row: row["total_s"])
+        raise _nothing_fits(config, rows, dies, workload, refused)
+    return listed
 
 
-def _best_pairs(config: DictConfig, run: StepInput, dies: int) -> Iterator[dict[str, Any]]:
+def _listed(
+    config: DictConfig, rows: Collection[str], dies: int, workload: Workload, top: int
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """(what `search` lists, how many layouts each reason has refused)."""
+    given = _given(config, dies)
+    pairs, refused = _best_pairs(config, rows, dies, workload, given), Counter()
+    if not pairs and not config.recipe.train.swap_optimizer:
+        given |= {"recipe.train.swap_optimizer": True}
+        pairs = _best_pairs(config, rows, dies, workload, given)
+    listed, causes = [], set()
+    for updates in pairs:
+        row = _verified(config, rows, {**given, **updates}, workload)
+        if isinstance(row, str):
+            refused[row] += 1
+            causes.add(row.partition(":")[0])
+        else:
+            listed.append(row)
+        same = not listed and len(causes) == 1 and causes != {"memory"} and refused.total() >= _ALIKE
+        if same or len(listed) == max(top, _COMPARED):
+            break
+    return sorted(listed, key=lambda row: row["total_s"])[:top], refused
+
+
+def _given(config: DictConfig, dies: int) -> dict[str, Any]:
+    """Keys of every candidate: nodes, and where `dies` do not divide the batch the nearest that they do."""
+    given = {"trainer.nnodes": dies // NODE_DIES, "trainer.n_gpus_per_node": NODE_DIES}
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batch % dies:
+        parts = max(1, round(batch / mini))
+        unit = math.lcm(dies, parts)
+        batch = unit * max(1, round(batch / unit))
+        given |= {"data.train_batch_size": batch, MINI_BATCH: batch // parts}
+    elif batch % mini:
+        given |= {MINI_BATCH: batch}
+    return given
+
+
+def _best_pairs(
+    config: DictConfig, rows: Collection[str], dies: int, workload: Workload, given: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Updates of at most _TRIED pairs of a training and a rollout side whose weights fit together, fastest first."""
-    trains, rollouts = train_sides(config, run, dies), rollout_sides(config, run, dies)
-    room = A3_SEEN_BYTES - 4 * config.recipe.reshard.bucket_bytes
+    legal = train_keys(1, 1, 1, ()) | rollout_keys(1, 1)  # sides replace it
+    base = changed(config, {**given, **legal, "recipe.train.layers_per_stage": None})
+    run, passes = step_input(base, rows, workload), passes_of(base, 1, rows)
+    trains, rollouts = train_sides(run, passes, dies), rollout_sides(base, run, dies)
+    room = A3_SEEN_BYTES - _BUFFERS_BYTES
+    sync_room = room - 4 * config.recipe.reshard.bucket_bytes
     pairs = (
         (train.seconds + rollout.seconds, number, {**train.updates, **rollout.updates})
         for number, (train, rollout) in enumerate((t, r) for t in trains for r in rollouts)
-        if train.params_bytes + rollout.params_bytes <= room
+        if train.sync_bytes + rollout.sync_bytes <= sync_room and train.rollout_bytes + rollout.rollout_bytes <= room
     )
-    yield from (updates for _, _, updates in heapq.nsmallest(_TRIED, pairs))
+    return [updates for _, _, updates in heapq.nsmallest(_TRIED, pairs)]
 
 
-def train_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
-    """Training layouts that split the model and the batch and fit a die without activations, in any order."""
+def train_sides(run: StepInput, passes: Passes, dies: int) -> list[Side]:
+    """Training layouts that split the model and the batch and fit a die, with the fewest recomputed layers."""
     model, die, found = run.model, Hardware(), []
-    all_layers = run.recompute_layers >= max(_layer_counts(config, model))
     for tp, pp, ep in train_sizes(model, dies):
         layers = balanced_layers(model, pp)
         if min(layers) == 0:
@@ -164,27 +192,52 @@ def train_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
         layout = ParallelLayout(dies, tp=tp, pp=pp, ep=ep, etp=1, layers_per_stage=layers)
         if run.responses // run.mini_batches % layout.dp or run.prompts % dies:
             continue
-        params = _fits_update(run, layout)
-        if params is None:
-            continue
-        recomputed = max(layers) if all_layers else run.recompute_layers
+        elements = [stage_elements(model, layout, stage, "mindspeed") for stage in range(pp)]
+        params = DTYPE_BYTES[model.torch_dtype] * max(map(sum, elements))
+        states = max(_states_bytes(run, layout, *each) for each in elements)
         share = run.responses // run.mini_batches // layout.dp
         fastest = None
         for micro in (size for size in _MICRO if share % size == 0):
+            recomputed = _fewest_layers(run, layout, replace(passes, micro_batches=share // micro), micro)
+            if recomputed is None:
+                continue
             one = replace(run, train=layout, micro_batch=micro, recompute_layers=recomputed)
             copied = Offload(2 * params, params, params * (1 + GRAD_BYTES / 2), 2)
             seconds = update_s(one, FITTED, die) + offload_s(copied, FITTED, die)
             seconds += sum(log_prob_s(one, n, FITTED, die) for n in (run.ref_micro_batch, run.old_micro_batch) if n)
             if fastest is None or seconds < fastest.seconds:
-                fastest = Side(_train_updates(layout, micro, run, recomputed), seconds, params)
+                updates = train_keys(tp, pp, ep, layers)
+                updates["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] = micro
+                fastest = Side(updates, seconds, params + states, states)
         found += [fastest] if fastest else []
     return found
 
 
-def _train_updates(layout: ParallelLayout, micro: int, run: StepInput, recomputed: int) -> dict[str, Any]:
-    updates = train_keys(layout.tp, layout.pp, layout.ep, layout.layers_per_stage)
-    updates["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] = micro
-    return updates | ({RECOMPUTED: recomputed} if recomputed != run.recompute_layers else {})
+def _states_bytes(run: StepInput, layout: ParallelLayout, dense: float, routed: float) -> float:
+    """Bytes of the optimizer's states that stay on a rank with that many elements."""
+    return 0 if run.swap_optimizer else OPTIMIZER_BYTES * (dense / layout.dp + routed / layout.edp)
+
+
+def _fewest_layers(run: StepInput, layout: ParallelLayout, passes: Passes, micro: int) -> int | None:
+    """Estimated layers of a stage that an update must recompute to fit; None if all are not enough."""
+    model, size, least = run.model, DTYPE_BYTES[run.model.torch_dtype], 0
+    held, passes = model.n_routed_experts // layout.ep, replace(passes, update_tokens=micro * passes.update_tokens)
+    for stage in range(layout.pp):
+        dense, routed = stage_elements(model, layout, stage, "mindspeed")
+        states = _states_bytes(run, layout, dense, routed)
+        room = A3_SEEN_BYTES - RESERVE_BYTES - states - (size + GRAD_BYTES) * (dense + routed)
+
+        def fits(layers: int, stage: int = stage, room: float = room) -> bool:
+            one = replace(passes, recompute_layers=layers, recompute_together=1)
+            return sum(update_bytes(model, layout, stage, held, one).values()) <= room
+
+        if not fits(least):
+            tried = range(least + 1, layout.layers_per_stage[stage] + 1)
+            place = bisect.bisect_left(tried, True, key=fits)
+            if place == len(tried):
+                return None
+            least = tried[place]
+    return least
 
 
 def train_keys(tp: int, pp: int, ep: int, layers: Collection[int]) -> dict[str, Any]:
@@ -199,15 +252,10 @@ def train_keys(tp: int, pp: int, ep: int, layers: Collection[int]) -> dict[str, 
     }
 
 
-def _layer_counts(config: DictConfig, model: ModelShape) -> list[int]:
-    train = train_layout_of(config)
-    return [len(train.stage_layers(stage, model.num_hidden_layers)) for stage in range(train.pp)]
-
-
 def train_sizes(model: ModelShape, dies: int) -> Iterator[tuple[int, int, int]]:
     """(tp, pp, ep) whose dense and expert views are whole numbers of ranks."""
     for tp in (size for size in _TP if model.num_attention_heads % size == 0):
-        for pp in range(1, min(_MOST_STAGES, model.num_hidden_layers) + 1):
+        for pp in range(1, min(_MOST_STAGES, model.num_hidden_layers - model.first_k_dense_replace) + 1):
             if dies % (tp * pp):
                 continue
             yield from ((tp, pp, ep) for ep in expert_splits(model, dies // pp) if ep % tp == 0 and ep > 1)
@@ -216,17 +264,6 @@ def train_sizes(model: ModelShape, dies: int) -> Iterator[tuple[int, int, int]]:
 def expert_splits(model: ModelShape, ranks: int) -> list[int]:
     """Numbers of ranks that divide both the routed experts and `ranks`."""
     return [n for n in range(1, ranks + 1) if ranks % n == 0 and model.n_routed_experts % n == 0]
-
-
-def _fits_update(run: StepInput, layout: ParallelLayout) -> float | None:
-    """Bytes of the worst die's parameters, if it holds them, gradients and states beside the reserve; else None."""
-    size, params, worst = DTYPE_BYTES[run.model.torch_dtype], 0.0, 0.0
-    for stage in range(layout.pp):
-        dense, routed = stage_elements(run.model, layout, stage, "mindspeed")
-        states = 0 if run.swap_optimizer else OPTIMIZER_BYTES * (dense / layout.dp + routed / layout.edp)
-        params = max(params, size * (dense + routed))
-        worst = max(worst, (size + GRAD_BYTES) * (dense + routed) + states)
-    return params if worst + RESERVE_BYTES <= A3_SEEN_BYTES else None
 
 
 def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
@@ -255,7 +292,9 @@ def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
             updates = rollout_keys(tp, ranks)
             if vllm_arguments(config).get("max_num_seqs") not in (None, seats):
                 updates |= of_seats
-            found.append(Side(updates, seconds, weights))
+            if (config.recipe.logprob_check.sequences or 0) % (dies // tp):
+                updates["recipe.logprob_check.sequences"] = None  # one a replica
+            found.append(Side(updates, seconds, weights, weights + kv / 2))  # settings_that_fit keeps half
     return found
 
 
@@ -273,17 +312,24 @@ def rollout_keys(tp: int, ranks: int) -> dict[str, Any]:
 
 def _verified(
     config: DictConfig, rows: Collection[str], updates: Mapping[str, Any], workload: Workload
-) -> dict[str, Any] | None:
-    """The row of one candidate; None if a check of an ordinary plan fails or its memory does not fit."""
+) -> dict[str, Any] | str:
+    """The row of one candidate; the reason, if a check of an ordinary plan fails or its memory does not fit."""
     tried = changed(config, updates)
-    if not all(check.ok for check in (*check_config(tried), *engine_checks(tried))):
-        return None
-    order, train = followed_peaks(tried, model_shape_of(tried), rows), train_layout_of(tried)
-    if order["peak_bytes"] > A3_SEEN_BYTES:
-        return None
-    limited = tried.recipe.memory.host_gib is not None
-    if limited and host_is_short(memory_plan(tried, model_shape_of(tried), rows)):
-        return None
+    try:
+        checks = [*check_config(tried), *engine_checks(tried)]
+        if failed := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
+            return failed[0]
+        model, train = model_shape_of(tried), train_layout_of(tried)
+        fitting, phases = settings_that_fit(tried, model, rows)
+    except ConfigError as error:
+        return str(error)
+    if short := exceeding(phases):
+        return f"memory: {'; '.join(short)}"
+    limit = host_limit(tried)
+    if limit is not None and pinned_bytes(tried, model, rows) > limit:
+        return f"host memory: workers of a node pin more than its {limit >> 30} GiB"
+    for key, value in fitting.items():
+        OmegaConf.update(tried, key, value, force_add=True)
     step = step_sections(tried, rows, workload)["step"]
     rollout = tried.recipe.rollout
     tp = tried.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -293,21 +339,27 @@ def _verified(
         "train": str(train),
         "rollout": f"{train.world_size // (rollout.dp * tp)} x (DP{rollout.dp} TP{tp} EP{rollout.dp * tp})",
         "micro_batch": tried.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,
-        "peak_bytes": order["peak_bytes"],
-        "update_bytes": next(phase["peak_bytes"] for phase in order["phases"] if phase["phase"] == "update"),
+        "recompute_layers": recomputed_layers(tried),
+        "peak_bytes": max(phase["peak_bytes"] for phase in phases),
+        "update_bytes": next(phase["peak_bytes"] for phase in phases if phase["phase"] == "update"),
         "phases": step["phases"],
-        "overrides": as_overrides(updates),
+        "overrides": as_overrides(
+            {key: value for key, value in {**updates, **fitting}.items() if OmegaConf.select(config, key) != value}
+        ),
     }
 
 
-def _nothing_fits(config: DictConfig, run: StepInput, dies: int) -> str:
-    """Why no layout fits, and the fewest dies on which one does."""
+def _nothing_fits(
+    config: DictConfig, rows: Collection[str], dies: int, workload: Workload, refused: Counter[str]
+) -> NoLayout:
+    """Why no layout is listed: what refused most candidates, or the fewest dies on which one fits."""
+    if refused:
+        (reason, number), tried = refused.most_common(1)[0], refused.total()
+        return NoLayout(f"none of {tried} layouts for {dies} dies passes a plan; {number} of them: {reason}")
+    held = f"no layout of this model fits on {dies} dies of {A3_SEEN_BYTES >> 30} GiB, with {RESERVE_BYTES >> 30} GiB "
+    held += "of each left for HCCL's buffers"
     for more in (n for n in (32, 64, 128, 256, 512, 1024) if n > dies):
-        enlarged = replace(run, prompts=max(run.prompts, more))
-        if next(_best_pairs(config, enlarged, more), None) is not None:
-            return (
-                f"no layout of this model fits on {dies} dies of {A3_SEEN_BYTES >> 30} GiB, with {RESERVE_BYTES >> 30} "
-                f"GiB of each left for activations and buffers; --dies {more} fits, or take a model with fewer layers "
-                "(recipe.model_shape, docs/plan.md)"
-            )
-    return f"no layout of this model fits on {dies} dies, nor on 1024; take a model with fewer layers"
+        if _listed(config, rows, more, workload, 1)[0]:
+            less = "take fewer layers (recipe.num_hidden_layers)"
+            return NoLayout(f"{held}; --dies {more} fits, or {less}", more)
+    return NoLayout(f"{held}, nor on 1024; take fewer layers (recipe.num_hidden_layers)")

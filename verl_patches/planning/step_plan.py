@@ -64,6 +64,13 @@ class Workload:
         if self.dp_sync not in DP_SYNC_S:
             raise ConfigError(f"--dp-sync is {self.dp_sync!r}; expected one of {', '.join(DP_SYNC_S)}")
 
+    @property
+    def option(self) -> tuple[str, ...]:
+        """The words of the command line that give it; none for the defaults."""
+        given = {"--prompt-tokens": self.prompt_tokens, "--response-tokens": self.response_tokens}
+        given["--dp-sync"] = None if self.dp_sync == "hccl" else self.dp_sync
+        return tuple(word for name, value in given.items() if value is not None for word in (name, str(value)))
+
 
 def step_input(
     config: DictConfig,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from types import ModuleType
 
 from verl_patches.errors import ConfigError
-from verl_patches.platform.npu_emulated import refuse_device
 
 NO_DEVICE = ("cpu", "npu_emulated")  # tensors are in host memory
 
@@ -16,10 +16,19 @@ def as_npu(platform: str) -> bool:
     return platform in ("npu", "npu_emulated")
 
 
+def emulation(platform: str) -> ModuleType | None:
+    """The package that stands in for a device: its ROWS and hooks; None on a platform with a device.
+
+    Loaded by name, here alone: nothing that runs on a device imports it. Hooks: require, start, called, summary.
+    """
+    return importlib.import_module("verl_patches.emulation") if platform in NO_DEVICE else None
+
+
 def require(platform: str) -> None:
     """ConfigError where the stated platform cannot work here; torch is not imported."""
-    if platform == "npu_emulated":
-        refuse_device()
+    room = emulation(platform)
+    if room is not None:
+        room.require(platform)
     if platform == "npu" and importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
             "platform npu is requested (it is the default), but torch_npu is not installed in this Python. "
@@ -33,10 +42,3 @@ def device_module(platform: str) -> ModuleType | None:
     import torch
 
     return None if platform == "cpu" else torch.get_device_module("npu" if as_npu(platform) else platform)
-
-
-def start_device(torch: ModuleType) -> None:
-    """Import hook of torch on platform npu_emulated: give it the device."""
-    from verl_patches.platform.npu_emulated import device
-
-    device.start()

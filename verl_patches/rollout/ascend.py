@@ -1,4 +1,4 @@
-"""DeepSeek-V3 in vllm-ascend f20869ef: what its attention and its routing leave out, added around its own methods."""
+"""DeepSeek-V3 in vllm-ascend f20869ef: fixes for its attention and routing, as wrappers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import for_vllm
+from verl_patches.layout.model_folder import for_vllm, with_fewer_layers
 from verl_patches.reshard.live_memory import absorb_in_place
 from verl_patches.rollout.ascend import PREFIX_CACHING
 
@@ -56,6 +56,7 @@ def _model_view(overrides: Callable | dict[str, Any]) -> Callable:
         hf_config = for_vllm(hf_config)
         if callable(overrides):
             return overrides(hf_config)
+        with_fewer_layers(hf_config, overrides.get("num_hidden_layers"))
         hf_config.update(overrides)
         return hf_config
 
@@ -175,10 +176,9 @@ def _group_address(leader: int, rank: int) -> tuple[str, int]:
 def _hold_address() -> tuple[str, int]:
     """This host's address towards the launcher's master, and a port that this process keeps from others.
 
-    The port is bound until the process ends, but not listened on: the kernel gives it to nobody who asks for any free
-    port, and vLLM's TCPStore can still listen on it, as both sockets have SO_REUSEADDR. vLLM counts the port up for the
-    engine's worker too, but listens on the next one only where torch.distributed is not initialised
-    (parallel_state.py:932-940).
+    The port is bound until the process ends, but not listened on, so the kernel never hands it out for port 0, and
+    vLLM's TCPStore can still listen on it, as both sockets have SO_REUSEADDR. vLLM counts the port up for the engine's
+    worker too, but listens on the next one only where torch.distributed is not initialised (parallel_state.py:932-940).
     """
     master = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))
     family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 PADDING = -1.0  # verl 0.4.0's (verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py)
-EXPERTS = "routed_experts"  # column of verl's batch: [B, S, L * k] uint8, by place of input_ids; 0 where unknown
 CHECK = "logprob_check"  # key of a batch's meta_info: {sequences: number per replica, seed: of their sampling}
 CHECK_TOKENS = 256  # limit of a checked sequence: wrong weights show in every token, and each one costs a decoding step
 
@@ -23,8 +22,7 @@ def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
     """Row provider for `vLLMRollout.generate_sequences`: adds `rollout_log_probs` [B, S_response] to its batch.
 
     fp32, on the device of the responses. With CHECK in meta_info the replica samples from its first prompts again and
-    stores the result of `sample_for_check` in `self.checked`. With `self.routing_recorder` (routing_record.py) it adds
-    the experts of the responses too.
+    stores the result of `sample_for_check` in `self.checked`.
     """
 
     @functools.wraps(generate_sequences)
@@ -33,10 +31,8 @@ def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
 
         check = prompts.meta_info.get(CHECK)
         checked = _first_prompts(prompts, check["sequences"]) if check else []  # before verl takes the batch apart
-        engine, requests, recorder = self.inference_engine, [], getattr(self, "routing_recorder", None)
+        engine, requests = self.inference_engine, []
         generate_of_engine = engine.generate
-        if recorder is not None:
-            recorder.take()  # of a validation
 
         def record_samples(*args: Any, **options: Any) -> Any:
             found = generate_of_engine(*args, **options)
@@ -53,9 +49,6 @@ def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
             sampled = (sample for request in requests for sample in request.outputs)
             rows = [padded(sample.token_ids, sample.logprobs, responses.shape[1]) for sample in sampled]
             output.batch["rollout_log_probs"] = torch.tensor(rows, dtype=torch.float32, device=responses.device)
-        if recorder is not None and prompts.meta_info.get("do_sample", True) and not prompts.meta_info.get("validate"):
-            mask, width = output.batch["attention_mask"], output.batch["responses"].shape[1]
-            output.batch[EXPERTS] = recorder.column(requests, mask, width)
         if check:
             tokens = min(CHECK_TOKENS, self.config.response_length)
             self.checked = sample_for_check(engine, checked, tokens, check["seed"])

@@ -29,10 +29,6 @@ def faults(config: Any) -> Iterator[str]:
     if not config.recipe.tensor_cache.enabled:
         return
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    if rollout.name != "vllm" or rollout.mode != "sync":
-        yield f"{_ON} {_ROLLOUT} is {rollout.name}, {rollout.mode}; only vllm, sync leaves its responses on the workers"
-    if rollout.multi_turn.enable:
-        yield f"{_ON} {_ROLLOUT}.multi_turn.enable is true: its masks have holes; set false"
     for side in ("prompt", "response"):
         width, of_data = rollout[f"{side}_length"], config.data[f"max_{side}_length"]
         if width != of_data:
@@ -44,26 +40,11 @@ def faults(config: Any) -> Iterator[str]:
         yield f"{_ON} recipe.rollout.replay gives responses to the trainer alone; set one of them only"
     if actor.shuffle:
         yield f"{_ON} {_ACTOR}.shuffle is true: micro batches would be others than planned; set false"
-    if not actor.get("recompute_old_log_prob", True):
-        yield f"{_ON} {_ACTOR}.recompute_old_log_prob is false: verl's actor has no log-probs then; set true"
-    batch = "the padded batch from the trainer"
-    if config.algorithm.adv_estimator == "gae":
-        yield f"{_ON} algorithm.adv_estimator is gae: its critic takes {batch}; use one without a critic, such as grpo"
-    if config.reward_model.enable:
-        yield f"{_ON} reward_model.enable is true: its workers take {batch}; set false and give custom_reward_function"
     if config.data.return_raw_chat:
         yield f"{_ON} data.return_raw_chat is true: raw prompts would not come back with the responses; set false"
     if config.data.custom_cls.path is not None:
         path = config.data.custom_cls.path
         yield f"{_ON} data.custom_cls.path is {path}: prompts are rebuilt as verl's own RLHFDataset has them; set null"
-    dynamic = any(token_budget(config.actor_rollout_ref, stage) is not None for stage in _DYNAMIC)
-    for section in ("actor", "ref") if dynamic else ():
-        key = "virtual_pipeline_model_parallel_size"
-        if (size := config.actor_rollout_ref[section].megatron[key]) not in (None, 1):
-            yield (
-                f"{_ON} {_SECTION}.{section}.megatron.{key} is {size} with a dynamic batch size: verl's number of "
-                "micro batches depends on it, the plan's does not; set 1, or use_dynamic_bsz false"
-            )
 
 
 def budget_faults(config: Any) -> Iterator[str]:

@@ -122,7 +122,7 @@ class Checkpoints:
         self._say_once(self._not_removed)
 
     def give_up(self) -> None:
-        """After an error of the run: wait a little for a checkpoint that may still become complete."""
+        """After an error of the run: give a checkpoint in progress a short time to finish."""
         if self._thread is not None:
             self._thread.join(_GRACE_S)
             self._given_up.set()

@@ -35,16 +35,16 @@ class Rates:
     def of_step(
         self, lengths: Sequence[int] | None, tokens: Mapping[str, float] | None, seconds: Mapping[str, float]
     ) -> dict[str, Any] | None:
-        """{tokens_per_s, generated_per_s, tflops_per_s, mfu} of one rank; None for a step without an update.
+        """{tokens_per_s_per_rank, generated_per_s_per_rank, tflops_per_s_per_rank, mfu}; None without an update.
 
         `lengths`: tokens of each sequence, prompt and response, without padding; `tokens`: trainer/summary.py's.
-        tflops_per_s and mfu: {step and each phase that counts: rate}, None without a model, or without a peak.
+        tflops_per_s_per_rank and mfu: {step and each phase that counts: rate}, None without a model, or without a peak.
         """
         if not lengths or tokens is None or not seconds["step"]:
             return None
-        found: dict[str, Any] = {"tokens_per_s": tokens["total"] / seconds["step"] / self.ranks}
+        found: dict[str, Any] = {"tokens_per_s_per_rank": tokens["total"] / seconds["step"] / self.ranks}
         generated = tokens["responses"] / seconds["rollout"] / self.ranks if seconds.get("rollout") else None
-        found |= {"generated_per_s": generated, "tflops_per_s": None, "mfu": None}
+        found |= {"generated_per_s_per_rank": generated, "tflops_per_s_per_rank": None, "mfu": None}
         if self.model is not None:
             forward = forward_flops_of(self.model, lengths)
             counts = {**self.passes, "step": sum(self.passes.values())}
@@ -53,7 +53,7 @@ class Rates:
                 for phase, count in counts.items()
                 if seconds.get(phase)
             }
-            found["tflops_per_s"] = {phase: rate / 1e12 for phase, rate in rates.items()}
+            found["tflops_per_s_per_rank"] = {phase: rate / 1e12 for phase, rate in rates.items()}
             if self.peak_flops_per_s:
                 found["mfu"] = {phase: rate / self.peak_flops_per_s for phase, rate in rates.items()}
         return found
@@ -63,8 +63,8 @@ def metrics_of(rates: Mapping[str, Any] | None) -> dict[str, float]:
     """{name: value} of a step's rates for Tracking and metrics.jsonl."""
     if rates is None:
         return {}
-    found = {f"recipe/{name}": rates[name] for name in ("tokens_per_s", "generated_per_s") if rates[name] is not None}
-    for name in ("tflops_per_s", "mfu"):
+    found = {f"recipe/{name}": rate for name, rate in rates.items() if isinstance(rate, float)}
+    for name in ("tflops_per_s_per_rank", "mfu"):
         found |= {f"recipe/{name}/{phase}": rate for phase, rate in (rates[name] or {}).items()}
     return found
 

@@ -17,7 +17,7 @@ from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, wor
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.patching import engine
-from verl_patches.platform.npu_emulated import coverage
+from verl_patches.platform import emulation
 from verl_patches.trainer import alarms, rollout_correction, skipped_steps, truth_check
 from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
@@ -26,6 +26,7 @@ from verl_patches.trainer.rates import Rates, metrics_of, profile_of_step, said_
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.summary import (
     NOW,
+    STEP,
     Progress,
     Summary,
     new_run_id,
@@ -53,7 +54,7 @@ PHASES = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update"
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
 WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
-REPLAY_COLUMNS = ("agreement", "no replay")  # with recipe.train.routing_replay
+REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 DEAD_SHOWN = 16  # dead workers that an error names
 CALLS = {
     "generate_sequences": "reshard, rollout",
@@ -89,7 +90,7 @@ class Run:
         )
         self.group: Any = None
         self.now: dict[str, Any] = {}
-        self.coverage: dict[str, Any] | None = None  # of an emulated device
+        self.coverage: tuple[dict[str, Any], list[str]] | None = None  # of an emulated device: data, lines
         self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
         dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
         self.summary = Summary(
@@ -196,7 +197,7 @@ class Run:
     def show_call(self, step: int, name: str) -> None:
         """Show what runs now, and write it to now.json: {step, steps, call, phase, since, step_since}."""
         heartbeat.controller_is_at(step, name)
-        self.progress.say(f"~ step {step}/{self.trainer.total_training_steps}: {CALLS[name]}")
+        self.progress.say(f"{STEP}{step}/{self.trainer.total_training_steps}: {CALLS[name]}")
         now, known = time.time(), self.now.get("step") == step
         self.now = {"step": step, "steps": self.trainer.total_training_steps, "call": name, "phase": CALLS[name]} | {
             "since": now,
@@ -212,8 +213,8 @@ class Run:
         for report in reports:
             for phase, value in report["seconds"].items():
                 worker[phase] = max(worker.get(phase, 0.0), value)
-        if reports[0]["emulated"]:
-            self.coverage = coverage.coverage_of(report["emulated"] for report in reports)
+        room = emulation(self.recipe.platform)
+        self.coverage = room and room.summary([report["emulated"] for report in reports])
         seconds = phase_seconds(metrics, worker)
         if self.recipe.train.skip_old_log_prob:
             seconds.pop("log_prob", None)
@@ -250,8 +251,7 @@ class Run:
         found["alarms"] = [vars(alarm) for alarm in raised]
         self.summary.add_step(found)
         first = len(self.summary.own_steps) == 1
-        train = self.recipe.train
-        more = REPLAY_COLUMNS[: 2 if train.routing_replay_control_every else 1] if train.routing_replay else ()
+        more = REPLAY_COLUMNS if self.recipe.train.routing_replay else ()
         for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
             for text in (*([header(columns)] if first else []), line(found, columns)):
                 self.progress.say(f"{prefix} {text}")
@@ -289,8 +289,8 @@ class Run:
         """Write the outcome."""
         self.summary.data["exit"] = reason
         if self.coverage:
-            self.summary.data["emulated"] = self.coverage
-            for line in coverage.lines_of(self.coverage):
+            self.summary.data["emulated"], lines = self.coverage
+            for line in lines:
                 self.progress.say(f"| {line}")
         self.summary.write()
 
@@ -322,19 +322,16 @@ def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None
     """Routing replay of all ranks; None where it is off, or nothing was replayed.
 
     agreement: share of replayed experts that routers chose too; experts: number of them, each tensor-parallel rank that
-    sees a token counts it; bytes: recorded on the rank with the most; logprob_delta_without: what the truth check would
-    find without replay, None in steps without that pass.
+    sees a token counts it; bytes: recorded on the rank with the most.
     """
     found = [each for each in counts if each is not None]
     experts = sum(each["of"] for each in found)
     if not experts:
         return None
-    control = rollout_correction.metrics(rollout_correction.merged(each["control"] for each in found))
     return {
         "agreement": sum(each["equal"] for each in found) / experts,
         "experts": experts,
         "bytes": max(each["bytes"] for each in found),
-        "logprob_delta_without": truth_check.logprob_delta(control),
     }
 
 
@@ -425,7 +422,7 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
     Of a weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory
     groups of one rank; activations are in none of them. MB that the trainer serialised for its workers, and the largest
     difference between two workers' starts of one call. Share of replayed experts that routers chose
-    too; |dlogp| without replay.
+    too.
     """
     cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in PHASES}
     if sync := step["sync"]:
@@ -439,7 +436,5 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
         texts = f"{sent:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
         cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
     if replay := step.get("routing_replay"):
-        without = replay["logprob_delta_without"]
-        texts = f"{replay['agreement']:.5f}", f"{without['mean']:.2e}" if without else "-"
-        cells |= dict(zip(REPLAY_COLUMNS, texts, strict=True))
+        cells["agreement"] = f"{replay['agreement']:.5f}"
     return cells

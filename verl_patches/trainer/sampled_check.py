@@ -1,4 +1,4 @@
-"""The truth check of a run whose own sampling changes the distribution: every N steps, on sequences sampled for it.
+"""Log-prob check for runs with temperature, top-p or top-k: every N steps, on extra samples.
 
     trainer    SampledCheck            every N steps, from the first on: requests samples along with the step's rollout,
                                        then has the actor compute log-probs of them

@@ -23,7 +23,8 @@ from verl_patches.weights.checkpoint_folders import next_aside
 
 log = logging.getLogger(__name__)
 RUN = "run.json"  # {run, id}; the id is made at a fresh start and kept by restarts and resumes
-NOW = "now.json"  # beside summary.json: what runs now, for `status RUN` (evaluation/live.py)
+STEP = "~ step "  # begins a stage of a step in progress.log; other stages are of the start
+NOW = "now.json"  # beside summary.json: what runs now, for `status RUN` (cli/live.py)
 
 PACKAGES = (
     "torch",

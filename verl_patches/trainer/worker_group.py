@@ -21,7 +21,6 @@ import torch
 from verl import DataProto
 
 from verl_patches.patching.engine import is_on
-from verl_patches.rollout.log_probs import EXPERTS
 from verl_patches.trainer.recording import find_recording, load_step, save_step
 from verl_patches.trainer.sampled_check import SampledCheck
 from verl_patches.trainer.tensor_cache import SAMPLE, TensorCacheStages
@@ -89,7 +88,7 @@ class RecipeWorkerGroup:
         else:
             output = self._stages.generate_sequences(prompts)
         if self._record_to is not None:
-            save_step(self._record_to, self.step, {k: v for k, v in output.batch.items() if k not in (SAMPLE, EXPERTS)})
+            save_step(self._record_to, self.step, {k: v for k, v in output.batch.items() if k != SAMPLE})
         self._on_call(self.step, "reward")
         return output
 
@@ -99,10 +98,7 @@ class RecipeWorkerGroup:
             nothing = torch.full(batch.batch["responses"].shape, math.nan)
             return DataProto.from_dict(tensors={"old_log_probs": nothing, "entropys": nothing.clone()})
         self._on_call(self.step, "compute_log_prob")
-        answer = self._stages.compute_log_prob(batch)
-        if EXPERTS in batch.batch.keys():
-            batch.batch.pop(EXPERTS)  # the workers keep them for the update
-        return answer
+        return self._stages.compute_log_prob(batch)
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """ref_log_prob [B, S_response], or nothing where the tensor cache holds it."""

@@ -22,8 +22,8 @@ GIT_S = 120  # time limit of a local git command
 # no hooks and no personal setting that changes a tree; network settings (proxy, certificates, insteadOf) stay in force
 _SETTINGS = """
     core.hooksPath=/dev/null core.attributesFile=/dev/null core.excludesFile=/dev/null
-    core.autocrlf=false core.fsmonitor=false core.quotePath=false gc.auto=0 submodule.recurse=false
-    http.lowSpeedLimit=1000 http.lowSpeedTime=120
+    core.autocrlf=false core.fileMode=false core.fsmonitor=false core.quotePath=false core.splitIndex=false gc.auto=0
+    submodule.recurse=false http.lowSpeedLimit=1000 http.lowSpeedTime=120
 """.split()  # the last two: bytes/s and s, so that a transfer that stalls ends
 # listed by `git rev-parse --local-env-vars`: an outer git (a hook, a rebase) may have set them
 _OUTER = """
@@ -32,11 +32,11 @@ _OUTER = """
 """.split()
 
 
-def git(folder: Path, *args: str, limit_s: float = GIT_S) -> str:
+def git(folder: Path, *args: str, limit_s: float = GIT_S, index: Path | None = None) -> str:
     """Standard output of a git command in `folder`, which must be the root of a work tree for most commands.
 
-    limit_s: time limit in seconds. Raises RecipeError with git's own error text where it fails or exceeds the limit,
-    and ConfigError where git is not installed.
+    limit_s: time limit in seconds. index: a file that takes the place of the clone's index. Raises RecipeError with
+    git's own error text where it fails or exceeds the limit, and ConfigError where git is not installed.
     """
     settings = [word for setting in _SETTINGS for word in ("-c", setting)]
     if (folder / ".git").exists():  # given, not searched for: git then does not look at its owner or at folders above
@@ -44,6 +44,8 @@ def git(folder: Path, *args: str, limit_s: float = GIT_S) -> str:
         settings += [f"--git-dir={root / '.git'}", f"--work-tree={root}"]
     env = {name: value for name, value in os.environ.items() if name not in _OUTER}
     env.setdefault("GIT_SSH_COMMAND", "ssh -oBatchMode=yes -oConnectTimeout=30")
+    if index is not None:
+        env["GIT_INDEX_FILE"] = str(index)
     env |= {
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",

@@ -1,6 +1,6 @@
 """`fetch-upstream`: clone the repositories of a line at their pins side by side in one folder, ready to run.
 
-A clone is made in a hidden folder, verified (commit, tree hash, no changed file) and then renamed, so an interrupted
+A clone is made in a hidden folder, verified (commit, no changed file) and then renamed, so an interrupted
 run leaves no incomplete clone under a repository's name. A clone that exists is verified and never changed, except for
 the prelude line in verl. The contract check over all clones comes last.
 """
@@ -123,22 +123,17 @@ def sources(needed: Mapping[str, Repository], mirror: str | None) -> dict[str, t
 
 def _repository(name: str, pin: Repository, path: Path, places: Sequence[str], log: Log) -> Iterator[Finding]:
     """Clone `pin` from one of `places` (none: it exists) and verify it; the finding about it, notes about the pin."""
-    expected = f"commit {pin.commit}" + (f", tree {pin.tree}" if pin.tree else "")
+    expected = f"commit {pin.commit}"
     try:
         if places:
             _clone(name, path, pin, places, log)
         else:
             log(f"{name}: verifying {path}")
             _verify(path, pin)
-        tree = git(path, "rev-parse", "HEAD^{tree}")
     except (RecipeError, OSError) as error:
-        log(f"{name}: {error}")
         yield Finding(name, "problem", str(path), expected, str(error), _todo(error))
         return
-    yield Finding(name, "fine", str(path), expected, f"{'cloned' if places else 'exists'}, no change, tree {tree}")
-    if pin.tree is None:
-        found, todo = f"none; the tree of this clone is {tree}", "record it in configs/upstream.yaml"
-        yield Finding(f"{name} tree", "note", str(path), "a tree hash in the pin file", found, todo)
+    yield Finding(name, "fine", str(path), expected, f"{'cloned' if places else 'exists'}, no change")
     for pull in pin.pull_requests:
         yield Finding(f"{name} PR {pull.number}", "note", str(path), "", f"not merged: {pull.why}")
 
@@ -153,11 +148,13 @@ def _clone(name: str, path: Path, pin: Repository, places: Sequence[str], log: L
     for place in places:
         log(f"{name}: fetching {pin.commit[:12]} from {place}")
         try:
-            return _clone_from(place, path, pin)
+            _clone_from(place, path, pin)
         except RecipeError as error:
             failed[place] = error
-            if len(failed) < len(places):
-                log(f"{name}: {error}")
+        else:
+            for other, error in failed.items():
+                log(f"{name}: not from {other}: {error}")
+            return
     todo = ", or ".join(dict.fromkeys(_todo(error) for error in failed.values()))
     raise CloneError("; ".join(f"from {place}: {error}" for place, error in failed.items()), todo)
 

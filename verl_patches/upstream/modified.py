@@ -1,7 +1,7 @@
-"""Files of the upstream sources that differ from their pins: git trees by hash, installed packages by RECORD.
+"""Files of the upstream sources that differ from their pins: checkouts by git, installed packages by RECORD.
 
-Contents are hashed, so git's index (assume-unchanged), another owner of the clone or a time stamp cannot hide an edit.
-Of an installed package the RECORD itself is compared first: the pin file has the digest of that of each pinned wheel.
+git compares with an index made for this, so what a clone's own index says (assume-unchanged) hides no edit. Of an
+installed package the RECORD itself is compared first: the pin file has the digest of that of each pinned wheel.
 Not counted: the prelude line, __pycache__, executable bits, files that the pin file lists as `generated`, and files
 that git ignores, unless Python could import them, or would in place of a pinned file (outside build/ and dist/).
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from omegaconf import DictConfig
 
@@ -28,7 +28,6 @@ from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
 WORKER_FILE = Path("verl") / install_prelude.INSIDE
 _SHOWN = 5  # of a long list of files
-_LINK = "120000"
 
 
 def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
@@ -88,7 +87,7 @@ def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
         "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources"
     )
     try:
-        wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.tree or pin.commit, pin.generated)
+        wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.commit, pin.generated)
     except RecipeError as error:
         wrong, files = [f"cannot be compared: {error}"], []
     found = [*wrong, *([files_text(files)] if files else [])]
@@ -106,86 +105,52 @@ def files_text(files: Sequence[str]) -> str:
 
 def commit_faults(folder: Path, pin: Repository) -> list[str]:
     """How the checked-out commit differs from the pin; empty if it is the pin."""
-    head, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
-    found = [] if head == pin.commit else [f"expected commit {pin.commit}, found {head}"]
-    if pin.tree and tree != pin.tree:
-        found.append(f"expected tree {pin.tree}, found {tree}")
-    return found
+    head = git(folder, "rev-parse", "HEAD")
+    return [] if head == pin.commit else [f"expected commit {pin.commit}, found {head}"]
 
 
-def tree_changes(folder: Path, reference: str, generated: tuple[str, ...] = ()) -> list[str]:
-    """["FILE (modified)", "FILE (deleted)", "FILE (extra)", ...] of a work tree against the commit or tree `reference`.
+def tree_changes(folder: Path, commit: str, generated: tuple[str, ...] = ()) -> list[str]:
+    """["FILE (modified)", "FILE (deleted)", "FILE (extra)", ...] of a work tree against `commit`.
 
-    Raises RecipeError where the clone does not hold `reference`.
+    Raises RecipeError where the clone does not hold `commit`. A file that a filter of the clone's own settings
+    (.git/info/attributes) changes is compared as git would store it.
     """
-    wanted, found = set(), []
-    for entry in filter(None, git(folder, "ls-tree", "-r", "-z", "--full-tree", reference).split("\0")):
-        facts, _, path = entry.partition("\t")
-        mode, kind, blob = facts.split()
-        if kind == "blob":
-            wanted.add(path)
-            data = _content(folder / path, mode == _LINK)
-            found += _difference(path, data, lambda data, blob=blob: _git_blob(data) == blob)
-    extra = {path: link for path, link in _files(folder, folder) if path not in wanted and path not in generated}
-    ignored = _ignored(folder, [path for path, link in extra.items() if not _can_be_imported(path, link, wanted)])
-    found += [f"{path} (extra)" for path in extra if path not in ignored]
-    return sorted(found)
+    with TemporaryDirectory() as place:
+
+        def listed(*args: str) -> list[str]:
+            return git(folder, *args, "-z", index=Path(place, "index")).split("\0")[:-1]
+
+        git(folder, "read-tree", commit, index=Path(place, "index"))
+        changed = listed("diff", "--numstat", "--no-renames", "--ignore-submodules=all")
+        pinned = set(listed("ls-files"))
+        ignored = set(listed("ls-files", "--others", "--ignored", "--exclude-standard"))
+        extra = listed("ls-files", "--others", "--exclude=__pycache__/")
+    found = []
+    for line in changed:
+        added, removed, path = line.split("\t", 2)
+        if not (folder / path).exists() and not (folder / path).is_symlink():
+            found.append(f"{path} (deleted)")
+        elif (added, removed) != ("1", "0") or not _has_prelude(path, (folder / path).read_bytes()):
+            found.append(f"{path} (modified)")
+    for path in extra:
+        if path not in generated and (path not in ignored or _can_be_imported(folder, path, pinned)):
+            found.append(f"{path} (extra)")
+    return sorted(set(found))
 
 
-def _content(file: Path, link: bool) -> bytes | None:
-    try:
-        return os.fsencode(os.readlink(file)) if link and file.is_symlink() else file.read_bytes()
-    except OSError:
-        return None
+def _has_prelude(path: str, data: bytes) -> bool:
+    """Whether `path` is verl's worker file and `data`, its contents, has the prelude line."""
+    return path == WORKER_FILE.as_posix() and install_prelude.LINE.encode() in data.splitlines()
 
 
-def _difference(path: str, data: bytes | None, fits: Callable[[bytes], bool]) -> list[str]:
-    """["FILE (deleted)"] or ["FILE (modified)"] where `fits` is false; verl's worker file may have our line besides."""
-    if data is None:
-        return [f"{path} (deleted)"]
-    if fits(data):
-        return []
-    lines = data.splitlines(keepends=True) if path == WORKER_FILE.as_posix() else []
-    ours = [number for number, line in enumerate(lines) if line.strip() == install_prelude.LINE.encode()]
-    if ours and fits(b"".join(lines[: ours[0]] + lines[ours[0] + 1 :])):
-        return []
-    return [f"{path} (modified)"]
+def _can_be_imported(root: Path, path: str, pinned: AbstractSet[str]) -> bool:
+    """Whether Python could import a file of `root` beside the `pinned` ones; not below build/ and dist/.
 
-
-def _git_blob(data: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def _files(folder: Path, start: Path) -> Iterator[tuple[str, bool]]:
-    """(path below `start`, whether it is a link to a folder) of the files in `folder`, without byte code and git's."""
-    for place, folders, files in os.walk(folder):
-        here = Path(place)
-        folders[:] = [name for name in folders if name not in ("__pycache__", ".git")]
-        links = {name for name in folders if (here / name).is_symlink()}
-        for name in (*files, *links):
-            if name != ".git":  # of a worktree
-                yield (here / name).relative_to(start).as_posix(), name in links
-
-
-def _ignored(folder: Path, paths: list[str]) -> set[str]:
-    """Those of `paths` that the tree's own ignore rules name."""
-    names: set[str] = set()
-    for start in range(0, len(paths), 500):  # as words of a command line
-        part = paths[start : start + 500]
-        try:
-            names |= set(git(folder, "check-ignore", "--", *part).splitlines())
-        except RecipeError:  # exit 1: none of them
-            continue
-    return names
-
-
-def _can_be_imported(path: str, link: bool, pinned: AbstractSet[str]) -> bool:
-    """Whether Python could import a file beside the `pinned` ones; not below build/ and dist/.
-
-    A module, a link to a folder that may hold some, byte code without its source, an extension module that takes the
-    place of a pinned module. Other extension modules are what building writes (Megatron's helpers, vllm-ascend's ops).
+    A module, a link to a folder (or another clone) that may hold some, byte code without its source, an extension
+    module that takes the place of a pinned module. Other extension modules are what building writes (Megatron's
+    helpers, vllm-ascend's ops).
     """
-    *folders, name = path.split("/")
+    *folders, name = path.rstrip("/").split("/")
     if folders[:1] in (["build"], ["dist"]) or not all(map(str.isidentifier, folders)):
         return False
     module = "/".join((*folders, name.partition(".")[0]))
@@ -194,7 +159,7 @@ def _can_be_imported(path: str, link: bool, pinned: AbstractSet[str]) -> bool:
     if name.endswith(".so"):
         package = module.removesuffix("/__init__")
         return not pinned.isdisjoint((f"{package}.py", f"{package}/__init__.py"))
-    return name.endswith(".py") or (link and name.isidentifier())
+    return name.endswith(".py") or (name.isidentifier() and (root / path).is_dir())
 
 
 def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
@@ -250,15 +215,22 @@ def record_changes(package: str, root: Path, record: Path) -> list[str]:
     """As `tree_changes`: the files of a package in `root` against the hashes of its RECORD; extra ones if Python."""
     wanted, found = _recorded(package, record), []
     for path, digest in wanted.items():
-        data = _content(root / path, link=False)
-        found += _difference(path, data, lambda data, digest=digest: _record_hash(data, digest) == digest)
-    for path, link in _files(root / package, root):
-        if path not in wanted and _can_be_imported(path, link, wanted.keys()):
+        if not (root / path).is_file():
+            found.append(f"{path} (deleted)")
+            continue
+        data = (root / path).read_bytes()
+        if _has_prelude(path, data) and digest != _record_hash(data):
+            data = data.replace(f"{install_prelude.LINE}\n".encode(), b"", 1)
+        if digest != _record_hash(data):
+            found.append(f"{path} (modified)")
+    for file in (root / package).rglob("*"):
+        path = file.relative_to(root).as_posix()
+        plain = path in wanted or "__pycache__" in file.parts or (file.is_dir() and not file.is_symlink())
+        if not plain and _can_be_imported(root, path, wanted.keys()):
             found.append(f"{path} (extra)")
     return sorted(found)
 
 
-def _record_hash(data: bytes, like: str) -> str:
-    """As RECORD files write it: ALGORITHM=urlsafe base64 without padding."""
-    algorithm = like.partition("=")[0]
-    return f"{algorithm}=" + base64.urlsafe_b64encode(hashlib.new(algorithm, data).digest()).rstrip(b"=").decode()
+def _record_hash(data: bytes) -> str:
+    """As RECORD files write it: sha256=urlsafe base64 without padding."""
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from verl_patches.errors import ConfigError
 from verl_patches.yaml_files import read_yaml
 
 PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
+VERL_KEYS = Path(__file__).resolve().parents[1] / "verl_keys.json"
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -37,14 +39,12 @@ class PullRequest(_Strict):
 class Repository(_Strict):
     """One git repository at one commit. `packages`: top-level Python packages in its root.
 
-    urls: its addresses, tried in this order. ref: the tag, branch or pull-request ref that contains the commit. tree:
-    the commit's tree hash, None where it is unknown. by_pip: pip installs it; the others are on PYTHONPATH. generated:
-    files that installing writes into it.
+    urls: its addresses, tried in this order. ref: the tag, branch or pull-request ref that contains the commit.
+    by_pip: pip installs it; the others are on PYTHONPATH. generated: files that installing writes into it.
     """
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
     commit: Hash
-    tree: Hash | None
     packages: tuple[str, ...]
     version: Version
     ref: str | None = None
@@ -94,7 +94,7 @@ class Variable(_Strict):
 
 
 class Unsupported(_Strict):
-    """One configuration key that has no effect on `lines`: any value but a `neutral` one is refused.
+    """One configuration key that has no effect on `lines`, or a wrong one: any value but a `neutral` one is refused.
 
     planned: no row acts on it yet, so --dry-run shows such a run and a start is refused.
     """
@@ -114,11 +114,11 @@ class GivenByVerl(_Strict):
     keywords: Mapping[str, str]
 
 
-class RolloutKeys(_Strict):
-    """Keys of actor_rollout_ref.rollout: {key: {line: who reads it}}; on other lines the key has no effect."""
+class AlsoRead(_Strict):
+    """Keys of verl's configuration that scripts/verl_keys.py cannot see: who reads them, by line."""
 
-    acts: Mapping[str, Mapping[Literal["pypi", "a3"], str]]
-    given_by_verl: GivenByVerl
+    keys: tuple[str, ...]
+    by: Mapping[Literal["pypi", "a3"], str]
 
 
 class Wheel(_Strict):
@@ -134,7 +134,6 @@ class Clone(_Strict):
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
     commit: Hash
-    tree: Hash
 
 
 class HubFiles(_Strict):
@@ -189,8 +188,16 @@ class Pins(_Strict):
     lines: Mapping[str, Line]
     environment: Mapping[str, Variable]
     read_nowhere: Mapping[str, str]
-    rollout_keys: RolloutKeys
+    also_read: tuple[AlsoRead, ...]
+    given_by_verl: GivenByVerl
     unsupported: tuple[Unsupported, ...]
+
+    @field_validator("unsupported", mode="before")
+    @classmethod
+    def _one_entry_a_key(cls, groups: Any) -> list[Any]:
+        """The file has `keys`, {key: neutral values}, for those that share the rest."""
+        groups = [dict(group) for group in groups]
+        return [{"key": key, "neutral": one, **group} for group in groups for key, one in group.pop("keys").items()]
 
     def line(self, name: str) -> Line:
         """The pins of one line; ConfigError names the known lines."""
@@ -202,6 +209,12 @@ class Pins(_Strict):
         """The keys that have no effect on `line`."""
         return tuple(entry for entry in self.unsupported if line in entry.lines)
 
+    def acts(self, key: str, line: str) -> bool:
+        """Whether something on `line` reads a key of verl's configuration."""
+        read, parts = read_by_verl(line), key.split(".")
+        names = {key, *(f"{'.'.join(parts[:end])}.*" for end in range(1, len(parts)))}
+        return not names.isdisjoint(read) or any(key in also.keys and line in also.by for also in self.also_read)
+
     def read_by(self, variable: str, line: str) -> str:
         """Where `line` reads an environment variable, as text; if it does not, where other lines do ("LINE: place").
 
@@ -210,6 +223,13 @@ class Pins(_Strict):
         entry = self.environment[variable]
         others = [f"{other}: {place}" for other in self.lines for place in entry.reads(other)]
         return "; ".join(entry.reads(line) or others)
+
+
+@functools.cache
+def read_by_verl(line: str) -> frozenset[str]:
+    """The keys that verl reads on `line` (scripts/verl_keys.py writes the file); "a.*" stands for every key below a."""
+    sections = [item for of, keys in json.loads(VERL_KEYS.read_text()).items() if line in of for item in keys.items()]
+    return frozenset(f"{section}.{name}" for section, names in sections for name in names.split())
 
 
 def same_version(pinned: str, found: str) -> bool:

@@ -17,10 +17,11 @@ from verl_patches.values import is_secret_value, is_secret_variable
 # a variable with such a prefix that the pin file does not list is reported: its name may be misspelled
 _PREFIXES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
 _ROLLOUT, _ENGINE = "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.engine_kwargs.vllm."
+_UNREAD = "no reader is known at the pins (scripts/verl_keys.py)"
 
 
 def refused_keys(config: DictConfig) -> list[tuple[Unsupported, Any]]:
-    """(entry of the pin file, value) of every key that `config` sets and that has no effect on its line.
+    """(entry of the pin file, value) of every key that `config` sets and that does nothing on its line, or harm.
 
     Keys of the rollout section that the pin file does not list get an entry made here.
     """
@@ -33,18 +34,26 @@ def refused_keys(config: DictConfig) -> list[tuple[Unsupported, Any]]:
     return found
 
 
+def refusal_of(config: DictConfig, key: str) -> str | None:
+    """Why the pin file refuses a key or a section above it; None where it does not."""
+    for entry, value in refused_keys(config):
+        if f"{key}.".startswith(f"{entry.key}.") and entry.why != _UNREAD:
+            return refusal(entry, value, config.recipe.line)
+    return None
+
+
 def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Unsupported]:
-    """Entries for keys of the rollout section that neither `listed` nor a table of the pin file accepts."""
-    line, keys = config.recipe.line, load_pins().rollout_keys
+    """Entries for keys of the rollout section that are not `listed`, and that nothing reads or verl itself sets."""
+    line, pins = config.recipe.line, load_pins()
     for key in _leaves(OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False), _ROLLOUT):
         keyword = key.removeprefix(_ENGINE)
         if key in listed:
             continue
-        if not key.startswith(_ENGINE) and line not in keys.acts.get(key.removeprefix(_ROLLOUT), ()):
-            why, instead = "no reader is known at the pins (configs/upstream.yaml, rollout_keys)", "remove it"
-        elif key.startswith(_ENGINE) and keyword in keys.given_by_verl.keywords:
-            decides = keys.given_by_verl.keywords[keyword]
-            why = f"verl passes this keyword to vLLM itself ({keys.given_by_verl.at[line]}), twice is a TypeError"
+        if not key.startswith(_ENGINE) and not pins.acts(key, line):
+            why, instead = _UNREAD, "remove it"
+        elif key.startswith(_ENGINE) and keyword in pins.given_by_verl.keywords:
+            decides = pins.given_by_verl.keywords[keyword]
+            why = f"verl passes this keyword to vLLM itself ({pins.given_by_verl.at[line]}), twice is a TypeError"
             instead = f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}"
         else:
             continue

@@ -68,6 +68,17 @@ def compare(
     return Report("versions", name, tuple(found))
 
 
+def line_instead(line: str, machine: Machine | None = None, pins: Pins | None = None) -> str | None:
+    """Another line whose pinned packages are all installed, where those of `line` are not; None without one."""
+    machine, pins = machine or Machine(), pins or load_pins()
+    held = [
+        name
+        for name, other in pins.lines.items()
+        if all(_package(key, version, machine).state == "fine" for key, version in other.packages.items())
+    ]
+    return None if line in held else next(iter(held), None)
+
+
 def _line_of(environ: Mapping[str, str]) -> tuple[str, str]:
     given = environ.get(VARIABLE, "")
     return parse(given).line, VARIABLE if "line=" in given else f"{VARIABLE} names no line: production"

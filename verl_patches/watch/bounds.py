@@ -1,4 +1,4 @@
-"""How long a process of a run may be in one place before it counts as a stall. No torch.
+"""How long a process of a run may stay in one phase before it counts as a stall. No torch.
 
 A place is a phase of a worker, or a call where it has no phases. Its bound is the larger of a least time and `factor`
 times the time that is expected: the longest one so far on any rank, or the step model's (planning/step_model.py), which
@@ -18,7 +18,7 @@ from verl_patches.watch.node import Seen
 START, VALIDATE = "start", "validate"  # names of our own: until a process has started, and verl's validation
 # They wait for the slowest disk, or analyse a trace: what they took before says nothing, so Bounds.load_s holds
 SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {"last checkpoint", "profile"}
-WAIT_SHARE = 0.8  # of recipe.train.collective_timeout_minutes: the rest is for stacks, on 18 minutes 216 s
+WAIT_SHARE = 0.8  # of recipe.train.collective_timeout_minutes: the rest (216 s of 18 min) is left to collect stacks
 # phase of a rank, or call of the controller while no rank is in one: phases of the step model that its time is of
 MODELLED = {
     "reshard": ("reshard", "offload"),

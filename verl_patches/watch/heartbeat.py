@@ -31,6 +31,7 @@ from verl_patches.processes import started_at
 
 log = logging.getLogger(__name__)
 BEAT_S = 1.0
+READS = 20  # of a record that its process is writing
 STACK_SIGNAL = signal.SIGUSR2
 FILE_BYTES = 64 << 10  # 25 groups of a 256-die run take 3 KiB
 BEAT, STACK = ".beat", ".stack"
@@ -193,14 +194,17 @@ def ranks_text(ranks: Any) -> str:
 
 def read(file: Path) -> Beat | None:
     """The record in a file; None where there is none, or only a part of one."""
-    for _ in range(3):  # its process may be writing
+    for _ in range(READS):
         try:
             head, _, rest = file.read_bytes().partition(b"\n")
             size, check = map(int, head.split())
+            if zlib.crc32(rest[:size]) == check:
+                return Beat(**json.loads(rest[:size]))
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError):
-            continue
-        if zlib.crc32(rest[:size]) == check:
-            return Beat(**json.loads(rest[:size]))
+            pass
+        time.sleep(0.001)  # its process is writing, and may wait for a core meanwhile
     return None
 
 

@@ -1,4 +1,4 @@
-"""What one node sees of the processes of a run there: their beats and states, their Python stacks, their end. No torch.
+"""Read, dump and end one node's processes of a run: heartbeats, states, Python stacks. No torch.
 
 Called in the driver for its own node, and in a small Ray actor on each other node (watcher.py).
 """

@@ -1,4 +1,4 @@
-"""Which rank a run waits for: a rule over what the nodes see. Plain data in and out; no Ray, no torch.
+"""Decide which rank is stalled, from the nodes' reports. Plain data in and out; no Ray, no torch.
 
 A rank is overdue when its phase lasts longer than its bound, or when it waits for too long in a process group, of which
 it has begun more operations than another rank. Then the culprit is the first of these that there is:
@@ -19,7 +19,7 @@ and receives too, so that the stages of a pipeline do not agree.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +31,7 @@ from verl_patches.watch.node import STOPPED, Seen
 GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer know first
 SILENT_S = 20.0
 SHOWN = 8
+_STARTING = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
 
 
 class StallError(RecipeError):
@@ -118,6 +119,16 @@ def not_started(processes: Sequence[Seen], world: int) -> str:
     if inside:
         texts.append(f"{_names(inside)} {_verb(inside)} in the worker's constructor")
     return "; ".join(texts)
+
+
+def start_of(processes: Sequence[Seen], world: int) -> tuple[int, str]:
+    """(ranks that have started, text with what they do) of a run's start; the text is "" once a step has begun."""
+    if any(seen.beat.rank is None and seen.beat.step for seen in processes):
+        return world, ""
+    doing = Counter(_STARTING.get(seen.beat.call, seen.beat.place) for seen in processes if seen.beat.rank is not None)
+    begun = f"{doing.total()} of {world} ranks have started"
+    places = ", ".join(f"{count} {place}" for place, count in doing.items())
+    return doing.total(), f"{begun}: {places}" if places else begun
 
 
 def _idle_controller(controller: Seen | None, ranks: Sequence[Seen]) -> list[Seen]:

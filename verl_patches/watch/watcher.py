@@ -13,7 +13,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from verl_patches.watch import node
 from verl_patches.watch.bounds import START, Bounds
 from verl_patches.watch.heartbeat import folder_of_run
 from verl_patches.watch.node import Seen
-from verl_patches.watch.stall import LostNodeError, Stall, StallError, find_stall, not_started
+from verl_patches.watch.stall import LostNodeError, Stall, StallError, find_stall, not_started, start_of
 
 log = logging.getLogger(__name__)
-EVERY_S, NODES_EVERY_S = 2.0, 10.0
+EVERY_S, NODES_EVERY_S, SAY_EVERY_S = 2.0, 10.0, 5.0
 LOST_S = 60.0  # without an answer of a node; Ray's own health check takes about 30 s
 ASK_S = 20.0  # for stacks, and for the end
 RECORD, STACKS = "watch.json", "stacks"
@@ -41,10 +41,10 @@ _DEVICE = re.compile(r"\bERR\d\d100\b|NPU (?:function )?error\b")
 class Watcher:
     """Looks at a run of `world` ranks, whose record is in `to`.
 
-    stops: a stall ends the run, else it is only logged and recorded, once.
+    stops: a stall ends the run, else it is only logged and recorded, once. say(text): called with how far the start is.
     """
 
-    def __init__(self, to: Path, bounds: Bounds, world: int, stops: bool = True):
+    def __init__(self, to: Path, bounds: Bounds, world: int, stops: bool = True, say: Callable = lambda text: None):
         import ray
 
         self._to, self._bounds, self._world, self._stops = to, bounds, world, stops
@@ -53,6 +53,7 @@ class Watcher:
         self._address = ""  # of the driver's node
         self._looked = self._listed = 0.0
         self._recorded = False
+        self._say, self._start, self._say_at = say, (0, ""), 0.0
 
     def look(self) -> None:
         """Look once, at most every EVERY_S. StallError or LostNodeError names the culprit."""
@@ -66,7 +67,15 @@ class Watcher:
         for other in self._others.values():
             other.look()
         self._refuse_lost()
-        stall = find_stall(self.processes(), self._bounds, self._world)
+        processes = self.processes()
+        start = start_of(processes, self._world)
+        goes_on = start != self._start and start[0] >= self._start[0]  # a look can miss records in writing
+        if not start[1]:
+            self._start = self._world + 1, ""  # a step has begun: nothing is said of the start any more
+        elif goes_on and now >= self._say_at:
+            self._start, self._say_at = start, now + SAY_EVERY_S
+            self._say(start[1])
+        stall = find_stall(processes, self._bounds, self._world)
         if stall is not None and not self._recorded:
             self._recorded = True
             self._end_at(stall)

@@ -288,9 +288,7 @@ def _of_hf(folder: Path, only_plan: bool, manifest: Manifest | None = None) -> S
     for file, header in headers.items():
         for name in header.tensors:
             if name in where:
-                raise ConfigError(
-                    f"{folder}: {name} is in {where[name]} and in {file}; remove the file that is not its"
-                )
+                raise ConfigError(f"{folder}: {name} is in {where[name]} and in {file}; delete the wrong one")
             where[name] = file
     if index is not None:
         _check_index(folder, index, where)

@@ -37,7 +37,6 @@ from verl_patches.weights.manifest import WEIGHT, TensorEntry
 from verl_patches.weights.shards import DTYPES
 
 MAIN = "main"
-ROLES = (WEIGHT, MAIN, *MOMENTS)
 
 
 class Place(NamedTuple):

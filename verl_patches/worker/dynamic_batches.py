@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from verl_patches.worker.context import context
+from verl_patches.current import Current
 
 
 class Packing:
@@ -38,7 +38,7 @@ class Packing:
 
     @property
     def samples(self) -> int:
-        """Of all micro batches."""
+        """Number of samples in all micro batches."""
         return sum(map(len, self.rows))
 
     def split(self, batch: Any) -> list[Any]:
@@ -63,6 +63,10 @@ class Packing:
         return [[{"log_probs": log_probs}, _restored([entropies for _, entropies in outputs], back)]]
 
 
+stage_budget: Current[int] = Current()  # tokens of a micro batch of the stage in progress; None: a number of samples
+current_packing: Current[Packing] = Current()  # of the actor's pass in progress, where micro batches are dynamic
+
+
 def _restored(parts: list[torch.Tensor], back: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)[back.to(parts[0].device)]
 
@@ -70,21 +74,18 @@ def _restored(parts: list[torch.Tensor], back: torch.Tensor) -> torch.Tensor:
 def packing(forward_backward_batch: Callable) -> Callable:
     """Row provider for verl's MegatronPPOActor.forward_backward_batch: dynamic micro batches in a stage with a budget.
 
-    `context().token_budget` is that of the stage in progress (worker/recipe_worker.py), None for a fixed size.
+    `stage_budget` is set by worker/recipe_worker.py.
     """
 
     @functools.wraps(forward_backward_batch)
     def run(self: Any, data: Any, forward_only: bool = False, *args: Any, **kwargs: Any) -> Any:
-        here = context()
-        if here.token_budget is None:
+        budget = stage_budget.value
+        if budget is None:
             return forward_backward_batch(self, data, forward_only, *args, **kwargs)
         data.meta_info["micro_batch_size"] = 1  # verl multiplies it, for a shape that Megatron does not read
-        here.packing = Packing(here.token_budget)
-        try:
+        with current_packing.set(Packing(budget)) as now:
             outputs = forward_backward_batch(self, data, forward_only, *args, **kwargs)
-            return here.packing.in_order(outputs) if forward_only else outputs
-        finally:
-            here.packing = None
+            return now.in_order(outputs) if forward_only else outputs
 
     return run
 
@@ -94,7 +95,7 @@ def by_tokens(split_dict_tensor_into_batches: Callable) -> Callable:
 
     @functools.wraps(split_dict_tensor_into_batches)
     def split(tensors: Any, batch_size: int) -> Any:
-        now = context().packing
+        now = current_packing.value
         return split_dict_tensor_into_batches(tensors, batch_size) if now is None else now.split(tensors)
 
     return split
@@ -108,7 +109,7 @@ def equal_samples(agg_loss: Callable) -> Callable:
 
     @functools.wraps(agg_loss)
     def aggregate(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str) -> torch.Tensor:
-        now = context().packing
+        now = current_packing.value
         if now is None:
             return agg_loss(loss_mat, loss_mask, loss_agg_mode)
         rows = zip(loss_mat.split(1), loss_mask.split(1), strict=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_patches.worker.context import context
+from verl_patches.current import Current
 
 
 class ExpertLoad:
@@ -46,6 +46,10 @@ class ExpertLoad:
         return {"max_over_mean": float(ratios.max()), "mean_over_layers": float(ratios.mean()), "layers": len(used)}
 
 
+# counts tokens of the rollout engine's experts, with the number of each layer by the id() of its weight
+rollout_load: Current[tuple[ExpertLoad, dict[int, int]]] = Current()
+
+
 def of_training(chunks: Iterable[torch.nn.Module]) -> ExpertLoad | None:
     """Count behind each router of Megatron's model chunks; None for a model without experts.
 
@@ -74,7 +78,7 @@ def of_rollout(model: torch.nn.Module) -> ExpertLoad | None:
         return None
     weights = [layer.w13_weight for layer in layers]
     load = ExpertLoad(len(layers), layers[0].global_num_experts, weights[0].device)
-    context().rollout_load = load, {id(weight): place for place, weight in enumerate(weights)}
+    rollout_load.value = load, {id(weight): place for place, weight in enumerate(weights)}
     return load
 
 
@@ -85,8 +89,8 @@ def count_experts(original: Callable) -> Callable:
     def experts(
         hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not torch.compiler.is_compiling() and context().rollout_load is not None:
-            load, places = context().rollout_load
+        if not torch.compiler.is_compiling() and rollout_load.value is not None:
+            load, places = rollout_load.value
             load.add(places[id(w1)], topk_ids)
         return original(hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs)
 

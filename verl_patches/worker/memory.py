@@ -24,7 +24,8 @@ from verl_patches.worker.context import context
 class WorkerMemory:
     """Memory of one of verl's workers, by its `config` and `recipe`; actor and reference share ledger and scheduler.
 
-    `scheduled`: whether our schedule moves the worker's memory (row memory.order); otherwise verl's worker does.
+    `scheduled`: whether our schedule moves the worker's memory (row memory.order); otherwise verl's worker does, and
+    there is no ledger, whose row needs that one.
     """
 
     def __init__(self, config: Any, recipe: Any):
@@ -34,17 +35,15 @@ class WorkerMemory:
             context().device = device_module(recipe.platform)
         rows, actor = engine.current().wanted, config.actor.megatron
         synced = recipe.weight_sync.enabled and direct_sync(rows)
-        self.switches = switches_of(rows, vllm_sleep=sleeps_by_vllm(config.rollout, recipe), synced=synced)
-        self.scheduled = self.switches["our_schedule"]
-        skip = recipe.train.skip_old_log_prob
-        self.schedule = schedule_followed(recipe.line, skip_old_log_prob=skip, **self.switches)
+        switches = switches_of(rows, vllm_sleep=sleeps_by_vllm(config.rollout, recipe), synced=synced)
+        self.scheduled = "memory.order" in rows
+        self.schedule = schedule_followed(skip_old_log_prob=recipe.train.skip_old_log_prob, **switches)
         self.stays = staying(
             param_offload=actor.param_offload,
             optimizer_offload=actor.optimizer_offload,
             ref_offload=config.ref.megatron.param_offload,
             one_memory=recipe.platform in NO_DEVICE,
-            our_schedule=self.scheduled,
-            own_sleep_mode=self.switches["own_sleep_mode"],
+            own_sleep_mode=switches["own_sleep_mode"],
             synced=synced,
         )
 
@@ -61,22 +60,21 @@ class WorkerMemory:
     def start(self, worker: Any) -> None:
         """Register what `worker` has built with the ledger and the scheduler of this process."""
         here = context()
+        if not self.scheduled:
+            return
         if self.checked:
             if here.ledger is None:
                 rank, measured = dist.get_rank(), memory_of_process(device_type(self.recipe.platform))
                 here.ledger = Ledger(self.schedule, self.stays, self.recipe.memory.ledger, rank, measured)
             self._watch(worker, here.ledger)
             here.ledger.take()  # records from building the engine belong to no step
-            if not self.scheduled:
-                _check_inside(worker, here.ledger)
-        if self.scheduled:
-            if here.scheduler is None:
-                here.scheduler = self._new_scheduler()
-            here.scheduler.ledger = here.ledger
-            if worker._is_actor:
-                here.scheduler.add(actor_handlers(worker.actor_module, worker.actor_optimizer))
-            if worker._is_ref:
-                here.scheduler.add({"ref_params": Params(worker.ref_module)})
+        if here.scheduler is None:
+            here.scheduler = self._new_scheduler()
+        here.scheduler.ledger = here.ledger
+        if worker._is_actor:
+            here.scheduler.add(actor_handlers(worker.actor_module, worker.actor_optimizer))
+        if worker._is_ref:
+            here.scheduler.add({"ref_params": Params(worker.ref_module)})
 
     def _new_scheduler(self) -> Scheduler:
         device = device_module(self.recipe.platform)
@@ -138,28 +136,6 @@ class WorkerMemory:
             scheduled = scheduler is not None and scheduler.moves("optimizer") and not scheduler.has("optimizer")
             if writes and (scheduled or any(state.swapped for state in states)):
                 Optimizer(optimizer).offload()  # states that load_checkpoint made; else verl's call offloads them
-
-
-def _check_inside(worker: Any, ledger: Ledger) -> None:
-    """In verl's own order the ledger checks inside the actor's calls, before which verl's worker loads."""
-    if worker._is_actor:
-        _check_call(worker.actor, "compute_log_prob", ledger, "old_log_prob")
-        _check_call(worker.actor, "update_policy", ledger, "update")
-    if worker._is_ref:
-        _check_call(worker.ref_policy, "compute_log_prob", ledger, "ref")
-
-
-def _check_call(actor: Any, method: str, ledger: Ledger, phase: str) -> None:
-    call = getattr(actor, method)
-
-    @functools.wraps(call)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        ledger.enter(phase)
-        result = call(*args, **kwargs)
-        ledger.look()
-        return result
-
-    setattr(actor, method, checked)
 
 
 def _buffer_bytes(worker: Any) -> int:

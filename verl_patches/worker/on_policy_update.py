@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from verl_patches.current import Current
 from verl_patches.errors import RecipeError
 from verl_patches.trainer import rollout_correction
 from verl_patches.trainer.on_policy import Correction, correction_of
-from verl_patches.worker.context import context
 
 _ROLLOUT, _OLD = "rollout_log_probs", "old_log_probs"
 _NO_ROLLOUT = (
@@ -64,11 +64,8 @@ class OnPolicyUpdate:
             yield
             return
         batch[_OLD] = batch[_ROLLOUT] if self.has_rollout else torch.full_like(batch["advantages"], math.nan)
-        context().update = self
-        try:
+        with current_update.set(self):
             yield
-        finally:
-            context().update = None
         if is_metrics_rank() and not self.reached:
             raise RecipeError(_NOT_REACHED)
 
@@ -88,6 +85,9 @@ class OnPolicyUpdate:
         if not self.seen:
             return rollout_correction.merged([])
         return rollout_correction.moments(*map(torch.cat, zip(*self.seen, strict=True)), self.correction)
+
+
+current_update: Current[OnPolicyUpdate] = Current()  # in progress, where it skips the pass
 
 
 def weighed(advantages: Any, rollout: Any, actor: Any, mask: Any, correction: Correction) -> torch.Tensor:
@@ -111,7 +111,7 @@ def loss_on_policy(compute_policy_loss: Callable) -> Callable:
 
     @functools.wraps(compute_policy_loss)
     def loss(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        update = context().update
+        update = current_update.value
         if update is not None:
             old_log_prob, advantages = update.micro_batch(old_log_prob, log_prob, advantages, response_mask)
         return compute_policy_loss(old_log_prob, log_prob, advantages, response_mask, *args, **kwargs)

@@ -24,7 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_patches.worker.context import context
+from verl_patches.current import Current
+
+# line a3, recipe.train.use_remove_padding=false: sequences of a micro batch are padded
+pads_sequences: Current[bool] = Current(False)
 
 
 def forwards() -> dict[Any, Callable]:
@@ -54,7 +57,7 @@ def forward(
 
     batch = model, input_ids, attention_mask, position_ids
     process = logits_processor, logits_processor_args or {}
-    if not pack_seqs or context().pads_sequences:
+    if not pack_seqs or pads_sequences.value:
         return _padded(*batch, sequence_parallel, *process)
     if parallel_state.get_context_parallel_world_size() > 1:
         return _in_parts(*batch, *process)

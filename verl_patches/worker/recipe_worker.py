@@ -35,26 +35,26 @@ from verl_patches.memory import counters
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.model.megatron import DTYPES
+from verl_patches.model.routing_replay import RoutingReplay
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
-from verl_patches.platform import as_npu
-from verl_patches.platform.npu_emulated import coverage
+from verl_patches.platform import as_npu, emulation
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
-from verl_patches.rollout.routing_record import RoutingRecorder
 from verl_patches.tensor_cache.limits import token_budget
 from verl_patches.trainer.worker_starts import take_starts
 from verl_patches.watch import heartbeat
 from verl_patches.watch.bounds import START
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
+from verl_patches.worker.dynamic_batches import stage_budget
 from verl_patches.worker.expert_load import ExpertLoad, of_rollout, of_training
 from verl_patches.worker.memory import WorkerMemory, device_type
 from verl_patches.worker.on_policy_update import OnPolicyUpdate
-from verl_patches.worker.routing_replay import RoutingReplay
+from verl_patches.worker.packed_forward import pads_sequences
 from verl_patches.worker.sharding import RecipeShardingManager
 from verl_patches.worker.step_guard import StepGuard
-from verl_patches.worker.tensor_cache_stages import CachedBatch
+from verl_patches.worker.tensor_cache_stages import CachedBatch, cached_batch
 
 
 class RecipeWorker:
@@ -80,7 +80,7 @@ class RecipeWorker:
             super().__init__(config, role)
         self.recipe = config.get("recipe")
         if self.recipe is not None:
-            context().pads_sequences = not self.recipe.train.use_remove_padding
+            pads_sequences.value = not self.recipe.train.use_remove_padding
             self.memory = WorkerMemory(config, self.recipe)
             if self.memory.scheduled:  # then verl's own calls move nothing
                 self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
@@ -103,7 +103,7 @@ class RecipeWorker:
             return built
         chunks, optimizer = built[0], built[1] if self._is_actor else None
         if optimizer is not None and self.recipe.train.swap_optimizer and is_on("memory.swap_optimizer"):
-            swap_optimizer(optimizer, self.recipe.train.swap_optimizer_times, look=context().look)
+            swap_optimizer(optimizer, self.recipe.train.swap_optimizer_times, look=context().raise_peak)
         if optimizer is not None and self.recipe.train.routing_replay and is_on("update.routing_samples"):
             self.routing = RoutingReplay(chunks)
         if optimizer is not None and is_on("update.skip_bad_steps"):
@@ -117,8 +117,6 @@ class RecipeWorker:
         rollout, manager = super()._build_rollout(*args, **kwargs)
         if self.recipe is not None and self.recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
             self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, self.recipe.rollout.rebalance_every)
-        if self.recipe is not None and self.recipe.train.routing_replay == "R3":
-            rollout.routing_recorder = RoutingRecorder(vllm_worker(rollout.inference_engine).model_runner)
         if self.expert_loads and as_npu(self.recipe.platform) and is_on("rollout.count_mc2"):
             self.expert_loads["rollout"] = of_rollout(vllm_worker(rollout.inference_engine).model_runner.model)
         if self.recipe is not None and isinstance(manager, RecipeShardingManager):
@@ -153,8 +151,9 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: Any) -> Any:
-        """verl's, in phase old_log_prob; recipe.train.routing_replay records (R2) or replays (R3) routed experts."""
-        with context().phase("old_log_prob"), self._routing_of_log_probs(data), self._micro_batches("log_prob"):
+        """verl's, in phase old_log_prob; with recipe.train.routing_replay the routed experts are recorded."""
+        recording = self.routing.recording() if self.routing is not None else nullcontext()
+        with context().phase("old_log_prob"), recording, self._micro_batches("log_prob"):
             return super().compute_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -165,12 +164,16 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, data: Any) -> Any:
-        """verl's, in phase update; inside OnPolicyUpdate where recipe.train.skip_old_log_prob or a correction is on."""
+        """verl's, in phase update; inside OnPolicyUpdate where recipe.train.skip_old_log_prob or a correction is on.
+
+        With recipe.train.routing_replay the recorded experts are replayed.
+        """
         on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
         if self.checkpoint is not None:
             heartbeat.phase("last checkpoint")
             self.checkpoint.wait()  # what is being written must not change
-        with context().phase("update"), self._routing_of_update(data), self._micro_batches("update"):
+        replaying = self.routing.replaying() if self.routing is not None else nullcontext()
+        with context().phase("update"), replaying, self._micro_batches("update"):
             if on_policy is None:
                 return super().update_actor(data)
             with on_policy.around(data.batch):
@@ -188,29 +191,14 @@ class RecipeWorker:
                 f"the micro batches of {stage} are dynamic, but row update.dynamic_batches is off, so "
                 "they would have a fixed size: switch the row on, or set the key to false"
             )
-        return context().micro_batches_of(budget)
-
-    def _routing_of_log_probs(self, data: Any) -> AbstractContextManager[None]:
-        if self.routing is None:
-            return nullcontext()
-        if self.recipe.train.routing_replay == "R2":
-            return self.routing.recording()
-        self.routing.take_column(data.batch)
-        return self.routing.replaying_log_probs(self.actor, self.recipe.train.routing_replay_control_every)
-
-    def _routing_of_update(self, data: Any) -> AbstractContextManager[None]:
-        if self.routing is None:
-            return nullcontext()
-        self.routing.take_column(data.batch)
-        return self.routing.replaying()
+        return stage_budget.set(budget)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_stage(self, stage: str, step: int, payload: Mapping[str, Any] | None = None) -> Any:
         """One stage of `step` on cached tensors: worker/tensor_cache_stages.py."""
-        here = context()
-        if here.batch is None:
-            here.batch = CachedBatch(device_type(self.recipe.platform), here.ledger)
-        return here.batch.run(self, stage, step, payload)
+        if cached_batch.value is None:
+            cached_batch.value = CachedBatch(device_type(self.recipe.platform), context().ledger)
+        return cached_batch.value.run(self, stage, step, payload)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> dict[str, float] | None:
@@ -258,12 +246,13 @@ class RecipeWorker:
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
-        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay, skipped, profile: what
+        with a device. rebalance, routing_replay, skipped, profile: what
         Rebalancer.take_counts, RoutingReplay.end_step, StepGuard.take, PhaseProfiler.take give; None where it is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
         moments, self.log_prob_moments = self.log_prob_moments, None
+        room = emulation(self.recipe.platform)
         profiler, context().profiler = context().profiler, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
         return {
@@ -278,7 +267,7 @@ class RecipeWorker:
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "skipped": self.step_guard.take() if self.step_guard is not None else None,
             "profile": profiler and profiler.take(),
-            "emulated": coverage.reached() if self.recipe.platform == "npu_emulated" else None,
+            "emulated": room and room.called(self.recipe.platform),
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -9,6 +9,7 @@ from typing import Any
 
 import wrapt
 
+from verl_patches.current import Current
 from verl_patches.memory.schedule import direct_sync
 from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, SleepMode, freeing
 from verl_patches.patching import engine
@@ -19,6 +20,7 @@ from verl_patches.watch import heartbeat
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import device_type, rollout_groups
 
+weights_move: Current[bool] = Current(False)  # the engine's weights move at each wake-up
 _PHASE_OF_TAG = {"weights": "reshard", "kv_cache": "wake_kv"}  # vLLM's tags of LLM.wake_up
 
 
@@ -39,7 +41,7 @@ class RolloutEngine:
         ours = bool(kwargs.get("enable_sleep_mode")) and is_on("memory.sleep_mode")
         if ours and not by_vllm:
             kwargs["enable_sleep_mode"] = False
-            context().weights_move = True
+            weights_move.value = True
         super().__init__(*args, **kwargs)
         self.sleep_mode: SleepMode | None = None
         self.by_vllm = by_vllm or not ours  # who frees the memory
@@ -66,13 +68,13 @@ class RolloutEngine:
         """As upstream, in phase rollout, which lasts until the engine sleeps."""
         context().begin("rollout")
         outputs = super().generate(*args, **kwargs)
-        context().look()
+        context().raise_peak()
         return outputs
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache, in phase sleep. RecipeError: see memory/sleep_mode.py."""
         here, sleep = context(), functools.partial(self._sleep, level)
-        here.look()
+        here.raise_peak()
         if here.device is None:
             here.begin("sleep", sleep)
         else:
@@ -109,7 +111,7 @@ def _refuse_unready(sleep_mode: SleepMode, add_request: Callable) -> Callable:
 class _Torchair(wrapt.ObjectProxy):
     def get_npu_backend(self, *, compiler_config: Any = None, **more: Any) -> Callable:
         """As torchair's. A graph reads the addresses of Parameters at each call where sleep moves them."""
-        if context().weights_move:
+        if weights_move.value:
             compiler_config.experimental_config.frozen_parameter = False
         return self.__wrapped__.get_npu_backend(compiler_config=compiler_config, **more)
 

@@ -10,6 +10,7 @@ from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.weight_sync import Settings, WorkerReshard
 from verl_patches.worker.context import context
+from verl_patches.worker.tensor_cache_stages import cached_batch
 
 
 class RecipeShardingManager:
@@ -56,7 +57,7 @@ class RecipeShardingManager:
 
         raise_on_any_rank(catch_errors(prepare), None, device, "the rollout engine is not ready for weights")
         report = self.resharder.sync(vllm_worker(engine).model_runner.model)
-        context().look(report.peak_extra_bytes)
+        context().raise_peak(report.peak_extra_bytes)
         engine.weights_written(last=not self.sync_enabled)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
@@ -71,5 +72,5 @@ class RecipeShardingManager:
     def postprocess_data(self, data: Any) -> Any:
         """verl's; then the tensor cache, if it is generating, takes this rank's responses."""
         output = super().postprocess_data(data)
-        batch = context().batch
+        batch = cached_batch.value
         return output if batch is None else batch.keep_responses(output)

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from verl import DataProto
 
+from verl_patches.current import Current
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.parallel import train_layout_in
 from verl_patches.memory.ledger import Ledger
-from verl_patches.rollout.log_probs import EXPERTS
 from verl_patches.tensor_cache import batch_plan
 from verl_patches.tensor_cache.batch_plan import BatchPlan, plan_batch, train_replicas
 from verl_patches.tensor_cache.cache import TensorCache
@@ -42,9 +42,7 @@ from verl_patches.tensor_cache.exchange import (
 )
 from verl_patches.tensor_cache.limits import token_budget
 from verl_patches.trainer import rollout_correction
-from verl_patches.worker.context import context
 from verl_patches.worker.on_policy_update import is_metrics_rank
-from verl_patches.worker.routing_replay import RoutingReplay
 
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
 
@@ -53,7 +51,7 @@ class CachedBatch:
     """The tensors of one step that stay in this process, and the stages that use them.
 
     `generating`: the step whose responses are being generated, None outside stage generate. `payload`, `plan` and
-    `tokens` (by sample) are those of stage place. `expert_bytes`: of one token's routed experts in all layers.
+    `tokens` (by sample) are those of stage place.
     """
 
     def __init__(self, platform: str, ledger: Ledger | None):
@@ -62,7 +60,6 @@ class CachedBatch:
         self.plan: BatchPlan | None = None
         self.payload: Mapping[str, Any] | None = None
         self.tokens: tuple[int, ...] = ()
-        self.expert_bytes = 0
         if ledger is not None:
             ledger.register("tensor_cache", lambda: self.cache.bytes_held, varies=True)
 
@@ -97,8 +94,6 @@ class CachedBatch:
         """
         if self.generating is None:
             return output
-        if EXPERTS in output.batch.keys():
-            self.expert_bytes = output.batch[EXPERTS].shape[2]
         return keep_rollout(self.cache, self.generating, output.batch)
 
     def _generate(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,11 +133,7 @@ class CachedBatch:
         specs = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
         if "rollout_log_probs" in self.cache.names:
             specs["rollout_log_probs"] = TensorSpec(torch.float32, responses)
-        if EXPERTS in self.cache.names:
-            specs[EXPERTS] = TensorSpec(torch.uint8, [count * self.expert_bytes for count in tokens])
         self.cache.redistribute(step, self.plan, rank, specs)
-        if EXPERTS in specs:
-            self._add_experts(worker.routing, step)
         sent, received = wire_bytes(self.plan, rank, specs)
         most, mean = self.plan.tokens(tokens)
         moved = {"sent_bytes": sent, "received_bytes": received, "kept_bytes": self.cache.bytes_held}
@@ -151,8 +142,6 @@ class CachedBatch:
     def _log_prob(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
         """`payload`: send_back, whether to return the log-probs too (unpadded, in the order of `samples`)."""
         data, mask = self._inputs(step)
-        if "rollout_log_probs" in self.cache.names:
-            data.batch["rollout_log_probs"] = self._padded(step, "rollout_log_probs")  # for the control of R3
         with taken(worker.actor) as results, self._planned(worker.config, "log_prob"):
             worker.compute_log_prob(data)
         log_probs, entropies = results
@@ -186,16 +175,6 @@ class CachedBatch:
             metrics = worker.update_actor(data).meta_info["metrics"]
         return metrics if is_metrics_rank() else None
 
-    def _add_experts(self, routing: RoutingReplay, step: int) -> None:
-        """The rollout's experts of this rank's samples go to the actor's replay."""
-        data, _ = self._inputs(step)
-        mask = data.batch["attention_mask"].bool()
-        values = self.cache.get(step, EXPERTS, self.samples).values.view(-1, self.expert_bytes)
-        experts = values.new_zeros(*mask.shape, self.expert_bytes)
-        experts[mask] = values
-        routing.add(data.batch["input_ids"], mask, experts)
-        self.cache.drop(EXPERTS)
-
     def _inputs(self, step: int) -> tuple[DataProto, torch.Tensor]:
         """(the model's inputs, mask of responses) of the samples that this rank computes."""
         prompts, responses = (self.cache.get(step, name, self.samples) for name in ("prompts", "responses"))
@@ -222,6 +201,9 @@ class CachedBatch:
             return values[list(self.samples)].to(mask.device)[:, None] * mask
         ragged = Ragged(values, tuple(self.payload["responses"].tolist()))
         return to_padded(ragged.take(self.samples), mask.shape[1]).to(mask.device)
+
+
+cached_batch: Current[CachedBatch] = Current()  # None before the first stage, and without recipe.tensor_cache
 
 
 def padded_prompts(payload: Mapping[str, Any], rank: int, world: int) -> DataProto:
@@ -258,10 +240,6 @@ def keep_rollout(cache: TensorCache, step: int, batch: Any) -> DataProto:
     cache.put(step, "responses", samples, responses)
     if "rollout_log_probs" in batch.keys():
         cache.put(step, "rollout_log_probs", samples, from_padded(batch["rollout_log_probs"], mask[:, -width:]))
-    if EXPERTS in batch.keys():
-        of_token = batch[EXPERTS].shape[2]
-        lengths = tuple((a + b) * of_token for a, b in zip(prompts.lengths, responses.lengths, strict=True))
-        cache.put(step, EXPERTS, samples, Ragged(batch[EXPERTS][mask.bool()].flatten(), lengths))
     ids = np.empty(count, dtype=object)
     ids[:] = [part.numpy() for part in responses.values.cpu().split(responses.lengths)]
     lengths = {"prompt_length": torch.tensor(prompts.lengths), "response_length": torch.tensor(responses.lengths)}
@@ -316,6 +294,9 @@ class PlannedSplits:
         return parts
 
 
+current_splits: Current[PlannedSplits] = Current()  # of the stage in progress
+
+
 def planned(
     stage: str, budget: int | None, plan: BatchPlan, replica: int, tokens: Sequence[int] | None
 ) -> AbstractContextManager[None]:
@@ -353,11 +334,8 @@ def following(splits: Sequence[Parts], tokens: Sequence[int]) -> Iterator[None]:
     """
     rows = iter(tokens)
     by_batch = [list(islice(rows, sum(map(len, parts)))) for parts in splits]
-    now = context().splits = PlannedSplits(splits, by_batch)
-    try:
+    with current_splits.set(PlannedSplits(splits, by_batch)) as now:
         yield
-    finally:
-        context().splits = None
     if not now.reached:
         raise RecipeError(
             "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must reach "
@@ -375,7 +353,7 @@ def as_planned(rearrange_micro_batches: Callable) -> Callable:
 
     @functools.wraps(rearrange_micro_batches)
     def rearrange(batch: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Parts]:
-        splits = context().splits
+        splits = current_splits.value
         if splits is None:
             return rearrange_micro_batches(batch, *args, **kwargs)
         parts = splits.next(batch["attention_mask"].sum(dim=1).tolist())

@@ -14,15 +14,17 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from verl_patches.current import Current
 from verl_patches.errors import ConfigError
 from verl_patches.memory.offload import parameters_loaded
 from verl_patches.model import weights as megatron
 from verl_patches.model.mindspeed import weights as mindspeed
 from verl_patches.weights.load import WAIT_S, Loaded, PartsOf, copy_weights, difference, load_weights
-from verl_patches.worker.context import context
 
 log = logging.getLogger("verl_patches.weights")  # of weights/load_progress.py too
 _ARCHITECTURE = "DeepseekV3ForCausalLM"
+reads: Current[int] = Current(0)  # how often this process has read a model's folder
+reference_weights: Current[tuple[str, Sequence[torch.nn.Module]]] = Current()  # the reference's folder and chunks
 
 
 def load_deepseekv3(load_megatron_gptmodel_weights: Callable, parts_of: PartsOf = megatron.parts_of) -> Callable:
@@ -52,10 +54,10 @@ def load_mindspeed(load_megatron_gptmodel_weights: Callable) -> Callable:
 
 def load_model(folder: str, chunks: Sequence[torch.nn.Module], parts_of: PartsOf, wait_s: float) -> Loaded:
     """Fill `chunks` from the reference of this process, if it has read `folder` into equal parameters, else read it."""
-    here, rank = context(), dist.get_rank()
+    rank = dist.get_rank()
     _show_log(rank)
-    if here.reference_weights is not None:
-        read_from, reference = here.reference_weights
+    if reference_weights.value is not None:
+        read_from, reference = reference_weights.value
         unlike = difference(chunks, reference) if read_from == folder else f"the reference has read {read_from}"
         if not unlike:
             with parameters_loaded(reference):
@@ -64,10 +66,10 @@ def load_model(folder: str, chunks: Sequence[torch.nn.Module], parts_of: PartsOf
                 log.info("weights: %d tensors copied from the reference, 0 bytes read from %s", loaded.tensors, folder)
             return loaded
         log.warning("weights: %s is read again, not copied from the reference: %s", folder, unlike)
-    here.weight_reads += 1
-    loaded = load_weights(folder, chunks, parts_of, f"verl_patches/load/{here.weight_reads}", wait_s)
+    reads.value += 1
+    loaded = load_weights(folder, chunks, parts_of, f"verl_patches/load/{reads.value}", wait_s)
     if _is_reference(chunks):
-        here.reference_weights = folder, chunks
+        reference_weights.value = folder, chunks
     return loaded
 
 

@@ -1,0 +1,178 @@
+"""What a run does now: from a running launcher's files, after it ended, failed, or was killed; by the command line."""
+
+import fcntl
+import json
+import os
+import re
+import signal
+import struct
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_patches import processes
+from verl_patches.__main__ import app
+from verl_patches.catalog import ROWS
+from verl_patches.cli.live import live
+from verl_patches.errors import ConfigError, interrupted
+from verl_patches.evaluation.report import figures
+from verl_patches.patching.report import said_off
+from verl_patches.patching.switches import Switches
+from verl_patches.processes import lock_file
+from verl_patches.trainer.run import CALLS, Run
+from verl_patches.trainer.summary import Progress, write_json
+
+NOW = 1_000_000.0
+
+
+def step(number, seconds):
+    rates = {"tokens_per_s_per_rank": 200.0, "tflops_per_s_per_rank": {"step": 0.5}, "mfu": None}
+    return {
+        "step": number,
+        "seconds": {"rollout": 3.0, "reshard": 1.0, "ref": 2.0, "step": seconds},
+        "reward": number / 10,
+        "grad_norm": 2.0,
+        "logprob_delta": {"mean": 1e-7},
+        "rates": rates,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run in its third of ten steps, 2 s into its second call; its launcher holds the lock."""
+    summary = {"run": "r", "exit": "running", "steps": [step(1, 50.0), step(2, 10.0)]}
+    write_json(tmp_path / "summary.json", summary)
+    doing = {"step": 3, "steps": 10, "call": "generate_sequences", "phase": "reshard, rollout"}
+    write_json(tmp_path / "now.json", {**doing, "since": NOW - 2, "step_since": NOW - 4})
+    (tmp_path / "progress.log").write_text("| proven\n- row\n~ step 3/10: reshard, rollout\n| step 2: a note\n")
+    for file in tmp_path.iterdir():
+        os.utime(file, (NOW - 7, NOW - 7))
+    with lock_file(tmp_path / ".lock"):
+        yield tmp_path
+
+
+def ended(folder, reason):
+    summary = json.loads((folder / "summary.json").read_text())
+    write_json(folder / "summary.json", {**summary, "exit": reason})
+
+
+def test_a_running_run_has_phase_pace_and_end(folder):
+    found = live(folder, NOW)
+    assert (found["state"], found["step"], found["steps"], found["phase"]) == ("running", 3, 10, "reshard, rollout")
+    assert (found["phase_s"], found["phase_last_s"], found["quiet_s"]) == (2.0, 4.0, 7.0)
+    assert found["eta_s"] == 8 * 10.0 - 4  # steps 3 to 10, without the first one's warm-up
+    assert found["lines"] == ["proven", "step 2: a note"]
+
+
+def test_a_figure_says_whether_it_is_of_the_last_step_and_its_median_is_the_reports(folder):
+    steps = [step(1, 50.0), step(2, 10.0), step(3, 20.0), step(4, 12.0)]
+    for each, rate in zip(steps, (1.0, 5.0, 9.0, 4.0), strict=True):
+        each["rates"] = {"tokens_per_s_per_rank": rate, "tflops_per_s_per_rank": {"step": rate / 2}, "mfu": None}
+    summary = {"run": "r", "exit": "running", "steps": steps}
+    write_json(folder / "summary.json", summary)
+    shown = {name: (of["last step"], of["median"]) for name, of in live(folder, NOW)["figures"].items()}
+    assert shown["step s"] == (12.0, 12.0) and shown["reward"] == (0.4, None) and shown["MFU"] == (None, None)
+    assert shown["tokens/s/rank"] == (4.0, 5.0) and shown["TFLOP/s/rank"] == (2.0, 2.5)
+    of_report = figures(summary)
+    assert of_report["tokens/s/rank", "median"] == 5.0 and of_report["TFLOP/s/rank", "median"] == 2.5
+    printed = CliRunner().invoke(app, ["status", str(folder)]).stdout
+    assert re.search(r"last step +median", printed) and re.search(r"tokens/s/rank +4 +5\b", printed)
+    assert "MFU" not in printed
+
+
+@pytest.mark.parametrize("off", [["a.b"], ["a.b", "c.d"], []])
+def test_the_rows_that_the_user_switched_off_are_said_in_the_words_of_the_start(folder, off):
+    rows = [{"id": "x.y", "state": "off", "reason": "not for line a3"}, {"id": "z", "state": "active"}]
+    rows += [{"id": name, "state": "off", "reason": Switches(patterns=("-*",)).decide(ROWS[0])[1]} for name in off]
+    rows = [{**row, "target": "m:f", "process": process} for process in ("controller", "worker 0") for row in rows]
+    write_json(folder / "summary.json", {"run": "r", "exit": "running", "steps": [], "patches": rows})
+    printed = CliRunner().invoke(app, ["status", str(folder)]).stdout
+    assert live(folder, NOW)["off"] == off
+    assert (said_off(off) in printed.splitlines()) == bool(off) == ("off by you" in printed)
+
+
+def test_a_resumed_run_has_its_seam(folder):
+    again = {**step(2, 10.0), "resumed_after": 1}
+    write_json(folder / "summary.json", {"run": "r", "exit": "running", "steps": [step(1, 50.0), again]})
+    assert live(folder, NOW)["resumed"] == "after step 1"
+    assert "after step 1" in CliRunner().invoke(app, ["status", str(folder)]).stdout
+
+
+def test_before_the_first_step_ends_there_is_no_pace(folder):
+    write_json(folder / "summary.json", {"run": "r", "exit": "running", "steps": []})
+    found = live(folder, NOW)
+    assert found["state"] == "running" and found["eta_s"] is None and found["phase_last_s"] is None
+    for name in ("now.json", "summary.json"):
+        (folder / name).unlink()
+        assert live(folder, NOW)["state"] == "starting"
+    assert live(folder, NOW)["run"] == folder.name
+
+
+def test_a_launcher_that_is_gone_is_seen_by_its_lock(folder):
+    copied = folder / "copy"
+    copied.mkdir()
+    for name in ("summary.json", "now.json", ".lock"):
+        (copied / name).write_text((folder / name).read_text())
+    assert (live(copied, NOW)["state"], live(folder, NOW)["state"]) == ("lost", "running")
+    (copied / ".lock").unlink()
+    assert live(copied, NOW)["state"] == "running"  # the import alone has no launcher
+
+
+def test_a_look_takes_no_lock_of_the_run(folder, monkeypatch):
+    """A launcher that starts while `status` looks is not refused."""
+    (folder / "free").mkdir()
+    (folder / "free" / ".lock").touch()
+    looked, real = [], processes.fcntl.fcntl
+
+    def look(file, *command):
+        answer = real(file, *command)
+        with (folder / "free" / ".lock").open("w") as lock:
+            real(lock, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0))  # as `lock_file`
+            looked.append(file)
+        return answer
+
+    monkeypatch.setattr(processes.fcntl, "fcntl", look)
+    assert live(folder / "free", NOW)["state"] == "lost" and len(looked) == 1
+    (folder / "free" / ".lock").unlink()
+    os.mkfifo(folder / "free" / ".lock")
+    assert live(folder / "free", NOW)["state"] == "starting"  # no launcher makes one: it is not opened
+
+
+@pytest.mark.parametrize(
+    ("reason", "state", "code"),
+    [("ok", "ended", 0), ("WorkerDiedError: rank 3", "failed", 1), (interrupted(signal.SIGINT), "interrupted", 1)],
+)
+@pytest.mark.parametrize("watch", [False, True])
+def test_the_command_says_how_a_run_ended(folder, reason, state, code, watch):
+    ended(folder, reason)
+    if state != "ended":
+        assert live(folder, NOW)["state"] == "ending"  # its launcher still ends processes, or starts it again
+        (folder / ".lock").unlink()
+    done = CliRunner().invoke(app, ["status", str(folder), *(["--watch"] if watch else [])])
+    assert done.exit_code == code and f"r: {state}" in done.stdout
+    assert {"proven", "step 2: a note"} <= set(done.stdout.splitlines())  # each on a line of its own
+    assert (
+        bool(re.search(rf"^reason +{re.escape(reason)}", done.stdout, re.M)) == (state != "ended")
+        and "tokens/s/rank" in done.stdout
+    )
+
+
+def test_the_command_prints_json_once_and_refuses_what_contradicts(folder):
+    done = CliRunner().invoke(app, ["status", str(folder), "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["state"] == "running"
+    here = str(folder)
+    for words in (["--watch"], [here, "--watch", "--json"], [here, "--run", here], [here, "--switches", "line=pypi"]):
+        assert isinstance(CliRunner().invoke(app, ["status", *words]).exception, ConfigError)
+
+
+def test_each_call_of_the_trainer_is_written_with_its_begin(tmp_path):
+    run = object.__new__(Run)
+    run.folder, run.progress, run.now = tmp_path, Progress(tmp_path), {}
+    run.trainer = type("Trainer", (), {"total_training_steps": 5})
+    begun = []
+    for number, name in ((1, "generate_sequences"), (1, "update_actor"), (2, "generate_sequences")):
+        run.show_call(number, name)
+        doing = json.loads((tmp_path / "now.json").read_text())
+        assert (doing["step"], doing["steps"], doing["phase"]) == (number, 5, CALLS[name])
+        begun.append(doing["step_since"])
+    assert begun[0] == begun[1] < begun[2] == doing["since"]

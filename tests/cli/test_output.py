@@ -1,0 +1,91 @@
+"""Tables and commands in terminals of 80 and 120 columns, and in pipes."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_patches.cli.output import say_command, table, table_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = "grpo_deepseekv3_16die"
+ROWS = [("reshard.direct", "override", "verl.workers.sharding_manager:Manager.__enter__", "it moves 1.3 TB of weights")]
+COMMANDS = {
+    "plan": ["plan", NODE],
+    "refused": ["plan", NODE, "trainer.nnodes=3"],
+    "search": ["plan", NODE, "--search", "--top", "2"],
+    "status": ["status", "--switches", "line=a3,platform=npu"],
+    "explain": ["explain", "reshard.direct", "--switches", "line=a3,platform=npu"],
+    "config": ["config", "--config-name", NODE, "--explain"],
+    "versions": ["versions"],
+}
+
+
+def printed(words, columns):
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    env |= {} if columns is None else {"COLUMNS": str(columns)}
+    command = [sys.executable, "-m", "verl_patches", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300)
+    assert done.stdout, done.stderr
+    return done.stdout.splitlines() + done.stderr.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [80, 120, None])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_lines_fit_the_terminal_and_have_no_blanks_at_their_end(name, columns):
+    lines = printed(COMMANDS[name], columns)
+    assert [line for line in lines if line != line.rstrip()] == []
+    if columns is None:
+        assert max(map(len, lines)) > 120  # the control: what is wrapped in a terminal is whole in a pipe
+        return
+    whole = re.compile(r"\s+\S+( \\\\)?")  # a word of a command is never broken
+    assert [line for line in lines if len(line) > columns and not whole.fullmatch(line)] == []
+
+
+def test_a_pipe_gets_whole_cells(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table("rows", ("id", "kind", "target", "why"), [*ROWS, ("x", "", "", "")])
+    assert capsys.readouterr().out.splitlines()[2:] == ["  ".join(ROWS[0]), "x"]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_no_width_breaks_a_word_that_fits(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = [line.plain for line in table_lines(("id", "kind", "target", "why"), ROWS)]
+    assert max(map(len, lines)) <= columns
+    for word in ("reshard.direct", "override", *ROWS[0][3].split()):
+        assert any(word in line for line in lines), (word, lines)
+
+
+def test_a_table_becomes_blocks_only_where_words_do_not_fit(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert [line.plain for line in table_lines(("id", "kind", "target", "why"), ROWS)][0] == "reshard.direct"
+    monkeypatch.setenv("COLUMNS", "80")
+    head = table_lines(("id", "kind", "target", "why"), ROWS)[0].plain
+    assert head.split() == ["id", "kind", "target", "why"]
+
+
+def test_red_rows_are_red_and_text_is_no_markup(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = table_lines(("a", "b"), [("[bold]", "1"), ("x", "2")], red=[1])
+    assert [line.plain for line in lines] == ["a       b", "[bold]  1", "x       2"]
+    assert [str(line.style) for line in lines] == ["bold", "", "red"]
+
+
+@pytest.mark.parametrize("columns", ["40", "100", None])
+def test_a_command_can_be_pasted(monkeypatch, capsys, columns):
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    words = ["python", "-c", "import sys; print(sys.argv[1:])", "a=[1,2]", "it's", 'say "x"', "k" * 50]
+    say_command("next:", shlex.join(words))
+    text = capsys.readouterr().out.removeprefix("next:")
+    done = subprocess.run(["bash", "-c", text.replace("python", sys.executable, 1)], capture_output=True, text=True)
+    assert done.stdout == f"{words[3:]}\n", (text, done.stderr)
+    assert columns is not None or text.count("\n") == 1

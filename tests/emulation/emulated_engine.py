@@ -1,0 +1,293 @@
+"""Build vLLM's V1 engine with vllm-ascend on platform npu_emulated, generate, and compare log-probs with transformers.
+
+`main(model, options)` takes arguments of LLM, `checks` (functions of this file, each of which prepares the engine and
+says what else it saw) and `faults`, a key of FAULTS. It gives {check: {worst: largest |dlogp| against transformers in
+fp32, teacher-forced, same: whether all greedy tokens are equal, ...}, ...}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+PROMPT_LENGTHS = (5, 17, 3, 140, 64)
+TOKENS = 6
+LIMITS = {"max_model_len": 512, "max_num_seqs": 8, "gpu_memory_utilization": 0.5, "dtype": "float32", "seed": 0}
+
+
+def prompts_of(lengths: Sequence[int], vocab: int = 512) -> list[list[int]]:
+    """Random prompts."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def compare(llm: Any, reference: Any, lengths: Sequence[int] = PROMPT_LENGTHS, tokens: int = TOKENS) -> dict[str, Any]:
+    """Generate greedily, and score what was generated with `reference` (transformers, fp32)."""
+    import torch
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True)
+    asked = prompts_of(lengths)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+    worst, same = 0.0, True
+    for ids, output in zip(asked, outputs, strict=True):
+        made = list(output.outputs[0].token_ids)
+        found = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, made, strict=True)]
+        with torch.no_grad():
+            logits = reference(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(made).unsqueeze(1)).squeeze(1)
+        worst = max(worst, float((torch.tensor(found) - expected).abs().nan_to_num(torch.inf).max()))
+        same = same and logits.argmax(-1).tolist() == made
+    return {"worst": worst, "same": same}
+
+
+def model_of(llm: Any) -> Any:
+    """The engine's model."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def generate(llm: Any) -> dict[str, Any]:
+    """Nothing to prepare; names of the classes that ran."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    return {"classes": [type(part).__name__ for part in (worker, worker.model_runner, model_of(llm))]}
+
+
+def graphs(llm: Any) -> dict[str, Any]:
+    """Nodes of the graphs that torchair's backend was given so far, and on which streams the KV cache is written."""
+    import torch_npu
+    from vllm import SamplingParams
+
+    from verl_patches.emulation.npu.packages import Graphs
+
+    write, streams = torch_npu.npu_kv_rmsnorm_rope_cache, []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        streams.append(Graphs.stream)
+        return write(*args, **kwargs)
+
+    if not Graphs.traced:
+        torch_npu.npu_kv_rmsnorm_rope_cache = note
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        llm.generate([{"prompt_token_ids": [3, 4, 5]}], params, use_tqdm=False)
+        torch_npu.npu_kv_rmsnorm_rope_cache = write
+    return {"streams": streams, "traced": Graphs.traced, "stream_switches": Graphs.stream_switches}
+
+
+def sleep(llm: Any) -> dict[str, Any]:
+    """vLLM's sleep of level 1 and wake-up; the share of parameters that are NaN while it sleeps.
+
+    `kept`: the error where the allocator frees nothing.
+    """
+    from vllm_ascend.device_allocator import camem
+
+    real = {name: getattr(camem, name) for name in ("python_unmap_and_release", "python_create_and_map")}
+    vars(camem).update(dict.fromkeys(real, lambda *handle: None))
+    kept = _refused(lambda: llm.sleep(1))
+    llm.wake_up()
+    vars(camem).update(real)
+    llm.sleep(1)
+    parameters = list(model_of(llm).parameters())
+    poisoned = sum(bool(p.isnan().any()) for p in parameters)
+    llm.wake_up()
+    return {"poisoned": poisoned / len(parameters), "kept": kept}
+
+
+def _refused(do: Callable) -> str:
+    """What the RecipeError says that `do` raises; empty if it does not."""
+    from verl_patches.errors import RecipeError
+
+    try:
+        do()
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+CYCLES = 50
+
+
+def cycles(llm: Any) -> dict[str, Any]:
+    """Sleep to torch's pool, wake-up, weights written back, a request; CYCLES times.
+
+    `tokens`: the different answers; `moved`: in how many cycles a weight had another address; `live`: bytes of all live
+    tensors after each tenth, `asleep` while it sleeps; `frozen`: the error of a graph that keeps the first addresses;
+    `kept`: that of torch's allocator where it keeps what it was given.
+    """
+    import torch
+    from vllm import SamplingParams
+
+    from verl_patches.emulation.npu.packages import Graphs
+    from verl_patches.memory.sleep_mode import weights_of
+
+    params, request = SamplingParams(temperature=0.0, max_tokens=2), {"prompt_token_ids": prompts_of([5])[0]}
+    kept = {name: tensor.detach().clone() for name, tensor in weights_of(model_of(llm)).items()}
+    first = {name: tensor.data_ptr() for name, tensor in weights_of(model_of(llm)).items()}
+
+    def slept(measured: bool = False) -> None:
+        llm.sleep(1)
+        if measured:
+            found["asleep"].add(_live_bytes())
+        other = [torch.full_like(tensor, torch.nan) for tensor in kept.values()]  # takes the place of the weights
+        llm.wake_up()
+        del other
+        with torch.no_grad():
+            for name, tensor in weights_of(model_of(llm)).items():
+                tensor.copy_(kept[name])
+        llm.weights_written(last=False)
+
+    def answer() -> list[int]:
+        (output,) = llm.generate([request], params, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    llm.weights_written(last=False)
+    found = {"tokens": {tuple(answer())}, "live": [], "asleep": set(), "moved": 0}
+    for cycle in range(CYCLES):
+        slept(measured=cycle % 10 == 0)
+        found["tokens"].add(tuple(answer()))
+        if cycle % 10 == 0:
+            found["live"].append(_live_bytes())
+        found["moved"] += any(t.data_ptr() != first[name] for name, t in weights_of(model_of(llm)).items())
+    weights = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    answers = {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
+    return {
+        **answers,
+        "weights": weights,
+        "frozen": _frozen(llm, Graphs.configs[-1].experimental_config, slept, answer),
+        "kept": _kept(llm, slept),
+    }
+
+
+def _kept(llm: Any, slept: Callable) -> str:
+    """The error of a sleep whose memory torch's allocator keeps; afterwards all is as before."""
+    import torch
+
+    empty_cache, torch.npu.empty_cache = torch.npu.empty_cache, lambda: None
+    torch.npu.memory_reserved()
+    said = _refused(lambda: llm.sleep(1))
+    torch.npu.empty_cache = empty_cache
+    slept()
+    return said
+
+
+def _frozen(llm: Any, options: Any, slept: Callable, answer: Callable) -> str:
+    """The error of the graph as the pin compiles it, after its weights have moved."""
+    unset, options.frozen_parameter = options.frozen_parameter, True
+    try:
+        slept()
+        answer()
+    except ValueError as error:
+        return str(error)
+    finally:
+        options.frozen_parameter = unset
+        engine = llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states))  # the one that failed would never end
+    return f"none; the row has set it to {unset}"
+
+
+def _live_bytes() -> int:
+    """Of the storages of all tensors of this process."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    real = torch.Tensor, torch.nn.Parameter  # not Dynamo's fake ones
+    tensors = [each for each in gc.get_objects() if type(each) in real and each.device.type != "meta"]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+# errors of a device path, each in one op: (function of torch_npu, arguments that it gets otherwise, or its result)
+EAGER: dict[str, tuple[str, dict[str, Callable]]] = {
+    "tokens go to the next expert": ("npu_moe_gating_top_k", {"result": lambda r: (r[0], (r[1] + 1) % 256, r[2])}),
+    "experts are chosen without the bias": ("npu_moe_gating_top_k", {"bias": lambda bias: bias * 0}),
+    "weights of a token's experts in another order": (
+        "npu_moe_gating_top_k",
+        {"result": lambda r: (r[0].roll(1, -1), r[1], r[2])},
+    ),
+    "experts' outputs are not weighted": ("npu_moe_finalize_routing", {"scales": lambda scales: scales * 0 + 0.125}),
+    "gate and up projection exchanged": ("npu_swiglu", {"input": lambda x: x.roll(x.shape[-1] // 2, -1)}),
+    "one expert's weight transposed": ("npu_grouped_matmul", {"weight": lambda weights: [_transposed(weights[0])]}),
+    "rotary positions twice as far": ("_npu_rotary_embedding", {"positions": lambda positions: positions * 2}),
+    "KV written to another token's slot": ("_npu_reshape_and_cache", {"slot_indices": lambda slots: slots.roll(1)}),
+    "the last cached token is not read": (
+        "_npu_paged_attention_mla",
+        {"context_lens": lambda lengths: (lengths - 1).clamp(min=1)},
+    ),
+    "a norm without its weight": ("npu_rms_norm", {"gamma": lambda gamma: gamma * 0 + 1}),
+}
+# those of the ops that only graphs and prompts in chunks call (chunked_prefill_for_mla)
+PRODUCTION: dict[str, tuple[str, dict[str, Callable]]] = {
+    "a graph does not read the last cached token": (
+        "npu_fused_infer_attention_score",
+        {"actual_seq_lengths_kv": lambda lengths: [length - (length > 1) for length in lengths]},
+    ),
+    "a graph writes KV to another token's slot": ("npu_kv_rmsnorm_rope_cache", {"index": lambda slots: slots.roll(1)}),
+    "halves of a query are rotated as pairs": (
+        "npu_interleave_rope",
+        {"x": lambda x: x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)},
+    ),
+    "a chunk's attention is not causal": ("npu_ring_mla", {"mask_type": lambda _: "no_mask"}),
+    "cached keys are read from other blocks": (
+        "npu_paged_cache_load",
+        {"block_table": lambda table: table.roll(1, -1)},
+    ),
+}
+FAULTS = {"eager": EAGER, "production": PRODUCTION}
+
+
+def _transposed(weight: Any) -> Any:
+    """Expert 0 of [E, K, N] with its first square transposed."""
+    size = min(weight.shape[1:])
+    wrong = weight.clone()
+    wrong[0, :size, :size] = weight[0, :size, :size].T
+    return wrong
+
+
+@contextmanager
+def fault(function: str, changes: dict[str, Callable]) -> Iterator[None]:
+    """Inside, one function of torch_npu has the fault."""
+    import torch_npu
+
+    holder = torch_npu.atb if hasattr(torch_npu.atb, function) else torch_npu
+    right = getattr(holder, function)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        bound = right.__signature__.bind(*args, **kwargs)
+        for argument in changes.keys() - {"result"}:
+            bound.arguments[argument] = changes[argument](bound.arguments[argument])
+        return changes.get("result", lambda result: result)(right(*bound.args, **bound.kwargs))
+
+    setattr(holder, function, wrong)
+    try:
+        yield
+    finally:
+        setattr(holder, function, right)
+
+
+def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The answer."""
+    import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
+
+    # isort: split
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM
+
+    from verl_patches.worker.context import context
+
+    checks: list[Callable] = [globals()[name] for name in options.pop("checks")]
+    eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
+    reference = AutoModelForCausalLM.from_pretrained(model, **eager).eval()
+    faults = FAULTS[options.pop("faults")] if "faults" in options else {}
+    llm = LLM(model=model, **{**LIMITS, **options})
+    context().device = torch.npu  # as in verl's worker: each sleep is checked
+    found = {check.__name__: {**check(llm), **compare(llm, reference)} for check in checks}
+    for name, spoilt in faults.items():
+        with fault(*spoilt):
+            llm.reset_prefix_cache()  # of what an earlier fault has written
+            found[name] = compare(llm, reference)
+    llm.reset_prefix_cache()
+    return {**found, "without a fault again": compare(llm, reference)}

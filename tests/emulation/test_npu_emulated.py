@@ -1,0 +1,104 @@
+"""Platform npu_emulated: vLLM's V1 engine with vllm-ascend's own Python, one process an engine (emulated_engine.py).
+
+Each process builds one engine and runs several checks: greedy tokens and their log-probs against transformers in fp32.
+"""
+
+import json
+import sys
+
+import pytest
+
+from tests.conftest import ROOT, emulated_npu
+from tests.emulation.emulated_engine import CYCLES, FAULTS
+from verl_patches import emulation
+from verl_patches.catalog import all_rows
+from verl_patches.errors import ConfigError
+from verl_patches.model.tiny import make_tiny_model
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.switches import Switches
+
+LARGEST = 1e-5  # |dlogp| in fp32
+CLASSES = ["NPUWorker", "NPUModelRunner", "CustomDeepseekV3ForCausalLM"]
+ASCEND_SCHEDULER = {"ascend_scheduler_config": {"enabled": True}}
+GRAPHS = {"enabled": True, "graph_batch_sizes": [8], "enable_multistream_moe": True, "enable_multistream_mla": True}
+# name -> environment, arguments of LLM
+ENGINES = {
+    "eager, prompts in chunks, sleep mode": (
+        {"TORCHDYNAMO_DISABLE": "1", "VERL_PATCHES": f"{emulated_npu()},-memory.sleep_mode"},
+        {"checks": ["generate", "sleep"], "faults": "eager", "enforce_eager": True, "max_num_batched_tokens": 64,
+         "enable_sleep_mode": True, "enable_prefix_caching": True}),
+    "graphs of several streams, traced": (
+        {}, {"checks": ["graphs", "cycles"], "max_num_batched_tokens": 512, "enable_sleep_mode": True,
+             "gpu_memory_utilization": 0.2,
+             "additional_config": {"torchair_graph_config": GRAPHS, "vllm_sleep_mode": False, **ASCEND_SCHEDULER}}),
+    "graphs of several streams, prompts in chunks, not traced": (
+        {"TORCHDYNAMO_DISABLE": "1"},
+        {"checks": ["graphs"], "faults": "production", "max_num_batched_tokens": 64, "additional_config": {
+            "torchair_graph_config": {**GRAPHS, "use_cached_graph": True}, "chunked_prefill_for_mla": True}}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    shape = json.loads((ROOT / "configs/model/deepseekv3_tiny_256experts.json").read_text())
+    return make_tiny_model(tmp_path_factory.mktemp("emulated") / "model", overrides=shape | {"num_hidden_layers": 3})
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+@pytest.mark.parametrize("name", ENGINES)
+def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_python, request):
+    env, options = ENGINES[name]
+    env = {"VERL_PATCHES": emulated_npu(), **env}
+    env |= {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    env |= {"VLLM_USE_V1": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env["PYTHONPATH"] = str(request.config.getoption("--upstream") / "vllm-ascend")
+    code = "import json, sys\nfrom tests.emulation.emulated_engine import main\n"
+    code += "print('FOUND' + json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))"
+    patches = env.pop("VERL_PATCHES")
+    done = run_python(code, str(model), json.dumps(options), patches=patches, env=env, timeout_s=900).check()
+    found = json.loads(done.out.partition("FOUND")[2])
+    spoilt = {fault: found.pop(fault)["worst"] for fault in FAULTS.get(options.get("faults"), ())}
+    for check in found.values():
+        assert check["worst"] < LARGEST and check["same"], found
+    if name.startswith("eager"):
+        assert found["generate"]["classes"] == CLASSES and found["sleep"]["poisoned"] == 1.0
+        assert "after sleep" in found["sleep"]["kept"] and "vllm_sleep_mode=false" in found["sleep"]["kept"]
+    assert {fault: worst for fault, worst in spoilt.items() if worst < 100 * LARGEST} == {}
+    traced = found.get("graphs", {}).get("traced")
+    assert traced is None or (len(traced) == 1 and traced[0] > 100) == ("not traced" not in name)
+    if "cycles" in found:
+        assert_nothing_grows(found["cycles"])
+    if "not traced" in name:
+        assert found["graphs"]["stream_switches"] > 0
+        assert found["graphs"]["streams"] == [None] * 3 + ["mla_secondary"] * 3  # layers of a prefill, of a decode
+
+
+def assert_nothing_grows(found):
+    """After CYCLES of sleep to torch's pool with graphs that read addresses at each call."""
+    assert len(found["tokens"]) == 1 and found["moved"] > CYCLES // 2
+    assert max(found["live"]) <= found["live"][0] * 1.001
+    assert max(found["asleep"]) < found["live"][0] - found["weights"]  # the KV cache has gone too
+    assert "has moved since the graph's first call" in found["frozen"]  # the control: the pin's own setting
+    assert "after sleep" in found["kept"] and "expandable_segments:True" in found["kept"]
+
+
+def test_rows_of_npu_are_on_and_no_row_of_cpu_alone():
+    emulated, npu = (Engine(all_rows(), Switches("a3", platform)).wanted for platform in ("npu_emulated", "npu"))
+    own = {row.id for row in all_rows() if "npu_emulated" in row.platforms and "a3" in row.lines}
+    assert npu < emulated and emulated - npu == own
+
+
+def test_refused_where_a_device_may_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(emulation, "DEVICE_NODES", str(tmp_path / "davinci*"))
+    emulation.require("npu_emulated")
+    (tmp_path / "davinci_manager").touch()
+    with pytest.raises(ConfigError, match=r"davinci_manager.*recipe.platform=npu"):
+        emulation.require("npu_emulated")
+    monkeypatch.setattr(emulation, "DEVICE_NODES", str(tmp_path / "none*"))
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    with pytest.raises(ConfigError, match="torch_npu at"):
+        emulation.require("npu_emulated")

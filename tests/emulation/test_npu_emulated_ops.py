@@ -1,0 +1,309 @@
+"""References of the functions that vllm-ascend calls: against each other and against plain torch, in fp64."""
+
+import pytest
+import torch
+
+from verl_patches.emulation.npu import attention_ops, device, expert_ops, memory_pool
+from verl_patches.emulation.npu.npu_module import npu
+from verl_patches.emulation.npu.packages import torch_npu
+
+X = torch.zeros(1)
+N, L, R, SIZE = 2, 8, 4, 4  # query heads, latent width, rotary width, block size
+LENGTHS = [5, 3, 9]
+
+
+def rand(*shape):
+    return torch.rand(*shape, dtype=torch.float64)
+
+
+def caches():
+    """Two caches, the block table of three sequences whose blocks lie apart, and rows [S, 1, width] of each."""
+    table = torch.tensor([[7, 2, 0], [5, 0, 0], [1, 6, 3]], dtype=torch.int32)
+    stores = [torch.full((8, SIZE, 1, width), torch.nan, dtype=torch.float64) for width in (L, R)]
+    rows = [[rand(length, 1, width) for width in (L, R)] for length in LENGTHS]
+    for blocks, (latent, rope) in zip(table, rows, strict=True):
+        at = torch.arange(len(latent))
+        slots = (blocks[at // SIZE] * SIZE + at % SIZE).to(torch.int32)
+        attention_ops._npu_reshape_and_cache(latent, rope, *stores, slots)
+    return stores, table, rows
+
+
+def test_decode_ops_agree_with_plain_attention():
+    (latents, ropes), table, rows = caches()
+    q_nope, q_rope, lengths = rand(3, N, L), rand(3, N, R), torch.tensor(LENGTHS, dtype=torch.int32)
+    expected = []
+    for q, (latent, rope) in zip(torch.cat((q_nope, q_rope), -1), rows, strict=True):
+        keys = torch.cat((latent, rope), -1).squeeze(1)
+        expected.append((0.3 * q @ keys.T).softmax(-1) @ latent.squeeze(1))
+    expected = torch.stack(expected)
+    call = (q_nope, q_rope, latents, ropes, table, lengths, N, 0.3, 1)
+    torch.testing.assert_close(attention_ops.npu_multi_head_latent_attention(*call), expected)
+    out = torch.empty_like(expected)
+    joint = torch.cat((latents, ropes), -1)
+    attention_ops._npu_paged_attention_mla(torch.cat((q_nope, q_rope), -1), joint, 1, N, 0.3, table, lengths, L, out)
+    torch.testing.assert_close(out, expected)
+    latents, ropes = (cache.transpose(1, 2) for cache in (latents, ropes))
+    options = {"num_heads": N, "num_key_value_heads": 1, "input_layout": "BNSD", "scale": 0.3, "block_size": SIZE}
+    options |= {"block_table": table, "actual_seq_lengths_kv": LENGTHS, "key_rope": ropes}
+    queries = {"query_rope": q_rope.unsqueeze(2)}
+    found, _ = attention_ops.npu_fused_infer_attention_score(
+        q_nope.unsqueeze(2), latents, latents, **queries, **options
+    )
+    torch.testing.assert_close(found.squeeze(2), expected)
+    other = table[[1, 0, 2]]  # the control: another sequence's blocks
+    assert not torch.equal(attention_ops.npu_multi_head_latent_attention(*call[:4], other, *call[5:]), expected)
+
+
+def test_attention_in_parts_is_attention_at_once():
+    nope, rope, value = rand(5, N, L), rand(5, N, R), rand(5, N, L)
+    k_nope, k_rope, v = rand(9, N, L), rand(9, N, R), rand(9, N, L)
+    mask, seqlen = torch.ones(512, 512, dtype=torch.float64).triu(1), torch.tensor([5], dtype=torch.int32)
+    out, lse = torch.empty(5, N, L, dtype=torch.float64), torch.empty(N, 5, dtype=torch.float64)
+    options = {"head_num": N, "kv_head_num": N, "qk_scale": 0.3, "input_layout": "type_bsnd", "mask": mask}
+    options |= {"kernel_type": "kernel_type_high_precision", "output": out, "softmax_lse": lse}
+    first = {"calc_type": "calc_type_first_ring", "mask_type": "mask_type_triu", "seqlen": seqlen}
+    attention_ops.npu_ring_mla(
+        q_nope=nope, q_rope=rope, k_nope=nope, k_rope=rope, value=value, pre_out=None, prev_lse=None, **first, **options
+    )
+    both = torch.tensor([[5], [9]], dtype=torch.int32)
+    then = {"calc_type": "calc_type_default", "mask_type": "no_mask", "seqlen": both, "pre_out": out, "prev_lse": lse}
+    attention_ops.npu_ring_mla(q_nope=nope, q_rope=rope, k_nope=k_nope, k_rope=k_rope, value=v, **then, **options)
+    q, k = torch.cat((nope, rope), -1), torch.cat((torch.cat((k_nope, nope)), torch.cat((k_rope, rope))), -1)
+    hidden = torch.cat((torch.zeros(5, 9), torch.ones(5, 5).triu(1)), 1).bool()
+    scores = (0.3 * torch.einsum("qnd,knd->nqk", q, k)).masked_fill(hidden, -torch.inf)
+    torch.testing.assert_close(out, torch.einsum("nqk,knd->qnd", scores.softmax(-1), torch.cat((v, value))))
+
+
+def test_routing_and_back_is_the_sum_of_the_experts():
+    x, k, experts, weight = rand(6, 4), 2, 5, rand(5, 3, 4)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(6)]).to(torch.int32)
+    scales, numbers = rand(6, k), torch.arange(6 * k, dtype=torch.int32).view(k, 6).T.contiguous()
+    rows, places, ordered = expert_ops.npu_moe_init_routing(x, row_idx=numbers, expert_idx=ids, active_num=6)
+    ends = expert_ops.npu_moe_compute_expert_tokens(ordered, experts).long()
+    options = {"group_list": ends, "group_type": 0, "group_list_type": 0, "split_item": 2}
+    (made,) = expert_ops.npu_grouped_matmul(x=[rows], weight=[weight.transpose(1, 2)], **options)
+    back = (scales, places, ids)
+    found = expert_ops.npu_moe_finalize_routing(made, None, None, None, *back)
+    chosen = torch.einsum("tkoi,ti->tko", weight[ids.long()], x)
+    torch.testing.assert_close(found, (chosen * scales.unsqueeze(-1)).sum(1))
+    assert ends[0] > 0
+    (short,) = expert_ops.npu_grouped_matmul(
+        x=[rows], weight=[weight.transpose(1, 2)], **options | {"group_list": ends - ends[0]}
+    )
+    assert short[-int(ends[0]) :].isnan().all() and not short[: -int(ends[0])].isnan().any()
+
+
+def rotated(x, angles):
+    """x [..., R], whose neighbours are pairs, as complex numbers times exp(i angles [..., R / 2])."""
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.exp(1j * angles))
+
+
+def cos_and_sin(angles):
+    """cos and sin [..., R] of angles [..., R / 2], in halves."""
+    return [part(torch.cat((angles, angles), -1)) for part in (torch.cos, torch.sin)]
+
+
+def normed(x, gamma, epsilon):
+    return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma
+
+
+def test_interleave_rope_is_a_complex_product_whose_result_is_in_halves():
+    x, angles = rand(3, N, 1, R), 6 * rand(3, 1, 1, R // 2)
+    found = attention_ops.npu_interleave_rope(x, *cos_and_sin(angles))
+    expected = rotated(x, angles).transpose(-1, -2).flatten(-2)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(attention_ops.npu_interleave_rope(x, *cos_and_sin(-angles)), expected)  # the control
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_rotary_embedding_rotates_by_position_in_place(neox):
+    angles, positions = 6 * rand(20, R // 2), torch.tensor([3, 19, 0])
+    query, key = rand(3, N * R), rand(3, R)
+    pairs = [x.view(3, -1, R) for x in (query, key)]
+    if neox:  # halves to neighbours, and back
+        pairs = [x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in pairs]
+    expected = [rotated(x, angles[positions][:, None]) for x in pairs]
+    expected = [(x.transpose(-1, -2) if neox else x).flatten(1) for x in expected]
+    cache = torch.cat((angles.cos(), angles.sin()), -1)
+    attention_ops._npu_rotary_embedding(positions, query, key, R, cache, neox)
+    torch.testing.assert_close([query, key], expected)
+
+
+def test_kv_cache_gets_normed_latents_and_rotated_keys_in_their_slots():
+    kv, gamma, angles = rand(3, 1, 1, L + R), rand(L), 6 * rand(3, 1, 1, R // 2)
+    keys, latents = (torch.zeros(2, SIZE, 1, width, dtype=torch.float64) for width in (R, L))
+    slots = torch.tensor([6, -1, 1])
+    made = attention_ops.npu_kv_rmsnorm_rope_cache(
+        kv, gamma, *cos_and_sin(angles), slots, keys, latents, epsilon=0.1, cache_mode="PA", is_output_kv=True
+    )
+    expected = rotated(kv[..., L:], angles).transpose(-1, -2).flatten(-2), normed(kv[..., :L], gamma, 0.1)
+    torch.testing.assert_close(made[2:], expected)
+    assert made[0] is keys and made[1] is latents
+    for cache, rows in zip((keys, latents), expected, strict=True):
+        places = torch.zeros(2 * SIZE, rows.shape[-1], dtype=torch.float64)
+        places[6], places[1] = rows[0].flatten(), rows[2].flatten()
+        torch.testing.assert_close(cache.view(2 * SIZE, -1), places)
+
+
+def test_paged_cache_load_copies_parts_of_sequences():
+    stores, table, rows = caches()
+    starts, lengths = [4, 0, 3], [1, 3, 6]
+    given = {"seq_starts": torch.tensor(starts, dtype=torch.int32)}
+    out = [torch.full((10, 1, width), torch.nan, dtype=torch.float64) for width in (L, R)]
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    attention_ops.npu_paged_cache_load(*stores, table, lens, **given, key=out[0], value=out[1])
+    parts = zip(rows, starts, lengths, strict=True)
+    parts = [[store[start : start + length] for store in both] for both, start, length in parts]
+    torch.testing.assert_close(out, [torch.cat(store) for store in zip(*parts, strict=True)])
+
+
+def test_flash_attention_is_causal_attention_of_each_sequence():
+    lengths, width = [5, 3], L + R
+    query, key, value, out = rand(8, N, width), rand(8, N, width), rand(8, N, L), rand(8, N, L)
+    mask, seq_len = torch.ones(9, 9, dtype=torch.float64).triu(1), torch.tensor(lengths, dtype=torch.int32)
+    attention_ops._npu_flash_attention(query, key, value, mask, seq_len, 0.3, N, N, out)
+    parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True)
+    plain = torch.nn.functional.scaled_dot_product_attention
+    expected = torch.cat([plain(*part, is_causal=True, scale=0.3) for part in parts], 1).transpose(0, 1)
+    torch.testing.assert_close(out, expected)
+    attention_ops._npu_flash_attention(query, key, value, mask * 0, seq_len, 0.3, N, N, out)
+    assert not torch.allclose(out, expected)  # the control: nothing is hidden
+
+
+def test_add_rms_norm_is_the_norm_of_the_sum():
+    x1, x2, gamma = rand(4, L), rand(4, L), rand(L)
+    y, rstd, total = expert_ops.npu_add_rms_norm(x1, x2, gamma, 0.1)
+    torch.testing.assert_close((y, total), (normed(x1 + x2, gamma, 0.1), x1 + x2))
+    torch.testing.assert_close(rstd, ((x1 + x2).square().mean(-1, keepdim=True) + 0.1).rsqrt())
+
+
+def test_wrong_calls_are_refused():
+    stores, table, _ = caches()
+    with pytest.raises(ValueError, match="int32, found slot_indices"):
+        attention_ops._npu_reshape_and_cache(rand(1, 1, L), rand(1, 1, R), *stores, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="2 slots for 1 rows"):
+        attention_ops._npu_reshape_and_cache(rand(1, 1, L), rand(1, 1, R), *stores, torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(TypeError, match="_npu_reshape_and_cache"):
+        attention_ops._npu_reshape_and_cache(rand(1, 1, L), *stores, slots=table)
+    with pytest.raises(RuntimeError, match="not mapped"):
+        memory_pool.python_unmap_and_release(0, 8, 1, 1)
+    with pytest.raises(AttributeError, match="stand-in for torch_npu.npu"):
+        npu.magic()
+
+
+def test_the_driver_says_what_is_on_the_device():
+    npu.empty_cache()
+    (free, total), allocated = npu.mem_get_info(), npu.memory_allocated()
+    with device.OnHost():
+        made = torch.zeros(1000, device="cuda")
+        derived, host = torch.cat([made[:500] * 2, made[500:]]), torch.zeros(1000)
+        copies = [host.copy_(derived), torch.empty_like(made, device="cpu").copy_(made), host * 2]
+        assert npu.memory_allocated() - allocated == 8000 and copies
+        del derived
+        made.untyped_storage().resize_(0)
+        assert npu.memory_allocated() == allocated and npu.mem_get_info() == (free - 8000, total)
+        npu.empty_cache()
+        assert npu.mem_get_info() == (free, total)
+
+
+def test_memory_of_sleep_mode_is_the_devices_while_it_is_unmapped(monkeypatch):
+    handles = []
+    monkeypatch.setattr(memory_pool._Pool, "storages", {})
+    memory_pool.init_module(handles.append, None)
+    with device.OnHost(), memory_pool.use_mem_pool(memory_pool.MemPool()):
+        made = torch.zeros(1000, device="cuda").t()
+        weights = [made, made.contiguous() + 1]
+    (free, _), reserved = npu.mem_get_info(), npu.memory_reserved()
+    assert [size for _, size, _, _ in handles] == [4000, 4000]
+    for handle in handles:
+        memory_pool.python_unmap_and_release(*handle)
+    assert npu.mem_get_info()[0] - free == 8000 and npu.memory_reserved() == reserved and weights[1].isnan().all()
+    for handle in handles:
+        memory_pool.python_create_and_map(*handle)
+    assert npu.mem_get_info()[0] == free
+
+
+# -- calls that would give another result on a device, or none --------------------------------------------------------
+
+HALF = torch.bfloat16
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def calls():
+    """{op: (function, arguments)} that are right."""
+    (latents, ropes), table, _ = caches()
+    q, rope, lengths = rand(3, N, L), rand(3, N, R), int32(*LENGTHS)
+    x, out, lse = rand(5, N, L), rand(5, N, L), torch.zeros(N, 5)
+    turned = [cache.transpose(1, 2) for cache in (latents, ropes)]
+    ring = dict(q_nope=x, q_rope=rand(5, N, R), k_nope=x, k_rope=rand(5, N, R), value=x, head_num=N, kv_head_num=N)
+    ring |= dict(mask=torch.ones(8, 8).double().triu(1), seqlen=int32(2, 3), output=out, softmax_lse=lse, qk_scale=0.3)
+    ring |= dict(mask_type="mask_type_triu", calc_type="calc_type_first_ring", input_layout="type_bsnd")
+    ids, rows = int32(0, 1, 2, 3).view(2, 2), rand(4, L)
+    fused = dict(query=q.unsqueeze(2), key=turned[0], value=turned[0], query_rope=rope.unsqueeze(2), key_rope=turned[1])
+    fused |= dict(num_heads=N, num_key_value_heads=1, input_layout="BNSD", block_size=SIZE, block_table=table)
+    flash = dict(query=x, key=x, value=x, mask=rand(8, 8), seq_len=int32(2, 3), scale_value=0.3, num_heads=N)
+    finalize = dict(expanded_permuted_rows=rows, skip1=None, skip2=None, bias=None, scales=rand(2, 2))
+    load = dict(key_cache=latents, value_cache=ropes, block_table=table, context_lens=lengths, key=rand(17, 1, L))
+    given = {
+        "npu_fused_infer_attention_score": fused | {"actual_seq_lengths_kv": LENGTHS},
+        "npu_ring_mla": ring | {"kernel_type": "kernel_type_high_precision"},
+        "npu_paged_cache_load": load | {"value": rand(17, 1, R)},
+        "_npu_flash_attention": flash | {"num_kv_heads": N, "out": out},
+        "npu_moe_finalize_routing": finalize
+        | {"expanded_src_to_dst_row": int32(0, 1, 2, 3), "export_for_source_row": ids},
+    }
+    return {name: (getattr(torch_npu, name), arguments) for name, arguments in given.items()}
+
+
+FUSED, RING, LOAD = "npu_fused_infer_attention_score", "npu_ring_mla", "npu_paged_cache_load"
+FLASH, FINALIZE = "_npu_flash_attention", "npu_moe_finalize_routing"
+# op, what it says, arguments in place of the right ones (a function gets the right one); one of each kind of refusal
+WRONG = [
+    (FUSED, "one dtype", {"query_rope": lambda x: x.to(HALF)}),
+    (RING, "int32", {"seqlen": lambda x: x.long()}),
+    (RING, "must be float32", {"softmax_lse": lambda x: x.to(HALF)}),
+    (FUSED, "4 blocks, a row of the block table has 3", {"actual_seq_lengths_kv": lambda _: [5, 13, 9]}),
+    (FUSED, "are not all in the cache of 8", {"block_table": lambda table: table - 3}),
+    (LOAD, "2 sequences", {"block_table": lambda table: table[:2]}),
+    (LOAD, "sum to 17", {"key": lambda key: key[1:]}),
+    (RING, "have no keys", {"seqlen": lambda _: torch.stack((int32(2, 3), int32(0, 5)))}),
+    (FLASH, "smaller than the longest", {"mask": lambda mask: mask[:2, :2]}),
+    (FUSED, "memory of key", {"value": lambda value: value.clone()}),
+    (FUSED, "left out; found pse_shift", {"pse_shift": lambda _: X}),
+    (RING, "not triangular", {"mask": lambda mask: mask * 0}),
+    (RING, "kernel_type", {"kernel_type": lambda _: "kernel_type_default"}),
+    (FINALIZE, "need 4 places", {"expanded_src_to_dst_row": lambda x: x[:3]}),
+]
+
+
+@pytest.mark.parametrize("name", calls())
+def test_right_calls_pass(name):
+    function, arguments = calls()[name]
+    function(**arguments)
+
+
+@pytest.mark.parametrize(("name", "words", "changes"), WRONG)
+def test_wrong_arguments_are_refused(name, words, changes):
+    function, arguments = calls()[name]
+    changed = {argument: change(arguments.get(argument)) for argument, change in changes.items()}
+    with pytest.raises(ValueError, match=f"^{name}: .*{words}"):
+        function(**arguments | changed)
+
+
+def test_rows_of_a_graph_that_have_no_keys_are_nan_and_read_no_block():
+    function, arguments = calls()[FUSED]
+    found, _ = function(**arguments | {"actual_seq_lengths_kv": [5, 0, 9]})
+    assert found.isnan().flatten(1).all(1).tolist() == [False, True, False]
+
+
+def test_a_part_without_keys_leaves_what_was_before():
+    function, arguments = calls()[RING]
+    before = {"pre_out": rand(5, N, L), "prev_lse": rand(N, 5).float()}
+    lengths = {"seqlen": torch.stack((int32(2, 3), int32(0, 5)))}
+    out, lse = function(**arguments | before | lengths | {"calc_type": "calc_type_default", "mask_type": "no_mask"})
+    assert torch.equal(out[:2], before["pre_out"][:2]) and torch.equal(lse[:, :2], before["prev_lse"][:, :2])
+    assert not torch.isclose(out[2:], before["pre_out"][2:]).any()

@@ -1,0 +1,203 @@
+"""The pinned sources on the stand-ins: every name they use is known, and MindSpeed's own fused modules compute right.
+
+Needs the sources of line a3 (--upstream), and MindSpeed's Python requirements that its adaptor imports (gpytorch).
+"""
+
+import functools
+import importlib.util
+import os
+import re
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.emulation import npu_names
+from verl_patches.emulation import op_schemas
+from verl_patches.emulation.ascend import mindspeed_ops, packages
+
+TREES = {"MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm", "Megatron-LM": "megatron", "verl": "verl"}
+
+pytestmark = pytest.mark.upstream
+
+
+@pytest.fixture(scope="module")
+def used(a3_sources):
+    """{name: {"file:line"}} over all four trees."""
+    found = {}
+    for tree, package in TREES.items():
+        for name, places in npu_names.names_used(a3_sources(tree)[0], package).items():
+            found.setdefault(name, set()).update(places)
+    return found
+
+
+def is_there(name):
+    """Does a stand-in have it?"""
+    place = packages
+    for part in name.split("."):
+        if not hasattr(place, part):
+            return False
+        place = getattr(place, part)
+    return True
+
+
+def unknown(used):
+    """Names that are neither there nor listed, and places that use a listed one elsewhere than the list says."""
+    found = []
+    for name, places in used.items():
+        if is_there(name):
+            continue
+        if packages.reason(name) is None:
+            found.append(f"{name}: not known, used at {', '.join(sorted(places))}")
+        else:
+            elsewhere = [place for place in sorted(places) if not place.startswith(packages.users(name))]
+            found += [f"{name}: listed, but used at {place}" for place in elsewhere]
+    return sorted(found)
+
+
+def test_every_name_is_known(used):
+    assert unknown(used) == []
+    read = "torch_npu.npu_fusion_attention torch_npu.npu.Stream acl.get_soc_name torchair.ge apex.optimizers.FusedAdam"
+    assert set(read.split()) <= set(used)
+    assert sum(is_there(name) for name in used) > 30
+
+
+def test_a_new_name_or_a_new_place_would_be_seen():
+    new = unknown({"torch_npu.npu_magic": {"mindspeed/a.py:1"}, "torch_npu.npu.magic": {"mindspeed/a.py:2"}})
+    assert len(new) == 2 and "mindspeed/a.py:1" in new[1]
+    mc2 = "torch_npu.npu_all_gather_base_mm"
+    assert unknown({mc2: {"mindspeed/core/tensor_parallel/layers.py:476"}}) == []
+    assert unknown({mc2: {"mindspeed/core/transformer/moe/experts.py:1"}}) == [
+        f"{mc2}: listed, but used at mindspeed/core/transformer/moe/experts.py:1"
+    ]
+
+
+def test_the_list_has_no_name_that_is_not_used(used):
+    reasons = {packages.reason(name) for name in used if not is_there(name)}
+    assert {entry[0] for entry in packages.NAMES.values()} == reasons - {None}
+
+
+def test_reading_finds_every_form(tmp_path):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "m.py").write_text(
+        "import torch_npu\nfrom torch_npu.npu import device as d\n"
+        "torch.npu.Event(x)\nx = torch_npu.a.b.c()\nother.torch_npu.d\n"
+    )
+    assert npu_names.names_used(tmp_path, "p") == {
+        "torch_npu": {"p/m.py:1"},
+        "torch_npu.npu.device": {"p/m.py:2"},
+        "torch_npu.npu.Event": {"p/m.py:3"},
+        "torch_npu.a.b.c": {"p/m.py:4"},
+    }
+
+
+def test_every_call_fits_the_schema_of_the_pinned_torch_npu(a3_sources):
+    """As written upstream: number of arguments and keywords, of all functions that the wheel's yaml declares."""
+    trees = {"MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm", "vllm-ascend": "vllm_ascend"}
+    calls = [
+        call
+        for tree, package in trees.items()
+        for call in npu_names.calls_made(a3_sources(tree)[0], package, "torch_npu.npu_")
+        if not call[0].startswith("torch_npu.npu.")
+    ]
+    assert {name for name, *_ in calls} >= {"torch_npu.npu_swiglu", "torch_npu.npu_fusion_attention"}
+    assert not_fitting(calls) == []
+    attend = "torch_npu.npu_fusion_attention"
+    wrong = [(attend, "a:1", 5, ("pre_tokens",)), (attend, "a:2", 20, ()), ("torch_npu.npu_magic", "a:3", 0, ())]
+    assert len(not_fitting(wrong)) == 3
+
+
+def not_fitting(calls):
+    found = []
+    for name, place, count, keywords in calls:
+        schemas = op_schemas.read().get(name.rpartition(".")[2], ())
+        if not any(takes(schema.signature, count, keywords) for schema in schemas):
+            found.append(f"{place}: {name} with {count} arguments and {keywords}, expected one of {schemas}")
+    return found
+
+
+def takes(signature, count, keywords):
+    try:
+        signature.bind(*range(count), **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+def test_every_builder_is_known(a3_sources):
+    trees = [(tree, TREES[tree]) for tree in ("MindSpeed", "MindSpeed-LLM")]
+    found = set().union(*(npu_names.builders_loaded(a3_sources(tree)[0], package) for tree, package in trees))
+    sources = [f.read_text() for f in (a3_sources("MindSpeed")[0] / "mindspeed/op_builder").glob("*.py")]
+    with_reference = {
+        builder
+        for builder in found
+        for text in sources
+        for name in mindspeed_ops.OPS
+        if f"class {builder}(" in text and f'OP_NAME = "{name}"' in text
+    }
+    assert found == with_reference | set(mindspeed_ops.WITHOUT_REFERENCE)
+    assert len(with_reference) == len(mindspeed_ops.OPS)
+    written = set(re.findall(r"\b\w+OpBuilder\b", (ROOT / "docs" / "environment.md").read_text()))
+    assert written == with_reference  # what a user compiles before the first run
+
+
+# -- real modules -----------------------------------------------------------------------------------------------------
+
+ATTENTION = {"npu_fusion_attention"}
+GMM = {"npu_gmm", "npu_gmm_backward"}
+EXPECTED_CALLS = {
+    "rms_norm": {"npu_rms_norm"},
+    "swiglu": {"npu_swiglu"},
+    "rotary": {"npu_rotary_position_embedding"},
+    "grouped_experts": {"npu_swiglu", *GMM, "npu_gmm_backward_fusion", "npu_groupmatmul_add_fp32"},
+    "gmm_by_counts": GMM,
+    "attention": ATTENTION,
+    "attention_packed": ATTENTION,
+    "attention_packed_llm": ATTENTION,
+    "token_permutation": {"npu_moe_token_permute", "npu_moe_token_unpermute"},
+    "fused_adamw": {"npu_apply_adam_w"},
+    "swap_adamw": {"npu_apply_fused_adamw_v2"},
+}
+ONLY = {"mindspeed": {"attention_packed"}, "mindspeed_llm": {"attention_packed_llm"}}
+RUNS = [
+    (adaptor, check)
+    for adaptor, own in ONLY.items()
+    for check in EXPECTED_CALLS
+    if check in own or all(check not in some for some in ONLY.values())
+]
+
+
+@pytest.fixture(scope="module")
+def job(a3_sources, run_ranks):
+    """job(adaptor, **variables) -> what npu_real_job.py found, run once each."""
+    for module in ("gpytorch", "einops", "tensordict"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"MindSpeed imports {module}, which is not installed in this Python")
+    path = os.pathsep.join(map(str, a3_sources(*TREES)))
+
+    @functools.cache
+    def run(adaptor, **env):
+        env = {"PYTHONPATH": path, "ADAPTOR": adaptor, **env}
+        return run_ranks("tests.emulation.npu_real_job:main", env=env, fresh=True, backend=None, timeout_s=300)[0]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("adaptor", "check"), RUNS)
+def test_real_module_on_the_references(job, adaptor, check):
+    found = job(adaptor)
+    assert found["errors"][check] == ""
+    assert set(found["calls"][check]) == EXPECTED_CALLS[check]
+    assert set(found["errors"]) == {c for a, c in RUNS if a == adaptor}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adaptor", ONLY)
+def test_rows_stand_after_the_adaptor(job, adaptor):
+    states = {name: state for name, state in job(adaptor)["states"].items() if name.startswith("platform.npu_")}
+    assert set(states.values()) == {"active"}, states
+
+
+@pytest.mark.slow
+def test_another_result_of_the_ops_is_seen_by_every_check(job):
+    assert [check for check, error in job("mindspeed", SPOILT="1")["errors"].items() if not error] == []

@@ -1,1 +1,0 @@
-"""torchair._contrib.custom_torch_ops, imported for its effect alone."""

@@ -1,3 +1,0 @@
-"""torchair.ge."""
-
-from verl_patches.platform.cpu.ascend.packages import DataType, Tensor, TensorSpec  # noqa: F401

@@ -1,0 +1,92 @@
+"""How a plan ends: the verdict, a search that works when it is pasted, and the nearest preset."""
+
+import json
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_patches.__main__ import app
+from verl_patches.config.compose import CONFIGS_DIR
+from verl_patches.planning import verdict
+from verl_patches.planning.verdict import nearest_preset
+
+pytestmark = pytest.mark.slow
+
+NAME, NODE = "grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_16die"
+ON = ("reshard.direct", "memory.order", "logprob.in_chunks", "logprob.entropy_in_chunks", "memory.sleep_mode")
+
+
+def run(*words):
+    return CliRunner().invoke(app, list(words))
+
+
+def plan_of(*words):
+    return json.loads(run("plan", *words, "--json").stdout)
+
+
+@pytest.mark.parametrize(
+    ("override", "dies", "preset"),
+    [
+        ("trainer.nnodes=12", 192, "grpo_deepseekv3_128die"),
+        ("trainer.nnodes=3", 128, NODE),  # 61 layers do not fit 48 dies
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3", 256, NAME),
+        ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 256, NAME),
+    ],
+)
+def test_what_a_refusal_names_works_when_it_is_pasted(override, dies, preset):
+    plan = plan_of(NAME, override)
+    assert not plan["ok"] and plan["verdict"].startswith("does not fit: ")
+    search, other = (shlex.split(each["command"]) for each in plan["next"])
+    assert search == ["python", "-m", "verl_patches", "plan", NAME, override, "--search", "--dies", str(dies)]
+    found = json.loads(run(*search[3:], "--json").stdout)["layouts"]
+    assert plan_of(NAME, override, *found[0]["overrides"])["ok"]
+    assert other[-1] == preset and plan_of(preset)["ok"]
+
+
+@pytest.mark.parametrize(
+    "override", ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7", "data.train_files=/absent.parquet"]
+)
+def test_no_search_is_named_where_no_layout_would_help(override):
+    plan = plan_of(NAME, override)
+    assert not plan["ok"] and plan["next"] == [] and plan["verdict"].endswith("next: change what they name")
+
+
+def test_the_verdict_is_the_last_that_is_printed():
+    passed, dry = run("plan", NODE), run("train", "--config-name", NODE, "--dry-run")
+    assert passed.exit_code == 0 and passed.stdout == dry.stdout
+    last = passed.stdout.splitlines()[-1]
+    assert last.startswith("fits: all ") and "HOST MEMORY NOT COMPARED: a node needs" in last
+    assert "NOT COMPARED" not in run("plan", NODE, "recipe.memory.host_gib=4096").stdout.splitlines()[-1]
+    failed = run("plan", NODE, "recipe.train.layers_per_stage=[4,5]")
+    lines = failed.output.splitlines()
+    assert failed.exit_code == 1 and len(lines) <= 24 and "layers: layout: layers_per_stage" in failed.stderr
+    assert lines[-1].startswith("does not fit: ") and "--search --dies 16" in lines[-1]
+
+
+def test_host_memory_of_a_node_is_a_check_where_it_is_known():
+    short = plan_of(NODE, "recipe.memory.host_gib=64")
+    assert [check["name"] for check in short["checks"] if not check["ok"]] == ["host memory"]
+    plan = plan_of(NODE)
+    (note,) = (check for check in plan["checks"] if check["name"] == "host memory")
+    need = plan["memory"]["host"]["node_bytes"] / 2**30
+    assert note["note"] and f"pin {need:.0f} GiB" in note["detail"] and "recipe.memory.host_gib" in note["detail"]
+
+
+@pytest.mark.parametrize(
+    ("dies", "host_gib", "name"),
+    [(256, None, NAME), (200, None, "grpo_deepseekv3_128die"), (200, 1024, NODE), (8, None, None)],
+)
+def test_the_nearest_preset_has_no_more_dies_and_fits_the_node(dies, host_gib, name):
+    found = nearest_preset(NAME, dies, None if host_gib is None else host_gib << 30, ON)
+    assert (found and found[0]) == name and (found is None or found[1] <= dies)
+
+
+def test_a_preset_whose_plan_fails_is_not_named(monkeypatch):
+    monkeypatch.setattr(verdict, "exceeding", lambda phases: ["update: die 0 needs more"])
+    assert nearest_preset(NAME, 256, None, ON) is None
+
+
+def test_dies_of_the_presets_are_those_in_their_names():
+    names = [path.stem for path in CONFIGS_DIR.glob("grpo_deepseekv3_*die*.yaml")]
+    assert names and all(f"_{verdict._dies(name)}die" in name for name in names)

@@ -1,0 +1,317 @@
+"""Every command of the pages works as it is printed, in a shell of its own after `source .venv/bin/activate`.
+
+A command of a ```bash block is of one class of CLASSES, which says what is tested of it. Of commands in running text,
+which may have placeholders, the script, the subcommand, the options and our keys are there.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+import typer
+
+from verl_patches.__main__ import app
+from verl_patches.cli.run import check_switches
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
+from verl_patches.config.recipe import recipe_keys
+from verl_patches.errors import ConfigError
+from verl_patches.launch.smoke import SmokeOptions, overrides_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "data" / "README.md"])
+ENGLISH = [page for page in PAGES if "zh" not in (page.parent.name, page.stem[-2:])]  # Chinese pages have the same
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"`([^`\n]+)`")
+FILES = ("checkpoints", "replay")  # checks that read what an earlier run of the same page leaves
+UsageError = typer.BadParameter.__base__  # typer has a click of its own, and no public name for this
+ACTIVATE = "source .venv/bin/activate"
+OURS, TRAIN = "python -m verl_patches ", r"bash scripts/train_\w+\.sh "
+# {class: what is tested; patterns of its commands, without variables in front}
+CLASSES = {
+    "run": (  # here; the exit code is 0, or N where the comment says "exits N"
+        rf"{OURS}(status|explain|digest|report|config|reshard-plan|fingerprint (?!.*finite)|versions)\b",
+        rf"{OURS}(plan|check)\b(?!.*--upstream)",
+        rf"{OURS}cluster up \S+ --render",
+        rf"{TRAIN}--dry-run(?!.*--upstream)",
+        r"python (-c|data/prepare_deepscaler\.py data/|scripts/readme_tables\.py)",
+        r"export \w+=|source ",
+    ),
+    "run with sources": (rf"({TRAIN}--dry-run|{OURS}plan) .*--upstream upstream",),  # the same, with --upstream
+    "start": (  # starts a run, which tests/loop do: options parse, overrides compose, all checks of the config hold
+        r"bash scripts/smoke\.sh",
+        rf"{TRAIN[:-1]}(?! --dry-run)",
+    ),
+    "parse": (  # needs a cluster, NPUs, weights, the network, all clones, or changes upstream: options and values parse
+        rf"{OURS}(weights|doctor|install-prelude|cluster (status|follow|down))",
+        rf"{OURS}(cluster up \S+( --run.*)?$|check .*--upstream upstream)",
+        r"bash scripts/fetch_upstream\.sh",
+    ),
+    "read": (  # takes minutes, or data that is not here: the file is there and has the options
+        r"bash scripts/(setup|test)\.sh(?!.*finite)",
+        r"python (tests/benchmarks/|scripts/(lock_a3|verl_keys)\.py|-m pytest|data/prepare_deepscaler\.py (?!data/))",
+    ),
+    "example": (r".*finite_rewards",),  # tests/test_readme_example.py runs them
+    # of other programs, with network, docker or a Ray: bash can read it
+    "foreign": (r"git |docker |hub/bin/|ray |python -m (pip|venv|verl\.)|python3 -c|\(|python=|env \$python",),
+}
+# scripts that pass all their arguments to a subcommand
+SCRIPTS = {"smoke": ["smoke"], "fetch_upstream": ["fetch-upstream"]}
+for run in ("random_init", "true_weight"):
+    SCRIPTS[f"train_deepseekv3_256die_{run}"] = ["train", "--config-name", f"grpo_deepseekv3_256die_{run}"]
+
+
+def is_whole(text):
+    """Whether bash can read the text: no quote, parenthesis or here-document is open."""
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    return done.returncode == 0 and not done.stderr
+
+
+def block_commands(text):
+    """The commands of a page's ```bash blocks, each with its comment and all of its lines."""
+    found = []
+    for kind, body in BLOCK.findall(text):
+        lines = body.splitlines(keepends=True) if kind == "bash" else []
+        while lines:
+            count = next(n for n in range(1, len(lines) + 1) if n == len(lines) or whole_of(lines[:n]))
+            command, lines = "".join(lines[:count]).strip(), lines[count:]
+            if command and not command.startswith("#"):
+                found.append(command)
+    return found
+
+
+def whole_of(lines):
+    return not lines[-1].endswith("\\\n") and is_whole("".join(lines))
+
+
+def plain(command):
+    """A command on one line, without comment and without variables in front."""
+    line = re.sub(r"(^|\s)#.*", "", command.replace("\\\n", " ")).strip()
+    return re.sub(r"^([A-Z_]+=\S+ +)+(?=\S)", "", re.sub(r" +", " ", line))
+
+
+def classes_of(command):
+    return [name for name, patterns in CLASSES.items() if any(re.match(p, plain(command)) for p in patterns)]
+
+
+def inline_commands(text):
+    """`python -m verl_patches ...`, `bash scripts/...` and `python FILE ...` of a page's running text."""
+    found = [
+        re.search(r"(?:python|bash) (?:-m verl_patches|scripts/|data/|tests/).*", c)
+        for c in CODE.findall(BLOCK.sub("", text))
+    ]
+    return [match[0] for match in found if match]
+
+
+def words_of(command):
+    words = shlex.split(plain(command))
+    ends = [number for number, word in enumerate(words) if word in ("&&", "|", ";", ">")]
+    return words[: ends[0]] if ends else words
+
+
+def arguments_of(words):
+    """The words for our command line; None for a program of its own."""
+    if words[1] == "-m":
+        return words[3:] if words[2] == "verl_patches" else None
+    return SCRIPTS[Path(words[1]).stem] + words[2:] if Path(words[1]).stem in SCRIPTS else None
+
+
+@cache
+def command_line():
+    return typer.main.get_command(app)
+
+
+def parse(arguments):
+    """The values of a command's options; UsageError for a word that it does not take."""
+    command, arguments = command_line(), list(arguments)
+    while hasattr(command, "commands"):  # also of a group, as weights convert
+        name = arguments.pop(0) if arguments else "nothing"
+        if name not in command.commands:
+            raise UsageError(f"no subcommand {name} of {command.name or 'verl_patches'}")
+        command = command.commands[name]
+    return command.make_context(command.name, arguments).params
+
+
+def composed(arguments):
+    """The configuration that a run would start with."""
+    values = parse(arguments)
+    name, given = values.get("config_name"), []
+    if name is None:
+        options = SmokeOptions(**{field.name: values[field.name] for field in fields(SmokeOptions)})
+        name, given = options.config_name, overrides_of(options)
+    return compose(name, [*given, *(values["overrides"] or ())])
+
+
+def fault(words, whole=True):
+    """What is wrong with a command, None if nothing. whole: it has no placeholders, so that values count too."""
+    if words[1] == "-c":
+        return None
+    if words[1] != "-m" or words[2] == "pytest":
+        files = [word.partition("::")[0] for word in words[1:] if re.fullmatch(r"[\w./-]+/[\w-]+\.(py|sh)", word)]
+        if gone := [name for name in files if not (ROOT / name).is_file()]:
+            return f"no file {gone[0]}"
+    arguments = arguments_of(words)
+    if arguments is None and words[1] != "-m":
+        text, given = (ROOT / words[1]).read_text(), [word.partition("=")[0] for word in words if word.startswith("--")]
+        return next((f"{words[1]} has no {option}" for option in given if option not in text), None)
+    if not arguments or arguments[0].startswith("-") or "--help" in arguments:
+        return None
+    try:
+        values = parse(arguments)
+    except typer.BadParameter as error:  # also for a missing one
+        return error.format_message() if whole else None
+    except UsageError as error:
+        return error.format_message()
+    keys = {word.lstrip("+").partition("=")[0] for word in values.get("overrides") or () if "=" in word}
+    unknown = {key for key in keys if key.startswith("recipe.")} - {key for key, _ in recipe_keys()}
+    return f"no key {unknown.pop()}" if unknown else None
+
+
+def fault_of_start(words):
+    """What keeps a run from starting: a value, a row, a check of the configuration, but for files of an earlier run."""
+    try:
+        config = composed(arguments_of(words))
+        check_switches(config)
+    except ConfigError as error:
+        return str(error)
+    return next(
+        (f"{check.name}: {check.detail}" for check in check_config(config) if not check.ok and check.name not in FILES),
+        None,
+    )
+
+
+@pytest.fixture(scope="module")
+def copy(repository_copy):
+    """A copy with the environment of this Python, and records of the runs that commands name."""
+    (repository_copy / ".venv").symlink_to(sys.prefix)
+    row = {"id": "a.b", "state": "active", "target": "m:f", "process": "controller"}
+    step = {"step": 1, "seconds": {"step": 1.0}, "reward": 0.5, "tokens": None}
+    for name in ("smoke", "before", "after", "deepseekv3_256die_random_init"):
+        folder = repository_copy / "outputs" / name
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps({"run": name, "exit": "ok", "steps": [step], "patches": [row]}))
+    return repository_copy
+
+
+def faults_in_shell(folder, commands):
+    """The commands whose exit code is not as expected, with their output; all in one fresh shell, activated first."""
+    lines = [ACTIVATE]
+    for number, command in enumerate(commands):
+        lines += [f"(\n{command}\n) > {number}.out 2>&1", f'echo "$?" > {number}.code']
+    (folder / "commands").write_text("\n".join(lines))
+    shell = ["bash", "--noprofile", "--norc", "commands"]
+    env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(folder)}
+    subprocess.run(shell, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    found = {}
+    for number, command in enumerate(commands):
+        expected, code = re.search(r"#.*\bexits (\d+)", command), (folder / f"{number}.code").read_text().strip()
+        if code != (expected[1] if expected else "0"):
+            found[command] = f"exit code {code}\n" + (folder / f"{number}.out").read_text()[-2000:]
+    return found
+
+
+def of_class(name, pages):
+    """Each command of a class once, in the order of the pages."""
+    return list(dict.fromkeys(c for page in pages for c in block_commands(page.read_text()) if classes_of(c) == [name]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_are_of_one_class_and_can_be_read(page, copy, monkeypatch):
+    monkeypatch.chdir(copy)  # where the folders of --replay-rollout are
+    text = page.read_text()
+    found = {command: classes_of(command) for command in block_commands(text)}
+    assert {command: classes for command, classes in found.items() if len(classes) != 1} == {}
+    faults = {c: wrong for c in inline_commands(text) if (wrong := fault(words_of(c), whole=False))}
+    for command, (kind,) in found.items():
+        if re.match("(python|bash) ", plain(command)) and kind not in ("foreign", "example"):
+            wrong = fault(words_of(command)) or (
+                kind == "start" and page in ENGLISH and fault_of_start(words_of(command))
+            )
+            faults |= {command: wrong} if wrong else {}
+    assert faults == {}
+    first = next((command for command in found if plain(command).startswith("python ")), None)
+    assert first is None or ACTIVATE in text.partition(first)[0], f"no {ACTIVATE} above {first}"
+    assert not re.search(r"\.venv/bin/(?!activate)", "".join(found))
+
+
+def test_every_pattern_is_that_of_a_command():
+    commands = [plain(command) for page in ENGLISH for command in block_commands(page.read_text())]
+    patterns = [pattern for patterns in CLASSES.values() for pattern in patterns]
+    assert [pattern for pattern in patterns if not any(re.match(pattern, command) for command in commands)] == []
+
+
+def test_commands_of_the_readme_work_in_a_fresh_shell(copy):
+    wrong = "python -m verl_patches statuss   # the control"
+    found = faults_in_shell(copy, [*of_class("run", [ROOT / "README.md"]), wrong])
+    assert found.keys() == {wrong} and "No such command 'statuss'" in found[wrong], found
+
+
+@pytest.mark.slow
+def test_commands_of_the_docs_work_in_a_fresh_shell(copy):
+    readme = of_class("run", [ROOT / "README.md"])
+    commands = [command for command in of_class("run", ENGLISH) if command not in readme]
+    assert len(commands) > 15 and faults_in_shell(copy, commands) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_commands_that_read_upstream_work_in_a_fresh_shell(copy, pytestconfig):
+    (copy / "upstream").symlink_to(pytestconfig.getoption("--upstream").absolute())
+    commands = of_class("run with sources", ENGLISH)
+    assert len(commands) > 3 and faults_in_shell(copy, commands) == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("python -m verl_patches statuss", "statuss"),
+        ("python -m verl_patches check --lines pypi", "--lines"),
+        ("python -m verl_patches weights converts a b", "converts"),
+        ("python -m verl_patches weights convert a b --layouts x", "--layouts"),
+        ("python -m verl_patches weights", "weights"),
+        ("bash scripts/gone.sh", "scripts/gone.sh"),
+        ("bash scripts/smoke.sh --train-layouts ep2", "--train-layouts"),
+        ("bash scripts/test.sh --fuller", "--fuller"),
+        ("python data/prepare_deepscaler.py x.json --outputs y", "--outputs"),
+        ("bash scripts/smoke.sh recipe.logprob_check.each=3", "recipe.logprob_check.each"),
+    ],
+)
+def test_a_wrong_command_is_found(line, named):
+    (block,), (inline,) = (
+        block_commands(f"```bash\n{line}   # a comment\n```\n"),
+        inline_commands(f"Run `{line}` now.\n"),
+    )
+    assert named in fault(words_of(block)) and named in fault(words_of(inline), whole=False)
+    assert fault(words_of("python -m verl_patches check --line pypi")) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("bash scripts/smoke.sh actor_rollout_ref.actor.optim.learning=1", "learning"),
+        ("bash scripts/smoke.sh --train-layout ep3", "ep3"),
+        ("bash scripts/smoke.sh data.train_batch_size=3", "multiple"),
+        ("bash scripts/smoke.sh 'recipe.patches=[-model.mla]'", "model.mla"),
+        ("bash scripts/train_deepseekv3_256die_true_weight.sh trainer.nodes=3", "trainer.nodes"),
+    ],
+)
+def test_a_start_that_would_be_refused_is_found(line, named):
+    assert named in fault_of_start(words_of(line))
+    assert fault_of_start(words_of("bash scripts/smoke.sh --steps 5")) is None
+
+
+def test_commands_are_read_whole_and_classified_once():
+    plan, rest = (
+        "A=1 python -m verl_patches plan x \\\n    y=1  # exits 1",
+        ["(cat) << 'END'\na\nEND", "export A='b\nc'"],
+    )
+    found = block_commands("\n".join(("```bash", "# two", plan, *rest, "```\n")))
+    assert found == [plan, *rest] and plain(plan) == "python -m verl_patches plan x y=1"
+    assert [classes_of(command) for command in found] == [["run"], ["foreign"], ["run"]]
+    assert classes_of("python -m verl_patches frobnicate") == classes_of("curl x") == []

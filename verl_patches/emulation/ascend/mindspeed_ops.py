@@ -1,0 +1,166 @@
+"""What MindSpeed's op builders load (mindspeed/op_builder/builder.py:65): plain torch instead of compiled C++.
+
+A builder is known by its name; what it loads is a namespace of the functions that its C++ file (mindspeed/ops/csrc)
+declares: cann/gmm.cpp, cann/npu_moe_token_(un)permute.cpp, atb/matmul_add.cpp, atb/groupmatmul_add.cpp,
+cann/npu_apply_fused_adamw_v2.cpp, cann/npu_rotary_position_embedding.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from verl_patches.emulation.ascend import ops
+from verl_patches.emulation.op_schemas import builder_op, demand, wide
+
+
+def _grouped_op(text: str) -> Callable[[Callable], Callable]:
+    """`builder_op` of both overloads of `text`, which has GROUPS for the list of groups."""
+    groups = "int[]? group_list", "Tensor? group_list"
+    return builder_op(*(text.replace("GROUPS", kind) for kind in groups), by_place=True)
+
+
+@_grouped_op(
+    "npu_gmm(Tensor[] x, Tensor[] weight, Tensor[] bias, GROUPS, int? group_type, int? group_list_type) -> Tensor[]"
+)
+@torch.no_grad()
+def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
+    """[x [M, K] times weight [E, K, N], group by group]; group_type 2: [x [K, M] times weight [M, N], as [E, K, N]].
+
+    A group_list of numbers is always cumulative, as in the C++.
+    """
+    demand(len(x) == len(weight) == 1 and len(bias) <= 1, "x, weight and bias hold one tensor each")
+    kind = group_list_type or 0 if isinstance(group_list, torch.Tensor) else 0
+    return [ops.grouped(x[0], weight[0], bias[0] if bias else None, group_list, group_type, kind)]
+
+
+@_grouped_op(
+    "npu_gmm_backward(Tensor[] grad, Tensor[] x, Tensor[] weight, GROUPS, int? group_list_type) -> "
+    "(Tensor[], Tensor[], Tensor[])"
+)
+def npu_gmm_backward(grad, x, weight, group_list, group_list_type):
+    """([gradient of x], [gradient of weight], []) of npu_gmm with group_type 0."""
+    dx, _, _ = npu_gmm_backward_fusion(grad, weight, group_list, group_list_type)
+    dw = npu_gmm([x[0].t()], [grad[0]], [], group_list, 2, group_list_type)
+    return dx, [dw[0].reshape(weight[0].shape)], []
+
+
+@_grouped_op(
+    "npu_gmm_backward_fusion(Tensor[] grad, Tensor[] weight, GROUPS, int? group_list_type) -> "
+    "(Tensor[], Tensor[], Tensor[])"
+)
+def npu_gmm_backward_fusion(grad, weight, group_list, group_list_type):
+    """([gradient of x], [], []): that of weight is added to main_grad by npu_groupmatmul_add_fp32."""
+    return npu_gmm([grad[0]], [weight[0].transpose(-1, -2)], [], group_list, 0, group_list_type), [], []
+
+
+@builder_op(
+    "npu_moe_token_permute(Tensor tokens, Tensor indices, int? num_out_tokens=0, bool? padded_mode=False) -> Tensor[]"
+)
+def npu_moe_token_permute(padded_mode, **given):
+    """[rows in the order of their experts, places]; as torch_npu's."""
+    return list(ops.npu_moe_token_permute(**given, padded_mode=bool(padded_mode)))
+
+
+@builder_op(
+    "npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
+    "bool? padded_mode=False, int[]? restore_shape=None) -> Tensor"
+)
+def npu_moe_token_unpermute(padded_mode, **given):
+    """The way back; as torch_npu's."""
+    return ops.npu_moe_token_unpermute(**given, padded_mode=bool(padded_mode))
+
+
+@builder_op("npu_matmul_add_fp32(Tensor x, Tensor weight, Tensor C) -> ()")
+@torch.no_grad()
+def npu_matmul_add_fp32(x, weight, C):
+    """C [N, K] += x [M, N] transposed times weight [M, K]; C in fp32."""
+    demand(C.dtype == torch.float32, f"C must be float32, found {C.dtype}")
+    found = f"x {list(x.shape)} {x.dtype} and weight {list(weight.shape)} {weight.dtype}"
+    fits = x.dtype == weight.dtype and x.dim() == weight.dim() == 2 and len(x) == len(weight)
+    demand(fits, f"{found} must be [M, N] and [M, K]")
+    C.add_(wide(x).t() @ wide(weight))
+
+
+@builder_op("npu_groupmatmul_add_fp32(Tensor x, Tensor weight, Tensor group_list, Tensor grad) -> ()")
+@torch.no_grad()
+def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
+    """grad, read as [E, K, N], += x [M, K] transposed times weight [M, N], group by group (cumulative ends); fp32."""
+    demand(grad.dtype == torch.float32, f"grad must be float32, found {grad.dtype}")
+    made = ops.grouped(wide(x).t(), wide(weight), None, group_list, 2, 0)
+    fits = grad.numel() == made.numel() and grad.is_contiguous()
+    demand(fits, f"grad {list(grad.shape)} must hold {list(made.shape)} without gaps")
+    grad.view(made.shape).add_(made)
+
+
+@builder_op(
+    "npu_apply_fused_adamw_v2(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor "
+    "max_exp_avg_sq, Tensor state_step, float lr, float beta1, float beta2, float weight_decay, float eps, "
+    "bool amsgrad, bool maximize) -> ()",
+    by_place=True,
+)
+def npu_apply_fused_adamw_v2(state_step, beta1, beta2, max_exp_avg_sq, amsgrad, **given):
+    """AdamW step number state_step (one number, 1 first), in place; max_exp_avg_sq counts with amsgrad only."""
+    demand(state_step.numel() == 1, f"state_step must be one number, found {list(state_step.shape)}")
+    step = int(state_step)
+    demand(step >= 1, f"the first step is 1, found {step}")
+    largest = max_exp_avg_sq if amsgrad else None
+    ops.adam_w(max_exp_avg_sq=largest, betas=(beta1, beta2), powers=(beta1**step, beta2**step), **given)
+
+
+@builder_op("npu_rotary_position_embedding(Tensor x, Tensor cos, Tensor sin, int mode=0) -> Tensor")
+def npu_rotary_position_embedding(x, cos, sin, mode):
+    """x * cos + rotated x * sin, four dimensions; mode 0 rotates halves, 1 neighbours."""
+    demand(mode in (0, 1), f"mode must be 0 (half) or 1 (interleaved), found {mode}")
+    return ops.rotate(x, cos, sin, mode == 1)
+
+
+def _namespace(*functions: Callable) -> SimpleNamespace:
+    return SimpleNamespace(**{function.__name__: function for function in functions})
+
+
+_GROUPED = _namespace(npu_gmm, npu_gmm_backward, npu_gmm_backward_fusion)
+_ALONE = (
+    npu_apply_fused_adamw_v2, npu_groupmatmul_add_fp32, npu_matmul_add_fp32, npu_moe_token_permute,
+    npu_moe_token_unpermute, npu_rotary_position_embedding,
+)  # fmt: skip
+# name of the builder -> what load() gives
+OPS: dict[str, SimpleNamespace] = {
+    "grouped_matmul": _GROUPED,
+    "grouped_matmul_v2": _GROUPED,
+    **{function.__name__: _namespace(function) for function in _ALONE},
+}
+
+# builders that the pinned sources load where DeepSeek-V3's training never comes, and what needs them
+WITHOUT_REFERENCE: dict[str, str] = {
+    "AdaptiveCpOpBuilder": "adaptive context parallelism with masks (--context-parallel-algo adaptive_cp_algo)",
+    "AdaptiveRecomputingPluggableAllocatorBuilder": "adaptive recompute",
+    "AlgorithmOpBuilder": "--reuse-fp32-param, which shares memory between bf16 and fp32 parameters",
+    "AllToAllAllGatherBatchMatMulOpBuilder": "--moe-bmm-mc2",
+    "BatchMatMulReduceScatterAlltoAllOpBuilder": "--moe-bmm-mc2",
+    "FFNOpBuilder": "a fused FFN that no module of the two calls",
+    "FusedEmaAdamWOpBuilder": "--optimizer-selection fused_ema_adamw",
+    "FusionAttentionV2OpBuilder": "--use-fusion-attn-v2",
+    "GroupedMatMulAllReduceOpBuilder": "a fused product and all-reduce that no module of the two calls",
+    "InplaceMatmulAllReduceAddRmsNormOpBuilder": "inference",
+    "LcalOpBuilder": "--use-ascend-coc",
+    "MatmulAllReduceAddRmsNormOpBuilder": "inference",
+    "MemoryFragmentationBuilder": "--memory-fragmentation",
+    "NpuDropoutAddLayerNormOpBuilder": "a fused dropout and norm that no module of the two calls",
+    "QuantGMMOpBuilder": "quantised experts",
+    "RingAttentionUpdateOpBuilder": "context parallelism",
+    "SmartSwapBuilder": "--smart-swap",
+    "WeightQuantGMMOpBuilder": "quantised experts",
+}
+
+
+def load(self: Any, verbose: bool = True) -> SimpleNamespace:
+    """Row provider for the builders' `load`; RuntimeError names the builder and why it has no reference."""
+    if self.name in OPS:
+        return OPS[self.name]
+    builder = type(self).__name__
+    reason = WITHOUT_REFERENCE.get(builder, f"nothing was seen to load it; add {self.name!r} to {__name__}")
+    raise RuntimeError(f"{builder} has no reference for CPU: {reason}")

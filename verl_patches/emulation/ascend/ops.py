@@ -1,0 +1,254 @@
+"""The other ops of torch_npu: norm, activation, rotary embedding, AdamW, and mixture of experts.
+
+T tokens, H hidden, k experts a token, E experts, M rows in all, K and N the sides of one expert's matrix.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch.nn.functional import silu
+
+from verl_patches.emulation.op_schemas import demand, demand_one_dtype, torch_npu_op, wide
+
+# -- elementwise -------------------------------------------------------------------------------------------------------
+
+
+@torch_npu_op
+def npu_rms_norm(input, gamma, epsilon):
+    """Root mean square norm over gamma's dimensions: (y of input's dtype, reciprocal root in fp32, 1 in those)."""
+    dims, shape = gamma.dim(), list(input.shape)
+    fits = 0 < dims <= input.dim() and input.shape[-dims:] == gamma.shape
+    demand(fits, f"gamma {list(gamma.shape)} must have the last dimensions of input {shape}")
+    fits = gamma.dtype in (input.dtype, torch.float32)
+    demand(fits, f"gamma is {gamma.dtype}, input {input.dtype}: they must be of one dtype, or gamma float32")
+    x = wide(input)
+    over = tuple(range(-dims, 0))
+    rstd = torch.rsqrt(x.square().mean(over, keepdim=True) + epsilon)
+    return (x * rstd * wide(gamma)).to(input.dtype), rstd
+
+
+@torch_npu_op
+def npu_swiglu(input, dim):
+    """silu(first half) * second half along `dim`; its width must be even."""
+    demand(-input.dim() <= dim < input.dim(), f"dim is {dim}, input has {input.dim()} dimensions")
+    demand(input.shape[dim] % 2 == 0, f"width {input.shape[dim]} along dim {dim} must be even")
+    first, second = input.chunk(2, dim)
+    return (silu(wide(first)) * wide(second)).to(input.dtype)
+
+
+@torch_npu_op
+def npu_rotary_mul(input, r1, r2, rotary_mode):
+    """input * r1 + rotated input * r2 over the last of four dimensions; r1, r2 (cos, sin) broadcast to input.
+
+    "half": (a, b) -> (-b, a) of halves; "interleave": of neighbours.
+    """
+    known = rotary_mode in ("half", "interleave")
+    demand(known, f"rotary_mode is {rotary_mode!r}, expected 'half' or 'interleave'")
+    return rotate(input, r1, r2, rotary_mode == "interleave")
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x * cos + rotated x * sin, [B, S, N, D] in any order of the first three; cos and sin 1 where they broadcast."""
+    dims, shape, width = [x.dim(), cos.dim(), sin.dim()], list(x.shape), x.shape[-1]
+    demand(dims == [4, 4, 4], f"all must have 4 dimensions, found {dims}")
+    fits = cos.shape == sin.shape and cos.shape[-1] == width
+    demand(fits, f"cos {list(cos.shape)} and sin {list(sin.shape)} must be equal in shape and as wide as x {shape}")
+    fits = all(c in (1, n) for c, n in zip(cos.shape, x.shape, strict=True))
+    demand(fits, f"cos {list(cos.shape)} does not broadcast to x {shape}")
+    demand(width % 2 == 0, f"head width {width} must be even")
+    inner = wide(x)
+    if interleaved:
+        even, odd = inner[..., 0::2], inner[..., 1::2]
+        turned = torch.stack((-odd, even), -1).flatten(-2)
+    else:
+        first, second = inner.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return (inner * wide(cos) + turned * wide(sin)).to(x.dtype)
+
+
+@torch_npu_op
+def npu_apply_adam_w(
+    beta1_power, beta2_power, beta1, beta2, epsilon, grad, max_grad_norm, amsgrad, out, lr, weight_decay, maximize
+):
+    """One AdamW step on out=(parameter, first moment, second moment), all changed in place and returned.
+
+    beta1_power and beta2_power are the powers of the step before (beta ** (step - 1)): the kernel multiplies once more.
+    Without `out` the real function refuses; here it is a TypeError.
+    """
+    demand(len(out) == 3, f"out must be (var, m, v), found {len(out)} tensors")
+    demand(not amsgrad or max_grad_norm is not None, "amsgrad needs max_grad_norm")
+    powers = beta1_power * beta1, beta2_power * beta2
+    largest = max_grad_norm if amsgrad else None
+    adam_w(*out, grad, largest, (beta1, beta2), powers, lr, weight_decay, epsilon, maximize)
+    return tuple(out)
+
+
+@torch.no_grad()
+def adam_w(param, exp_avg, exp_avg_sq, grad, max_exp_avg_sq, betas, powers, lr, weight_decay, eps, maximize) -> None:
+    """The step itself, with bias correction by 1 - power of this step; max_exp_avg_sq None: no amsgrad."""
+    shapes = {tuple(x.shape) for x in (param, exp_avg, exp_avg_sq, grad)}
+    demand(len(shapes) == 1, f"parameter, moments and gradient must have one shape, found {sorted(shapes)}")
+    grad = (-grad if maximize else grad).to(exp_avg.dtype)
+    exp_avg.mul_(betas[0]).add_(grad, alpha=1 - betas[0])
+    exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+    second = exp_avg_sq
+    if max_exp_avg_sq is not None:
+        torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
+        second = max_exp_avg_sq
+    denominator = (second / (1 - powers[1])).sqrt_().add_(eps)
+    param.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - powers[0]))
+
+
+# -- mixture of experts ------------------------------------------------------------------------------------------------
+
+
+@torch_npu_op
+def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
+    """(tokens [T, H] in the order of their experts, [T * k, H]; the place that each (token, choice) went to, int32).
+
+    indices [T, k] or [T]; tokens of one expert stay in order. num_out_tokens n > 0 takes the first n rows
+    only, n < 0 drops the last -n; the places are not cut. (aclnnMoeTokenPermute: argsort of argsort.)
+    """
+    demand(not padded_mode, "padded_mode is not supported by the device either")
+    shapes = f"{list(tokens.shape)} and {list(indices.shape)}"
+    fits = tokens.dim() == 2 and indices.dim() in (1, 2)
+    demand(fits, f"tokens must be [T, H] and indices [T, k] or [T], found {shapes}")
+    demand(indices.dtype in (torch.int32, torch.int64), f"indices must be int32 or int64, found {indices.dtype}")
+    demand(len(indices) == len(tokens), f"{len(indices)} rows of indices for {len(tokens)} tokens")
+    k, flat, limit = indices.shape[1] if indices.dim() == 2 else 1, indices.flatten(), num_out_tokens or 0
+    rows = min(limit, len(flat)) if limit > 0 else len(flat) + limit
+    order = flat.argsort(stable=True)
+    return tokens.index_select(0, order[:rows] // k), order.argsort().to(torch.int32)
+
+
+@torch_npu_op
+def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode):
+    """The way back: [T, H], each token the sum of its k rows weighted by probs [T, k] (without: k is 1).
+
+    sorted_indices [T * k] are the places that npu_moe_token_permute gave; rows that were cut off count as zero.
+    """
+    demand(not padded_mode, "padded_mode is not supported by the device either")
+    fits = permuted_tokens.dim() == 2 and sorted_indices.dim() == 1 and (probs is None or probs.dim() == 2)
+    demand(fits, "permuted_tokens must be [M, H], sorted_indices [T * k], probs [T, k]")
+    k, places, width = 1 if probs is None else probs.shape[1], len(sorted_indices), permuted_tokens.shape[1]
+    if probs is not None:
+        demand(probs.numel() == places, f"probs {list(probs.shape)} must hold {places} weights")
+    cut = permuted_tokens.new_zeros(max(places - len(permuted_tokens), 0), width)
+    rows = wide(torch.cat((permuted_tokens, cut))).index_select(0, sorted_indices.long()).view(-1, k, width)
+    total = rows.sum(1) if probs is None else (rows * wide(probs).unsqueeze(-1)).sum(1)
+    return total.to(permuted_tokens.dtype)
+
+
+@torch_npu_op
+@torch.no_grad()
+def npu_moe_gating_top_k(
+    x, k, bias, k_group, group_count, group_select_mode, renorm, norm_type, out_flag, routed_scaling_factor, eps
+):
+    """(weights of the chosen, their experts int32, all scores fp32 if out_flag), [T, k], [T, k], [T, E]. No gradient.
+
+    norm_type 0 softmax, 1 sigmoid (then the weights are divided by their sum + eps); bias [E] is added for choosing
+    only; of group_count groups the k_group best stay, by their best expert (group_select_mode 0) or the sum of their
+    best two (1). renorm other than 0 is refused, as by the device.
+    """
+    E, modes = x.shape[-1], (renorm, norm_type, group_select_mode)
+    known = renorm == 0 and norm_type in (0, 1) and group_select_mode in (0, 1)
+    demand(known, f"renorm must be 0, norm_type and group_select_mode 0 or 1, found {modes}")
+    fits = x.dim() == 2 and group_count > 0 and E % group_count == 0 and k_group <= group_count
+    sizes = f"E a multiple of group_count {group_count} >= k_group {k_group}"
+    demand(fits, f"x {list(x.shape)} must be [T, E], {sizes}")
+    demand(bias is None or bias.shape == (E,), f"bias must be [{E}]")
+    demand_one_dtype(x=x, bias=bias)
+    demand(k <= k_group * (E // group_count), f"k = {k} is more than {k_group} groups of {E // group_count} hold")
+    scores = wide(x).softmax(-1) if norm_type == 0 else wide(x).sigmoid()
+    choice = scores if bias is None else scores + wide(bias)
+    if group_count > 1:
+        groups = choice.view(-1, group_count, E // group_count)
+        value = groups.amax(-1) if group_select_mode == 0 else groups.topk(min(2, groups.shape[-1])).values.sum(-1)
+        best = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(k_group).indices, True)
+        choice = groups.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = choice.topk(k).indices
+    weights = scores.gather(1, experts)
+    if norm_type == 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    out = scores if out_flag else scores.new_empty(0)
+    return (weights * routed_scaling_factor).to(x.dtype), experts.to(torch.int32), out
+
+
+@torch_npu_op
+@torch.no_grad()
+def npu_grouped_matmul(
+    x, weight, bias, group_list, split_item, group_type, group_list_type, tuning_config, output_dtype, **refused
+):
+    """Products of several experts at once, as a list: one output (split_item 2, 3) or one an input (0, 1).
+
+    group_type 0: x [M, K] in groups of rows, weight [E, K, N] (or E matrices); 2: x [K, M] in groups of columns, weight
+    [M, N], giving [E, K, N]; -1 or None: pair by pair. Like torch_npu's it has no gradient. No quantised products, no
+    activations.
+    """
+    found = ", ".join(name for name, value in refused.items() if value)
+    demand(not found, f"quantised products and activations are not part of the reference; found {found}")
+    biases = list(bias) if bias else [None] * len(weight)
+    if group_type in (None, -1):
+        demand(len(x) == len(weight) == len(biases), f"{len(x)} inputs for {len(weight)} weights, and no group_type")
+        made = [_product(a, b, c) for a, b, c in zip(x, weight, biases, strict=True)]
+    else:
+        matrices = weight[0] if len(weight) == 1 else torch.stack(list(weight))
+        demand(len(x) == 1, f"{len(x)} inputs with group_type {group_type}, expected one")
+        made = [grouped(x[0], matrices, biases[0], group_list, group_type, group_list_type or 0)]
+    if split_item in (2, 3) and len(made) > 1:
+        made = [torch.cat(made)]
+    return [y if output_dtype is None else y.to(output_dtype) for y in made]
+
+
+def _product(x, weight, bias):
+    demand(x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}: they must be of one dtype")
+    k, rows = x.shape[-1], weight.shape[-2]
+    demand(k == rows, f"x {list(x.shape)} and weight {list(weight.shape)}: K differs, {k} and {rows}")
+    y = wide(x) @ wide(weight)
+    return (y if bias is None else y + wide(bias)).to(x.dtype)
+
+
+def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int, int]]:
+    """[first, last) row of each group; group_list is cumulative (type 0) or counts (type 1) and must cover all rows."""
+    demand(group_list is not None, "group_list is missing")
+    demand(group_list_type in (0, 1), f"group_list_type must be 0 or 1, found {group_list_type}")
+    if isinstance(group_list, torch.Tensor):
+        found = f"{group_list.dtype} of shape {list(group_list.shape)}"
+        fits = group_list.dtype == torch.int64 and group_list.dim() == 1
+        demand(fits, f"group_list must be a list of int64, found {found}")
+        group_list = group_list.tolist()
+    ends = list(group_list)
+    if group_list_type == 1:
+        ends = torch.tensor(ends, dtype=torch.int64).cumsum(0).tolist()
+    bounds = list(pairwise([0, *ends]))
+    demand(all(first <= last for first, last in bounds), f"group_list must not fall, found ends {ends}")
+    covered = ends[-1] if ends else 0
+    hint = " (were counts given as cumulative ends?)" if group_list_type == 0 else ""
+    covers = ends and covered == rows
+    demand(covers, f"group_list covers {covered} rows of {rows}; a device leaves the others unwritten{hint}")
+    return bounds
+
+
+def grouped(x, weight, bias, group_list, group_type, group_list_type):
+    """One product a group of rows (group_type 0) or of columns of x and rows of weight (group_type 2)."""
+    demand(group_type in (0, 2), f"group_type must be 0 or 2, found {group_type}")
+    demand(x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}: they must be of one dtype")
+    demand(x.dim() == 2, f"x must have 2 dimensions, found {list(x.shape)}")
+    shapes = f"x {list(x.shape)} and weight {list(weight.shape)}"
+    if group_type == 2:
+        rows = x.shape[1]
+        bounds = _group_bounds(group_list, group_list_type, rows)
+        fits = weight.dim() == 2 and len(weight) == rows
+        demand(fits, f"{shapes}: M differs, {rows} and {len(weight)}")
+        return torch.stack([_product(x[:, a:b], weight[a:b], None) for a, b in bounds])
+    bounds = _group_bounds(group_list, group_list_type, len(x))
+    groups = len(bounds)
+    fits = weight.dim() == 3 and len(weight) == groups
+    demand(fits, f"{groups} groups need weight [{groups}, K, N], found {list(weight.shape)}")
+    demand(x.shape[1] == weight.shape[1], f"{shapes}: K differs, {x.shape[1]} and {weight.shape[1]}")
+    biases = [None] * groups if bias is None else bias
+    # groups without rows, such as most experts in a small batch, need no product
+    filled = [(e, a, b) for e, (a, b) in enumerate(bounds) if a < b] or [(0, 0, 0)]
+    return torch.cat([_product(x[a:b], weight[e], biases[e]) for e, a, b in filled])

@@ -1,0 +1,1 @@
+"""Platform `cpu`: upstream without an accelerator."""

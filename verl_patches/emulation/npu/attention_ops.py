@@ -1,0 +1,343 @@
+"""MLA of vllm-ascend on a paged cache: references of the functions that attention/mla_v1.py and ops/rotary call.
+
+T tokens, B sequences, N query heads, L latent width (kv_lora_rank), R rotary width, D head width, Dv value width. A
+cache is [blocks, block size, heads, width]; a slot is block * block size + place; a block table [B, blocks] is int32.
+Scores and softmax are computed in fp32 and rounded once. Slots below 0 are not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from verl_patches.emulation.ascend.ops import npu_rms_norm, rotate
+from verl_patches.emulation.npu.graph import no_values, with_shapes
+from verl_patches.emulation.op_schemas import (
+    atb_op,
+    demand,
+    demand_defaults,
+    demand_int32,
+    demand_one_dtype,
+    torch_npu_op,
+    wide,
+)
+
+
+def attend(q, k, v, scale, hidden=None):
+    """(softmax(scale * q k^T, -inf where hidden) v [Tq, N, Dv] and log of the sums [N, Tq], both fp32)."""
+    scores = torch.einsum("qnd,knd->nqk", wide(q), wide(k)) * scale
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    sums = scores.logsumexp(-1)
+    return torch.einsum("nqk,knd->qnd", (scores - sums.unsqueeze(-1)).exp(), wide(v)), sums
+
+
+def pieces(lengths: Sequence[int]) -> Iterator[slice]:
+    """Places of sequences that are packed one after the other."""
+    begin = 0
+    for length in lengths:
+        yield slice(begin, begin + length)
+        begin += length
+
+
+def demand_lengths(lengths: Sequence[int], **rows: torch.Tensor | None) -> None:
+    """ValueError unless lengths are at least 0 and each packed tensor has as many rows as they sum to."""
+    demand(all(length >= 0 for length in lengths), f"lengths must be at least 0, found {list(lengths)}")
+    found = {name: len(x) for name, x in rows.items() if x is not None}
+    fits = all(count == sum(lengths) for count in found.values())
+    demand(fits, f"lengths {list(lengths)} sum to {sum(lengths)}, found rows {found}")
+
+
+def demand_sequences(count: int, **given: Sequence | torch.Tensor) -> None:
+    """ValueError unless each argument has one entry for each of `count` sequences."""
+    found = {name: len(x) for name, x in given.items()}
+    demand(all(n == count for n in found.values()), f"there are {count} sequences, found entries {found}")
+
+
+def paged(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` rows [length, heads, width] of the sequence whose blocks are in `blocks` [blocks] int32."""
+    demand_int32(block_table=blocks)
+    needed = -(-length // cache.shape[1])
+    demand(length >= 0, f"a length must be at least 0, found {length}")
+    demand(needed <= len(blocks), f"length {length} is {needed} blocks, a row of the block table has {len(blocks)}")
+    read = blocks[:needed].long()
+    fits = bool(((read >= 0) & (read < len(cache))).all())
+    demand(fits, f"blocks {read.tolist()} are not all in the cache of {len(cache)} blocks")
+    return cache[read].flatten(0, 1)[:length]
+
+
+def write(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Put rows [T, heads, width] into their slots, in place."""
+    blocks, size = cache.shape[:2]
+    demand(len(slots) == len(rows), f"{len(slots)} slots for {len(rows)} rows: as many are expected")
+    demand(bool((slots < blocks * size).all()), f"a slot is beyond the cache of {blocks} blocks of {size}")
+    valid = slots >= 0
+    cache.view(blocks * size, *cache.shape[2:])[slots[valid].long()] = rows[valid]
+
+
+# -- rotary embedding and cache ----------------------------------------------------------------------------------------
+
+
+@atb_op
+def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style):
+    """Rotate query [T, N * head_size] and key in place; cos_sin_cache [positions, R] is cosines beside sines.
+
+    is_neox_style: halves of a head are rotated, else neighbours. Here a head is as wide as the cache.
+    """
+    demand(cos_sin_cache.shape[-1] == head_size, f"head_size {head_size}, cos_sin_cache {list(cos_sin_cache.shape)}")
+    demand_one_dtype(query=query, key=key, cos_sin_cache=cos_sin_cache)
+    positions = positions.long().flatten()
+    rows = [len(positions), len(query), len(key)]
+    demand(len(set(rows)) == 1, f"positions, query and key must have as many rows, found {rows}")
+    fits = bool(((positions >= 0) & (positions < len(cos_sin_cache))).all())
+    demand(fits, f"a position is not in cos_sin_cache of {len(cos_sin_cache)} positions")
+    cos, sin = cos_sin_cache[positions].chunk(2, -1)
+    for x in (query, key):
+        heads = x.view(1, len(x), -1, head_size)
+        both = (torch.cat((part, part), -1) if is_neox_style else part.repeat_interleave(2, -1) for part in (cos, sin))
+        cosines, sines = (part[None, :, None] for part in both)
+        x.copy_(rotate(heads, cosines, sines, interleaved=not is_neox_style).view(x.shape))
+
+
+def interleaved(x, cos, sin):
+    """x [B, N, S, R] whose neighbours are pairs: first brought to halves, then rotated."""
+    return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin, interleaved=False)
+
+
+@torch_npu_op
+def npu_interleave_rope(x, cos, sin):
+    """Rotary embedding of DeepSeek's layout, x [B, N, S, R]; cos and sin [B, 1, 1 or S, R]. The result is in halves."""
+    demand_one_dtype(x=x, cos=cos, sin=sin)
+    return interleaved(x, cos, sin)
+
+
+@atb_op
+def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
+    """Write key and value [T, heads, width] into their slots (int32 [T])."""
+    demand_int32(slot_indices=slot_indices)
+    demand_one_dtype(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    write(key_cache, slot_indices, key)
+    write(value_cache, slot_indices, value)
+
+
+def _cache_shapes(kv, gamma, k_cache, ckv_cache, is_output_kv, **given):
+    if not is_output_kv:
+        return k_cache, ckv_cache, no_values(kv), no_values(kv)
+    latent = gamma.shape[0]
+    return k_cache, ckv_cache, torch.empty_like(kv[..., latent:]), torch.empty_like(kv[..., :latent])
+
+
+@torch_npu_op
+@with_shapes(_cache_shapes)
+def npu_kv_rmsnorm_rope_cache(
+    kv, gamma, cos, sin, index, k_cache, ckv_cache, epsilon, cache_mode, is_output_kv, **unused
+):
+    """Norm the latent of kv [T, 1, 1, L + R], rotate its rotary key, write both to their slots (index, int64 [T]).
+
+    Gives (k_cache [blocks, size, 1, R], ckv_cache [blocks, size, 1, L], rotary key, latent); the last two are empty
+    unless is_output_kv. Of cache_mode only "PA" is part of the reference, not the private NZ format.
+    """
+    demand(cache_mode == "PA", f"cache_mode is {cache_mode!r}, expected 'PA'")
+    demand_defaults("npu_kv_rmsnorm_rope_cache", unused)
+    demand_one_dtype(kv=kv, gamma=gamma, cos=cos, sin=sin, k_cache=k_cache, ckv_cache=ckv_cache)
+    demand(index.dtype == torch.int64, f"index must be int64, found {index.dtype}")
+    latent = gamma.shape[0]
+    normed, _ = npu_rms_norm(kv[..., :latent], gamma, epsilon)
+    rotated = interleaved(kv[..., latent:], cos, sin)
+    write(k_cache, index.flatten(), rotated[:, 0])
+    write(ckv_cache, index.flatten(), normed[:, 0])
+    if is_output_kv:
+        return k_cache, ckv_cache, rotated, normed
+    return k_cache, ckv_cache, no_values(kv), no_values(kv)
+
+
+@atb_op
+def npu_paged_cache_load(key_cache, value_cache, block_table, context_lens, seq_starts, cumsum, key, value):
+    """Copy rows [start, start + length) of each sequence out of the caches into key and value, packed.
+
+    block_table [B, blocks], context_lens [B] and seq_starts [B] are int32.
+    """
+    demand(not cumsum, "cumulative context_lens are not part of the reference")
+    demand_int32(block_table=block_table, context_lens=context_lens, seq_starts=seq_starts)
+    demand_one_dtype(key_cache=key_cache, value_cache=value_cache, key=key, value=value)
+    lengths = context_lens.tolist()
+    starts = [0] * len(lengths) if seq_starts is None else seq_starts.tolist()
+    demand_sequences(len(block_table), context_lens=lengths, seq_starts=starts)
+    demand(all(start >= 0 for start in starts), f"seq_starts must be at least 0, found {starts}")
+    demand_lengths(lengths, key=key, value=value)
+    for blocks, start, length, here in zip(block_table, starts, lengths, pieces(lengths), strict=True):
+        for out, cache in ((key, key_cache), (value, value_cache)):
+            out[here] = paged(cache, blocks, start + length)[start:]
+    return key, value
+
+
+# -- prefill -----------------------------------------------------------------------------------------------------------
+
+
+@atb_op
+def _npu_flash_attention(query, key, value, mask, seq_len, scale_value, num_heads, num_kv_heads, out):
+    """Attention of packed sequences [T, N, D] into out; seq_len [B] int32 on the host; mask [S, S]: not 0 is hidden."""
+    demand_int32(seq_len=seq_len)
+    demand_one_dtype(query=query, key=key, value=value, mask=mask, out=out)
+    lengths = seq_len.tolist()
+    demand_lengths(lengths, query=query, key=key, value=value, out=out)
+    longest, sides = max(lengths, default=0), list(mask.shape)
+    demand(len(sides) == 2 and min(sides) >= longest, f"mask {sides} is smaller than the longest sequence, {longest}")
+    heads = [query.shape[1], key.shape[1]]
+    demand(heads == [num_heads, num_kv_heads] and num_heads == num_kv_heads, f"heads of query and key are {heads}")
+    for length, here in zip(lengths, pieces(lengths), strict=True):
+        hidden = mask[:length, :length] != 0
+        out[here] = attend(query[here], key[here], value[here], scale_value, hidden)[0].view(out[here].shape)
+
+
+@atb_op
+def npu_ring_mla(
+    q_nope,
+    q_rope,
+    k_nope,
+    k_rope,
+    value,
+    mask,
+    seqlen,
+    head_num,
+    kv_head_num,
+    pre_out,
+    prev_lse,
+    qk_scale,
+    kernel_type,
+    mask_type,
+    input_layout,
+    calc_type,
+    output,
+    softmax_lse,
+):
+    """One part of attention over keys in parts: into output [T, N, Dv] and softmax_lse (fp32 [N, T]).
+
+    seqlen int32 on the host, [B] or [2, B] (queries, keys). calc_type_first_ring begins; calc_type_default adds the
+    part to pre_out with prev_lse. mask_type_triu is causal, from the left upper corner: mask [S, S] or [B, S, S] must
+    be 0 on and below its diagonal and not 0 above. It is not read with no_mask.
+    """
+    demand(calc_type in ("calc_type_first_ring", "calc_type_default"), f"unknown calc_type {calc_type!r}")
+    demand(mask_type in ("mask_type_triu", "no_mask"), f"unknown mask_type {mask_type!r}")
+    demand(input_layout == "type_bsnd", f"input_layout is {input_layout!r}, expected type_bsnd (packed)")
+    demand(head_num == kv_head_num == q_nope.shape[1], f"{head_num} and {kv_head_num} heads, q_nope has another number")
+    demand(kernel_type == "kernel_type_high_precision", f"kernel_type is {kernel_type!r}: softmax is fp32 here")
+    demand_int32(seqlen=seqlen)
+    queries = {"q_nope": q_nope, "q_rope": q_rope, "output": output, "pre_out": pre_out}
+    keys = {"k_nope": k_nope, "k_rope": k_rope, "value": value}
+    demand_one_dtype(mask=mask, **queries, **keys)
+    adds = calc_type == "calc_type_default"
+    before = [pre_out is not None, prev_lse is not None]
+    demand(before == [adds, adds], f"pre_out and prev_lse given {before} do not fit {calc_type}: both must be {adds}")
+    lse = [x.dtype for x in (softmax_lse, prev_lse) if x is not None]
+    demand(set(lse) <= {torch.float32, wide(q_nope).dtype}, f"softmax_lse and prev_lse must be float32, found {lse}")
+    q_lens, kv_lens = (seqlen.tolist(),) * 2 if seqlen.dim() == 1 else seqlen.tolist()
+    demand_lengths(q_lens, **queries)
+    demand_lengths(kv_lens, **keys)
+    causal = mask_type == "mask_type_triu"
+    if causal:
+        upper = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
+        fits = mask.shape[-1] == mask.shape[-2] and bool(((mask != 0) == upper).all())
+        demand(fits, f"mask {list(mask.shape)} is not triangular: only ones above the diagonal are expected")
+    for here, there, queried, length in zip(pieces(q_lens), pieces(kv_lens), q_lens, kv_lens, strict=True):
+        if length == 0:
+            demand(adds or queried == 0, f"{queried} queries have no keys in calc_type_first_ring")
+            if adds:
+                output[here], softmax_lse[:, here] = pre_out[here], prev_lse[:, here]
+            continue
+        q = torch.cat((q_nope[here], q_rope[here]), -1)
+        k = torch.cat((k_nope[there], k_rope[there]), -1)
+        hidden = torch.ones(len(q), length, dtype=torch.bool).triu(1) if causal else None
+        out, sums = attend(q, k, value[there], qk_scale, hidden)
+        if adds:
+            both = torch.logaddexp(prev_lse[:, here], sums)
+            old, new = ((part - both).exp().T.unsqueeze(-1) for part in (prev_lse[:, here], sums))
+            out, sums = wide(pre_out[here]) * old + out * new, both
+        output[here], softmax_lse[:, here] = out.to(output.dtype), sums
+    return output, softmax_lse
+
+
+# -- decode: absorbed projections, one query token a sequence ---------------------------------------------------------
+
+
+def decode(query, keys, latent_width, scale):
+    """One query [N, L + R] over keys [S, 1, L + R], whose first L are the values: [N, L] in fp32, NaN without keys."""
+    if len(keys) == 0:
+        return wide(query).new_full((len(query), latent_width), torch.nan)
+    keys = keys.expand(-1, len(query), -1)
+    return attend(query.unsqueeze(0), keys, keys[..., :latent_width], scale)[0][0]
+
+
+@atb_op
+def _npu_paged_attention_mla(
+    query, key_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, mla_vheadsize, out
+):
+    """Decode into out [B, N, L]; query [B, N, L + R], key_cache [blocks, size, 1, L + R]; context_lens on the host."""
+    demand(num_kv_heads == 1 and query.shape[1] == num_heads, f"{num_heads} heads and 1 key head: {num_kv_heads} found")
+    demand_one_dtype(query=query, key_cache=key_cache, out=out)
+    demand_int32(block_table=block_table, context_lens=context_lens)
+    demand_sequences(len(query), block_table=block_table, context_lens=context_lens, out=out)
+    for at, length in enumerate(context_lens.tolist()):
+        out[at] = decode(query[at], paged(key_cache, block_table[at], length), mla_vheadsize, scale_value)
+
+
+@atb_op
+def npu_multi_head_latent_attention(
+    q_nope, q_rope, ctkv, k_rope, block_tables, context_lens, q_headnum, qk_scale, kv_headnum, **unused
+):
+    """The same from two caches: q_nope [B, N, L], q_rope [B, N, R] give [B, N, L]."""
+    demand_defaults("npu_multi_head_latent_attention", unused)
+    demand_one_dtype(q_nope=q_nope, q_rope=q_rope, ctkv=ctkv, k_rope=k_rope)
+    demand_int32(context_lens=context_lens if isinstance(context_lens, torch.Tensor) else None)
+    demand_sequences(len(q_nope), q_rope=q_rope, block_tables=block_tables, context_lens=context_lens)
+    demand(kv_headnum == 1 and q_nope.shape[1] == q_headnum, f"{q_headnum} heads and 1 key head: {kv_headnum} found")
+    out = torch.empty_like(q_nope)
+    for at, length in enumerate(map(int, context_lens)):
+        keys = torch.cat([paged(cache, block_tables[at], length) for cache in (ctkv, k_rope)], -1)
+        out[at] = decode(torch.cat((q_nope[at], q_rope[at]), -1), keys, q_nope.shape[-1], qk_scale)
+    return out
+
+
+def _decode_shapes(query, **given):
+    return torch.empty_like(query), no_values(query, torch.float32)
+
+
+@torch_npu_op
+@with_shapes(_decode_shapes)
+def npu_fused_infer_attention_score(
+    query,
+    key,
+    value,
+    query_rope,
+    key_rope,
+    actual_seq_lengths_kv,
+    block_table,
+    num_heads,
+    num_key_value_heads,
+    scale,
+    input_layout,
+    block_size,
+    **unused,
+):
+    """Decode of a graph: query [B, N, 1, L], query_rope [B, N, 1, R]; caches [blocks, 1, block_size, width].
+
+    Gives ([B, N, 1, L], empty). A row whose length is 0 fills the graph's batch size up: it gives NaN here (a device
+    leaves that undefined). Only layout BNSD without a mask is part of the reference, and only one cache of latents:
+    `value` must be the memory of `key`.
+    """
+    demand_defaults("npu_fused_infer_attention_score", unused)
+    demand(input_layout == "BNSD", f"input_layout is {input_layout!r}, expected 'BNSD'")
+    demand_one_dtype(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope)
+    layout = [(x.data_ptr(), x.shape, x.stride()) for x in (key, value)]
+    demand(layout[0] == layout[1], "value must be the memory of key: both are the cache of latents")
+    demand(num_key_value_heads == 1 and query.shape[1:3] == (num_heads, 1), f"query {list(query.shape)}")
+    demand(key.shape[2] == block_size, f"block_size is {block_size}, the cache's {key.shape[2]}")
+    rows = {"block_table": block_table, "actual_seq_lengths_kv": actual_seq_lengths_kv, "query_rope": query_rope}
+    demand_sequences(len(query), **rows)
+    out = torch.empty_like(query)
+    for at, length in enumerate(actual_seq_lengths_kv):
+        keys = [paged(cache.transpose(1, 2), block_table[at], length) for cache in (key, key_rope)]
+        one = torch.cat((query[at, :, 0], query_rope[at, :, 0]), -1)
+        out[at, :, 0] = decode(one, torch.cat(keys, -1), query.shape[-1], scale)
+    return out, no_values(query, torch.float32)

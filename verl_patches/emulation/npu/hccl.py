@@ -1,0 +1,123 @@
+"""HCCL over gloo: a backend of this name, its groups by name, and what MC2 demands of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_patches.emulation.npu.graph import Graph
+
+
+class ProcessGroupHCCL(dist.ProcessGroupGloo):
+    """A gloo group that has a name, as HCCL's have: MC2's ops take a group by it."""
+
+    class Options:
+        """Options of a group, of which hccl_config is read; ValueError where torch_npu's own would refuse it."""
+
+        hccl_config: Mapping[str, int | str] = {}
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "hccl_config":
+                _check_config(value)
+            super().__setattr__(name, value)
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, options: Options | None = None, ranks: Any = ()):
+        super().__init__(store, rank, size, timeout)
+        self.config = dict(options.hccl_config) if options is not None else {}
+        self.name, self.ranks = f"hccl_group_{len(_GROUPS)}", list(ranks) or list(range(size))
+        self.dispatched: Any = None  # expert_ops.Dispatch of the last MC2 dispatch, which its combine needs
+        self.mc2_exchanges, self.mc2_in_graphs = 0, None  # None: MC2 has not used the group
+
+    def mc2_all_to_all(self, out: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]) -> None:
+        """One all-to-all of MC2; it is counted, so that other collectives show."""
+        self.mc2_exchanges += 1
+        self.alltoall_base(out, rows, received, sent).wait()
+
+    def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
+        """The group's name; `rank` is the caller's own, in the group (vllm-ascend) or of all processes (MindSpeed)."""
+        own = [self.rank(), *([dist.get_rank()] if dist.is_initialized() else [])]
+        if rank not in own:
+            raise ValueError(f"get_hccl_comm_name({rank}) of {self.name}: expected this process's own rank, {own}")
+        return self.name
+
+
+_GROUPS: dict[str, ProcessGroupHCCL] = {}  # pybind gives back an object of this class only while Python holds it
+
+
+# value types, as the messages of torch_npu 2.5.1.post1's libtorch_npu.so name them
+_TYPES = {
+    "hccl_buffer_size": int,
+    "group_name": str,
+    "qos_traffic_class": int,
+    "qos_service_level": int,
+    "hccl_op_expansion_mode": int,
+}
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    for name, value in config.items():
+        if type(value) is not _TYPES.get(name):
+            expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in _TYPES.items())
+            raise ValueError(f"hccl_config holds {name}={value!r}; expected {expected}")
+
+
+def create(store: Any, rank: int, size: int, timeout: Any, options: Any = None, ranks: Any = ()) -> ProcessGroupHCCL:
+    """A group of this process, which `group_of_mc2` finds; ranks: of all processes, for messages."""
+    group = ProcessGroupHCCL(store, rank, size, timeout, options, ranks)
+    _GROUPS[group.name] = group
+    return group
+
+
+def create_by_options(given: Any, options: Any) -> ProcessGroupHCCL:
+    """For dist.Backend.register_backend with its extended arguments, as torch_npu registers hccl."""
+    ranks = given.global_ranks_in_group
+    return create(given.store, given.group_rank, given.group_size, given.timeout, options, ranks)
+
+
+def groups() -> list[dict[str, Any]]:
+    """{ranks, config} of each group of this process, as they were made; config is the hccl_config of its options."""
+    return [{"ranks": group.size(), "config": group.config} for group in _GROUPS.values()]
+
+
+def group_of_mc2(name: str) -> ProcessGroupHCCL:
+    """The group of this name for a call of MC2; ValueError where there is none, or where MC2 may not use it.
+
+    On MC2's communicator no other operator may run (CANN, aclnnMoeDistributeDispatch, constraints of communication
+    domains); calls in graphs and eager calls on one communicator are not supported (HCCL user guide, management of
+    communication domains). The second is checked for MC2's groups only: upstream's TP groups have both
+    (docs/ascend.md). Whatever ran on a group is found at MC2's next call, by gloo's count of its collectives.
+    """
+    if name not in _GROUPS:
+        raise ValueError(f"no HCCL group {name!r} in this process; it has {', '.join(_GROUPS) or 'none'}")
+    group = _GROUPS[name]
+    said = f"{name} of ranks {group.ranks}"
+    others = group._get_sequence_number_for_group() - group.mc2_exchanges
+    if others:
+        raise ValueError(f"{others} collective(s) that are not MC2's ran on {said}: MC2 needs a group of its own")
+    if group.mc2_in_graphs not in (None, Graph.runs):
+        modes = ("in a graph", "eagerly") if group.mc2_in_graphs else ("eagerly", "in a graph")
+        raise ValueError("MC2 ran {} before and {} now on {}: HCCL takes one of the two".format(*modes, said))
+    group.mc2_in_graphs = Graph.runs
+    return group
+
+
+def exchange(
+    rows: torch.Tensor, sent: Sequence[int], group: ProcessGroupHCCL, same: tuple[str, int] = ("", 0)
+) -> tuple[torch.Tensor, list[int]]:
+    """Send the first sent[0] rows to rank 0 and so on; (rows received, how many from each rank).
+
+    same: name and value of a number that all ranks must give alike; ValueError on every rank where they differ.
+    """
+    counts = torch.tensor([(count, same[1]) for count in sent], dtype=torch.int64)
+    counts_in = torch.empty_like(counts)
+    ones = [1] * len(sent)
+    group.mc2_all_to_all(counts_in, counts, ones, ones)
+    received, values = counts_in.T.tolist()
+    if set(values) != {same[1]}:
+        raise ValueError(f"{same[0]} must be equal on all ranks of the group, found {values}")
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    group.mc2_all_to_all(out, rows.contiguous(), received, list(sent))
+    return out, received

@@ -1,0 +1,63 @@
+"""torch_npu.npu, which is torch.npu too: the emulated device as a module.
+
+It has the names of platform cpu's stand-in, which training uses, and those that vllm-ascend uses. This is a file of
+its own, as the row of torch.npu imports it at the end of torch's own import.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from verl_patches.emulation.ascend import packages as training
+from verl_patches.emulation.ascend.packages import stand_in
+from verl_patches.emulation.cpu import torch_on_cpu
+from verl_patches.emulation.npu import device, memory_pool
+from verl_patches.platform.npu import VISIBLE
+
+_KEPT = ("__version__", "__file__")
+SOC_VERSION = 250  # an Atlas A3 (vllm_ascend/utils.py:298)
+DEVICES = 16  # dies of a node
+
+
+def with_more(base: ModuleType, **names: Any) -> ModuleType:
+    """A stand-in with the names of `base` and `names` over them."""
+    known = {key: value for key, value in vars(base).items() if not key.startswith("__") or key in _KEPT}
+    return stand_in(base.__name__, base.__doc__, **{**known, **names})
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """There is nothing to do."""
+
+
+class NPUGraph:
+    """A captured graph; vllm-ascend names it in annotations."""
+
+
+def device_count() -> int:
+    """Dies that Ray made visible to this process; without that variable all of a node."""
+    visible = os.environ.get(VISIBLE)
+    return DEVICES if visible is None else len(visible.split(","))
+
+
+def _properties(device_number: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(name=training.get_soc_name(), total_memory=device.TOTAL_BYTES)
+
+
+npu = with_more(
+    training.npu,
+    config=SimpleNamespace(allow_internal_format=True), current_blas_handle=nothing,
+    device_count=device_count, empty_cache=memory_pool.empty_cache,
+    get_device_name=lambda device=None: training.get_soc_name(), get_device_properties=_properties,
+    get_soc_version=lambda: SOC_VERSION, graph=nothing, init=nothing, is_initialized=lambda: True,
+    _is_in_bad_fork=lambda: False, _lazy_init=nothing, mem_get_info=device.mem_get_info,
+    memory=stand_in("torch_npu.npu.memory", "A pluggable allocator.", MemPool=memory_pool.MemPool,
+                    NPUPluggableAllocator=memory_pool.NPUPluggableAllocator, use_mem_pool=memory_pool.use_mem_pool,
+                    _record_memory_history=memory_pool.record_memory_history, _snapshot=memory_pool.snapshot),
+    memory_allocated=memory_pool.allocated_bytes, memory_reserved=memory_pool.reserved_bytes,
+    memory_snapshot=memory_pool.memory_snapshot, memory_stats=device.memory_stats, NPUGraph=NPUGraph,
+    reset_peak_memory_stats=nothing, set_stream=nothing,
+    streams=stand_in("torch_npu.npu.streams", "Streams and events.", Event=torch_on_cpu.Event,
+                     Stream=torch_on_cpu.Stream),
+)  # fmt: skip

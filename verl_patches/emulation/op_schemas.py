@@ -1,0 +1,264 @@
+"""Schemas of torch_npu functions, out of the committed file that scripts/extract_npu_schemas.py writes from the wheels.
+
+It holds lines like `npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)` for all functions
+that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pins, with the wheels' version and hashes. In Python `self` is
+called `input`. Functions of ATB, CANN's transformer library (_npu_flash_attention, torch_npu.atb.*), are those of the
+library that registers them. `torch_npu_op`, `atb_op` and `builder_op` bind the arguments of a plain-torch
+reference by such a schema, as the real binding does.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import numbers
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_patches.errors import ConfigError
+
+# training calls these: emulation/ascend
+WITH_REFERENCE = """
+npu_apply_adam_w npu_fusion_attention npu_grouped_matmul npu_moe_gating_top_k npu_moe_token_permute
+npu_moe_token_unpermute npu_rms_norm npu_rotary_mul npu_swiglu
+""".split()
+# vllm-ascend calls these too on DeepSeek-V3's path: emulation/npu
+WITH_EMULATION = """
+npu_add_rms_norm npu_fused_infer_attention_score npu_interleave_rope npu_kv_rmsnorm_rope_cache
+npu_moe_compute_expert_tokens npu_moe_distribute_combine npu_moe_distribute_dispatch npu_moe_finalize_routing
+npu_moe_init_routing
+""".split()
+# called by vllm-ascend elsewhere, or by files that emulation/ascend/packages.py lists (NAMES)
+WITHOUT_REFERENCE = """
+npu_all_gather_base_mm npu_confusion_transpose npu_convert_weight_to_int4pack npu_dequant_swiglu_quant npu_dtype_cast
+npu_dynamic_quant npu_fast_gelu npu_format_cast npu_fusion_attention_grad npu_incre_flash_attention
+npu_mm_reduce_scatter_base npu_moe_gating_top_k_softmax npu_prompt_flash_attention npu_quant_matmul npu_quantize
+npu_scaled_masked_softmax npu_swiglu_backward npu_weight_quant_batchmatmul
+""".split()
+FUNCTIONS = sorted(WITH_REFERENCE + WITH_EMULATION + WITHOUT_REFERENCE)
+# of ATB: torch_npu.NAME, and torch_npu.atb.NAME for those without an underscore
+ATB_FUNCTIONS = """
+_npu_flash_attention _npu_paged_attention_mla _npu_reshape_and_cache _npu_rotary_embedding
+npu_multi_head_latent_attention npu_paged_cache_load npu_ring_mla
+""".split()
+VERSION = "2.5.1.post1"
+FILE = Path(__file__).with_name(f"torch_npu-{VERSION}.json")
+
+_HEAD = re.compile(r"(?P<name>\w+)(\.(?P<overload>\w+))?\((?P<arguments>.*)\)\s*->\s*(?P<returns>.*)\Z", re.DOTALL)
+_ARGUMENT = re.compile(r"(?P<kind>\w+(\(\w!\))?(\[\d*\])?\??)\s+(?P<name>\w+)(=(?P<default>.+))?\Z", re.DOTALL)
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument: name in Python, kind as the schema spells it ("Tensor?", "int[]?"), default as Python's."""
+
+    name: str
+    kind: str
+    default: Any = inspect.Parameter.empty
+    keyword_only: bool = False
+
+
+@dataclass(frozen=True)
+class Schema:
+    """One function or overload; `returns` is the schema's own text."""
+
+    name: str
+    overload: str
+    arguments: tuple[Argument, ...]
+    returns: str
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """{argument: kind}."""
+        return {argument.name: argument.kind for argument in self.arguments}
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """As a Python function that takes the same would have it."""
+        where = {False: inspect.Parameter.POSITIONAL_OR_KEYWORD, True: inspect.Parameter.KEYWORD_ONLY}
+        return inspect.Signature(
+            [inspect.Parameter(a.name, where[a.keyword_only], default=a.default) for a in self.arguments]
+        )
+
+
+def parse(text: str, gather_outputs: bool = True) -> Schema:
+    """One schema line; ConfigError where it is not of that form.
+
+    gather_outputs: keyword-only outputs become one argument `out`, as in functions of torch_npu; those of torch.ops,
+    such as ATB's, keep their names.
+    """
+    head = _HEAD.match(text.strip())
+    if head is None:
+        raise ConfigError(f"not a schema: {text!r}; expected name(kind argument, ...) -> returns")
+    arguments: list[Argument] = []
+    keyword_only = False
+    for part in _split(head["arguments"]):
+        found = _ARGUMENT.match(part)
+        if part == "*":
+            keyword_only = True
+        elif found is None:
+            raise ConfigError(f"not an argument: {part!r} in {text!r}")
+        elif gather_outputs and keyword_only and "!" in found["kind"]:  # torch gathers these in one tuple
+            arguments = [a for a in arguments if a.name != "out"] + [Argument("out", "Tensor[]", keyword_only=True)]
+        else:
+            name = "input" if found["name"] == "self" else found["name"]
+            kind = re.sub(r"\(\w!\)", "", found["kind"])
+            arguments.append(Argument(name, kind, _default(found["default"]), keyword_only))
+    return Schema(head["name"], head["overload"] or "", tuple(arguments), head["returns"])
+
+
+def _split(text: str) -> list[str]:
+    parts = re.findall(r"(?:\[[^\]]*\]|'[^']*'|\"[^\"]*\"|\([^)]*\)|[^,])+", text)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _default(text: str | None) -> Any:
+    if text is None:
+        return inspect.Parameter.empty
+    return _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
+
+
+@functools.cache
+def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
+    """{function: its overloads} of the committed file."""
+    found: dict[str, tuple[Schema, ...]] = {}
+    content = json.loads(file.read_text())
+    schemas = [parse(text) for text in content["functions"]]
+    schemas += [parse(text, gather_outputs=False) for text in content["atb_functions"]]
+    for schema in schemas:
+        found[schema.name] = (*found.get(schema.name, ()), schema)
+    return found
+
+
+# -- calls that are checked by schemas ---------------------------------------------------------------------------------
+
+CALLS: Counter[str] = Counter()  # of each reference in this process
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "Tensor": lambda x: isinstance(x, torch.Tensor),
+    "int": lambda x: isinstance(x, (numbers.Integral, torch.SymInt)) and not isinstance(x, bool),
+    "float": lambda x: isinstance(x, (numbers.Real, torch.SymFloat)) and not isinstance(x, bool),
+    "Scalar": lambda x: isinstance(x, numbers.Number),
+    "bool": lambda x: isinstance(x, bool),
+    "str": lambda x: isinstance(x, str),
+    "ScalarType": lambda x: isinstance(x, torch.dtype),
+}
+
+
+def is_of_kind(value: Any, kind: str) -> bool:
+    """Does a Python value go where a schema says `kind` ("Tensor?", "int[]", "float"; "a|b": either)?"""
+    if "|" in kind:
+        return any(is_of_kind(value, one) for one in kind.split("|"))
+    if kind.endswith("?"):
+        return value is None or is_of_kind(value, kind[:-1])
+    if kind.endswith("]"):
+        item = kind[: kind.index("[")]
+        return isinstance(value, (list, tuple)) and all(is_of_kind(entry, item) for entry in value)
+    return _KINDS[kind.replace("SymInt", "int")](value)
+
+
+def torch_npu_op(function: Callable) -> Callable:
+    """Decorator of a reference: bind calls by the schema of the torch_npu function of the same name.
+
+    The reference declares the arguments that it uses, by name, or takes all others as **keywords; defaults are the
+    schema's. A call that does not fit, in names or kinds, is a TypeError; a ValueError gets the function's name.
+    """
+    return _bound(function, read()[function.__name__])
+
+
+def atb_op(function: Callable) -> Callable:
+    """The same for a function of ATB, which torch.ops calls: an int[] may be a tensor of one dimension too."""
+    schemas = read()[function.__name__]
+    listed = {kind: f"{kind}|Tensor" for s in schemas for kind in s.kinds.values() if kind == "SymInt[]"}
+    arguments = (tuple(replace(a, kind=listed.get(a.kind, a.kind)) for a in s.arguments) for s in schemas)
+    return _bound(function, tuple(replace(s, arguments=a) for s, a in zip(schemas, arguments, strict=True)))
+
+
+def builder_op(*schemas: str, by_place: bool = False) -> Callable[[Callable], Callable]:
+    """The same for a function of a MindSpeed op builder, whose overloads are written here after its C++ source.
+
+    by_place: the C++ source gives its arguments no names, so that they can be passed by place only.
+    """
+    return lambda function: _bound(function, tuple(map(parse, schemas)), by_place)
+
+
+def _bound(function: Callable, schemas: tuple[Schema, ...], by_place: bool = False) -> Callable:
+    name, parameters = function.__name__, inspect.signature(function).parameters.values()
+    used = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    takes_all = len(used) < len(parameters)
+    schema = next(schema for schema in schemas if used <= schema.kinds.keys())
+    signature = schema.signature
+    if by_place:
+        places = [p.replace(kind=p.POSITIONAL_ONLY) for p in signature.parameters.values()]
+        signature = inspect.Signature(places)
+    kinds = {name: {s.kinds[name]: None for s in schemas if name in s.kinds} for name in schema.kinds}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}; it takes {signature}") from None
+        for argument, value in bound.arguments.items():
+            if not any(is_of_kind(value, kind) for kind in kinds[argument]):
+                expected = " or ".join(kinds[argument])
+                raise TypeError(f"{name}: argument {argument!r} must be {expected}, found {_describe(value)}")
+        bound.apply_defaults()
+        CALLS[name] += 1
+        try:
+            return function(**{key: value for key, value in bound.arguments.items() if takes_all or key in used})
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    call.schemas, call.__signature__ = schemas, signature
+    return call
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {sorted({type(entry).__name__ for entry in value})}"
+    return "a tensor" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value!r}"
+
+
+def demand(fine: Any, text: str) -> None:
+    """ValueError with `text` unless `fine`: a call that a device refuses, or computes nonsense for."""
+    if not fine:
+        raise ValueError(text)
+
+
+def demand_one_dtype(**tensors: torch.Tensor | None) -> None:
+    """ValueError unless all tensors, given by their arguments' names, are of one dtype; None is left out."""
+    found = {name: x.dtype for name, x in tensors.items() if x is not None}
+    listed = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
+    demand(len(set(found.values())) <= 1, f"arguments must be of one dtype, found {listed}")
+
+
+def demand_int32(**tensors: torch.Tensor | None) -> None:
+    """ValueError unless all tensors, given by their arguments' names, are int32; None is left out."""
+    wrong = [f"{name} {x.dtype}" for name, x in tensors.items() if x is not None and x.dtype != torch.int32]
+    demand(not wrong, f"indices and lengths must be int32, found {', '.join(wrong)}")
+
+
+def demand_defaults(function: str, given: Mapping[str, Any]) -> None:
+    """ValueError unless each argument that the reference of `function` does not use is None or its schema's default."""
+    defaults = {a.name: a.default for schema in read()[function] for a in schema.arguments}
+    wrong = [
+        f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)} (default {defaults[name]!r})"
+        for name, value in given.items()
+        if value is not None and (isinstance(value, torch.Tensor) or value != defaults[name])
+    ]
+    demand(not wrong, f"arguments that are not part of the reference must be left out; found {', '.join(wrong)}")
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in fp32, or in fp64 where it is fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

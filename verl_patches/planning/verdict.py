@@ -1,0 +1,113 @@
+"""How a plan ends: one verdict, and commands that lead on from it. No torch.
+
+Where a layout, a batch or memory does not fit, a search of layouts has been run before it is named, and so has the plan
+of the preset: both work when they are typed.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_patches.config.checks import check_config, check_files
+from verl_patches.config.compose import CONFIGS_DIR, compose, keys_of, model_shape_of
+from verl_patches.errors import ConfigError
+from verl_patches.layout.parallel import world_size
+from verl_patches.planning.memory_plan import exceeding, followed_peaks, host_limit, pinned_bytes
+from verl_patches.planning.search import DIES, NODE_DIES, NoLayout, search
+from verl_patches.planning.step_plan import Workload
+from verl_patches.upstream.checkouts import Trees
+from verl_patches.yaml_files import read_yaml
+
+_PLAN = ("python", "-m", "verl_patches", "plan")
+_PRESETS = "grpo_deepseekv3_*die*.yaml"
+
+
+def conclude(
+    plan: dict[str, Any],
+    config: DictConfig,
+    config_name: str,
+    overrides: Sequence[str],
+    trees: Trees,
+    workload: Workload = Workload(),  # noqa: B008 frozen
+) -> dict[str, Any]:
+    """{verdict, next: [{what, command}]} of a plan (`build_plan`); the first command is the one to type next."""
+    checks = plan["checks"]
+    failed = [check["name"] for check in checks if not check["ok"]]
+    if failed:
+        names = ", ".join(dict.fromkeys(failed))
+        text = f"does not fit: {len(failed)} of {len(checks)} checks failed: {names}"
+        of_files = {"hooks", *(check.name for check in check_files(config, keys_of(overrides)) if not check.ok)}
+        given = [config_name, *trees.option, *workload.option, *overrides]
+        found = [] if set(failed) <= of_files else _ways_on(plan, config, given, workload)
+        named = "it names" if len(failed) == 1 else "they name"
+        return {"verdict": text if found else f"{text}; next: change what {named}", "next": found}
+    text = f"fits: all {len(checks)} checks hold"
+    for check in checks:
+        if check["detail"].startswith("a start is refused"):
+            text += f", but a start is refused: see the note on {check['name']}"
+        elif check["note"] and check["name"] == "host memory":
+            need = plan["memory"]["host"]["node_bytes"] / 2**30
+            text += f"; HOST MEMORY NOT COMPARED: a node needs {need:.0f} GiB (recipe.memory.host_gib)"
+    typed = [each for each in plan["commands"] if "not to be typed" not in each["where"]]
+    text += f"; next: the {len(typed)} commands above" if len(typed) > 1 else "; next: the command above"
+    return {"verdict": text, "next": [{"what": each["where"], "command": each["command"]} for each in typed]}
+
+
+def _ways_on(
+    plan: dict[str, Any], config: DictConfig, given: Sequence[str], workload: Workload
+) -> list[dict[str, str]]:
+    """A search that lists layouts for the dies of the configuration, or for the fewest that do; the nearest preset."""
+    if config.recipe.platform != "npu":
+        return []
+    asked, rows = world_size(config), [row["id"] for row in plan["patches"] if row["on"]]
+    dies = min(max(asked // NODE_DIES * NODE_DIES, DIES.start), DIES.stop // NODE_DIES * NODE_DIES)
+    try:
+        best = search(config, rows, dies, workload)[0]
+        what = f"the fastest layout for {dies} dies takes {best['total_s']:.0f} s a step (modelled)"
+    except NoLayout as error:
+        if error.dies is None:
+            return []
+        what, dies = f"no layout of this model fits on {dies} dies, some do on {error.dies}", error.dies
+    except ConfigError:
+        return []  # every layout is refused for another reason, which a check names
+    found = [{"what": what, "command": shlex.join([*_PLAN, *given, "--search", "--dies", str(dies)])}]
+    preset = nearest_preset(given[0], asked, host_limit(config), rows)
+    if preset is not None:
+        what = f"nearest shipped preset, {preset[1]} dies and {preset[2]} layers"
+        found.append({"what": what, "command": shlex.join([*_PLAN, preset[0]])})
+    return found
+
+
+def nearest_preset(
+    config_name: str, dies: int, host_bytes: int | None, rows: Collection[str]
+) -> tuple[str, int, int] | None:
+    """(name, dies, layers) of the shipped config with the nearest number of dies, at most `dies`, whose plan holds.
+
+    Of equal ones `config_name` is taken. A node of `host_bytes` must hold what its workers pin.
+    """
+    sizes = {path.stem: _dies(path.stem) for path in CONFIGS_DIR.glob(_PRESETS)}
+    for name in sorted(sizes, key=lambda name: (abs(math.log(sizes[name] / dies)), name != config_name, name)):
+        if sizes[name] > dies:
+            continue
+        try:
+            config = compose(name)
+        except ConfigError:
+            continue  # what presets share is no config by itself
+        model = model_shape_of(config)
+        short = exceeding(followed_peaks(config, model, rows)["phases"])
+        pinned = pinned_bytes(config, model, rows)
+        if all(check.ok for check in check_config(config)) and not short and pinned <= (host_bytes or pinned):
+            return name, sizes[name], model.num_hidden_layers
+    return None
+
+
+def _dies(name: str) -> int:
+    """Dies of a shipped config, from its file or the one that its defaults begin with."""
+    content = read_yaml(CONFIGS_DIR / f"{name}.yaml")
+    nodes = content.get("trainer", {}).get("nnodes")
+    return _dies(content["defaults"][0]) if nodes is None else nodes * NODE_DIES
