@@ -49,7 +49,7 @@ def test_what_a_refusal_names_works_when_it_is_pasted(override, dies, preset):
 )
 def test_no_search_is_named_where_no_layout_would_help(override):
     plan = plan_of(NAME, override)
-    assert not plan["ok"] and plan["next"] == [] and plan["verdict"].endswith("next: change what they name")
+    assert not plan["ok"] and plan["next"] == [] and plan["verdict"].endswith("; next: change what it names")
 
 
 def test_the_verdict_is_the_last_that_is_printed():
