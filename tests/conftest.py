@@ -143,7 +143,7 @@ def warm() -> Iterator[Callable[[Mapping[str, str]], dict[str, str]]]:
 
 def python_with_prelude(folder: Path) -> Path:
     """The interpreter of a new environment in `folder`, over this one, whose site-packages have the prelude's .pth."""
-    from verl_patches.patching import install_prelude
+    from verl_patches.boot import install_prelude
 
     subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", folder / "venv"], check=True)
     site = next((folder / "venv" / "lib").glob("python*/site-packages"))

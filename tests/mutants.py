@@ -66,8 +66,8 @@ CHECK = Tests("reshard/test_check.py")
 LAYOUT, SHARDING = Tests("layout/test_parallel.py"), Tests("layout/test_sharding.py")
 SCHEDULE, LEDGER = Tests("memory/test_schedule.py", "not whatever"), Tests("memory/test_ledger.py", "not optimizers")
 SCHEDULER = Tests("memory/test_scheduler.py")
-BATCH, MICRO = Tests("tensor_cache/test_batch_plan.py"), Tests("tensor_cache/test_micro_batches.py", "not torch")
-CACHE = Tests("tensor_cache/test_tensor_cache.py")
+BATCH, MICRO = Tests("batches/test_batch_plan.py"), Tests("batches/test_micro_batches.py", "not torch")
+CACHE = Tests("batches/test_tensor_cache.py")
 BOXES, EQUAL = Tests("rewards/test_maths.py", "closed"), Tests("rewards/test_maths.py", "equal_answers")
 TEX, TYPED = Tests("rewards/test_tex.py"), Tests("rewards/test_answer_text.py")
 YAML = Tests("config/test_yaml_files.py")
@@ -159,40 +159,40 @@ MUTANTS = (
     Mutant("rollout-engine-wakes-what-is-awake", "worker/rollout_engine.py",
            "if tag not in self.awake and (tags is None or tag in tags):", "if tags is None or tag in tags:",
            Tests("memory/test_sleep_mode.py", "what_is_awake")),
-    Mutant("expected-window-of-single-experts", "memory/expected.py",
-           'stacked = setting.train_library == "mindspeed"', "stacked = False", Tests("memory/test_expected.py")),
-    Mutant("activations-router-without-its-mask", "memory/activations.py",
-           "tokens * (5 * experts", "tokens * (4 * experts", Tests("memory/test_activations.py", "256_die")),
+    Mutant("expected-window-of-single-experts", "planning/expected.py",
+           'stacked = setting.train_library == "mindspeed"', "stacked = False", Tests("planning/test_expected.py")),
+    Mutant("activations-router-without-its-mask", "planning/activations.py",
+           "tokens * (5 * experts", "tokens * (4 * experts", Tests("planning/test_activations.py", "256_die")),
     # micro batches
-    Mutant("packing-order-not-inverted", "worker/dynamic_batches.py",
+    Mutant("packing-order-not-inverted", "batches/dynamic_batches.py",
            "torch.tensor(list(chain.from_iterable(self.rows))).argsort()",
-           "torch.tensor(list(chain.from_iterable(self.rows)))", Tests("trainer/test_dynamic_batches.py", "order_of")),
+           "torch.tensor(list(chain.from_iterable(self.rows)))", Tests("batches/test_dynamic_batches.py", "order_of")),
     # tensor cache
-    Mutant("batch-plan-shares-overlap", "tensor_cache/batch_plan.py",
+    Mutant("batch-plan-shares-overlap", "batches/batch_plan.py",
            "range(samples * rank // world, samples * (rank + 1) // world)",
            "range(samples * rank // world, samples * (rank + 1) // world + 1)", BATCH),
-    Mutant("batch-plan-mini-batches-across-shares", "tensor_cache/batch_plan.py",
+    Mutant("batch-plan-mini-batches-across-shares", "batches/batch_plan.py",
            "range(r * share + at, r * share + at + piece)",
            "range(at * replicas + r * piece, at * replicas + (r + 1) * piece)", BATCH),
-    Mutant("micro-short-first", "tensor_cache/batch_plan.py",
+    Mutant("micro-short-first", "batches/batch_plan.py",
            "order = sorted(range(len(units)), key=lambda at: (-tokens[at], at))",
            "order = sorted(range(len(units)), key=lambda at: (tokens[at], at))", MICRO),
-    Mutant("micro-longest-to-the-first-replica", "tensor_cache/batch_plan.py",
+    Mutant("micro-longest-to-the-first-replica", "batches/batch_plan.py",
            "key=lambda replica: (totals[replica], replica)", "key=lambda replica: replica", MICRO),
-    Mutant("micro-bins-unsorted", "tensor_cache/batch_plan.py",
+    Mutant("micro-bins-unsorted", "batches/batch_plan.py",
            "return sorted(bins, key=lambda each: -sum(costs[at] for at in each))", "return bins", MICRO),
-    Mutant("micro-empty-bins", "tensor_cache/batch_plan.py",
+    Mutant("micro-empty-bins", "batches/batch_plan.py",
            "(total + costs[at], held + 1, number)", "(total + costs[at], held, number)", MICRO),
-    Mutant("exchange-any-step", "tensor_cache/exchange.py",
+    Mutant("exchange-any-step", "batches/exchange.py",
            "repr((plan.digest, step, [", "repr((plan.digest, [",
-           Tests("tensor_cache/test_redistribute.py", "odd_rank")),
-    Mutant("cache-open-after-an-error", "tensor_cache/cache.py",
+           Tests("batches/test_redistribute.py", "odd_rank")),
+    Mutant("cache-open-after-an-error", "batches/cache.py",
            "        except BaseException:\n            self.close()\n", "        except BaseException:\n", CACHE),
-    Mutant("cache-any-step", "tensor_cache/cache.py",
+    Mutant("cache-any-step", "batches/cache.py",
            "if self._step != step:", "if self._step is None:", CACHE),
-    Mutant("ragged-mask-with-a-hole", "tensor_cache/exchange.py",
+    Mutant("ragged-mask-with-a-hole", "batches/exchange.py",
            "if not torch.equal(keep, mask_of(lengths, keep.shape[1], left=left, device=keep.device)):",
-           "if keep.shape[1] < max(lengths, default=0):", Tests("tensor_cache/test_ragged.py")),
+           "if keep.shape[1] < max(lengths, default=0):", Tests("batches/test_ragged.py")),
     # rewards
     Mutant("maths-box-in-a-box", "rewards/maths.py",
            "content = None if nested else tail[start : token.start()].strip()",

@@ -5,13 +5,13 @@
 Prints JSON: a list of figures, each with `value`, `bound` (null: reported only) and `peer` (other ways in the
 same run). Exits 1 where a bound is missed. verl's real RayWorkerGroup, Megatron dispatch and DataProto; the workers
 answer with what verl's would (shapes and dtypes), without a model. 512 prompts x 16 responses, prompt <= 1024 and
-response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/tensor_cache/lengths.py). Ways of sending:
+response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/batches/lengths.py). Ways of sending:
 
     copy a worker    each worker's batch serialised in its own call: verl 54c9b736; 0.4.0 for what is not Megatron's
     own dispatch     the imported verl's: 0.4.0 puts a Megatron batch into Ray's store once a DP rank. With
                      PYTHONPATH=<verl 54c9b736> it is that one's
     put once         row dispatch.put_once under a copy a worker
-    ours             row dispatch.put_once, and recipe.tensor_cache.enabled (trainer/tensor_cache.py)
+    ours             row dispatch.put_once, and recipe.tensor_cache.enabled (batches/cached_step.py)
 
 bytes   256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray serialises for calls (`sent`) and for their
         answers, which the controller fetches from every worker (`back`), counted in its serialiser. `ours` and
@@ -49,11 +49,11 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayWorkerGroup
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from tests.tensor_cache.lengths import PROMPT, RESPONSE, lognormal_lengths
-from tests.tensor_cache.logical_group import LogicalGroup, Serialised, group_of
-from verl_patches.tensor_cache.exchange import Ragged, model_inputs
+from tests.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
+from tests.batches.logical_group import LogicalGroup, Serialised, group_of
+from verl_patches.batches.cached_step import CachedStep, TensorCacheStages
+from verl_patches.batches.exchange import Ragged, model_inputs
 from verl_patches.trainer.dispatch import put_before_calling
-from verl_patches.trainer.tensor_cache import CachedStep, TensorCacheStages
 from verl_patches.trainer.worker_starts import record_starts, start_skew, take_starts
 
 PROMPTS, EACH, WORLD, VOCABULARY = 512, 16, 256, 129_280
@@ -131,7 +131,7 @@ class Host:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_stage(self, stage, step, told=None):
-        """worker/tensor_cache_stages.py, answers of every stage."""
+        """batches/cached_stages.py, answers of every stage."""
         if stage == "generate":
             prompt, response = self._ids(len(self.lengths[0]) // WORLD, self._held(stage))
             return {

@@ -4,7 +4,7 @@
 
 Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
 `peer` (other ways on the same lengths, in the same run). Exits 1 where a bound is exceeded. 512 prompts x 16 responses,
-prompt <= 1024 and response <= 3072 tokens, lengths lognormal (tests/tensor_cache/lengths.py); figures are the worst of
+prompt <= 1024 and response <= 3072 tokens, lengths lognormal (tests/batches/lengths.py); figures are the worst of
 three seeds. A value is sum(max over replicas) / sum(mean over replicas) of the tokens of each micro batch: 1 is equal.
 
 Peers: verl's arrival order; verl's trainer.balance_batch (partitions of equal size and near-equal sum, one a worker of
@@ -24,9 +24,8 @@ from report import figure, print_report
 from tqdm import tqdm
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from tests.tensor_cache.lengths import lognormal_lengths
-from verl_patches.layout.parallel import parse_layout
-from verl_patches.tensor_cache.batch_plan import (
+from tests.batches.lengths import lognormal_lengths
+from verl_patches.batches.batch_plan import (
     Replicas,
     arrival,
     balanced,
@@ -36,6 +35,7 @@ from verl_patches.tensor_cache.batch_plan import (
     steps_cost,
     train_replicas,
 )
+from verl_patches.layout.parallel import parse_layout
 
 SAMPLES, WORLD, BUDGET = 512 * 16, 256, 8192
 TRAIN = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"

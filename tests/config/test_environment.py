@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from verl_patches.boot.install_prelude import LINE
 from verl_patches.config import environment
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import derive, process_environment, worker_environment
 from verl_patches.patching.contract import installed_root
-from verl_patches.patching.install_prelude import LINE
 from verl_patches.upstream.pins import load_pins
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_random_init"

@@ -32,7 +32,7 @@ NOT_WORTH = [
     "interrupted by SIGINT",
     "still running after 60 s (recipe.timeouts.wall_s)",
     "rank 1 (pid 5 on h) in step 3: ValueError: expected 2, found 3",
-    "verl_patches.trainer.truth_check.WeightSyncError: step 3: differ",
+    "verl_patches.log_probs.truth_check.WeightSyncError: step 3: differ",
     "AlarmError: step 3: alarm nan: NaN or infinite: actor/pg_loss",
     "torch.OutOfMemoryError: NPU out of memory. Tried to allocate 2.00 GiB",
     "the driver exited with 1; its log shows no error",

@@ -12,8 +12,8 @@ from tests.memory.test_schedule import moves_of_a_step
 from verl_patches.evaluation.plots import memory_figure
 from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.memory.expected import Setting, group_bytes, padding_bytes
 from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency, staying
+from verl_patches.planning.expected import Setting, group_bytes, padding_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STRICT = ("--steps", "2", "recipe.memory.ledger=strict", *OFFLOAD)

@@ -199,5 +199,5 @@ def test_the_drivers_figure_is_measured_too(monkeypatch):
 
 def test_torch_is_not_imported(run_python):
     assert memory_of_process("cpu")()["rss"] > 1e6
-    code = "import sys, verl_patches.memory.ledger, verl_patches.memory.expected; sys.exit('torch' in sys.modules)"
+    code = "import sys, verl_patches.memory.ledger, verl_patches.planning.expected; sys.exit('torch' in sys.modules)"
     run_python(code).check()

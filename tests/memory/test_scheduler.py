@@ -188,7 +188,7 @@ def test_a_second_generation_and_a_step_without_an_update(made):
     for phase in "reshard wake_kv rollout sleep old_log_prob ref".split():
         scheduler.begin(phase)
     scheduler.end()
-    handlers["tensor_cache"].free()  # closed at the end of the step (trainer/tensor_cache.py, end_step)
+    handlers["tensor_cache"].free()  # closed at the end of the step (batches/cached_step.py, end_step)
     log.clear()
     step(scheduler)
     assert "load actor_params" in log and log.index("offload actor_params") < log.index("alloc kv_cache")

@@ -27,8 +27,8 @@ torch.npu.set_device(0)
 done("set_device")
 """
 WORKER = """
-from verl_patches.trainer import ray_start
-ray_start.prelude_then(None)()
+from verl_patches.boot.worker_settings import prelude_then
+prelude_then(None)()
 done("set-up hook")
 if ORDER == "as Ray":
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "5"
@@ -39,8 +39,8 @@ import torch
 found["devices"] = torch.npu.device_count()
 """
 EARLY = """
-from verl_patches.trainer import ray_start
-ray_start.prelude_then("torch_npu.npu.is_available")()
+from verl_patches.boot.worker_settings import prelude_then
+prelude_then("torch_npu.npu.is_available")()
 """
 
 

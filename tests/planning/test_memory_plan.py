@@ -6,8 +6,8 @@ from omegaconf import OmegaConf
 
 from verl_patches.cli.output import memory_rows, other_memory_rows
 from verl_patches.config.compose import compose, model_shape_of
-from verl_patches.memory.expected import A3_SEEN_BYTES
 from verl_patches.planning import memory_plan as memory_plan_module
+from verl_patches.planning.expected import A3_SEEN_BYTES
 from verl_patches.planning.memory_plan import exceeding, followed_peaks, host_limit, memory_plan, settings_that_fit
 
 pytestmark = pytest.mark.slow

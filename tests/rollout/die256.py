@@ -208,7 +208,7 @@ def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
 
 def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
     """What is generated with the weights of `model`, with those of `other` after a sync, and with the first again."""
-    from verl_patches.worker.expert_load import of_rollout
+    from verl_patches.replay.expert_load import of_rollout
 
     config, made = start(model, "grpo_deepseekv3_256die_true_weight", overrides)
     load = of_rollout(worker_of(made).model_runner.model)
@@ -240,7 +240,7 @@ def random_init(model: str, overrides: list[str]) -> dict[str, Any]:
     """What is generated with balanced routing: another model, so only what holds for any."""
     config, made = start(model, "grpo_deepseekv3_256die_random_init", overrides)
     read = options_read(made)
-    from verl_patches.worker.expert_load import of_rollout
+    from verl_patches.replay.expert_load import of_rollout
 
     counted = of_rollout(worker_of(made).model_runner.model)
     loads, seen = loads_of_experts(), batches_of(made)

@@ -17,9 +17,11 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.utils.tracking import Tracking
 
+from verl_patches.batches import cached_stages
+from verl_patches.log_probs import on_policy_update
 from verl_patches.patching.row import subclass_of
 from verl_patches.trainer import dispatch, run, worker_starts
-from verl_patches.worker import on_policy_update, recipe_worker, tensor_cache_stages
+from verl_patches.worker import recipe_worker
 from verl_patches.worker import sharding as sharding_manager
 from verl_patches.worker.context import context
 
@@ -53,7 +55,7 @@ def log_reaches_the_run():
 
 def actor_splits_as_planned():
     batch = tensordict.TensorDict({"attention_mask": torch.ones(3, 2, dtype=torch.int64)}, [3])
-    with tensor_cache_stages.following([[[2], [0, 1]]], [2, 2, 2]):
+    with cached_stages.following([[[2], [0, 1]]], [2, 2, 2]):
         return megatron_actor.rearrange_micro_batches(batch=batch, max_token_len=100)[1] == [[2], [0, 1]]
 
 

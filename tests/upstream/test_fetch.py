@@ -6,10 +6,10 @@ import threading
 import pytest
 
 from tests.upstream.small_upstream import NOWHERE, WORKER, WORKER_TEXT, commit, git, line_of, no_rows, run
+from verl_patches.boot.install_prelude import LINE
 from verl_patches.cli import contract
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.contract import PACKAGES
-from verl_patches.patching.install_prelude import LINE
 from verl_patches.patching.report import Finding, Report
 from verl_patches.upstream import checkouts
 from verl_patches.upstream import fetch as fetch_module

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install, line_of
+from verl_patches.boot.install_prelude import LINE
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.patching.contract import installed_root
-from verl_patches.patching.install_prelude import LINE
 from verl_patches.upstream.checkouts import Trees, trees_of
 from verl_patches.upstream.modified import (
     record_changes,

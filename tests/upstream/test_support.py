@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from verl_patches.boot.install_prelude import LINE
 from verl_patches.cli import run
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
 from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
-from verl_patches.patching.install_prelude import LINE
 from verl_patches.upstream.checkouts import verl_config_dir
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import refused_keys, shell_findings

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches.boot.install_prelude import PLACES
 from verl_patches.cli.output import Json, print_json, say, table
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath
 from verl_patches.config import hooks
@@ -23,7 +24,6 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting
 from verl_patches.model.mindspeed.arguments import explain as explain_engine
-from verl_patches.patching.install_prelude import PLACES
 from verl_patches.reshard.check import check_plan, figures, path_of
 from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
 from verl_patches.upstream.checkouts import LINE, trees_of, verl_check

@@ -15,9 +15,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from verl_patches.boot.install_prelude import PLACES
 from verl_patches.catalog import rows_of
 from verl_patches.layout.parallel import world_size
-from verl_patches.patching.install_prelude import PLACES
 from verl_patches.patching.report import NOT_RUN, Report
 from verl_patches.planning.plan import build_plan
 from verl_patches.planning.step_plan import Workload

@@ -11,15 +11,15 @@ from typing import Annotated, NoReturn
 import typer
 
 from verl_patches import catalog
+from verl_patches.boot import install_prelude
+from verl_patches.boot.install_prelude import PLACES
 from verl_patches.cli.live import show_live
 from verl_patches.cli.output import Json, print_json, say, table
 from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.record import find_run, read_summary
-from verl_patches.patching import install_prelude
 from verl_patches.patching.contract import installed_root
 from verl_patches.patching.engine import Engine
-from verl_patches.patching.install_prelude import PLACES
 from verl_patches.patching.report import WRONG, count_by_process
 from verl_patches.patching.spec import LINES
 from verl_patches.patching.switches import VARIABLE, Switches, from_environment, parse

@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from verl_patches.batches import limits
 from verl_patches.config import ascend, files, hccl, profile, watch
 from verl_patches.config.compose import (
     graph_arguments,
@@ -32,12 +33,11 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.log_probs import on_policy, truth_check
+from verl_patches.log_probs.of_rollout import CHECK_TOKENS
 from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.model.mindspeed.arguments import ONLY
 from verl_patches.reshard.blocks import Block, make_blocks
-from verl_patches.rollout.log_probs import CHECK_TOKENS
-from verl_patches.tensor_cache import limits
-from verl_patches.trainer import on_policy, truth_check
 from verl_patches.upstream.checkouts import LINE, Trees
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 from verl_patches.values import Count, Positive, value_faults

@@ -40,13 +40,13 @@ class Train:
     whole experts over TP x EP ranks: expert_model_parallel_size counts all of them, and expert_tensor_parallel_size
     is 1 (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
-    left out. Refused unless the update is one mini batch and one epoch (trainer/on_policy.py).
+    left out. Refused unless the update is one mini batch and one epoch (log_probs/on_policy.py).
     use_remove_padding: the sequences of a micro batch are packed one after the other, without padding. false pads them
-    to the longest, for comparison: the same gradients at more work (worker/packed_forward.py). verl's Megatron actor
+    to the longest, for comparison: the same gradients at more work (batches/packed_forward.py). verl's Megatron actor
     always packs, and line pypi with it.
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
     selects them again, even though the router's weights have changed since. null: each pass routes by itself
-    (model/routing_replay.py).
+    (replay/routing_replay.py).
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
@@ -221,7 +221,7 @@ class TensorCache:
 
     enabled: keep what rollout, log-prob and reference produce on the workers, in the order of the update. The trainer
     receives lengths and unpadded ids, and returns advantages. With trainer.balance_batch the micro batches of all
-    train replicas have about equal lengths, in the same mini batches (tensor_cache/batch_plan.py); with use_dynamic_bsz
+    train replicas have about equal lengths, in the same mini batches (batches/batch_plan.py); with use_dynamic_bsz
     they are packed within the token budget. Without balance_batch micro batches are verl's.
     """
 

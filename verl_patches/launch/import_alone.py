@@ -13,6 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_patches.batches import limits
+from verl_patches.boot.worker_settings import send_settings
 from verl_patches.config.checks import fault_of_experts
 from verl_patches.config.compose import model_changes, output_root
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
@@ -21,12 +23,10 @@ from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.launch.run_folder import id_without_launcher
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
+from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
-from verl_patches.tensor_cache import limits
-from verl_patches.trainer import on_policy, truth_check
 from verl_patches.trainer.ray_start import unless_start_fails
-from verl_patches.trainer.worker_settings import send_settings
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.modified import files_text, refuse_modified
 from verl_patches.upstream.support import refusal, refused_keys

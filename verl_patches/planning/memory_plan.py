@@ -1,6 +1,6 @@
 """The memory of a run as plain data: the worst die of each phase, the fullest node, and the settings that fit a die.
 
-Everything is modelled: memory/expected.py (groups), memory/activations.py and memory/beside.py (terms beside them).
+Everything is modelled: planning/expected.py (groups), planning/activations.py and planning/other_memory.py (the rest).
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from verl_patches.config.compose import graph_arguments, rollout_library
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
-from verl_patches.memory.activations import UNBALANCED, Passes
-from verl_patches.memory.beside import host_bytes
-from verl_patches.memory.expected import A3_SEEN_BYTES, Alike, Setting, group_bytes, peaks, phase_peak, simulated
 from verl_patches.memory.schedule import (
     SCHEDULE,
     VERL,
@@ -34,6 +31,9 @@ from verl_patches.memory.schedule import (
     staying,
     switches_of,
 )
+from verl_patches.planning.activations import UNBALANCED, Passes
+from verl_patches.planning.expected import A3_SEEN_BYTES, Alike, Setting, group_bytes, peaks, phase_peak, simulated
+from verl_patches.planning.other_memory import host_bytes
 from verl_patches.upstream.checkouts import LINE
 
 DEVICES = Path("/dev")

@@ -26,9 +26,9 @@ from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout, train_layout_of
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
-from verl_patches.memory.activations import Passes, update_bytes
-from verl_patches.memory.expected import A3_SEEN_BYTES
+from verl_patches.planning.activations import Passes, update_bytes
 from verl_patches.planning.calibration import FITTED
+from verl_patches.planning.expected import A3_SEEN_BYTES
 from verl_patches.planning.memory_plan import exceeding, host_limit, passes_of, pinned_bytes, settings_that_fit
 from verl_patches.planning.plan import engine_checks
 from verl_patches.planning.step_model import (

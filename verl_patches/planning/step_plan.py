@@ -18,9 +18,9 @@ from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
-from verl_patches.memory.expected import Setting, group_bytes
 from verl_patches.memory.schedule import Moment, Schedule, direct_sync, simulate
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
+from verl_patches.planning.expected import Setting, group_bytes
 from verl_patches.planning.memory_plan import followed_schedule
 from verl_patches.planning.step_model import (
     DP_SYNC_S,

@@ -10,7 +10,7 @@ from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import world_size
-from verl_patches.trainer.on_policy import needs_old_log_probs
+from verl_patches.log_probs.on_policy import needs_old_log_probs
 
 
 class Rates:

@@ -1,70 +1,19 @@
-"""Ray for one run: the set-up hook of worker processes, and errors of actors that could not start or have died.
-
-Order in a Ray worker (2.42.1): default_worker.py runs the set-up hook before the worker knows its resources. Then the
-first task or the actor's creation arrives, Ray sets ASCEND_RT_VISIBLE_DEVICES to the ids that it gave, and only then it
-loads the actor's class, which imports verl. `import verl` queries the device runtime, which fixes the visible
-devices (verl/utils/device.py calls torch.npu.is_available()). So the hook runs the prelude, which imports neither torch
-nor verl, and imports of torch_npu (MindSpeed) wait for `import verl`.
-"""
+"""Ray for one run: its start with the chained hooks, and errors of actors that could not start or have died."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl_patches.patching import hooks
-from verl_patches.platform.npu import refuse_early_device_runtime
-from verl_patches.trainer.worker_settings import VERLS_WORKERS
+from verl_patches.boot.worker_settings import prelude_then
 
 HOOK = "worker_process_setup_hook"
 LOOK_S = 1.0
 DEAD_AFTER_S = 30.0  # Ray answers for a dead actor at once, on a busy node after some seconds
 # python/ray/_raylet.pyx appends it to the traceback of an error outside of an actor's own methods
 _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
-
-
-def prelude_then(
-    user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None, network: Mapping[str, Any] | None = None
-) -> Callable[[], None]:
-    """The function that each Ray worker process runs first; a user's hook is a callable or "package.module.function".
-
-    `engine`: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
-    `network`: arguments of platform/npu/__init__.py's set_interface, None where it needs no choice.
-    """
-
-    def prelude_hook() -> None:
-        importlib.import_module("verl_patches.prelude_patch")
-        if network is not None:
-            importlib.import_module("verl_patches.platform.npu").set_interface(**network)
-        is_worker = os.environ.keys() >= VERLS_WORKERS
-        if engine is not None and is_worker:
-            prepare_with_verl(engine)
-        hook = user_hook
-        if isinstance(hook, str):
-            module, _, name = hook.rpartition(".")
-            hook = getattr(importlib.import_module(module), name)
-        if hook is not None:
-            hook()
-        if is_worker:
-            refuse_early_device_runtime()
-
-    return prelude_hook  # Ray requires a function with a name, not a partial
-
-
-def prepare_with_verl(engine: Mapping[str, Any]) -> None:
-    """Prepare line a3's engine when this process imports verl: the die is visible, Megatron is not imported.
-
-    Errors of `model.mindspeed.start.prepare` become errors of the import of verl.
-    """
-
-    def prepare(_: Any) -> None:
-        importlib.import_module("verl_patches.model.mindspeed.start").prepare(engine)
-
-    hooks.after_import("verl", prepare)
 
 
 def runtime_env(

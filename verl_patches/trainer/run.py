@@ -14,14 +14,15 @@ from typing import Any
 
 from verl_patches.errors import place_in
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
+from verl_patches.log_probs import rollout_correction, truth_check
+from verl_patches.log_probs.on_policy import correction_of
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.patching import engine
 from verl_patches.platform import emulation
-from verl_patches.trainer import alarms, rollout_correction, skipped_steps, truth_check
+from verl_patches.trainer import alarms, skipped_steps
 from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
-from verl_patches.trainer.on_policy import correction_of
 from verl_patches.trainer.rates import Rates, metrics_of, profile_of_step, said_of_profile
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.summary import (

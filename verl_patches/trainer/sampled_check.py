@@ -2,7 +2,7 @@
 
     trainer    SampledCheck            every N steps, from the first on: requests samples along with the step's rollout,
                                        then has the actor compute log-probs of them
-    worker     rollout/log_probs.py    samples once more while vLLM is awake, after the step's responses
+    worker     log_probs/of_rollout.py    samples once more while vLLM is awake, after the step's responses
                take_checked            returns the samples
 
 No second weight sync, and the step's responses, rewards and update are those of a run without the check. The actor's
@@ -18,10 +18,10 @@ import torch
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 
+from verl_patches.batches.exchange import Ragged, model_inputs, to_padded
 from verl_patches.layout.parallel import train_layout_of
-from verl_patches.rollout.log_probs import CHECK
-from verl_patches.tensor_cache.exchange import Ragged, model_inputs, to_padded
-from verl_patches.trainer import rollout_correction, truth_check
+from verl_patches.log_probs import rollout_correction, truth_check
+from verl_patches.log_probs.of_rollout import CHECK
 
 
 class SampledCheck:

@@ -6,7 +6,7 @@
     update_actor
     end_step                what the step leaves for its record
 
-With recipe.tensor_cache these calls go to trainer/tensor_cache.py, which sends the workers what they do not have yet;
+With recipe.tensor_cache these calls go to batches/cached_step.py, which sends the workers what they do not have yet;
 without it they are verl's own. worker/recipe_worker.py is the other end.
 """
 
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from verl import DataProto
 
+from verl_patches.batches.cached_step import SAMPLE, TensorCacheStages
+from verl_patches.log_probs.truth_check import not_compared
 from verl_patches.patching.engine import is_on
 from verl_patches.trainer.recording import find_recording, load_step, save_step
 from verl_patches.trainer.sampled_check import SampledCheck
-from verl_patches.trainer.tensor_cache import SAMPLE, TensorCacheStages
-from verl_patches.trainer.truth_check import not_compared
 from verl_patches.watch import heartbeat
 from verl_patches.watch.bounds import VALIDATE
 

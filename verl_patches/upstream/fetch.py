@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from verl_patches.boot import install_prelude
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.patching import install_prelude
 from verl_patches.patching.report import Finding, Report
 from verl_patches.processes import lock_file
 from verl_patches.upstream.checkouts import git

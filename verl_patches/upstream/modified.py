@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 
 from omegaconf import DictConfig
 
+from verl_patches.boot import install_prelude
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.patching import install_prelude
 from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding
 from verl_patches.upstream.checkouts import FETCH, Trees, git

@@ -29,32 +29,32 @@ from typing import Any
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
 
+from verl_patches.batches.cached_stages import CachedBatch, cached_batch
+from verl_patches.batches.dynamic_batches import stage_budget
+from verl_patches.batches.limits import token_budget
+from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
+from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.memory import counters
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.model.megatron import DTYPES
-from verl_patches.model.routing_replay import RoutingReplay
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.platform import as_npu, emulation
+from verl_patches.replay.expert_load import ExpertLoad, of_rollout, of_training
+from verl_patches.replay.routing_replay import RoutingReplay
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
-from verl_patches.tensor_cache.limits import token_budget
 from verl_patches.trainer.worker_starts import take_starts
 from verl_patches.watch import heartbeat
 from verl_patches.watch.bounds import START
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
-from verl_patches.worker.dynamic_batches import stage_budget
-from verl_patches.worker.expert_load import ExpertLoad, of_rollout, of_training
 from verl_patches.worker.memory import WorkerMemory, device_type
-from verl_patches.worker.on_policy_update import OnPolicyUpdate
-from verl_patches.worker.packed_forward import pads_sequences
 from verl_patches.worker.sharding import RecipeShardingManager
 from verl_patches.worker.step_guard import StepGuard
-from verl_patches.worker.tensor_cache_stages import CachedBatch, cached_batch
 
 
 class RecipeWorker:
@@ -182,7 +182,7 @@ class RecipeWorker:
         return output
 
     def _micro_batches(self, stage: str) -> AbstractContextManager[None]:
-        """Line a3: dynamic micro batches of `stage` where its switch is on (worker/dynamic_batches.py)."""
+        """Line a3: dynamic micro batches of `stage` where its switch is on (batches/dynamic_batches.py)."""
         ours = self.recipe is not None and is_on("update.dynamic_batches")
         a3 = ours or (self.recipe is not None and self.recipe.line == "a3")  # verl 0.4.0 has dynamic batches of its own
         budget = token_budget(self.config, stage) if a3 else None
@@ -195,7 +195,7 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_stage(self, stage: str, step: int, payload: Mapping[str, Any] | None = None) -> Any:
-        """One stage of `step` on cached tensors: worker/tensor_cache_stages.py."""
+        """One stage of `step` on cached tensors: batches/cached_stages.py."""
         if cached_batch.value is None:
             cached_batch.value = CachedBatch(device_type(self.recipe.platform), context().ledger)
         return cached_batch.value.run(self, stage, step, payload)
@@ -272,6 +272,6 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_checked(self) -> dict[str, Any] | None:
-        """Samples of this replica for the truth check (rollout/log_probs.py), from its first rank; None elsewhere."""
+        """Samples of this replica for trainer/sampled_check.py, from its first rank; None elsewhere."""
         checked = self.rollout.__dict__.pop("checked")
         return None if dist.get_rank() % self.config.rollout.tensor_model_parallel_size else checked

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_patches.batches.cached_stages import cached_batch
 from verl_patches.memory.counters import timed
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.weight_sync import Settings, WorkerReshard
 from verl_patches.worker.context import context
-from verl_patches.worker.tensor_cache_stages import cached_batch
 
 
 class RecipeShardingManager:

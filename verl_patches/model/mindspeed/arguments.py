@@ -326,7 +326,7 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "layers_per_stage", "convert", _layers, "uneven PP; null splits evenly"),
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
     Key(_R + "routing_replay", "ours", None, "experts of an earlier pass are selected again", None),
-    Key(_R + "use_remove_padding", "convert", _packing, "sequences are packed (worker/packed_forward.py)", True),
+    Key(_R + "use_remove_padding", "convert", _packing, "sequences are packed (batches/packed_forward.py)", True),
     Key(_R + "skip_old_log_prob", "ours", None, "the update's own log-probs are the old ones", False),
     Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),

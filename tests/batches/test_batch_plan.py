@@ -1,0 +1,78 @@
+"""The batch plan: every sample once, verl's mini batches, and sends that equal receives."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+
+from tests.batches.lengths import lognormal_lengths
+from tests.batches.strategies import steps
+from verl_patches.batches.batch_plan import plan_batch, train_replicas
+from verl_patches.errors import ConfigError
+from verl_patches.layout.parallel import parse_layout
+
+
+@given(arguments=steps())
+def test_every_sample_is_placed_once_in_the_mini_batch_that_verl_gives_it(arguments):
+    plan, again = plan_batch(**arguments), plan_batch(**arguments)
+    assert (plan, plan.digest) == (again, again.digest)
+    samples, replicas = len(arguments["lengths"]), max(arguments["replica_of"]) + 1
+    assert sorted(itertools.chain(*plan.placed)) == list(range(samples))
+    assert len({len(placed) for placed in plan.placed}) == 1
+    assert len({tuple(map(len, minis)) for minis in plan.schedule}) == 1  # as many micro batches on every replica
+    local, mini = samples // replicas, arguments["mini_batch_size"] // replicas
+    for number, of_replicas in enumerate(zip(*plan.schedule, strict=True)):
+        expected = {r * local + number * mini + i for r in range(replicas) for i in range(mini)}
+        assert {s for one in of_replicas for micro in one for s in micro} == expected
+
+
+@given(arguments=steps())
+def test_a_rank_sends_the_samples_that_its_peer_expects(arguments):
+    plan, world = plan_batch(**arguments), len(arguments["replica_of"])
+    assert [s for held in plan.held for s in held] == list(range(len(arguments["lengths"])))
+    sends, receives = ([way(rank) for rank in range(world)] for way in (plan.sends, plan.receives))
+    for a, b in itertools.product(range(world), repeat=2):
+        assert sends[a][b] == receives[b][a] and set(sends[a][b]) <= set(plan.held[a])
+    for rank in range(world):
+        assert sorted(itertools.chain(*receives[rank])) == sorted(plan.placed[plan.replica_of[rank]])
+
+
+def test_without_balance_each_replica_computes_its_own_share_in_order():
+    plan = plan_batch([0], [1] * 12, mini_batch_size=6, micro_batch_size=2, balance=False)
+    assert plan.schedule == ((((0, 1), (2, 3), (4, 5)), ((6, 7), (8, 9), (10, 11))),)
+    two = plan_batch([0, 1], [1] * 8, mini_batch_size=4, micro_batch_size=1, balance=False)
+    assert two.placed == ((0, 1, 2, 3), (4, 5, 6, 7)) and two.schedule[1] == (((4,), (5,)), ((6,), (7,)))
+
+
+def test_only_token_mean_keeps_micro_batches_of_arrival_order_together():
+    fits = dict(replica_of=[0, 1], lengths=[1, 9, 2, 8, 3, 7, 4, 6], mini_batch_size=8)
+    pairs = {micro for minis in plan_batch(**fits, micro_batch_size=2).schedule for mini in minis for micro in mini}
+    assert pairs == {(0, 1), (2, 3), (4, 5), (6, 7)}
+    for mode in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
+        assert plan_batch(**fits, micro_batch_size=2, loss_agg_mode=mode).schedule[0][0][0] == (1, 7)
+
+
+def test_the_256_die_step():
+    replica_of = train_replicas(parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"))
+    lengths = lognormal_lengths(512 * 16, 0.55, seed=5)
+    plan = plan_batch(replica_of, lengths, mini_batch_size=512 * 16, micro_batch_size=1)
+    assert len(plan.schedule) == 8 and len(plan.schedule[0][0]) == 1024
+    most, equal = plan.tokens(lengths)
+    assert most / equal <= 1.02
+    assert sum(map(len, plan.sends(17))) == 32 * 32  # each of its 32 samples goes to the 32 ranks of one replica
+    assert sum(map(len, plan.receives(17))) == 1024
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (dict(micro_batch_size=None), "micro_batch_size or token_budget"),
+    (dict(token_budget=9), "micro_batch_size or token_budget"),
+    (dict(mini_batch_size=5), "8 samples in mini batches of 5 over 2 train replicas"),
+    (dict(mini_batch_size=1), "mini batches of 1 over 2"),
+    (dict(micro_batch_size=3), "multiples of the micro batch size 3"),
+    (dict(replica_of=[0, 2]), r"train replicas are \[0, 2\]"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(change, says):
+    fits = dict(replica_of=[0, 1], lengths=[1] * 8, mini_batch_size=4, micro_batch_size=1)
+    plan_batch(**fits)
+    with pytest.raises(ConfigError, match=says):
+        plan_batch(**fits | change)

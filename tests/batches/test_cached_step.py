@@ -1,0 +1,300 @@
+"""Tensors that stay on the workers: what the trainer sends and gets instead, and which configurations are refused."""
+
+import copy
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
+
+from verl_patches.batches import cached_stages, cached_step, limits
+from verl_patches.batches.cached_stages import padded_prompts
+from verl_patches.batches.cached_step import CachedStep, TensorCacheStages
+from verl_patches.batches.exchange import Ragged, mask_of, to_padded
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+
+TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
+ON, ROLLOUT, REF = "recipe.tensor_cache.enabled=true", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+ACTOR, DYNAMIC, LONGEST = "actor_rollout_ref.actor", "use_dynamic_bsz", 272
+LENGTHS, WIDTH = (2, 3, 1, 3), 3
+PLACED, ORDER = ((2, 0), (3, 1)), [1, 3, 2, 0]  # samples of two replicas; the trainer's order
+BUDGETS = {  # switch of a dynamic batch size: its budget
+    f"{ACTOR}.{DYNAMIC}": f"{ACTOR}.ppo_max_token_len_per_gpu",
+    f"{ROLLOUT}.log_prob_{DYNAMIC}": f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    f"{REF}.log_prob_{DYNAMIC}": f"{REF}.log_prob_max_token_len_per_gpu",
+}
+ALL_LONGEST = [f"{budget}={LONGEST}" for budget in BUDGETS.values()]
+
+
+@pytest.fixture(scope="module")
+def refused():
+    """refused(*overrides) -> reasons; one configuration is composed, overrides are set in it."""
+    composed = compose(TINY, [])
+
+    def find(*overrides):
+        config = copy.deepcopy(composed)
+        for override in overrides:
+            key, value = override.split("=")
+            OmegaConf.update(config, key.lstrip("+"), yaml.safe_load(value), force_add=key.startswith("+"))
+        return [*limits.faults(config), *limits.budget_faults(config)]
+
+    return find
+
+
+SHUFFLE = f"{ACTOR}.shuffle=true", f"{ACTOR}.data_loader_seed=1"
+
+
+def of_check(name, *overrides):
+    return [c.detail for c in check_config(compose(name, overrides)) if c.name == "tensor cache"]
+
+
+def test_the_check_of_a_configuration_has_the_reasons():
+    assert of_check(TINY, ON) == of_check(LARGE, ON) == of_check(TINY, *SHUFFLE) == []
+    assert "shuffle is true" in of_check(TINY, ON, *SHUFFLE)[0]
+
+
+ESTIMATORS = "grpo remax rloo reinforce_plus_plus reinforce_plus_plus_baseline opo grpo_passk".split()
+SERVED = [  # sequences are always packed: verl's Megatron actor has no other way at either pin
+    f"{ROLLOUT}.n=1 algorithm.adv_estimator=reinforce_plus_plus",
+    f"{ROLLOUT}.n=8",
+    f"{ACTOR}.ppo_mini_batch_size=2",
+    f"{ACTOR}.ppo_epochs=3",
+    f"{ACTOR}.use_kl_loss=true",
+    f"{ACTOR}.use_kl_loss=false algorithm.use_kl_in_reward=true",
+    f"{ACTOR}.use_kl_loss=true algorithm.use_kl_in_reward=true",
+    f"{ACTOR}.use_kl_loss=false",
+    *(f"algorithm.adv_estimator={name}" for name in ESTIMATORS),
+    "trainer.balance_batch=false",
+    "trainer.balance_batch=true",
+    f"{ACTOR}.{DYNAMIC}=true",
+    f"{ACTOR}.{DYNAMIC}=true {ROLLOUT}.log_prob_{DYNAMIC}=false {REF}.log_prob_{DYNAMIC}=false",
+    *(" ".join([f"{switch}=true", *ALL_LONGEST]) for switch in BUDGETS),
+    "recipe.train.skip_old_log_prob=true",
+    "recipe.rollout_correction.rollout_is=token",
+    f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    "trainer.val_before_train=true trainer.test_freq=1",
+    "trainer.critic_warmup=2",
+    "reward_model.launch_reward_fn_async=true",
+    "recipe.rollout.record=true",
+]
+REFUSED = {
+    "recipe.rollout.replay=/somewhere": "recipe.rollout.replay gives responses to the trainer alone",
+    f"{ACTOR}.shuffle=true": "actor.shuffle is true: micro batches would be others",
+    "data.return_raw_chat=true": "return_raw_chat is true: raw prompts would not come back",
+    "data.custom_cls.path=pkg://mine": "custom_cls.path is pkg://mine: prompts are rebuilt as verl's own RLHFDataset",
+    f"{ROLLOUT}.response_length=32": "response_length is 32 and data.max_response_length 16: a batch rebuilt",
+    f"{ROLLOUT}.prompt_length=32": "prompt_length is 32 and data.max_prompt_length 256: a batch rebuilt",
+}
+
+
+@pytest.mark.parametrize("overrides", SERVED)
+def test_combinations_that_are_served(refused, overrides):
+    assert refused(ON, *overrides.split()) == []
+
+
+@pytest.mark.parametrize(("override", "words"), REFUSED.items(), ids=REFUSED)
+def test_combinations_that_are_not_served_are_refused_by_name(refused, override, words):
+    (reason,) = refused(ON, override)
+    assert re.search(words, reason) and refused(override) == []
+
+
+@pytest.mark.parametrize(("switch", "budget"), BUDGETS.items())
+def test_a_budget_that_a_sample_may_not_fit_is_refused(refused, switch, budget):
+    reasons = refused(ON, f"{switch}=true", f"{budget}={LONGEST - 1}")
+    assert re.search(f"{budget.split('.')[-1]} {LONGEST - 1}: a sample may have {LONGEST} tokens", reasons[0])
+
+
+def test_context_parallel_ranks_share_a_budget(refused):
+    budget = f"{ACTOR}.ppo_max_token_len_per_gpu={LONGEST // 2}"
+    assert len(refused(f"{ACTOR}.{DYNAMIC}=true", budget)) == 1
+    assert refused(f"{ACTOR}.{DYNAMIC}=true", budget, f"{ACTOR}.megatron.context_parallel_size=2") == []
+
+
+def test_batches_that_do_not_divide_are_refused():
+    found = check_config(compose(TINY, [ON, "data.train_batch_size=5", f"{ACTOR}.ppo_mini_batch_size=3"]))
+    assert {"prompts", "mini batch", "micro batch"} <= {check.name for check in found if not check.ok}
+
+
+class Workers:
+    """Answers as two replicas do (batches/cached_stages.py), from per-token values [B, S] by sample."""
+
+    def __init__(self, values):
+        self.values, self.calls = values, []
+
+    def generate_sequences(self, prompts):
+        return "verl's own"
+
+    def run_stage(self, stage, step, told=None):
+        self.calls.append((stage, told))
+        if stage == "update":
+            return [{"metric": [1.0]}] * 2
+        answers = [None]  # a rank that does not report for its replica
+        for samples in PLACED:
+            values = [self.values[s, : LENGTHS[s]] for s in samples]
+            entropy = torch.stack([value.mean() for value in values]).numpy()
+            answers.append({"samples": samples, "entropy": entropy, "values": torch.cat(values).numpy()})
+        return answers
+
+
+def make(send_back=False):
+    """(group, workers)."""
+    workers = Workers(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1)))
+    cached = CachedStep(0, WIDTH, True, send_back, step=5, lengths=LENGTHS, open=True)
+    return TensorCacheStages(workers, cached), workers
+
+
+def rows(order, **tensors):
+    """The trainer's batch, ordered by itself."""
+    mask = mask_of([LENGTHS[s] for s in order], WIDTH)
+    return DataProto.from_dict({"sample": torch.tensor(order), "response_mask": mask.long(), **tensors})
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_entropy_loss_is_that_of_all_tokens(mode):
+    group, workers = make()
+    batch = rows(ORDER)
+    outputs, mask = group.compute_log_prob(batch).batch, batch.batch["response_mask"]
+    assert list(outputs.keys()) == ["entropys"]  # log-probs stay
+    expected = agg_loss(workers.values[ORDER], mask, mode)
+    torch.testing.assert_close(agg_loss(outputs["entropys"], mask, mode), expected)
+
+
+def test_log_probs_come_back_in_the_order_of_rows_where_they_are_needed():
+    group, workers = make(send_back=True)
+    batch = rows(ORDER)
+    expected = workers.values[ORDER] * batch.batch["response_mask"]
+    assert torch.equal(group.compute_log_prob(batch).batch["old_log_probs"], expected)
+    assert torch.equal(group.compute_ref_log_prob(batch).batch["ref_log_prob"], expected)
+
+
+def test_an_outcome_reward_travels_as_one_advantage_a_sample():
+    group, workers = make()
+    batch, of_sample = rows(ORDER), torch.tensor([0.0, 0.1, 0.2, 0.3])
+    batch.batch["advantages"] = of_sample[ORDER][:, None] * batch.batch["response_mask"]
+    assert group.update_actor(batch).meta_info["metrics"] == {"metric": [1.0]}
+    sent = workers.calls[-1][1]
+    assert (sent["advantages"].tolist(), sent["per_token"]) == (of_sample.tolist(), False)
+    batch.batch["advantages"] = workers.values[ORDER]
+    group.update_actor(batch)
+    tokens = torch.cat([workers.values[s, : LENGTHS[s]] for s in range(4)])
+    sent = workers.calls[-1][1]
+    assert (sent["advantages"].tolist(), sent["per_token"]) == (tokens.tolist(), True)
+
+
+def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
+    """Also not on the worker, where there are as many values as samples."""
+    values, per_token = cached_step._outcome_or_token_values(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
+    assert (values.tolist(), per_token) == ([1.0, 2.0], True)
+    here, mask = SimpleNamespace(payload={"responses": np.array([0, 2])}, samples=(1, 0)), mask_of([2, 0], 2)
+    for per_token, expected in ((True, [[1.0, 2.0], [0.0, 0.0]]), (False, [[2.0, 2.0], [0.0, 0.0]])):
+        payload = {"advantages": values.numpy(), "per_token": per_token}
+        assert cached_stages.CachedBatch._advantages(here, payload, mask).tolist() == expected
+
+
+def prompts(ids=(1, 2), **non_tensors):
+    """Two prompts of the trainer's, as verl's dataset has them; the first has one token more."""
+    ragged = Ragged(torch.tensor([*ids, 7]), (len(ids), 1))
+    mask = mask_of(ragged.lengths, 4, left=True).long()
+    batch = {"input_ids": to_padded(ragged, 4, left=True), "attention_mask": mask}
+    return DataProto.from_dict(batch, {name: np.array(column, dtype=object) for name, column in non_tensors.items()})
+
+
+def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
+    sent = cached_step._prompt_payload(prompts(raw_prompt_ids=[[1, 2], [7]]), 0)
+    assert (sent["prompt_ids"].dtype, sent["prompt_ids"].tolist()) == (np.int32, [1, 2, 7])
+    found = padded_prompts(sent, 0, 1)
+    assert found.non_tensor_batch["raw_prompt_ids"].tolist() == [[1, 2], [7]]
+    assert {name: tensor.tolist() for name, tensor in found.batch.items()} == {
+        "input_ids": [[0, 0, 1, 2], [0, 0, 0, 7]],
+        "attention_mask": [[0, 0, 1, 1], [0, 0, 0, 1]],
+        "position_ids": [[0, 0, 0, 1], [0, 0, 0, 0]],
+    }
+    assert found.meta_info == {}
+
+
+def test_every_rank_takes_its_own_prompts():
+    sent = cached_step._prompt_payload(prompts(), 0)
+    ids = [padded_prompts(sent, rank, 2).batch["input_ids"].tolist() for rank in (0, 1)]
+    assert ids == [[[0, 0, 1, 2]], [[0, 0, 0, 7]]]
+    with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
+        padded_prompts(sent, 0, 3)
+
+
+class Generating:
+    """Two ranks with two responses to their prompt each, of unequal lengths."""
+
+    ANSWERS = [
+        {"prompt_length": [2, 2], "response_length": [2, 3], "response_ids": [11, 12, 21, 22, 23]},
+        {"prompt_length": [1, 1], "response_length": [1, 3], "response_ids": [31, 41, 42, 43]},
+    ]
+    REPORTS = [
+        {"sent_bytes": 8, "received_bytes": 4, "balance": 1.25},
+        {"sent_bytes": 2, "received_bytes": 6, "balance": 1.25},
+    ]
+
+    def __init__(self):
+        self.calls = []
+
+    def run_stage(self, stage, step, told=None):
+        self.calls.append((stage, step, told))
+        answers = [{name: np.array(each) for name, each in answer.items()} for answer in self.ANSWERS]
+        return {"generate": answers, "place": self.REPORTS, "close": None}[stage]
+
+
+def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples():
+    workers = Generating()
+    group = TensorCacheStages(workers, CachedStep(0, WIDTH, True, False, step=5))
+    found = group.generate_sequences(prompts(raw_prompt_ids=[[1, 2], [7]])).batch
+    expected = {
+        "sample": [0, 1, 2, 3],
+        "prompts": [[0, 0, 1, 2], [0, 0, 1, 2], [0, 0, 0, 7], [0, 0, 0, 7]],
+        "responses": [[11, 12, 0], [21, 22, 23], [31, 0, 0], [41, 42, 43]],
+        "attention_mask": [[0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1]],
+        "position_ids": [[0, 0, 0, 1, 2, 3, 4]] * 2 + [[0, 0, 0, 0, 1, 2, 3]] * 2,
+    }
+    assert {name: found[name].tolist() for name in expected} == expected
+    assert torch.equal(found["input_ids"], torch.cat([found["prompts"], found["responses"]], 1))
+    assert set(found.keys()) == {*expected, "input_ids"}
+    (_, _, asked), (stage, step, placed) = workers.calls
+    assert (stage, step, asked["prompt_ids"].tolist()) == ("place", 6, [1, 2, 7])
+    assert {name: np.asarray(told).tolist() for name, told in placed.items()} == {
+        "prompts": [2, 2, 1, 1],
+        "responses": [2, 3, 1, 3],
+        "widths": [4, WIDTH],
+        "pad": 0,
+        "balance": True,
+    }
+    assert group.end_step() == {"sent_bytes": 8, "received_bytes": 6, "balance": 1.25}
+    assert workers.calls[-1][:2] == ("close", 6)
+
+
+def test_metrics_of_verls_own_partition_are_left_out():
+    metrics = {"global_seqlen/balanced_max": 9, "global_seqlen/mean": 5.0, "critic/score/mean": 0.5}
+    assert TensorCacheStages.without_verls_partition(metrics) == {"critic/score/mean": 0.5}
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) differ from its input_ids"),
+    ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which is not returned"),
+])  # fmt: skip
+def test_prompts_that_are_not_text_are_refused_before_anything_runs(more, words):
+    group, workers = make()
+    with pytest.raises(ConfigError, match=words):
+        group.generate_sequences(prompts(**more))
+    assert workers.calls == []
+
+
+def test_a_step_without_an_update_is_closed_at_its_end():
+    group, workers = make()
+    group.end_step()
+    assert [stage for stage, _ in workers.calls] == ["close"]
+    group.end_step()
+    assert len(workers.calls) == 1

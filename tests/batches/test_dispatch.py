@@ -1,0 +1,160 @@
+"""Calls to all workers: which bytes are serialised, the values that arrive, and the recorded starts."""
+
+import functools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, register
+
+from verl_patches.trainer import dispatch, worker_starts
+from verl_patches.trainer.worker_starts import record_starts, start_skew
+
+# objects above 1 MB that the controller serialises: with the row, without it
+LARGE = {
+    "shared by a replica": (2, 4),
+    "one a worker": (4, 4),
+    "one for all": (1, 8),
+    "small": (0, 0),
+    "nothing": (0, 0),
+    "verl's Megatron dispatch": (2, 2),
+    "verl's dispatch to all": (4, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def found(ray_folder, run_ranks):
+    """See dispatch_job.py."""
+    options = {"patches": "line=pypi,platform=cpu", "backend": None, "env": {"RAY_TMPDIR": ray_folder}}
+    return run_ranks("tests.batches.dispatch_job:on_and_off", **options)[0]
+
+
+@pytest.mark.slow
+def test_every_large_argument_is_serialised_once(found):
+    """Row dispatch.put_once, with and without it."""
+    for case, (large, without) in LARGE.items():
+        on, off = (found[way][case] for way in ("on", "off"))
+        assert (on["large"], off["large"], on["row"]["puts"]) == (large, without, large), case
+        assert on["row"]["put_bytes"] == pytest.approx(on["bytes"], rel=0.01) or not large
+    assert found["on"]["small"]["row"]["inline_bytes"] == 4 * (8 + 72)
+
+
+@pytest.mark.slow
+def test_values_and_errors_are_those_of_verl_without_the_row(found):
+    for case in LARGE:
+        assert found["on"][case]["answers"] == found["off"][case]["answers"]
+    each = found["on"]["one a worker"]["answers"]
+    assert len({answer[0][0] for answer in each}) == 4 and [answer[1][0] for answer in each] == list(map(repr, "0123"))
+    replica = found["on"]["shared by a replica"]["answers"]
+    first, same, second, also = (answer[0][0] for answer in replica)
+    assert first == same != second == also and replica[0][0][1] == [True, False]  # tensors are the worker's own
+    assert found["on"]["error"] == found["off"]["error"] == ["RayTaskError(ValueError)", True]
+
+
+@pytest.mark.slow
+def test_a_worker_records_the_trainers_calls_and_not_the_calls_inside_them(found):
+    """Row dispatch.note_starts."""
+    calls = ["say"] * 10 + ["compute"] * 2 + ["generate"] * 2 + ["fail"] * 2 + ["take_starts"]  # two a process
+    assert found["starts"] == [calls, calls] and set(found["skew"]) == set(calls)
+
+
+def test_skew_is_between_the_same_calls_of_all_workers():
+    first = [("f", 10.0), ("f", 20.0), ("g", 30.0), ("only here", 31.0)]
+    second = [("f", 10.5), ("f", 20.25), ("g", 29.0), ("g", 33.0)]
+    assert start_skew([first, second]) == {"f": 0.5}
+    assert start_skew([first, second[:3]]) == {"f": 0.5, "g": 1.0}
+    assert start_skew([]) == {} and start_skew([first, []]) == {}
+
+
+def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew():
+    dispatch.take_calls()
+    dispatch._calls.extend([dispatch.Call("f", 2, 100, 1), dispatch.Call("g", 1, 50, 2)])
+    step = dispatch.dispatch_of_step([[("f", 1.0), ("g", 2.0)], [("f", 1.25), ("g", 2.5)]])
+    skew = {"max": 0.5, "by_call": {"f": 0.25, "g": 0.5}}
+    assert step == {"calls": 2, "puts": 3, "put_bytes": 150, "inline_bytes": 3, "start_skew_s": skew}
+    assert dispatch.take_calls() == []
+
+
+BATCH = DataProto.from_dict({"x": torch.zeros(4, 8)}, {"n": np.array(["ab", [1, 2]] * 2, dtype=object)}, {"a": None})
+
+
+@pytest.mark.parametrize(("value", "size"), [
+    (None, 8),
+    ("four", 4),
+    (np.float32(1), 4),
+    (np.zeros(3), 24),
+    (torch.zeros(3), 12),
+    ({"a": [1, (2.0, b"xy")]}, 19),
+    (BATCH, 128 + 1 + 2 * (2 + 16) + 1 + 8),
+])  # fmt: skip
+def test_sizes_are_sums_over_parts(value, size):
+    assert dispatch._bytes_up_to([value] * 3, 10**6) == 3 * size
+
+
+def test_an_unknown_value_is_not_small_and_counting_ends_early():
+    assert dispatch._bytes_up_to([object()], dispatch.INLINE_BYTES) > dispatch.INLINE_BYTES
+    parts = iter(["x" * 60] * 10)
+
+    class Watched(list):
+        def __iter__(self):
+            return parts
+
+    assert dispatch._bytes_up_to([Watched()], 100) > 100 and len(list(parts)) == 8
+
+
+def names_of(*calls):
+    """Names of the starts that `calls` record."""
+    worker_starts.take_starts()
+    for call in calls:
+        call()
+    return [name for name, _ in worker_starts.take_starts()]
+
+
+def test_coroutines_and_calls_of_vllms_executor_are_not_recorded():
+    def method(self):
+        return "done"
+
+    async def sleep(self):
+        return None
+
+    of_vllm = record_starts(register)(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method)
+    plain, coroutine = (record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f) for f in (method, sleep))
+    assert names_of(lambda: plain(None), lambda: of_vllm(None)) == ["method"] and plain(None) == "done"
+    assert coroutine.__code__ is not plain.__code__
+    assert getattr(plain, MAGIC_ATTR)["dispatch_mode"] == Dispatch.ONE_TO_ALL
+
+
+def test_a_method_is_recorded_by_the_name_of_the_call():
+    def f(self):  # as verl's GPUMemoryLogger makes it
+        return None
+
+    class Worker:
+        one = record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f)
+        two = record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f)
+
+    Worker.two = functools.wraps(Worker.two)(lambda self, below=Worker.two: below(self))  # a row
+    assert names_of(Worker().two, Worker().one) == ["two", "one"]
+
+
+def test_an_error_ends_the_call_and_threads_do_not_hide_each_other():
+    @record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def outer(self, inner):
+        inner()
+        raise KeyError
+
+    @record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def other():
+        return None
+
+    def in_thread():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    def failing(inner):
+        with pytest.raises(KeyError):
+            outer(None, inner)
+
+    assert names_of(lambda: failing(other), lambda: failing(in_thread)) == ["outer", "outer", "other"]

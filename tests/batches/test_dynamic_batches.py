@@ -1,0 +1,105 @@
+"""Dynamic micro batches of line a3 without ranks: order of outputs, weights of samples, and when nothing is changed."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl_patches.batches.dynamic_batches import (
+    Packing,
+    by_tokens,
+    current_packing,
+    equal_samples,
+    packing,
+    stage_budget,
+)
+from verl_patches.errors import ConfigError
+from verl_patches.worker import recipe_worker
+
+PACKINGS = [[[0], [1], [2], [3], [4]], [[3, 1], [4, 2, 0]], [[4, 3, 2, 1, 0]]]  # the second is not its own inverse
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def loss_of(rows, mode, aggregate):
+    """What Megatron has of a pass over `rows`: the mean of the micro batches' losses."""
+    generator = torch.Generator().manual_seed(3)
+    losses, lengths = torch.rand(5, 8, generator=generator), torch.tensor([8, 1, 5, 3, 7])
+    mask = torch.arange(8) < lengths[:, None]
+    return sum(aggregate(losses[part], mask[part], mode) for part in rows) / len(rows)
+
+
+@pytest.fixture
+def packed():
+    """packed(rows): inside a pass whose micro batches are `rows`."""
+
+    def begin(rows):
+        current_packing.value = Packing(100)
+        current_packing.value.rows = rows
+
+    with current_packing.set(None):
+        yield begin
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_weighs_the_same_in_every_packing(packed, mode):
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    single = loss_of(PACKINGS[0], mode, agg_loss)
+    aggregate = equal_samples(agg_loss)
+    assert (
+        loss_of(PACKINGS[1], mode, aggregate) == loss_of(PACKINGS[1], mode, agg_loss) != single
+    )  # outside, and without
+    for rows in PACKINGS:
+        packed(rows)
+        assert loss_of(rows, mode, aggregate) == pytest.approx(float(single), rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", PACKINGS)
+def test_outputs_come_back_in_the_order_of_the_batch(rows):
+    now, whole = Packing(100), torch.arange(10.0).view(5, 2)
+    now.rows = rows
+    (found,) = now.in_order([{"log_probs": whole[part]} for part in rows])
+    ((both, entropy),) = now.in_order([[{"log_probs": whole[part]}, -whole[part]] for part in rows])
+    assert found["log_probs"].equal(whole) and both["log_probs"].equal(whole) and entropy.equal(-whole)
+    assert now.in_order([]) == []  # not the last stage
+
+
+class Data:
+    def __init__(self):
+        self.meta_info = {"micro_batch_size": None}
+
+
+def test_only_a_stage_with_a_budget_is_packed(monkeypatch):
+    from verl.utils import seqlen_balancing
+
+    seen = []
+    monkeypatch.setattr(seqlen_balancing, "rearrange_micro_batches", lambda batch, max_token_len: (batch, [[0], [1]]))
+    split = by_tokens(lambda tensors, batch_size: ("verl's", batch_size))
+
+    def forward_backward_batch(actor, data, forward_only):
+        seen.append((split("batch", data.meta_info["micro_batch_size"]), current_packing.value))
+        return "outputs"
+
+    run = packing(forward_backward_batch)
+    assert run(None, Data(), False) == "outputs" and seen.pop() == (("verl's", None), None)
+    with stage_budget.set(300):
+        assert run(None, Data(), False) == "outputs"
+        parts, now = seen.pop()
+        assert parts == "batch" and now.budget == 300 and now.samples == 2
+        with pytest.raises(ZeroDivisionError):
+            packing(lambda *_: 1 / 0)(None, Data(), True)
+        assert current_packing.value is None
+
+
+@pytest.mark.parametrize(("line", "on", "budget"), [("a3", True, 300), ("a3", False, None), ("pypi", False, 0)])
+def test_a_row_that_is_off_does_not_make_micro_batches_fixed_in_silence(monkeypatch, line, on, budget):
+    """Line pypi's verl has dynamic micro batches of its own."""
+    monkeypatch.setattr(recipe_worker, "is_on", lambda row: on)
+    worker = object.__new__(recipe_worker.RecipeWorker)
+    actor = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 300, "megatron": {"context_parallel_size": 1}}
+    worker.config, worker.recipe = OmegaConf.create({"actor": actor}), OmegaConf.create({"line": line})
+    if budget is None:
+        with pytest.raises(ConfigError, match="row update.dynamic_batches is off"):
+            worker._micro_batches("update")
+        return
+    with worker._micro_batches("update"):
+        assert stage_budget.value == (budget or None)

@@ -1,0 +1,120 @@
+"""Micro batches: complete, within size and budget, and equally long on all replicas."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.batches.lengths import lognormal_lengths
+from verl_patches.batches.batch_plan import arrival, balanced, mini_batches, packed, steps_cost
+from verl_patches.errors import ConfigError
+
+ONE = st.just(1)
+
+
+def flat(replicas):
+    return [sample for batches in replicas for batch in batches for sample in batch]
+
+
+@st.composite
+def shares(draw, size=ONE):
+    """(share, lengths, micro batch size): one mini batch by replica."""
+    replicas, micro = draw(st.integers(1, 6)), draw(size)
+    each = micro * draw(st.integers(1, 8))
+    lengths = draw(st.lists(st.integers(1, 4096), min_size=replicas * each, max_size=replicas * each))
+    return [range(r * each, (r + 1) * each) for r in range(replicas)], lengths, micro
+
+
+@given(shares(size=st.integers(1, 4)), st.booleans())
+def test_every_sample_is_once_in_a_micro_batch_of_the_size(case, move_whole):
+    share, lengths, micro = case
+    found = balanced(share, lengths, micro, move_whole=move_whole)
+    assert sorted(flat(found)) == list(range(len(lengths)))
+    assert [len(batches) for batches in found] == [len(share[0]) // micro] * len(share)
+    assert {len(batch) for batches in found for batch in batches} == {micro}
+    if move_whole:
+        together = ({tuple(batch) for batches in ways for batch in batches} for ways in (found, arrival(share, micro)))
+        assert next(together) == next(together)
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 3), st.integers(2, 3), st.data())
+def test_no_assignment_of_single_samples_costs_less(replicas, steps, data):
+    steps = 2 if replicas * steps > 6 else steps
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=replicas * steps, max_size=replicas * steps))
+    share = [range(r * steps, (r + 1) * steps) for r in range(replicas)]
+    best = min(
+        sum(max(lengths[s] for s in order[at : at + replicas]) for at in range(0, len(order), replicas))
+        for order in itertools.permutations(range(len(lengths)))
+    )
+    assert steps_cost(balanced(share, lengths, 1), lengths) == (best, sum(lengths) / replicas)
+
+
+@pytest.mark.parametrize("cv", [0.4, 0.55, 0.7])
+@pytest.mark.parametrize("replicas", [8, 64])
+def test_at_the_256_die_batch_replicas_are_equal_within_two_percent(cv, replicas):
+    lengths = lognormal_lengths(512 * 16, cv, seed=1)
+    (share,) = mini_batches(len(lengths), replicas, len(lengths))
+    found = balanced(share, lengths, 1)
+    most, equal = steps_cost(found, lengths)
+    totals = [sum(lengths[s] for batch in batches for s in batch) for batches in found]
+    assert most / equal <= 1.02 and max(totals) - min(totals) < max(lengths) * 0.1
+    most, _ = steps_cost(arrival(share, 1), lengths)
+    assert most / equal > 1.4  # negative control
+
+
+@given(shares(), st.integers(0, 4096), st.booleans())
+def test_packed_micro_batches_keep_the_budget_and_are_equally_many(case, room, balance):
+    share, lengths, _ = case
+    budget = max(lengths) + room
+    found = packed(share, lengths, budget, balance=balance)
+    assert sorted(flat(found)) == list(range(len(lengths)))
+    assert len({len(batches) for batches in found}) == len({sum(map(len, batches)) for batches in found}) == 1
+    tokens = [sum(lengths[s] for s in batch) for batches in found for batch in batches]
+    assert 0 < min(tokens) and max(tokens) <= budget
+    if not balance:
+        assert [sorted(s for batch in batches for s in batch) for batches in found] == [list(own) for own in share]
+
+
+@pytest.mark.parametrize("minis", [1, 8])
+def test_a_pass_over_balanced_mini_batches_is_as_equal_without_moving_samples(minis):
+    lengths = lognormal_lengths(8192, 0.7, seed=2)
+    dealt = [packed(share, lengths, 8192) for share in mini_batches(8192, 8, 8192 // minis)]
+    placed = [[s for mini in dealt for batch in mini[replica] for s in batch] for replica in range(8)]
+    (arrived,) = mini_batches(8192, 8, 8192)
+    for shares_of_replicas, fits in ((placed, True), (arrived, False)):
+        most, equal = steps_cost(packed(shares_of_replicas, lengths, 16384, balance=False), lengths)
+        assert (most / equal <= 1.02) == fits
+
+
+@pytest.mark.parametrize("budget", [4096, 16384])
+def test_packed_micro_batches_are_equal_and_few(budget):
+    lengths = lognormal_lengths(8192, 0.55, seed=2)
+    (share,) = mini_batches(8192, 8, 8192)
+    found = packed(share, lengths, budget)
+    most, equal = steps_cost(found, lengths)
+    assert most / equal <= 1.02 and len(found[0]) <= 1.2 * sum(lengths) / 8 / budget
+    assert steps_cost(packed(share, lengths, budget, balance=False), lengths)[0] > most
+
+
+@pytest.mark.parametrize(("call", "says"), [
+    (lambda: arrival([range(3), range(3, 6)], 2), "multiples of the micro batch size 2"),
+    (lambda: balanced([range(2), range(2, 5)], [1] * 5, 1), r"\[2, 3\] samples"),
+    (lambda: packed([range(1), range(1, 3)], [1] * 3, 9), r"\[1, 2\] samples"),
+    (lambda: packed([range(2)], [5, 12], 11), "a sample has 12 tokens, more than the budget of 11"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(call, says):
+    with pytest.raises(ConfigError, match=says):
+        call()
+
+
+def test_torch_is_not_imported(run_python):
+    code = "import sys, verl_patches.batches.batch_plan; sys.exit('torch' in sys.modules)"
+    assert run_python(code).rc == 0
+
+
+def test_samples_without_tokens_leave_no_micro_batch_empty():
+    """A replica with as many micro batches as another one computes something in each."""
+    batches = packed([range(2), range(2, 4)], [0, 0, 5, 5], 5, balance=False)
+    assert [[len(batch) for batch in own] for own in batches] == [[1, 1], [1, 1]]

@@ -1,0 +1,244 @@
+"""The update without a pass for old log-probs: refusals, both sides of the call, the loss; no change while off."""
+
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from verl import DataProto
+from verl.trainer.ppo.core_algos import compute_policy_loss
+
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
+from verl_patches.errors import RecipeError
+from verl_patches.log_probs import on_policy_update, rollout_correction
+from verl_patches.log_probs.on_policy import faults
+from verl_patches.log_probs.rollout_correction import LogProbError
+from verl_patches.patching.row import subclass_of
+from verl_patches.worker import recipe_worker
+from verl_patches.worker.recipe_worker import RecipeWorker
+
+TINY, SKIP, CORRECT = "grpo_deepseekv3_tiny_cpu", "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
+ACTOR = "actor_rollout_ref.actor"
+PROMPT, LENGTH = 3, 4
+OF_ACTOR = -torch.rand(4 * LENGTH, generator=torch.Generator().manual_seed(9)) - 0.5  # of each token, at weights 0
+
+
+def refusals(*overrides):
+    return [c.detail for c in check_config(compose(TINY, overrides)) if not c.ok and c.name != "replay"]
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    (f"{ACTOR}.ppo_mini_batch_size=2", "mini_batch_size is 2 and data.train_batch_size 4: .* make them equal"),
+    (f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.ppo_epochs is 2: .* set 1"),
+    ("algorithm.use_kl_in_reward=true", f"algorithm.use_kl_in_reward needs .* use {ACTOR}.use_kl_loss"),
+    ("trainer.critic_warmup=2", "trainer.critic_warmup is 2: "),
+    (f"+{ACTOR}.megatron.override_transformer_config.hidden_dropout=0.1", "hidden_dropout to 0.1, so"),
+])  # fmt: skip
+def test_a_setting_that_is_not_on_policy_is_refused_by_name(override, words):
+    (refusal,) = refusals(f"{SKIP}=true", override)
+    assert re.search(rf"{SKIP} is true, but .*{words}", refusal), refusal
+    assert refusals(override) == refusals(f"{SKIP}=true") == []  # each alone is allowed
+
+
+def test_dropout_of_the_model_is_refused():
+    config = compose(TINY, [f"{SKIP}=true"])
+    assert faults(config, {"attention_dropout": 0.0}) == []
+    (fault,) = faults(config, {"attention_dropout": 0.1})
+    assert "config.json sets attention_dropout to 0.1" in fault
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ("rollout_is=tokens", "rollout_is is 'tokens'; expected null, token or sequence"),
+    ("rollout_is=token rollout_is_threshold=0", "rollout_is_threshold is 0.0; expected the highest weight"),
+    ("rollout_rs=token_k1 rollout_rs_threshold=2.0", "expected null, seq_sum_k1 or seq_mean_k1"),
+    ("rollout_rs=seq_sum_k1", "rollout_rs_threshold is None; expected LOWEST_HIGHEST"),
+    ("rollout_rs=seq_sum_k1 rollout_rs_threshold=2.0_0.5", "'2.0_0.5'; expected LOWEST_HIGHEST"),
+    ("rollout_rs=seq_sum_k1 rollout_rs_threshold=0.5", "'0.5'; expected LOWEST_HIGHEST .*the highest alone"),
+    ("rollout_rs=seq_sum_k1 rollout_rs_threshold=high", "'high'; expected"),
+    ("rollout_rs_threshold=2.0", "rollout_rs_threshold is 2.0, but rollout_rs is null"),
+])  # fmt: skip
+def test_wrong_values_of_the_correction_are_refused_by_name(settings, words):
+    (refusal,) = refusals(*(f"{CORRECT}.{setting}" for setting in settings.split()))
+    assert re.search(f"{CORRECT}.*{words}", refusal), refusal
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("actor_rollout_ref.rollout.temperature=0.9", "temperature 0.9"), ("recipe.rollout.replay=somewhere", "recorded")],
+)
+def test_a_correction_needs_comparable_log_probs(override, words):
+    on = [f"{CORRECT}.rollout_is=token", f"{CORRECT}.rollout_rs=seq_sum_k1", f"{CORRECT}.rollout_rs_threshold=0.5_2.0"]
+    assert refusals(*on) == [] and refusals(override) == []
+    (fault,) = refusals(*on, override)
+    assert f"{CORRECT} is on, but vLLM's and the actor's" in fault and words in fault
+
+
+def batch(far=0.05):
+    """The batch that verl's trainer gives to update_actor, after the pass for old log-probs."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(4, PROMPT + LENGTH, dtype=torch.int64)
+    mask[0, -2:] = 0
+    old = OF_ACTOR.view(4, LENGTH).clone()
+    return DataProto.from_dict(
+        {
+            "responses": torch.arange(4 * LENGTH).view(4, LENGTH),
+            "attention_mask": mask,
+            "old_log_probs": old,
+            "rollout_log_probs": old + far * torch.randn(4, LENGTH, generator=generator),
+            "advantages": torch.randn(4, LENGTH, generator=generator),
+        }
+    )
+
+
+class Worker:
+    """As ActorRolloutRefWorker.update_actor goes: micro batches, and verl's own loss under our row."""
+
+    loss = staticmethod(on_policy_update.loss_on_policy(compute_policy_loss))
+
+    def __init__(self, skip=False, **correction):
+        off = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None}
+        section, train = SimpleNamespace(**{**off, **correction}), SimpleNamespace(skip_old_log_prob=skip)
+        self.config, self.role = {"recipe": SimpleNamespace(train=train, rollout_correction=section)}, "actor"
+        self.parameter = torch.zeros(LENGTH, requires_grad=True)
+
+    def update_actor(self, data):
+        self.met = data
+        for part in data.batch.split(2):
+            assert "old_log_probs" in part.keys()
+            mask = part["attention_mask"][:, -LENGTH:].bool()
+            tensors = {"old_log_prob": part["old_log_probs"], "advantages": part["advantages"], "response_mask": mask}
+            log_prob = OF_ACTOR[part["responses"]] + self.parameter
+            self.loss(log_prob=log_prob, **tensors, cliprange=0.2, loss_agg_mode="seq-mean-token-mean")[0].backward()
+        return self.parameter.grad.clone()
+
+    def run(self, data):
+        if self.config["recipe"].train.skip_old_log_prob:
+            data.batch.pop("old_log_probs")
+        return updated(self, data)
+
+
+def updated(upstream, data):
+    """RecipeWorker.update_actor over that of `upstream`, which gets the moments of the update."""
+    base = type("Upstream", (), {"update_actor": lambda self, data: upstream.update_actor(data)})
+    worker = object.__new__(subclass_of(base, RecipeWorker))
+    worker.recipe, worker.config = upstream.config.get("recipe"), {"actor": {}}  # micro batches of a fixed size
+    output = worker.update_actor(data)
+    upstream.log_prob_moments = worker.log_prob_moments
+    return output
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(on_policy_update, "is_metrics_rank", lambda: True)
+    monkeypatch.setattr(recipe_worker, "is_on", lambda row: True)
+
+
+def test_off_is_untouched_bit_for_bit():
+    data, plain = batch(), Worker()
+    before = {name: tensor.clone() for name, tensor in data.batch.items()}
+    found = plain.run(data)
+    assert plain.met is data and plain.log_prob_moments is None
+    assert all(torch.equal(data.batch[name], tensor) for name, tensor in before.items())
+    bare = Worker()
+    bare.loss = compute_policy_loss
+    assert torch.equal(found, bare.update_actor(data))
+    assert not torch.equal(found, Worker(rollout_is="token").run(batch()))  # negative control
+
+
+def test_without_recipe_nothing_happens():
+    worker = Worker()
+    worker.config = {}
+    worker.update_actor = lambda data: data
+    assert updated(worker, 5) == 5
+
+
+def test_skipped_gradients_are_those_of_the_pass():
+    skipped = Worker(skip=True)
+    assert torch.equal(skipped.run(batch()), Worker().run(batch()))
+    found = rollout_correction.with_workers_metrics(
+        {"actor/entropy_loss": math.nan, "other": 1.0}, [skipped.log_prob_moments, None], skipped.config["recipe"]
+    )
+    data = batch().batch
+    mask = data["attention_mask"][:, -LENGTH:].bool()
+    far = (data["rollout_log_probs"] - data["old_log_probs"]).abs()[mask]
+    assert found["recipe/logprob_delta_mean"] == pytest.approx(far.mean().item())
+    assert found["other"] == 1.0 and "actor/entropy_loss" not in found and "rollout_corr/rollout_is_mean" not in found
+
+
+def test_an_update_with_verls_own_loss_is_an_error():
+    """It would take vLLM's log-probs for old ones, which is another gradient."""
+    bare = Worker(skip=True)
+    bare.loss = compute_policy_loss
+    with pytest.raises(RecipeError, match="its loss is not that of row update.loss_on_policy"):
+        bare.run(batch())
+    assert not torch.equal(bare.parameter.grad, Worker().run(batch()))
+
+
+@pytest.mark.parametrize("correction", [
+    {"rollout_is": "token", "rollout_is_threshold": 1.02},
+    {"rollout_is": "sequence"},
+    {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.97_1.1"},
+    {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.98_1.02"},
+])  # fmt: skip
+def test_both_ways_weigh_alike(correction):
+    passed, skipped = Worker(**correction), Worker(skip=True, **correction)
+    found, other = passed.run(batch()), skipped.run(batch())
+    assert torch.equal(found, other) and not torch.allclose(found, Worker().run(batch()))
+    assert passed.log_prob_moments == skipped.log_prob_moments
+    metrics = rollout_correction.with_workers_metrics({}, [passed.log_prob_moments] * 2, passed.config["recipe"])
+    assert metrics["recipe/logprob_delta_mean"] > 0
+    assert ("rollout_corr/rollout_is_mean" in metrics) is ("rollout_is" in correction)
+    assert ("rollout_corr/rollout_rs_masked_fraction" in metrics) is ("rollout_rs" in correction)
+
+
+def test_a_cap_of_one_half_halves_the_gradient_and_a_rejected_batch_has_none():
+    half = Worker(rollout_is="token", rollout_is_threshold=0.5)  # below every ratio
+    assert torch.equal(half.run(batch(far=0.01)), 0.5 * Worker().run(batch(far=0.01)))
+    assert not Worker(rollout_rs="seq_sum_k1", rollout_rs_threshold="7_8").run(batch()).any()
+
+
+def test_a_batch_without_rollout_log_probs_has_no_report_and_no_correction():
+    data, worker = batch(), Worker(skip=True)  # replayed responses
+    data.batch.pop("rollout_log_probs")
+    assert torch.equal(worker.run(data), Worker().run(batch()))
+    assert rollout_correction.with_workers_metrics({}, [worker.log_prob_moments], worker.config["recipe"]) == {}
+    data = batch()
+    data.batch.pop("rollout_log_probs")
+    with pytest.raises(LogProbError, match="rollout_correction is on, but the batch has no rollout_log_probs"):
+        Worker(rollout_is="token").run(data)
+
+
+def test_a_failed_update_leaves_the_loss_alone():
+    worker = Worker(skip=True)
+    worker.loss = lambda **kwargs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        worker.run(batch())
+    data = batch().batch
+    given = [data["old_log_probs"], data["old_log_probs"] + 0.1, data["advantages"], torch.ones(4, LENGTH), 0.2]
+    assert torch.equal(Worker.loss(*given)[0], compute_policy_loss(*given)[0])
+
+
+PROBE = """
+import verl_patches.prelude_patch, json
+import verl.workers.megatron_workers as workers
+from verl.single_controller.base.decorator import MAGIC_ATTR
+from verl.trainer.ppo import core_algos
+from verl.workers.actor import megatron_actor
+ours, upstream = workers.ActorRolloutRefWorker.__mro__[1:3]
+methods = [name for name in vars(ours) if hasattr(getattr(upstream, name, None), MAGIC_ATTR)]
+for name in methods:
+    assert str(getattr(getattr(ours, name), MAGIC_ATTR)) == str(getattr(getattr(upstream, name), MAGIC_ATTR)), name
+for module in (core_algos, megatron_actor):
+    assert "on_policy_update.py" in module.compute_policy_loss.__code__.co_filename
+print(json.dumps(methods))
+"""
+
+
+@pytest.mark.slow
+def test_methods_of_the_worker_are_dispatched_as_upstreams(run_warm):
+    """verl binds a method to its worker group by the dispatch mode that the class has for it."""
+    methods = json.loads(run_warm(PROBE, patches="line=pypi,platform=cpu").check().out.splitlines()[-1])
+    assert {"init_model", "compute_log_prob", "compute_ref_log_prob", "update_actor"} <= set(methods)

@@ -1,0 +1,158 @@
+"""Bytes of every memory group and peaks of every phase, for the 256-die run and for any small layout."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.layout.native_parameters import native_parameters
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
+from verl_patches.memory.schedule import MEMORY_GROUPS, SCHEDULE, VERL
+from verl_patches.planning.expected import Setting, group_bytes, padding_bytes, peaks
+
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
+BIG = build_inventory(MODELS / "deepseekv3_671b.json")
+TINY = build_inventory(MODELS / "deepseekv3_tiny.json")
+IN_FP32 = build_inventory(replace(TINY.model, torch_dtype="float32"))
+TRAIN = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
+ONE = rollout_layout(1, 128, 2)
+HBM = 64 << 30
+SWAPPED = Setting(swap_pieces=16, kv_share=0.8)
+# GB of weights, gradients and optimizer state on a die of each stage, as published for the 256-die run
+STATIC_GB = {0: (4.79, 9.59, 18.39), 1: (5.93, 11.85, 30.34), 7: (6.39, 12.78, 30.69)}
+STATIC_GB |= dict.fromkeys(range(2, 7), (6.77, 13.55, 34.67))
+
+
+def gb(size):
+    return round(size / 1e9, 2)
+
+
+def test_published_bytes_of_every_stage():
+    for stage in range(8):
+        found = group_bytes(BIG, TRAIN, ONE, stage * 32, Setting())
+        assert tuple(gb(found[t]) for t in ("actor_params", "grads", "optimizer")) == STATIC_GB[stage]
+        assert found["ref_params"] == found["actor_params"] and set(found) == set(MEMORY_GROUPS)
+
+
+def test_rollout_weights_and_the_caches_share():
+    """25.81 GB a die: the published figure for EP256, shared experts whole as in vllm-ascend's graph mode."""
+    found = group_bytes(BIG, TRAIN, ONE, 0, Setting(rollout_library="vllm-ascend", kv_share=0.8))
+    assert gb(found["rollout_weights"]) == 25.81
+    assert found["rollout_weights"] + found["kv_cache"] == int(0.8 * HBM)
+    assert group_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, kv_bytes=7))["kv_cache"] == 7
+    assert group_bytes(BIG, TRAIN, ONE, 0, Setting())["kv_cache"] == 0
+
+
+def test_absorbed_projections_that_the_engine_copies():
+    """As large as kv_b_proj, 61 layers of 128 heads of 128 + 128 by 512 in bf16, half a die's at TP 2."""
+    views, copies = (
+        group_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, absorbed_copies=more)) for more in (False, True)
+    )
+    assert copies["rollout_weights"] - views["rollout_weights"] == 61 * 128 * 256 * 512 * 2 // 2
+    assert copies["rollout_weights"] + copies["kv_cache"] == int(0.8 * HBM)
+    assert copies["reshard_buffers"] == views["reshard_buffers"]  # derived here, never sent
+
+
+def test_peaks_of_the_256_die_run_in_our_schedule():
+    found = peaks(SCHEDULE, BIG, TRAIN, ONE, SWAPPED)
+    phases = {p["phase"]: gb(p["peak_bytes"]) for p in found["phases"]}
+    assert phases["update"] == round(20.32 + gb(8 * 2 * 2048 * 7168 * 12), 2)  # published, plus one layer's experts
+    assert phases["old_log_prob"] == 6.77 and phases["ref"] == 13.55 and phases["rollout"] == gb(0.8 * HBM)
+    assert found["peak_bytes"] < HBM and found["empty_cache_calls"] == 2
+    moved = found["to_device_bytes"]["mean"] + found["to_host_bytes"]["mean"]
+    assert round(moved / 1e9, 1) == 19.1  # published as the least that a step moves: actor in and out, reference in
+    assert gb(peaks(SCHEDULE, BIG, TRAIN, ONE, Setting(kv_share=0.8))["peak_bytes"]) == 54.99  # published, not swapped
+
+
+def test_peaks_of_the_256_die_run_in_verls_schedules():
+    """Modelled: verl 54c9b736 wakes the KV cache beside training weights and gradients: more than a die has."""
+    of_verl = Setting(swap_pieces=16, kv_share=0.8, bucket_bytes=None)
+    old, new = (peaks(VERL[line], BIG, TRAIN, ONE, of_verl) for line in ("a3", "pypi"))
+    (wake,) = (p for p in old["phases"] if p["phase"] == "wake_kv")
+    assert old["peak_bytes"] == wake["peak_bytes"] > HBM > new["peak_bytes"]
+    assert wake["peak_bytes"] == sum(wake["bytes"].values())
+    assert set(wake["bytes"]) == {"actor_params", "grads", "rollout_weights", "kv_cache"}
+    ours = peaks(SCHEDULE, BIG, TRAIN, ONE, SWAPPED)
+    for verl in (old, new):
+        by_phase = {p["phase"]: p["peak_bytes"] for p in verl["phases"]}
+        assert by_phase["reshard"] > 1.4 * ours["phases"][0]["peak_bytes"]
+        moved = [sum(of[key]["mean"] for key in ("to_device_bytes", "to_host_bytes")) for of in (verl, ours)]
+        assert moved[0] > 5 * moved[1]
+
+
+@st.composite
+def layouts(draw):
+    """Training layouts of the tiny model (4 layers, 16 experts, 4 heads) and rollouts over the same ranks."""
+    tp, pp, ep = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 4], [1, 2, 4, 8]))
+    world = max(tp, ep) * pp * draw(st.sampled_from([1, 2]))
+    train = ParallelLayout(world, tp=tp, pp=pp, ep=ep, etp=1)
+    rtp = draw(st.sampled_from([n for n in (1, 2, 4) if world % n == 0]))
+    dp = draw(st.sampled_from([n for n in (1, 2, 4) if (world // rtp) % n == 0 and n * rtp <= 16]))
+    return train, rollout_layout(world // rtp // dp, dp, rtp, expert_parallel=dp * rtp > 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pair=layouts(), swap=st.sampled_from([None, 1, 4]), dtype=st.sampled_from(["bfloat16", "float32"]))
+def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dtype):
+    train, rollout = pair
+    model = IN_FP32 if dtype == "float32" else TINY
+    setting = Setting("megatron-local", swap_pieces=swap, kv_bytes=1 << 20, bucket_bytes=1 << 16)
+    ranks = range(train.world_size)
+    every = [group_bytes(model, train, rollout, rank, setting) for rank in ranks]
+    trainable = sum(p.count for p in model.parameters if p.trainable)
+    once = [r for r in ranks if train.coordinates(r).dp == 0]
+    if train.tp == 1 and train.ep == 1:
+        assert sum(every[r]["grads"] for r in once) == 4 * trainable
+    size = 2 if dtype == "bfloat16" else 4
+    for sizes in every:
+        assert sizes["actor_params"] * 4 == sizes["grads"] * size
+        assert (sizes["optimizer"] == 0) == (swap is not None) == (sizes["swap_window"] > 0)
+    found = {}
+    for name, schedule in {"ours": SCHEDULE, **VERL}.items():
+        found[name] = peaks(schedule, model, train, rollout, setting)
+        for phase in found[name]["phases"]:
+            assert phase["peak_bytes"] == sum(phase["bytes"].values())
+            assert all(every[phase["rank"]][t] == size for t, size in phase["bytes"].items())
+    assert found["ours"]["peak_bytes"] <= min(found[line]["peak_bytes"] for line in VERL) or (
+        max(found["ours"]["phases"], key=lambda p: p["peak_bytes"])["phase"] == "ref"
+    )  # the actor stays beside it
+
+
+def test_the_worst_rank_is_worst_over_all_ranks():
+    """Negative control for looking at one rank of each kind only."""
+    setting = Setting("megatron-local", kv_bytes=100)
+    train, rollout = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1), rollout_layout(2, 2, 2)
+    model = IN_FP32
+    found = peaks(SCHEDULE, model, train, rollout, setting)
+    update = next(p for p in found["phases"] if p["phase"] == "update")
+    every = [group_bytes(model, train, rollout, rank, setting) for rank in range(8)]
+    sums = [s["actor_params"] + s["grads"] + s["optimizer"] for s in every]
+    assert update["peak_bytes"] == max(sums) and min(sums) < max(sums) and update["rank"] == sums.index(max(sums))
+
+
+@pytest.mark.parametrize("train", ["@2 ep2 etp1", "@4 tp2 ep2 etp1", "@4 ep2 pp2", "@2 tp2 etp2"])
+def test_alignment_is_bounded(train):
+    """Megatron's rule on its own parameters (tests/layout/native_parameters.py): never more than `padding_bytes`."""
+    train, model = parse_layout(train), IN_FP32
+    alone = rollout_layout(train.world_size, 1, 1, expert_parallel=False)
+    for rank in range(train.world_size):
+        buffers = {}
+        for name, tensor in native_parameters(model, train, rank, "megatron-local").items():
+            if "expert_bias" not in name:
+                buffers.setdefault(".local_experts." in name, []).append(tensor)
+        total = 0
+        for expert, tensors in buffers.items():
+            counts = [sum(s.count for s in t.shards) for t in tensors]
+            ends = 128 * (train.edp if expert else train.dp * train.cp)
+            total += 4 * -(-sum(-(-n // 64) * 64 for n in counts) // ends) * ends
+        planned = group_bytes(model, train, alone, rank, Setting("megatron-local"))["actor_params"]
+        assert planned <= total <= planned + padding_bytes(model, train, rank, "megatron-local", 4)
+
+
+def test_ranks_must_be_the_same():
+    with pytest.raises(ConfigError, match="training has 256 ranks, rollout 2"):
+        peaks(SCHEDULE, BIG, TRAIN, rollout_layout(2, 1, 1), Setting())

@@ -1,0 +1,1 @@
+"""Batches of a step: tensor cache, packing, dynamic micro batches."""

@@ -1,0 +1,1 @@
+"""Log-probs of rollout and actor: checks, correction, on-policy updates."""

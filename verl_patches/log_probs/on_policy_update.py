@@ -1,0 +1,119 @@
+"""Update without a separate pass for old log-probs, and with the weights of recipe.rollout_correction.
+
+trainer/worker_group.py skips compute_log_prob and leaves the column out of the update's batch. `OnPolicyUpdate`
+gives the loss vLLM's log-probs as old ones, or weighs the advantages. `loss_on_policy` replaces old log-probs by those
+that the update computes: the ratio is exactly 1.
+
+With one mini batch and one epoch the update's forward pass has the same weights as verl's separate pass, so both give
+the same log-probs; log_probs/on_policy.py refuses other configurations. Imports torch, not verl.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from verl_patches.current import Current
+from verl_patches.errors import RecipeError
+from verl_patches.log_probs import rollout_correction
+from verl_patches.log_probs.on_policy import Correction, correction_of
+
+_ROLLOUT, _OLD = "rollout_log_probs", "old_log_probs"
+_NO_ROLLOUT = (
+    "recipe.rollout_correction is on, but the batch has no rollout_log_probs; expected one for each sampled token, "
+    "from vLLM. Row rollout.keep_log_probs keeps them on line a3"
+)
+_NOT_REACHED = (
+    "recipe.train.skip_old_log_prob: the update used vLLM's log-probs as old ones, because its loss is not that of row "
+    "update.loss_on_policy in verl.workers.actor.megatron_actor; look at `status --run DIR`"
+)
+
+
+class OnPolicyUpdate:
+    """One update_actor: log-probs of vLLM and of the actor, in the order of its micro batches.
+
+    `skip`: recipe.train.skip_old_log_prob; `correction`: recipe.rollout_correction, None for none.
+    """
+
+    def __init__(self, skip: bool, correction: Correction | None):
+        self.skip, self.correction, self.has_rollout, self.reached = skip, correction, False, False
+        self.seen: list[tuple[torch.Tensor, ...]] = []
+
+    @classmethod
+    def of(cls, recipe: Any) -> OnPolicyUpdate | None:
+        """The update that `recipe` sets; None if the update is verl's own."""
+        skip, correction = recipe.train.skip_old_log_prob, correction_of(recipe.rollout_correction)
+        return cls(skip, correction) if skip or correction is not None else None
+
+    @contextmanager
+    def around(self, batch: Any) -> Iterator[None]:
+        """verl's update of `batch` runs inside. LogProbError without rollout log-probs; RecipeError if not reached."""
+        self.has_rollout = _ROLLOUT in batch.keys()
+        if self.correction and not self.has_rollout:
+            raise rollout_correction.LogProbError(_NO_ROLLOUT)
+        if not self.skip:
+            mask = batch["attention_mask"][:, -batch["responses"].shape[1] :].bool()  # as the actor's loss has it
+            sides = batch[_ROLLOUT], batch[_OLD], mask
+            self.seen.append(sides)
+            batch["advantages"] = weighed(batch["advantages"], *sides, self.correction)
+            yield
+            return
+        batch[_OLD] = batch[_ROLLOUT] if self.has_rollout else torch.full_like(batch["advantages"], math.nan)
+        with current_update.set(self):
+            yield
+        if is_metrics_rank() and not self.reached:
+            raise RecipeError(_NOT_REACHED)
+
+    def micro_batch(self, rollout: Any, log_prob: Any, advantages: Any, mask: Any) -> tuple[Any, Any]:
+        """(old log-probs, advantages) for the loss of one micro batch; all [b, S_response]."""
+        old, self.reached = log_prob.detach(), True
+        if self.has_rollout:
+            self.seen.append((rollout, old, mask))
+            if self.correction:
+                advantages = weighed(advantages, rollout, old, mask, self.correction)
+        return old, advantages
+
+    def moments(self) -> rollout_correction.Moments | None:
+        """Moments of the update's log-probs; None on ranks that do not report."""
+        if not is_metrics_rank():
+            return None
+        if not self.seen:
+            return rollout_correction.merged([])
+        return rollout_correction.moments(*map(torch.cat, zip(*self.seen, strict=True)), self.correction)
+
+
+current_update: Current[OnPolicyUpdate] = Current()  # in progress, where it skips the pass
+
+
+def weighed(advantages: Any, rollout: Any, actor: Any, mask: Any, correction: Correction) -> torch.Tensor:
+    """Advantages x weights, in the advantages' dtype; all [B, S_response]."""
+    return advantages * rollout_correction.weigh(rollout, actor, mask, correction).weights.to(advantages.dtype)
+
+
+def is_metrics_rank() -> bool:
+    """Whether this rank reports for its replica, as in verl's collect_megatron_compute.
+
+    The last pipeline stage has the loss, and its TP and CP ranks have equal values.
+    """
+    from megatron.core import parallel_state as mpu
+
+    last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+    return last and mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+
+
+def loss_on_policy(compute_policy_loss: Callable) -> Callable:
+    """Row provider for compute_policy_loss: in an update that skips the pass, old log-probs are the actor's own."""
+
+    @functools.wraps(compute_policy_loss)
+    def loss(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        update = current_update.value
+        if update is not None:
+            old_log_prob, advantages = update.micro_batch(old_log_prob, log_prob, advantages, response_mask)
+        return compute_policy_loss(old_log_prob, log_prob, advantages, response_mask, *args, **kwargs)
+
+    return loss

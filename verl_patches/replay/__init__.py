@@ -1,0 +1,1 @@
+"""Experts that the rollout chose: recorded, counted and replayed."""
