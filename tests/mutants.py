@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant("activations-router-without-its-mask", "planning/activations.py",
            "tokens * (5 * experts", "tokens * (4 * experts", Tests("planning/test_activations.py", "256_die")),
     # micro batches
-    Mutant("packing-order-not-inverted", "batches/dynamic_batches.py",
+    Mutant("packing-order-not-inverted", "batches/micro_batches.py",
            "torch.tensor(list(chain.from_iterable(self.rows))).argsort()",
            "torch.tensor(list(chain.from_iterable(self.rows)))", Tests("batches/test_dynamic_batches.py", "order_of")),
     # tensor cache

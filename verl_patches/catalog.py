@@ -185,7 +185,7 @@ MODEL: tuple[PatchSpec, ...] = (
          "(megatron/core/transformer/multi_latent_attention.py:404; verl's patch_v012.py has a copy).",
          exit="megatron-core sums the gradient of k_pos_emb over TP ranks", lines=_PYPI),
     _row("model.load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
-         "verl_patches.worker.weight_loading:load_deepseekv3",
+         "verl_patches.worker.models:load_deepseekv3",
          "verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), "
          "through a whole HF model on every rank (verl/utils/model.py:350), and once for the reference and once for "
          "the actor. This loader takes folders in bf16, in FP8 and of shards.",
@@ -248,7 +248,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "verl has no DeepSeek-V3 names at this commit",
         exit=_VERL_HAS_IT),
     _a3("model.mindspeed_load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
-        "verl_patches.worker.weight_loading:load_mindspeed",
+        "verl_patches.worker.models:load_mindspeed",
         "verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), once "
         "for the reference and once for the actor",
         exit=_VERL_HAS_IT, bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
@@ -287,7 +287,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "verl hands over lr, clip and decay only, in bf16 always (verl/utils/megatron_utils.py:201)",
         exit="verl hands Megatron's optimizer all of its settings"),
     _a3("update.grad_overlap", "wrap", "verl.utils.megatron_utils:DDP",
-        "verl_patches.worker.ddp_overlap:overlapping_ddp",
+        "verl_patches.worker.models:overlapping_ddp",
         "verl builds DDP with overlap_grad_reduce=False (verl/utils/megatron_utils.py:127), and gives the schedules no "
         "no_sync, without which each micro batch would start a reduction",
         exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
@@ -408,26 +408,26 @@ UPDATE: tuple[PatchSpec, ...] = (
          exit="verl's stages leave their tensors on the workers for the next",
          needs=("update.sharding_manager", "update.recipe_worker")),
     _a3("update.dynamic_batches", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.forward_backward_batch",
-        "verl_patches.batches.dynamic_batches:packing",
+        "verl_patches.batches.micro_batches:packing",
         "verl 54c9b736's Megatron actor knows micro batches of a fixed number of samples only (megatron_actor.py:271), "
         "and returns log-probs in their order.",
         exit="the pins move to verl 0.4.0 or later", needs=("update.dynamic_split", "update.recipe_worker")),
     _a3("update.dynamic_split", "wrap", "verl.utils.torch_functional:split_dict_tensor_into_batches",
-        "verl_patches.batches.dynamic_batches:by_tokens",
+        "verl_patches.batches.micro_batches:by_tokens",
         "Where the actor cuts a batch (megatron_actor.py:275); equal parts only.",
         exit="as update.dynamic_batches",
         bindings=("verl.workers.actor.megatron_actor:split_dict_tensor_into_batches",
                   "verl.workers.critic.megatron_critic:split_dict_tensor_into_batches",
                   "verl.workers.reward_model.megatron.reward_model:split_dict_tensor_into_batches")),
     _a3("update.sample_weights", "wrap", "verl.trainer.ppo.core_algos:agg_loss",
-        "verl_patches.batches.dynamic_batches:equal_samples",
+        "verl_patches.batches.micro_batches:equal_samples",
         "The loss of each micro batch is an average of its own, and Megatron averages those (schedules.py:283): with "
         "unequally many samples in each, the gradient would depend on the packing.",
         exit="verl weighs micro batches by what they hold",
         bindings=("verl.workers.actor.megatron_actor:agg_loss", "verl.workers.actor.dp_actor:agg_loss",
                   f"{_TRAINER}:agg_loss")),
     _row("update.micro_batches_as_planned", "wrap", "verl.utils.seqlen_balancing:rearrange_micro_batches",
-         "verl_patches.batches.cached_stages:as_planned",
+         "verl_patches.batches.micro_batches:as_planned",
          "Dynamic batch size: verl packs rank by rank, above the token budget at times, and the n-th micro batches of "
          "two replicas are not equally long (verl/utils/seqlen_balancing.py).",
          exit="verl plans dynamic micro batches for all replicas together, within the budget",
@@ -470,7 +470,7 @@ MEMORY: tuple[PatchSpec, ...] = (
          "die, and has KV cache and training weights there together. Ours is one table (memory/schedule.py).",
          exit="verl moves memory by one table, into host memory that it keeps, and only what was written to",
          needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache")),
-    _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.empty_cache:without_empty_cache",
+    _row("memory.empty_cache", "wrap", f"{_WORKERS}:torch", "verl_patches.worker.memory:without_empty_cache",
          "verl gives the allocator's pool back after every call, pass and update (megatron_workers.py, "
          "megatron_actor.py), and the next stage asks the device for the same memory again; with memory.order the "
          "schedule says where.",
@@ -503,7 +503,7 @@ DISPATCH: tuple[PatchSpec, ...] = (
          exit="verl puts every large argument into Ray's store once, before it calls the first worker",
          processes=_CONTROLLER),
     _row("dispatch.note_starts", "wrap", "verl.single_controller.base.decorator:register",
-         "verl_patches.trainer.worker_starts:record_starts",
+         "verl_patches.trainer.dispatch:record_starts",
          "How far apart workers start is known in the workers only, and verl does not look.",
          bindings=("verl.single_controller.base.worker:register", f"{_WORKERS}:register",
                    "verl.workers.fsdp_workers:register")),

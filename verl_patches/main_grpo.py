@@ -18,7 +18,7 @@ from verl_patches.config.environment import run_dir
 from verl_patches.layout.parallel import world_size
 from verl_patches.patching import engine
 from verl_patches.trainer import ray_start
-from verl_patches.trainer.summary import Progress
+from verl_patches.trainer.record import Progress
 from verl_patches.watch import heartbeat
 from verl_patches.watch.bounds import START
 from verl_patches.watch.watcher import Watcher

@@ -10,7 +10,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 
 from tests.batches.logical_group import Serialised, group_of
 from verl_patches import prelude_patch
-from verl_patches.trainer import ray_start, worker_starts
+from verl_patches.trainer import dispatch, ray_start
 from verl_patches.trainer.dispatch import take_calls
 
 LARGE = 1 << 18  # int64 values: 2 MiB
@@ -39,9 +39,9 @@ class Echo:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_starts(self):
-        from verl_patches.trainer import worker_starts
+        from verl_patches.trainer import dispatch
 
-        return worker_starts.take_starts()
+        return dispatch.take_starts()
 
 
 def digest(value):
@@ -109,4 +109,4 @@ def on_and_off():
     starts = ray.get([actor.take_starts.remote() for actor in actors])
     prelude_patch.engine.revert()
     names = [[name for name, _ in of_actor] for of_actor in starts]
-    return {"on": on, "off": facts(group), "starts": names, "skew": worker_starts.start_skew(starts)}
+    return {"on": on, "off": facts(group), "starts": names, "skew": dispatch.start_skew(starts)}

@@ -9,8 +9,8 @@ import torch
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, register
 
-from verl_patches.trainer import dispatch, worker_starts
-from verl_patches.trainer.worker_starts import record_starts, start_skew
+from verl_patches.trainer import dispatch
+from verl_patches.trainer.dispatch import record_starts, start_skew
 
 # objects above 1 MB that the controller serialises: with the row, without it
 LARGE = {
@@ -70,7 +70,7 @@ def test_skew_is_between_the_same_calls_of_all_workers():
 
 def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew():
     dispatch.take_calls()
-    dispatch._calls.extend([dispatch.Call("f", 2, 100, 1), dispatch.Call("g", 1, 50, 2)])
+    dispatch.calls.value.extend([dispatch.Call("f", 2, 100, 1), dispatch.Call("g", 1, 50, 2)])
     step = dispatch.dispatch_of_step([[("f", 1.0), ("g", 2.0)], [("f", 1.25), ("g", 2.5)]])
     skew = {"max": 0.5, "by_call": {"f": 0.25, "g": 0.5}}
     assert step == {"calls": 2, "puts": 3, "put_bytes": 150, "inline_bytes": 3, "start_skew_s": skew}
@@ -106,10 +106,10 @@ def test_an_unknown_value_is_not_small_and_counting_ends_early():
 
 def names_of(*calls):
     """Names of the starts that `calls` record."""
-    worker_starts.take_starts()
+    dispatch.take_starts()
     for call in calls:
         call()
-    return [name for name, _ in worker_starts.take_starts()]
+    return [name for name, _ in dispatch.take_starts()]
 
 
 def test_coroutines_and_calls_of_vllms_executor_are_not_recorded():

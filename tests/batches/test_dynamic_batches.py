@@ -4,14 +4,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl_patches.batches.dynamic_batches import (
-    Packing,
-    by_tokens,
-    current_packing,
-    equal_samples,
-    packing,
-    stage_budget,
-)
+from verl_patches.batches.micro_batches import Packing, by_tokens, current_packing, equal_samples, packing, stage_budget
 from verl_patches.errors import ConfigError
 from verl_patches.worker import recipe_worker
 

@@ -9,7 +9,7 @@ from verl.utils.seqlen_balancing import get_reverse_idx, rearrange_micro_batches
 
 from tests.batches.lengths import lognormal_lengths
 from verl_patches.batches.batch_plan import plan_batch
-from verl_patches.batches.cached_stages import as_planned, following, pass_splits, planned, update_splits
+from verl_patches.batches.micro_batches import as_planned, following, pass_splits, planned, update_splits
 from verl_patches.errors import RecipeError
 
 BUDGET, REPLICAS, MINI = 4096, 4, 64

@@ -17,7 +17,7 @@ bytes   256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray ser
         answers, which the controller fetches from every worker (`back`), counted in its serialiser. `ours` and
         generation are at full scale; the other calls of other ways on 1/32 of the samples, times 32.
 skew    8, 16 and 32 actors, one worker each, started by verl's calls of a step, the worst of its calls
-        (trainer/worker_starts.py), median of the repeats. Our messages are those of a whole step of 32 samples a
+        (trainer/dispatch.py), median of the repeats. Our messages are those of a whole step of 32 samples a
         worker; for other ways a worker's batch is 1/8 of what a DP rank has in the 256-die run. For 256 a straight
         line through the medians: a model, no measurement. Workers answer half a second after the last has been called,
         where real ones' devices work: otherwise the answers of the first would take the cores of this machine, which
@@ -53,8 +53,7 @@ from tests.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
 from tests.batches.logical_group import LogicalGroup, Serialised, group_of
 from verl_patches.batches.cached_step import CachedStep, TensorCacheStages
 from verl_patches.batches.exchange import Ragged, model_inputs
-from verl_patches.trainer.dispatch import put_before_calling
-from verl_patches.trainer.worker_starts import record_starts, start_skew, take_starts
+from verl_patches.trainer.dispatch import put_before_calling, record_starts, start_skew, take_starts
 
 PROMPTS, EACH, WORLD, VOCABULARY = 512, 16, 256, 129_280
 SAMPLES = PROMPTS * EACH
@@ -83,7 +82,7 @@ class Host:
         return total
 
     def starts(self):
-        """trainer/worker_starts.py."""
+        """trainer/dispatch.py."""
         return take_starts()
 
     def _held(self, method):

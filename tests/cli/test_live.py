@@ -19,8 +19,8 @@ from verl_patches.evaluation.report import figures
 from verl_patches.patching.report import said_off
 from verl_patches.patching.switches import Switches
 from verl_patches.processes import lock_file
+from verl_patches.trainer.record import Progress, write_json
 from verl_patches.trainer.run import CALLS, Run
-from verl_patches.trainer.summary import Progress, write_json
 
 NOW = 1_000_000.0
 

@@ -19,7 +19,7 @@ from verl_patches.config.compose import compose
 from verl_patches.config.environment import run_dir
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
-from verl_patches.trainer.summary import new_run_id
+from verl_patches.trainer.record import new_run_id
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
 LARGE, TINY = "grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_tiny_cpu"

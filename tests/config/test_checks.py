@@ -15,7 +15,7 @@ from verl_patches.config.files import PATHS
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout, rollout_layout_of, train_layout_of
 from verl_patches.model.tiny import tiny_config
-from verl_patches.trainer.summary import new_run_id
+from verl_patches.trainer.record import new_run_id
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source

@@ -276,14 +276,14 @@ def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
     from vllm import LLM
 
-    from verl_patches.worker.context import context
+    from verl_patches.worker.memory import checked_device
 
     checks: list[Callable] = [globals()[name] for name in options.pop("checks")]
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     reference = AutoModelForCausalLM.from_pretrained(model, **eager).eval()
     faults = FAULTS[options.pop("faults")] if "faults" in options else {}
     llm = LLM(model=model, **{**LIMITS, **options})
-    context().device = torch.npu  # as in verl's worker: each sleep is checked
+    checked_device.value = torch.npu  # as in verl's worker: each sleep is checked
     found = {check.__name__: {**check(llm), **compare(llm, reference)} for check in checks}
     for name, spoilt in faults.items():
         with fault(*spoilt):

@@ -22,7 +22,7 @@ from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
 from verl_patches.processes import lock_file
-from verl_patches.trainer.summary import new_run_id, run_id
+from verl_patches.trainer.record import new_run_id, run_id
 
 pytestmark = pytest.mark.slow  # each starts processes
 

@@ -12,7 +12,7 @@ from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import restart, run_folder
 from verl_patches.launch.restart import Restarts, may_help
-from verl_patches.trainer.summary import run_id
+from verl_patches.trainer.record import run_id
 from verl_patches.watch.watcher import fault_in
 
 WORTH = [
@@ -56,7 +56,7 @@ count = out / "count"
 number = int(count.read_text()) if count.exists() else 0
 count.write_text(str(number + 1))
 steps, error, overrides = *tries[number], sys.argv[1:]
-from verl_patches.trainer.summary import Summary, run_id
+from verl_patches.trainer.record import Summary, run_id
 summary = Summary(out, {{"run": "t", "id": run_id(out)}})
 for step in steps:
     summary.add_step(step)

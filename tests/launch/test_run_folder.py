@@ -13,7 +13,7 @@ from tests.weights.cases import make_checkpoint
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch.run_folder import id_without_launcher, open_run_folder, require_start
-from verl_patches.trainer.summary import RUN, new_run_id, run_id
+from verl_patches.trainer.record import RUN, new_run_id, run_id
 
 OTHER = "fedcba9876543210"
 

@@ -11,7 +11,7 @@ from verl_patches.memory.schedule import SCHEDULE, simulate
 from verl_patches.memory.scheduler import Scheduler
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
-from verl_patches.worker.empty_cache import without_empty_cache
+from verl_patches.worker.memory import without_empty_cache
 
 SIZES = {
     "actor_params": 400,

@@ -21,7 +21,7 @@ from verl_patches.patching import engine as patches
 from verl_patches.patching.row import subclass_of
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
-from verl_patches.worker.memory import WorkerMemory
+from verl_patches.worker.memory import WorkerMemory, checked_device
 from verl_patches.worker.rollout_engine import RolloutEngine, weights_move, with_addresses_read
 
 SCRIPT = Path(__file__).with_name("sleep_mode.py").read_text()
@@ -181,6 +181,7 @@ def build(monkeypatch):
         return subclass_of(LLM, RolloutEngine)(**arguments)
 
     monkeypatch.setattr(contexts, "_context", WorkerContext())
+    monkeypatch.setattr(checked_device, "value", None)
     monkeypatch.setattr(weights_move, "value", False)
     return of
 
@@ -249,7 +250,7 @@ def sleeper(build, monkeypatch):
         runner.kv_caches[:] = [torch.ones(512, 512)]
         for tensor in (runner.model.weight, *runner.kv_caches):
             memory_pool.note(tensor, (), for_device=True)
-        contexts.context().device = npu
+        checked_device.value = npu
         return llm
 
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
@@ -285,7 +286,7 @@ def test_what_torch_gives_back_of_its_cache_does_not_count_for_what_sleep_frees(
     del cached
     with pytest.raises(RecipeError, match="torch's cache 4,194,304.*found 4,194,304 .*vllm_sleep_mode=false"):
         llm.sleep()
-    contexts.context().device = None  # a CPU, and recipe.memory.ledger=off
+    checked_device.value = None  # a CPU, and recipe.memory.ledger=off
     llm.wake_up()
     llm.sleep()
 
@@ -320,7 +321,7 @@ def test_a_worker_checks_sleep_where_there_is_a_device_and_a_ledger(platform, le
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     monkeypatch.setattr(patches, "_CURRENT", SimpleNamespace(wanted=rows))
     WorkerMemory(OmegaConf.create(config), OmegaConf.create(recipe))
-    assert contexts.context().device is device
+    assert checked_device.value is device
 
 
 def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.training import global_vars
 
 from tests.memory import offload_objects  # noqa: F401  (Adam in place of apex's)
-from verl_patches.worker.ddp_overlap import overlapping_ddp
+from verl_patches.worker.models import overlapping_ddp
 from verl_patches.worker.step_guard import StepGuard
 
 

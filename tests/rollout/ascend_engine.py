@@ -153,7 +153,7 @@ def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
     from vllm import LLM
     from vllm.model_executor.layers import rotary_embedding
 
-    from verl_patches.worker.context import context
+    from verl_patches.worker.memory import checked_device
 
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     references = {name: AutoModelForCausalLM.from_pretrained(path, **eager).eval() for name, path in models.items()}
@@ -162,7 +162,7 @@ def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
         options = {**LIMITS, **case["options"]}
         options["additional_config"] = {"refresh": True, **options.get("additional_config", {})}
         rotary_embedding._ROPE_DICT.clear()  # else engines of one process share their rotary tables
-        context().device = torch.npu  # as in verl's worker: each sleep is checked
+        checked_device.value = torch.npu  # as in verl's worker: each sleep is checked
         with without(case.get("without", [])):
             llm = LLM(model=models[case["model"]], **options)
         for name, check in case["checks"].items():

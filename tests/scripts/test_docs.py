@@ -7,7 +7,7 @@ import pytest
 
 from verl_patches.config.compose import compose
 from verl_patches.launch.smoke import CONFIG_NAME, LEARN_CONFIG_NAME, NOT_PROVED, PROVED
-from verl_patches.trainer.run import NARROW, PHASES, WIDE, header
+from verl_patches.trainer.step_record import NARROW, PHASES, WIDE, header
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "data" / "README.md"])

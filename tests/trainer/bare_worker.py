@@ -43,7 +43,7 @@ def proofs():
     """(digest of the controller, [{rank, where, digest}], refusal or None): worker 1 ran the prelude, worker 0 not."""
     from verl_patches import prelude_patch
     from verl_patches.patching.engine import PatchError
-    from verl_patches.trainer import worker_handshake
+    from verl_patches.trainer import handshake
 
     options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 128 << 20}
     ray.init(num_cpus=5, **options, runtime_env={"worker_process_setup_hook": prelude_on_rank_one})
@@ -52,9 +52,9 @@ def proofs():
     both = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(ray.remote(Bare))})
     group = RayWorkerGroup(pool, both).spawn({"actor_rollout"})["actor_rollout"]
     group.start()
-    found, refusal = worker_handshake.workers_proofs(group), None
+    found, refusal = handshake.workers_proofs(group), None
     try:
-        worker_handshake.refuse_unproven(found)
+        handshake.refuse_unproven(found)
     except PatchError as error:
         refusal = str(error)
     return prelude_patch.engine.digest(), found, refusal

@@ -17,10 +17,10 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.utils.tracking import Tracking
 
-from verl_patches.batches import cached_stages
+from verl_patches.batches import micro_batches
 from verl_patches.log_probs import on_policy_update
 from verl_patches.patching.row import subclass_of
-from verl_patches.trainer import dispatch, run, worker_starts
+from verl_patches.trainer import dispatch, run
 from verl_patches.worker import recipe_worker
 from verl_patches.worker import sharding as sharding_manager
 from verl_patches.worker.context import context
@@ -48,14 +48,14 @@ def log_reaches_the_run():
     steps, tracking = [], object.__new__(Tracking)
     tracking.logger = {}
     active = SimpleNamespace(after_step=lambda data, step: steps.append(step) or data)
-    with mock.patch.object(run, "_active", active):
+    with run.active_run.set(active):
         tracking.log({"critic/score/mean": 0.5}, step=7)
     return steps == [7]
 
 
 def actor_splits_as_planned():
     batch = tensordict.TensorDict({"attention_mask": torch.ones(3, 2, dtype=torch.int64)}, [3])
-    with cached_stages.following([[[2], [0, 1]]], [2, 2, 2]):
+    with micro_batches.following([[[2], [0, 1]]], [2, 2, 2]):
         return megatron_actor.rearrange_micro_batches(batch=batch, max_token_len=100)[1] == [[2], [0, 1]]
 
 
@@ -67,12 +67,12 @@ def calls_are_counted():
 
 
 def starts_are_noted():
-    worker_starts.take_starts()
+    dispatch.take_starts()
     try:
         object.__new__(workers.ActorRolloutRefWorker).load_pretrained_model("nowhere")
     except Exception:
         pass
-    return [name for name, _ in worker_starts.take_starts()] == ["load_pretrained_model"]
+    return [name for name, _ in dispatch.take_starts()] == ["load_pretrained_model"]
 
 
 def metrics_have_the_delta():

@@ -80,8 +80,8 @@ def test_null_switches_an_alarm_off():
 
 
 def test_stop_ends_the_run_and_warn_does_not():
-    alarms = alarms_of(record(**load(20.0)), [], {}, Alarms())
-    check(3, alarms, "warn")
-    check(3, [], "stop")
+    alarms = [vars(alarm) for alarm in alarms_of(record(**load(20.0)), [], {}, Alarms())]
+    check({"step": 3, "alarms": alarms}, "warn")
+    check({"step": 3, "alarms": []}, "stop")
     with pytest.raises(AlarmError, match="step 3: alarm expert_collapse: train: .* 20.0 times .* at most 16"):
-        check(3, alarms, "stop")
+        check({"step": 3, "alarms": alarms}, "stop")

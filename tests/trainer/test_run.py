@@ -12,48 +12,10 @@ from verl_patches.config.watch import Alarms
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
-from verl_patches.trainer import run
-from verl_patches.trainer.alarms import AlarmError
-from verl_patches.trainer.run import NARROW, WIDE, header, line
-from verl_patches.trainer.skipped_steps import SkippedStepsError
-from verl_patches.trainer.summary import Progress, Summary
-
-
-def whole_step(number=3):
-    skew = {"put_bytes": 107_000_000_000, "inline_bytes": 4, "start_skew_s": {"max": 81.23456}}
-    sync = {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648}
-    step = {"step": 3, "reward": 0.5, "grad_norm": 1.0, "seconds": {}, "logprob_delta": {"mean": 5e-7, "max": 1e-6}}
-    return step | {"sync": sync, "memory": {"peak_bytes": 54_990_000_000}, "dispatch": skew, "skipped": None}
-
-
-@pytest.mark.parametrize("columns", [NARROW, WIDE])
-def test_a_row_of_the_table_is_as_wide_as_its_header(columns):
-    step = whole_step()
-    empty = line({**step, "sync": None, "memory": None, "dispatch": None}, columns)
-    assert len(line(step, columns)) == len(header(columns)) == len(empty)
-    assert empty.count(" - ") + empty.endswith("-") == {NARROW: 1, WIDE: 6}[columns]
-    for name in ("logprob_delta", "grad_norm"):
-        assert " - " in line({**step, name: None}, columns)
-
-
-def test_the_narrow_table_fits_a_terminal_and_the_wide_one_has_every_figure_under_its_name():
-    step = whole_step() | {"seconds": {"rollout": 1.5, "update": 2.5, "step": 4.5, "offload": 0.25}}
-    assert len(header(NARROW)) <= 80 and set(NARROW) < set(WIDE)
-    last = "1.500 2.500 4.500 54990.000"
-    assert line(step, NARROW).split() == ["3", "0.5000", "1.00000", "5.00e-07", *last.split()]
-    assert header(NARROW).split()[:4] == ["step", "reward", "grad_norm", "|dlogp|"]
-    texts = dict(zip(WIDE, line(step, WIDE).split()[4:], strict=True))
-    assert (texts["offload s"], texts["held MB"], texts["sync calls"]) == ("0.250", "54990.000", "65")
-    assert (texts["sync MB"], texts["extra MB"]) == ("25400.000", "2147.484")
-    assert (texts["sent MB"], texts["skew s"]) == ("107000.000", "81.2346")
-
-
-def test_the_record_of_a_step_has_the_share_of_all_ranks():
-    ranks = [{"equal": 3, "of": 4, "bytes": 8}, None, {"equal": 4, "of": 4, "bytes": 9}]
-    found = run.replay_of_step(ranks)
-    assert found == {"agreement": 0.875, "experts": 8, "bytes": 9}
-    assert line({**whole_step(), "routing_replay": found}, run.REPLAY_COLUMNS).split()[-1] == "0.87500"
-    assert run.replay_of_step([None]) is None and run.replay_of_step([{"equal": 0, "of": 0, "bytes": 0}]) is None
+from verl_patches.trainer import run, step_record
+from verl_patches.trainer.alarms import AlarmError, SkippedStepsError
+from verl_patches.trainer.record import Progress, Summary
+from verl_patches.trainer.step_record import NARROW, WIDE, header
 
 
 @pytest.fixture
@@ -69,7 +31,7 @@ def made(tmp_path):
 def after_steps(made, monkeypatch, *numbers, skipped=None, bounds=None):
     """The progress lines of these steps, whose reports of workers are left out."""
     for name in ("sync_of_step", "memory_of_step", "offload_of_step"):
-        monkeypatch.setattr(run, name, lambda reports: None)
+        monkeypatch.setattr(step_record, name, lambda reports: None)
     report = {
         "seconds": {},
         "sync": [],
@@ -122,13 +84,6 @@ def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(
     assert steps[-1]["grad_norm"] is None and metrics["actor/skipped_steps"] == 1
 
 
-def test_the_start_names_the_slowest_worker_of_each_part():
-    seconds = [{"start/imports": 2.0, "start/models": 5.0, "offload": 9.0}, {"start/imports": 4.0, "start/groups": 1.0}]
-    found = run.start_of_workers(seconds, [{"cpu_s": 7.0}, {"cpu_s": 6.0}])
-    assert found["imports"] == {"max_s": 4.0, "mean_s": 3.0, "rank": 1} and found["cpu"]["rank"] == 0
-    assert (found["groups"]["max_s"], found["models"]["mean_s"]) == (1.0, 2.5) and "offload" not in found
-
-
 def test_dead_workers_are_named_with_rank_pid_node_and_step(made, monkeypatch):
     made.places = {rank: f"pid {100 + rank} on node-{rank // 2}" for rank in range(3)}
     text = made.death_of([1])
@@ -140,6 +95,7 @@ def test_dead_workers_are_named_with_rank_pid_node_and_step(made, monkeypatch):
 
 def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made, monkeypatch):
     made.places, made.prove, made.wrap_groups = {1: "pid 101 on here"}, lambda: None, lambda: None
+    made.trainer = SimpleNamespace(config={"recipe": {}})
     monkeypatch.setattr(run, "Run", lambda trainer: made)
 
     def fit(trainer):
@@ -148,7 +104,7 @@ def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made, monkeypa
     for dead, error in (([1], run.WorkerDiedError), ([], ValueError)):
         made.dead_workers = lambda dead=dead: dead
         with pytest.raises(error) as failed:
-            run.fit_as_run(fit)(SimpleNamespace(config={"recipe": {}}))
+            run.fit_as_run(fit)(made.trainer)
         assert ("rank 1 (pid 101 on here)" in str(failed.value)) is bool(dead)
         assert "no answer" in made.summary.data["exit"] and "no answer" in str(failed.value)
 

@@ -1,11 +1,9 @@
-"""Steps with NaN or infinite gradients: left out on all ranks, counted, named, and the end of a run after some."""
+"""Steps with NaN or infinite gradients: left out on all ranks, counted and named."""
 
 import math
 import os
 
 import pytest
-
-from verl_patches.trainer import skipped_steps
 
 NAN, INF = float("nan"), float("inf")
 STEPS = [None, (1, "dense1", NAN), None, (0, "expert", INF), (1, "dense3", -INF), None]
@@ -71,26 +69,3 @@ print(list(parameter_names(chunk).values()))
 """
     done = run_warm(code, patches="line=pypi,platform=cpu")
     assert done.out.splitlines()[-1] == "['decoder.layers.5.mlp.weight', 'output_layer.weight']", done.err[-2000:]
-
-
-def report(stage, skipped=1, in_a_row=1, nearest=None, parameters=4):
-    fault = nearest and {"parameters": parameters, "nearest": nearest}
-    return {"skipped": skipped, "in_a_row": in_a_row, "stage": stage, "fault": fault}
-
-
-def test_the_record_of_a_step_names_the_rank_nearest_to_the_loss():
-    reports = [report(0, nearest="embedding.weight"), report(1, nearest="decoder.layers.3.w"), report(1), report(0)]
-    found = skipped_steps.skipped_of_step(reports)
-    place = {"rank": 1, "stage": 1, "parameter": "decoder.layers.3.w", "parameters": 4}
-    assert found == {"steps": 1, "in_a_row": 1, "ranks": [0, 1], "nearest": place}
-    assert "rank 1, pipeline stage 1, decoder.layers.3.w and 3 more" in skipped_steps.said_of(found)
-    assert "no rank's own gradient" in skipped_steps.said_of(skipped_steps.skipped_of_step([report(0)]))
-    assert skipped_steps.said_of(skipped_steps.skipped_of_step([report(0, skipped=0, in_a_row=0)])) == ""
-    assert skipped_steps.skipped_of_step([None, None]) is None
-
-
-def test_the_run_ends_at_the_limit_and_not_before():
-    found = skipped_steps.skipped_of_step([report(2, in_a_row=3, nearest="decoder.layers.7.w")])
-    skipped_steps.check(9, found, 4)
-    with pytest.raises(skipped_steps.SkippedStepsError, match="step 9: .*rank 0, pipeline stage 2, decoder.layers.7.w"):
-        skipped_steps.check(9, found, 3)

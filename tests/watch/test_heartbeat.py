@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from verl_patches.processes import started_at, state_of
-from verl_patches.trainer.worker_starts import record_and_call
+from verl_patches.trainer.dispatch import record_and_call
 from verl_patches.watch import heartbeat
 from verl_patches.watch.heartbeat import BEAT, Beat, Heartbeat, ranks_text, read
 from verl_patches.watch.node import NodeAgent, end, from_plain, look, stacks

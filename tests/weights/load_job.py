@@ -105,7 +105,7 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     """What the second model of a process takes from the first; each entry is (parameters that differ, bytes read)."""
     from tests.model.megatron_model import start_parallel
     from verl_patches.memory.offload import Params
-    from verl_patches.worker.weight_loading import load_model, reference_weights
+    from verl_patches.worker.models import load_model, reference_weights
 
     start_parallel(parse_layout("tp2 @2"))
 

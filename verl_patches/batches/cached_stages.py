@@ -13,10 +13,8 @@ batches/cached_step.py calls them by `RecipeWorker.run_stage`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, cycle, islice
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,24 +22,23 @@ import torch
 import torch.distributed as dist
 from verl import DataProto
 
-from verl_patches.batches import batch_plan
 from verl_patches.batches.batch_plan import BatchPlan, plan_batch, train_replicas
 from verl_patches.batches.cache import TensorCache
 from verl_patches.batches.exchange import (
     Ragged,
     TensorSpec,
     from_padded,
+    is_metrics_rank,
     model_inputs,
     prompt_inputs,
     to_padded,
     wire_bytes,
 )
 from verl_patches.batches.limits import token_budget
+from verl_patches.batches.micro_batches import planned
 from verl_patches.current import Current
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import train_layout_in
-from verl_patches.log_probs import rollout_correction
-from verl_patches.log_probs.on_policy_update import is_metrics_rank
 from verl_patches.memory.ledger import Ledger
 
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
@@ -146,11 +143,9 @@ class CachedBatch:
             worker.compute_log_prob(data)
         log_probs, entropies = results
         values = self._keep(step, "old_log_probs", log_probs, mask, payload)
-        reports = is_metrics_rank()
         if "rollout_log_probs" in self.cache.names:
-            sides = self._padded(step, "rollout_log_probs"), log_probs, mask
-            worker.log_prob_moments = rollout_correction.moments(*sides) if reports else None
-        if not reports:
+            worker.note_log_probs(self._padded(step, "rollout_log_probs"), log_probs, mask)
+        if not is_metrics_rank():
             return None
         entropy = (entropies * mask).sum(1) / mask.sum(1)
         return {"samples": self.samples, "entropy": entropy.cpu().numpy(), **values}
@@ -270,93 +265,3 @@ def taken(actor: Any) -> Iterator[list[torch.Tensor]]:
             del actor.compute_log_prob
         else:
             actor.compute_log_prob = own
-
-
-Parts = list[list[int]]  # [micro batch] -> rows of the batch that verl splits
-
-
-class PlannedSplits:
-    """Micro batches of the stage in progress, batch by batch; repeated for each epoch."""
-
-    def __init__(self, splits: Sequence[Parts], tokens: Sequence[Sequence[int]]):
-        self._splits = cycle(zip(splits, tokens, strict=True))
-        self.reached = 0
-
-    def next(self, tokens: list[int]) -> Parts:
-        """Micro batches of the next batch, with these tokens by row; RecipeError where the plan has other rows."""
-        parts, expected = next(self._splits)
-        if tokens != list(expected):
-            raise RecipeError(
-                f"micro batches: batch {self.reached} of this stage: {len(tokens)} rows of {sum(tokens)} tokens, the "
-                f"plan has {len(expected)} of {sum(expected)}, or another order"
-            )
-        self.reached += 1
-        return parts
-
-
-current_splits: Current[PlannedSplits] = Current()  # of the stage in progress
-
-
-def planned(
-    stage: str, budget: int | None, plan: BatchPlan, replica: int, tokens: Sequence[int] | None
-) -> AbstractContextManager[None]:
-    """Context of a stage ("update" or a forward pass) in which dynamic micro batches of a replica are the plan's.
-
-    `tokens`: by sample. Without tokens, or without a budget (no dynamic batch size), micro batches are verl's.
-    """
-    if budget is None or tokens is None:
-        return nullcontext()
-    split = update_splits(plan, replica) if stage == "update" else pass_splits(plan, replica, tokens, budget)
-    return following(split, [tokens[sample] for sample in plan.placed[replica]])
-
-
-def update_splits(plan: BatchPlan, replica: int) -> list[Parts]:
-    """[mini batch] -> its micro batches; the update has its samples in the order of the plan."""
-    return [_rows(mini, list(chain.from_iterable(mini))) for mini in plan.schedule[replica]]
-
-
-def pass_splits(plan: BatchPlan, replica: int, lengths: Sequence[int], token_budget: int) -> list[Parts]:
-    """One batch of all samples of a replica, for a forward pass with a budget of its own."""
-    packed = batch_plan.packed(plan.placed, lengths, token_budget, balance=False)  # the plan has balanced replicas
-    return [_rows(packed[replica], plan.placed[replica])]
-
-
-def _rows(parts: Sequence[Sequence[int]], order: Sequence[int]) -> Parts:
-    row_of = {sample: row for row, sample in enumerate(order)}
-    return [[row_of[sample] for sample in part] for part in parts]
-
-
-@contextmanager
-def following(splits: Sequence[Parts], tokens: Sequence[int]) -> Iterator[None]:
-    """Context of a stage whose dynamic micro batches are `splits`; `tokens`: of the rows of all batches in order.
-
-    RecipeError if verl's actor did not ask for them.
-    """
-    rows = iter(tokens)
-    by_batch = [list(islice(rows, sum(map(len, parts)))) for parts in splits]
-    with current_splits.set(PlannedSplits(splits, by_batch)) as now:
-        yield
-    if not now.reached:
-        raise RecipeError(
-            "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must reach "
-            "verl.workers.actor.megatron_actor: look at `status --run DIR`"
-        )
-
-
-def as_planned(rearrange_micro_batches: Callable) -> Callable:
-    """Row provider for verl's rearrange_micro_batches: (micro batches, rows), by the plan inside `following`.
-
-    verl packs the samples of each rank separately, into the least number of micro batches that the rank with the most
-    tokens needs (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two
-    replicas differ in length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
-    """
-
-    @functools.wraps(rearrange_micro_batches)
-    def rearrange(batch: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Parts]:
-        splits = current_splits.value
-        if splits is None:
-            return rearrange_micro_batches(batch, *args, **kwargs)
-        parts = splits.next(batch["attention_mask"].sum(dim=1).tolist())
-        return [batch[torch.tensor(part, device=batch["attention_mask"].device)] for part in parts], parts
-
-    return rearrange

@@ -112,6 +112,17 @@ def model_inputs(
     }
 
 
+def is_metrics_rank() -> bool:
+    """Whether this rank reports for its replica, as in verl's collect_megatron_compute.
+
+    The last pipeline stage has the loss, and its TP and CP ranks have equal values.
+    """
+    from megatron.core import parallel_state as mpu
+
+    last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+    return last and mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+
+
 _ALIGNED = 16  # bytes, also of the header
 
 

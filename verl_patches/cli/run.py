@@ -33,7 +33,7 @@ from verl_patches.patching.report import said_off
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.planning.step_plan import Workload
 from verl_patches.platform import require as require_platform
-from verl_patches.trainer.summary import STEP, run_id
+from verl_patches.trainer.record import STEP, run_id
 from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
@@ -167,7 +167,7 @@ def _refuse_without_effect(config: DictConfig) -> None:
 
 @contextmanager
 def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Callable[[str], None]]:
-    """A function that shows lines of progress.log (trainer/summary.py): "| " lines, the step table, and the stage now.
+    """A function that shows lines of progress.log (trainer/record.py): "| " lines, the step table, and the stage now.
 
     `wide`: the table's "+ " lines, else its "- " lines. The stage ("~ ") stands below them with the seconds so far; in
     a pipe or file it is a line of its own, and only until step 1. `first` is shown at once.

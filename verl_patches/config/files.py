@@ -21,7 +21,7 @@ from verl_patches.config.run_start import Start, checkpoints_of, start_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
-from verl_patches.trainer.recording import find_recording
+from verl_patches.replay.recording import find_recording
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.values import size_text
 from verl_patches.weights.checkpoint_folders import look

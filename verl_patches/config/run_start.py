@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.config.compose import switched_off
 from verl_patches.config.verl_values import RESUME_NEEDS
 from verl_patches.errors import ConfigError
-from verl_patches.trainer.summary import run_id
+from verl_patches.trainer.record import run_id
 from verl_patches.weights.checkpoint_folders import EARLIER, Saved, look, newest, require_whole, resume_from
 from verl_patches.weights.manifest import CHECKPOINT, Manifest, read_manifest
 

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationErr
 from typing_extensions import Required, TypedDict
 
 from verl_patches.errors import ConfigError
-from verl_patches.trainer.summary import NOW
+from verl_patches.trainer.record import NOW
 from verl_patches.values import Natural, printable
 
 SUMMARY, PROGRESS = "summary.json", "progress.log"
@@ -54,7 +54,7 @@ class Sync(TypedDict):
 
 
 class Rates(TypedDict, total=False):
-    """Of a step (trainer/rates.py)."""
+    """Of a step (trainer/step_record.py)."""
 
     tokens_per_s_per_rank: Number
     generated_per_s_per_rank: Number
@@ -89,7 +89,7 @@ class PatchState(TypedDict, total=False):
 
 
 class Summary(TypedDict, total=False):
-    """summary.json (trainer/summary.py); a run that has no step yet has the launcher's part, or nothing."""
+    """summary.json (trainer/record.py); a run that has no step yet has the launcher's part, or nothing."""
 
     run: Line | None
     line: Line

@@ -29,7 +29,7 @@ from verl_patches.launch.run_folder import RunFolder, open_run_folder
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, lock_file
-from verl_patches.trainer.summary import Progress, write_json
+from verl_patches.trainer.record import Progress, write_json
 from verl_patches.upstream.checkouts import Trees, commit_of
 from verl_patches.upstream.modified import files_text
 

@@ -20,7 +20,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import read_object
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
 from verl_patches.launch.run_folder import carry_on
-from verl_patches.trainer.summary import run_id
+from verl_patches.trainer.record import run_id
 from verl_patches.watch.watcher import COLLECTIVE, RECORD, STACKS, fault_in
 from verl_patches.weights.checkpoint_folders import look
 

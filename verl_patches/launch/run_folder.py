@@ -1,6 +1,6 @@
 """The folder of a run, outputs/NAME: its id, its lock, and what a start moves to earlier/N.
 
-    run.json       the run's name and id; restarts and resumes keep it (trainer/summary.py)
+    run.json       the run's name and id; restarts and resumes keep it (trainer/record.py)
     checkpoints/   of this run only
     earlier/N/     outputs of its earlier parts; of an earlier run of that name also run.json and checkpoints
 
@@ -25,7 +25,7 @@ from verl_patches.config.run_start import Start, checkpoints_of, is_inside, star
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.processes import lock_file
-from verl_patches.trainer.summary import RUN, new_run_id, run_id, write_json
+from verl_patches.trainer.record import RUN, new_run_id, run_id, write_json
 from verl_patches.values import size_text
 from verl_patches.weights.checkpoint_folders import EARLIER, next_aside, recover, resume_from, size_bytes, step_of
 from verl_patches.weights.manifest import SAVED
@@ -184,7 +184,7 @@ def _number(path: Path) -> int:
 def carry_on(part: Path, folder: Path) -> None:
     """Leave a run's next part in `folder` the steps and metrics of the part before, whose files were moved to `part`.
 
-    trainer/summary.py goes on from them. A damaged record is left out, and the run goes on without it.
+    trainer/record.py goes on from them. A damaged record is left out, and the run goes on without it.
     """
     with suppress(ConfigError):
         if read_summary(part).get("steps"):

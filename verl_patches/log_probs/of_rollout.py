@@ -2,7 +2,7 @@
 
 verl 54c9b736 receives the first from vLLM and drops them; verl 0.4.0 returns them. Where a run samples at another
 temperature or truncates the distribution (top-k, top-p), they are not those of the model's distribution. For the check
-(trainer/sampled_check.py) vLLM then samples again at temperature 1, in a second call after that of the responses. It
+(log_probs/sampled_check.py) vLLM then samples again at temperature 1, in a second call after that of the responses. It
 does not change these: its requests have their own seeds.
 """
 

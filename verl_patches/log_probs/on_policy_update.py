@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from verl_patches.batches.exchange import is_metrics_rank
 from verl_patches.current import Current
 from verl_patches.errors import RecipeError
 from verl_patches.log_probs import rollout_correction
@@ -93,17 +94,6 @@ current_update: Current[OnPolicyUpdate] = Current()  # in progress, where it ski
 def weighed(advantages: Any, rollout: Any, actor: Any, mask: Any, correction: Correction) -> torch.Tensor:
     """Advantages x weights, in the advantages' dtype; all [B, S_response]."""
     return advantages * rollout_correction.weigh(rollout, actor, mask, correction).weights.to(advantages.dtype)
-
-
-def is_metrics_rank() -> bool:
-    """Whether this rank reports for its replica, as in verl's collect_megatron_compute.
-
-    The last pipeline stage has the loss, and its TP and CP ranks have equal values.
-    """
-    from megatron.core import parallel_state as mpu
-
-    last = mpu.is_pipeline_last_stage(ignore_virtual=True)
-    return last and mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
 
 
 def loss_on_policy(compute_policy_loss: Callable) -> Callable:

@@ -21,8 +21,8 @@ from statistics import median
 from typing import Any
 
 from verl_patches.errors import RecipeError
+from verl_patches.trainer.step_record import said_of_skipped
 
-METRIC = "recipe/alarms"
 FINITE = (
     "actor/pg_loss",
     "actor/kl_loss",
@@ -36,6 +36,10 @@ FINITE = (
 
 class AlarmError(RecipeError):
     """An alarm was raised, and recipe.alarms.action is stop."""
+
+
+class SkippedStepsError(RecipeError):
+    """Too many optimizer steps in a row had NaN or infinite gradients."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,22 @@ def _median(records: Sequence[Mapping[str, Any]], value: Any) -> float | None:
     return median(found) if found else None
 
 
-def check(step: int, alarms: Sequence[Alarm], action: str) -> None:
-    """AlarmError for the first alarm where `action` is stop."""
-    if action == "stop" and alarms:
-        first = alarms[0]
+def check(record: Mapping[str, Any], action: str) -> None:
+    """AlarmError for the first alarm of a step's record where `action` is stop."""
+    if action == "stop" and record["alarms"]:
+        first = record["alarms"][0]
         raise AlarmError(
-            f"step {step}: alarm {first.name}: {first.text}. recipe.alarms.action=warn goes on in spite of it"
+            f"step {record['step']}: alarm {first['name']}: {first['text']}. "
+            "recipe.alarms.action=warn goes on in spite of it"
+        )
+
+
+def check_skipped(record: Mapping[str, Any], limit: int) -> None:
+    """SkippedStepsError if at least `limit` optimizer steps in a row were left out."""
+    skipped = record["skipped"]
+    if skipped and skipped["in_a_row"] >= limit:
+        raise SkippedStepsError(
+            f"step {record['step']}: {said_of_skipped(skipped)}; expected fewer than {limit} in a row "
+            "(recipe.train.max_skipped_steps). The weights are those of the last step that was done. Look at that "
+            "rank's inputs and kernels first; a lower learning rate helps only if grad_norm grew before"
         )

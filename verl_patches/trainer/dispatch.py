@@ -1,16 +1,22 @@
-"""Calls to all workers: each argument is serialised once, before the first worker is called; bytes are counted.
+"""Calls to all workers: each argument is serialised once; bytes are counted here, starts in the workers.
 
 verl hands each worker its arguments in that worker's own `.remote` (verl/single_controller/ray/base.py,
 execute_all_async), where Ray serialises them again, so the last worker starts only after all others. verl
 0.4.0 puts the batches of Megatron calls into Ray's store itself, one a DP rank, but not other arguments; 54c9b736
 puts none. Workers receive the same values: Ray resolves references that are top-level arguments.
+
+A worker records its wall clock when a dispatched method starts, after its arguments have been fetched. Between nodes
+the start skew is as exact as their clocks (NTP: milliseconds).
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +26,9 @@ import torch
 from ray.experimental.locations import get_local_object_locations
 from verl.protocol import DataProto
 
-from verl_patches.trainer.worker_starts import start_skew
+from verl_patches.current import Current
+from verl_patches.watch import heartbeat
+from verl_patches.watch.bounds import VALIDATE
 
 # arguments whose sum over all workers is smaller are passed inline. Ray 2.42.1, 32 calls with 16 KB each: 35 ms in the
 # driver inline, 15 ms with one object in the store, the same as without an argument
@@ -37,14 +45,26 @@ class Call:
     inline_bytes: int
 
 
-_calls: deque[Call] = deque(maxlen=4096)  # bounded, as a trainer may never call take_calls
+# bounded, as a trainer may never take them
+calls: Current[deque[Call]] = Current(deque(maxlen=4096))  # that this process has sent
+starts: Current[deque[tuple[str, float]]] = Current(deque(maxlen=4096))  # of this worker: (method, s since the epoch)
+in_a_call: Current[threading.local] = Current(threading.local())
 
 
 def take_calls() -> list[Call]:
     """The calls of this process since the last take_calls()."""
-    found = list(_calls)
-    _calls.clear()
-    return found
+    return _taken(calls.value)
+
+
+def take_starts() -> list[tuple[str, float]]:
+    """(method, seconds since the epoch) of this process since the last take_starts(), in order."""
+    return _taken(starts.value)
+
+
+def _taken(records: deque[Any]) -> list[Any]:
+    taken = list(records)
+    records.clear()
+    return taken
 
 
 def put_before_calling(execute_all_async: Callable) -> Callable:
@@ -59,7 +79,7 @@ def put_before_calling(execute_all_async: Callable) -> Callable:
         args = tuple(sent.each(arg) if split else sent.to_all(arg, workers) for arg in args)
         kwargs = {name: sent.each(arg) if split else sent.to_all(arg, workers) for name, arg in kwargs.items()}
         answers = execute_all_async(self, method_name, *args, **kwargs)
-        _calls.append(sent.as_call(method_name))
+        calls.value.append(sent.as_call(method_name))
         return answers
 
     return execute
@@ -152,16 +172,97 @@ def _sizes(value: Any) -> Iterator[int]:
         yield INLINE_BYTES + 1
 
 
+def record_starts(register: Callable) -> Callable:
+    """Row provider for verl's `register`: methods record their start, unless another dispatched method calls them.
+
+    Not recorded: coroutines and DIRECT_ROLLOUT_METHOD, which vLLM's executor calls at every token.
+    """
+
+    @functools.wraps(register)
+    def with_starts(*args: Any, **kwargs: Any) -> Callable:
+        from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+
+        decorate = register(*args, **kwargs)
+
+        @functools.wraps(decorate)
+        def decorate_recorded(func: Callable) -> Callable:
+            method = decorate(func)
+            direct = getattr(method, MAGIC_ATTR)["dispatch_mode"] == Dispatch.DIRECT_ROLLOUT_METHOD
+            return method if direct or inspect.iscoroutinefunction(method) else _recording(method)
+
+        return decorate_recorded
+
+    return with_starts
+
+
+def _recording(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def start(*args: Any, **kwargs: Any) -> Any:
+        return record_and_call(method, args, kwargs)
+
+    return start
+
+
+def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A module-level function, so that a worker class that Ray pickles by value refers to no deque or lock."""
+    if getattr(in_a_call.value, "running", False):
+        return method(*args, **kwargs)
+    name = _name(method, type(args[0]) if args else None)
+    starts.value.append((name, time.time()))
+    in_a_call.value.running = True
+    try:
+        with heartbeat.in_call(VALIDATE if _validates(name, args) else name):
+            return method(*args, **kwargs)
+    finally:
+        in_a_call.value.running = False
+
+
+def _validates(name: str, args: Sequence[Any]) -> bool:
+    """Whether this is a call of verl's _validate, which marks its prompts: other prompts, and more of them."""
+    prompts = args[1] if len(args) > 1 else None
+    return name == "generate_sequences" and bool(getattr(prompts, "meta_info", {}).get("validate"))
+
+
+@functools.cache
+def _name(method: Callable, cls: type | None) -> str:
+    """The attribute name of `method`: verl's own decorators name several methods of a worker `f`."""
+    for name in dir(cls) if cls else ():
+        found = inspect.getattr_static(cls, name)
+        while found is not None and found is not method:
+            found = getattr(found, "__wrapped__", None)
+        if found is method:
+            return name
+    return method.__name__
+
+
+def start_skew(workers: Sequence[Sequence[tuple[str, float]]]) -> dict[str, float]:
+    """{method: seconds between its first and its last start in these workers, maximum over its calls}.
+
+    The n-th start of a method belongs to the same call in every worker; methods with unequal counts are left out.
+    """
+    by_worker: list[dict[str, list[float]]] = []
+    for starts in workers:
+        of_method: dict[str, list[float]] = {}
+        for method, at in starts:
+            of_method.setdefault(method, []).append(at)
+        by_worker.append(of_method)
+    found = {}
+    for method in by_worker[0] if by_worker else ():
+        times = [of_method.get(method, []) for of_method in by_worker]
+        if len({len(each) for each in times}) == 1:
+            found[method] = round(max(max(call) - min(call) for call in zip(*times, strict=True)), 6)
+    return found
+
+
 def dispatch_of_step(workers: list[list[tuple[str, float]]]) -> dict[str, Any]:
     """Bytes that the trainer's calls of a step sent, and the start skew of its workers (`take_starts` of each).
 
     {calls, puts, put_bytes, inline_bytes, start_skew_s: {max, by_call}}. Bytes are those that this process serialised:
     an object in Ray's store counts once, an inline argument once for each worker.
     """
-    calls = take_calls()
-    by_call = start_skew(workers)
+    sent, by_call = take_calls(), start_skew(workers)
     return {
-        "calls": len(calls),
-        **{name: sum(getattr(call, name) for call in calls) for name in ("puts", "put_bytes", "inline_bytes")},
+        "calls": len(sent),
+        **{name: sum(getattr(call, name) for call in sent) for name in ("puts", "put_bytes", "inline_bytes")},
         "start_skew_s": {"max": max(by_call.values(), default=0.0), "by_call": by_call},
     }

@@ -1,43 +1,32 @@
-"""One run in the trainer's process: the handshake before step 1; then a table row, a record and a check every step."""
+"""One run in the trainer's process: around verl's fit(), and after each of its steps.
+
+    around         the handshake, our worker groups (trainer/worker_group.py: the calls of a step), fit, the outcome
+    after_step     record_step: one record from verl's metrics and the workers' reports, its row in the table, metrics
+                   check_step: skipped optimizer steps, log-probs, alarms; each may end the run
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
 import re
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from verl_patches.current import Current
 from verl_patches.errors import place_in
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
 from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.on_policy import correction_of
-from verl_patches.memory.counters import offload_of_step
-from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.patching import engine
 from verl_patches.platform import emulation
-from verl_patches.trainer import alarms, skipped_steps
+from verl_patches.trainer import alarms, step_record
 from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
-from verl_patches.trainer.rates import Rates, metrics_of, profile_of_step, said_of_profile
-from verl_patches.trainer.ray_start import dead_actors
-from verl_patches.trainer.summary import (
-    NOW,
-    STEP,
-    Progress,
-    Summary,
-    new_run_id,
-    phase_seconds,
-    run_id,
-    sync_of_step,
-    tokens_of_step,
-    write_json,
-)
-from verl_patches.trainer.worker_handshake import (
+from verl_patches.trainer.handshake import (
     not_as_reviewed,
     recorded,
     refuse_unequal,
@@ -45,17 +34,12 @@ from verl_patches.trainer.worker_handshake import (
     refuse_unproven,
     workers_proofs,
 )
+from verl_patches.trainer.ray_start import dead_actors
+from verl_patches.trainer.record import NOW, STEP, Progress, Summary, new_run_id, run_id, write_json
+from verl_patches.trainer.step_record import NARROW, REPLAY_COLUMNS, WIDE, Rates, start_of_workers
 from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
-# columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
-# memory; with --wide all of them
-NARROW = ("rollout s", "update s", "step s", "held MB")
-PHASES = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
-SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
-DISPATCH_COLUMNS = ("sent MB", "skew s")
-WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
-REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 DEAD_SHOWN = 16  # dead workers that an error names
 CALLS = {
     "generate_sequences": "reshard, rollout",
@@ -65,7 +49,7 @@ CALLS = {
     "update_actor": "update",
 }
 _RAISED_IN = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
-_active: Run | None = None
+active_run: Current[Run] = Current()
 
 
 class WorkerDiedError(RuntimeError):
@@ -113,6 +97,29 @@ class Run:
         )
         self.progress = Progress(self.folder)
         self.rates = Rates(trainer.config, ref=trainer.use_reference_policy)
+
+    def around(self, fit: Callable[[], Any]) -> Any:
+        """verl's fit, with the handshake before it; the outcome is recorded in any case."""
+        reason = "failed"
+        try:
+            self.prove()
+            self.wrap_groups()
+            result = fit()
+            if self.checkpoints is not None:
+                self.checkpoints.finish()
+            reason = "ok"
+            return result
+        except BaseException as error:
+            users_file = (self.trainer.config.get("custom_reward_function") or {}).get("path")
+            reason = reason_of(error, self.raised_by(error), users_file)
+            if isinstance(error, Exception) and (dead := self.dead_workers()):
+                reason = f"{self.death_of(dead)}; the first one: {reason}"
+                raise WorkerDiedError(reason) from error
+            raise
+        finally:
+            if self.checkpoints is not None:
+                self.checkpoints.give_up()
+            self.end(reason)
 
     def prove(self) -> None:
         """Compare the patches of all processes and record their states; RecipeError before step 1."""
@@ -208,83 +215,65 @@ class Run:
             write_json(self.folder / NOW, self.now)
 
     def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
-        """Record one step and check its log-probs; returns the metrics with ours added."""
-        worker: dict[str, float] = {}
-        reports = self.trainer.actor_rollout_wg.take_report()
-        for report in reports:
-            for phase, value in report["seconds"].items():
-                worker[phase] = max(worker.get(phase, 0.0), value)
-        room = emulation(self.recipe.platform)
-        self.coverage = room and room.summary([report["emulated"] for report in reports])
-        seconds = phase_seconds(metrics, worker)
-        if self.recipe.train.skip_old_log_prob:
-            seconds.pop("log_prob", None)
-        if self.workers_see_log_probs:
-            moments = [report["log_prob_moments"] for report in reports]
-            metrics = rollout_correction.with_workers_metrics(metrics, moments, self.recipe)
-        delta, compared = self._delta(metrics)
-        found = {
-            "step": step,
-            "seconds": seconds,
-            "reward": float(metrics["critic/score/mean"]),
-            "tokens": tokens_of_step(metrics),
-            "grad_norm": _number(metrics.get("actor/grad_norm")),
-            "logprob_delta": delta,
-            "sync": sync_of_step([report["sync"] for report in reports]),
-            "memory": memory_of_step([report["memory"] for report in reports]),
-            "offload": offload_of_step([report["moves"] for report in reports]),
-            "dispatch": None,
-            "expert_load": reports[0]["expert_load"],
-            "rebalance": rebalance_of_step([report["rebalance"] for report in reports]),
-            "routing_replay": replay_of_step([report["routing_replay"] for report in reports]),
-            "skipped": skipped_steps.skipped_of_step([report["skipped"] for report in reports]),
-        }
-        if found["routing_replay"]:
-            metrics = {**metrics, "recipe/routing_agreement": found["routing_replay"]["agreement"]}
-        if self.group.cache is not None:
-            metrics = self.group.cache.without_verls_partition(metrics)
-        if engine.is_on("dispatch.put_once"):
-            found["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
-        found |= self.group.end_step()
-        found["rates"] = self.rates and self.rates.of_step(self.group.lengths, found["tokens"], seconds)
-        found["profile"] = profile_of_step([report["profile"] for report in reports])
-        raised = alarms.alarms_of(found, self.summary.own_steps, metrics, self.recipe.alarms)
-        found["alarms"] = [vars(alarm) for alarm in raised]
-        self.summary.add_step(found)
-        first = len(self.summary.own_steps) == 1
-        more = REPLAY_COLUMNS if self.recipe.train.routing_replay else ()
-        for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
-            for text in (*([header(columns)] if first else []), line(found, columns)):
-                self.progress.say(f"{prefix} {text}")
-        if found["profile"]:
-            self.progress.say(f"| step {step}: {said_of_profile(found['profile'])}")
-        if found["memory"] and (said := said_of(found["memory"]["violations"])):
-            self.progress.say(f"| {said}")
-        if skipped := found["skipped"]:
-            metrics = {**metrics, skipped_steps.METRIC: skipped["steps"]}
-            if said := skipped_steps.said_of(skipped):
-                self.progress.say(f"| step {step}: {said}")
-        for alarm in raised:
-            self.progress.say(f"| step {step}: alarm {alarm.name}: {alarm.text}")
-            metrics = {**metrics, f"{alarms.METRIC}/{alarm.name}": 1.0}
-        loads = {side: load["max_over_mean"] for side, load in (found["expert_load"] or {}).items() if load}
-        ours = {f"recipe/seconds/{phase}": value for phase, value in seconds.items()} | metrics_of(found["rates"])
-        metrics = {**metrics, **ours, **{f"recipe/expert_load/{side}": value for side, value in loads.items()}}
-        self.summary.add_metrics(step, metrics)
-        if skipped:  # each of these checks may end the run, after its last step is written
-            skipped_steps.check(step, skipped, self.recipe.train.max_skipped_steps)
-        check = self.recipe.logprob_check
-        if check.action == "stop" and compared:
-            truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
-        alarms.check(step, raised, self.recipe.alarms.action)
+        """Record one step, then check it; returns the metrics with ours added. A check that fails ends the run."""
+        record, metrics = self.record_step(metrics, step)
+        self.check_step(record)
         return metrics
 
-    def _delta(self, metrics: dict[str, Any]) -> tuple[dict[str, float] | None, bool]:
-        """(the step's difference of log-probs, whether they had to be compared)."""
+    def record_step(self, metrics: dict[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(record of a step, its metrics with ours added), written to the run's folder and shown."""
+        recipe, group = self.recipe, self.group
+        reports = self.trainer.actor_rollout_wg.take_report()
+        room = emulation(recipe.platform)
+        self.coverage = room and room.summary([report["emulated"] for report in reports])
+        if self.workers_see_log_probs:
+            moments = [report["log_prob_moments"] for report in reports]
+            metrics = rollout_correction.with_workers_metrics(metrics, moments, recipe)
+        if group.cache is not None:
+            metrics = group.cache.without_verls_partition(metrics)
+        record = step_record.record_of(step, metrics, reports)
+        if recipe.train.skip_old_log_prob:
+            record["seconds"].pop("log_prob", None)
+        record["logprob_delta"] = self._delta(metrics)
+        if engine.is_on("dispatch.put_once"):
+            record["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
+        record |= group.end_step()
+        record["rates"] = self.rates and self.rates.of_step(group.lengths, record["tokens"], record["seconds"])
+        record["alarms"] = [vars(a) for a in alarms.alarms_of(record, self.summary.own_steps, metrics, recipe.alarms)]
+        self.summary.add_step(record)
+        self._show(record)
+        metrics = {**metrics, **step_record.metrics_of(record)}
+        self.summary.add_metrics(step, metrics)
+        return record, metrics
+
+    def _show(self, record: dict[str, Any]) -> None:
+        more = REPLAY_COLUMNS if self.recipe.train.routing_replay else ()
+        for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
+            if len(self.summary.own_steps) == 1:
+                self.progress.say(f"{prefix} {step_record.header(columns)}")
+            self.progress.say(f"{prefix} {step_record.row(record, columns)}")
+        for text in step_record.lines_of(record):
+            self.progress.say(f"| {text}")
+
+    def check_step(self, record: dict[str, Any]) -> None:
+        """End the run where a recorded step is beyond a limit: skipped optimizer steps, log-probs, alarms."""
+        alarms.check_skipped(record, self.recipe.train.max_skipped_steps)
+        check = self.recipe.logprob_check
+        if check.action == "stop" and self._compared():
+            truth_check.check(record["step"], record["logprob_delta"], check[f"max_mean_{self.recipe.dtype}"])
+        alarms.check(record, self.recipe.alarms.action)
+
+    def _delta(self, metrics: dict[str, Any]) -> dict[str, float] | None:
+        """The step's difference of log-probs."""
         if self.group.sampled_check is not None:
             report = self.group.sampled_check.report
-            return report and report["delta"], report is not None
-        return None if self.not_compared else truth_check.logprob_delta(metrics), not self.not_compared
+            return report and report["delta"]
+        return None if self.not_compared else truth_check.logprob_delta(metrics)
+
+    def _compared(self) -> bool:
+        """Whether log-probs of this step had to be compared."""
+        sampled = self.group.sampled_check
+        return not self.not_compared if sampled is None else sampled.report is not None
 
     def end(self, reason: str) -> None:
         """Write the outcome."""
@@ -294,51 +283,6 @@ class Run:
             for line in lines:
                 self.progress.say(f"| {line}")
         self.summary.write()
-
-
-def start_of_workers(
-    seconds: Sequence[dict[str, float]], proofs: Sequence[dict[str, Any]]
-) -> dict[str, dict[str, float]]:
-    """{part: {max_s, mean_s, rank}} of the workers' start: wall seconds, and of `cpu` CPU seconds; rank: the slowest.
-
-    imports: from the process's begin to the making of its worker; groups: process groups and the engine's arguments;
-    models: models, optimizer and rollout engine, with their weights.
-    """
-    parts = {name: [worker.get(f"start/{name}", 0.0) for worker in seconds] for name in ("imports", "groups", "models")}
-    parts["cpu"] = [proof["cpu_s"] for proof in proofs]
-    return {
-        name: {"max_s": max(found), "mean_s": sum(found) / len(found), "rank": found.index(max(found))}
-        for name, found in parts.items()
-    }
-
-
-def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
-    """What moved between data-parallel rollout ranks: requests, bytes, seconds of the slowest rank; None where off."""
-    found = [each for each in counts if each is not None]
-    sums = {name: sum(each[name] for each in found) for name in ("requests", "bytes")}
-    return {**sums, "seconds": max(each["seconds"] for each in found)} if found else None
-
-
-def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Routing replay of all ranks; None where it is off, or nothing was replayed.
-
-    agreement: share of replayed experts that routers chose too; experts: number of them, each tensor-parallel rank that
-    sees a token counts it; bytes: recorded on the rank with the most.
-    """
-    found = [each for each in counts if each is not None]
-    experts = sum(each["of"] for each in found)
-    if not experts:
-        return None
-    return {
-        "agreement": sum(each["equal"] for each in found) / experts,
-        "experts": experts,
-        "bytes": max(each["bytes"] for each in found),
-    }
-
-
-def _number(value: Any) -> float | None:
-    """A float for JSON, which knows neither NaN nor infinity; a skipped update has no gradient norm."""
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def reason_of(error: BaseException, raised_by: str = "", users_file: str | None = None) -> str:
@@ -360,31 +304,10 @@ def fit_as_run(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def fit(trainer: Any) -> Any:
-        global _active
         if trainer.config.get("recipe") is None:
             return original(trainer)
-        run = _active = Run(trainer)
-        reason = "failed"
-        try:
-            run.prove()
-            run.wrap_groups()
-            result = original(trainer)
-            if run.checkpoints is not None:
-                run.checkpoints.finish()
-            reason = "ok"
-            return result
-        except BaseException as error:
-            users_file = (trainer.config.get("custom_reward_function") or {}).get("path")
-            reason = reason_of(error, run.raised_by(error), users_file)
-            if isinstance(error, Exception) and (dead := run.dead_workers()):
-                reason = f"{run.death_of(dead)}; the first one: {reason}"
-                raise WorkerDiedError(reason) from error
-            raise
-        finally:
-            if run.checkpoints is not None:
-                run.checkpoints.give_up()
-            run.end(reason)
-            _active = None
+        with active_run.set(Run(trainer)) as run:
+            return run.around(lambda: original(trainer))
 
     return fit
 
@@ -394,48 +317,8 @@ def log_with_run(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def log_metrics(self: Any, data: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> Any:
-        if _active is not None and "critic/score/mean" in data:
-            data = _active.after_step(data, step)
+        if active_run.value is not None and "critic/score/mean" in data:
+            data = active_run.value.after_step(data, step)
         return original(self, data, step, *args, **kwargs)
 
     return log_metrics
-
-
-def header(columns: Sequence[str]) -> str:
-    """Column names of the step table; `columns` is NARROW or WIDE."""
-    return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(f"{c:>10}" for c in columns)
-
-
-def line(step: dict[str, Any], columns: Sequence[str]) -> str:
-    """One row of the step table, with what `header` names."""
-    delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
-    norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
-    if (skipped := step["skipped"]) and skipped["steps"]:
-        norm = "skipped"
-    cells = _cells(step)
-    rest = " ".join(f"{cells.get(column, '-'):>10}" for column in columns)
-    return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {rest}"
-
-
-def _cells(step: dict[str, Any]) -> dict[str, str]:
-    """{column: text} of what the step has.
-
-    Of a weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory
-    groups of one rank; activations are in none of them. MB that the trainer serialised for its workers, and the largest
-    difference between two workers' starts of one call. Share of replayed experts that routers chose
-    too.
-    """
-    cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in PHASES}
-    if sync := step["sync"]:
-        sizes = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
-        texts = f"{sizes[0]:.3f}", str(sync["collectives"]), f"{sizes[1]:.3f}"
-        cells |= dict(zip(SYNC_COLUMNS, texts, strict=True))
-    if memory := step["memory"]:
-        cells["held MB"] = f"{memory['peak_bytes'] / 1e6:.3f}"
-    if dispatch := step["dispatch"]:
-        sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
-        texts = f"{sent:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
-        cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
-    if replay := step.get("routing_replay"):
-        cells["agreement"] = f"{replay['agreement']:.5f}"
-    return cells

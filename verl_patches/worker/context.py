@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.watch import heartbeat
@@ -21,14 +20,12 @@ class WorkerContext:
     """One object per process.
 
     `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
-    None with recipe.memory.ledger=off or without a scheduler. `device`: torch.npu, whose free memory is checked after
-    the rollout's sleep; None on a CPU and with recipe.memory.ledger=off. `profiler`: traces the phases of this step;
-    None in others.
+    None with recipe.memory.ledger=off or without a scheduler. `profiler`: traces the phases of this step; None in
+    others.
     """
 
     scheduler: Scheduler | None = None
     ledger: Ledger | None = None
-    device: ModuleType | None = None
     profiler: PhaseProfiler | None = None
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
@@ -59,7 +56,7 @@ class WorkerContext:
     def trace(self, phase: str | None) -> None:
         """In a profiled step, end the trace of the phase before, with its moves, and begin that of `phase`."""
         if self.profiler is not None:
-            self.profiler.look()
+            self.profiler.snapshot()
             if self.scheduler is not None:
                 self.scheduler.end()
             self.profiler.begin(phase)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import wrapt
 
+from verl_patches.current import Current
 from verl_patches.memory import measure, sleep_mode
 from verl_patches.memory.host_backed import offload_state_of_model, offload_state_of_optimizer, single_optimizers
 from verl_patches.memory.ledger import Ledger, memory_of_process
@@ -19,6 +22,9 @@ from verl_patches.memory.scheduler import Scheduler
 from verl_patches.patching import engine
 from verl_patches.platform import NO_DEVICE, device_module
 from verl_patches.worker.context import context
+
+# torch.npu, whose free memory is checked after the rollout's sleep; None on a CPU and with recipe.memory.ledger=off
+checked_device: Current[ModuleType] = Current()
 
 
 class WorkerMemory:
@@ -32,7 +38,7 @@ class WorkerMemory:
         self.recipe = recipe
         self.checked = recipe.memory.ledger != "off" and engine.is_on("memory.ledger")
         if self.checked:
-            context().device = device_module(recipe.platform)
+            checked_device.value = device_module(recipe.platform)
         rows, actor = engine.current().wanted, config.actor.megatron
         synced = recipe.weight_sync.enabled and direct_sync(rows)
         switches = switches_of(rows, vllm_sleep=sleeps_by_vllm(config.rollout, recipe), synced=synced)
@@ -106,7 +112,7 @@ class WorkerMemory:
     def _watch_rollout(self, worker: Any, ledger: Ledger) -> None:
         for group, held in rollout_groups(worker.rollout.inference_engine, device_type(self.recipe.platform)).items():
             ledger.register(group, held)
-        # Allocated and freed within the sync, which passes its peak to `look` (worker/sharding.py).
+        # Allocated and freed within the sync, which passes its peak to the ledger (worker/sharding.py).
         most = 4 * self.recipe.reshard.bucket_bytes
         ledger.register("reshard_buffers", lambda: _buffer_bytes(worker), full_bytes=most, grows=True)
 
@@ -166,3 +172,27 @@ def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:
 def device_type(platform: str) -> str:
     """The kind of device that a tensor names."""
     return "cpu" if platform in NO_DEVICE else platform
+
+
+class _Cuda(wrapt.ObjectProxy):
+    def empty_cache(self) -> None:
+        """As torch.cuda's, or nothing where a scheduler moves memory."""
+        if context().scheduler is None:
+            self.__wrapped__.empty_cache()
+
+
+class _Torch(wrapt.ObjectProxy):
+    @property
+    def cuda(self) -> _Cuda:
+        return _Cuda(self.__wrapped__.cuda)
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        return without_empty_cache, (self.__wrapped__,)  # Ray pickles functions of verl's workers with their globals
+
+
+def without_empty_cache(torch: ModuleType) -> Any:
+    """Row provider for the name `torch` in one module of verl: its empty_cache does nothing where we schedule memory.
+
+    On an NPU a row on torch.cuda itself would be overwritten: transfer_to_npu sets torch.cuda's names at its import.
+    """
+    return _Torch(torch)

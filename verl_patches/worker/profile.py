@@ -33,7 +33,7 @@ HISTORY_ENTRIES = 100_000  # of the allocator's last calls, each with its stack
 
 
 class PhaseProfiler:
-    """Profiles phases of `step` into `folder`; worker/context.py calls `look` and `begin`, the worker `take`."""
+    """Profiles phases of `step` into `folder`; worker/context.py calls `snapshot` and `begin`, the worker `take`."""
 
     def __init__(self, recipe: Any, step: int, rank: int, folder: Path, ledger: Ledger | None):
         self.phases, self.stacks, self.ledger = recipe.profile.phases, recipe.profile.stacks, ledger
@@ -44,10 +44,10 @@ class PhaseProfiler:
         self._times: Counter[str] = Counter()
         self._trace: _Trace | None = None  # the open one
 
-    def look(self) -> None:
+    def snapshot(self) -> None:
         """Take the memory snapshot of the open trace."""
         if self._trace is not None:
-            self._without_error(self._trace.look)
+            self._without_error(self._trace.snapshot)
 
     def begin(self, phase: str | None) -> None:
         """End the open trace, and begin that of `phase` if it is wanted; None begins none."""
@@ -60,7 +60,7 @@ class PhaseProfiler:
 
     def take(self) -> dict[str, list[str]]:
         """{files, faults}: what was written, relative to the folder, and what could not be; ends the open trace."""
-        self.look()
+        self.snapshot()
         self.begin(None)
         return {"files": self.files, "faults": self.faults}
 
@@ -90,7 +90,7 @@ class _Trace:
         self.profiler = torch.profiler.profile(record_shapes=stacks, with_stack=stacks)
         self.profiler.start()
 
-    def look(self) -> None:
+    def snapshot(self) -> None:
         if self.ledger is not None:
             self.memory = {"bytes": self.ledger.held_bytes(), "measured": self.ledger.device_memory()}
 
@@ -122,7 +122,7 @@ class _NpuTrace:
         )
         self.profiler.start()
 
-    def look(self) -> None:
+    def snapshot(self) -> None:
         # not _dump_snapshot, which starts a profiler of its own (torch_npu/npu/memory.py:858)
         self.memory = self.allocator._snapshot()
 

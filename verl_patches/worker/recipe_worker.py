@@ -30,12 +30,14 @@ import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.batches.cached_stages import CachedBatch, cached_batch
-from verl_patches.batches.dynamic_batches import stage_budget
+from verl_patches.batches.exchange import is_metrics_rank
 from verl_patches.batches.limits import token_budget
+from verl_patches.batches.micro_batches import stage_budget
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
+from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.memory.swap_optimizer import swap_optimizer
@@ -47,7 +49,7 @@ from verl_patches.replay.expert_load import ExpertLoad, of_rollout, of_training
 from verl_patches.replay.routing_replay import RoutingReplay
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
-from verl_patches.trainer.worker_starts import take_starts
+from verl_patches.trainer.dispatch import take_starts
 from verl_patches.watch import heartbeat
 from verl_patches.watch.bounds import START
 from verl_patches.worker.checkpoint import WorkerCheckpoint
@@ -181,8 +183,12 @@ class RecipeWorker:
         self.log_prob_moments = on_policy.moments()
         return output
 
+    def note_log_probs(self, rollout: Any, actor: Any, mask: Any) -> None:
+        """vLLM's and the actor's log-probs of samples of this rank, all [B, S_response], for take_report."""
+        self.log_prob_moments = moments(rollout, actor, mask) if is_metrics_rank() else None
+
     def _micro_batches(self, stage: str) -> AbstractContextManager[None]:
-        """Line a3: dynamic micro batches of `stage` where its switch is on (batches/dynamic_batches.py)."""
+        """Line a3: dynamic micro batches of `stage` where its switch is on (batches/micro_batches.py)."""
         ours = self.recipe is not None and is_on("update.dynamic_batches")
         a3 = ours or (self.recipe is not None and self.recipe.line == "a3")  # verl 0.4.0 has dynamic batches of its own
         budget = token_budget(self.config, stage) if a3 else None
@@ -251,14 +257,14 @@ class RecipeWorker:
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
-        moments, self.log_prob_moments = self.log_prob_moments, None
+        log_prob_moments, self.log_prob_moments = self.log_prob_moments, None
         room = emulation(self.recipe.platform)
         profiler, context().profiler = context().profiler, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
         return {
             "seconds": counters.take_seconds(),
             "sync": resharder.take_reports() if resharder else [],
-            "log_prob_moments": moments,
+            "log_prob_moments": log_prob_moments,
             "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
             "moves": counters.take_moves(),
             "starts": take_starts(),
@@ -272,6 +278,6 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_checked(self) -> dict[str, Any] | None:
-        """Samples of this replica for trainer/sampled_check.py, from its first rank; None elsewhere."""
+        """Samples of this replica for log_probs/sampled_check.py, from its first rank; None elsewhere."""
         checked = self.rollout.__dict__.pop("checked")
         return None if dist.get_rank() % self.config.rollout.tensor_model_parallel_size else checked

@@ -18,7 +18,7 @@ from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
 from verl_patches.rollout.engine import dp_ranks, engine_arguments
 from verl_patches.watch import heartbeat
 from verl_patches.worker.context import context
-from verl_patches.worker.memory import device_type, rollout_groups
+from verl_patches.worker.memory import checked_device, device_type, rollout_groups
 
 weights_move: Current[bool] = Current(False)  # the engine's weights move at each wake-up
 _PHASE_OF_TAG = {"weights": "reshard", "kv_cache": "wake_kv"}  # vLLM's tags of LLM.wake_up
@@ -73,15 +73,15 @@ class RolloutEngine:
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache, in phase sleep. RecipeError: see memory/sleep_mode.py."""
-        here, sleep = context(), functools.partial(self._sleep, level)
+        here, device, sleep = context(), checked_device.value, functools.partial(self._sleep, level)
         here.raise_peak()
-        if here.device is None:
+        if device is None:
             here.begin("sleep", sleep)
         else:
-            with freeing(here.device, self.held_bytes, self.by_vllm):
+            with freeing(device, self.held_bytes, self.by_vllm):
                 here.begin("sleep", sleep)
                 if here.scheduler is None:  # at the start, and in verl's own order
-                    here.device.empty_cache()
+                    device.empty_cache()
         here.trace(None)
 
     def _sleep(self, level: int) -> None:

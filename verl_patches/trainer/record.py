@@ -39,17 +39,6 @@ PACKAGES = (
     "transformers",
 )
 _LINE = re.compile(rb'\{"step": (\d+)[,}].*\n')  # of metrics.jsonl
-# phase of the table -> verl's own timer around it
-TIMERS = {
-    "rollout": "gen",
-    "reward": "reward",
-    "log_prob": "old_log_prob",
-    "ref": "ref",
-    "advantage": "adv",
-    "update": "update_actor",
-}
-
-
 # modules with a __version__: a source tree on PYTHONPATH precedes an installed package
 _VERSION_MODULES = {"verl": "verl", "megatron-core": "megatron.core"}
 
@@ -110,63 +99,6 @@ def new_run_id(folder: Path | None, run: str | None) -> str:
     return made
 
 
-def phase_seconds(metrics: dict[str, float], worker: dict[str, float]) -> dict[str, float]:
-    """{phase: seconds} of one step: verl's timers, with reshard subtracted from the rollout that contains it.
-
-    `offload` is time of the slowest worker inside reshard, rollout, log-prob, ref and update; it is not subtracted.
-    """
-    timers = {key.removeprefix("timing_s/"): float(v) for key, v in metrics.items() if key.startswith("timing_s/")}
-    found = {phase: timers[timer] for phase, timer in TIMERS.items() if timer in timers}
-    found.update({phase: worker.get(phase, 0.0) for phase in ("reshard", "offload")})
-    if "rollout" in found:
-        found["rollout"] = max(found["rollout"] - found["reshard"], 0.0)
-    found["step"] = timers.get("step", 0.0)
-    return {phase: round(seconds, 4) for phase, seconds in found.items()}
-
-
-def tokens_of_step(metrics: dict[str, float]) -> dict[str, float] | None:
-    """Tokens of a step without padding, from verl's metrics: all, those of responses; None where verl has none.
-
-    response_mean, response_max: lengths; at_limit: share of the responses that end at the length limit.
-    """
-    if "perf/total_num_tokens" not in metrics:
-        return None
-    total, response = float(metrics["perf/total_num_tokens"]), float(metrics["response_length/mean"])
-    prompt = float(metrics["prompt_length/mean"])
-    return {
-        "total": total,
-        "responses": round(total * response / (prompt + response)),
-        "response_mean": response,
-        "response_max": float(metrics["response_length/max"]),
-        "at_limit": float(metrics["response_length/clip_ratio"]),
-    }
-
-
-def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
-    """Totals of the weight syncs of one step, from every worker's reports; None if verl's own path did them.
-
-    Bytes are per rank, maximum and mean over ranks, summed over the step's syncs (a validation syncs too);
-    collectives and seconds are summed as well, `peak_extra_bytes` is the highest of any rank.
-    """
-    syncs = max(map(len, workers), default=0)
-    if not syncs:
-        return None
-    found: dict[str, Any] = {"syncs": syncs}
-    for fact in ("verified", "learnt"):
-        found[fact] = any(report[fact] for reports in workers for report in reports)
-    for name in ("sent_bytes", "received_bytes", "local_bytes"):
-        of_rank = [sum(report[name] for report in reports) for reports in workers]
-        found[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
-    found["collectives"] = max(sum(report["collectives"] for report in reports) for reports in workers)
-    found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for reports in workers for report in reports)
-    phases = {phase for reports in workers for report in reports for phase in report["seconds"]}
-    found["seconds"] = {
-        phase: round(max(sum(r["seconds"][phase] for r in reports) for reports in workers), 4)
-        for phase in sorted(phases)
-    }
-    return found
-
-
 class Progress:
     """outputs/<run>/progress.log, which the launcher shows.
 
@@ -219,7 +151,7 @@ class Summary:
         return [] if self._earlier is None else self.data["steps"][self._earlier :]
 
     def add_step(self, step: dict[str, Any]) -> None:
-        """Append one step (its content: trainer/run.py) and update the run's log-prob delta."""
+        """Append one step (its content: trainer/step_record.py) and update the run's log-prob delta."""
         if self._earlier is None:
             self.data["steps"] = [earlier for earlier in self.data["steps"] if earlier["step"] < step["step"]]
             self._earlier = len(self.data["steps"])

@@ -1,11 +1,11 @@
-"""Proofs of workers are compared with the controller's; worker_handshake.py."""
+"""Proofs of workers are compared with the controller's."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from verl_patches.patching.engine import PatchError
-from verl_patches.trainer import worker_handshake as handshake
+from verl_patches.trainer import handshake
 
 
 def worker(rank, intent=None, digest="", error=None, **states):

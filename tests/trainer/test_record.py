@@ -2,13 +2,7 @@ import json
 
 import pytest
 
-from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step, tokens_of_step, versions
-
-
-def test_reshard_is_taken_out_of_the_rollout_it_lies_in():
-    metrics = {"timing_s/gen": 3.0, "timing_s/update_actor": 2.0, "timing_s/step": 6.0, "other": 1}
-    found = phase_seconds(metrics, {"reshard": 1.0, "offload": 0.5})
-    assert found == {"rollout": 2.0, "update": 2.0, "reshard": 1.0, "offload": 0.5, "step": 6.0}
+from verl_patches.trainer.record import Progress, Summary, versions
 
 
 def test_summary_is_whole_after_every_step(tmp_path):
@@ -67,27 +61,6 @@ def test_the_record_of_another_run_is_not_gone_on_with_and_is_not_lost(tmp_path)
     assert (tmp_path / "earlier/1/metrics.jsonl").is_file() and not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_tokens_are_verls_without_padding():
-    lengths = {"prompt_length/mean": 20.0, "response_length/mean": 60.0, "response_length/max": 64.0}
-    found = tokens_of_step({**lengths, "response_length/clip_ratio": 0.5, "perf/total_num_tokens": 640})
-    assert (found["total"], found["responses"], found["at_limit"]) == (640, 480, 0.5)
-    assert tokens_of_step(lengths) is None
-
-
-def test_syncs_of_a_step_are_added_up_and_the_busiest_rank_counts():
-    plain = {"sent_bytes": 10, "local_bytes": 1, "collectives": 3, "seconds": {"pack": 0.5, "total": 1.0}}
-
-    def report(received, extra, verified=False):
-        sizes = {"received_bytes": received, "peak_extra_bytes": extra}
-        return {**plain, **sizes, "verified": verified, "learnt": False}
-
-    sync = sync_of_step([[report(100, 7, True), report(100, 5)], [report(300, 2), report(100, 2)]])
-    assert sync["received_bytes"] == {"max": 400, "mean": 300} and sync["collectives"] == 6
-    assert sync["syncs"] == 2 and sync["verified"] and not sync["learnt"] and sync["peak_extra_bytes"] == 7
-    assert sync["seconds"] == {"pack": 1.0, "total": 2.0}
-    assert sync_of_step([[], []]) is None  # verl's own path
-
-
 def test_versions_name_what_is_installed():
     assert versions()["torch"] and "torch_npu" not in versions()
 
@@ -114,7 +87,7 @@ def test_without_a_folder_lines_go_to_the_log_and_nothing_is_written(tmp_path, c
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from verl_patches.trainer.summary import Progress, Summary
+from verl_patches.trainer.record import Progress, Summary
 folder = Path(sys.argv[1])
 progress, summary = Progress(folder), Summary(folder, {})
 progress.say("| one")

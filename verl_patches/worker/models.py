@@ -1,4 +1,4 @@
-"""DeepSeek-V3's weights for verl's workers: the first model of a process reads the folder, the other one copies it.
+"""The models that verl builds in a worker: their weights, and reductions of gradients under the backward pass.
 
 verl builds the reference and the actor in one process, in this order on both lines (`RayPPOTrainer.init_workers`), with
 one layout, and each calls `load_megatron_gptmodel_weights`. The folder is read once, for the reference; the actor
@@ -7,9 +7,11 @@ copies the reference's parameters, which nothing ever writes. Bit for bit as if 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,3 +90,28 @@ def _is_reference(chunks: Sequence[torch.nn.Module]) -> bool:
     from megatron.core.distributed import DistributedDataParallel
 
     return not any(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
+
+
+def overlapping_ddp(original: type) -> type:
+    """Row provider for verl's name of Megatron's DDP: gradients reduced under the backward pass (line a3).
+
+    recipe.train.grad_overlap. Megatron's training loop gives the schedules DDP's no_sync (megatron/training/training.py
+    :994); verl has a loop of its own and does not. A bucket's reduction starts in the last micro batch's backward, once
+    all its gradients are there; Megatron's finalize_model_grads, which verl's actor calls, waits for it. Only the first
+    pipeline stage has several buckets (distributed_data_parallel.py:64), as others wait for it anyway.
+    """
+
+    @functools.wraps(original, updated=())
+    class OverlappingDDP(original):
+        def __init__(self, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False):
+            from megatron.training import get_args
+
+            args = get_args()
+            if not args.overlap_grad_reduce:
+                super().__init__(config, ddp_config, module, disable_bucketing)
+                return
+            overlapping = {"overlap_grad_reduce": True, "bucket_size": args.ddp_bucket_size}
+            super().__init__(config, dataclasses.replace(ddp_config, **overlapping), module, disable_bucketing)
+            config.no_sync_func = self.no_sync  # the schedules enter it for all micro batches but the last
+
+    return OverlappingDDP

@@ -1,0 +1,187 @@
+"""The record of one step, its row in the table, and its rates, by hand from metrics and reports."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_patches.layout.flops import forward_flops_of
+from verl_patches.layout.inventory import read_model_shape
+from verl_patches.trainer import alarms, step_record
+from verl_patches.trainer.step_record import (
+    NARROW,
+    REPLAY_COLUMNS,
+    WIDE,
+    Rates,
+    header,
+    phase_seconds,
+    profile_of_step,
+    replay_of_step,
+    row,
+    said_of_profile,
+    said_of_skipped,
+    skipped_of_step,
+    start_of_workers,
+    sync_of_step,
+    tokens_of_step,
+)
+
+TINY = Path(__file__).resolve().parents[2] / "configs/model/deepseekv3_tiny.json"
+LENGTHS, TOKENS = [10, 30, 20, 20], {"total": 80, "responses": 60}
+SECONDS = {"rollout": 2.0, "log_prob": 1.0, "ref": 1.0, "update": 4.0, "step": 10.0}
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "config.json").write_text(TINY.read_text())
+    actor = {"ppo_mini_batch_size": 8, "ppo_epochs": 1}
+    recipe = {"platform": "npu", "profile": {"peak_tflops": None}, "train": {"skip_old_log_prob": False}}
+    model = {"path": str(tmp_path), "override_config": {}}
+    return OmegaConf.create(
+        {
+            "trainer": {"nnodes": 1, "n_gpus_per_node": 2},
+            "data": {"train_batch_size": 8},
+            "algorithm": {"use_kl_in_reward": False},
+            "actor_rollout_ref": {"actor": actor, "model": model},
+            "recipe": {**recipe, "rollout": {"replay": None}},
+        }
+    )
+
+
+def test_rates_are_model_flops_over_seconds_ranks_and_the_peak(config):
+    forward = forward_flops_of(read_model_shape(TINY), LENGTHS)
+    rates = Rates(config, ref=True).of_step(LENGTHS, TOKENS, SECONDS)
+    assert (rates["tokens_per_s_per_rank"], rates["generated_per_s_per_rank"]) == (4.0, 15.0)
+    tflops = {"rollout": forward / 2, "ref": forward, "update": 3 * forward / 4, "step": 5 * forward / 10}
+    assert rates["tflops_per_s_per_rank"] == pytest.approx({phase: rate / 2 / 1e12 for phase, rate in tflops.items()})
+    assert rates["mfu"] == pytest.approx(
+        {phase: rate / 353.9 for phase, rate in rates["tflops_per_s_per_rank"].items()}
+    )
+    assert step_record._rates_by_name(rates)["recipe/mfu/update"] == rates["mfu"]["update"]
+    json.dumps(rates)
+
+
+def test_a_pass_for_old_log_probs_counts_only_where_the_update_needs_it(config):
+    def share():
+        return Rates(config, ref=False).of_step(LENGTHS, TOKENS, SECONDS)["mfu"]
+
+    on_policy = share()
+    config.actor_rollout_ref.actor.ppo_mini_batch_size = 4
+    assert share()["step"] / on_policy["step"] == pytest.approx(5 / 4) and "log_prob" not in on_policy
+    config.recipe.rollout.replay = "a run"
+    assert share()["step"] == on_policy["step"] and "rollout" not in share()
+
+
+def test_the_peak_is_the_platforms_or_the_users_and_a_cpu_has_none(config):
+    def rates():
+        return Rates(config, ref=True).of_step(LENGTHS, TOKENS, SECONDS)
+
+    of_die = rates()["mfu"]["step"]
+    config.recipe.profile.peak_tflops = 2 * 353.9
+    assert rates()["mfu"]["step"] == pytest.approx(of_die / 2)
+    config.recipe.profile.peak_tflops, config.recipe.platform = None, "cpu"
+    assert rates()["mfu"] is None and rates()["tflops_per_s_per_rank"]["step"] > 0
+    config.actor_rollout_ref.model.path = "/nowhere"
+    assert rates()["tflops_per_s_per_rank"] is None and rates()["tokens_per_s_per_rank"] == 4.0
+    assert Rates(config, ref=True).of_step(None, TOKENS, SECONDS) is None  # a step without an update
+
+
+def whole_step(number=3):
+    skew = {"put_bytes": 107_000_000_000, "inline_bytes": 4, "start_skew_s": {"max": 81.23456}}
+    sync = {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648}
+    step = {"step": 3, "reward": 0.5, "grad_norm": 1.0, "seconds": {}, "logprob_delta": {"mean": 5e-7, "max": 1e-6}}
+    return step | {"sync": sync, "memory": {"peak_bytes": 54_990_000_000}, "dispatch": skew, "skipped": None}
+
+
+@pytest.mark.parametrize("columns", [NARROW, WIDE])
+def test_a_row_of_the_table_is_as_wide_as_its_header(columns):
+    step = whole_step()
+    empty = row({**step, "sync": None, "memory": None, "dispatch": None}, columns)
+    assert len(row(step, columns)) == len(header(columns)) == len(empty)
+    assert empty.count(" - ") + empty.endswith("-") == {NARROW: 1, WIDE: 6}[columns]
+    for name in ("logprob_delta", "grad_norm"):
+        assert " - " in row({**step, name: None}, columns)
+
+
+def test_the_narrow_table_fits_a_terminal_and_the_wide_one_has_every_figure_under_its_name():
+    step = whole_step() | {"seconds": {"rollout": 1.5, "update": 2.5, "step": 4.5, "offload": 0.25}}
+    assert len(header(NARROW)) <= 80 and set(NARROW) < set(WIDE)
+    last = "1.500 2.500 4.500 54990.000"
+    assert row(step, NARROW).split() == ["3", "0.5000", "1.00000", "5.00e-07", *last.split()]
+    assert header(NARROW).split()[:4] == ["step", "reward", "grad_norm", "|dlogp|"]
+    texts = dict(zip(WIDE, row(step, WIDE).split()[4:], strict=True))
+    assert (texts["offload s"], texts["held MB"], texts["sync calls"]) == ("0.250", "54990.000", "65")
+    assert (texts["sync MB"], texts["extra MB"]) == ("25400.000", "2147.484")
+    assert (texts["sent MB"], texts["skew s"]) == ("107000.000", "81.2346")
+
+
+def test_the_record_of_a_step_has_the_share_of_all_ranks():
+    ranks = [{"equal": 3, "of": 4, "bytes": 8}, None, {"equal": 4, "of": 4, "bytes": 9}]
+    found = replay_of_step(ranks)
+    assert found == {"agreement": 0.875, "experts": 8, "bytes": 9}
+    assert row({**whole_step(), "routing_replay": found}, REPLAY_COLUMNS).split()[-1] == "0.87500"
+    assert replay_of_step([None]) is None and replay_of_step([{"equal": 0, "of": 0, "bytes": 0}]) is None
+
+
+def test_reshard_is_taken_out_of_the_rollout_it_lies_in():
+    metrics = {"timing_s/gen": 3.0, "timing_s/update_actor": 2.0, "timing_s/step": 6.0, "other": 1}
+    found = phase_seconds(metrics, [{"reshard": 1.0}, {"offload": 0.5, "reshard": 0.2}])
+    assert found == {"rollout": 2.0, "update": 2.0, "reshard": 1.0, "offload": 0.5, "step": 6.0}
+
+
+def test_tokens_are_verls_without_padding():
+    lengths = {"prompt_length/mean": 20.0, "response_length/mean": 60.0, "response_length/max": 64.0}
+    found = tokens_of_step({**lengths, "response_length/clip_ratio": 0.5, "perf/total_num_tokens": 640})
+    assert (found["total"], found["responses"], found["at_limit"]) == (640, 480, 0.5)
+    assert tokens_of_step(lengths) is None
+
+
+def test_syncs_of_a_step_are_added_up_and_the_busiest_rank_counts():
+    plain = {"sent_bytes": 10, "local_bytes": 1, "collectives": 3, "seconds": {"pack": 0.5, "total": 1.0}}
+
+    def report(received, extra, verified=False):
+        sizes = {"received_bytes": received, "peak_extra_bytes": extra}
+        return {**plain, **sizes, "verified": verified, "learnt": False}
+
+    sync = sync_of_step([[report(100, 7, True), report(100, 5)], [report(300, 2), report(100, 2)]])
+    assert sync["received_bytes"] == {"max": 400, "mean": 300} and sync["collectives"] == 6
+    assert sync["syncs"] == 2 and sync["verified"] and not sync["learnt"] and sync["peak_extra_bytes"] == 7
+    assert sync["seconds"] == {"pack": 1.0, "total": 2.0}
+    assert sync_of_step([[], []]) is None  # verl's own path
+
+
+def test_the_start_names_the_slowest_worker_of_each_part():
+    seconds = [{"start/imports": 2.0, "start/models": 5.0, "offload": 9.0}, {"start/imports": 4.0, "start/groups": 1.0}]
+    found = start_of_workers(seconds, [{"cpu_s": 7.0}, {"cpu_s": 6.0}])
+    assert found["imports"] == {"max_s": 4.0, "mean_s": 3.0, "rank": 1} and found["cpu"]["rank"] == 0
+    assert (found["groups"]["max_s"], found["models"]["mean_s"]) == (1.0, 2.5) and "offload" not in found
+
+
+def report(stage, skipped=1, in_a_row=1, nearest=None, parameters=4):
+    fault = nearest and {"parameters": parameters, "nearest": nearest}
+    return {"skipped": skipped, "in_a_row": in_a_row, "stage": stage, "fault": fault}
+
+
+def test_the_record_of_a_step_names_the_rank_nearest_to_the_loss():
+    reports = [report(0, nearest="embedding.weight"), report(1, nearest="decoder.layers.3.w"), report(1), report(0)]
+    found = skipped_of_step(reports)
+    place = {"rank": 1, "stage": 1, "parameter": "decoder.layers.3.w", "parameters": 4}
+    assert found == {"steps": 1, "in_a_row": 1, "ranks": [0, 1], "nearest": place}
+    assert "rank 1, pipeline stage 1, decoder.layers.3.w and 3 more" in said_of_skipped(found)
+    assert "no rank's own gradient" in said_of_skipped(skipped_of_step([report(0)]))
+    assert said_of_skipped(skipped_of_step([report(0, skipped=0, in_a_row=0)])) == ""
+    assert skipped_of_step([None, None]) is None
+
+
+def test_the_run_ends_at_the_limit_and_not_before():
+    found = skipped_of_step([report(2, in_a_row=3, nearest="decoder.layers.7.w")])
+    alarms.check_skipped({"step": 9, "skipped": found}, 4)
+    with pytest.raises(alarms.SkippedStepsError, match="step 9: .*rank 0, pipeline stage 2, decoder.layers.7.w"):
+        alarms.check_skipped({"step": 9, "skipped": found}, 3)
+
+
+def test_a_profiled_step_names_its_files_and_what_failed():
+    found = profile_of_step([None, {"files": ["a", "b"], "faults": []}, {"files": [], "faults": ["rank 3: OSError"]}])
+    assert found == {"files": ["a", "b"], "faults": ["rank 3: OSError"]} and profile_of_step([None]) is None
+    assert "2 files" in said_of_profile(found) and "first: rank 3: OSError" in said_of_profile(found)

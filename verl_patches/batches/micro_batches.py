@@ -1,0 +1,216 @@
+"""Micro batches of a token budget: dynamic ones on line a3, and with the tensor cache those of the plan on both lines.
+
+verl's Megatron actor of 54c9b736 takes a fixed number of samples; its FSDP actor and 0.4.0's Megatron actor read keys
+of a budget, and line a3 takes theirs: `use_dynamic_bsz` and `ppo_max_token_len_per_gpu` of the actor,
+`log_prob_use_dynamic_bsz` and `log_prob_max_token_len_per_gpu` of rollout and ref. verl's own `rearrange_micro_batches`
+packs: all ranks of the run agree on the largest number of micro batches that one of them needs, as their experts'
+exchanges are common. With the tensor cache the plan decides, for all replicas alike (batches/batch_plan.py).
+
+A sample's weight in the loss is that of micro batches of one sample, whatever it is packed with: the gradient does not
+depend on the packing. In 0.4.0 it does: each micro batch is averaged by itself, and all weigh the same.
+
+    packing            row provider around the actor's pass: puts log-probs back into the order of the batch
+    by_tokens          row provider for the split into micro batches
+    equal_samples      row provider for the aggregation of a micro batch's loss
+    as_planned         row provider for verl's packing: micro batches of the plan
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, cycle, islice
+from typing import Any
+
+import torch
+
+from verl_patches.batches import batch_plan
+from verl_patches.batches.batch_plan import BatchPlan
+from verl_patches.current import Current
+from verl_patches.errors import RecipeError
+
+Rows = list[list[int]]  # [micro batch] -> rows of the batch that is split
+
+
+class Packing:
+    """One pass of the actor over a batch, in micro batches of at most about `budget` tokens.
+
+    `rows`: [micro batch] -> rows of the batch; empty before the split.
+    """
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.rows: Rows = []
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in all micro batches."""
+        return sum(map(len, self.rows))
+
+    def split(self, batch: Any) -> list[Any]:
+        """Micro batches of `batch` (TensorDict), by row update.micro_batches_as_planned or by verl."""
+        from verl.utils import seqlen_balancing
+
+        micro_batches, self.rows = seqlen_balancing.rearrange_micro_batches(batch, max_token_len=self.budget)
+        return micro_batches
+
+    def in_order(self, outputs: list[Any]) -> list[Any]:
+        """Outputs of a forward pass as one micro batch in the order of the batch.
+
+        `outputs`: as verl's loss function makes them, {"log_probs"} or [{"log_probs"}, entropies]; empty on all but the
+        last pipeline stage.
+        """
+        if not outputs:
+            return outputs
+        back = torch.tensor(list(chain.from_iterable(self.rows))).argsort()
+        if isinstance(outputs[0], dict):
+            return [{"log_probs": _restored([each["log_probs"] for each in outputs], back)}]
+        log_probs = _restored([found["log_probs"] for found, _ in outputs], back)
+        return [[{"log_probs": log_probs}, _restored([entropies for _, entropies in outputs], back)]]
+
+
+stage_budget: Current[int] = Current()  # tokens of a micro batch of the stage in progress; None: a number of samples
+current_packing: Current[Packing] = Current()  # of the actor's pass in progress, where micro batches are dynamic
+
+
+def _restored(parts: list[torch.Tensor], back: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts)[back.to(parts[0].device)]
+
+
+def packing(forward_backward_batch: Callable) -> Callable:
+    """Row provider for verl's MegatronPPOActor.forward_backward_batch: dynamic micro batches in a stage with a budget.
+
+    `stage_budget` is set by worker/recipe_worker.py.
+    """
+
+    @functools.wraps(forward_backward_batch)
+    def run(self: Any, data: Any, forward_only: bool = False, *args: Any, **kwargs: Any) -> Any:
+        budget = stage_budget.value
+        if budget is None:
+            return forward_backward_batch(self, data, forward_only, *args, **kwargs)
+        data.meta_info["micro_batch_size"] = 1  # verl multiplies it, for a shape that Megatron does not read
+        with current_packing.set(Packing(budget)) as now:
+            outputs = forward_backward_batch(self, data, forward_only, *args, **kwargs)
+            return now.in_order(outputs) if forward_only else outputs
+
+    return run
+
+
+def by_tokens(split_dict_tensor_into_batches: Callable) -> Callable:
+    """Row provider for verl's split of a batch into micro batches: by tokens inside `packing`."""
+
+    @functools.wraps(split_dict_tensor_into_batches)
+    def split(tensors: Any, batch_size: int) -> Any:
+        now = current_packing.value
+        return split_dict_tensor_into_batches(tensors, batch_size) if now is None else now.split(tensors)
+
+    return split
+
+
+def equal_samples(agg_loss: Callable) -> Callable:
+    """Row provider for verl's agg_loss: inside `packing` the sum over samples, each as a micro batch of its own.
+
+    Megatron divides by the number of micro batches; what is returned makes up for it.
+    """
+
+    @functools.wraps(agg_loss)
+    def aggregate(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str) -> torch.Tensor:
+        now = current_packing.value
+        if now is None:
+            return agg_loss(loss_mat, loss_mask, loss_agg_mode)
+        rows = zip(loss_mat.split(1), loss_mask.split(1), strict=True)
+        losses = [agg_loss(loss, mask, loss_agg_mode) for loss, mask in rows]
+        return torch.stack(losses).sum() * (len(now.rows) / now.samples)
+
+    return aggregate
+
+
+# ---- micro batches of the plan (recipe.tensor_cache)
+
+
+class PlannedSplits:
+    """Micro batches of the stage in progress, batch by batch; repeated for each epoch."""
+
+    def __init__(self, splits: Sequence[Rows], tokens: Sequence[Sequence[int]]):
+        self._splits = cycle(zip(splits, tokens, strict=True))
+        self.reached = 0
+
+    def next(self, tokens: list[int]) -> Rows:
+        """Micro batches of the next batch, with these tokens by row; RecipeError where the plan has other rows."""
+        parts, expected = next(self._splits)
+        if tokens != list(expected):
+            raise RecipeError(
+                f"micro batches: batch {self.reached} of this stage: {len(tokens)} rows of {sum(tokens)} tokens, the "
+                f"plan has {len(expected)} of {sum(expected)}, or another order"
+            )
+        self.reached += 1
+        return parts
+
+
+current_splits: Current[PlannedSplits] = Current()  # of the stage in progress
+
+
+def planned(
+    stage: str, budget: int | None, plan: BatchPlan, replica: int, tokens: Sequence[int] | None
+) -> AbstractContextManager[None]:
+    """Context of a stage ("update" or a forward pass) in which dynamic micro batches of a replica are the plan's.
+
+    `tokens`: by sample. Without tokens, or without a budget (no dynamic batch size), micro batches are verl's.
+    """
+    if budget is None or tokens is None:
+        return nullcontext()
+    split = update_splits(plan, replica) if stage == "update" else pass_splits(plan, replica, tokens, budget)
+    return following(split, [tokens[sample] for sample in plan.placed[replica]])
+
+
+def update_splits(plan: BatchPlan, replica: int) -> list[Rows]:
+    """[mini batch] -> its micro batches; the update has its samples in the order of the plan."""
+    return [_rows(mini, list(chain.from_iterable(mini))) for mini in plan.schedule[replica]]
+
+
+def pass_splits(plan: BatchPlan, replica: int, lengths: Sequence[int], token_budget: int) -> list[Rows]:
+    """One batch of all samples of a replica, for a forward pass with a budget of its own."""
+    packed = batch_plan.packed(plan.placed, lengths, token_budget, balance=False)  # the plan has balanced replicas
+    return [_rows(packed[replica], plan.placed[replica])]
+
+
+def _rows(parts: Sequence[Sequence[int]], order: Sequence[int]) -> Rows:
+    row_of = {sample: row for row, sample in enumerate(order)}
+    return [[row_of[sample] for sample in part] for part in parts]
+
+
+@contextmanager
+def following(splits: Sequence[Rows], tokens: Sequence[int]) -> Iterator[None]:
+    """Context of a stage whose dynamic micro batches are `splits`; `tokens`: of the rows of all batches in order.
+
+    RecipeError if verl's actor did not ask for them.
+    """
+    rows = iter(tokens)
+    by_batch = [list(islice(rows, sum(map(len, parts)))) for parts in splits]
+    with current_splits.set(PlannedSplits(splits, by_batch)) as now:
+        yield
+    if not now.reached:
+        raise RecipeError(
+            "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must reach "
+            "verl.workers.actor.megatron_actor: look at `status --run DIR`"
+        )
+
+
+def as_planned(rearrange_micro_batches: Callable) -> Callable:
+    """Row provider for verl's rearrange_micro_batches: (micro batches, rows), by the plan inside `following`.
+
+    verl packs the samples of each rank separately, into the least number of micro batches that the rank with the most
+    tokens needs (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two
+    replicas differ in length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
+    """
+
+    @functools.wraps(rearrange_micro_batches)
+    def rearrange(batch: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Rows]:
+        splits = current_splits.value
+        if splits is None:
+            return rearrange_micro_batches(batch, *args, **kwargs)
+        parts = splits.next(batch["attention_mask"].sum(dim=1).tolist())
+        return [batch[torch.tensor(part, device=batch["attention_mask"].device)] for part in parts], parts
+
+    return rearrange

@@ -1,0 +1,361 @@
+"""The record of one step: what verl's metrics and the workers' reports say of it, for summary.json, table and metrics.
+
+record_of     the step's record in summary.json
+row, header   the step table
+lines_of      what is shown below the step's row
+metrics_of    the record's figures for Tracking and metrics.jsonl
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
+from verl_patches.layout.inventory import ModelShape, read_model_shape
+from verl_patches.layout.model_folder import read_config
+from verl_patches.layout.parallel import world_size
+from verl_patches.log_probs.on_policy import needs_old_log_probs
+from verl_patches.memory.counters import offload_of_step
+from verl_patches.memory.ledger import memory_of_step, said_of
+
+TIMERS = {  # phase of the table -> verl's own timer around it
+    "rollout": "gen",
+    "reward": "reward",
+    "log_prob": "old_log_prob",
+    "ref": "ref",
+    "advantage": "adv",
+    "update": "update_actor",
+}
+# columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
+# memory; with --wide all of them
+NARROW = ("rollout s", "update s", "step s", "held MB")
+PHASES = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
+SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
+DISPATCH_COLUMNS = ("sent MB", "skew s")
+WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
+REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
+SKIPPED_STEPS, ALARMS = "actor/skipped_steps", "recipe/alarms"  # names of metrics
+
+
+def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The record of `step` from verl's metrics and `take_report` of every worker (worker/recipe_worker.py).
+
+    What neither of them knows is None here: logprob_delta, dispatch, rates, alarms (trainer/run.py).
+    """
+
+    def of(name: str) -> list[Any]:
+        return [report[name] for report in reports]
+
+    return {
+        "step": step,
+        "seconds": phase_seconds(metrics, of("seconds")),
+        "reward": float(metrics["critic/score/mean"]),
+        "tokens": tokens_of_step(metrics),
+        "grad_norm": _number(metrics.get("actor/grad_norm")),
+        "logprob_delta": None,
+        "sync": sync_of_step(of("sync")),
+        "memory": memory_of_step(of("memory")),
+        "offload": offload_of_step(of("moves")),
+        "dispatch": None,
+        "expert_load": reports[0]["expert_load"],
+        "rebalance": rebalance_of_step(of("rebalance")),
+        "routing_replay": replay_of_step(of("routing_replay")),
+        "skipped": skipped_of_step(of("skipped")),
+        "rates": None,
+        "profile": profile_of_step(of("profile")),
+        "alarms": [],
+    }
+
+
+def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """{name: value} of the record's figures that verl's metrics do not have."""
+    found = {f"recipe/seconds/{phase}": seconds for phase, seconds in record["seconds"].items()}
+    found |= _rates_by_name(record["rates"])
+    loads = (record["expert_load"] or {}).items()
+    found |= {f"recipe/expert_load/{side}": load["max_over_mean"] for side, load in loads if load}
+    if record["routing_replay"]:
+        found["recipe/routing_agreement"] = record["routing_replay"]["agreement"]
+    if record["skipped"]:
+        found[SKIPPED_STEPS] = record["skipped"]["steps"]
+    return found | {f"{ALARMS}/{alarm['name']}": 1.0 for alarm in record["alarms"]}
+
+
+def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
+    """Lines below the step's row: traces, violations of the memory schedule, skipped steps, alarms."""
+    step = f"step {record['step']}: "
+    if record["profile"]:
+        yield step + said_of_profile(record["profile"])
+    if record["memory"] and (said := said_of(record["memory"]["violations"])):
+        yield said
+    if record["skipped"] and record["skipped"]["steps"]:
+        yield step + said_of_skipped(record["skipped"])
+    for alarm in record["alarms"]:
+        yield f"{step}alarm {alarm['name']}: {alarm['text']}"
+
+
+def phase_seconds(metrics: Mapping[str, float], workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """{phase: seconds} of one step: verl's timers, with reshard subtracted from the rollout that contains it.
+
+    reshard and offload are those of the slowest worker. offload is inside reshard, rollout, log-prob, ref and update;
+    it is not subtracted.
+    """
+    timers = {key.removeprefix("timing_s/"): float(v) for key, v in metrics.items() if key.startswith("timing_s/")}
+    found = {phase: timers[timer] for phase, timer in TIMERS.items() if timer in timers}
+    for phase in ("reshard", "offload"):
+        found[phase] = max(seconds.get(phase, 0.0) for seconds in workers)
+    if "rollout" in found:
+        found["rollout"] = max(found["rollout"] - found["reshard"], 0.0)
+    found["step"] = timers.get("step", 0.0)
+    return {phase: round(seconds, 4) for phase, seconds in found.items()}
+
+
+def tokens_of_step(metrics: Mapping[str, float]) -> dict[str, float] | None:
+    """Tokens of a step without padding, from verl's metrics: all, those of responses; None where verl has none.
+
+    response_mean, response_max: lengths; at_limit: share of the responses that end at the length limit.
+    """
+    if "perf/total_num_tokens" not in metrics:
+        return None
+    total, response = float(metrics["perf/total_num_tokens"]), float(metrics["response_length/mean"])
+    prompt = float(metrics["prompt_length/mean"])
+    return {
+        "total": total,
+        "responses": round(total * response / (prompt + response)),
+        "response_mean": response,
+        "response_max": float(metrics["response_length/max"]),
+        "at_limit": float(metrics["response_length/clip_ratio"]),
+    }
+
+
+def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
+    """Totals of the weight syncs of one step, from every worker's reports; None if verl's own path did them.
+
+    Bytes are per rank, maximum and mean over ranks, summed over the step's syncs (a validation syncs too);
+    collectives and seconds are summed as well, `peak_extra_bytes` is the highest of any rank.
+    """
+    syncs = max(map(len, workers), default=0)
+    if not syncs:
+        return None
+    found: dict[str, Any] = {"syncs": syncs}
+    for fact in ("verified", "learnt"):
+        found[fact] = any(report[fact] for reports in workers for report in reports)
+    for name in ("sent_bytes", "received_bytes", "local_bytes"):
+        of_rank = [sum(report[name] for report in reports) for reports in workers]
+        found[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
+    found["collectives"] = max(sum(report["collectives"] for report in reports) for reports in workers)
+    found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for reports in workers for report in reports)
+    phases = {phase for reports in workers for report in reports for phase in report["seconds"]}
+    found["seconds"] = {
+        phase: round(max(sum(r["seconds"][phase] for r in reports) for reports in workers), 4)
+        for phase in sorted(phases)
+    }
+    return found
+
+
+def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
+    """What moved between data-parallel rollout ranks: requests, bytes, seconds of the slowest rank; None where off."""
+    found = [each for each in counts if each is not None]
+    sums = {name: sum(each[name] for each in found) for name in ("requests", "bytes")}
+    return {**sums, "seconds": max(each["seconds"] for each in found)} if found else None
+
+
+def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Routing replay of all ranks; None where it is off, or nothing was replayed.
+
+    agreement: share of replayed experts that routers chose too; experts: number of them, each tensor-parallel rank that
+    sees a token counts it; bytes: recorded on the rank with the most.
+    """
+    found = [each for each in counts if each is not None]
+    experts = sum(each["of"] for each in found)
+    if not experts:
+        return None
+    return {
+        "agreement": sum(each["equal"] for each in found) / experts,
+        "experts": experts,
+        "bytes": max(each["bytes"] for each in found),
+    }
+
+
+def skipped_of_step(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """What the ranks' guards say of one training step, by rank; None without guards.
+
+    steps: optimizer steps left out; in_a_row: without one between them that was not; ranks: those whose own gradients
+    are not finite; nearest: rank, stage and parameter nearest to the loss, where NaN comes first; None if no rank's
+    own gradient is to blame.
+    """
+    if any(report is None for report in reports):
+        return None
+    faulty = {rank: report for rank, report in enumerate(reports) if report["fault"]}
+    nearest = None
+    if faulty:
+        rank = max(faulty, key=lambda rank: (faulty[rank]["stage"], -rank))
+        fault = faulty[rank]["fault"]
+        nearest = {"rank": rank, "stage": faulty[rank]["stage"], "parameter": fault["nearest"]}
+        nearest["parameters"] = fault["parameters"]
+    return {
+        "steps": max(report["skipped"] for report in reports),
+        "in_a_row": max(report["in_a_row"] for report in reports),
+        "ranks": sorted(faulty),
+        "nearest": nearest,
+    }
+
+
+def said_of_skipped(found: dict[str, Any]) -> str:
+    """One line about the steps that were left out; empty if there are none."""
+    if not found["steps"]:
+        return ""
+    nearest = found["nearest"]
+    if nearest is None:
+        where = "no rank's own gradient is: their sum over data-parallel ranks, or its norm, is too large for fp32"
+    else:
+        ranks = found["ranks"]
+        others = f" ({len(ranks)} ranks have such gradients)" if len(ranks) > 1 else ""
+        where = (
+            f"rank {nearest['rank']}, pipeline stage {nearest['stage']}, {nearest['parameter']} and "
+            f"{nearest['parameters'] - 1} more parameters{others}"
+        )
+    return f"{found['steps']} optimizer step(s) skipped, {found['in_a_row']} in a row, for NaN or inf: {where}"
+
+
+def profile_of_step(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """{files, faults} of a profiled step from every worker's report (worker/profile.py); None where none was."""
+    found = [worker for worker in workers if worker is not None]
+    return {key: [entry for worker in found for entry in worker[key]] for key in ("files", "faults")} if found else None
+
+
+def said_of_profile(profile: Mapping[str, Any]) -> str:
+    """One line about the traces of a step."""
+    faults = profile["faults"]
+    more = f"; {len(faults)} could not be written, first: {faults[0]}" if faults else ""
+    return f"profiled, so its times are not comparable: {len(profile['files'])} files in profile/{more}"
+
+
+def _number(value: Any) -> float | None:
+    """A float for JSON, which knows neither NaN nor infinity; a skipped update has no gradient norm."""
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def start_of_workers(
+    seconds: Sequence[dict[str, float]], proofs: Sequence[dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """{part: {max_s, mean_s, rank}} of the workers' start: wall seconds, and of `cpu` CPU seconds; rank: the slowest.
+
+    imports: from the process's begin to the making of its worker; groups: process groups and the engine's arguments;
+    models: models, optimizer and rollout engine, with their weights.
+    """
+    parts = {name: [worker.get(f"start/{name}", 0.0) for worker in seconds] for name in ("imports", "groups", "models")}
+    parts["cpu"] = [proof["cpu_s"] for proof in proofs]
+    return {
+        name: {"max_s": max(found), "mean_s": sum(found) / len(found), "rank": found.index(max(found))}
+        for name, found in parts.items()
+    }
+
+
+class Rates:
+    """Rates of the steps of one run; `layout/flops.py` has the definition of MFU.
+
+    `model`: None where the model's folder is not here, and there are no FLOPs then. `passes`: {phase: forward passes
+    that count}. `peak_flops_per_s`: None for a device without one.
+    """
+
+    def __init__(self, config: Any, ref: bool):
+        recipe, actor = config.recipe, config.actor_rollout_ref.actor
+        self.model, self.ranks = _model_of(config.actor_rollout_ref.model), world_size(config)
+        self.passes = passes(
+            rollout=recipe.rollout.replay is None,
+            ref=ref,
+            old_log_prob=not recipe.train.skip_old_log_prob and needs_old_log_probs(config),
+            epochs=actor.ppo_epochs,
+        )
+        given = recipe.profile.peak_tflops
+        self.peak_flops_per_s = PEAK_FLOPS_PER_S.get(recipe.platform) if given is None else given * 1e12
+
+    def of_step(
+        self, lengths: Sequence[int] | None, tokens: Mapping[str, float] | None, seconds: Mapping[str, float]
+    ) -> dict[str, Any] | None:
+        """{tokens_per_s_per_rank, generated_per_s_per_rank, tflops_per_s_per_rank, mfu}; None without an update.
+
+        `lengths`: tokens of each sequence, prompt and response, without padding; `tokens`: of `tokens_of_step`.
+        tflops_per_s_per_rank and mfu: {step and each phase that counts: rate}, None without a model, or without a peak.
+        """
+        if not lengths or tokens is None or not seconds["step"]:
+            return None
+        found: dict[str, Any] = {"tokens_per_s_per_rank": tokens["total"] / seconds["step"] / self.ranks}
+        generated = tokens["responses"] / seconds["rollout"] / self.ranks if seconds.get("rollout") else None
+        found |= {"generated_per_s_per_rank": generated, "tflops_per_s_per_rank": None, "mfu": None}
+        if self.model is not None:
+            forward = forward_flops_of(self.model, lengths)
+            counts = {**self.passes, "step": sum(self.passes.values())}
+            rates = {
+                phase: count * forward / seconds[phase] / self.ranks
+                for phase, count in counts.items()
+                if seconds.get(phase)
+            }
+            found["tflops_per_s_per_rank"] = {phase: rate / 1e12 for phase, rate in rates.items()}
+            if self.peak_flops_per_s:
+                found["mfu"] = {phase: rate / self.peak_flops_per_s for phase, rate in rates.items()}
+        return found
+
+
+def _rates_by_name(rates: Mapping[str, Any] | None) -> dict[str, float]:
+    if rates is None:
+        return {}
+    found = {f"recipe/{name}": rate for name, rate in rates.items() if isinstance(rate, float)}
+    for name in ("tflops_per_s_per_rank", "mfu"):
+        found |= {f"recipe/{name}/{phase}": rate for phase, rate in (rates[name] or {}).items()}
+    return found
+
+
+def _model_of(section: Any) -> ModelShape | None:
+    """Sizes as training reads them: the folder's config.json with override_config.model_config over it."""
+    file = Path(section.path) / "config.json"
+    if not file.is_file():
+        return None
+    changes = (section.get("override_config") or {}).get("model_config") or {}
+    return read_model_shape({**read_config(file), **changes})
+
+
+# ---- the step table
+
+
+def header(columns: Sequence[str]) -> str:
+    """Column names of the step table; `columns` is NARROW or WIDE."""
+    return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(f"{c:>10}" for c in columns)
+
+
+def row(step: dict[str, Any], columns: Sequence[str]) -> str:
+    """One row of the step table, with what `header` names."""
+    delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
+    norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
+    if (skipped := step["skipped"]) and skipped["steps"]:
+        norm = "skipped"
+    cells = _cells(step)
+    rest = " ".join(f"{cells.get(column, '-'):>10}" for column in columns)
+    return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {rest}"
+
+
+def _cells(step: dict[str, Any]) -> dict[str, str]:
+    """{column: text} of what the step has.
+
+    Of a weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory
+    groups of one rank; activations are in none of them. MB that the trainer serialised for its workers, and the largest
+    difference between two workers' starts of one call. Share of replayed experts that routers chose
+    too.
+    """
+    cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in PHASES}
+    if sync := step["sync"]:
+        sizes = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
+        texts = f"{sizes[0]:.3f}", str(sync["collectives"]), f"{sizes[1]:.3f}"
+        cells |= dict(zip(SYNC_COLUMNS, texts, strict=True))
+    if memory := step["memory"]:
+        cells["held MB"] = f"{memory['peak_bytes'] / 1e6:.3f}"
+    if dispatch := step["dispatch"]:
+        sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
+        texts = f"{sent:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
+        cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
+    if replay := step.get("routing_replay"):
+        cells["agreement"] = f"{replay['agreement']:.5f}"
+    return cells
