@@ -21,7 +21,7 @@ import numpy as np
 from report import figure, print_report
 from tqdm import tqdm
 
-from verl_patches.rollout.rebalance import Cost, Plan, State, plan, step_s, tier_of
+from verl_patches.rollout.rebalance import Cost, MovePlan, State, plan, step_s, tier_of
 
 RANKS, EACH, BLOCK, STEPS = 128, 64, 128, 32
 TIERS = [1, 2, 4, 8, 16, 32, 64]
@@ -74,7 +74,7 @@ def _state(now: np.ndarray, alive: np.ndarray) -> State:
     return State(lengths, KV_BLOCKS - (-(-lengths // BLOCK)).sum(1))
 
 
-def _apply(made: Plan, now: np.ndarray, sizes: np.ndarray, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _apply(made: MovePlan, now: np.ndarray, sizes: np.ndarray, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both arrays with requests at their receivers; free places are those whose size is 0."""
     now, sizes = now.copy(), sizes.copy()
     for move in made.moves:

@@ -58,7 +58,7 @@ def to_and_fro(rebalance: Any, state: Any, *args: Any) -> Any:
         if len(movable) > 1:
             moves.append(rebalance.Move(rank, (rank + 1) % len(state.lengths), (movable[0],)))
     blocks = sum(-(-int(state.lengths[m.donor][m.requests[0]]) // 128) for m in moves)
-    return rebalance.Plan(tuple(moves), 8, 8, blocks)
+    return rebalance.MovePlan(tuple(moves), 8, 8, blocks)
 
 
 def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> list[dict]:

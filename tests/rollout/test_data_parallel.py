@@ -63,7 +63,7 @@ store = TCPStore(ip, port, 1, True, wait_for_workers=False)
 store.set("key", "value")
 answer = store.get("key").decode()
 del store
-engine._held_ports.pop().close()
+engine.held_ports.value.pop().close()
 print(json.dumps({"held": held, "answer": answer, "let go": port in taken("")}))
 """
 

@@ -30,7 +30,7 @@ from verl_patches.batches.batch_plan import BatchPlan
 from verl_patches.current import Current
 from verl_patches.errors import RecipeError
 
-Rows = list[list[int]]  # [micro batch] -> rows of the batch that is split
+MicroBatches = list[list[int]]  # [micro batch] -> rows of the batch that is split
 
 
 class Packing:
@@ -41,7 +41,7 @@ class Packing:
 
     def __init__(self, budget: int):
         self.budget = budget
-        self.rows: Rows = []
+        self.rows: MicroBatches = []
 
     @property
     def samples(self) -> int:
@@ -132,11 +132,11 @@ def equal_samples(agg_loss: Callable) -> Callable:
 class PlannedSplits:
     """Micro batches of the stage in progress, batch by batch; repeated for each epoch."""
 
-    def __init__(self, splits: Sequence[Rows], tokens: Sequence[Sequence[int]]):
+    def __init__(self, splits: Sequence[MicroBatches], tokens: Sequence[Sequence[int]]):
         self._splits = cycle(zip(splits, tokens, strict=True))
         self.reached = 0
 
-    def next(self, tokens: list[int]) -> Rows:
+    def next(self, tokens: list[int]) -> MicroBatches:
         """Micro batches of the next batch, with these tokens by row; RecipeError where the plan has other rows."""
         parts, expected = next(self._splits)
         if tokens != list(expected):
@@ -164,24 +164,24 @@ def planned(
     return following(split, [tokens[sample] for sample in plan.placed[replica]])
 
 
-def update_splits(plan: BatchPlan, replica: int) -> list[Rows]:
+def update_splits(plan: BatchPlan, replica: int) -> list[MicroBatches]:
     """[mini batch] -> its micro batches; the update has its samples in the order of the plan."""
     return [_rows(mini, list(chain.from_iterable(mini))) for mini in plan.schedule[replica]]
 
 
-def pass_splits(plan: BatchPlan, replica: int, lengths: Sequence[int], token_budget: int) -> list[Rows]:
+def pass_splits(plan: BatchPlan, replica: int, lengths: Sequence[int], token_budget: int) -> list[MicroBatches]:
     """One batch of all samples of a replica, for a forward pass with a budget of its own."""
     packed = batch_plan.packed(plan.placed, lengths, token_budget, balance=False)  # the plan has balanced replicas
     return [_rows(packed[replica], plan.placed[replica])]
 
 
-def _rows(parts: Sequence[Sequence[int]], order: Sequence[int]) -> Rows:
+def _rows(parts: Sequence[Sequence[int]], order: Sequence[int]) -> MicroBatches:
     row_of = {sample: row for row, sample in enumerate(order)}
     return [[row_of[sample] for sample in part] for part in parts]
 
 
 @contextmanager
-def following(splits: Sequence[Rows], tokens: Sequence[int]) -> Iterator[None]:
+def following(splits: Sequence[MicroBatches], tokens: Sequence[int]) -> Iterator[None]:
     """Context of a stage whose dynamic micro batches are `splits`; `tokens`: of the rows of all batches in order.
 
     RecipeError if verl's actor did not ask for them.
@@ -206,7 +206,7 @@ def as_planned(rearrange_micro_batches: Callable) -> Callable:
     """
 
     @functools.wraps(rearrange_micro_batches)
-    def rearrange(batch: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Rows]:
+    def rearrange(batch: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], MicroBatches]:
         splits = current_splits.value
         if splits is None:
             return rearrange_micro_batches(batch, *args, **kwargs)

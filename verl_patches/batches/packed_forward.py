@@ -90,7 +90,7 @@ def _padded(model, ids, mask, position_ids, sequence_parallel, process, process_
 def _in_parts(model, ids, mask, position_ids, process, process_args) -> Any:
     from verl.utils.megatron_utils import unwrap_model
 
-    parts = Parts(mask)
+    parts = SequenceParts(mask)
     output = model(
         input_ids=parts.of(ids), attention_mask=None, position_ids=position_ids, packed_seq_params=parts.lengths()
     )
@@ -102,7 +102,7 @@ def _in_parts(model, ids, mask, position_ids, process, process_args) -> Any:
     return {name: parts.whole(tensor) for name, tensor in found.items()}
 
 
-class Parts:
+class SequenceParts:
     """Sequences of a micro batch, packed, and this rank's contiguous part of them.
 
     `mask` [B, S]. Each sequence is padded to a multiple of TP x CP, so that parts divide over TP too.

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 
+from verl_patches.current import Current
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.equivalence import equivalent
 
@@ -23,7 +24,7 @@ CPU_LIMIT_S = 1.0
 MEMORY_BYTES = 1 << 30  # of the helper, on top of its imports
 _WALL_FACTOR = 4.0  # limit of a call's wall-clock time over the CPU limit, the start of a helper included
 _log = logging.getLogger(__name__)
-_checkers: dict[int, AnswerChecker] = {}
+checkers: Current[dict[int, AnswerChecker]] = Current({})  # by process id: a fork never talks to its parent's helper
 
 
 class AnswerChecker:
@@ -127,8 +128,8 @@ class AnswerChecker:
 
 
 def shared_answer_checker() -> AnswerChecker:
-    """This process's checker: one per process, so that a fork never talks to its parent's helper."""
-    return _checkers.setdefault(os.getpid(), AnswerChecker())
+    """This process's checker."""
+    return checkers.value.setdefault(os.getpid(), AnswerChecker())
 
 
 # -- the helper process ----------------------------------------------------------------------------------------------

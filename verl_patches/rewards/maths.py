@@ -64,21 +64,22 @@ def last_box(text: str) -> str | None:
 
     Braces must balance inside the box; \{ and \} are text. Only the last 65,536 characters are read.
     """
-    open_braces: list[bool] = []  # True: a brace that opens a box
-    open_boxes, start, nested, content = 0, 0, False, None
+    open_braces: list[int | None] = []  # for a brace that opens a box, where its content begins
+    open_boxes, nested, content = 0, False, None
     tail = text[-TAIL_CHARS:]
     for token in _TOKEN.finditer(tail):
         mark = token.group()
         if mark.startswith(r"\boxed"):
-            start, nested = (start, True) if open_boxes else (token.end(), False)
+            open_braces.append(token.end())
             open_boxes += 1
-            open_braces.append(True)
         elif mark == "{":
-            open_braces.append(False)
-        elif mark == "}" and open_braces and open_braces.pop():
-            open_boxes -= 1
-            if not open_boxes:
-                content = None if nested else tail[start : token.start()].strip()
+            open_braces.append(None)
+        start = open_braces.pop() if mark == "}" and open_braces else None
+        if start is None:
+            continue
+        open_boxes -= 1
+        content = None if nested else tail[start : token.start()].strip()
+        nested = open_boxes > 0  # the box around this one holds a box
     return None if open_boxes else content
 
 

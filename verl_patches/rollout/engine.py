@@ -10,13 +10,13 @@ initialised before: the first rank of each group takes a port on its own host an
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 import socket
 from collections.abc import Callable
 from typing import Any
 
+from verl_patches.current import Current
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import for_vllm, with_fewer_layers
 from verl_patches.reshard.live_memory import absorb_in_place
@@ -24,8 +24,7 @@ from verl_patches.rollout.ascend import PREFIX_CACHING
 
 log = logging.getLogger(__name__)
 _DP_PORT = "VLLM_DP_MASTER_PORT"
-_engine_number = itertools.count()  # engines of one process are built in the same order on every rank
-_held_ports: list[socket.socket] = []  # of the DP groups that this process leads
+held_ports: Current[list[socket.socket]] = Current([])  # of the DP groups that this process leads
 
 
 def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +165,9 @@ def _group_address(leader: int, rank: int) -> tuple[str, int]:
     """(IP, port) that the group's leader has published; the same on every rank of the group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store, key = _get_default_store(), f"verl_patches/rollout_dp/{next(_engine_number)}/{leader}"
+    store = _get_default_store()
+    engine = store.add(f"verl_patches/rollout_dp/engines_of/{rank}", 1)  # every rank builds its engines in one order
+    key = f"verl_patches/rollout_dp/{engine}/{leader}"
     if rank == leader:
         store.set(key, "{}:{}".format(*_hold_address()))
     ip, _, port = store.get(key).decode().rpartition(":")
@@ -191,5 +192,5 @@ def _hold_address() -> tuple[str, int]:
     if both:
         port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     port.bind(("", 0))  # all addresses, as TCPStore listens
-    _held_ports.append(port)
+    held_ports.value.append(port)
     return ip, port.getsockname()[1]

@@ -73,7 +73,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class MovePlan:
     """Moves, and the tier of the instance before and after them; `blocks` counts all that are moved."""
 
     moves: tuple[Move, ...]
@@ -100,7 +100,7 @@ def tier_of(requests: int, tiers: Sequence[int]) -> int:
     return next((tier for tier in tiers if tier >= requests), requests)
 
 
-def plan(state: State, tiers: Sequence[int], block_size: int, reserve_tokens: int, cost: Cost) -> Plan:
+def plan(state: State, tiers: Sequence[int], block_size: int, reserve_tokens: int, cost: Cost) -> MovePlan:
     """The moves of one exchange; none if no lower tier can be reached or pays.
 
     tiers: graph batch sizes. block_size: tokens of a KV block. reserve_tokens: tokens by which each request may grow
@@ -125,8 +125,8 @@ def plan(state: State, tiers: Sequence[int], block_size: int, reserve_tokens: in
         held = -(-items.tokens // block_size)
         busiest = max(np.bincount(side, held).max() for side in (items.donors, receivers))
         if cost.gain_s(before, tier) > cost.moves_s(busiest):
-            return Plan(_moves(items, receivers), before, tier, int(held.sum()))
-    return Plan((), before, before)
+            return MovePlan(_moves(items, receivers), before, tier, int(held.sum()))
+    return MovePlan((), before, before)
 
 
 def _shortest(lengths: np.ndarray, excess: np.ndarray) -> _Items | None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
-from verl_patches.rollout.rebalance import FIXED, NONE, Cost, Move, Plan, State, plan
+from verl_patches.rollout.rebalance import FIXED, NONE, Cost, Move, MovePlan, State, plan
 from verl_patches.rollout.rebalance_wire import Moved, Result, pack, unpack
 
 _FAILED, _PREFILLS, _FREE, _GUESTS, _LENGTHS = range(5)  # columns of a row; lengths begin at the last
@@ -199,9 +199,9 @@ class Rebalancer:
                 r.num_computed_tokens if _movable(r) else FIXED for r in requests
             ]
 
-    def _plan(self, rows: np.ndarray) -> Plan:
+    def _plan(self, rows: np.ndarray) -> MovePlan:
         if rows[:, _PREFILLS].any():  # prompts decide how long a step lasts
-            return Plan((), 0, 0)
+            return MovePlan((), 0, 0)
         state = State(rows[:, _LENGTHS:], rows[:, _FREE])
         return plan(state, self.tiers, self.block_size, self.every, self.cost)
 

@@ -10,7 +10,7 @@ from typing import Any
 from verl_patches.boot.worker_settings import prelude_then
 
 HOOK = "worker_process_setup_hook"
-LOOK_S = 1.0
+POLL_S = 1.0
 DEAD_AFTER_S = 30.0  # Ray answers for a dead actor at once, on a busy node after some seconds
 # python/ray/_raylet.pyx appends it to the traceback of an error outside of an actor's own methods
 _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
@@ -41,18 +41,20 @@ def start(
     ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine, network), **options)
 
 
-def result_of(task: Any, look: Callable[[], None] = lambda: None) -> Any:
-    """ray.get(task), or the error of an actor of this job that could not start; `look` is called about every LOOK_S.
+def result_of(task: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
+    """ray.get(task), or the error of an actor of this job that could not start.
+
+    `meanwhile` is called about every POLL_S.
 
     verl would wait 300 s for the register centre of a worker group whose first worker is dead, and then report that
     (verl/single_controller/ray/base.py:355). Raises RuntimeError with the worker's class, node, pid and traceback.
     """
     import ray
 
-    while not ray.wait([task], timeout=LOOK_S)[0]:
+    while not ray.wait([task], timeout=POLL_S)[0]:
         if found := _start_failure():
             raise RuntimeError(found)
-        look()
+        meanwhile()
     return ray.get(task)
 
 
@@ -69,8 +71,8 @@ def unless_start_fails(body: Callable[[], Any]) -> Any:
     found: list[str] = []
     over, changing, waiting = threading.Event(), threading.Lock(), threading.get_ident()
 
-    def look() -> None:
-        while not over.wait(LOOK_S):
+    def watch_starts() -> None:
+        while not over.wait(POLL_S):
             failure = _start_failure()
             with changing:
                 if failure and not over.is_set():
@@ -78,7 +80,7 @@ def unless_start_fails(body: Callable[[], Any]) -> Any:
                     over.set()
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting), ctypes.py_object(_Ended))
 
-    threading.Thread(target=look, name="verl_patches start failures", daemon=True).start()
+    threading.Thread(target=watch_starts, name="verl_patches start failures", daemon=True).start()
     try:
         try:
             return body()

@@ -1,8 +1,8 @@
 """One run in the trainer's process: around verl's fit(), and after each of its steps.
 
-    around         the handshake, our worker groups (trainer/worker_group.py: the calls of a step), fit, the outcome
-    after_step     record_step: one record from verl's metrics and the workers' reports, its row in the table, metrics
-                   check_step: skipped optimizer steps, log-probs, alarms; each may end the run
+around         the handshake, our worker groups (trainer/worker_group.py: the calls of a step), fit, the outcome
+after_step     record_step: one record from verl's metrics and the workers' reports, its row in the table, metrics
+               check_step: skipped optimizer steps, log-probs, alarms; each may end the run
 """
 
 from __future__ import annotations
