@@ -20,10 +20,7 @@ from verl_patches.batches.exchange import Ragged, from_padded, model_inputs, to_
 from verl_patches.errors import ConfigError
 
 SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
-_NON_TENSORS = {
-    "raw_prompt_ids",
-    "tools_kwargs",
-}  # of prompts; the second is used with multi_turn only, which is refused
+_NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second is used with multi_turn only: refused
 
 
 @dataclass
@@ -71,16 +68,9 @@ class TensorCacheStages:
         cached.lengths = tuple(sent["response_length"].tolist())
         batch = _full_batch(prompts, sent["response_ids"], cached)
         widths = batch["prompts"].shape[1], cached.response_width
-        cached.report = self._run(
-            "place",
-            {
-                "prompts": sent["prompt_length"],
-                "responses": sent["response_length"],
-                "widths": widths,
-                "pad": cached.pad_id,
-                "balance": cached.balance,
-            },
-        )
+        placed = {"prompts": sent["prompt_length"], "responses": sent["response_length"]}
+        placed |= {"widths": widths, "pad": cached.pad_id, "balance": cached.balance}
+        cached.report = self._run("place", placed)
         return DataProto.from_dict(tensors=batch)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -103,9 +93,8 @@ class TensorCacheStages:
         advantages = from_padded(tensors["advantages"], tensors["response_mask"])
         by_sample = advantages.take(tensors[SAMPLE].argsort().tolist())
         values, per_token = _outcome_or_token_values(by_sample)
-        results = self._run(
-            "update", {"advantages": values.numpy(), "per_token": per_token, "meta": dict(batch.meta_info)}
-        )
+        sent = {"advantages": values.numpy(), "per_token": per_token, "meta": dict(batch.meta_info)}
+        results = self._run("update", sent)
         self._cached.open = False
         return DataProto(meta_info={"metrics": results[0]})
 
@@ -118,11 +107,9 @@ class TensorCacheStages:
         if cached.open:
             self._group.run_stage("close", cached.step)
             cached.open = False
-        return (
-            {name: max(report[name] for report in cached.report) for name in cached.report[0]}
-            if cached.report
-            else None
-        )
+        if not cached.report:
+            return None
+        return {name: max(report[name] for report in cached.report) for name in cached.report[0]}
 
     @staticmethod
     def without_verls_partition(metrics: Mapping[str, Any]) -> dict[str, Any]:

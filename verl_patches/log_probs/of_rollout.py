@@ -71,20 +71,9 @@ def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, see
     from vllm import SamplingParams
 
     begin = time.perf_counter()
-    plain = [
-        SamplingParams(
-            n=1,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=-1,
-            min_p=0.0,
-            logprobs=0,
-            max_tokens=tokens,
-            detokenize=False,
-            seed=seed + at,
-        )
-        for at in range(len(prompts))
-    ]
+    settings = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 0}
+    settings |= {"max_tokens": tokens, "detokenize": False}
+    plain = [SamplingParams(**settings, seed=seed + at) for at in range(len(prompts))]
     requests = engine.generate([{"prompt_token_ids": ids} for ids in prompts], plain, use_tqdm=False)
     samples = [request.outputs[0] for request in requests]
     return {

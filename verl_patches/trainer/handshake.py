@@ -31,25 +31,15 @@ def workers_proofs(group: Any) -> list[dict[str, Any]]:
             "update.recipe_worker is off here, or the workers are of another class than verl's "
             "ActorRolloutRefWorker"
         )
-    proofs = []
-    for rank, answer in enumerate(
-        group.prove_patches()
-    ):  # references, so that one worker's error does not hide the others
+    proofs, answers = [], group.prove_patches()  # references, so that one worker's error does not hide the others
+    for rank, answer in enumerate(answers):
         try:
             proofs.append(ray.get(answer))
         except (AttributeError, PatchError) as error:
             where, _, text = str(error).partition("\n")
-            bare = isinstance(error, PatchError) or _NO_METHOD.search(
-                str(error)
-            )  # no engine or no such method in that worker
-            proofs.append(
-                {
-                    "rank": rank,
-                    "where": where,
-                    "status": [],
-                    "error": NO_PRELUDE if bare else f"its proof failed:\n{text or where}",
-                }
-            )
+            bare = isinstance(error, PatchError) or _NO_METHOD.search(str(error))  # no engine or method in that worker
+            reason = NO_PRELUDE if bare else f"its proof failed:\n{text or where}"
+            proofs.append({"rank": rank, "where": where, "status": [], "error": reason})
     return proofs
 
 

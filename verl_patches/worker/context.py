@@ -34,8 +34,7 @@ class WorkerContext:
         heartbeat.phase(phase)
         if self.scheduler is not None:
             self.scheduler.begin(phase, by_vllm)
-            return
-        if by_vllm is not None:
+        elif by_vllm is not None:
             by_vllm()
 
     @contextmanager
@@ -44,10 +43,7 @@ class WorkerContext:
 
         After an error the phase stays open, and the next phase ends it.
         """
-        self.trace(name)
-        heartbeat.phase(name)
-        if self.scheduler is not None:
-            self.scheduler.begin(name)
+        self.begin(name)
         yield
         self.trace(None)
         if self.scheduler is not None:
