@@ -109,11 +109,6 @@ def test_sizes_that_do_not_fit_are_refused(call, says):
         call()
 
 
-def test_torch_is_not_imported(run_python):
-    code = "import sys, verl_patches.batches.batch_plan; sys.exit('torch' in sys.modules)"
-    assert run_python(code).rc == 0
-
-
 def test_samples_without_tokens_leave_no_micro_batch_empty():
     """A replica with as many micro batches as another one computes something in each."""
     batches = packed([range(2), range(2, 4)], [0, 0, 5, 5], 5, balance=False)

@@ -108,8 +108,19 @@ OPTIONS = st.one_of(
 )
 
 
-def ends_with_a_code(tmp_path_factory, contents, ending, options):
-    """Run the tool over a file of `contents`; every end is one of its exit codes, with its tables or without any."""
+def contents_of(rows):
+    """The rows as JSON, with what JSON cannot say as null."""
+    return json.dumps(rows, default=lambda value: None).encode()
+
+
+ENDINGS = st.sampled_from([".json", ".jsonl", ".parquet", ".csv"])
+CONTENTS = st.one_of(ROWS.map(contents_of), st.binary(max_size=30), ROWS.map(lambda rows: contents_of(rows)[:-3]))
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=30)
+@given(CONTENTS, ENDINGS, st.lists(OPTIONS, max_size=2).map(lambda pairs: [word for pair in pairs for word in pair]))
+def test_any_file_and_option_ends_with_a_code(tmp_path_factory, contents, ending, options):
+    """With the tables, or without any."""
     folder = tmp_path_factory.mktemp("any")
     source, out = folder / f"rows{ending}", folder / "out"
     source.write_bytes(contents)
@@ -120,30 +131,6 @@ def ends_with_a_code(tmp_path_factory, contents, ending, options):
         code = end.code
     written = {path.name for path in out.glob("*")}
     assert (code, written) in [(0, {"train.parquet", "test.parquet"}), (1, set()), (2, set())]
-
-
-def contents_of(rows):
-    """The rows as JSON, with what JSON cannot say as null."""
-    return json.dumps(rows, default=lambda value: None).encode()
-
-
-ENDINGS = st.sampled_from([".json", ".jsonl", ".parquet", ".csv"])
-CONTENTS = st.one_of(ROWS.map(contents_of), st.binary(max_size=30), ROWS.map(lambda rows: contents_of(rows)[:-3]))
-ANY = settings(deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@settings(ANY, max_examples=30)
-@given(CONTENTS, ENDINGS, st.lists(OPTIONS, max_size=2).map(lambda pairs: [word for pair in pairs for word in pair]))
-def test_any_file_and_option_ends_with_a_code(tmp_path_factory, contents, ending, options):
-    ends_with_a_code(tmp_path_factory, contents, ending, options)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@settings(ANY, max_examples=300)
-@given(CONTENTS, ENDINGS, st.lists(OPTIONS, max_size=3).map(lambda pairs: [word for pair in pairs for word in pair]))
-def test_any_of_many_files_and_options_ends_with_a_code(tmp_path_factory, contents, ending, options):
-    ends_with_a_code(tmp_path_factory, contents, ending, options)
 
 
 def test_as_a_program_and_files_are_replaced_only_with_overwrite(run, tmp_path):

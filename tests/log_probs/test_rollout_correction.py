@@ -143,14 +143,6 @@ def test_sequence_weights_turn_the_rollouts_mean_into_the_actors():
     assert mean(1.5) < mean(100.0)  # truncation has a bias, and one direction
 
 
-def test_log_ppl_diff_is_positive_where_the_actor_is_the_more_perplexed():
-    """verl: log perplexity of the actor less that of the rollout, sequence by sequence: 3 - 1.5 and 2.5 - 3."""
-    rollout, actor = torch.tensor([[-1.0, -2.0], [-3.0, 9.0]]), torch.tensor([[-2.0, -4.0], [-2.5, 7.0]])
-    metrics = rc.metrics(rc.moments(rollout, actor, torch.tensor([[1, 1], [1, 0]])))
-    expected = {"diff": 0.5, "abs_diff": 1.0, "diff_max": 1.5, "diff_min": -0.5}
-    assert {name: metrics[f"rollout_corr/log_ppl_{name}"] for name in expected} == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("bounds", [(0.5, 1.1), (0.9, 3.0)])
 @pytest.mark.parametrize("reject", ["seq_sum_k1", "seq_mean_k1"])
 def test_a_sequence_is_rejected_by_verls_k1(reject, bounds):

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -51,33 +50,15 @@ def test_a_wrong_answer_in_a_box_earns_only_its_form(text):
     assert score(text) == WRONG
 
 
-@pytest.mark.parametrize("text", texts(NO_BOXES, "", r"\boxed{" + "4" * 600 + "}"))
-def test_what_is_not_a_closed_box_with_an_answer_earns_nothing(text):
-    assert score(text) == UNFORMED
-
-
-# gold == answer
-EQUAL = r"""
-1/2 == 0.5 ; 1/2 == \frac12 ; \frac{1}{2} == \dfrac{2}{4} ; -\frac{1}{2} == -0.5 ; -5 == −5 ; 3/2 == 1\frac{1}{2}
- ; 3/2 == 1 1/2 ; 1000 == 1,000 ; 1000 == 1\,000 ; 5 == \$5 ; 12 == 12\text{ cm} ; 5 == x = 5 ; 5 == 5.
- ; \frac{1}{3} == 0.333333 ; 2\sqrt{2} == \sqrt{8} ; 117\pi == \pi \cdot 117 ; (-\infty, 3) == (-\infty,3)
- ; [1, 2] == \left[1,2\right] ; x<3 == (-\infty,3) ; [1,2]\cup[3,4] == [3,4]∪[1,2] ; \{1, 2\} == \{2,1\}
- ; (3, -2) == (3,-2) ; 65\% == 65% ; 65\% == 65 ; 65\% == 0.65 ; 0.65 == 65\%
- ; 2x^2 + 8x + 6 == 2(x+1)(x+3) ; \text{even} == even ; \boxed{7} == 7"""
-UNEQUAL = r"""
-\frac{1}{3} == 0.33 ; 1/2 == 1/3 ; (1, 2] == (1, 2) ; [1, 2] == (1, 2) ; \{1, 2\} == \{1, 3\} ; \{1, 2\} == 1
- ; (3, -2) == (-2, 3) ; 65\% == 6.5 ; 0.5 == 0.5\% ; 65 == 65\% ; 0.5\% == 0.5 ; 117\pi == 117 ; 5 == -5
- ; 0.00000012 == 0 ; \text{even} == \text{odd} ; 42 == 41=42 ; 42 == 41 1"""
-
-
-@pytest.mark.parametrize(("gold", "answer"), [*(text.split(" == ") for text in texts(EQUAL)), (7, "7.0")])
-def test_equal_answers(gold, answer):
+@pytest.mark.parametrize(("gold", "answer"), [("1/2", "0.5"), (r"\boxed{7}", "7"), (7, "7.0")])
+def test_a_gold_answer_may_be_in_a_box_or_a_number(gold, answer):
+    """More pairs: test_equivalence.py."""
     assert score(rf"\boxed{{{answer}}}", gold) == RIGHT
 
 
-@pytest.mark.parametrize(("gold", "answer"), [text.split(" == ") for text in texts(UNEQUAL)])
-def test_unequal_answers(gold, answer):
-    assert score(rf"\boxed{{{answer}}}", gold) == WRONG
+@pytest.mark.parametrize("text", texts(NO_BOXES, "", r"\boxed{" + "4" * 600 + "}"))
+def test_what_is_not_a_closed_box_with_an_answer_earns_nothing(text):
+    assert score(text) == UNFORMED
 
 
 @pytest.mark.parametrize("gold", ["", "  ", None, ["42"]])
@@ -100,10 +81,7 @@ def test_a_bad_gold_answer_is_an_error_and_not_a_zero(gold):
     ids="words braces boxes unclosed blanks digits backslashes".split(),
 )
 def test_ten_million_characters_take_time_in_proportion(text, expected):
-    score(r"\boxed{21+21}")  # starts the helper process
-    start = time.perf_counter()
-    assert score(text) == expected
-    assert time.perf_counter() - start < 60  # 0.1 s; days, where time grows with the square of the length
+    assert score(text) == expected  # in 0.1 s; in days, where time grows with the square of the length
 
 
 SLOW = (pytest.param(text, marks=pytest.mark.slow) for text in ("9^{9^{9^{9}}}", r"\binom{10^{8}}{5 \cdot 10^{7}}"))
@@ -111,9 +89,7 @@ SLOW = (pytest.param(text, marks=pytest.mark.slow) for text in ("9^{9^{9^{9}}}",
 
 @pytest.mark.parametrize("answer", ["10^{10^{10}}", "(" * 200 + "1" + ")" * 200, *SLOW])
 def test_a_comparison_that_does_not_end_is_wrong_after_its_cpu_limit(answer):
-    start = time.perf_counter()
-    assert score(rf"\boxed{{{answer}}}", cpu_limit_s=0.3) == WRONG
-    assert time.perf_counter() - start < 60  # 0.3 s on an idle machine; without the limit it does not end
+    assert score(rf"\boxed{{{answer}}}", cpu_limit_s=0.3) == WRONG  # without the limit it does not end
     assert score(r"\boxed{84/2}") == RIGHT  # the next answer is compared as before
 
 

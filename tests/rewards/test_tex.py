@@ -70,23 +70,6 @@ def test_nesting_is_bounded_before_it_is_followed(unit):
         braced(deep)
 
 
-EQUAL = r"""
-\frac{1}{2} == \frac{1}2 ; \frac{1}{72} == \frac1{72} ; \frac{3}{7} == \frac37 ; -\frac{1}{2} == -\frac12
-0.5 == \dfrac12 ; \frac{\pi}{4} == \frac\pi4 ; \frac{\pi}{12} == \frac\pi{12} ; \frac{2}{\pi} == \frac2\pi
-\sqrt{\pi} == \sqrt\pi ; \frac{\sqrt{3}}{2} == \frac{\sqrt3}2 ; \frac{\sqrt{3}}{2} == \frac\sqrt32
-\frac{1}{\sqrt{2}} == \frac1{\sqrt2} ; \frac{1}{\sqrt{2}} == \frac1\sqrt2 ; \sqrt{\frac{1}{2}} == \sqrt\frac12
-2 == \sqrt[3]8 ; \sqrt{2} == \sqrt(2) ; \sqrt{2} == sqrt(2) ; \binom{5}{2} == \binom52 ; 10 == \binom52
-10 == \dbinom5{2} ; 10 == {5\choose 2} ; \frac{1}{2} == {1\over2} ; 20 == 2\binom52 ; \frac{a}{b} == \frac ab
-\frac{x+1}{2} == \frac{x+1}2 ; \frac{x}{y^{2}} == \frac x{y^2} ; 2^{\frac{1}{2}} == 2^\frac12
-2^{\sqrt{2}} == 2^\sqrt2 ; x^{\pi} == x^\pi ; 1024 == 2^10 ; 0.001 == 10^-3 ; 16 == 2^(3+1) ; e^{-x} == e^-x
-3 == \log_28 ; 1\frac{1}{2} == 1\frac12 ; \frac{3}{2} == 1\frac12 ; \frac{\pi}{4} == \arctan 1
-\frac\pi4 == \arctan1 ; \frac{\pi}{3} == \arctan\sqrt3 ; \frac{\pi}{6} == \arcsin\frac12
-\frac\pi3 == \arccos\frac12 ; \frac\pi2 == 2\arctan 1 ; \frac\pi4 == \tan^{-1}1
-\frac{\pi}{4} == \arctan\frac12+\arctan\frac13 ; \pi == \arccos(-1) ; \frac\pi4 == arctan(1)
-\frac\pi4 == \operatorname{arctan}1 ; \frac12 == \sin\frac\pi6 ; -1 == \cos\pi ; 1 == \tan45^\circ
-0.25 == \sin^2 30^\circ ; \frac{3}{4} == \cos^2\frac\pi6 ; 1 == \ln e ; 0.\overline{3} == 0.\overline3
-6 == \frac42(3) ; 6 == \frac42\frac62 ; 1 == (2)\frac12 ; \frac{1}{4} == \frac12\frac12 ; x_{1}=5 == x_1=5
-\text{even} == \mathrm{even} ; \frac{\frac{1}{2}}{3} == \frac{\frac12}3 ; 2\sqrt{\pi} == 2\sqrt\pi"""
 UNEQUAL = r"""
 \frac{12}{3} == \frac123 ; \frac{1}{23} == \frac123 ; \frac{1}{2} == \frac21 ; \frac{1}{72} == \frac{17}2
 \sqrt{12} == \sqrt12 ; \sqrt{\pi} == \sqrt2\pi ; \sqrt{\pi r} == \sqrt\pi r ; \sqrt{xy} == \sqrt xy
@@ -102,11 +85,6 @@ x_{a}^{A} == x^A ; \frac{1}{2} == \frac{1}{2 ; \frac{1}{2} == \frac{1}{2}} ; \fr
 
 def pairs(table):
     return [tuple(pair.split(" == ")) for pair in table.strip().replace("\n", " ; ").split(" ; ")]
-
-
-@pytest.mark.parametrize(("gold", "answer"), pairs(EQUAL))
-def test_equal_with_and_without_braces(gold, answer):
-    assert equivalent(gold, answer) and equivalent(answer, gold)
 
 
 @pytest.mark.parametrize(("gold", "answer"), pairs(UNEQUAL))

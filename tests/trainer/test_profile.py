@@ -5,7 +5,6 @@ import inspect
 import json
 import pickle
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -114,18 +113,3 @@ def test_without_a_profiled_step_nothing_of_it_is_imported(run_python):
         with context().phase("update"): pass
         assert "verl_patches.worker.profile" not in sys.modules"""
     run_python(code, patches="line=pypi,platform=cpu").check()
-
-
-# as inspect.signature gives them in the wheel; tests/npu/test_real_torch_npu.py compares the wheel itself
-SIGNATURES = {
-    "profile": "activities schedule on_trace_ready record_shapes profile_memory with_stack with_flops with_modules "
-    "experimental_config use_cuda",
-    "tensorboard_trace_handler": "dir_name worker_name analyse_flag async_mode",
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_the_emulated_profiler_takes_what_torch_npus_takes(name):
-    ours = inspect.signature(getattr(packages.torch_npu.profiler, name))
-    assert list(ours.parameters) == SIGNATURES[name].split()
-    assert Path(inspect.getfile(packages.torch_npu.profiler.profile)).name == "profiler.py"

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from verl_patches.trainer.record import Progress, Summary, versions
+from verl_patches.trainer.record import Progress, Summary
 
 
 def test_summary_is_whole_after_every_step(tmp_path):
@@ -59,16 +59,6 @@ def test_the_record_of_another_run_is_not_gone_on_with_and_is_not_lost(tmp_path)
     assert [step["step"] for step in json.loads((tmp_path / "summary.json").read_text())["steps"]] == [2]
     assert json.loads((tmp_path / "earlier/1/summary.json").read_text())["id"] == "a"
     assert (tmp_path / "earlier/1/metrics.jsonl").is_file() and not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_versions_name_what_is_installed():
-    assert versions()["torch"] and "torch_npu" not in versions()
-
-
-def test_progress_appends(tmp_path):
-    for text in ("| a", "~ b", "+ c"):
-        Progress(tmp_path).say(text)
-    assert (tmp_path / "progress.log").read_text() == "| a\n~ b\n+ c\n"
 
 
 def test_without_a_folder_lines_go_to_the_log_and_nothing_is_written(tmp_path, caplog, monkeypatch):

@@ -136,14 +136,6 @@ def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made, monkey
         after_steps(made, monkeypatch, 5, bounds={"expert_load": 1.4, "action": "stop"})
 
 
-def test_the_reason_of_a_workers_error_is_without_rays_traceback():
-    from ray.exceptions import RayTaskError
-
-    error = RayTaskError("update_actor", "Traceback (most recent call last): ...", ValueError("expected 2, found 3"))
-    assert run.reason_of(error) == run.reason_of(error.as_instanceof_cause()) == "ValueError: expected 2, found 3"
-    assert run.reason_of(KeyError("a")) == "KeyError: 'a'"
-
-
 @pytest.mark.parametrize("absolute", [True, False])
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_an_error_in_a_users_reward_names_its_file_and_line(tmp_path, monkeypatch, elsewhere, absolute):
