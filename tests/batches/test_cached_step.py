@@ -242,11 +242,6 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
     assert workers.calls[-1][:2] == ("close", 6)
 
 
-def test_metrics_of_verls_own_partition_are_left_out():
-    metrics = {"global_seqlen/balanced_max": 9, "global_seqlen/mean": 5.0, "critic/score/mean": 0.5}
-    assert TensorCacheStages.without_verls_partition(metrics) == {"critic/score/mean": 0.5}
-
-
 @pytest.mark.parametrize(("more", "words"), [
     ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) differ from its input_ids"),
     ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which is not returned"),

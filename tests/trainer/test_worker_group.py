@@ -161,12 +161,6 @@ def test_the_controller_is_in_validate_from_its_first_batch_to_the_next_step(tmp
     assert (beat.place, beat.step) == (VALIDATE, 4)
 
 
-def test_without_record_to_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    generate(group_of()[0], prompts())
-    assert not list(tmp_path.iterdir())
-
-
 def test_every_nth_step_from_the_first_on_is_checked():
     group, workers = group_of(logprob_check={"every": 2})
     reports = []

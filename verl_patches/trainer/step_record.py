@@ -203,21 +203,21 @@ def skipped_of_step(reports: Sequence[dict[str, Any] | None]) -> dict[str, Any] 
     }
 
 
-def said_of_skipped(found: dict[str, Any]) -> str:
+def said_of_skipped(skipped: Mapping[str, Any]) -> str:
     """One line about the steps that were left out; empty if there are none."""
-    if not found["steps"]:
+    if not skipped["steps"]:
         return ""
-    nearest = found["nearest"]
+    nearest = skipped["nearest"]
     if nearest is None:
         where = "no rank's own gradient is: their sum over data-parallel ranks, or its norm, is too large for fp32"
     else:
-        ranks = found["ranks"]
+        ranks = skipped["ranks"]
         others = f" ({len(ranks)} ranks have such gradients)" if len(ranks) > 1 else ""
         where = (
             f"rank {nearest['rank']}, pipeline stage {nearest['stage']}, {nearest['parameter']} and "
             f"{nearest['parameters'] - 1} more parameters{others}"
         )
-    return f"{found['steps']} optimizer step(s) skipped, {found['in_a_row']} in a row, for NaN or inf: {where}"
+    return f"{skipped['steps']} optimizer step(s) skipped, {skipped['in_a_row']} in a row, for NaN or inf: {where}"
 
 
 def profile_of_step(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:

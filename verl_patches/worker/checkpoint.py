@@ -165,31 +165,32 @@ class WorkerCheckpoint:
         """
         self.wait()
         state, rank = self.state(), dist.get_rank()
-        found: dict[str, Any] = {}
+        saved: dict[str, Any] = {}
 
         def verify() -> list[str]:
             return checkpoint.problems_of_share(folder, rank, dist.get_world_size())
 
         def read() -> None:
             with CheckpointReader(folder) as reader:
-                found["saved"] = reader.manifest.layout
-                found["rest"] = reader.state(rank if reader.manifest.layout == str(state.layout) else 0)
+                saved["layout"] = reader.manifest.layout
+                saved["rest"] = reader.state(rank if reader.manifest.layout == str(state.layout) else 0)
                 checkpoint.load_state(state, reader)
 
         _same_on_all(verify, folder)
         _same_on_all(read, folder)
-        saved, rest = found["saved"], found["rest"]
-        as_saved = saved == str(state.layout)
+        rest, same_layout = saved["rest"], saved["layout"] == str(state.layout)
         checkpoint.set_step_counts(self.worker.actor_optimizer, rest["step_counts"])
         if rest["lr_schedule_steps"] is not None:
             from verl_patches.model.mindspeed.start import lr_schedule_of
 
             schedule = lr_schedule_of(self.worker.actor)
             schedule.step(increment=rest["lr_schedule_steps"] - schedule.num_steps)
-        if as_saved:
+        if same_layout:
             set_generators(rest["generators"], self.recipe.platform)
         elif rank == 0:
-            log.warning("%s was saved by layout %s; random generators start again in %s", folder, saved, state.layout)
+            log.warning(
+                "%s was saved by layout %s; random generators start again in %s", folder, saved["layout"], state.layout
+            )
 
 
 def _same_on_all(work: Callable[[], list[str] | None], folder: str) -> None:
@@ -222,18 +223,18 @@ def generators(platform: str) -> dict[str, Any]:
     from megatron.core import tensor_parallel
 
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
-    found = {**checkpoint.generators(), "megatron": {k: checkpoint.text_of(v) for k, v in states.items()}}
+    saved = {**checkpoint.generators(), "megatron": {k: checkpoint.text_of(v) for k, v in states.items()}}
     if platform not in NO_DEVICE:
-        found["device"] = checkpoint.text_of(torch.get_device_module(platform).get_rng_state())
-    return found
+        saved["device"] = checkpoint.text_of(torch.get_device_module(platform).get_rng_state())
+    return saved
 
 
-def set_generators(found: Mapping[str, Any], platform: str) -> None:
-    """Set what `generators` found."""
+def set_generators(saved: Mapping[str, Any], platform: str) -> None:
+    """Set what `generators` returned."""
     from megatron.core import tensor_parallel
 
-    checkpoint.set_generators(found)
-    states = {k: checkpoint.state_of(v) for k, v in found["megatron"].items()}
+    checkpoint.set_generators(saved)
+    states = {k: checkpoint.state_of(v) for k, v in saved["megatron"].items()}
     tensor_parallel.get_cuda_rng_tracker().set_states(states)
-    if "device" in found:
-        torch.get_device_module(platform).set_rng_state(checkpoint.state_of(found["device"]))
+    if "device" in saved:
+        torch.get_device_module(platform).set_rng_state(checkpoint.state_of(saved["device"]))
