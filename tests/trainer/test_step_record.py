@@ -4,28 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
+from verl_patches.config.compose import compose
 from verl_patches.layout.flops import forward_flops_of
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.trainer import alarms, step_record
-from verl_patches.trainer.step_record import (
-    NARROW,
-    REPLAY_COLUMNS,
-    WIDE,
-    Rates,
-    header,
-    phase_seconds,
-    profile_of_step,
-    replay_of_step,
-    row,
-    said_of_profile,
-    said_of_skipped,
-    skipped_of_step,
-    start_of_workers,
-    sync_of_step,
-    tokens_of_step,
-)
+from verl_patches.trainer.step_record import NARROW, WIDE, Rates, header, row
 
 TINY = Path(__file__).resolve().parents[2] / "configs/model/deepseekv3_tiny.json"
 LENGTHS, TOKENS = [10, 30, 20, 20], {"total": 80, "responses": 60}
@@ -35,18 +19,10 @@ SECONDS = {"rollout": 2.0, "log_prob": 1.0, "ref": 1.0, "update": 4.0, "step": 1
 @pytest.fixture
 def config(tmp_path):
     (tmp_path / "config.json").write_text(TINY.read_text())
-    actor = {"ppo_mini_batch_size": 8, "ppo_epochs": 1}
-    recipe = {"platform": "npu", "profile": {"peak_tflops": None}, "train": {"skip_old_log_prob": False}}
-    model = {"path": str(tmp_path), "override_config": {}}
-    return OmegaConf.create(
-        {
-            "trainer": {"nnodes": 1, "n_gpus_per_node": 2},
-            "data": {"train_batch_size": 8},
-            "algorithm": {"use_kl_in_reward": False},
-            "actor_rollout_ref": {"actor": actor, "model": model},
-            "recipe": {**recipe, "rollout": {"replay": None}},
-        }
-    )
+    batch = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    config = compose("grpo_deepseekv3_tiny_cpu", batch)
+    config.actor_rollout_ref.model.path, config.recipe.platform = str(tmp_path), "npu"
+    return config
 
 
 def test_rates_are_model_flops_over_seconds_ranks_and_the_peak(config):
@@ -112,23 +88,26 @@ def test_the_narrow_table_fits_a_terminal_and_the_wide_one_has_every_figure_unde
 
 def test_the_record_of_a_step_has_the_share_of_all_ranks():
     ranks = [{"equal": 3, "of": 4, "bytes": 8}, None, {"equal": 4, "of": 4, "bytes": 9}]
-    found = replay_of_step(ranks)
+    found = step_record.replay_of_step(ranks)
     assert found == {"agreement": 0.875, "experts": 8, "bytes": 9}
-    assert row({**whole_step(), "routing_replay": found}, REPLAY_COLUMNS).split()[-1] == "0.87500"
-    assert replay_of_step([None]) is None and replay_of_step([{"equal": 0, "of": 0, "bytes": 0}]) is None
+    assert row({**whole_step(), "routing_replay": found}, step_record.REPLAY_COLUMNS).split()[-1] == "0.87500"
+    assert (
+        step_record.replay_of_step([None]) is None
+        and step_record.replay_of_step([{"equal": 0, "of": 0, "bytes": 0}]) is None
+    )
 
 
 def test_reshard_is_taken_out_of_the_rollout_it_lies_in():
     metrics = {"timing_s/gen": 3.0, "timing_s/update_actor": 2.0, "timing_s/step": 6.0, "other": 1}
-    found = phase_seconds(metrics, [{"reshard": 1.0}, {"offload": 0.5, "reshard": 0.2}])
+    found = step_record.phase_seconds(metrics, [{"reshard": 1.0}, {"offload": 0.5, "reshard": 0.2}])
     assert found == {"rollout": 2.0, "update": 2.0, "reshard": 1.0, "offload": 0.5, "step": 6.0}
 
 
 def test_tokens_are_verls_without_padding():
     lengths = {"prompt_length/mean": 20.0, "response_length/mean": 60.0, "response_length/max": 64.0}
-    found = tokens_of_step({**lengths, "response_length/clip_ratio": 0.5, "perf/total_num_tokens": 640})
+    found = step_record.tokens_of_step({**lengths, "response_length/clip_ratio": 0.5, "perf/total_num_tokens": 640})
     assert (found["total"], found["responses"], found["at_limit"]) == (640, 480, 0.5)
-    assert tokens_of_step(lengths) is None
+    assert step_record.tokens_of_step(lengths) is None
 
 
 def test_syncs_of_a_step_are_added_up_and_the_busiest_rank_counts():
@@ -138,16 +117,16 @@ def test_syncs_of_a_step_are_added_up_and_the_busiest_rank_counts():
         sizes = {"received_bytes": received, "peak_extra_bytes": extra}
         return {**plain, **sizes, "verified": verified, "learnt": False}
 
-    sync = sync_of_step([[report(100, 7, True), report(100, 5)], [report(300, 2), report(100, 2)]])
+    sync = step_record.sync_of_step([[report(100, 7, True), report(100, 5)], [report(300, 2), report(100, 2)]])
     assert sync["received_bytes"] == {"max": 400, "mean": 300} and sync["collectives"] == 6
     assert sync["syncs"] == 2 and sync["verified"] and not sync["learnt"] and sync["peak_extra_bytes"] == 7
     assert sync["seconds"] == {"pack": 1.0, "total": 2.0}
-    assert sync_of_step([[], []]) is None  # verl's own path
+    assert step_record.sync_of_step([[], []]) is None  # verl's own path
 
 
 def test_the_start_names_the_slowest_worker_of_each_part():
     seconds = [{"start/imports": 2.0, "start/models": 5.0, "offload": 9.0}, {"start/imports": 4.0, "start/groups": 1.0}]
-    found = start_of_workers(seconds, [{"cpu_s": 7.0}, {"cpu_s": 6.0}])
+    found = step_record.start_of_workers(seconds, [{"cpu_s": 7.0}, {"cpu_s": 6.0}])
     assert found["imports"] == {"max_s": 4.0, "mean_s": 3.0, "rank": 1} and found["cpu"]["rank"] == 0
     assert (found["groups"]["max_s"], found["models"]["mean_s"]) == (1.0, 2.5) and "offload" not in found
 
@@ -159,23 +138,25 @@ def report(stage, skipped=1, in_a_row=1, nearest=None, parameters=4):
 
 def test_the_record_of_a_step_names_the_rank_nearest_to_the_loss():
     reports = [report(0, nearest="embedding.weight"), report(1, nearest="decoder.layers.3.w"), report(1), report(0)]
-    found = skipped_of_step(reports)
+    found = step_record.skipped_of_step(reports)
     place = {"rank": 1, "stage": 1, "parameter": "decoder.layers.3.w", "parameters": 4}
     assert found == {"steps": 1, "in_a_row": 1, "ranks": [0, 1], "nearest": place}
-    assert "rank 1, pipeline stage 1, decoder.layers.3.w and 3 more" in said_of_skipped(found)
-    assert "no rank's own gradient" in said_of_skipped(skipped_of_step([report(0)]))
-    assert said_of_skipped(skipped_of_step([report(0, skipped=0, in_a_row=0)])) == ""
-    assert skipped_of_step([None, None]) is None
+    assert "rank 1, pipeline stage 1, decoder.layers.3.w and 3 more" in step_record.said_of_skipped(found)
+    assert "no rank's own gradient" in step_record.said_of_skipped(step_record.skipped_of_step([report(0)]))
+    assert step_record.said_of_skipped(step_record.skipped_of_step([report(0, skipped=0, in_a_row=0)])) == ""
+    assert step_record.skipped_of_step([None, None]) is None
 
 
 def test_the_run_ends_at_the_limit_and_not_before():
-    found = skipped_of_step([report(2, in_a_row=3, nearest="decoder.layers.7.w")])
+    found = step_record.skipped_of_step([report(2, in_a_row=3, nearest="decoder.layers.7.w")])
     alarms.check_skipped({"step": 9, "skipped": found}, 4)
     with pytest.raises(alarms.SkippedStepsError, match="step 9: .*rank 0, pipeline stage 2, decoder.layers.7.w"):
         alarms.check_skipped({"step": 9, "skipped": found}, 3)
 
 
 def test_a_profiled_step_names_its_files_and_what_failed():
-    found = profile_of_step([None, {"files": ["a", "b"], "faults": []}, {"files": [], "faults": ["rank 3: OSError"]}])
-    assert found == {"files": ["a", "b"], "faults": ["rank 3: OSError"]} and profile_of_step([None]) is None
-    assert "2 files" in said_of_profile(found) and "first: rank 3: OSError" in said_of_profile(found)
+    workers = [None, {"files": ["a", "b"], "faults": []}, {"files": [], "faults": ["rank 3: OSError"]}]
+    found = step_record.profile_of_step(workers)
+    assert found == {"files": ["a", "b"], "faults": ["rank 3: OSError"]} and not step_record.profile_of_step([None])
+    said = step_record.said_of_profile(found)
+    assert "2 files" in said and "first: rank 3: OSError" in said

@@ -63,7 +63,7 @@ class Rates(TypedDict, total=False):
 
 
 class Step(TypedDict, total=False):
-    """One step (trainer/run.py)."""
+    """One step (trainer/step_record.py)."""
 
     step: Required[Natural]
     seconds: Required[Numbers]

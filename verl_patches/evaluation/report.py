@@ -21,7 +21,7 @@ ENDS = 5  # steps of the means at the start and at the end of a run
 FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
 SIDE_BY_SIDE = 2  # runs with a column each on a terminal; of more, each has a row
 PHASES = ("rollout", "reshard", "reward", "log_prob", "ref", "advantage", "update")
-# name -> where a step's record has it (trainer/run.py); docs/profile.md defines the rates
+# name -> where a step's record has it (trainer/step_record.py); docs/profile.md defines the rates
 IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "tokens": ("tokens", "total"),
     "response tokens": ("tokens", "response_mean"),

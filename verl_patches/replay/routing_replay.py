@@ -123,7 +123,7 @@ class RoutingReplay:
             yield
 
     def end_step(self) -> dict[str, Any]:
-        """Drop what is recorded; returns what `replay_of_step` (trainer/run.py) adds up.
+        """Drop what is recorded; returns what `replay_of_step` (trainer/step_record.py) adds up.
 
         of: experts replayed; equal: those that routers chose too; bytes: of the record.
         """
