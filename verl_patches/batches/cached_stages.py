@@ -53,7 +53,7 @@ class CachedBatch:
 
     def __init__(self, platform: str, ledger: Ledger | None):
         self.cache = TensorCache(platform)
-        self.generating: int | None = None
+        self.generating: Current[int] = Current()
         self.plan: BatchPlan | None = None
         self.payload: Mapping[str, Any] | None = None
         self.tokens: tuple[int, ...] = ()
@@ -89,19 +89,15 @@ class CachedBatch:
 
         Outside stage generate (validation, greedy baselines) `output` itself.
         """
-        if self.generating is None:
-            return output
-        return keep_rollout(self.cache, self.generating, output.batch)
+        step = self.generating.value
+        return output if step is None else keep_rollout(self.cache, step, output.batch)
 
     def _generate(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any]:
         """`payload`: see `padded_prompts`. Returns lengths, and ids of this rank's responses, concatenated (int32)."""
         padded = padded_prompts(payload, dist.get_rank(), dist.get_world_size())
         self.cache.open(step)
-        self.generating = step
-        try:
+        with self.generating.set(step):
             output = worker.generate_sequences(padded)
-        finally:
-            self.generating = None
         lengths = {name: output.batch[name].numpy() for name in ("prompt_length", "response_length")}
         return {**lengths, "response_ids": np.concatenate(output.non_tensor_batch["response_ids"])}
 

@@ -1,1 +1,1 @@
-"""Experts that the rollout chose: recorded, counted and replayed."""
+"""What a rollout made, recorded and replayed: its responses, and the experts that it chose; the load of experts."""

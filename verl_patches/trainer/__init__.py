@@ -1,1 +1,1 @@
-"""The controller's side of a run: start, worker handshake before step 1, truth check, step record."""
+"""The controller's side of a run: handshake, step, record and checks, checkpoints, dispatch of calls."""
