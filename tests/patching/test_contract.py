@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import py_compile
-import shutil
 import struct
 from importlib.metadata import version
 from pathlib import Path
@@ -132,13 +131,11 @@ def test_one_changed_token_names_row_file_line_and_statement(tree):
     assert "1 statement(s) new or changed, 0 gone" in found["up.weigh"].found
 
 
-def test_a_decorator_on_the_class_of_a_method_is_named(tree, tmp_path):
-    shutil.copytree(tree, tmp_path / "known")
+def test_a_decorator_on_the_class_of_a_method_is_named(tree):
     edit(tree, "up/tools.py", "class Scale:", "@total_ordering\nclass Scale(Base):")
-    _, found = look(tree, weigh(), read(), base={"up": tmp_path / "known"})
+    _, found = look(tree, weigh(), read())
     assert found["up.weigh"].state == "fine" and found["up.read"].where == "up/tools.py:15"
-    assert found["up.read"].details[0] == "up/tools.py:13: @total_ordering class Scale(Base):"
-    assert "+@total_ordering" in found["up.read"].details and "-class Scale:" in found["up.read"].details
+    assert found["up.read"].details == ("up/tools.py:13: @total_ordering class Scale(Base):",)
 
 
 def compiled(file, text, unchecked=False):
@@ -177,13 +174,9 @@ def test_an_extension_module_beside_a_target_is_named(tree):
     assert finding(tree, weigh()).state == "fine"
 
 
-def test_removed_statements_are_counted_and_a_known_tree_gives_the_diff(tree, tmp_path):
-    shutil.copytree(tree, tmp_path / "known")
+def test_removed_statements_are_counted(tree):
     edit(tree, "up/tools.py", "        total += 1\n", "")
-    _, found = look(tree, weigh(), base={"up": tmp_path / "known"})
-    assert found["up.weigh"].details[0] == "1 reviewed statement(s) gone after up/tools.py:7"
-    assert "-        total += 1" in found["up.weigh"].details
-    assert not any(line.startswith("-") for line in finding(tree, weigh()).details)
+    assert finding(tree, weigh()).details == ("1 reviewed statement(s) gone after up/tools.py:7",)
 
 
 def test_a_missing_name_lists_near_ones(tree):

@@ -261,11 +261,11 @@ def test_the_record_keeps_other_lines_and_has_one_target_a_line(tmp_path, monkey
     fp.write_reviewed("a3", {"mod:f": found})
     fp.write_reviewed("pypi", {"mod:g": found})
     assert fp.reviewed_hash("pypi", "mod:f") == fp.fingerprint("mod:f", tmp_path)
-    assert fp.reviewed_statements("a3", "mod:f") == [s.hash for s in found]
+    assert fp.reviewed("a3")["mod:f"]["statements"] == [s.hash for s in found]
     assert fp.reviewed_hash("pypi", "mod:absent") == fp.NO_SOURCE and fp.reviewed_hash("a3", "mod:g") is None
-    assert set(fp.reviewed()["pypi"]) == {"mod:f", "mod:g", "mod:absent"}
+    assert set(fp.reviewed("pypi")) == {"mod:f", "mod:g", "mod:absent"}
     assert fp.write_reviewed("pypi", {"mod:f": found}, whole=True) == ["mod:absent", "mod:g"]
-    assert set(fp.reviewed()["pypi"]) == {"mod:f"} == set(fp.reviewed()["a3"])
+    assert set(fp.reviewed("pypi")) == {"mod:f"} == set(fp.reviewed("a3"))
     assert fp.write_reviewed("pypi", {"mod:g": found, "mod:absent": []}) == []
     text = fp.REVIEWED.read_text()
     assert sum("mod:" in line for line in text.splitlines()) == 4 and "return" not in text

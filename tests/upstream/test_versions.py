@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from tests.upstream.small_upstream import commit, git, install
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
+from verl_patches.upstream import versions
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import Machine, compare
@@ -50,21 +51,22 @@ def clones(tmp_path):
 
 
 @pytest.fixture
-def machine(ascend, clones):
+def machine(ascend, clones, monkeypatch):
     """What `compare` finds on a machine that holds line a3, but for some changes of Machine's fields."""
     folder, pins = clones
-    versions = {name: version.replace("*", "9") for name, version in pins.line("a3").packages.items()}
+    packages = {name: version.replace("*", "9") for name, version in pins.line("a3").packages.items()}
     places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}
 
-    holds = {"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": versions.get, "root": places.get}
+    monkeypatch.setattr(versions, "load_pins", lambda: pins)
+    holds = {"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": packages.get, "root": places.get}
 
     def report(line="a3", trees=None, **changes):
-        return compare(line, Machine(**{**holds, **changes}), pins, trees)
+        return compare(line, Machine(**{**holds, **changes}), trees)
 
     def problems(**changes):
         return {f.name: f for f in report(**changes).findings if f.state == "problem"}
 
-    return SimpleNamespace(report=report, problems=problems, a3=pins.line("a3"), versions=versions, places=places)
+    return SimpleNamespace(report=report, problems=problems, a3=pins.line("a3"), versions=packages, places=places)
 
 
 def test_a_machine_that_holds_the_line_is_fine(machine):

@@ -258,8 +258,7 @@ class Engine:
         """
         from verl_patches.patching import fingerprint
 
-        reviewed = fingerprint.reviewed().get(self.switches.line, {})
-        found = {"verl_patches": fingerprint.package_hash()}
+        line, found = self.switches.line, {"verl_patches": fingerprint.package_hash()}
         for name in sorted(self.specs):
             spec = self.specs[name]
             if name not in self.wanted:
@@ -267,8 +266,8 @@ class Engine:
                 continue
             provider = fingerprint.source_file(split(spec.provider)[0])
             source = fingerprint.file_hash(provider) if provider else "missing"
-            target = "module" if spec.is_module_stub else fingerprint.current(self.switches.line, spec.target)
-            found[name] = f"on:{source}:{target}:{reviewed.get(spec.target, 'never reviewed')}"
+            target = "module" if spec.is_module_stub else fingerprint.current(line, spec.target)
+            found[name] = f"on:{source}:{target}:{fingerprint.reviewed_hash(line, spec.target) or 'never reviewed'}"
         return found
 
     def digest(self) -> str:
