@@ -1,20 +1,9 @@
 """The patch engine on a small upstream package, each order of events in a fresh interpreter."""
 
-from dataclasses import replace
-
 import pytest
 
-from tests.patching.world import CLASS, FEATURE, row
-from verl_patches.errors import ConfigError
-from verl_patches.patching.engine import Engine
-from verl_patches.patching.signatures import signature_faults
-from verl_patches.patching.spec import LINES, validate
-from verl_patches.patching.switches import Switches, nearest_rows, parse
 
-PYPI_ONLY, A3_ONLY = frozenset({"pypi"}), frozenset({"a3"})
-
-
-@pytest.mark.parametrize("order", ["apply import", "import apply", "user apply", "apply user", "apply apply user"])
+@pytest.mark.parametrize("order", ["apply import", "user apply", "apply apply user"])
 def test_orders_of_import_and_apply(play, order):
     steps = {"apply": "e.apply()", "import": "import up.base", "user": "import up.user"}
     out = play(f"""
@@ -190,140 +179,6 @@ def test_an_override_of_another_method_is_failed_and_one_without_its_class_in_pl
         import up.base
         out.append(look(e)["t.feature"])
     """)
-    assert "row t.wrong" in out[0] and "fault of this recipe" in out[0] and "OurThing.m" in out[0]
-    assert "upstream here does not take it: it needs t.class, which is waiting" in out[1]
+    assert "row t.wrong" in out[0] and "OurThing.m" in out[0]
+    assert "row t.feature" in out[1] and "it needs t.class, which is waiting" in out[1]
     assert out[2] == ["unsupported", "it needs t.class, which is waiting and was not applied"]
-
-
-def test_an_override_needs_a_subclass_row_and_two_may_share_a_method():
-    assert set(validate([CLASS, FEATURE, replace(FEATURE, id="t.other")])) == {"t.class", "t.feature", "t.other"}
-    with pytest.raises(ConfigError, match="override must name the subclass row"):
-        validate([replace(FEATURE, needs=())])
-
-
-@pytest.mark.parametrize(("name", "faults"), [("OurThing", 0), ("Narrow", 1)])
-def test_signatures_of_a_subclass_are_compared_method_by_method(tree, monkeypatch, name, faults):
-    monkeypatch.syspath_prepend(tree)
-    found = signature_faults(replace(CLASS, provider=f"ours:{name}"), tree)
-    assert len(found) == faults and all(fault.startswith("m ") for fault in found), found
-
-
-# -- catalogue and switches --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([row("a.b"), row("a.b")], "is used 2 times"),
-        ([row("A b")], "id must look like"),
-        ([row("a.b", kind="steal")], "kind is 'steal'"),
-        ([row("a.b", target="a b:c")], "not of the form"),
-        ([row("a.b", target="a.b")], "target without ':'"),
-        ([row("a.b", needs=("x.y",))], "which is no row"),
-        ([row("a.b", needs=("a.c",)), row("a.c", needs=("a.b",))], "cycle: a.b -> a.c -> a.b"),
-        ([row("a.b", platforms=frozenset({"tpu"}))], "platforms is"),
-        ([replace(row("a.b"), why="")], "must not be empty"),
-        ([row("a.b", bindings=("up.user:f@a4",))], "is for line 'a4'"),
-        ([row("a.b", bindings=("up.user f@a3",))], "not of the form"),
-        ([row("a.b", bindings=("up.user:f@a3",), lines=PYPI_ONLY)], "which the row is not for"),
-    ],
-)
-def test_faulty_catalogues_are_refused(rows, words):
-    with pytest.raises(ConfigError, match="nothing was applied") as error:
-        validate(rows)
-    assert words in str(error.value)
-
-
-def test_switch_text_round_trip_and_errors():
-    for drift in ("", "drift=warn,", "drift=skip,"):
-        text = f"line=pypi,platform=cpu,{drift}-reshard.*,+a.b"
-        assert parse(text).text() == text
-    assert parse("drift=strict") == Switches() == parse("")
-    for bad in ("platform=tpu", "nonsense", "+", "line", "line=pypi,line=a3", "line=a3,line=a3", "drift=ignore"):
-        with pytest.raises(ConfigError, match="VERL_PATCHES"):
-            parse(bad)
-    with pytest.raises(ConfigError, match="nearest: a.bcd"):
-        Engine([row("a.bcd")], parse("line=pypi,platform=cpu,-a.bce"))
-
-
-NEAR = (
-    row("a.mla_size", provider="ours:asking"),
-    row("b.size", "up.base:Mla.m"),
-    row("c.other", "up.base:g", provider="ours:same"),
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "suggested"),
-    [
-        ("mla", "; nearest: a.mla_size, b.size"),  # an id that contains it, then a target
-        ("louder", "; nearest: b.size"),
-        ("c.othre", "; nearest: c.other"),
-        ("b.siz.*", "; nearest: b.size"),
-        ("zzz", ""),
-        ("*", ""),
-    ],
-)
-def test_suggested_rows_are_related_to_the_name(name, suggested):
-    assert nearest_rows(name, {spec.id: spec for spec in NEAR}) == suggested
-    with pytest.raises(ConfigError) as error:
-        Engine(NEAR, Switches()).explain(name)
-    assert f"no row {name!r}{suggested}. `python" in str(error.value)
-
-
-def test_rows_that_a_pattern_switches_off_are_named_and_those_of_other_lines_are_not():
-    rows = [row("a.b"), row("a.c", "a:c"), row("a.npu", "a:d", platforms=frozenset({"npu"}))]
-    rows += [row("a.d", "a:e"), row("a.old", "a:f", lines=PYPI_ONLY)]
-    switches = Switches("a3", "cpu", ("-a.*", "+a.c"))
-    assert switches.switched_off(rows) == ["a.b", "a.d"] and Switches("a3", "cpu").switched_off(rows) == []
-    assert Switches("a3", "npu_emulated", ("-a.npu",)).switched_off(rows) == ["a.npu"]  # as on npu
-    reasons = {r["id"]: r["reason"] for r in Engine(rows, switches).status()}
-    assert (reasons["a.b"], reasons["a.c"]) == ("switched off by -a.*", "switched on by +a.c")
-    assert (reasons["a.npu"], reasons["a.old"]) == ("not for platform cpu", "not for line a3")
-
-
-def test_a_later_pattern_wins_and_a_platform_cannot_be_switched_on():
-    rows = [row("a.b"), row("a.c", "a:c"), row("a.npu", "a:d", platforms=frozenset({"npu"}))]
-    assert Engine(rows, parse("line=pypi,platform=cpu,-a.*,+a.c,+a.npu")).wanted == {"a.c"}
-
-
-def test_a_row_that_names_no_line_is_on_in_production():
-    assert all(Engine([row("t.f")], Switches(line)).wanted == {"t.f"} for line in LINES)
-    assert Engine([row("t.f", lines=PYPI_ONLY)], Switches()).wanted == set()  # control
-
-
-TABLE = (
-    row("t.f", bindings=("up.user:f", "up.old:f@a3", "up.new:f@pypi")),
-    row("t.late", "up.base:late", lines=A3_ONLY),
-    row("t.over", "up.base:g", needs=("t.f", "t.late@a3")),
-)
-
-
-@pytest.mark.parametrize(
-    ("line", "bindings", "needs"),
-    [("pypi", ("up.user:f", "up.new:f"), ("t.f",)), ("a3", ("up.user:f", "up.old:f"), ("t.f", "t.late"))],
-)
-def test_bindings_and_needs_of_one_line_count_on_that_line_only(line, bindings, needs):
-    specs = Engine(TABLE, Switches(line, "cpu")).specs
-    assert specs["t.f"].bindings == bindings and specs["t.over"].needs == needs
-
-
-def test_a_need_that_is_off_stops_its_own_line_only():
-    off = {"patterns": ("-t.late",)}
-    assert Engine(TABLE, Switches("pypi", "cpu", **off)).wanted == {"t.f", "t.over"}
-    with pytest.raises(ConfigError, match=r"t\.over needs t\.late, which is off"):
-        Engine(TABLE, Switches("a3", "cpu", **off))
-
-
-@pytest.mark.parametrize(
-    ("need", "words"),
-    [
-        ("t.late", "needs 't.late' on line pypi, which that row is not for"),
-        ("t.late@a4", "is for line 'a4'"),
-        ("t.gone@a3", "'t.gone', which is no row"),
-        ("t.over@a3", "cycle: t.over -> t.over"),
-    ],
-)
-def test_a_need_that_its_line_lacks_is_refused(need, words):
-    with pytest.raises(ConfigError, match=words):
-        validate([*TABLE[:2], replace(TABLE[2], needs=(need,))])

@@ -2,12 +2,6 @@
 
 import pytest
 
-from tests.patching.world import row
-from verl_patches.errors import ConfigError
-from verl_patches.patching.spec import validate
-
-PYPI_ONLY, A3_ONLY = frozenset({"pypi"}), frozenset({"a3"})
-
 
 @pytest.fixture
 def imported(play):
@@ -150,51 +144,3 @@ def test_an_applied_drifted_row_that_is_overridden_is_refused(play):
         out += [states(e), proof(e)]
     """)
     assert out[0] is None and out[1] == {"t.f": "overridden"} and "builtins.print" in out[2]
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([row("a.b"), row("a.c", needs=("a.b@a3",))], "both on up.base:f"),  # on pypi without an order
-        ([row("a.b"), row("a.c")], "rows 'a.b' and 'a.c' are both on up.base:f: the one that goes over the other must"),
-        ([row("a.b"), row("a.c", kind="replace", needs=("a.b",))], "must be a wrap and name it in needs"),
-        ([row("a.b"), row("a.c", needs=("a.b",), bindings=("m:c",))], "must list the same bindings"),
-        ([row("a.b", bindings=("m:c",)), row("a.c", "m:c")], "its binding m:c is the target of row 'a.c'"),
-        ([row("a.b", "m:C"), row("a.c", "m:C.m")], "row 'a.c' is on m:C.m, inside m:C of row 'a.b'"),
-        (
-            [row("a.c", "m:C.D.m"), row("a.b", "m:C", kind="replace", needs=("a.c",))],
-            "row 'a.b' replaces m:C, over m:C.D.m of row 'a.c'",
-        ),
-        ([row("a.b", "m:C"), row("a.c", "m:C.TABLE", kind="register")], "row 'a.c' is on m:C.TABLE, inside"),
-        ([row("a.b"), row("a.c", "m", kind="stub", provider="o", needs=("a.b",))], "a module stub can need no row"),
-        ([row("a.b", needs=("a.b",))], "needs form a cycle: a.b -> a.b"),
-        (
-            [row("a.b", needs=("a.d",)), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))],
-            "a.b -> a.d -> a.c -> a.b",
-        ),
-    ],
-)
-def test_rows_on_one_place_whose_order_is_not_known_are_refused(rows, words):
-    with pytest.raises(ConfigError) as error:
-        validate(rows)
-    assert words in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [row("a.b"), row("a.c", needs=("a.b",))],
-        [row("a.c", needs=("a.b",)), row("a.b", kind="replace")],  # the order of the table does not matter
-        [row("a.b"), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))],
-        [row("a.b", lines=PYPI_ONLY), row("a.c", lines=A3_ONLY)],
-        [row("a.b", lines=A3_ONLY), row("a.c", needs=("a.b@a3",))],
-        [row("a.b", platforms=frozenset({"cpu"})), row("a.c", platforms=frozenset({"npu"}))],
-        [row("a.b", kind="register"), row("a.c", kind="register")],
-        [row("a.b", "m:C", kind="replace"), row("a.c", "m:C.m", kind="replace", needs=("a.b",))],
-        [row("a.b", "m:C", needs=("a.c",)), row("a.c", "m:C.m", bindings=("o:m",))],
-        [row("a.b", "m:C"), row("a.c", "m:Cs.m"), row("a.d", "n:C.m")],
-        [row("a.b", "m", kind="stub", provider="o"), row("a.c", "m.n:f")],
-    ],
-)
-def test_rows_on_one_place_that_cannot_clash_are_fine(rows):
-    assert list(validate(rows)) == [r.id for r in rows]
