@@ -82,7 +82,6 @@ def test_a_machine_that_holds_the_line_is_fine(machine):
     [
         ("driver/version.info", "25.2.0", "24.1.rc1", "driver", "24.1.rc1"),
         ("firmware/version.info", "package_version=25.2.0", "package_version=23.0.7", "firmware", "23.0.7"),
-        (TOOLKIT, "8.2.RC1", "8.1.RC1", "cann_toolkit", "8.1.RC1"),
         ("ascend-toolkit/latest/opp_kernel/version.info", "8.2.RC1", "8.3.RC1", "cann_kernels", "8.3.RC1"),
         ("nnal/atb/latest/version.info", "atb : 8.2.RC1", "atb : 8.0.0", "cann_nnal", "8.0.0"),
     ],
