@@ -155,3 +155,10 @@ def test_a_variable_that_the_launcher_sets_is_no_problem_and_secrets_are_not_sho
     environ = {"HCCL_CONNECT_TIMEOUT": "60", "VLLM_API_KEY": "hush"}
     findings = shell_findings("a3", environ, decided={"HCCL_CONNECT_TIMEOUT"})
     assert [f.state for f in findings] == ["fine", "note"] and "hush" not in str(findings)
+
+
+def test_the_checks_of_a_config_name_a_wrong_variable_of_the_shell(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_MC2", "1")
+    monkeypatch.setenv("VLLM_USE_V1", "7")  # the launcher sets its own
+    (failed,) = (c.detail for c in check_config(compose(TINY)) if not c.ok)
+    assert "VLLM_ENABLE_MC2" in failed
