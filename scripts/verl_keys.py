@@ -2,11 +2,12 @@
 
     python scripts/verl_keys.py [--upstream DIR]    # line pypi: the installed verl; line a3: DIR/verl
 
-verl's source is parsed, not run; tests/scripts/test_verl_keys.py compares it with the committed table. The scan follows the configuration from what receives it (STARTS) through names, attributes of self, arguments, returns of
-to_container and the like, and base classes, to each config.a.b, config["a"], config.get("a"), getattr(config, "a") and
-OmegaConf.select(config, "a.b"). It does not follow the order of statements: a name stands for all that is ever assigned
-to it, and actor and reference, which share a class, have each other's keys. "a.*": what is in section a is handed on by
-** or items() or update(), so every key below it is read.
+verl's source is parsed, not run; tests/scripts/test_verl_keys.py compares it with the committed table. The scan
+follows the configuration from what receives it (STARTS) through names, attributes of self, arguments, returns of
+to_container and the like, and base classes, to each config.a.b, config["a"], config.get("a"), getattr(config, "a")
+and OmegaConf.select(config, "a.b"). It does not follow the order of statements: a name stands for all that is ever
+assigned to it, and actor and reference, which share a class, have each other's keys. "a.*": what is in section a is
+handed on by ** or items() or update(), so every key below it is read.
 
 It cannot see keys whose names are computed (for k in config), code behind a registry or a worker group, and code
 outside of verl: configs/upstream.yaml lists those keys in `also_read`. Modules of OTHERS are left out: engines of other
