@@ -3,20 +3,6 @@
 import pytest
 
 
-@pytest.mark.parametrize("order", ["apply import", "user apply", "apply apply user"])
-def test_orders_of_import_and_apply(play, order):
-    steps = {"apply": "e.apply()", "import": "import up.base", "user": "import up.user"}
-    out = play(f"""
-        e = engine(F)
-        {"; ".join(steps[step] for step in order.split())}
-        import up.user
-        out = [up.user.f(1), proof(e)]
-        e.revert(); out += [up.user.f(1), states(e)["t.f"]]
-        e.apply(); out += [up.user.f(1)]
-    """)
-    assert out == ["1!", None, 1, "reverted", "1!"]
-
-
 @pytest.mark.parametrize("rows", ["F, OVER", "OVER, F"])
 def test_a_row_goes_over_the_row_that_it_needs_whichever_hook_runs_first(play, rows):
     """Where an import ends while apply() adds hooks, that of the upper row can come first."""

@@ -72,7 +72,8 @@ def machine(ascend, clones, monkeypatch):
 def test_a_machine_that_holds_the_line_is_fine(machine):
     report = machine.report()
     assert machine.problems() == {} and report.exit_code == 0 and report.state == "fine"
-    fine = [f.name for f in report.findings if f.state == "fine"]
+    fine, notes = ([f.name for f in report.findings if f.state == state] for state in ("fine", "note"))
+    assert {*notes} >= {"not supported", *(entry.key for entry in load_pins().unsupported_on("a3"))}
     assert {*fine} >= {"python", *machine.a3.packages, *machine.a3.system, *machine.a3.repositories}
     assert len(fine) == len({*fine})  # vllm, a pinned version and a pinned commit, is there once
 
@@ -111,11 +112,11 @@ def test_in_a_container_firmware_is_a_note_and_a_missing_driver_a_problem(machin
     assert set(machine.problems()) == {"driver", "firmware"}
 
 
-def test_packages_and_python(machine):
+def test_packages_python_and_variables(machine):
     found = {**machine.versions, "torch": "2.5.1+cpu", "transformers": "4.53.0"}
     del found["apex"]
-    wrong = machine.problems(distribution=found.get, python="3.12.1")
-    assert set(wrong) == {"python", "transformers", "apex"}
+    wrong = machine.problems(distribution=found.get, python="3.12.1", environ={"VLLM_ENABLE_MC2": "1"})
+    assert set(wrong) == {"python", "transformers", "apex", "VLLM_ENABLE_MC2"}
     assert (wrong["apex"].found, wrong["transformers"].expected) == ("not installed", "4.52.4")
 
 
@@ -167,13 +168,6 @@ def test_trees_that_are_given_precede_importable_packages(machine, clones):
 def test_the_first_finding_names_the_line_and_its_source(machine, given, switches, line, why):
     report = machine.report(given, environ={"VERL_PATCHES": switches})
     assert report.line == line == report.findings[0].found and why in report.findings[0].where
-
-
-def test_variables_and_limits_are_part_of_it(machine):
-    report = machine.report(environ={"VLLM_ENABLE_MC2": "1"})
-    assert set(machine.problems(environ={"VLLM_ENABLE_MC2": "1"})) == {"VLLM_ENABLE_MC2"} and report.exit_code == 1
-    notes = {f.name for f in report.findings if f.state == "note"}
-    assert notes >= {"not supported", *(entry.key for entry in load_pins().unsupported_on("a3"))}
 
 
 @pytest.fixture
