@@ -55,25 +55,6 @@ def test_a_class_that_was_replaced_takes_our_method_with_it(play):
     assert out[1]["t.st"] == ["overridden", "nothing is at up.base:Thing.st now and replaces ours"]
 
 
-def test_a_class_that_upstream_makes_on_demand(play):
-    out = play("""
-        import up.lazy
-        e = engine(row("t.m", "up.lazy:Made.m")); e.apply()
-        out = [proof(e), up.lazy.Made().m()]
-        up.lazy.Made.m = len
-        out.append(look(e)["t.m"])
-        e.revert(); e.apply()
-        del up.lazy.Made.m
-        out.append(look(e)["t.m"])
-    """)
-    assert out == [
-        None,
-        "m!",
-        ["overridden", "builtins.len is at up.lazy:Made.m now and replaces ours"],
-        ["overridden", "nothing is at up.lazy:Made.m now and replaces ours"],
-    ]
-
-
 def test_an_entry_that_was_changed_is_named(play):
     out = play("""
         import up.base

@@ -43,10 +43,10 @@ def test_other_policies_apply_a_drifted_row_or_leave_it_alone_with_a_warning(imp
     [
         ("up.base:gone", "wrap", "up.base:gone does not exist"),
         ("up.base:Thing", "extend", "up.base:Thing exists already"),
-        ("up.base:Gone.m", "wrap", "has no 'Gone' on the way"),
+        ("up.base:Gone.m", "wrap", "has no 'Gone'"),
         ("up.base:CONSTANT.m", "extend", "no attributes of its own"),
         ("up.base:CONSTANT", "register", "takes no entries"),
-        ("up.base:f.__code__.co_name", "replace", "cannot be replaced"),
+        ("up.base:Text.upper", "replace", "cannot set"),
     ],
 )
 def test_a_place_that_upstream_lacks_is_unsupported(imported, target, kind, words):
