@@ -67,7 +67,6 @@ def test_other_policies_leave_an_unsupported_row_alone(imported, policy):
     ("provider", "kind", "words"),
     [
         ("ours:bad", "wrap", "ImportError: no such thing"),
-        ("ours:gone", "wrap", "has no 'gone'"),
         ("no_such_module:f", "replace", "No module named 'no_such_module'"),
         ("ours:nothing", "wrap", "must return a callable"),
         ("ours:same", "wrap", "returned the original"),

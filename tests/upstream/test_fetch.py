@@ -186,7 +186,7 @@ def test_personal_git_settings_change_nothing_and_are_not_changed(upstream, dest
 
 
 def test_two_at_once_and_wrong_use_are_refused(upstream, dest, tmp_path):
-    with fetch_module._locked(dest), pytest.raises(RecipeError, match="another"):
+    with fetch_module._locked(dest), pytest.raises(RecipeError, match="another fetch-upstream"):
         run(dest, upstream.pin(upstream.first))
     with pytest.raises(ConfigError, match="ver1"):
         run(dest, upstream.pin(upstream.first), only=["ver1"])
