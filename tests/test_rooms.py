@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import networkx
@@ -22,6 +23,7 @@ FLOORS = (
     {"cli", "catalog", "prelude_patch", "main_grpo", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device
 )
+MAX_FILES = 12
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -110,6 +112,17 @@ def test_no_rooms_and_no_files_import_each_other(trees):
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {("a", "b", "c")}
     of_types = ast.parse("if TYPE_CHECKING:\n    from verl_patches.trainer.run import Run")
     assert {room for room, _ in imported_rooms(of_types)} == {"trainer"}
+
+
+def crowded(sizes):
+    return {folder: count for folder, count in sizes.items() if count > MAX_FILES}
+
+
+def test_no_room_has_more_files_than_a_reader_can_name():
+    """Counted by folder, __init__.py too: a larger one is two rooms, or has helpers that belong in their callers."""
+    sizes = Counter(str(file.parent.relative_to(ROOT)) for file in PACKAGE.rglob("*.py"))
+    assert sizes["verl_patches/patching"] > 1 and crowded(sizes) == {}
+    assert crowded({"verl_patches/helpers": MAX_FILES + 1}) == {"verl_patches/helpers": MAX_FILES + 1}  # control
 
 
 @pytest.mark.parametrize(
