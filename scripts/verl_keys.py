@@ -1,18 +1,17 @@
-"""Write the keys that verl reads on the path of this recipe, or (--check) compare with the committed table.
+"""Write the keys that verl reads on the path of this recipe, as verl_patches/verl_keys.json has them.
 
-    python scripts/verl_keys.py [--check] [--upstream DIR]    # line pypi: the installed verl; line a3: DIR/verl
+    python scripts/verl_keys.py [--upstream DIR]    # line pypi: the installed verl; line a3: DIR/verl
 
-The table is verl_patches/verl_keys.json. verl's source is parsed, not run. The
-scan follows the configuration from what receives it (STARTS) through names, attributes of self, arguments, returns of
-to_container and the like, and base classes, to each config.a.b, config["a"], config.get("a"), getattr(config, "a") and
-OmegaConf.select(config, "a.b"). It does not follow the order of statements: a name stands for all that is ever assigned
-to it, and actor and reference, which share a class, have each other's keys. "a.*": what is in section a is handed on by
-** or items() or update(), so every key below it is read.
+verl's source is parsed, not run; tests/scripts/test_verl_keys.py compares it with the committed table. The scan
+follows the configuration from what receives it (STARTS) through names, attributes of self, arguments, returns of
+to_container and the like, and base classes, to each config.a.b, config["a"], config.get("a"), getattr(config, "a")
+and OmegaConf.select(config, "a.b"). It does not follow the order of statements: a name stands for all that is ever
+assigned to it, and actor and reference, which share a class, have each other's keys. "a.*": what is in section a is
+handed on by ** or items() or update(), so every key below it is read.
 
 It cannot see keys whose names are computed (for k in config), code behind a registry or a worker group, and code
 outside of verl: configs/upstream.yaml lists those keys in `also_read`. Modules of OTHERS are left out: engines of other
 recipes.
-Exits: 0 written or equal, 1 --check found a difference, 2 wrong use.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -252,23 +251,19 @@ def table(keys: Mapping[str, Iterable[str]]) -> dict[str, dict[str, str]]:
     return {lines: {name: " ".join(names) for name, names in sections.items()} for lines, sections in found.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code; see the module's docstring."""
+def main() -> None:
+    """Scan, say what changed, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--upstream", type=Path, help="folder with the clone verl, at the pin of line a3")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     keys = {"pypi": Scan(verl_config_dir().parents[1]).keys(), "a3": sorted(read_by_verl("a3"))}
     if options.upstream:
         keys["a3"] = Scan(verl_config_dir(options.upstream / "verl").parents[1]).keys()
-    changed = {line: set(found) ^ read_by_verl(line) for line, found in keys.items()}
-    for line, names in changed.items():
-        print(f"{line}: {len(keys[line])} keys, {len(names)} changed: {' '.join(sorted(names)[:9])}")
-    if options.check:
-        return int(any(changed.values()))
+    for line, found in keys.items():
+        changed = sorted(set(found) ^ read_by_verl(line))
+        print(f"{line}: {len(found)} keys, {len(changed)} changed: {' '.join(changed[:9])}")
     VERL_KEYS.write_text(json.dumps(table(keys), indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -71,7 +71,7 @@ CACHE = Tests("batches/test_tensor_cache.py")
 BOXES, EQUAL = Tests("rewards/test_maths.py", "closed"), Tests("rewards/test_equivalence.py", "as_the_file_says")
 TEX, TYPED = Tests("rewards/test_tex.py"), Tests("rewards/test_answer_text.py")
 YAML = Tests("config/test_yaml_files.py")
-ENGINE, POLICY = Tests("patching/test_engine.py"), Tests("patching/test_policy.py")
+ENGINE, SPEC = Tests("patching/test_engine.py"), Tests("patching/test_spec.py")
 CLUSTER = Tests("cluster/test_backends.py cluster/test_command.py cluster/test_node.py", "not ssh_itself")
 FOLDERS, START = Tests("trainer/test_checkpoint.py"), Tests("launch/test_run_folder.py")
 MANIFEST = Tests("weights/test_manifest.py", "covers")
@@ -239,9 +239,9 @@ MUTANTS = (
            "if isinstance(error, ImportError):", "if isinstance(error, KeyError):", ENGINE),
     Mutant("switches-first-pattern-wins", "patching/switches.py",
            "for pattern in self.patterns:\n            if fnmatch.fnmatchcase",
-           "for pattern in reversed(self.patterns):\n            if fnmatch.fnmatchcase", ENGINE),
+           "for pattern in reversed(self.patterns):\n            if fnmatch.fnmatchcase", SPEC),
     Mutant("spec-replaced-class-over-its-method", "patching/spec.py",
-           'if upper is outer and outer.kind != "wrap":', 'if upper is None and outer.kind != "wrap":', POLICY),
+           'if upper is outer and outer.kind != "wrap":', 'if upper is None and outer.kind != "wrap":', SPEC),
     Mutant("fingerprint-depth-does-not-count", "patching/fingerprint.py",
            'text = f"{depth}{field}:', 'text = f"{field}:', Tests("patching/test_fingerprint.py", "place_of")),
     Mutant("fingerprint-every-file-is-reviewed", "patching/fingerprint.py",

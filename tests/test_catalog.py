@@ -1,7 +1,6 @@
 """The table itself: valid, provable, honest about platforms, and the same in docs/patches.md."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from verl_patches.patching.switches import Switches
 
 ROOT = Path(__file__).resolve().parent.parent
 STAND_INS = [row for row in all_rows() if row not in ROWS]
-# compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.*, rollout.*)
-UNKNOWN_SIGNATURES = {
-    "rollout.keep_log_probs", "memory.empty_cache",
-    *(f"platform.{name}" for name in (
-        "torch_zeros", "torch_tensor", "torch_tensor_type", "torch_tensor_cuda", "torch_pin_memory", "vllm_experts")),
-}  # fmt: skip
 PRELUDE = "import verl_patches.prelude_patch"
 
 
@@ -63,7 +56,7 @@ def test_an_unknown_row_in_the_switch_is_refused(prelude):
 @pytest.mark.parametrize("line", LINES)
 def test_the_resharder_without_the_classes_that_hold_it_is_refused(line):
     """It would not be called, and verl's path would be taken without a word."""
-    with pytest.raises(ConfigError, match="row reshard.direct needs update.sharding_manager, which is off"):
+    with pytest.raises(ConfigError, match=r"reshard\.direct needs update\.sharding_manager"):
         Engine(ROWS, Switches(line, "cpu", ("-update.sharding_manager", "-memory.[ol]*", "-update.tensor_cache")))
     off = Switches(line, "cpu", ("-reshard.*",))
     assert "reshard.direct" not in Engine(ROWS, off).wanted
@@ -71,7 +64,7 @@ def test_the_resharder_without_the_classes_that_hold_it_is_refused(line):
 
 def test_the_ledger_without_our_schedule_is_refused():
     """It would expect memory where verl's own workers do not leave it."""
-    with pytest.raises(ConfigError, match="memory.ledger needs memory.order"):
+    with pytest.raises(ConfigError, match=r"memory\.ledger"):
         Engine(ROWS, Switches("a3", "npu", ("-memory.order",)))
     assert "memory.sleep_mode" in Engine(ROWS, Switches("a3", "npu", ("-memory.[ol]*",))).wanted
 
@@ -83,7 +76,7 @@ def test_every_id_begins_with_a_stage():
 
 
 def test_every_body_is_the_reviewed_one():
-    known = reviewed()["pypi"]
+    known = {target: entry["hash"] for target, entry in reviewed("pypi").items()}
     targets = {row.target for row in all_rows() if "pypi" in row.lines and not row.is_module_stub}
     assert {target: fingerprint(target) for target in targets} == known
 
@@ -95,32 +88,9 @@ def test_every_signature_fits_and_all_bindings_are_listed():
     assert [f for f in report.findings if f.state == "problem" or "not checked" in f.found] == []
 
 
-SIGNATURES = """
-import inspect
-from verl_patches.patching.row import unwrap
-from verl_patches.patching.signatures import refused_calls
-def plain(obj, follow_wrapped):
-    try: return inspect.signature(unwrap(obj), follow_wrapped=follow_wrapped)
-    except (TypeError, ValueError): return None
-refused, unseen = {}, []
-for row in current()._rows.values():
-    if row.place is None or row.spec.kind == "extend": continue
-    target, provider = plain(unwrap(row.place.found), True), plain(row.installed, False)
-    bound = "." in row.spec.target.partition(":")[2]
-    known = target and provider and str(target) != "(*args, **kwargs)"
-    faults = refused_calls(target, provider, bound) if known else unseen.append(row.spec.id)
-    refused.update({row.spec.id: faults} if faults else {})
-assert not refused, refused
-print("without a signature:", *unseen)
-"""
-
-
 @pytest.mark.slow
 def test_every_provider_is_there_and_every_target_is_active(prelude):
-    """Import everything that rows wait for in one fresh process; all rows must say active.
-
-    Every replacement must accept what the original does by Python's own signatures, where the original has one.
-    """
+    """Import everything that rows wait for in one fresh process; all rows must say active."""
     modules = {row.target_module for row in all_rows() if "pypi" in row.lines}
     modules = sorted(modules - {"verl.trainer.ppo.ray_trainer"})
     code = f"""
@@ -132,23 +102,13 @@ from verl_patches.patching.engine import current
 wrong = [r for r in current().status() if r["id"] in current().wanted and r["state"] != "active"]
 assert not wrong, wrong
 current().verify("worker"); current().verify("controller")
-{SIGNATURES}
 """
-    done = prelude("cpu", code, VLLM_USE_V1="0").check()
-    assert set(done.out.splitlines()[-1].split(": ")[1].split()) == UNKNOWN_SIGNATURES
+    prelude("cpu", code, VLLM_USE_V1="0").check()
 
 
 def test_functional_rows_reach_npus():
     """But one: vllm-ascend's own MoE class takes the place of the class that rollout.fp32_router wraps."""
     assert [row.id for row in FUNCTIONAL if "npu" not in row.platforms] == ["rollout.fp32_router"]
-
-
-def test_patch_table_of_the_docs_is_the_catalogues():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import readme_tables
-
-    assert readme_tables.PATCHES not in readme_tables.stale()
-    assert all(f"| `{row.id}` |" in (ROOT / readme_tables.PATCHES).read_text() for row in all_rows())
 
 
 def headings(text):

@@ -1,7 +1,8 @@
-"""Rooms (packages of verl_patches) import only lower ones and never in a cycle; the torch-free ones import no torch."""
+"""Rooms (packages of verl_patches) are small and import only lower ones, never in a cycle; some import no torch."""
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import networkx
@@ -22,6 +23,7 @@ FLOORS = (
     {"cli", "catalog", "prelude_patch", "main_grpo", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device
 )
+MAX_FILES = 12
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -29,17 +31,32 @@ def room_of(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(tree):
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree):
+    """(name, line) of every import, also inside functions and of types alone (`if TYPE_CHECKING:`)."""
     for node in ast.walk(tree):
-        names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "verl_patches" and len(parts) > 1 and parts[1] in FLOOR:
-                yield parts[1], node.lineno
+            yield node.module, node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def imported_rooms(tree):
+    for name, line in imported(tree):
+        parts = name.split(".")
+        if parts[0] == "verl_patches" and len(parts) > 1 and parts[1] in FLOOR:
+            yield parts[1], line
+
+
+def imported_modules(file, tree, modules):
+    """The files among `modules` that one imports; of `from package import module` the module alone."""
+    named = {name for name, _ in imported(tree)} & modules.keys()
+    return {name for name in named if not any(other.startswith(f"{name}.") for other in named)} - {module_of(file)}
 
 
 def wrong_imports(path, tree):
@@ -81,15 +98,31 @@ def test_no_run_on_a_device_imports_the_emulation(run_python):
         assert run_python(code.format(platform)).check().out.split()[-1] == loaded
 
 
-def test_no_rooms_import_each_other(trees):
-    imports = {}
+def test_no_rooms_and_no_files_import_each_other(trees):
+    """Not for a type alone either: what needs the other's type is in the wrong room."""
+    rooms, modules = {}, {module_of(file): file for file in trees}
     for file, tree in trees.items():
         others = {room for room, _ in imported_rooms(tree)} - {room_of(file)}
-        imports.setdefault(room_of(file), set()).update(others)
-    assert cycles(imports) == set()
-    planning = {*imports["config"], "planning"}  # the control: config imports planning, which imports it
-    assert cycles({**imports, "config": planning}) == {("config", "planning")}
+        rooms.setdefault(room_of(file), set()).update(others)
+    files = {module_of(file): imported_modules(file, tree, modules) for file, tree in trees.items()}
+    assert cycles(rooms) == cycles(files) == set()
+    assert len(files["verl_patches.patching.engine"]) > 3
+    planning = {*rooms["config"], "planning"}  # the control: config imports planning, which imports it
+    assert cycles({**rooms, "config": planning}) == {("config", "planning")}
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {("a", "b", "c")}
+    of_types = ast.parse("if TYPE_CHECKING:\n    from verl_patches.trainer.run import Run")
+    assert {room for room, _ in imported_rooms(of_types)} == {"trainer"}
+
+
+def crowded(sizes):
+    return {folder: count for folder, count in sizes.items() if count > MAX_FILES}
+
+
+def test_no_room_has_more_files_than_a_reader_can_name():
+    """Counted by folder, __init__.py too: a larger one is two rooms, or has helpers that belong in their callers."""
+    sizes = Counter(str(file.parent.relative_to(ROOT)) for file in PACKAGE.rglob("*.py"))
+    assert sizes["verl_patches/patching"] > 1 and crowded(sizes) == {}
+    assert crowded({"verl_patches/helpers": MAX_FILES + 1}) == {"verl_patches/helpers": MAX_FILES + 1}  # control
 
 
 def test_no_files_import_each_other_not_even_for_types(trees):

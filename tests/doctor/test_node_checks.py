@@ -20,7 +20,7 @@ from verl_patches.errors import RecipeError
 from verl_patches.patching.report import Report
 from verl_patches.planning.plan import host_bytes, peak_bytes
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.versions import line_instead
+from verl_patches.upstream.versions import installed_line
 
 PORT = {"-ip": recorded.IP, "-link": recorded.LINK, "-net_health": recorded.NET_HEALTH}
 INFINITE = resource.RLIM_INFINITY
@@ -192,8 +192,7 @@ def test_where_another_line_is_installed_one_line_says_so_and_none_of_its_packag
     found = findings(make_node(distribution=mixed.get), "pins", "drift")
     assert found["pins: torch"].todo.startswith("install torch 2.5.1") and "pins: driver" in found
     assert found["pins"].state == "fine" and any(name.startswith("drift: ") for name in found)
-    assert line_instead("pypi", Machine(distribution=OF_A3).pinned) == "a3"
-    assert line_instead("pypi") is None is line_instead("a3", Machine(distribution=OF_A3).pinned)
+    assert (installed_line(), installed_line(Machine(distribution=OF_A3).pinned)) == ("pypi", "a3")
 
 
 def test_limits_and_memory_of_a_container(make_node, tmp_path):

@@ -60,7 +60,6 @@ def copies(tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
 def test_the_catalogues_digest_depends_on_neither_seed_nor_folder(copies):
     """Every row of the table against the installed upstream."""
     here, there = copies
@@ -70,11 +69,6 @@ def test_the_catalogues_digest_depends_on_neither_seed_nor_folder(copies):
     file.write_text(f"{text}\n# other\n")
     assert first != digest(CATALOGUE, there, seed="2", **switches)
     file.write_text(text)
-
-
-def test_a_small_digest_depends_on_neither_seed_nor_folder(copies):
-    first = digest(FAKE, copies[0], seed="1")
-    assert first == digest(FAKE, copies[1], seed="2") == digest("import up, ours\n" + FAKE, copies[1], seed="3")
 
 
 def test_policy_line_switches_provider_target_and_review_are_in_it(copies):

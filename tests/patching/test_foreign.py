@@ -36,16 +36,6 @@ def test_a_library_that_patched_before_us_is_wrapped(play):
     assert out == [None, "<1>!", "<1>!", "<1>", "<1>"]
 
 
-def test_a_binding_alone_that_was_changed_is_named(play):
-    out = play("""
-        import up.user
-        e = engine(F); e.apply()
-        up.user.f = len
-        out = look(e)["t.f"]
-    """)
-    assert out == ["overridden", "builtins.len is at up.user:f now and replaces ours"]
-
-
 def test_a_class_that_was_replaced_takes_our_method_with_it(play):
     out = play("""
         import up.base
@@ -63,25 +53,6 @@ def test_a_class_that_was_replaced_takes_our_method_with_it(play):
     assert [row[0] for row in out[0].values()] == ["active", "active"] == [row[0] for row in out[2].values()]
     assert out[1]["t.m"][0] == "overridden" and "__main__." in out[1]["t.m"][1]
     assert out[1]["t.st"] == ["overridden", "nothing is at up.base:Thing.st now and replaces ours"]
-
-
-def test_a_class_that_upstream_makes_on_demand(play):
-    out = play("""
-        import up.lazy
-        e = engine(row("t.m", "up.lazy:Made.m")); e.apply()
-        out = [proof(e), up.lazy.Made().m()]
-        up.lazy.Made.m = len
-        out.append(look(e)["t.m"])
-        e.revert(); e.apply()
-        del up.lazy.Made.m
-        out.append(look(e)["t.m"])
-    """)
-    assert out == [
-        None,
-        "m!",
-        ["overridden", "builtins.len is at up.lazy:Made.m now and replaces ours"],
-        ["overridden", "nothing is at up.lazy:Made.m now and replaces ours"],
-    ]
 
 
 def test_an_entry_that_was_changed_is_named(play):
@@ -121,17 +92,6 @@ def test_two_rows_on_a_place_that_another_library_changes(play):
         out += [up.base.f(1), up.user.f(1)]
     """)
     assert [state for state, _ in out[0].values()] == ["overridden", "overridden"] and out[1:] == ["theirs", "theirs"]
-
-
-def test_the_lower_row_alone_can_be_on_and_the_upper_one_cannot(play):
-    out = play("""
-        import up.base
-        e = engine(F, OVER, text="-t.over"); e.apply()
-        out = [proof(e), up.base.f(1)]
-        e.revert()
-        out.append(tried(lambda: engine(F, OVER, text="-t.f")))
-    """)
-    assert out[:2] == [None, "1!"] and "row t.over needs t.f, which is off" in out[2]
 
 
 def test_a_row_whose_module_was_imported_without_its_hook_is_refused(play):

@@ -2,12 +2,6 @@
 
 import pytest
 
-from tests.patching.world import row
-from verl_patches.errors import ConfigError
-from verl_patches.patching.spec import validate
-
-PYPI_ONLY, A3_ONLY = frozenset({"pypi"}), frozenset({"a3"})
-
 
 @pytest.fixture
 def imported(play):
@@ -49,10 +43,10 @@ def test_other_policies_apply_a_drifted_row_or_leave_it_alone_with_a_warning(imp
     [
         ("up.base:gone", "wrap", "up.base:gone does not exist"),
         ("up.base:Thing", "extend", "up.base:Thing exists already"),
-        ("up.base:Gone.m", "wrap", "has no 'Gone' on the way"),
+        ("up.base:Gone.m", "wrap", "has no 'Gone'"),
         ("up.base:CONSTANT.m", "extend", "no attributes of its own"),
         ("up.base:CONSTANT", "register", "takes no entries"),
-        ("up.base:f.__code__.co_name", "replace", "cannot be replaced"),
+        ("up.base:Text.upper", "replace", "cannot set"),
     ],
 )
 def test_a_place_that_upstream_lacks_is_unsupported(imported, target, kind, words):
@@ -73,18 +67,16 @@ def test_other_policies_leave_an_unsupported_row_alone(imported, policy):
     ("provider", "kind", "words"),
     [
         ("ours:bad", "wrap", "ImportError: no such thing"),
-        ("ours:gone", "wrap", "has no 'gone'"),
         ("no_such_module:f", "replace", "No module named 'no_such_module'"),
         ("ours:nothing", "wrap", "must return a callable"),
         ("ours:same", "wrap", "returned the original"),
         ("ours:no_entries", "register", "must return a dict"),
     ],
 )
-@pytest.mark.parametrize("policy", ["strict", "skip"])
-def test_a_provider_that_fails_always_stops(play, provider, kind, words, policy):
+def test_a_provider_that_fails_always_stops(play, provider, kind, words):
     target = "up.base:TABLE" if kind == "register" else "up.base:f"
     out = play(f"""
-        e = engine(row("t.f", {target!r}, {kind!r}, {provider!r}), text="drift={policy}")
+        e = engine(row("t.f", {target!r}, {kind!r}, {provider!r}), text="drift=skip")
         e.apply()
         out = [tried(lambda: __import__("up.base")), tried(lambda: __import__("up.base")), states(e), proof(e)]
         out.append("up.base" in sys.modules)
@@ -106,19 +98,6 @@ def test_a_provider_that_exits_leaves_nothing_unpatched(play):
     assert out == ["PatchError: 3", "PatchError: 3", False, {"t.f": "waiting"}]
 
 
-def test_states_after_two_imports_that_failed_for_different_rows(play):
-    out = play("""
-        import ours
-        e = engine(row("t.f"), row("t.g", "up.base:g", provider="ours:bad"))
-        e.apply()
-        out = [tried(lambda: __import__("up.base")), states(e)]
-        ours.louder = ours.bad
-        out += [tried(lambda: __import__("up.base")), states(e)]
-    """)
-    assert "row t.g" in out[0] and out[1] == {"t.f": "waiting", "t.g": "failed"}
-    assert "row t.f" in out[2] and out[3] == {"t.f": "failed", "t.g": "failed"}
-
-
 @pytest.mark.parametrize("order", ["import up.other, up.base", "import up.base, up.other"])
 def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, order):
     out = play(f"""
@@ -138,63 +117,3 @@ def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, 
     assert out[:2] == [states, "it needs t.over, which is unsupported and was not applied"]
     assert out[2:4] == [[1, 1, 1, "m!"], None]
     assert out[4] == [1, 1, 1, "m"] and set(out[5].values()) == {"reverted"}
-
-
-def test_an_applied_drifted_row_that_is_overridden_is_refused(play):
-    out = play("""
-        drift("up.base:f")
-        e = engine(row("t.f"), text="drift=warn"); e.apply()
-        import up.base
-        out = [proof(e)]
-        up.base.f = print
-        out += [states(e), proof(e)]
-    """)
-    assert out[0] is None and out[1] == {"t.f": "overridden"} and "builtins.print" in out[2]
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([row("a.b"), row("a.c", needs=("a.b@a3",))], "both on up.base:f"),  # on pypi without an order
-        ([row("a.b"), row("a.c")], "rows 'a.b' and 'a.c' are both on up.base:f: the one that goes over the other must"),
-        ([row("a.b"), row("a.c", kind="replace", needs=("a.b",))], "must be a wrap and name it in needs"),
-        ([row("a.b"), row("a.c", needs=("a.b",), bindings=("m:c",))], "must list the same bindings"),
-        ([row("a.b", bindings=("m:c",)), row("a.c", "m:c")], "its binding m:c is the target of row 'a.c'"),
-        ([row("a.b", "m:C"), row("a.c", "m:C.m")], "row 'a.c' is on m:C.m, inside m:C of row 'a.b'"),
-        (
-            [row("a.c", "m:C.D.m"), row("a.b", "m:C", kind="replace", needs=("a.c",))],
-            "row 'a.b' replaces m:C, over m:C.D.m of row 'a.c'",
-        ),
-        ([row("a.b", "m:C"), row("a.c", "m:C.TABLE", kind="register")], "row 'a.c' is on m:C.TABLE, inside"),
-        ([row("a.b"), row("a.c", "m", kind="stub", provider="o", needs=("a.b",))], "a module stub can need no row"),
-        ([row("a.b", needs=("a.b",))], "needs form a cycle: a.b -> a.b"),
-        (
-            [row("a.b", needs=("a.d",)), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))],
-            "a.b -> a.d -> a.c -> a.b",
-        ),
-    ],
-)
-def test_rows_on_one_place_whose_order_is_not_known_are_refused(rows, words):
-    with pytest.raises(ConfigError) as error:
-        validate(rows)
-    assert words in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [row("a.b"), row("a.c", needs=("a.b",))],
-        [row("a.c", needs=("a.b",)), row("a.b", kind="replace")],  # the order of the table does not matter
-        [row("a.b"), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))],
-        [row("a.b", lines=PYPI_ONLY), row("a.c", lines=A3_ONLY)],
-        [row("a.b", lines=A3_ONLY), row("a.c", needs=("a.b@a3",))],
-        [row("a.b", platforms=frozenset({"cpu"})), row("a.c", platforms=frozenset({"npu"}))],
-        [row("a.b", kind="register"), row("a.c", kind="register")],
-        [row("a.b", "m:C", kind="replace"), row("a.c", "m:C.m", kind="replace", needs=("a.b",))],
-        [row("a.b", "m:C", needs=("a.c",)), row("a.c", "m:C.m", bindings=("o:m",))],
-        [row("a.b", "m:C"), row("a.c", "m:Cs.m"), row("a.d", "n:C.m")],
-        [row("a.b", "m", kind="stub", provider="o"), row("a.c", "m.n:f")],
-    ],
-)
-def test_rows_on_one_place_that_cannot_clash_are_fine(rows):
-    assert list(validate(rows)) == [r.id for r in rows]

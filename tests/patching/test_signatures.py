@@ -2,9 +2,11 @@
 
 import ast
 import inspect
+from dataclasses import replace
 
 import pytest
 
+from tests.patching.world import CLASS
 from verl_patches.patching import signatures
 from verl_patches.patching.spec import PatchSpec
 
@@ -13,7 +15,7 @@ def of(text):
     return signatures.of_function(ast.parse(f"def f({text}): pass").body[0])
 
 
-@pytest.mark.parametrize("text", ["", "a", "a, b=1", "a, /, b, *, c, d=2", "a, *rest, c=1, **more", "*, k"])
+@pytest.mark.parametrize("text", ["", "a, b=1", "a, /, b, *, c, d=2", "a, *rest, c=1, **more"])
 def test_a_signature_read_from_text_is_pythons_own(text):
     spaces = {}
     exec(f"def f({text}): pass", spaces)
@@ -21,34 +23,27 @@ def test_a_signature_read_from_text_is_pythons_own(text):
     assert [(p.name, p.kind, p.default is p.empty) for p in found.values()] == [
         (p.name, p.kind, p.default is p.empty) for p in known.values()
     ]
-    assert signatures.refused_calls(of(text), of(text)) == []
-    assert signatures.refused_calls(of(text), of("*args, **kwargs")) == []
+    assert signatures.refused_calls(of(text), of(text)) == signatures.refused_calls(of(text), of("*a, **k")) == []
 
 
 @pytest.mark.parametrize(
     ("target", "provider", "fault"),
     [
-        ("a, b", "a", "too many positional arguments"),
-        ("a, b=1", "a, b", "missing a required argument: 'b'"),
-        ("a", "a, b", "missing a required argument: 'b'"),
-        ("a, b", "a, c", "missing a required argument: 'c'"),
-        ("a, b", "a, c=1", "unexpected keyword argument 'b'"),
-        ("a, b", "b, a", "takes b, a by place, but b, a by name"),
-        ("a, b", "a, c=1, b=2", "takes a, c by place, but a, b by name"),
-        ("a, b", "a, *rest, b=1", "takes a by place, but a, b by name"),
-        ("a, b", "a, *rest, b", "missing a required"),
-        ("a, *, k", "a", "unexpected keyword argument 'k'"),
-        ("a, *, k=1", "a, *, k", "missing a required"),
-        ("a, *rest", "a", "too many positional arguments"),
-        ("a, **more", "a", "unexpected keyword argument 'one_more'"),
+        ("a, b", "a", "too many positional"),
+        ("a, b=1", "a, b", "missing"),
+        ("a, b", "a, c", "missing"),
+        ("a, b", "a, c=1", "unexpected keyword"),
+        ("a, b", "b, a", "by place, but b, a by name"),
+        ("a, b", "a, *rest, b=1", "by place, but a, b by name"),
+        ("a, *, k", "a", "unexpected keyword"),
+        ("a, *, k=1", "a, *, k", "missing"),
+        ("a, *rest", "a", "too many positional"),
+        ("a, **more", "a", "unexpected keyword"),
         ("a", "a, /", "'a'"),
-        ("a", "*args", "unexpected keyword argument 'a'"),
-        ("a", "**kwargs", "too many positional arguments"),
         ("a, b", "a, b, c=1", None),
         ("a, b=1", "a, *args, **kwargs", None),
         ("a, /", "other", None),
         ("*, k", "**kwargs", None),
-        ("a, b", "a, b=2", None),
     ],
 )
 def test_a_call_that_would_fail_is_reported_and_a_provider_may_take_more(target, provider, fault):
@@ -69,20 +64,12 @@ class Heir(Shape): pass
 class Held:
     @staticmethod
     def s(x): pass
-    @staticmethod
-    def none(): pass
     @classmethod
     def c(cls, x): pass
     @property
     def p(self): pass
     @p.setter
     def p(self, value): pass
-    async def co(self, x): pass
-    class Inner:
-        def __init__(self, a): pass
-async def af(x): pass
-@contextlib.asynccontextmanager
-async def opened(x): yield x
 def f(x, y=1): pass
 made = print
 """
@@ -107,24 +94,13 @@ def helper(name, original):
 def wrap_unseen(original):
     return functools.partial(original, 1)
 def wrap_without_argument(): return None
-def wrap_without_return(original):
-    original
 def wrap_forgets(original):
     def inner(x, y=1): return 1
 def wrap_gives_back(original):
     return original
-def wrap_returns_bare(original): return
 def wrap_calls_one_that_forgets(original):
     return wrap_forgets(original)
-def wrap_async(original):
-    async def inner(x, y=1): return await original(x, y)
-    return inner
 def rest_too(x, *args, **kwargs): pass
-async def rest_async(self, *args, **kwargs): pass
-class Inner:
-    def __init__(self, a, b=1): pass
-class InnerOther:
-    def __init__(self, q, *args, **kwargs): pass
 def plain(x): pass
 def plain_y(x, y=2): pass
 def fget(self): pass
@@ -156,16 +132,11 @@ FITTING = """
     replace f plain_y
     replace Shape Good
     replace Held.s plain
+    replace Held.s rest_too
     replace Held.c of_class
     replace Held.p fget
     register made entries
     stub Held.__reduce_ex__ plain_y
-    replace Held.s rest_too
-    replace Held.p rest_too
-    replace Held.Inner Inner
-    replace Held.co rest_async
-    wrap af wrap_async
-    replace opened plain
     wrap contextlib wrap_unseen
 """
 
@@ -182,22 +153,11 @@ def test_providers_of_every_kind_are_accepted(faults, row):
         ("replace", "f", "plain", "too many positional"),
         ("replace", "Shape", "Bad", "too many positional"),
         ("replace", "Held.s", "fget", "'self'"),
-        ("wrap", "f", "wrap_without_argument", "provider(original): refuses"),
-        ("wrap", "contextlib", "wrap_without_argument", "provider(original): refuses"),
-        ("register", "made", "plain", "missing a required argument: 'x'"),
-        ("wrap", "f", "wrap_without_return", "returns no replacement"),
-        ("wrap", "f", "wrap_forgets", "returns no replacement"),
-        ("wrap", "f", "wrap_gives_back", "returns no replacement"),
-        ("wrap", "f", "wrap_returns_bare", "returns no replacement"),
-        ("wrap", "f", "wrap_calls_one_that_forgets", "returns no replacement"),
-        ("wrap", "made", "wrap_forgets", "returns no replacement"),
-        ("replace", "Held.none", "rest_too", "missing a required argument: 'x'"),
-        ("replace", "Held.Inner", "InnerOther", "missing a required argument: 'q'"),
-        ("replace", "Held.co", "of_class", "is not async, callers await it"),
-        ("wrap", "af", "wrap_good", "is not async, callers await it"),
-        ("replace", "f", "rest_async", "is async, callers do not await it"),
-        ("wrap", "f", "wrap_async", "is async, callers do not await it"),
-        ("replace", "opened", "rest_async", "is async, callers do not await it"),
+        ("wrap", "contextlib", "wrap_without_argument", "provider(original)"),
+        ("register", "made", "plain", "'x'"),
+        ("wrap", "f", "wrap_forgets", "no replacement"),
+        ("wrap", "f", "wrap_gives_back", "no replacement"),
+        ("wrap", "f", "wrap_calls_one_that_forgets", "no replacement"),
     ],
 )
 def test_providers_that_refuse_a_call_are_reported(faults, kind, target, provider, fault):
@@ -209,7 +169,7 @@ def test_providers_that_refuse_a_call_are_reported(faults, kind, target, provide
     [
         ("wrap", "f", "wrap_unseen", "functools.partial"),
         ("replace", "made", "plain_y", "assigned"),
-        ("replace", "Heir", "Good", "no __init__ of its own"),
+        ("replace", "Heir", "Good", "__init__"),
         ("replace", "gone", "plain", "no Python text"),
         ("replace", "f", "absent", "absent"),
     ],
@@ -217,6 +177,13 @@ def test_providers_that_refuse_a_call_are_reported(faults, kind, target, provide
 def test_an_unknown_signature_has_a_reason(faults, kind, target, provider, reason):
     with pytest.raises(signatures.UnknownSignature, match=reason):
         faults(kind, target, provider)
+
+
+@pytest.mark.parametrize(("name", "count"), [("OurThing", 0), ("Narrow", 1)])
+def test_those_of_a_subclass_are_compared_method_by_method(tree, monkeypatch, name, count):
+    monkeypatch.syspath_prepend(tree)
+    found = signatures.signature_faults(replace(CLASS, provider=f"ours:{name}"), tree)
+    assert len(found) == count and all(fault.startswith("m ") for fault in found), found
 
 
 def test_a_source_with_a_byte_order_mark_is_read(tmp_path):

@@ -14,6 +14,7 @@ FILES = {
         TABLE = {"a": 1}
         NOTHING = None
         CONSTANT = 1
+        Text = str
         def f(x): return x
         def g(x): return x
         class Thing:
@@ -28,12 +29,6 @@ FILES = {
     "up/user.py": "from up.base import f\n",
     "up/other.py": "def h(x): return x\nclass Thing: pass\n",
     "up/worker.py": "import ours_prelude\ndef work(x): return x\n",
-    "up/lazy.py": """
-        def made(kept=[]): return kept or kept.append(type("Made", (), {"m": lambda self: "m"})) or kept
-        def __getattr__(name):
-            if name == "Made": return made()[0]
-            raise AttributeError(name)
-    """,
     "ours.py": """
         import functools
         from verl_patches.patching.engine import is_on

@@ -87,12 +87,6 @@ def test_ci_tests_the_line_whose_sources_are_there(clone):
     assert code == 1 and "<--full>" not in out
 
 
-def test_help_and_missing_values(clone):
-    assert "--upstream DIR" in call(clone, "scripts/test.sh", "--help")[1]
-    code, out = call(clone, "scripts/test.sh", "--upstream")
-    assert code == 2 and "needs a folder" in out
-
-
 @pytest.mark.parametrize(
     ("has_modules", "code", "words"), [(0, 7, "<fetch-upstream>"), (1, 2, "pip install -r {root}/requirements.txt")]
 )

@@ -61,5 +61,5 @@ BEGIN, END = "<!-- pins:begin -->\n", "<!-- pins:end -->\n"
 
 @pytest.mark.parametrize("text", ["no markers", END + BEGIN, BEGIN + BEGIN + END])
 def test_markers_that_are_missing_or_twice_are_refused(text):
-    with pytest.raises(ValueError, match="expected one <!-- pins:begin -->"):
+    with pytest.raises(ValueError, match="pins:begin"):
         readme_tables.with_table(text, "pins", "table")

@@ -12,7 +12,7 @@ from verl_patches.upstream.pins import Repository, load_pins
 
 WORKER = "verl/workers/megatron_workers.py"
 WORKER_TEXT = "import logging\n\nimport torch\n\n\nclass ActorRolloutRefWorker:\n    pass\n"
-NOWHERE = "http://127.0.0.1:9/owner/verl.git"  # nothing listens there
+NOWHERE = "file:///nowhere/owner/verl.git"  # no such folder
 
 
 def git(folder: Path, *args: str) -> str:

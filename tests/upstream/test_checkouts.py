@@ -10,12 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.upstream.small_upstream import commit, git
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import REPOSITORY, derive
 from verl_patches.errors import ConfigError
 from verl_patches.planning.plan import commands
-from verl_patches.upstream import checkouts
 from verl_patches.upstream.checkouts import Trees, require_trees, require_verl, trees_of, verl_check, verl_config_dir
 
 PACKAGES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
@@ -32,10 +30,10 @@ def test_trees_are_the_repositories_that_pip_does_not_install_or_a_verl_alone(up
     folders = tuple(upstream / name for name in PACKAGES)
     assert trees_of(upstream) == Trees(("--upstream", str(upstream)), folders, upstream / "verl")
     assert trees_of(None, upstream) == Trees(("--verl-path", str(upstream)), (upstream,), upstream)
-    with pytest.raises(ConfigError, match="expected one of them, found both"):
+    with pytest.raises(ConfigError, match="--upstream contains"):
         trees_of(upstream, upstream)
     (upstream / "MindSpeed" / "mindspeed").rmdir()
-    with pytest.raises(ConfigError, match="MindSpeed/mindspeed.*fetch_upstream.sh"):
+    with pytest.raises(ConfigError, match="MindSpeed/mindspeed"):
         trees_of(upstream)
 
 
@@ -102,13 +100,6 @@ def test_a_printed_command_finds_the_trees_and_all_that_the_image_has_on_its_pat
         assert "" not in path.strip().split(os.pathsep)
 
 
-def test_the_commit_of_a_checkout(tmp_path):
-    assert checkouts.commit_of(tmp_path) is None
-    git(tmp_path, "init", "-q")
-    head = commit(tmp_path, {"file": ""})
-    assert checkouts.commit_of(tmp_path) == head
-
-
 def test_the_verl_of_a_line_is_known_by_its_version(tmp_path):
     assert verl_check("pypi", Trees()) == (True, f"composed over verl 0.4.0, {verl_config_dir().parents[1]}")
     fits, sentence = verl_check("a3", Trees())
@@ -117,5 +108,5 @@ def test_the_verl_of_a_line_is_known_by_its_version(tmp_path):
         (tmp_path / "verl" / name).parent.mkdir(parents=True)
         (tmp_path / "verl" / name).write_text("0.3.1.dev\n")
     require_verl("a3", Trees(verl=tmp_path))
-    with pytest.raises(ConfigError, match="line pypi pins 0.4.0: omit --upstream"):
+    with pytest.raises(ConfigError, match="pypi pins 0"):
         require_verl("pypi", Trees(verl=tmp_path))

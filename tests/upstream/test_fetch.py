@@ -7,9 +7,7 @@ import pytest
 
 from tests.upstream.small_upstream import NOWHERE, WORKER, WORKER_TEXT, commit, git, line_of, no_rows, run
 from verl_patches.boot.install_prelude import LINE
-from verl_patches.cli import contract
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
 from verl_patches.upstream import checkouts
 from verl_patches.upstream import fetch as fetch_module
@@ -20,10 +18,12 @@ pytestmark = pytest.mark.slow  # each starts processes
 
 
 def test_a_clone_is_verified_gets_the_prelude_line_once_and_is_then_left_alone(upstream, dest):
-    pin = upstream.pin(upstream.first)
+    """The commit of a pull request, which no branch contains; another one is noted as not in the pin."""
+    pull = {"number": 7, "head": upstream.second, "why": "it would fast-forward"}
+    pin = upstream.pin(upstream.pull, pull_requests=[pull])
     report, found = run(dest, pin)
     assert (report.command, report.state, report.exit_code) == ("fetch-upstream", "fine", 0)
-    assert git(dest / "verl", "rev-parse", "HEAD") == upstream.first
+    assert found["verl PR 7"].state == "note" and git(dest / "verl", "rev-parse", "HEAD") == upstream.pull
     assert git(dest / "verl", "rev-list", "--count", "HEAD") == "1"  # shallow
     assert git(dest / "verl", "remote", "get-url", "origin") == str(upstream.bare)
     assert (dest / "verl" / WORKER).read_text() == f"{LINE}\n{WORKER_TEXT}"
@@ -35,17 +35,6 @@ def test_a_clone_is_verified_gets_the_prelude_line_once_and_is_then_left_alone(u
     report, found = run(dest, pin)
     assert report.exit_code == 0 and found["verl"].found.startswith("exists")
     assert (dest / "verl" / WORKER).stat().st_mtime_ns == before
-
-
-def test_a_pull_request_that_is_not_in_the_pin_is_noted(upstream, dest):
-    pull = {"number": 7, "head": upstream.pull, "why": "it would fast-forward"}
-    _, found = run(dest, upstream.pin(upstream.second, pull_requests=[pull]))
-    assert found["verl PR 7"].state == "note"
-
-
-def test_a_commit_that_no_branch_contains_is_fetched_by_its_hash(upstream, dest):
-    assert run(dest, upstream.pin(upstream.pull))[0].exit_code == 0
-    assert (dest / "verl" / "verl" / "b.py").is_file()
 
 
 @pytest.mark.parametrize("ref", ["main", None])
@@ -83,20 +72,15 @@ def test_a_changed_clone_is_refused_and_not_touched(upstream, dest, file, text):
     (dest / "verl" / file).write_text(text)
     for pin in (upstream.pin(upstream.first), upstream.pin(upstream.second)):
         report, found = run(dest, pin)
-        assert report.exit_code == 1
-        assert file in found["verl"].found and "stash" in found["verl"].todo
+        assert report.exit_code == 1 and file in found["verl"].found and "stash" in found["verl"].todo
         assert (dest / "verl" / file).read_text() == text
         assert git(dest / "verl", "rev-parse", "HEAD") == upstream.first
-
-
-def test_a_clone_at_another_commit_is_refused_and_not_touched(upstream, dest):
-    run(dest, upstream.pin(upstream.first))
+    mine = commit(dest / "verl", {})
+    report, found = run(dest, upstream.pin(upstream.first))  # the change is committed
+    assert report.exit_code == 1 and git(dest / "verl", "rev-parse", "HEAD") == mine
+    git(dest / "verl", "reset", "-q", "--hard", upstream.first)
     report, found = run(dest, upstream.pin(upstream.second))
-    assert report.exit_code == 1 and f"expected commit {upstream.second}" in found["verl"].found
-    assert "move" in found["verl"].todo and git(dest / "verl", "rev-parse", "HEAD") == upstream.first
-    mine = commit(dest / "verl", {"mine.py": "x = 1\n"})
-    assert run(dest, upstream.pin(upstream.first))[0].exit_code == 1
-    assert git(dest / "verl", "rev-parse", "HEAD") == mine
+    assert report.exit_code == 1 and upstream.second in found["verl"].found and "move" in found["verl"].todo
 
 
 def test_files_that_are_no_clone_are_refused_even_inside_another_repository(upstream, tmp_path, dest):
@@ -115,9 +99,7 @@ def test_the_addresses_of_a_pin_are_tried_in_order(upstream, dest):
     report, found = run(dest, pin, log=logged.append)
     assert report.exit_code == 0 and found["verl"].found.startswith("cloned")
     fetched = [text.rpartition(" ")[2] for text in logged if "fetching" in text]
-    assert (
-        fetched == [NOWHERE, str(upstream.bare)] and sum("127.0.0.1" in text for text in logged) == 2
-    )  # and its error
+    assert fetched == [NOWHERE, str(upstream.bare)] and sum(NOWHERE in text for text in logged) == 2  # and its error
 
     older = dest.parent / "older.git"  # an address that serves another content: the second one is taken too
     git(dest.parent, "clone", "-q", "--mirror", str(upstream.bare), str(older))
@@ -126,12 +108,8 @@ def test_the_addresses_of_a_pin_are_tried_in_order(upstream, dest):
     git(older, "gc", "-q", "--prune=now")
     pin = upstream.pin(upstream.second).model_copy(update={"urls": (str(older), str(upstream.bare))})
     assert run(dest.with_name("other"), pin)[0].exit_code == 0
-    logged = []
-    report, found = run(
-        dest.with_name("none"), pin.model_copy(update={"urls": (str(older), NOWHERE)}), log=logged.append
-    )
+    report, found = run(dest.with_name("none"), pin.model_copy(update={"urls": (str(older), NOWHERE)}))
     assert report.exit_code == 1 and not (dest.with_name("none") / "verl").exists()
-    assert len(logged) == 2 and all("fetching" in text for text in logged)  # the table has the errors, once
     assert str(older) in found["verl"].found and NOWHERE in found["verl"].found and "--mirror" in found["verl"].todo
 
 
@@ -156,14 +134,14 @@ def test_all_missing_mirrors_are_listed_with_the_commands_that_make_them(upstrea
     commands = [line.strip() for line in str(error.value).splitlines() if "git clone" in line]
     assert commands == [f"git clone --mirror {upstream.bare} {old.parent}/{name}.git" for name in "bc"]
     assert [entry.name for entry in dest.iterdir()] == [".lock"]
-    with pytest.raises(ConfigError, match="a folder of git mirrors or a URL"):
+    with pytest.raises(ConfigError, match="nowhere"):
         run(dest, pin, mirror=str(tmp_path / "nowhere"))
     _, found = run(dest, pin.model_copy(update={"commit": "1" * 40}), mirror=str(old.parent))
     assert "has no commit " + "1" * 40 in found["verl"].found and "update the mirror" in found["verl"].todo
 
 
 @pytest.fixture
-def silent_server():
+def silent():
     """A git:// address that accepts and never answers; the list gets one entry for each connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         contacted = []
@@ -180,18 +158,14 @@ def silent_server():
         server.shutdown(socket.SHUT_RDWR)
 
 
-def test_with_a_mirror_the_pins_url_is_not_contacted_and_a_silent_server_ends(
-    upstream, dest, silent_server, monkeypatch
-):
-    contacted, url = silent_server
-    monkeypatch.setattr(fetch_module, "FETCH_S", 2)
+def test_with_a_mirror_the_pins_url_is_not_contacted_and_a_silent_server_ends(upstream, dest, silent, monkeypatch):
+    contacted, url = silent
     pin = upstream.pin(upstream.first, ref="main").model_copy(update={"urls": (url,)})
     assert run(dest, pin, mirror=str(upstream.bare.parent))[0].exit_code == 0
     assert contacted == []
+    monkeypatch.setattr(fetch_module, "FETCH_S", 2)
     report, found = run(dest.with_name("other"), pin)  # the control: without a mirror it is contacted
     assert report.exit_code == 1 and "did not end within 2 s" in found["verl"].found and contacted
-    report, found = run(dest.with_name("other"), pin.model_copy(update={"urls": (NOWHERE,)}))  # git's own error text
-    assert report.exit_code == 1 and "127.0.0.1" in found["verl"].found
     assert not (dest.with_name("other") / "verl").exists()
 
 
@@ -214,7 +188,7 @@ def test_personal_git_settings_change_nothing_and_are_not_changed(upstream, dest
 def test_two_at_once_and_wrong_use_are_refused(upstream, dest, tmp_path):
     with fetch_module._locked(dest), pytest.raises(RecipeError, match="another fetch-upstream"):
         run(dest, upstream.pin(upstream.first))
-    with pytest.raises(ConfigError, match="expected names among verl"):
+    with pytest.raises(ConfigError, match="ver1"):
         run(dest, upstream.pin(upstream.first), only=["ver1"])
     with pytest.raises(ConfigError, match="has no repositories"):
         fetch_upstream("pypi", load_pins().line("pypi"), dest, no_rows)
@@ -237,11 +211,3 @@ def test_the_check_runs_only_over_all_repositories_of_a_line(upstream, dest):
     report = fetch_upstream("test", line_of(**pins), dest, None, only=["verl"])
     assert report.exit_code == 0
     assert report.findings[-1].state == "note" and "no second" in report.findings[-1].found
-
-
-def test_the_check_of_the_command_fits(tmp_path):
-    """Over packages without a module every row of the line is a problem."""
-    for package in PACKAGES["pypi"]:
-        (tmp_path / package).mkdir()
-    first, *problems = fetch_module._checked("pypi", load_pins().line("pypi"), tmp_path, contract.run_check)
-    assert first.state == "problem" and "model.config" in {finding.name for finding in problems}

@@ -59,10 +59,8 @@ def write(folder, files):
         {},
         {WORKER: f"{LINE}\n{WORKER_TEXT}"},
         {"verl/__pycache__/a.pyc": "x", "gone/__pycache__/b.pyc": "x"},
-        {"verl/a.pyc": "x", "run.log": "x", "out/x.log": "x"},
-        {"verl/_version.py": "v = 1"},
-        {"build/lib/verl/a.py": "x"},
-        {"out/site-packages/x.py": "x"},
+        {"verl/a.pyc": "x", "run.log": "x", "verl/_version.py": "v = 1"},
+        {"build/lib/verl/a.py": "x", "out/site-packages/x.py": "x"},
         {"verl/ops.cpython-311-x86_64-linux-gnu.so": "x", "verl/data.so": "x", "build/verl/a.so": "x"},
     ],
 )
@@ -133,8 +131,6 @@ def test_a_clone_of_another_owner_is_compared_all_the_same(tree, monkeypatch):
     with pytest.raises(subprocess.CalledProcessError):
         git(tree[0], "status")  # the control
     assert found(tree).state == "fine"
-    write(tree[0], {"verl/a.py": "a = 2\n"})
-    assert found(tree).details == ("verl/a.py (modified)",)
 
 
 def test_a_tree_that_cannot_be_compared_is_a_problem(tree, tmp_path):
@@ -164,23 +160,14 @@ def installed(tmp_path):
 def test_an_installed_package_is_compared_with_its_record(tmp_path, installed):
     (tmp_path / WORKER).write_text(f"{LINE}\n{WORKER_TEXT}")
     write(tmp_path, {"verl/__pycache__/a.pyc": "x", "other.pth": "x", "verl/ops.so": "x"})
+    record = tmp_path / "verl-0.4.0.dist-info/RECORD"
+    added = ["../../../bin/verl,sha256=x,3", "verl/__pycache__/a.cpython-311.pyc,,"]  # by pip
+    record.write_text("\n".join([*reversed(record.read_text().splitlines()), *added]) + "\n")
     assert (installed().state, installed().details) == ("fine", ())
     (tmp_path / "verl/b.yaml").unlink()
     write(tmp_path, {"verl/a.py": "a = 2\n", "verl/c.py": "", "verl/a.abi3.so": "x"})
     found = ("verl/a.abi3.so (extra)", "verl/a.py (modified)", "verl/b.yaml (deleted)", "verl/c.py (extra)")
     assert (installed().state, installed().details) == ("problem", found)
-
-
-def test_lines_that_pip_adds_to_a_record_do_not_count(tmp_path, installed):
-    record = tmp_path / "verl-0.4.0.dist-info/RECORD"
-    first, *rest = record.read_text().splitlines()
-    more = [
-        "../../../bin/verl,sha256=x,3",
-        "verl/__pycache__/a.cpython-311.pyc,,",
-        "verl-0.4.0.dist-info/INSTALLER,sha256=y,4",
-    ]
-    record.write_text("\n".join([*rest, *more, first]) + "\n")
-    assert installed().state == "fine"
 
 
 def test_a_file_edited_together_with_its_line_in_the_record_is_seen(tmp_path, installed):

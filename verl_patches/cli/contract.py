@@ -25,7 +25,6 @@ from verl_patches.upstream.versions import compare
 
 LineOption = Annotated[str | None, typer.Option("--line", help="pypi or a3; default: the line of VERL_PATCHES.")]
 SOURCES_HELP = "Folder with the upstream clones side by side (line pypi: with the packages, as a site-packages folder)."
-BASE_HELP = "A known tree, laid out as --upstream: print the whole difference of drifted targets against it."
 NO_SOURCE_HELP = "With --write: accept targets without Python text (compiled or inherited)."
 MIRROR_HELP = "A folder of git mirrors, or URL for URL/NAME.git; then the only source."
 
@@ -34,13 +33,12 @@ def check_command(
     upstream: Annotated[Path | None, typer.Option(help=SOURCES_HELP)] = None,
     installed: Annotated[bool, typer.Option("--installed", help="The packages of this Python; default.")] = False,
     line: LineOption = None,
-    base: Annotated[Path | None, typer.Option(help=BASE_HELP)] = None,
     as_json: Json = False,
 ) -> None:
     """Compare upstream's files with their pins, and every row's target, body, signature and bindings with them."""
     if upstream is not None and installed:
         raise ConfigError("check: --upstream and --installed exclude each other; give one")
-    leave_with(run_check(upstream, line, base), as_json, fine=False)
+    leave_with(run_check(upstream, line), as_json, fine=False)
 
 
 def fingerprint_command(
@@ -94,18 +92,17 @@ def fetch_upstream_command(
     leave_with(report, as_json)
 
 
-def run_check(upstream: Path | None, line: str | None, base: Path | None = None) -> Report:
+def run_check(upstream: Path | None, line: str | None) -> Report:
     """The report on one line; ConfigError for folders and lines that do not exist."""
     name = line or from_environment().line
     pins = load_pins().line(name)
     if upstream is None and not any(name in row.lines for row in catalog.all_rows()):
         return Report("check", name, ())
-    here = installed_roots(name) if upstream is None else _roots("--upstream", upstream, name, part=True)
-    known = {} if base is None else _roots("--base", base, name)
+    here = installed_roots(name) if upstream is None else _roots(upstream, name, part=True)
     absent = frozenset(PACKAGES[name]) - set(here)
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
-    report = check(catalog.all_rows(), name, Sources(here, upstream is None, known, pins.packages, absent, verified))
+    report = check(catalog.all_rows(), name, Sources(here, upstream is None, pins.packages, absent, verified))
     if report.state == "empty":
         return report
     expected = "a clone of every repository of the line"
@@ -118,13 +115,13 @@ def run_check(upstream: Path | None, line: str | None, base: Path | None = None)
     return Report("check", name, (*missing, *compared.values(), *report.findings))
 
 
-def _roots(option: str, folder: Path, line: str, part: bool = False) -> dict[str, Path]:
-    """{top-level package: the folder that holds it}; a line without repositories has its packages in `folder`.
+def _roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
+    """{top-level package: the folder that holds it}; `folder` is that of --upstream, or of a line's packages.
 
     Raises ConfigError for packages that are missing; with `part` only where all are.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{option} {folder} is not a folder")
+        raise ConfigError(f"--upstream {folder} is not a folder")
     repositories = load_pins().line(line).repositories
     places = {package: folder / name for name, pin in repositories.items() for package in pin.packages}
     places = places or dict.fromkeys(PACKAGES[line], folder)
@@ -133,7 +130,7 @@ def _roots(option: str, folder: Path, line: str, part: bool = False) -> dict[str
     if missing and not (part and roots):
         wanted = f"clones of {', '.join(repositories)}" if repositories else f"the packages {', '.join(places)}"
         todo = f"; {FETCH}" if repositories else ""
-        raise ConfigError(f"{option} {folder}: expected {wanted}, found no {', '.join(missing)}{todo}")
+        raise ConfigError(f"--upstream {folder}: expected {wanted}, found no {', '.join(missing)}{todo}")
     return roots
 
 
@@ -155,7 +152,7 @@ def fingerprints(
                 f"row {name} is for line {', '.join(sorted(lines))}, not for {line}; say which with --line"
             )
     specs = [engine.specs[name] for name in names if not engine.specs[name].is_module_stub]
-    roots = {} if upstream is None else _roots("--upstream", upstream, line)
+    roots = {} if upstream is None else _roots(upstream, line)
     found, files, absent, dropped = {}, {}, [], []
     for spec in specs:
         root = roots.get(spec.target_module.split(".")[0])
@@ -173,9 +170,12 @@ def fingerprints(
         )
     if write:
         dropped = fp.write_reviewed(line, found, whole=not row_ids, files=files)
-    known = fp.reviewed().get(line, {})
     rows = [
-        {"target": target, "found": fp.whole_hash(seen) if seen else fp.NO_SOURCE, "reviewed": known.get(target)}
+        {
+            "target": target,
+            "found": fp.whole_hash(seen) if seen else fp.NO_SOURCE,
+            "reviewed": fp.reviewed_hash(line, target),
+        }
         for target, seen in found.items()
     ]
     return {"line": line, "rows": rows, "dropped": dropped}

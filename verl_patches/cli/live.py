@@ -29,7 +29,7 @@ from verl_patches.config.compose import output_root
 from verl_patches.errors import INTERRUPTED
 from verl_patches.evaluation.record import PLACES, find_run, last_lines, read_doing, read_summary
 from verl_patches.evaluation.report import in_step, medians, resumed
-from verl_patches.patching.report import rows_off, said_off
+from verl_patches.patching.switches import recorded_off, said_off
 from verl_patches.processes import is_locked
 from verl_patches.values import printable
 
@@ -85,7 +85,7 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     steps, ended = summary.get("steps", []), summary.get("exit", "running")
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
     found: dict[str, Any] = {"run": summary.get("run") or folder.name, "folder": str(folder)}
-    found |= {"state": _state(folder, ended, doing), "exit": ended, "off": rows_off(summary.get("patches", []))}
+    found |= {"state": _state(folder, ended, doing), "exit": ended, "off": recorded_off(summary.get("patches", []))}
     found |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed(steps)}
     found |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
     if found["state"] == "running" and doing:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,15 +20,13 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.record import find_run, read_summary
 from verl_patches.patching.contract import installed_root
 from verl_patches.patching.engine import Engine
-from verl_patches.patching.report import WRONG, count_by_process
-from verl_patches.patching.spec import LINES
 from verl_patches.patching.switches import VARIABLE, Switches, from_environment, parse
-from verl_patches.upstream.checkouts import Trees, verl_check
+from verl_patches.upstream.versions import installed_line
 from verl_patches.watch.heartbeat import ranks_text
 
 Switch = Annotated[str | None, typer.Option("--switches", help="In place of VERL_PATCHES; else of the installed line.")]
 
-
+_WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # row states that need attention
 WATCHED_HELP = "A run's folder, or the name of one in outputs/ of this repository: show what it does now."
 WATCH_HELP = "Refresh until the run ends; Ctrl-C ends the view alone."
 RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the states that it recorded."
@@ -43,13 +41,13 @@ def engine_of(switches: str | None) -> Engine:
 def switches_here(switches: str | None) -> Switches:
     """Switches as given, else of VERL_PATCHES.
 
-    Without both: of the line whose verl is installed, else of production; standard error says which and why.
+    Without both: of the line whose packages are installed, else of production; standard error says which and why.
     """
     if switches is not None or os.environ.get(VARIABLE):
         return from_environment() if switches is None else parse(switches)
-    fitting = [line for line in LINES if installed_root("verl") and verl_check(line, Trees())[0]]
-    taken = Switches(fitting[0], "npu" if installed_root("torch_npu") else "cpu") if fitting else Switches()
-    why = "verl of that line is installed" if fitting else "no line's verl is installed, so these are production's"
+    line = installed_line()
+    taken = Switches(line, "npu" if installed_root("torch_npu") else "cpu") if line else Switches()
+    why = "the packages of that line are installed" if line else "no line's packages are all installed: production's"
     typer.echo(f"{taken.text()} ({VARIABLE} is unset; {why}). Others: --switches", err=True)
     return taken
 
@@ -61,9 +59,9 @@ def status_command(
     switches: Switch = None,
     as_json: Json = False,
 ) -> None:
-    """With RUN what that run does now; else the rows of the catalogue and their states.
+    """With RUN what that run does now; else the rows of the catalogue and their states, of a recorded run with --run.
 
-    Rows are those of a recorded run (--run), or what would be applied here ("waiting").
+    Without a run nothing is applied: a row is "waiting" where a run with these switches would apply it, else "off".
     """
     if watch and (watched is None or as_json):
         raise ConfigError("status: --watch needs RUN, such as `status smoke --watch`, and prints no JSON")
@@ -86,13 +84,13 @@ def _show_run(run: Path, as_json: bool) -> NoReturn:
     """Print the states that a run recorded; exit code 1 where one is wrong."""
     run = find_run(run, output_root())
     record = read_summary(run)
-    rows = count_by_process(record.get("patches", []))
+    rows = _count_by_process(record.get("patches", []))
     if not rows:
         raise RecipeError(
             f"{run} has no recorded states: no process has reported yet; `status {run}` shows how far it is"
         )
     ended, dirty = record.get("exit", "unknown"), record.get("dirty", {})
-    wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
+    wrong = [r["id"] for r in rows if _WRONG & set(r["states"].values())]
     if as_json:
         print_json({"run": str(run), "exit": ended, "dirty": dirty, "rows": rows, "wrong": wrong})
     else:
@@ -103,6 +101,16 @@ def _show_run(run: Path, as_json: bool) -> NoReturn:
         cells = [(row["id"], row["target"], state, row["reason"]) for row, state in zip(rows, states, strict=True)]
         table(f"patches of {run}", ("id", "target", "states", "reason"), cells)
     raise typer.Exit(1 if wrong else 0)
+
+
+def _count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Recorded states folded to one entry a row: {id, target, states: {process: state}, reason (of a wrong state)}."""
+    folded: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        entry = folded.setdefault(row["id"], {"id": row["id"], "target": row["target"], "states": {}, "reason": ""})
+        entry["states"][row["process"]] = row["state"]
+        entry["reason"] = row.get("reason") or entry["reason"]
+    return list(folded.values())
 
 
 def _states_text(states: Mapping[str, str]) -> str:

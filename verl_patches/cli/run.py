@@ -29,8 +29,7 @@ from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
-from verl_patches.patching.report import said_off
-from verl_patches.patching.switches import VARIABLE, parse
+from verl_patches.patching.switches import VARIABLE, parse, said_off
 from verl_patches.planning.step_plan import Workload
 from verl_patches.platform import require as require_platform
 from verl_patches.trainer.record import STEP, run_id

@@ -237,9 +237,9 @@ _OTHER_LINE = {  # what to do on a machine of the other line, whose packages sta
 def _other_line(node: Node) -> Seen | None:
     """What is said once where the installed packages are those of another line, each of which would differ."""
     line = node.config.recipe.line
-    other = versions.line_instead(line, node.machine.pinned)
+    other = versions.installed_line(node.machine.pinned)
     found, expected = f"the packages of line {other}", f"the packages of line {line}"
-    return Seen(False, found, expected, _OTHER_LINE[line]) if other else None
+    return Seen(False, found, expected, _OTHER_LINE[line]) if other not in (None, line) else None
 
 
 def _pins(node: Node) -> Iterator[Seen]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.bindings import Import, SourceFile, find_bindings, read_tree
-from verl_patches.patching.fingerprint import Definition, Statement
+from verl_patches.patching.fingerprint import Statement
 from verl_patches.patching.report import STATES, Finding, Report
 from verl_patches.patching.signatures import UnknownSignature, names_a_module, signature_faults
 from verl_patches.patching.spec import PatchSpec, split
@@ -67,14 +67,13 @@ class Sources:
     """Where the sources of one line are.
 
     `roots`: {top-level package: the folder that holds it}; other packages (torch, tensordict) are those of this
-    interpreter. `installed`: the roots are this interpreter's too. `base`: a tree known to be good, as `roots`.
-    `versions`: {distribution: pinned version}. `absent`: packages of the line that `roots` lack; rows that name them
-    are not checked. `verified`: {top-level package: its source and version}, where all its files are as pinned.
+    interpreter. `installed`: the roots are this interpreter's too. `versions`: {distribution: pinned version}.
+    `absent`: packages of the line that `roots` lack; rows that name them are not checked. `verified`: {top-level
+    package: its source and version}, where all its files are as pinned.
     """
 
     roots: Mapping[str, Path]
     installed: bool = True
-    base: Mapping[str, Path] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     absent: frozenset[str] = frozenset()
     verified: Mapping[str, str] = field(default_factory=dict)
@@ -266,21 +265,15 @@ class RowCheck:
         return Part("fine", f"{version}, as pinned")
 
     def _drift(self, found: str) -> Part:
-        """The statements that changed and, with a base, the difference."""
-        changed, gone = _changes(fp.reviewed_statements(self.line, self.spec.target), self.statements)
+        """The statements that changed, each with its place."""
+        known = fp.reviewed(self.line)[self.spec.target]["statements"]
+        changed, gone = _changes(known, self.statements)
         text = f"the body is {found}: {len(changed)} statement(s) new or changed, {sum(n for n, _ in gone)} gone"
         details = [f"{self._at(s.file, s.line)}: {' '.join(line.strip() for line in s.source())}" for s in changed]
         for number, last in gone:
             place = f"after {self._at(last.file, last.line)}" if last else "at the start"
             details.append(f"{number} reviewed statement(s) gone {place}")
-        todo = f"review the change, then `{self._review_command()}`"
-        if not self.sources.base:
-            todo += "; --base DIR shows the whole difference"
-        if base := self.sources.base.get(self.top):
-            before, after = (_source_text(fp.definitions(self.spec.target, root)) for root in (base, self.root))
-            where = self._where()
-            details += difflib.unified_diff(before, after, f"base/{where}", where, lineterm="")
-        return Part("problem", text, todo, tuple(details))
+        return Part("problem", text, f"review the change, then `{self._review_command()}`", tuple(details))
 
     def _review_command(self) -> str:
         return fp.review_command(self.spec.id, self.line, "" if self.sources.installed else "DIR")
@@ -372,14 +365,3 @@ def _changes(reviewed: list[str], found: list[Statement]) -> tuple[list[Statemen
             if fewer > 0:
                 gone.append((fewer, found[j_end - 1] if j_end else None))
     return changed, gone
-
-
-def _source_text(definitions: list[Definition]) -> list[str]:
-    """The lines of some definitions, decorators included, and those of the headers of the classes around them."""
-    lines = []
-    for one in definitions:
-        first = min([one.node.lineno, *(mark.lineno for mark in getattr(one.node, "decorator_list", ()))])
-        lines += fp.source_lines(one.file)[first - 1 : one.node.end_lineno]
-        headers = one.statements()[-len(one.classes) :] if one.classes else ()
-        lines += [line for header in headers for line in header.source()]
-    return lines

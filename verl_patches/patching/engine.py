@@ -188,8 +188,8 @@ class Engine:
         """(state, reason) of one row now."""
         name = row.spec.target_module
         now = sys.modules.get(name)
-        if row.spec.is_module_stub and row.state == "active" and not hooks.module_stub_is_used(name):
-            if hooks.is_installed(name):
+        if row.spec.is_module_stub and row.state == "active" and (provided := hooks.provided(name)) != "ours":
+            if provided:
                 return "off", f"a package {name} is installed and is used"
             return "overridden", f"{name} is a module that is neither ours nor that of an installed package"
         if not row.in_place:
@@ -221,7 +221,7 @@ class Engine:
         bad, states = [], set()
         for entry in self.status():
             spec, state = self.specs[entry["id"]], entry["state"]
-            not_needed = spec.is_module_stub and state == "off" and hooks.is_installed(spec.target)
+            not_needed = spec.is_module_stub and state == "off" and hooks.provided(spec.target) == "package"
             if spec.id in self.wanted and process in spec.processes and state not in allowed and not not_needed:
                 bad.append(f"{spec.id} is {state} at {spec.target} ({entry['reason']})")
                 states.add(state)
@@ -258,8 +258,7 @@ class Engine:
         """
         from verl_patches.patching import fingerprint
 
-        reviewed = fingerprint.reviewed().get(self.switches.line, {})
-        found = {"verl_patches": fingerprint.package_hash()}
+        line, found = self.switches.line, {"verl_patches": fingerprint.package_hash()}
         for name in sorted(self.specs):
             spec = self.specs[name]
             if name not in self.wanted:
@@ -267,8 +266,8 @@ class Engine:
                 continue
             provider = fingerprint.source_file(split(spec.provider)[0])
             source = fingerprint.file_hash(provider) if provider else "missing"
-            target = "module" if spec.is_module_stub else fingerprint.current(self.switches.line, spec.target)
-            found[name] = f"on:{source}:{target}:{reviewed.get(spec.target, 'never reviewed')}"
+            target = "module" if spec.is_module_stub else fingerprint.current(line, spec.target)
+            found[name] = f"on:{source}:{target}:{fingerprint.reviewed_hash(line, spec.target) or 'never reviewed'}"
         return found
 
     def digest(self) -> str:

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl_patches.patching.spec import split
 
@@ -57,7 +58,7 @@ def statements(place: str, root: Path | None = None) -> list[Statement]:
 
 def current(line: str, target: str) -> str:
     """`fingerprint(target)`; without parsing where the files that it is read from have the bytes that were reviewed."""
-    entry = _record().get(line, {}).get(target, {})
+    entry = reviewed(line).get(target, {})
     files = entry.get("files") or {}
     paths = {module: source_file(module) for module in files}
     if files and all(path and file_hash(path) == files[module] for module, path in paths.items()):
@@ -171,19 +172,17 @@ def package_hash() -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def reviewed() -> dict[str, dict[str, str]]:
-    """The reviewed fingerprints that travel with the package: {line: {"module:qualname": hash}}."""
-    return {line: {target: entry["hash"] for target, entry in table.items()} for line, table in _record().items()}
+def reviewed(line: str) -> dict[str, dict[str, Any]]:
+    """What was reviewed on a line, as it travels with the package: {target: {hash, statements, files}}.
+
+    statements: their hashes in order. files: {module: hash of its file} of all that the fingerprint depends on.
+    """
+    return _record().get(line, {})
 
 
 def reviewed_hash(line: str, target: str) -> str | None:
     """The reviewed fingerprint of one target on one line; None where none was recorded."""
-    return _record().get(line, {}).get(target, {}).get("hash")
-
-
-def reviewed_statements(line: str, target: str) -> list[str]:
-    """The hashes of the statements that were reviewed, in order; empty where nothing was, or nothing is there."""
-    return _record().get(line, {}).get(target, {}).get("statements", [])
+    return reviewed(line).get(target, {}).get("hash")
 
 
 def write_reviewed(
@@ -198,7 +197,7 @@ def write_reviewed(
     of other targets unless this is the `whole` line.
     """
     table = dict(_record())
-    gone = [target for target in table.get(line, {}) if whole and target not in found]
+    gone = [target for target in reviewed(line) if whole and target not in found]
     entries = {
         target: {
             "hash": whole_hash(seen) if seen else NO_SOURCE,
@@ -207,7 +206,7 @@ def write_reviewed(
         }
         for target, seen in found.items()
     }
-    table[line] = {**({} if whole else table.get(line, {})), **entries}
+    table[line] = {**({} if whole else reviewed(line)), **entries}
     blocks = (
         f" {json.dumps(name)}: {{\n"
         + ",\n".join(f"  {json.dumps(target)}: {json.dumps(rows[target])}" for target in sorted(rows))
@@ -218,7 +217,7 @@ def write_reviewed(
     return gone
 
 
-def _record() -> dict[str, dict[str, dict]]:
+def _record() -> dict[str, dict[str, dict[str, Any]]]:
     if not REVIEWED.is_file():
         return {}
     stat = REVIEWED.stat()
@@ -226,7 +225,7 @@ def _record() -> dict[str, dict[str, dict]]:
 
 
 @functools.lru_cache(maxsize=1)
-def _read_record(path: str, _version: tuple[int, int]) -> dict[str, dict[str, dict]]:
+def _read_record(path: str, _version: tuple[int, int]) -> dict[str, dict[str, dict[str, Any]]]:
     return json.loads(Path(path).read_text())
 
 

@@ -204,22 +204,12 @@ def remove_module_stub(name: str) -> None:
             del sys.modules[served]
 
 
-def is_installed(name: str) -> bool:
-    """True where `import name` gives an installed package: neither our module nor an empty one made in memory."""
+def provided(name: str) -> str:
+    """What `import name` gives, or would give: "ours", "package" of an installed one, else "" (made in memory)."""
     top = name.partition(".")[0]
-    module = sys.modules.get(name) or sys.modules.get(top)
-    spec = importlib.util.find_spec(top) if module is None else module.__spec__
-    loader = getattr(spec, "loader", None)
-    return loader is not None and not isinstance(loader, _AliasLoader)
-
-
-def module_stub_is_used(name: str) -> bool:
-    """True where `import name` gives (or would give) our module; a real package that is installed goes first."""
     module = sys.modules.get(name)
-    if module is None:
-        package = name.partition(".")[0]
-        if package not in _STUBS.providers:  # a module that an installed package lacks
-            return name in _STUBS.providers
-        top = importlib.util.find_spec(package)
-        return name in _STUBS.providers and isinstance(getattr(top, "loader", None), _AliasLoader)
-    return isinstance(getattr(module.__spec__, "loader", None), _AliasLoader)
+    if module is None and name in _STUBS.providers and top not in _STUBS.providers:
+        return "ours"  # a module that an installed package lacks
+    module = module or sys.modules.get(top)
+    loader = getattr(importlib.util.find_spec(top) if module is None else module.__spec__, "loader", None)
+    return "ours" if isinstance(loader, _AliasLoader) else "package" if loader else ""

@@ -1,16 +1,12 @@
-"""Findings of `check`, `versions`, `fetch-upstream` and `doctor`; states that a run recorded."""
+"""Findings of `check`, `versions`, `fetch-upstream`, `doctor` and `cluster`, and the report that they make."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from verl_patches.patching.switches import SWITCHED_OFF
-
 STATES = ("fine", "note", "problem")
 NOT_RUN = "not run"  # a check of `doctor` that cannot be made on this machine: neither a pass nor a problem
-WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # row states that need attention
 
 
 @dataclass(frozen=True)
@@ -63,24 +59,3 @@ class Report:
         rows = [asdict(finding) for finding in self.findings]
         about = {"job": self.job} if self.job else {"line": self.line}
         return {"command": self.command, **about, "state": self.state, "counts": counts, "rows": rows}
-
-
-def count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Recorded states folded to one entry a row: {id, target, states: {process: state}, reason (of a wrong state)}."""
-    folded: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        entry = folded.setdefault(row["id"], {"id": row["id"], "target": row["target"], "states": {}, "reason": ""})
-        entry["states"][row["process"]] = row["state"]
-        entry["reason"] = row.get("reason") or entry["reason"]
-    return list(folded.values())
-
-
-def rows_off(rows: Iterable[Mapping[str, str]]) -> list[str]:
-    """Ids of the recorded rows that the user switched off."""
-    off = (row["id"] for row in rows if row["state"] == "off" and row.get("reason", "").startswith(SWITCHED_OFF))
-    return list(dict.fromkeys(off))
-
-
-def said_off(ids: Sequence[str]) -> str:
-    """ "1 row off by you: row.id"; empty text without any."""
-    return f"{len(ids)} row{'s' if len(ids) > 1 else ''} off by you: {', '.join(ids)}" if ids else ""

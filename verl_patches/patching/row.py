@@ -1,7 +1,8 @@
 """One row in one process: find its place, prepare the replacement, put it there, take it out, see what is there now.
 
-`prepare` runs upstream's and our providers' code and changes nothing; the methods of Row change upstream, run no other
-code, and are called with the engine's lock held.
+`prepare` runs our providers' code and changes nothing; the methods of Row change upstream, run no other code, and are
+called with the engine's lock held. A place is read out of dictionaries: names that a module makes by __getattr__, which
+would run upstream's code, are not there.
 """
 
 from __future__ import annotations
@@ -50,26 +51,23 @@ class Slot:
 
 
 def slot(place: str, module: ModuleType | None = None) -> Slot:
-    """The slot of a place in an imported module; ResolveError says which part is missing.
-
-    A name that a module makes on demand is read by getattr, so upstream's code can run: hold no lock.
-    """
+    """The slot of a place in an imported module; ResolveError says which part is missing. No upstream code runs."""
     name, qualname = split(place)
     holder: Any = module if module is not None else sys.modules.get(name)
     if holder is None:
         raise ResolveError(f"module {name} is not imported")
     *path, attribute = qualname.split(".")
     for step in path:
-        holder = _get(holder, step)
+        holder = _static(holder, step)
         if holder is MISSING:
             raise ResolveError(f"{name} has no {step!r} on the way to {qualname!r}")
     if not hasattr(holder, "__dict__"):
         raise ResolveError(f"{describe(holder)} has no attributes of its own, so {qualname!r} cannot be replaced")
-    return Slot(holder, attribute, vars(holder).get(attribute, MISSING), _get(holder, attribute))
+    return Slot(holder, attribute, vars(holder).get(attribute, MISSING), _static(holder, attribute))
 
 
 def peek(place: str) -> Any:
-    """The object at a place now, descriptors unresolved, or MISSING; runs no upstream code, so a lock may be held."""
+    """The object at a place now, descriptors unresolved, or MISSING. No upstream code runs."""
     name, qualname = split(place)
     holder: Any = sys.modules.get(name, MISSING)
     for step in qualname.split("."):
@@ -83,11 +81,6 @@ def _static(holder: Any, name: str) -> Any:
         if name in getattr(owner, "__dict__", ()):
             return vars(owner)[name]
     return MISSING
-
-
-def _get(holder: Any, name: str) -> Any:
-    found = _static(holder, name)
-    return getattr(holder, name, MISSING) if found is MISSING else found
 
 
 def unwrap(raw: Any) -> Any:
@@ -232,10 +225,7 @@ class Row:
         if self.registry is not None:
             key = next((k for k, (_, ours) in self.entries.items() if self.registry.get(k) is not ours), MISSING)
             return "" if key is MISSING else f"entry {key!r} is {describe(self.registry.get(key, MISSING))} now"
-        module, qualname = split(self.spec.target)
-        holder, _, _ = qualname.rpartition(".")
-        on_demand = holder and peek(f"{module}:{holder}") is MISSING  # made by upstream's __getattr__
-        places = {self.spec.target: self.place.current() if on_demand else peek(self.spec.target)}
+        places = {self.spec.target: peek(self.spec.target)}
         for binding in self.spec.bindings:
             if not is_half_built(sys.modules.get(split(binding)[0])):
                 places[binding] = peek(binding)

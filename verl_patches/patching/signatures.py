@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import NamedTuple
 
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.fingerprint import FUNCTIONS, Definition
@@ -20,17 +19,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 class UnknownSignature(Exception):
     """A signature cannot be read from text; the message gives the reason."""
-
-
-class Call(NamedTuple):
-    """How an object is called. `bound`: callers never name the first parameter (self, cls).
-
-    `is_async`: callers await the result, or iterate over it by `async for`.
-    """
-
-    signature: Signature
-    bound: bool = False
-    is_async: bool = False
 
 
 def signature_faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
@@ -49,23 +37,16 @@ def signature_faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
         return []
     if spec.kind == "subclass":
         return _method_faults(spec, root)
-    providers = _provider_calls(spec)
+    providers = _of_provider(spec)
     if not providers:
         return ["returns no replacement"]
     try:
-        targets = _target_calls(spec.target, root)
+        targets = _of_target(spec.target, root)
     except UnknownSignature:
-        if all(_takes_all(provider.signature, "." in split(spec.target)[1]) for provider in providers):
+        if all(_takes_all(provider, "." in split(spec.target)[1]) for provider in providers):
             return []
         raise
-    faults = []
-    for provider in providers:
-        for target in targets:
-            if target.is_async and not provider.is_async:
-                faults.append("is not async, callers await it")
-            if provider.is_async and not target.is_async:
-                faults.append("is async, callers do not await it")
-            faults += refused_calls(target.signature, provider.signature, target.bound)
+    faults = [fault for one in providers for target, bound in targets for fault in refused_calls(target, one, bound)]
     return list(dict.fromkeys(faults))
 
 
@@ -140,35 +121,31 @@ def names_a_module(target: str, root: Path | None) -> bool:
     return any(name == (a.asname or a.name.partition(".")[0]) for node in imports for a in node.names)
 
 
-def _target_calls(place: str, root: Path | None) -> list[Call]:
+def _of_target(place: str, root: Path | None) -> list[tuple[Signature, bool]]:
+    """The signatures of a target, and whether callers never name the first parameter (self, cls)."""
     qualname = split(place)[1]
-    definitions, calls = fp.definitions(place, root), []
+    definitions, found = fp.definitions(place, root), []
     if not definitions:
         of_object = getattr(object, qualname.rpartition(".")[2], None) if "." in qualname else None
         if of_object is None:
             raise UnknownSignature("the target has no Python text")
-        return [Call(inspect.signature(of_object), bound=True)]
+        return [(inspect.signature(of_object), True)]
     for node in (definition.node for definition in definitions):
         if isinstance(node, ast.ClassDef):
-            calls += _calls_of_class(node)
+            found += [(signature, False) for signature in _of_class(node)]
         elif isinstance(node, FUNCTIONS) and not _marks(node) & {"overload", "setter", "deleter"}:
-            calls.append(_call_of(node, "." in qualname and "staticmethod" not in _marks(node)))
-    if not calls:
+            found.append((of_function(node), "." in qualname and "staticmethod" not in _marks(node)))
+    if not found:
         raise UnknownSignature("the target is assigned, not defined")
-    return calls
+    return found
 
 
-def _calls_of_class(node: ast.ClassDef) -> list[Call]:
+def _of_class(node: ast.ClassDef) -> list[Signature]:
     """How a class is called: its own __init__ and __new__ without their first parameter."""
     makers = [child for child in node.body if isinstance(child, FUNCTIONS) and child.name in ("__init__", "__new__")]
     if not makers:
         raise UnknownSignature(f"class {node.name} defines no __init__ of its own")
-    return [Call(Signature(list(of_function(maker).parameters.values())[1:])) for maker in makers]
-
-
-def _call_of(node: Function, bound: bool = False) -> Call:
-    is_async = isinstance(node, ast.AsyncFunctionDef) and "asynccontextmanager" not in _marks(node)
-    return Call(of_function(node), bound, is_async)
+    return [Signature(list(of_function(maker).parameters.values())[1:]) for maker in makers]
 
 
 def _function(place: str) -> Function:
@@ -183,14 +160,14 @@ def _marks(node: Function) -> set[str]:
     return {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
 
 
-def _provider_calls(spec: PatchSpec) -> list[Call]:
-    """How the replacement is called; empty where a wrap returns nothing, or its original only."""
+def _of_provider(spec: PatchSpec) -> list[Signature]:
+    """The signatures of the replacement; none where a wrap returns nothing, or its original only."""
     definitions = fp.definitions(spec.provider)
     if definitions and spec.kind == "wrap":
-        return [_call_of(node) for node in _returned(definitions[-1], 0)]
+        return [of_function(node) for node in _returned(definitions[-1], 0)]
     if definitions and isinstance(definitions[-1].node, ast.ClassDef):
-        return _calls_of_class(definitions[-1].node)
-    return [_call_of(_function(spec.provider))]
+        return _of_class(definitions[-1].node)
+    return [of_function(_function(spec.provider))]
 
 
 def _returned(maker: Definition, depth: int) -> Iterator[Function]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_patches.errors import ConfigError
@@ -19,7 +19,7 @@ from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS, PatchSp
 VARIABLE = "VERL_PATCHES"
 DEFAULT_LINE, DEFAULT_PLATFORM = "a3", "npu"
 DEFAULT_DRIFT = "strict"
-SWITCHED_OFF = "switched off by "  # begin of the reason of a row that a pattern switches off
+_SWITCHED_OFF = "switched off by "  # begin of the reason of a row that a pattern switches off
 _NEAREST = 5  # names that an error suggests at most
 
 
@@ -51,7 +51,7 @@ class Switches:
         for pattern in self.patterns:
             if fnmatch.fnmatchcase(spec.id, pattern[1:]):
                 wanted = pattern[0] == "+"
-                reason = f"{'switched on by ' if wanted else SWITCHED_OFF}{pattern}"
+                reason = f"{'switched on by ' if wanted else _SWITCHED_OFF}{pattern}"
         return wanted, reason
 
     def switched_off(self, specs: Iterable[PatchSpec]) -> list[str]:
@@ -67,6 +67,17 @@ class Switches:
                     f"{pattern!r} (recipe.patches or {VARIABLE}) names no row of the catalogue"
                     f"{nearest_rows(pattern[1:], specs)}. `python -m verl_patches status` lists them."
                 )
+
+
+def recorded_off(rows: Iterable[Mapping[str, str]]) -> list[str]:
+    """Ids of the rows in a run's record that the user switched off."""
+    off = (row["id"] for row in rows if row["state"] == "off" and row.get("reason", "").startswith(_SWITCHED_OFF))
+    return list(dict.fromkeys(off))
+
+
+def said_off(ids: Sequence[str]) -> str:
+    """ "1 row off by you: row.id"; empty text without any."""
+    return f"{len(ids)} row{'s' if len(ids) > 1 else ''} off by you: {', '.join(ids)}" if ids else ""
 
 
 def nearest(name: str, known: Iterable[str], places: Mapping[str, str] | None = None) -> str:

@@ -121,28 +121,17 @@ class AlsoRead(_Strict):
     by: Mapping[Literal["pypi", "a3"], str]
 
 
-class Wheel(_Strict):
-    """A file of the package index for container.python on aarch64."""
+class Download(_Strict):
+    """What is brought beside the packages: a wheel (file, bytes, sha256), a clone from which the image builds (urls in
+    the order of preference, commit), or files of a Hugging Face repository (repository, commit; file: None means all).
+    """
 
-    file: str
-    bytes: int
-    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-
-
-class Clone(_Strict):
-    """A git repository from which the image builds a package. urls: its addresses, the preferred one first."""
-
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    commit: Hash
-
-
-class HubFiles(_Strict):
-    """Files of a Hugging Face repository at a commit, which has their checksums. file: None means all of them."""
-
-    repository: str
-    commit: Hash
+    urls: tuple[str, ...] = ()
+    repository: str | None = None
+    commit: Hash | None = None
     file: str | None = None
     bytes: int | None = None
+    sha256: Sha256 | None = None
 
 
 class Container(_Strict):
@@ -171,7 +160,7 @@ class Line(_Strict):
     system: Mapping[str, Version] = Field(default_factory=dict)
     limits: tuple[str, ...] = ()
     container: Container | None = None
-    downloads: Mapping[str, Wheel | Clone | HubFiles] = Field(default_factory=dict)
+    downloads: Mapping[str, Download] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _the_base_image_has_a_python_of_the_line(self) -> Line:

@@ -20,7 +20,7 @@ from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.upstream.checkouts import FETCH, Trees
 from verl_patches.upstream.modified import roots_of, source_findings
-from verl_patches.upstream.pins import Line, Pins, load_pins, same_version
+from verl_patches.upstream.pins import Line, load_pins, same_version
 from verl_patches.upstream.support import shell_findings
 
 _VERSION_LINE = re.compile(r"^\s*([\w.-]+)\s*[=:]\s*(\S+)\s*$")
@@ -44,14 +44,12 @@ class Machine:
     root: Callable[[str], Path | None] = installed_root
 
 
-def compare(
-    line: str | None = None, machine: Machine | None = None, pins: Pins | None = None, trees: Trees | None = None
-) -> Report:
+def compare(line: str | None = None, machine: Machine | None = None, trees: Trees | None = None) -> Report:
     """The pins of one line against `machine` and `trees`, its environment variables, and, as notes, the line's limits.
 
     line: default the line of VERL_PATCHES, else production. Raises ConfigError for a line that is not in the pin file.
     """
-    machine, pins = machine or Machine(), pins or load_pins()
+    machine, pins = machine or Machine(), load_pins()
     name, why = (line, "--line") if line else _line_of(machine.environ)
     pinned = pins.line(name)
     sources = [*_sources(name, pinned, roots_of(name, trees or Trees(), machine.root))]
@@ -68,15 +66,13 @@ def compare(
     return Report("versions", name, tuple(found))
 
 
-def line_instead(line: str, machine: Machine | None = None, pins: Pins | None = None) -> str | None:
-    """Another line whose pinned packages are all installed, where those of `line` are not; None without one."""
-    machine, pins = machine or Machine(), pins or load_pins()
-    held = [
-        name
-        for name, other in pins.lines.items()
-        if all(_package(key, version, machine).state == "fine" for key, version in other.packages.items())
-    ]
-    return None if line in held else next(iter(held), None)
+def installed_line(machine: Machine | None = None) -> str | None:
+    """The line whose pinned packages are all installed; None without one."""
+    machine = machine or Machine()
+    for name, line in load_pins().lines.items():
+        if all(_package(key, version, machine).state == "fine" for key, version in line.packages.items()):
+            return name
+    return None
 
 
 def _line_of(environ: Mapping[str, str]) -> tuple[str, str]:

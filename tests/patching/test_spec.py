@@ -1,0 +1,155 @@
+"""The table's rows are valid together, on each line; switches are read, and decide which rows are on."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.patching.world import CLASS, FEATURE, row
+from verl_patches.errors import ConfigError
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.spec import LINES, validate
+from verl_patches.patching.switches import Switches, nearest_rows, parse
+
+PYPI_ONLY, A3_ONLY = frozenset({"pypi"}), frozenset({"a3"})
+B, C = row("a.b"), row("a.c")
+TABLE = (
+    row("t.f", bindings=("up.user:f", "up.old:f@a3", "up.new:f@pypi")),
+    row("t.late", "up.base:late", lines=A3_ONLY),
+    row("t.over", "up.base:g", needs=("t.f", "t.late@a3")),
+)
+
+
+def needing(need):
+    return [*TABLE[:2], replace(TABLE[2], needs=(need,))]
+
+
+FAULTY = (
+    # a row by itself
+    ([B, B], "is used 2 times"),
+    ([row("A b")], "id must"),
+    ([row("a.b", kind="steal")], "'steal'"),
+    ([row("a.b", target="a b:c")], "'a b:c'"),
+    ([row("a.b", target="a.b")], "target without ':'"),
+    ([row("a.b", platforms=frozenset({"tpu"}))], "platforms is"),
+    ([replace(B, why="")], "why and exit"),
+    ([row("a.b", bindings=("up.user:f@a4",))], "'a4'"),
+    ([row("a.b", bindings=("up.user f@a3",))], "'up.user f'"),
+    ([row("a.b", bindings=("up.user:f@a3",), lines=PYPI_ONLY)], "line 'a3'"),
+    # needs
+    ([replace(FEATURE, needs=())], "must name the subclass row"),
+    ([row("a.b", needs=("x.y",))], "'x.y', which is no row"),
+    ([row("a.b", needs=("a.b",))], "cycle: a.b -> a.b"),
+    ([row("a.b", needs=("a.d",)), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))], "a.b -> a.d -> a.c -> a.b"),
+    ([B, row("a.c", "m", kind="stub", provider="o", needs=("a.b",))], "a module stub can need no row"),
+    (needing("t.late"), "'t.late' on line pypi"),
+    (needing("t.late@a4"), "'a4'"),
+    (needing("t.gone@a3"), "'t.gone', which is no row"),
+    # rows on one place, whose order is not known
+    ([B, C], "both on up.base:f"),
+    ([B, row("a.c", needs=("a.b@a3",))], "both on up.base:f"),  # on pypi without an order
+    ([B, row("a.c", kind="replace", needs=("a.b",))], "must be a wrap"),
+    ([B, row("a.c", needs=("a.b",), bindings=("m:c",))], "the same bindings"),
+    ([row("a.b", bindings=("m:c",)), row("a.c", "m:c")], "its binding m:c is the target of row 'a.c'"),
+    ([row("a.b", "m:C"), row("a.c", "m:C.m")], "on m:C.m, inside m:C of row 'a.b'"),
+    ([row("a.c", "m:C.D.m"), row("a.b", "m:C", kind="replace", needs=("a.c",))], "replaces m:C, over m:C.D.m"),
+    ([row("a.b", "m:C"), row("a.c", "m:C.TABLE", kind="register")], "on m:C.TABLE, inside"),
+)
+VALID = (
+    [CLASS, FEATURE, replace(FEATURE, id="t.other")],
+    [row("a.c", needs=("a.b",)), row("a.b", kind="replace")],  # the order of the table does not matter
+    [B, row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))],
+    [row("a.b", lines=PYPI_ONLY), row("a.c", lines=A3_ONLY)],
+    [row("a.b", lines=A3_ONLY), row("a.c", needs=("a.b@a3",))],
+    [row("a.b", platforms=frozenset({"cpu"})), row("a.c", platforms=frozenset({"npu"}))],
+    [row("a.b", kind="register"), row("a.c", kind="register")],
+    [row("a.b", "m:C", kind="replace"), row("a.c", "m:C.m", kind="replace", needs=("a.b",))],
+    [row("a.b", "m:C", needs=("a.c",)), row("a.c", "m:C.m", bindings=("o:m",))],
+    [row("a.b", "m:C"), row("a.c", "m:Cs.m"), row("a.d", "n:C.m")],
+    [row("a.b", "m", kind="stub", provider="o"), row("a.c", "m.n:f")],
+)
+
+
+@pytest.mark.parametrize(("rows", "words"), FAULTY)
+def test_faulty_tables_are_refused(rows, words):
+    with pytest.raises(ConfigError) as error:
+        validate(rows)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("rows", VALID)
+def test_rows_that_cannot_clash_are_valid(rows):
+    assert list(validate(rows)) == [r.id for r in rows]
+
+
+@pytest.mark.parametrize(
+    ("line", "bindings", "needs"),
+    [("pypi", ("up.user:f", "up.new:f"), ("t.f",)), ("a3", ("up.user:f", "up.old:f"), ("t.f", "t.late"))],
+)
+def test_bindings_and_needs_of_one_line_count_on_that_line_only(line, bindings, needs):
+    specs = Engine(TABLE, Switches(line, "cpu")).specs
+    assert specs["t.f"].bindings == bindings and specs["t.over"].needs == needs
+
+
+def test_a_need_that_is_off_stops_its_own_line_only():
+    off = {"patterns": ("-t.late",)}
+    assert Engine(TABLE, Switches("pypi", "cpu", **off)).wanted == {"t.f", "t.over"}
+    with pytest.raises(ConfigError, match=r"t\.over needs t\.late"):
+        Engine(TABLE, Switches("a3", "cpu", **off))
+
+
+def test_a_row_that_names_no_line_is_on_in_production():
+    assert all(Engine([row("t.f")], Switches(line)).wanted == {"t.f"} for line in LINES)
+    assert Engine([row("t.f", lines=PYPI_ONLY)], Switches()).wanted == set()  # control
+
+
+# -- switches ----------------------------------------------------------------------------------------------------------
+
+
+def test_switch_text_round_trip_and_errors():
+    for drift in ("", "drift=warn,", "drift=skip,"):
+        text = f"line=pypi,platform=cpu,{drift}-reshard.*,+a.b"
+        assert parse(text).text() == text
+    assert parse("drift=strict") == Switches() == parse("")
+    for bad in ("platform=tpu", "nonsense", "+", "line=pypi,line=a3", "line=a3,line=a3", "drift=ignore"):
+        with pytest.raises(ConfigError, match="VERL_PATCHES"):
+            parse(bad)
+    with pytest.raises(ConfigError, match=r"a\.bcd"):
+        Engine([row("a.bcd")], parse("line=pypi,platform=cpu,-a.bce"))
+
+
+NEAR = (
+    row("a.mla_size", provider="ours:asking"),
+    row("b.size", "up.base:Mla.m"),
+    row("c.other", "up.base:g", provider="ours:same"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("mla", "; nearest: a.mla_size, b.size"),  # an id that contains it, then a target
+        ("louder", "; nearest: b.size"),
+        ("c.othre", "; nearest: c.other"),
+        ("b.siz.*", "; nearest: b.size"),
+        ("*", ""),
+    ],
+)
+def test_suggested_rows_are_related_to_the_name(name, suggested):
+    assert nearest_rows(name, {spec.id: spec for spec in NEAR}) == suggested
+    with pytest.raises(ConfigError) as error:
+        Engine(NEAR, Switches()).explain(name)
+    assert f"{name!r}{suggested}." in str(error.value)
+
+
+def test_which_rows_patterns_decide_and_why():
+    """A later pattern wins; a row of another line or platform cannot be switched on, and is not named as off."""
+    rows = [row("a.b"), row("a.c", "a:c"), row("a.npu", "a:d", platforms=frozenset({"npu"}))]
+    rows += [row("a.d", "a:e"), row("a.old", "a:f", lines=PYPI_ONLY)]
+    switches = Switches("a3", "cpu", ("-a.*", "+a.c", "+a.npu"))
+    assert switches.switched_off(rows) == ["a.b", "a.d"] and Switches("a3", "cpu").switched_off(rows) == []
+    assert Switches("a3", "npu_emulated", ("-a.npu",)).switched_off(rows) == ["a.npu"]  # as on npu
+    engine = Engine(rows, switches)
+    reasons = {r["id"]: r["reason"] for r in engine.status()}
+    assert engine.wanted == {"a.c"}
+    assert (reasons["a.b"], reasons["a.c"]) == ("switched off by -a.*", "switched on by +a.c")
+    assert (reasons["a.npu"], reasons["a.old"]) == ("not for platform cpu", "not for line a3")
