@@ -8,7 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.cluster.backends import START_CONTAINER
+from verl_patches.cluster.hosts import START_CONTAINER
 from verl_patches.cluster.job import (
     MAX_DIES,
     MAX_NODES,

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from tests.cluster.namespaces import Nodes
-from verl_patches.cluster import backends
-from verl_patches.cluster.backends import Hosts
+from verl_patches.cluster import hosts
+from verl_patches.cluster.hosts import Hosts
 from verl_patches.cluster.job import Job
 from verl_patches.errors import RecipeError
 
@@ -173,8 +173,8 @@ def test_an_up_that_fails_brings_the_logs_of_the_nodes_that_started(nodes, job, 
 
 
 def test_a_connection_that_stays_lost_ends_with_what_to_do_next(nodes, job, monkeypatch):
-    monkeypatch.setattr(backends, "RECONNECT_S", 0.0)
-    monkeypatch.setattr(backends, "RECONNECT_EVERY_S", 0.01)
+    monkeypatch.setattr(hosts, "RECONNECT_S", 0.0)
+    monkeypatch.setattr(hosts, "RECONNECT_EVERY_S", 0.01)
     lost = Job(**{**job, "ssh": {"command": ["bash", "-c", "exit 255"]}})
     said = []
     start = time.monotonic()
