@@ -341,7 +341,7 @@ MUTANTS = (
     Mutant("cluster-killed-command-has-a-code", "cluster/command.py",
            "    if code is None:\n        raise", "    if code == -1:\n        raise", CLUSTER),
     Mutant("cluster-refused-beside-another-up-is-a-failure", "cluster/node.py",
-           'raise ConfigError(f"{text}; wait', 'raise RecipeError(f"{text}; wait', CLUSTER),
+           'return ConfigError(f"{text}; wait', 'return RecipeError(f"{text}; wait', CLUSTER),
     Mutant("cluster-removes-containers-without-their-logs", "cluster/hosts.py",
            "self._remove_containers([rank for rank in ended if rank not in faults])", "self._remove_containers()",
            CLUSTER),

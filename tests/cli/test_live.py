@@ -10,7 +10,7 @@ import struct
 import pytest
 from typer.testing import CliRunner
 
-from verl_patches import processes
+from verl_patches import shared_files
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS
 from verl_patches.cli.live import live
@@ -18,7 +18,7 @@ from verl_patches.errors import ConfigError, interrupted
 from verl_patches.evaluation.report import figures
 from verl_patches.patching.report import said_off
 from verl_patches.patching.switches import Switches
-from verl_patches.processes import lock_file
+from verl_patches.shared_files import lock_file
 from verl_patches.trainer.run import CALLS, Run
 from verl_patches.trainer.summary import Progress, write_json
 
@@ -122,7 +122,7 @@ def test_a_look_takes_no_lock_of_the_run(folder, monkeypatch):
     """A launcher that starts while `status` looks is not refused."""
     (folder / "free").mkdir()
     (folder / "free" / ".lock").touch()
-    looked, real = [], processes.fcntl.fcntl
+    looked, real = [], shared_files.fcntl.fcntl
 
     def look(file, *command):
         answer = real(file, *command)
@@ -131,7 +131,7 @@ def test_a_look_takes_no_lock_of_the_run(folder, monkeypatch):
             looked.append(file)
         return answer
 
-    monkeypatch.setattr(processes.fcntl, "fcntl", look)
+    monkeypatch.setattr(shared_files.fcntl, "fcntl", look)
     assert live(folder / "free", NOW)["state"] == "lost" and len(looked) == 1
     (folder / "free" / ".lock").unlink()
     os.mkfifo(folder / "free" / ".lock")

@@ -113,14 +113,10 @@ def test_the_entrypoint_is_one_simple_command_for_the_shell_of_the_operator():
 
 def test_upstream_trees_of_the_job_replace_those_of_the_image():
     made = ray_job(Job(**{**JOB, "nodes": 1}, provider="kubernetes", upstream=["/u"]))
-    (container,) = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    cluster = made["spec"]["rayClusterSpec"]
+    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert "workerGroupSpecs" not in cluster  # of one node
     assert {"name": "PYTHONPATH", "value": "/c:/u"} in container["env"]
-
-
-def test_a_ray_job_of_one_node_has_no_workers():
-    assert (
-        "workerGroupSpecs" not in ray_job(Job(**{**JOB, "nodes": 1}, provider="kubernetes"))["spec"]["rayClusterSpec"]
-    )
 
 
 def test_no_rendered_text_has_a_secret(monkeypatch):

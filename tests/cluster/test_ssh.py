@@ -169,7 +169,7 @@ def test_an_up_that_fails_brings_the_logs_of_the_nodes_that_started(nodes, job, 
     assert [path.name for path in logs.iterdir()] == [f"node-0-{nodes.hosts[0]}"]
     assert (logs / f"node-0-{nodes.hosts[0]}" / "ray" / "gcs_server.out").is_file()
     assert nodes.processes(0) == nodes.processes(1) == []
-    assert {path.name for path in (nodes.folder / "0").iterdir()} == {"lock"}
+    assert {path.name for path in (nodes.folder / "0").iterdir()} == {".lock"}
 
 
 def test_a_connection_that_stays_lost_ends_with_what_to_do_next(nodes, job, monkeypatch):

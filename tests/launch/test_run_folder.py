@@ -112,7 +112,7 @@ def test_a_file_system_without_locks_is_named(configured, monkeypatch):
     def refuse(path):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr("verl_patches.launch.run_folder.lock_file", refuse)
+    monkeypatch.setattr("verl_patches.shared_files.lock_file", refuse)
     with pytest.raises(ConfigError, match="no file locks.*recipe.run"), open_run_folder(configured()):
         pass
 

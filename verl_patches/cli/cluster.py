@@ -127,7 +127,7 @@ def _up_here(
                 not_gathered = error
                 _say(f"logs could not be gathered: {error}; {LOGS_STAY}")
             finally:
-                node.end_processes(job, place.rank, keep_logs=not_gathered is not None)
+                node.down(job, place.rank, keep_logs=not_gathered is not None)
     if as_json:
         print_json({"job": job.name, "rank": place.rank, "address": place.address, "head": place.head, "code": code})
     return code
@@ -204,7 +204,7 @@ def down_command(
                 gather.gather(job, folder, node_rank)
         except OSError as error:  # a full disk, or the caller has gone: what runs here must end all the same
             not_gathered = error
-        stopped = node.end_processes(job, node_rank, keep_logs=logs == "-" or not_gathered is not None)
+        stopped = node.down(job, node_rank, keep_logs=logs == "-" or not_gathered is not None)
         said = f"ended: {', '.join(stopped)}" if stopped else f"nothing of job {job.name} ran here"
         if not_gathered is not None:
             raise RecipeError(f"{said}; but logs could not be gathered: {not_gathered}; {LOGS_STAY}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from verl_patches.cluster.command import BLOCK_BYTES, ended_with
+from verl_patches.cluster.command import ended_with
 from verl_patches.cluster.gather import unpack
 from verl_patches.cluster.job import Job, as_text, of_a_node
 from verl_patches.cluster.node import ALREADY
@@ -32,6 +32,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
 from verl_patches.watch.heartbeat import ranks_text
 
+BLOCK_BYTES = 1 << 16
 MARGIN_S = 180.0  # for a host's connection, container and processes, beyond the job's own wait
 LOGS_S = 900.0  # for the logs of a node, beyond MARGIN_S
 SSH_FAILED, NO_END = 255, 124  # exit codes: ssh's own, which a command may have too; of a call beyond its limit
