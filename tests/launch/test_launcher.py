@@ -1,6 +1,5 @@
 """The launcher with real child processes: how runs end, exit codes, and that only the run's processes are ended."""
 
-import functools
 import json
 import os
 import shutil
@@ -16,54 +15,17 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.launch.drivers import DETACHED, FOLDER, NAME, SLEEP, STEP, SUMMARY, composed
 from tests.weights.cases import make_checkpoint
 from verl_patches.__main__ import app
-from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
-from verl_patches.shared_files import lock_file
 from verl_patches.trainer.summary import new_run_id, run_id
 
 pytestmark = pytest.mark.slow  # each starts processes
 
-NAME = "grpo_deepseekv3_tiny_cpu"
-FOLDER = """import os, json, subprocess, sys, time; from pathlib import Path
-out = Path(os.environ['TENSORBOARD_DIR']).parent
-"""
-STEP = {"step": 1, "reward": 0.5, "seconds": {"rollout": 1.0}}
-SUMMARY = f'{FOLDER}(out / "summary.json").write_text(json.dumps({{"run": "t", "steps": [{STEP}], "exit": "ok"}}))\n'
-# a daemon as Ray starts them: a session of its own, its parent gone, SIGTERM ignored
-DETACHED = f"""{FOLDER}
-code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
-child.stdout.readline()
-(out / "child.pid").write_text(str(child.pid))
-"""
-SLEEP = "time.sleep(600)\n"
 # the watch's error, which the driver raises after the controller has written why it ended itself
 LOST = "raise type('LostNodeError', (Exception,), {})('node a is lost')"
-
-
-@functools.cache
-def composed():
-    return compose(NAME)
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("verl_patches.processes.TERM_S", 0.5)
-    monkeypatch.setattr(launcher, "MEMORY_S", 0.2)  # short runs must be measured on a busy machine too
-
-    def run(code: str, on_line=None, dirty=None, trainer=(), **recipe):
-        lines: list[str] = []
-        config = composed().copy()
-        config.trainer.update(dict(trainer))
-        config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
-        monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
-        outcome = launcher.run(config, NAME, [], on_line or lines.append, None, dirty)
-        return outcome, json.loads((tmp_path / "t" / "summary.json").read_text()), [*filter(None, lines)]
-
-    return run
 
 
 def is_running(folder, name="child.pid"):
@@ -118,21 +80,18 @@ def test_a_driver_that_fails_gives_code_reason_and_a_valid_summary(start, code, 
     assert summary["layout"]["train"] == "tp1 ep2 @2" and summary["steps"] in ([], [STEP])
 
 
-def test_an_error_while_the_users_reward_is_loaded_names_its_line(start, tmp_path, monkeypatch):
+def test_an_error_while_the_users_reward_is_loaded_names_its_line(start, tmp_path):
     """The driver's log has no more than the traceback; an error before it, of the same file, is another one's."""
     file = tmp_path / "reward.py"
     file.write_text("import json\n\nTABLE = json.loads('')\n")
-    config = composed().copy()
-    config.custom_reward_function.path = str(file)
-    monkeypatch.setattr(sys.modules[__name__], "composed", lambda: config)
-    outcome, summary, _ = start(f"""
+    code = f"""
 import runpy
 try: runpy.run_path({str(file)!r})
 except ValueError as error: raise RuntimeError("Error loading module") from error
-""")
+"""
+    outcome, summary, _ = start(code, reward=str(file))
     assert outcome.code == 1 and summary["exit"] == f"{file}:3: RuntimeError: Error loading module"
-    config.custom_reward_function.path = "other.py"
-    assert start("raise KeyError('a')")[1]["exit"] == "KeyError: 'a'"
+    assert start("raise KeyError('a')", reward="other.py")[1]["exit"] == "KeyError: 'a'"
 
 
 @pytest.mark.parametrize("key", ["wall_s", "quiet_s"])
@@ -270,30 +229,6 @@ sys.exit(launcher.run(compose({NAME!r}, overrides), {NAME!r}, overrides).code)
         assert "interrupted by" in json.loads((folder / "summary.json").read_text())["exit"]
         assert not is_running(folder)
     assert not is_running(folder, "driver.pid")
-
-
-def test_a_folder_that_another_run_writes_is_refused(start, tmp_path):
-    (tmp_path / "t").mkdir()
-    with lock_file(tmp_path / "t" / ".lock"):
-        with pytest.raises(ConfigError, match=r"being written by another run.*--run NAME"):
-            start(SUMMARY)
-
-
-@pytest.mark.parametrize(
-    ("settings", "refused"),
-    [({"save_freq": 1}, True), ({"resume_mode": "auto"}, True), ({"resume_mode": "disable"}, False)],
-)
-def test_two_runs_with_one_folder_of_checkpoints_are_refused(start, tmp_path, settings, refused):
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    trainer = {**settings, "default_local_dir": str(folder)}
-    with lock_file(folder / ".lock"):
-        if not refused:
-            assert start(SUMMARY, trainer=trainer)[0].code == 0
-            return
-        with pytest.raises(ConfigError, match=r"checkpoints is being written by another run.*default_local_dir"):
-            start(SUMMARY, trainer=trainer)
-    assert start(SUMMARY, trainer=trainer)[0].code == 0  # control: the lock is free
 
 
 def test_shared_memory_that_a_killed_process_left_is_removed(start, tmp_path):

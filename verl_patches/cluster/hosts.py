@@ -130,7 +130,7 @@ class Hosts:
         line = node_command(self.job, verb, "--node-rank", str(rank), *head, *options)
         return self._inside(f"echo {shlex.quote(BEGINS)}; {line}")
 
-    def _look(self, rank: int) -> Answer:
+    def _reach(self, rank: int) -> Answer:
         """Are checkout and Python there?"""
         checkout, python = shlex.quote(self.job.checkout), shlex.quote(self.job.python)
         missing = f"{{ echo {shlex.quote(f'no program {self.job.python} (python)')} >&2; exit 1; }}"
@@ -182,7 +182,7 @@ class Hosts:
                     fault += f"\n  docker may still be at work on nodes {ranks_text(lost)}: cluster down removes it"
                 raise RecipeError(f"cluster up of job {self.job.name}, containers:{fault}")
             say(f"{self.job.nodes} containers of {self.job.image} run, {len(new)} of them new")
-        answers = self._each(self._look)  # a host that is not reached is known before the others wait for it
+        answers = self._each(self._reach)  # a host that is not reached is known before the others wait for it
         if fault := self._faults(answers):
             fault += self._left_of(new)
             raise RecipeError(f"cluster up of job {self.job.name}; nothing was started:{fault}")
@@ -243,8 +243,8 @@ class Hosts:
     def _remove_containers(self, ranks: Sequence[int] | None = None) -> dict[int, Answer]:
         """Delete the job's containers on hosts, except those that hold files of a user outside their volumes."""
         listed = f"ids=$({self._listed}) || exit 1; "
-        look = f"{listed}for id in $ids; do {CHANGES} || exit 1; done"
-        answers = self._each(lambda rank: self._on(rank, look, "", MARGIN_S), ranks)
+        changes = f"{listed}for id in $ids; do {CHANGES} || exit 1; done"
+        answers = self._each(lambda rank: self._on(rank, changes, "", MARGIN_S), ranks)
         for rank, answer in answers.items():
             if answer.code == 0 and (left := unsaved(self.job, answer.output.decode(errors="replace"))):
                 answers[rank] = Answer(1, b"", refusal(self.job, left))

@@ -32,6 +32,7 @@ from verl_patches.doctor.node_checks import (
     PROBE_S,
     Node,
     NodeCheck,
+    NotRunError,
     Result,
     check_node,
     speed,
@@ -122,6 +123,17 @@ class Nodes:
     probes: Mapping[str, Mapping[str, Any]] | None = None
     fault: str = ""
 
+    def require_ray(self) -> None:
+        """NotRunError where no Ray answered."""
+        if self.fault:
+            raise NotRunError(self.fault, "start Ray on the nodes, with the commands that train --dry-run prints")
+
+    def require_reports(self) -> None:
+        """NotRunError where no node reported."""
+        self.require_ray()
+        if not self.reports:
+            raise NotRunError("no node gave a report")
+
     @cached_property
     def reports(self) -> dict[str, dict[str, Any]]:
         """{place of a node: its report} of those that answered with one."""
@@ -173,20 +185,11 @@ def _deviating(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return usual, {place: text for place, text in texts.items() if text != usual}
 
 
-def _need_reports(nodes: Nodes) -> Iterator[Result]:
-    if nodes.fault:
-        yield Result(None, nodes.fault, todo="start Ray on the nodes, with the commands that train --dry-run prints")
-    elif not nodes.reports:
-        yield Result(None, "no node gave a report")
-
-
 def _equal(name: str) -> Any:
     """A check that all nodes have the same fact `name`."""
 
     def compare(nodes: Nodes) -> Iterator[Result]:
-        if missing := list(_need_reports(nodes)):
-            yield from missing
-            return
+        nodes.require_reports()
         usual, others = _deviating(nodes.fact(name))
         for place, text in others.items():
             yield Result(False, text[:_DIGITS], usual[:_DIGITS], where=place)
@@ -200,9 +203,7 @@ def _equal_parts(name: str) -> Any:
     """A check that all nodes have the same fact `name`, a mapping: each part that differs is named."""
 
     def compare(nodes: Nodes) -> Iterator[Result]:
-        if missing := list(_need_reports(nodes)):
-            yield from missing
-            return
+        nodes.require_reports()
         facts = {place: fact or {} for place, fact in nodes.fact(name).items()}
         keys = sorted({key for fact in facts.values() for key in fact})
         differing: dict[str, list[tuple[str, str, str]]] = {}
@@ -223,17 +224,13 @@ def _equal_parts(name: str) -> Any:
 
 
 def _number(nodes: Nodes) -> Iterator[Result]:
-    if nodes.fault:
-        yield from _need_reports(nodes)
-        return
+    nodes.require_ray()
     fault = fault_of(ray_cluster.check_nodes, nodes.node.config, nodes.nodes)
     yield Result(fault is None, fault or f"{len(nodes.nodes)} nodes")
 
 
 def _answers(nodes: Nodes) -> Iterator[Result]:
-    if nodes.fault:
-        yield from _need_reports(nodes)
-        return
+    nodes.require_ray()
     for number, node in enumerate(nodes.nodes):
         place, answer = nodes.place(number), node.get("answer")
         if place not in nodes.reports:
@@ -245,9 +242,7 @@ def _answers(nodes: Nodes) -> Iterator[Result]:
 
 
 def _clocks(nodes: Nodes) -> Iterator[Result]:
-    if missing := list(_need_reports(nodes)):
-        yield from missing
-        return
+    nodes.require_reports()
     answers = {nodes.place(number): node.get("clock") for number, node in enumerate(nodes.nodes)}
     for place in nodes.reports:
         if answers[place] is None:
@@ -268,9 +263,7 @@ def _clocks(nodes: Nodes) -> Iterator[Result]:
 
 
 def _network(nodes: Nodes) -> Iterator[Result]:
-    if missing := list(_need_reports(nodes)):
-        yield from missing
-        return
+    nodes.require_reports()
     faults = 0
     facts = nodes.fact("interface")
     shared = Counter(fact["address"] for fact in facts.values() if fact)
@@ -298,12 +291,8 @@ def _network(nodes: Nodes) -> Iterator[Result]:
 
 
 def _super_pod(nodes: Nodes) -> Iterator[Result]:
-    if not nodes.node.npu:
-        yield Result(None, f"no NPU here: recipe.platform is {nodes.node.config.recipe.platform}")
-        return
-    if missing := list(_need_reports(nodes)):
-        yield from missing
-        return
+    npu_checks.require_npu(nodes.node)
+    nodes.require_reports()
     pods, only = nodes.fact("super_pod"), nodes.fact("hccs_only")
     if unknown := [place for place, pod in pods.items() if pod is None and only[place]]:
         yield Result(False, "npu-smi names no SuperPoD, and the dies have no address of their own", where=unknown[0])
@@ -322,12 +311,9 @@ def _probed(name: str) -> Any:
     """A check of the all-reduce `name` over all nodes."""
 
     def compare(nodes: Nodes) -> Iterator[Result]:
-        if name == "hccl" and not nodes.node.npu:
-            yield Result(None, f"no NPU here: recipe.platform is {nodes.node.config.recipe.platform}")
-            return
-        if missing := list(_need_reports(nodes)):
-            yield from missing
-            return
+        if name == "hccl":
+            npu_checks.require_npu(nodes.node)
+        nodes.require_reports()
         result = (nodes.probes or {}).get(name)
         if result is None:
             yield Result(None, "no answer to the probe")

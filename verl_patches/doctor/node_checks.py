@@ -154,6 +154,14 @@ class Result:
     state: str = ""
 
 
+class NotRunError(Exception):
+    """A check could not be made: why, and what to do about it."""
+
+    def __init__(self, why: str, todo: str = ""):
+        super().__init__(why)
+        self.todo = todo
+
+
 @dataclass(frozen=True)
 class NodeCheck:
     """One check of doctor: how it is made, what it expects, the severity of a fault, the command that mends it."""
@@ -171,6 +179,8 @@ class NodeCheck:
         try:
             for one in self.results(*context):
                 seen.append(one)
+        except NotRunError as error:
+            seen.append(Result(None, str(error), todo=error.todo))
         except NotUnderstoodError as error:
             seen.append(Result(False, f"not understood: {error}", state="problem"))
         except (ConfigError, RecipeError, OSError, subprocess.SubprocessError) as error:

@@ -10,7 +10,16 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 
-from verl_patches.doctor.node_checks import PROBE_MIB, Node, NodeCheck, Result, probe, probe_settings, speed
+from verl_patches.doctor.node_checks import (
+    PROBE_MIB,
+    Node,
+    NodeCheck,
+    NotRunError,
+    Result,
+    probe,
+    probe_settings,
+    speed,
+)
 from verl_patches.doctor.npu_tools import (
     HEALTHY,
     NO_IP,
@@ -26,27 +35,25 @@ from verl_patches.platform.npu import NOT_SET_BY_RAY, VISIBLE
 
 MIB = 1 << 20
 _BOARD = ("Compatibility", "Software Version", "Firmware Version")
-_ELSEWHERE = "no NPU here: recipe.platform is {}"
 _MOUNTED = "mount it from the host, as scripts/start_container.sh does for npu-smi"
 
 
-def _elsewhere(node: Node) -> Result | None:
-    return None if node.npu else Result(None, _ELSEWHERE.format(node.config.recipe.platform))
+def require_npu(node: Node) -> None:
+    """NotRunError where the run is for another platform."""
+    if not node.npu:
+        raise NotRunError(f"no NPU here: recipe.platform is {node.config.recipe.platform}")
 
 
-def smi_of(node: Node) -> NpuSmi | Result:
-    """The table of npu-smi on this node, or why there is none."""
-    if seen := _elsewhere(node):
-        return seen
-    text = node.npu_smi
-    return Result(None, "npu-smi is not installed", todo=_MOUNTED) if text is None else parse_npu_smi(text)
+def smi_of(node: Node) -> NpuSmi:
+    """The table of npu-smi on this node; NotRunError without one."""
+    require_npu(node)
+    if node.npu_smi is None:
+        raise NotRunError("npu-smi is not installed", _MOUNTED)
+    return parse_npu_smi(node.npu_smi)
 
 
 def _health(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    if isinstance(smi, Result):
-        yield smi
-        return
     enough = len(smi.dies) >= node.dies
     yield Result(enough, f"{len(smi.dies)} dies", f"at least {node.dies} (trainer.n_gpus_per_node)", name="dies")
     for die in smi.dies:
@@ -63,9 +70,6 @@ def _name(die: Die) -> str:
 
 def _memory(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    if isinstance(smi, Result):
-        yield smi
-        return
     need = peak_bytes(node.config, node.rows)
     for process in smi.processes:
         found = f"process {process.pid} ({process.name}) holds {process.memory_mb} MB"
@@ -89,9 +93,6 @@ def _memory(node: Node) -> Iterator[Result]:
 
 def _board(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    if isinstance(smi, Result):
-        yield smi
-        return
     found = set()
     for card in sorted({die.card for die in smi.dies}):
         text = node.machine.output("npu-smi", "info", "-t", "board", "-i", str(card)) or ""
@@ -130,12 +131,8 @@ def super_pod_of(node: Node) -> str | None:
 
 def _links(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    if isinstance(smi, Result):
-        yield smi
-        return
     if node.machine.output("hccn_tool", "-h") is None:
-        yield Result(None, "hccn_tool is not installed", todo="mount /usr/bin/hccn_tool and the driver from the host")
-        return
+        raise NotRunError("hccn_tool is not installed", "mount /usr/bin/hccn_tool and the driver from the host")
     fine = without = 0
     for die in smi.dies:
         try:
@@ -185,9 +182,7 @@ def hccs_only(node: Node) -> bool:
 
 
 def _binding(node: Node) -> Iterator[Result]:
-    if seen := _elsewhere(node):
-        yield seen
-        return
+    require_npu(node)
     devices = {file.name for file in node.machine.devices.glob("davinci[0-9]*")}
     missing = [f"davinci{n}" for n in range(node.dies) if f"davinci{n}" not in devices]
     found = f"no {', '.join(missing)}" if missing else f"{len(devices)} devices"
@@ -202,12 +197,8 @@ def _binding(node: Node) -> Iterator[Result]:
 
 def _hccl(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    if isinstance(smi, Result):
-        yield smi
-        return
     if smi.processes:
-        yield Result(None, f"{len(smi.processes)} processes use the dies", todo="end them (row npu memory)")
-        return
+        raise NotRunError(f"{len(smi.processes)} processes use the dies", "end them (row npu memory)")
     name = node.interface[0] if node.interface else None
     measured = probe(probe_settings("hccl", node.dies, name), node.machine.environ)
     yield Result(True, speed(measured, f"{node.dies} dies, {PROBE_MIB} MiB"))
