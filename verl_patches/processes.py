@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -120,6 +121,21 @@ class SharedMemory:
         """Unlink what is still there, once the run's processes are gone."""
         for name in self._names:
             (self.FOLDER / name).unlink(missing_ok=True)
+
+
+def taken_by(port: int, addresses: Iterable[str]) -> str | None:
+    """Which process, as far as this user may see it, holds a port of these addresses; None where all are free."""
+    for address in addresses:
+        try:
+            with socket.create_server((address, port)):
+                pass
+        except OSError as error:
+            with suppress(psutil.Error, OSError):
+                for found in psutil.net_connections("tcp"):
+                    if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
+                        return f"pid {found.pid} ({' '.join(psutil.Process(found.pid).cmdline())[:100]})"
+            return f"a process of another user or namespace ({error.strerror})"
+    return None
 
 
 def started_at(pid: int) -> int:

@@ -39,6 +39,7 @@ from verl_patches.processes import (
     name_of,
     started_at,
     state_of,
+    taken_by,
 )
 from verl_patches.ray_nodes import CALL_S, JOB, RANK_LABEL, ask_nodes
 from verl_patches.shared_files import LOCK, locked_folder, write_whole
@@ -187,27 +188,13 @@ def _require_free_ports(job: Job, place: Place) -> None:
     for name, (first, last) in job.port_plan.spans(head=place.rank == 0).items():
         if first != last:
             continue  # Ray takes a free one of its workers' ports
-        for address in ("0.0.0.0", place.address):
-            try:
-                with socket.create_server((address, first)):
-                    pass
-            except OSError:
-                taken.append(f"{first} ({name}) by {_holder(first)}")
-                break
+        if holder := taken_by(first, ("0.0.0.0", place.address)):
+            taken.append(f"{first} ({name}) by {holder}")
     if taken:
         raise ConfigError(
             f"{job.host_of(place.rank)}: port {'; port '.join(taken)}; nothing was started. End that process, or give "
             "other ports (ports.gcs, ports.first)"
         )
-
-
-def _holder(port: int) -> str:
-    """The process that listens on a port, as far as this user may see it."""
-    with suppress(psutil.Error, OSError):
-        for found in psutil.net_connections("tcp"):
-            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
-                return f"pid {found.pid} ({' '.join(psutil.Process(found.pid).cmdline())[:100]})"
-    return "a process of another user or namespace"
 
 
 def _wait_for_head(job: Job, place: Place, end: float, say: Callable[[str], None]) -> None:

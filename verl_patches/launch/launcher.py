@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -28,7 +27,7 @@ from verl_patches.launch.restart import Restarts
 from verl_patches.launch.run_folder import RunFolder, open_run_folder
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
-from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent
+from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, taken_by
 from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.trainer.summary import Progress, write_json
 from verl_patches.upstream.checkouts import Trees, commit_of
@@ -224,15 +223,11 @@ class _NewLines:
 
 def require_free_port(port: int | None) -> None:
     """ConfigError if something listens on `port` of this machine; None is always fine."""
-    for address in ("127.0.0.1", "") if port is not None else ():
-        try:
-            with socket.create_server((address, port)):
-                pass
-        except OSError as error:
-            raise ConfigError(
-                f"recipe.ray_port is {port}, which is taken on this machine ({error.strerror or error}); "
-                "nothing was started. Give another port, or null for any free one"
-            ) from error
+    if port is not None and (holder := taken_by(port, ("127.0.0.1", ""))):
+        raise ConfigError(
+            f"recipe.ray_port is {port}, which is taken on this machine by {holder}; nothing was started. Give another "
+            "port, or null for any free one"
+        )
 
 
 @contextmanager
