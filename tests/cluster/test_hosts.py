@@ -131,13 +131,27 @@ def fault_of(made):
     return str(raised.value).splitlines()
 
 
+@pytest.fixture
+def timed_out(monkeypatch):
+    """timed_out(output) -> {last words of a line: its limit}; each call of ssh ends by its limit, after that output."""
+    limits = {}
+
+    def make(output=b""):
+        def run(words, timeout, **_):
+            limits[" ".join(words[-1].split()[-2:])] = timeout
+            raise subprocess.TimeoutExpired(words, timeout, output)
+
+        monkeypatch.setattr(over_ssh.subprocess, "run", run)
+        return limits
+
+    return make
+
+
 @pytest.mark.parametrize("reached", [True, False])
-def test_a_container_that_may_come_later_is_spoken_of_where_docker_was_reached(program, monkeypatch, reached):
-    monkeypatch.setattr(over_ssh, "MARGIN_S", 2.0)
-    begins = f'echo "{over_ssh.BEGINS}"; ' if reached else ""
-    made = hosts(program("ssh", f'[[ "$2" != *"docker container"* ]] || {{ {begins}exec sleep 20; }}'), image="a3")
-    text = fault_of(made)
-    assert text[1] == "  nodes 0,1: no end within 2 s" and len(text) == 2 + reached
+def test_a_container_that_may_come_later_is_spoken_of_where_docker_was_reached(timed_out, reached):
+    timed_out(over_ssh.BEGUN if reached else b"")
+    text = fault_of(hosts("ssh", image="a3"))
+    assert text[1] == f"  nodes 0,1: no end within {over_ssh.MARGIN_S:g} s" and len(text) == 2 + reached
     assert not reached or "docker may still be at work on nodes 0,1" in text[2]
 
 
@@ -322,10 +336,9 @@ def test_a_container_whose_changes_are_not_known_stays(program, container):
     assert "no such driver" in fault and container.exists()
 
 
-def test_logs_have_a_limit_of_their_own(program, tmp_path, monkeypatch):
-    for name, value in (("MARGIN_S", 0.5), ("LOGS_S", 60.0)):
-        monkeypatch.setattr(over_ssh, name, value)
-    ssh = program("ssh", f'sleep 1.5; [[ "$2" != *"down"* ]] || echo "{over_ssh.BEGINS}"')
-    faults = hosts(ssh, nodes=1, hosts=["10.0.0.1"]).down(tmp_path / "logs")
-    assert "its logs: expected a tar archive, found 0 bytes: empty file" in faults[0]
-    assert "no end within 0.5 s" in hosts(ssh, nodes=1, hosts=["10.0.0.1"]).down(None)[0]
+def test_logs_have_a_limit_of_their_own(timed_out, tmp_path):
+    limits = timed_out()
+    (fault,) = hosts("ssh").down(tmp_path / "logs")
+    assert "nodes 0,1: no end within" in fault
+    hosts("ssh").down(None)
+    assert limits == {"--logs -": over_ssh.MARGIN_S + over_ssh.LOGS_S, "--logs none": over_ssh.MARGIN_S}

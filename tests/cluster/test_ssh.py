@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -177,10 +176,8 @@ def test_a_connection_that_stays_lost_ends_with_what_to_do_next(nodes, job, monk
     monkeypatch.setattr(hosts, "RECONNECT_EVERY_S", 0.01)
     lost = Job(**{**job, "ssh": {"command": ["bash", "-c", "exit 255"]}})
     said = []
-    start = time.monotonic()
     with pytest.raises(RecipeError, match="no connection to node 0 .* cluster follow joins it, cluster down ends it"):
         Hosts(lost, {}).follow(io.BytesIO(), said.append)
-    assert time.monotonic() - start < 120
 
 
 def test_a_host_without_sshd_and_a_wrong_key_are_named_and_nothing_is_left(nodes, job, call, tmp_path):

@@ -17,6 +17,8 @@ child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, s
 child.stdout.readline()
 (out / "child.pid").write_text(str(child.pid))
 """
+# until the launcher has measured what runs now (`start` of conftest.py)
+MEASURED = '(out / "ready").touch()\nwhile not (out / "gate").exists(): time.sleep(0.02)\n'
 SLEEP = "time.sleep(600)\n"
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from tests.launch.drivers import DETACHED, FOLDER, NAME, SLEEP, STEP, SUMMARY, composed
+from tests.launch.drivers import DETACHED, FOLDER, MEASURED, NAME, SLEEP, STEP, SUMMARY, composed
 from tests.weights.cases import make_checkpoint
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
@@ -33,14 +33,15 @@ def is_running(folder, name="child.pid"):
 
 
 def test_a_good_run_has_progress_lines_memory_of_all_processes_and_a_record(start, monkeypatch):
-    """Two children hold 100 MB each for 2 s. The shell's own Ray is not joined."""
+    """Two children hold 100 MB each. The shell's own Ray is not joined."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     code = f"""{SUMMARY}
 assert 'RAY_ADDRESS' not in os.environ
 (out / "progress.log").write_text("| one\\n| two\\n")
-grow = "import time; x = bytearray(100_000_000); time.sleep(2)"
-for child in [subprocess.Popen([sys.executable, "-c", grow]) for _ in range(2)]: child.wait()
-"""
+grow = "import time; x = bytearray(100_000_000); print('on', flush=True); time.sleep(600)"
+children = [subprocess.Popen([sys.executable, "-c", grow], stdout=subprocess.PIPE) for _ in range(2)]
+for child in children: child.stdout.readline()
+{MEASURED}"""
     outcome, summary, lines = start(code)
     assert (outcome.code, outcome.reason, summary["exit"], summary["steps"]) == (0, "ok", "ok", [STEP])
     assert lines == ["| one", "| two"]
@@ -217,7 +218,7 @@ child = {DETACHED + pids + SLEEP!r}
 launcher.driver_command = lambda *_: [sys.executable, "-c", child]
 sys.exit(launcher.run(compose({NAME!r}, overrides), {NAME!r}, overrides).code)
 """
-    done = run_python(program, timeout_s=30)
+    done = run_python(program, timeout_s=300)
     assert done.rc == code, done.err
     if number == signal.SIGKILL:  # the driver ends with its launcher, and Ray's daemons with the driver
         deadline = time.monotonic() + 60
@@ -243,8 +244,7 @@ time.sleep(60)
 '''
 child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
 (out / "block").write_text(child.stdout.readline().strip())
-time.sleep(1)
-child.kill()
+{MEASURED}child.kill()
 """
     outcome, *_ = start(code)
     name = (tmp_path / "t" / "block").read_text()
