@@ -318,6 +318,11 @@ MUTANTS = (
     Mutant("gating-without-eps", "emulation/ascend/ops.py",
            "(weights.sum(-1, keepdim=True) + eps)", "weights.sum(-1, keepdim=True)",
            Tests("emulation/test_npu_ops.py")),
+    # shared files
+    Mutant("whole-write-leaves-its-part", "shared_files.py",
+           "        partial.unlink(missing_ok=True)", "        pass", Tests("test_shared_files.py")),
+    Mutant("appended-is-read-twice", "shared_files.py",
+           "self.offset += len(block)", "self.offset += 0", Tests("test_shared_files.py")),
     # cluster
     Mutant("cluster-dead-nodes-count", "cluster/node.py",
            'alive = {node["rank"] for node in of_job if node["alive"]}', 'alive = {node["rank"] for node in of_job}',

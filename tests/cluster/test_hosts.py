@@ -12,9 +12,8 @@ import yaml
 
 from verl_patches.cluster import hosts as over_ssh
 from verl_patches.cluster import node
-from verl_patches.cluster.hosts import Hosts
+from verl_patches.cluster.hosts import Hosts, refusal, unsaved
 from verl_patches.cluster.job import Job
-from verl_patches.cluster.volumes import refusal, unsaved
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import RecipeError
 

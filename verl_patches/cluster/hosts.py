@@ -18,15 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from verl_patches.cluster.command import ended_with
-from verl_patches.cluster.gather import unpack
+from verl_patches.cluster.gather import PLOG_VARIABLE, unpack
 from verl_patches.cluster.job import Job, as_text, of_a_node
 from verl_patches.cluster.node import ALREADY
 from verl_patches.cluster.render import node_command
-from verl_patches.cluster.volumes import CHANGES, refusal, unsaved
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
@@ -41,6 +40,19 @@ LABEL, DIGEST = "verl_patches.job", "verl_patches.digest"  # labels of container
 BEGINS = "verl_patches: output begins"  # what a shell's profiles print comes before this line
 BEGUN = f"{BEGINS}\n".encode()
 START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
+# what container $id holds outside its volumes, which would be deleted with it:
+# "A PATH" (added since its image), "C" (changed), "D" (deleted), and "M" for its mounts
+CHANGES = """docker diff $id && docker inspect --format '{{range .Mounts}}{{println "M" .Destination}}{{end}}' $id"""
+_LINE = re.compile(r"([ACDM]) (/.+)")
+_SYSTEM = re.compile(r"/(bin|boot|dev|etc|lib|lib64|proc|run|sbin|sys|tmp|usr|var)(/|$)")
+# what runs write or read, and so is sought in those folders too
+_KINDS, _NAMES = {".safetensors", ".parquet", ".pt", ".jsonl"}, {"summary.json", "manifest.json"}
+# hidden files, caches, the logs and reports of Ascend's runtime, compiled operators
+_GENERATED = re.compile(
+    r"/(\.[^/]+|__pycache__|ascend/(log|atrace)|kernel_meta[^/]*|atc_data|extra-info|FE"
+    r"|(fusion|check)_result\.json)(/|$)"
+)
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -342,3 +354,36 @@ class Hosts:
                 except (OSError, RecipeError) as error:
                     faults[rank] = f"its logs: {error}; they stay there for another cluster down (--logs FOLDER)"
         return faults
+
+
+def unsaved(job: Job, changes: str) -> list[str]:
+    """The files and folders that somebody may miss, by the output of CHANGES.
+
+    A folder that is new in the container is named in place of its files.
+    """
+    lines = (_LINE.fullmatch(line) for line in changes.splitlines())  # a shell's profiles may print others
+    kinds = {PurePosixPath(line[2]): line[1] for line in lines if line}
+    folders = {parent for path in kinds for parent in path.parents}
+    gathered = {PurePosixPath(folder) for folder in (job.folder, job.env.get(PLOG_VARIABLE)) if folder}
+    saved = gathered | {path for path, kind in kinds.items() if kind == "M"}
+    found: dict[str, None] = {}
+    for path, kind in kinds.items():
+        if kind in "AC" and path not in folders and not saved & {path, *path.parents} and _may_be_missed(path):
+            new = (folder for folder in reversed(path.parents) if kinds.get(folder) == "A")
+            found[str(next(new, path))] = None
+    return list(found)
+
+
+def _may_be_missed(path: PurePosixPath) -> bool:
+    if _GENERATED.search(str(path)):
+        return False
+    return not _SYSTEM.match(str(path)) or path.suffix in _KINDS or path.name in _NAMES
+
+
+def refusal(job: Job, paths: Sequence[str]) -> str:
+    """Why a container with `paths` is not deleted, and what to do."""
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return (
+        f"container {job.name} holds {', '.join(paths[:_SHOWN])}{more}, which no volume of the job has, so it is not "
+        f"deleted. Save what you need (docker cp {job.name}:{paths[0]} FOLDER), then docker rm --force {job.name}"
+    )
