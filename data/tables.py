@@ -9,8 +9,8 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.maths import MAX_ANSWER_CHARS
+from verl_patches.shared_files import replacing
 
 if TYPE_CHECKING:
     import pyarrow
@@ -211,7 +212,7 @@ def shuffled_split(rows: list[Row], test_size: float, seed: int) -> tuple[list[R
 def write_tables(folder: Path, train: list[Row], test: list[Row], overwrite: bool = False) -> tuple[Path, Path]:
     """Write folder/train.parquet and folder/test.parquet and return their paths.
 
-    Both are written to a temporary folder and then renamed, so no reader ever sees half a file. Raises ConfigError,
+    Both are written under other names and then renamed, so no reader ever sees half a file. Raises ConfigError,
     and changes nothing, if one of them exists and `overwrite` is not set, or if `folder` cannot be written to.
     """
     import pyarrow
@@ -221,12 +222,10 @@ def write_tables(folder: Path, train: list[Row], test: list[Row], overwrite: boo
     check_free(folder, overwrite)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".tables.", dir=folder) as building:
+        with ExitStack() as written:
             for target, rows in targets.items():
                 table = pyarrow.Table.from_pylist(rows, schema=_schema())
-                pyarrow.parquet.write_table(table, Path(building) / target.name)
-            for target in targets:
-                os.replace(Path(building) / target.name, target)
+                pyarrow.parquet.write_table(table, written.enter_context(replacing(target)))
     except OSError as error:
         raise ConfigError(f"output {folder}: cannot be written ({error}): choose another --output") from error
     return folder / "train.parquet", folder / "test.parquet"

@@ -72,7 +72,7 @@ BOXES, EQUAL = Tests("rewards/test_maths.py", "closed"), Tests("rewards/test_equ
 TEX, TYPED = Tests("rewards/test_tex.py"), Tests("rewards/test_answer_text.py")
 YAML = Tests("config/test_yaml_files.py")
 ENGINE, SPEC = Tests("patching/test_engine.py"), Tests("patching/test_spec.py")
-CLUSTER = Tests("cluster/test_backends.py cluster/test_command.py cluster/test_node.py", "not ssh_itself")
+CLUSTER = Tests("cluster/test_hosts.py cluster/test_command.py cluster/test_node.py", "not ssh_itself")
 FOLDERS, START = Tests("trainer/test_checkpoint.py"), Tests("launch/test_run_folder.py")
 MANIFEST = Tests("weights/test_manifest.py", "covers")
 FOREIGN = Tests("patching/test_foreign.py patching/test_engine.py")
@@ -318,19 +318,24 @@ MUTANTS = (
     Mutant("gating-without-eps", "emulation/ascend/ops.py",
            "(weights.sum(-1, keepdim=True) + eps)", "weights.sum(-1, keepdim=True)",
            Tests("emulation/test_npu_ops.py")),
+    # shared files
+    Mutant("whole-write-leaves-its-part", "shared_files.py",
+           "        partial.unlink(missing_ok=True)", "        pass", Tests("test_shared_files.py")),
+    Mutant("appended-is-read-twice", "shared_files.py",
+           "self.offset += len(block)", "self.offset += 0", Tests("test_shared_files.py")),
     # cluster
     Mutant("cluster-dead-nodes-count", "cluster/node.py",
            'alive = {node["rank"] for node in of_job if node["alive"]}', 'alive = {node["rank"] for node in of_job}',
            CLUSTER),
     Mutant("cluster-foreign-nodes-count", "cluster/node.py",
            'of_job = [node for node in nodes if node["job"] == job.name]', "of_job = list(nodes)", CLUSTER),
-    Mutant("cluster-ends-refused-hosts", "cluster/backends.py",
+    Mutant("cluster-ends-refused-hosts", "cluster/hosts.py",
            "for rank, answer in answers.items() if answer.code != 2]", "for rank, answer in answers.items()]", CLUSTER),
-    Mutant("cluster-ends-an-earlier-up", "cluster/backends.py",
+    Mutant("cluster-ends-an-earlier-up", "cluster/hosts.py",
            "if not any(ALREADY in answer.error for answer in answers.values()):", "if True:", CLUSTER),
-    Mutant("cluster-takes-foreign-containers", "cluster/backends.py",
+    Mutant("cluster-takes-foreign-containers", "cluster/hosts.py",
            '[ "$label" = {job.name} ] ||', "true ||", CLUSTER),
-    Mutant("cluster-loses-secrets", "cluster/backends.py",
+    Mutant("cluster-loses-secrets", "cluster/hosts.py",
            'self.secrets if verb == "up" else None', 'self.secrets if verb == "down" else None', CLUSTER),
     Mutant("cluster-rank-of-n", "cluster/place.py",
            "if not 0 <= rank < job.nodes:", "if not 0 <= rank <= job.nodes:", CLUSTER),
@@ -341,15 +346,13 @@ MUTANTS = (
     Mutant("cluster-killed-command-has-a-code", "cluster/command.py",
            "    if code is None:\n        raise", "    if code == -1:\n        raise", CLUSTER),
     Mutant("cluster-refused-beside-another-up-is-a-failure", "cluster/node.py",
-           'raise ConfigError(f"{text}; wait', 'raise RecipeError(f"{text}; wait', CLUSTER),
-    Mutant("cluster-removes-containers-without-their-logs", "cluster/backends.py",
+           'return ConfigError(f"{text}; wait', 'return RecipeError(f"{text}; wait', CLUSTER),
+    Mutant("cluster-removes-containers-without-their-logs", "cluster/hosts.py",
            "self._remove_containers([rank for rank in ended if rank not in faults])", "self._remove_containers()",
            CLUSTER),
-    Mutant("cluster-one-failed-question-ends-the-wait", "cluster/backends.py",
-           "            if time.monotonic() >= end:\n                raise\n", "            raise\n", CLUSTER),
-    Mutant("cluster-reads-what-profiles-print", "cluster/backends.py",
+    Mutant("cluster-reads-what-profiles-print", "cluster/hosts.py",
            '_after_profiles(answer.output) or b""', "answer.output", CLUSTER),
-    Mutant("cluster-keeps-a-container-of-another-image", "cluster/backends.py",
+    Mutant("cluster-keeps-a-container-of-another-image", "cluster/hosts.py",
            '[ "$digest" = {job.digest} ] ||', "true ||", CLUSTER),
     Mutant("cluster-slurm-tasks-submit-again", "cluster/render.py",
            "as_text(of_a_node(job))", "as_text(job)", Tests("cluster/test_render.py", "batch_script_gives")),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 INTERRUPTED = "interrupted by "  # how the reason of a run begins that a user or a scheduler ended
 
@@ -19,6 +21,15 @@ class RecipeError(RuntimeError):
 
     patching/engine.py derives PatchError from it: a row of the catalogue could not be made active, or is no longer.
     """
+
+
+def fault_of(function: Callable, *arguments: Any) -> str | None:
+    """The text of the ConfigError that `function` raises; None without one."""
+    try:
+        function(*arguments)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def interrupted(number: int) -> str:

@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
-            ray_start.result_of(controller.run.remote(config), watcher.look if watcher else lambda: None)
+            ray_start.result_of(controller.run.remote(config), watcher.check if watcher else lambda: None)
             failed = False
             output.seen.wait(_FORWARDED_S)
             if config.ray_init.get("timeline_json_file"):

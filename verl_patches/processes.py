@@ -1,4 +1,4 @@
-"""The processes of a run: adopt those that detach, find, end and measure all of them, and no others; their locks.
+"""The processes of a run: adopt those that detach, find, end and measure all of them, and no others.
 
 On Linux the launcher becomes a "child subreaper": a daemon whose parent dies (Ray's gcs_server and raylet do that) is
 handed to the launcher instead of to init, so everything a run started stays a descendant of the launcher.
@@ -10,53 +10,22 @@ process's page tables, so it is read when the cheap resident size has grown, and
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
 import os
 import re
 import signal
-import stat
-import struct
+import socket
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 import psutil
 
 log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
-_FLOCK = "hhqqi"  # struct flock: type, whence, start, length, pid
 TERM_S, KILL_S = 5.0, 5.0  # how long to wait for processes after SIGTERM, and after SIGKILL
-
-
-def lock_file(path: Path) -> TextIO:
-    """The file `path`, made where it is absent, locked for this process until it is closed.
-
-    BlockingIOError where another process has the lock; OSError where it cannot be opened, or is a symbolic link. The
-    lock is of the open file (fcntl(2), F_OFD_SETLK): unlike flock's, `is_locked` sees it without taking one.
-    """
-    lock = open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-    try:
-        fcntl.fcntl(lock, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    except BaseException:
-        lock.close()
-        raise
-    return lock
-
-
-def is_locked(path: Path) -> bool | None:
-    """Whether a process holds `lock_file` of this file, without locking it; None where there is no plain file."""
-    try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            return None
-        with path.open("rb") as file:
-            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-            return struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
-    except OSError:
-        return None
 
 
 @contextmanager
@@ -105,19 +74,29 @@ class Descendants:
             return True
 
     def end_all(self) -> None:
-        """SIGTERM, then SIGKILL to all of them, until none is left; then remove their shared memory."""
-        for number, timeout_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S), (signal.SIGKILL, KILL_S)):
-            left = self.alive()
-            if not left:
-                break
-            self.shared.look(left)
-            for process in left:
-                with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    process.send_signal(number)
-            psutil.wait_procs([p for p in left if p.pid not in self.waited_for], timeout=timeout_s)
-        self.shared.remove()
-        for process in self.alive():
+        """End all of them (`end_processes`); a warning names those that stay."""
+        for process in end_processes(self.alive, self.shared, self.waited_for):
             log.warning("process %d (%s) could not be ended", process.pid, name_of(process))
+
+
+def end_processes(
+    living: Callable[[], Sequence[psutil.Process]], shared: SharedMemory, waited_for: Collection[int] = ()
+) -> Sequence[psutil.Process]:
+    """SIGTERM, then SIGKILL to those that live, until none is left; then remove their shared memory.
+
+    `waited_for`: pids of children that other code waits for. Returns those that could not be ended.
+    """
+    for number, timeout_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S), (signal.SIGKILL, KILL_S)):
+        left = living()
+        if not left:
+            break
+        shared.record(left)
+        for process in left:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process.send_signal(number)
+        psutil.wait_procs([process for process in left if process.pid not in waited_for], timeout=timeout_s)
+    shared.remove()
+    return living()
 
 
 class SharedMemory:
@@ -131,7 +110,7 @@ class SharedMemory:
     def __init__(self) -> None:
         self._names: set[str] = set()
 
-    def look(self, processes: Iterable[psutil.Process]) -> None:
+    def record(self, processes: Iterable[psutil.Process]) -> None:
         """Record what the living processes have mapped; nothing where the system has no /proc."""
         for process in processes:
             with suppress(OSError):
@@ -142,6 +121,21 @@ class SharedMemory:
         """Unlink what is still there, once the run's processes are gone."""
         for name in self._names:
             (self.FOLDER / name).unlink(missing_ok=True)
+
+
+def taken_by(port: int, addresses: Iterable[str]) -> str | None:
+    """Which process, as far as this user may see it, holds a port of these addresses; None where all are free."""
+    for address in addresses:
+        try:
+            with socket.create_server((address, port)):
+                pass
+        except OSError as error:
+            with suppress(psutil.Error, OSError):
+                for found in psutil.net_connections("tcp"):
+                    if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
+                        return f"pid {found.pid} ({' '.join(psutil.Process(found.pid).cmdline())[:100]})"
+            return f"a process of another user or namespace ({error.strerror})"
+    return None
 
 
 def started_at(pid: int) -> int:
@@ -185,24 +179,24 @@ def name_of(process: psutil.Process) -> str:
 
 
 GROWTH = 1.01  # read PSS when the resident size exceeds that of the last reading by this factor
-AT_LEAST_EVERY = 10  # and in each Nth call of `look`
+AT_LEAST_EVERY = 10  # and in each Nth call of `sample`
 
 
 class MemoryWatch:
-    """Peak memory of processes: call `look` with the living ones about once a second, `peaks` for the result."""
+    """Peak memory of processes: call `sample` with the living ones about once a second, `peaks` for the result."""
 
     def __init__(self) -> None:
         self._peak: dict[psutil.Process, int] = {}
         self._name: dict[psutil.Process, str] = {}
-        self._total = self._rss_at_reading = self._looks = 0
+        self._total = self._rss_at_reading = self._samples = 0
         self.fallbacks = 0  # readings where PSS was refused and the resident size was taken
 
-    def look(self, processes: Iterable[psutil.Process]) -> None:
+    def sample(self, processes: Iterable[psutil.Process]) -> None:
         """Take one sample: resident sizes, and PSS where it is due."""
         processes = list(processes)
         rss = sum(map(_rss, processes))
-        due = self._looks % AT_LEAST_EVERY == 0 or rss > self._rss_at_reading * GROWTH
-        self._looks += 1
+        due = self._samples % AT_LEAST_EVERY == 0 or rss > self._rss_at_reading * GROWTH
+        self._samples += 1
         if not due or not processes:
             return
         self._rss_at_reading = rss

@@ -10,14 +10,14 @@ import struct
 import pytest
 from typer.testing import CliRunner
 
-from verl_patches import processes
+from verl_patches import shared_files
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS
 from verl_patches.cli.live import live
 from verl_patches.errors import ConfigError, interrupted
 from verl_patches.evaluation.report import figures
 from verl_patches.patching.switches import Switches, said_off
-from verl_patches.processes import lock_file
+from verl_patches.shared_files import lock_file
 from verl_patches.trainer.record import Progress, write_json
 from verl_patches.trainer.run import CALLS, Run
 
@@ -121,7 +121,7 @@ def test_a_look_takes_no_lock_of_the_run(folder, monkeypatch):
     """A launcher that starts while `status` looks is not refused."""
     (folder / "free").mkdir()
     (folder / "free" / ".lock").touch()
-    looked, real = [], processes.fcntl.fcntl
+    looked, real = [], shared_files.fcntl.fcntl
 
     def look(file, *command):
         answer = real(file, *command)
@@ -130,7 +130,7 @@ def test_a_look_takes_no_lock_of_the_run(folder, monkeypatch):
             looked.append(file)
         return answer
 
-    monkeypatch.setattr(processes.fcntl, "fcntl", look)
+    monkeypatch.setattr(shared_files.fcntl, "fcntl", look)
     assert live(folder / "free", NOW)["state"] == "lost" and len(looked) == 1
     (folder / "free" / ".lock").unlink()
     os.mkfifo(folder / "free" / ".lock")

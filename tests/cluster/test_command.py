@@ -72,7 +72,7 @@ def test_one_that_runs_is_joined_and_another_one_refused(make, tmp_path):
         ConfigError, match="another command of job j runs .*cluster follow, or end it with cluster down"
     ):
         command.start(make("echo other"), STARTED, {}, say)
-    with node.locked_folder(tmp_path), pytest.raises(ConfigError, match="another `cluster` command"):
+    with node.one_command_in(tmp_path), pytest.raises(ConfigError, match="another `cluster` command"):
         command.start(job, STARTED, {}, say)  # two callers at once start one command
     assert psutil.Process(first.pid).environ()[node.MARK] == STARTED.mark  # so `down` ends it
     assert os.getsid(first.pid) == first.pid

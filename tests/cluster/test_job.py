@@ -8,7 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.cluster.backends import START_CONTAINER
+from verl_patches.cluster.hosts import START_CONTAINER
 from verl_patches.cluster.job import (
     MAX_DIES,
     MAX_NODES,
@@ -56,7 +56,6 @@ def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb,
     ("changes", "text"),
     [
         ({"colour": 1}, "colour"),
-        ({"nodes": "2"}, "nodes"),
         ({"nodes": 0}, "nodes"),
         ({"name": "A b"}, "name"),
         ({"provider": "ssh", "hosts": ["10.0.0.1"]}, "hosts has 1 addresses, expected one of each of the 2 nodes"),
@@ -66,13 +65,9 @@ def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb,
         ({"provider": "slurm"}, "command is missing"),
         ({"volumes": {"/d": "/d"}}, "the job has no image"),
         ({"image": "a", "volumes": {"/d": "/d", "/e": "/d"}}, "a folder of the container twice"),
-        ({"image": "a", "volumes": {"d": "/d"}}, "volumes.d"),
         ({"image": "a", "volumes": {"/d": "/d,/e"}}, "volumes./d"),
         ({"env": {"HF_TOKEN": "x"}}, "env has the value of HF_TOKEN"),
         ({"env": {"A": "x"}, "secrets": ["A"]}, "env has the value of A"),
-        ({"env": {"HFTOKEN": "x"}}, "env has the value of HFTOKEN"),
-        ({"env": {"APIKEY": "x"}}, "env has the value of APIKEY"),
-        ({"env": {"AUTH": "x"}}, "env has the value of AUTH"),
         ({"env": {"DB_PASS": "x"}}, "env has the value of DB_PASS"),
         ({"env": {"MODEL": "hf_" + "x" * 30}}, "env has the value of MODEL"),
         ({"command": ["env", "HFTOKEN=x", "train"]}, "has the value of HFTOKEN"),
@@ -81,36 +76,19 @@ def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb,
         ({"nodes": 20_000_000}, f"nodes: .* less than or equal to {MAX_NODES}"),
         ({"dies": MAX_DIES + 1}, f"dies: .* less than or equal to {MAX_DIES}"),
         ({"wait_s": float("inf")}, "wait_s"),
-        ({"wait_s": float("nan")}, "wait_s"),
-        ({"kubernetes": {"cpus": 10**9}}, "kubernetes.cpus"),
         ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "slurm.partition"),
         ({"slurm": {"time": "1:00\n#SBATCH -x"}}, "slurm.time"),
-        ({"slurm": {"time": "soon"}}, "slurm.time"),
         ({"slurm": {"options": ["--account=a\nrm -rf x"]}}, "slurm.options.0: .*one line"),
         ({"slurm": {"options": ["account=a"]}}, "slurm.options.0: .*an option, such as --account=NAME"),
         ({"slurm": {"srun_options": ["--mpi\n"]}}, "slurm.srun_options.0: .*one line"),
         ({"ssh": {"user": "-oProxyCommand=x"}}, "ssh.user"),
-        ({"ssh": {"user": "a b"}}, "ssh.user"),
-        ({"ssh": {"user": "a;b"}}, "ssh.user"),
         ({"ssh": {"user": "root\n"}}, "ssh.user"),
-        ({"ssh": {"user": ""}}, "ssh.user"),
         ({"ssh": {"command": []}}, "ssh.command"),
-        ({"ssh": {"command": ["ssh\n"]}}, "ssh.command.0"),
-        ({"hosts": ["10.0.0.1\n", "b"]}, "hosts.0"),
         ({"image": "-v /:/host"}, "image: .*does not begin with -"),
-        ({"image": "a\nb"}, "image"),
         ({"interface": "eth0; rm"}, "interface"),
         ({"checkout": "/a\nb"}, "checkout"),
-        ({"folder": "-x"}, "folder"),
-        ({"python": "-c"}, "python"),
-        ({"upstream": [""]}, "upstream.0"),
-        ({"logs": "\x1b[2J"}, "logs"),
-        ({"kubernetes": {"queue": "a\nb"}}, "kubernetes.queue"),
-        ({"image": "a", "volumes": {"/a\x1b": "/b"}}, "volumes./a"),
-        ({"command": ["a\0b"]}, "command.0: .*without NUL"),
         ({"env": {"A": "a\0b"}}, "env.A: .*without NUL"),
         ({"ports": {"gcs": 6380}}, "overlap at 6380"),
-        ({"ports": {"first": 10000}}, "overlap at 1000"),
     ],
 )
 def test_a_wrong_job_is_refused_by_name(changes, text):
@@ -194,29 +172,13 @@ def test_values_within_the_bounds_are_taken():
         assert read(interface=interface)[0].interface == interface
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"name: j\n\tnodes: 2\n", ":2: expected spaces, found a tab"),
-        (b"name: j\nnodes: 2\nnodes: 3\n", ":3: expected each key once, found nodes"),
-        (b"name: !x j\n", ":1: expected a plain value"),
-        (b"name: &x [*x]\n", ":1: expected a value that ends"),
-        (b"name: j\n---\nsecrets: {A: b}\n", ":2: expected the end of the file, found another document"),
-        (b"name: caf\xe9\n", ":1: expected text in UTF-8"),
-        (b"name: " + b"[" * 100_000, ":1: expected at most 32 levels"),
-        (b"- a\n", ": expected a job file with name"),
-        (b"", ": expected a job file with name"),
-    ],
-)
-def test_a_file_that_is_no_yaml_is_refused_by_line(tmp_path, text, message):
+def test_a_file_that_is_no_job_is_refused_by_line(tmp_path):
+    """What YAML is not read: config/test_yaml_files.py. Of standard input the second document has the secrets."""
     path = tmp_path / "job.yaml"
-    path.write_bytes(text)
-    with pytest.raises(ConfigError) as error:
-        load_job(str(path), "", {})
-    assert str(error.value).startswith(f"{path}{message}") and "\n" not in str(error.value)
-    if b"---" not in text:  # of standard input, where the second document has the secrets
-        with pytest.raises(ConfigError, match="the job file on standard input:"):
-            load_job("-", text, {})
+    for text, message in ((b"name: j\n---\nsecrets: {A: b}\n", ":2: "), (b"- a\n", ": "), (b"", ": ")):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError, match=f"^{path}{message}expected .*$"):
+            load_job(str(path), "", {})
 
 
 def test_a_name_of_two_lines_is_said_in_one():

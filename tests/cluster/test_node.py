@@ -17,7 +17,6 @@ import yaml
 
 from verl_patches.cluster import gather, node
 from verl_patches.cluster.job import Job, read_job
-from verl_patches.cluster.members import members
 from verl_patches.cluster.place import Place, place_of
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.processes import started_at
@@ -189,8 +188,8 @@ def test_a_second_up_joins_or_refuses(job, running):
     again = cluster(changed(job, command=words), "up", "--run")
     assert again.returncode == 137 and again.stdout.startswith("again\n") and "Killed" in again.stdout
     assert cluster(job, "follow", "--skip", "2").stdout.startswith("ain\n")
-    address, start = f"{HOST}:{job.ports.gcs}", time.monotonic()
-    assert [found["job"] for found in members(address, "other", 1, 2.0)] == ["drill"]
+    start = time.monotonic()
+    assert [found["job"] for found in node.members(changed(job, name="other"), HOST, 1, 2.0)] == ["drill"]
     assert time.monotonic() - start >= 2  # a node of another job is not one that it waits for
     assert node.records(Path(job.folder)) == [running] and node.ended(running) == []
     other = cluster(changed(job, name="other"), "up")
@@ -262,9 +261,9 @@ def test_a_step_of_the_clock_ends_no_node(job, monkeypatch):
 
 def test_another_command_at_work_is_named_and_the_node_left_alone(job):
     """ConfigError is exit code 2, for which `up` over ssh ends nothing on that host."""
-    with node.locked_folder(node._folder(job)), pytest.raises(ConfigError, match="another `cluster` command"):
+    with node.one_command_in(node._folder(job)), pytest.raises(ConfigError, match="another `cluster` command"):
         node.up(job, Place(0, HOST, HOST), {}, lambda text: None)
-    with node.locked_folder(Path(job.folder)):
+    with node.one_command_in(Path(job.folder)):
         done = cluster(job, "up")
     assert done.returncode == 2 and "another `cluster` command" in done.stderr
 
@@ -272,10 +271,10 @@ def test_another_command_at_work_is_named_and_the_node_left_alone(job):
 def test_a_holder_of_the_lock_that_does_not_end_is_named(job, monkeypatch):
     """It is this process, which is not a `cluster` command and so is not ended. Control: it lets the lock go."""
     monkeypatch.setattr(node, "END_HOLDER_S", 0.3)
-    with node.locked_folder(node._folder(job)):
+    with node.one_command_in(node._folder(job)):
         with pytest.raises(RecipeError, match="could not be ended within 0.3 s"):
-            node.end_processes(job)
-    assert node.end_processes(job) == []
+            node.down(job)
+    assert node.down(job) == []
 
 
 def test_logs_travel_as_an_archive_and_anything_else_is_refused(tmp_path):

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from tests.cluster.namespaces import Nodes
+from verl_patches.__main__ import app
 from verl_patches.cluster.job import Job
-from verl_patches.cluster.render import ray_job, rendered
+from verl_patches.cluster.render import instead_of, ray_job, rendered
 from verl_patches.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,14 +113,10 @@ def test_the_entrypoint_is_one_simple_command_for_the_shell_of_the_operator():
 
 def test_upstream_trees_of_the_job_replace_those_of_the_image():
     made = ray_job(Job(**{**JOB, "nodes": 1}, provider="kubernetes", upstream=["/u"]))
-    (container,) = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    cluster = made["spec"]["rayClusterSpec"]
+    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert "workerGroupSpecs" not in cluster  # of one node
     assert {"name": "PYTHONPATH", "value": "/c:/u"} in container["env"]
-
-
-def test_a_ray_job_of_one_node_has_no_workers():
-    assert (
-        "workerGroupSpecs" not in ray_job(Job(**{**JOB, "nodes": 1}, provider="kubernetes"))["spec"]["rayClusterSpec"]
-    )
 
 
 def test_no_rendered_text_has_a_secret(monkeypatch):
@@ -214,6 +212,17 @@ def test_the_batch_script_starts_ray_on_two_nodes_and_ends_both_with_the_command
             assert nodes.processes(0) == nodes.processes(1) == []
             found = {path.name for path in (tmp_path / "logs").iterdir()}
             assert found == {f"node-{rank}-{host}" for rank, host in enumerate(nodes.hosts)}
+
+
+@pytest.mark.parametrize("provider", ["kubernetes", "slurm"])
+@pytest.mark.parametrize("verb", ["up", "follow", "status", "down"])
+def test_a_job_of_a_scheduler_is_refused_with_the_command_to_type(tmp_path, provider, verb):
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({**JOB, **KUBERNETES, "provider": provider, "logs": "/c/outputs"}))
+    done = CliRunner().invoke(app, ["cluster", verb, str(file)])
+    command = instead_of(Job(**yaml.safe_load(file.read_text())), verb, str(file))
+    assert isinstance(done.exception, ConfigError) and str(done.exception).endswith(f": {command}")
+    assert instead_of(Job(**JOB), verb, str(file)) is None
 
 
 def test_render_prints_and_starts_nothing(tmp_path):

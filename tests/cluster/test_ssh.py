@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -15,8 +14,8 @@ import pytest
 import yaml
 
 from tests.cluster.namespaces import Nodes
-from verl_patches.cluster import backends
-from verl_patches.cluster.backends import Hosts
+from verl_patches.cluster import hosts
+from verl_patches.cluster.hosts import Hosts
 from verl_patches.cluster.job import Job
 from verl_patches.errors import RecipeError
 
@@ -169,18 +168,16 @@ def test_an_up_that_fails_brings_the_logs_of_the_nodes_that_started(nodes, job, 
     assert [path.name for path in logs.iterdir()] == [f"node-0-{nodes.hosts[0]}"]
     assert (logs / f"node-0-{nodes.hosts[0]}" / "ray" / "gcs_server.out").is_file()
     assert nodes.processes(0) == nodes.processes(1) == []
-    assert {path.name for path in (nodes.folder / "0").iterdir()} == {"lock"}
+    assert {path.name for path in (nodes.folder / "0").iterdir()} == {".lock"}
 
 
 def test_a_connection_that_stays_lost_ends_with_what_to_do_next(nodes, job, monkeypatch):
-    monkeypatch.setattr(backends, "RECONNECT_S", 0.0)
-    monkeypatch.setattr(backends, "RECONNECT_EVERY_S", 0.01)
+    monkeypatch.setattr(hosts, "RECONNECT_S", 0.0)
+    monkeypatch.setattr(hosts, "RECONNECT_EVERY_S", 0.01)
     lost = Job(**{**job, "ssh": {"command": ["bash", "-c", "exit 255"]}})
     said = []
-    start = time.monotonic()
     with pytest.raises(RecipeError, match="no connection to node 0 .* cluster follow joins it, cluster down ends it"):
         Hosts(lost, {}).follow(io.BytesIO(), said.append)
-    assert time.monotonic() - start < 120
 
 
 def test_a_host_without_sshd_and_a_wrong_key_are_named_and_nothing_is_left(nodes, job, call, tmp_path):

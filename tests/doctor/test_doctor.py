@@ -26,7 +26,7 @@ PROBED = {name: {"measured": {"seconds": 0.1, "bus_bytes_per_s": 1e9}, "world": 
 def run(*words):
     environ = {**os.environ, "VERL_PATCHES": "line=pypi,platform=cpu"}
     arguments = [sys.executable, "-m", "verl_patches", "doctor", *words]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=200, env=environ)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=600, env=environ)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The launcher with real child processes: how runs end, exit codes, and that only the run's processes are ended."""
 
-import functools
 import json
 import os
 import shutil
@@ -16,54 +15,17 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.launch.drivers import DETACHED, FOLDER, MEASURED, NAME, SLEEP, STEP, SUMMARY, composed
 from tests.weights.cases import make_checkpoint
 from verl_patches.__main__ import app
-from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
-from verl_patches.processes import lock_file
 from verl_patches.trainer.record import new_run_id, run_id
 
 pytestmark = pytest.mark.slow  # each starts processes
 
-NAME = "grpo_deepseekv3_tiny_cpu"
-FOLDER = """import os, json, subprocess, sys, time; from pathlib import Path
-out = Path(os.environ['TENSORBOARD_DIR']).parent
-"""
-STEP = {"step": 1, "reward": 0.5, "seconds": {"rollout": 1.0}}
-SUMMARY = f'{FOLDER}(out / "summary.json").write_text(json.dumps({{"run": "t", "steps": [{STEP}], "exit": "ok"}}))\n'
-# a daemon as Ray starts them: a session of its own, its parent gone, SIGTERM ignored
-DETACHED = f"""{FOLDER}
-code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
-child.stdout.readline()
-(out / "child.pid").write_text(str(child.pid))
-"""
-SLEEP = "time.sleep(600)\n"
 # the watch's error, which the driver raises after the controller has written why it ended itself
 LOST = "raise type('LostNodeError', (Exception,), {})('node a is lost')"
-
-
-@functools.cache
-def composed():
-    return compose(NAME)
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("verl_patches.processes.TERM_S", 0.5)
-    monkeypatch.setattr(launcher, "MEMORY_S", 0.2)  # short runs must be measured on a busy machine too
-
-    def run(code: str, on_line=None, dirty=None, trainer=(), **recipe):
-        lines: list[str] = []
-        config = composed().copy()
-        config.trainer.update(dict(trainer))
-        config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
-        monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
-        outcome = launcher.run(config, NAME, [], on_line or lines.append, None, dirty)
-        return outcome, json.loads((tmp_path / "t" / "summary.json").read_text()), [*filter(None, lines)]
-
-    return run
 
 
 def is_running(folder, name="child.pid"):
@@ -71,14 +33,15 @@ def is_running(folder, name="child.pid"):
 
 
 def test_a_good_run_has_progress_lines_memory_of_all_processes_and_a_record(start, monkeypatch):
-    """Two children hold 100 MB each for 2 s. The shell's own Ray is not joined."""
+    """Two children hold 100 MB each. The shell's own Ray is not joined."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     code = f"""{SUMMARY}
 assert 'RAY_ADDRESS' not in os.environ
 (out / "progress.log").write_text("| one\\n| two\\n")
-grow = "import time; x = bytearray(100_000_000); time.sleep(2)"
-for child in [subprocess.Popen([sys.executable, "-c", grow]) for _ in range(2)]: child.wait()
-"""
+grow = "import time; x = bytearray(100_000_000); print('on', flush=True); time.sleep(600)"
+children = [subprocess.Popen([sys.executable, "-c", grow], stdout=subprocess.PIPE) for _ in range(2)]
+for child in children: child.stdout.readline()
+{MEASURED}"""
     outcome, summary, lines = start(code)
     assert (outcome.code, outcome.reason, summary["exit"], summary["steps"]) == (0, "ok", "ok", [STEP])
     assert lines == ["| one", "| two"]
@@ -118,21 +81,18 @@ def test_a_driver_that_fails_gives_code_reason_and_a_valid_summary(start, code, 
     assert summary["layout"]["train"] == "tp1 ep2 @2" and summary["steps"] in ([], [STEP])
 
 
-def test_an_error_while_the_users_reward_is_loaded_names_its_line(start, tmp_path, monkeypatch):
+def test_an_error_while_the_users_reward_is_loaded_names_its_line(start, tmp_path):
     """The driver's log has no more than the traceback; an error before it, of the same file, is another one's."""
     file = tmp_path / "reward.py"
     file.write_text("import json\n\nTABLE = json.loads('')\n")
-    config = composed().copy()
-    config.custom_reward_function.path = str(file)
-    monkeypatch.setattr(sys.modules[__name__], "composed", lambda: config)
-    outcome, summary, _ = start(f"""
+    code = f"""
 import runpy
 try: runpy.run_path({str(file)!r})
 except ValueError as error: raise RuntimeError("Error loading module") from error
-""")
+"""
+    outcome, summary, _ = start(code, reward=str(file))
     assert outcome.code == 1 and summary["exit"] == f"{file}:3: RuntimeError: Error loading module"
-    config.custom_reward_function.path = "other.py"
-    assert start("raise KeyError('a')")[1]["exit"] == "KeyError: 'a'"
+    assert start("raise KeyError('a')", reward="other.py")[1]["exit"] == "KeyError: 'a'"
 
 
 @pytest.mark.parametrize("key", ["wall_s", "quiet_s"])
@@ -208,13 +168,6 @@ def test_a_refused_run_leaves_the_earlier_one_as_it_is(start, tmp_path):
     assert not (tmp_path / "t" / "earlier").exists()
 
 
-@pytest.mark.parametrize("root", ["file", "/proc"])
-def test_a_folder_that_cannot_be_made_is_refused(start, tmp_path, root):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="expected a folder that can be written to"):
-        start(SUMMARY, output_root=str(tmp_path / root))
-
-
 HOLDS_A_FOLDER = """import time
 from verl_patches.launch import launcher
 with launcher.short_temp_dir() as folder:
@@ -243,16 +196,6 @@ def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(tmp
         shutil.rmtree(parent)
 
 
-def test_a_taken_port_is_refused_before_anything_starts(start, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"{port}, which is taken"):
-            start(SUMMARY, ray_port=port)
-    assert not (tmp_path / "t").exists()
-    outcome, _, _ = start(SUMMARY + f"assert os.environ['RAY_GCS_SERVER_PORT'] == '{port}'", ray_port=port)
-    assert outcome.code == 0  # the port is free again
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_signals_to_the_launcher(run_python, tmp_path, number, code):
     folder = tmp_path / "t"
@@ -275,7 +218,7 @@ child = {DETACHED + pids + SLEEP!r}
 launcher.driver_command = lambda *_: [sys.executable, "-c", child]
 sys.exit(launcher.run(compose({NAME!r}, overrides), {NAME!r}, overrides).code)
 """
-    done = run_python(program, timeout_s=30)
+    done = run_python(program, timeout_s=300)
     assert done.rc == code, done.err
     if number == signal.SIGKILL:  # the driver ends with its launcher, and Ray's daemons with the driver
         deadline = time.monotonic() + 60
@@ -287,30 +230,6 @@ sys.exit(launcher.run(compose({NAME!r}, overrides), {NAME!r}, overrides).code)
         assert "interrupted by" in json.loads((folder / "summary.json").read_text())["exit"]
         assert not is_running(folder)
     assert not is_running(folder, "driver.pid")
-
-
-def test_a_folder_that_another_run_writes_is_refused(start, tmp_path):
-    (tmp_path / "t").mkdir()
-    with lock_file(tmp_path / "t" / ".lock"):
-        with pytest.raises(ConfigError, match=r"being written by another run.*--run NAME"):
-            start(SUMMARY)
-
-
-@pytest.mark.parametrize(
-    ("settings", "refused"),
-    [({"save_freq": 1}, True), ({"resume_mode": "auto"}, True), ({"resume_mode": "disable"}, False)],
-)
-def test_two_runs_with_one_folder_of_checkpoints_are_refused(start, tmp_path, settings, refused):
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    trainer = {**settings, "default_local_dir": str(folder)}
-    with lock_file(folder / ".lock"):
-        if not refused:
-            assert start(SUMMARY, trainer=trainer)[0].code == 0
-            return
-        with pytest.raises(ConfigError, match=r"checkpoints is being written by another run.*default_local_dir"):
-            start(SUMMARY, trainer=trainer)
-    assert start(SUMMARY, trainer=trainer)[0].code == 0  # control: the lock is free
 
 
 def test_shared_memory_that_a_killed_process_left_is_removed(start, tmp_path):
@@ -325,8 +244,7 @@ time.sleep(60)
 '''
 child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
 (out / "block").write_text(child.stdout.readline().strip())
-time.sleep(1)
-child.kill()
+{MEASURED}child.kill()
 """
     outcome, *_ = start(code)
     name = (tmp_path / "t" / "block").read_text()

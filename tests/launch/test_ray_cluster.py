@@ -2,10 +2,10 @@
 
 import pytest
 
+from verl_patches import ray_nodes
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import worker_environment
 from verl_patches.errors import ConfigError
-from verl_patches.launch import ray_cluster, ray_nodes
 from verl_patches.launch.ray_cluster import check_nodes, list_nodes, require_nodes, worker_settings
 
 NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
@@ -39,8 +39,8 @@ def test_several_nodes_need_a_ray_that_runs(config):
 
 
 def test_an_address_without_ray_is_refused(monkeypatch):
-    monkeypatch.setattr(ray_cluster.ray_nodes, "__name__", "no_such_program")
-    with pytest.raises(ConfigError, match=r"no Ray answers there \(.*no_such_pr.*--dry-run prints the ray commands"):
+    monkeypatch.setattr(ray_nodes, "__name__", "no_such_program")
+    with pytest.raises(ConfigError, match=r"no Ray answers at .*no_such_pr.*--dry-run prints the ray commands"):
         list_nodes("127.0.0.1:1")
 
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.launch.test_launcher import FOLDER, composed, start  # noqa: F401  the fixture
+from tests.launch.drivers import FOLDER, composed
 from tests.weights.cases import make_checkpoint
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
@@ -71,7 +71,7 @@ if error:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_started_again_has_one_table_and_one_record(start):  # noqa: F811
+def test_a_run_that_is_started_again_has_one_table_and_one_record(start):
     """Step 3 was not saved by the first try: the second makes it again."""
     code = driver((steps([1, 2, 3]), "StallError: rank 1 is stopped"), (steps([3, 4]), None))
     outcome, summary, lines = start(code, restart={"times": 2, "without_nodes": []})
@@ -93,7 +93,7 @@ def test_a_run_that_is_started_again_has_one_table_and_one_record(start):  # noq
 @pytest.mark.parametrize(
     ("mode", "made"), [("auto", [(1, None), (2, None), (3, 2), (4, None)]), ("disable", [(3, 2), (4, None)])]
 )
-def test_a_run_that_is_resumed_has_one_table_and_one_record(start, tmp_path, mode, made):  # noqa: F811
+def test_a_run_that_is_resumed_has_one_table_and_one_record(start, tmp_path, mode, made):
     """As one that is started again by itself; the part before keeps its own record. Another run has nothing of it."""
     code = driver((steps([1, 2, 3]), "KeyError: a"), (steps([3, 4]), None))
     saved = tmp_path / "t/checkpoints"
@@ -110,7 +110,7 @@ def test_a_run_that_is_resumed_has_one_table_and_one_record(start, tmp_path, mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "tries"), [(3, 1), (2, 2)])
-def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(start, tmp_path, saved, tries):  # noqa: F811
+def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(start, tmp_path, saved, tries):
     """The next try would refuse the checkpoint. The run still ends with its own error."""
     folder = tmp_path / "t"
     code = driver((steps([1, 2, 3]), "StallError: a"), ([], "StallError: b"))
@@ -123,7 +123,7 @@ def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(star
 
 
 @pytest.mark.slow
-def test_what_was_recorded_stays_where_no_later_try_makes_a_step(start):  # noqa: F811
+def test_what_was_recorded_stays_where_no_later_try_makes_a_step(start):
     """The second and third try end before their first step, and before they have a record."""
     code = driver((steps([1, 2]), "StallError: a"), (steps([]), "StallError: b"), (steps([]), "StallError: c"))
     outcome, summary, _ = start(code, restart={"times": 2, "without_nodes": []})
@@ -152,7 +152,7 @@ def test_a_damaged_record_of_an_earlier_part_is_left_out(tmp_path):
 @pytest.mark.parametrize(("error", "times", "tries"), [
     ("StallError: a", 0, 1), ("StallError: a", 1, 2), ("StallError: a", 3, 4), ("ValueError: a", 3, 1),
 ])  # fmt: skip
-def test_a_run_is_started_again_at_most_so_often_and_then_fails(start, error, times, tries):  # noqa: F811
+def test_a_run_is_started_again_at_most_so_often_and_then_fails(start, error, times, tries):
     code = driver(*[(steps([1]), error)] * 5)
     outcome, summary, _ = start(code, restart={"times": times, "without_nodes": []})
     assert outcome.code == 1 and error in summary["exit"] and int((outcome.folder / "count").read_text()) == tries

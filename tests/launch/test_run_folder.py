@@ -1,26 +1,21 @@
 """The folder of a run: what a start goes on with, what it moves out of its way, and what it refuses untouched."""
 
 import errno
-import functools
 import json
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 from omegaconf import OmegaConf
 
+from tests.launch.drivers import composed
 from tests.weights.cases import make_checkpoint
-from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch.run_folder import id_without_launcher, open_run_folder, require_start
+from verl_patches.shared_files import LOCK, lock_file
 from verl_patches.trainer.record import RUN, new_run_id, run_id
 
 OTHER = "fedcba9876543210"
-
-
-@functools.cache
-def composed():
-    return compose("grpo_deepseekv3_tiny_cpu")
 
 
 @pytest.fixture
@@ -108,11 +103,30 @@ def test_a_checkpoint_of_another_run_starts_a_new_one(configured, earlier, tmp_p
         assert here.id != before and here.step == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "held", "key"),
+    [
+        ({}, "t", "--run NAME"),
+        ({"save_freq": 1}, "saved", "default_local_dir"),
+        ({"save_freq": -1, "resume_mode": "auto"}, "saved", "default_local_dir"),
+        ({"save_freq": -1, "resume_mode": "disable"}, "saved", None),
+    ],
+)
+def test_a_folder_that_another_run_holds_is_refused(configured, tmp_path, settings, held, key):
+    config = configured(default_local_dir=str(tmp_path / "saved"), **settings)
+    (tmp_path / held).mkdir()
+    with lock_file(tmp_path / held / LOCK):
+        with pytest.raises(ConfigError, match=key) if key else nullcontext(), open_run_folder(config):
+            pass
+    with open_run_folder(config):  # the control: the lock is free
+        pass
+
+
 def test_a_file_system_without_locks_is_named(configured, monkeypatch):
     def refuse(path):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr("verl_patches.launch.run_folder.lock_file", refuse)
+    monkeypatch.setattr("verl_patches.shared_files.lock_file", refuse)
     with pytest.raises(ConfigError, match="no file locks.*recipe.run"), open_run_folder(configured()):
         pass
 

@@ -110,7 +110,7 @@ def unfinished(flags: list[list[bool]], folder: str) -> dict:
     heartbeat.count_group(group, "vLLM's dp", range(size))
     with Devices():
         told = [ParallelConfig.has_unfinished_dp(group, said[rank]) for said in flags]
-    heartbeat._process.heartbeat.beat()
+    heartbeat._current.value.beat()
     counted = next(seen for seen in look(Path(folder)) if seen.beat.rank == rank).beat.groups
     heartbeat.stop()
     return {

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from verl_patches.watch import heartbeat
 from verl_patches.watch.bounds import Bounds
-from verl_patches.watch.node import look, stacks
+from verl_patches.watch.node import read_processes, stacks
 from verl_patches.watch.stall import awaited_by, find_stall
 
 BOUNDS = {
@@ -62,7 +62,7 @@ def _watch(folder, bounds, answers, ended):
     stall = None
     while stall is None and time.monotonic() < deadline:
         time.sleep(0.5)
-        seen = look(folder)
+        seen = read_processes(folder)
         stall = find_stall(seen, bounds)
     names = [each.beat.name for each in stall.culprits] if stall else []
     answers += [stall and stall.sentence, names, stacks(folder, [*names, "rank 3"]), awaited_by(seen)]

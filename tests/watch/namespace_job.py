@@ -33,10 +33,10 @@ def main():
         deadline = time.monotonic() + START_S
         while [seen.beat.call for seen in watcher.processes()] != ["update_actor"] * len(ranks):
             assert time.monotonic() < deadline, watcher.processes()
-            watcher.look()
+            watcher.check()
             time.sleep(0.2)
         print("READY", os.getpid(), *pids, flush=True)
-        ray_start.result_of(calls[0], watcher.look)
+        ray_start.result_of(calls[0], watcher.check)
     except ray.exceptions.RayError as error:
         watcher.explain(error)
         raise

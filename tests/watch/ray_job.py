@@ -48,7 +48,7 @@ def until_raised(watcher, error):
     deadline = time.monotonic() + DRILL_S
     while time.monotonic() < deadline:
         try:
-            watcher.look()
+            watcher.check()
         except error as found:
             return str(found)
         time.sleep(0.2)
@@ -92,7 +92,7 @@ def main():
     except ray.exceptions.RayTaskError as error:
         found["raised"] = reason_of(error, run.raised_by(error))
     watcher = Watcher(folder, Bounds(first_s=45, least_s=45, factor=1), world=3)
-    watcher.look()
+    watcher.check()
     try:
         ray.get(actors[2].raises_of_its_device.remote())
     except ray.exceptions.RayTaskError as error:
@@ -101,7 +101,7 @@ def main():
     calls = [actor.update_actor.remote() for actor in actors]
     deadline = time.monotonic() + DRILL_S
     while [seen.beat.call for seen in watcher.processes()] != ["update_actor"] * 3 and time.monotonic() < deadline:
-        watcher.look()
+        watcher.check()
         time.sleep(0.2)
     os.kill(pids[1], signal.SIGSTOP)
     found["stall"] = until_raised(watcher, StallError)

@@ -16,7 +16,7 @@ from verl_patches.processes import started_at, state_of
 from verl_patches.trainer.dispatch import record_and_call
 from verl_patches.watch import heartbeat
 from verl_patches.watch.heartbeat import BEAT, Beat, Heartbeat, ranks_text, read
-from verl_patches.watch.node import NodeAgent, end, from_plain, look, stacks
+from verl_patches.watch.node import NodeAgent, end, from_plain, read_processes, stacks
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def until(true, limit_s=120):
 
 
 def only(folder):
-    (seen,) = look(folder)
+    (seen,) = read_processes(folder)
     return seen
 
 
@@ -76,7 +76,7 @@ def test_an_agent_sees_the_same_as_plain_data(start, tmp_path, monkeypatch):
     monkeypatch.setattr("verl_patches.watch.node.folder_of_run", lambda: tmp_path)
     start(4, "waits")
     agent = NodeAgent()
-    (plain,) = json.loads(json.dumps(agent.look()))
+    (plain,) = json.loads(json.dumps(agent.processes()))
     assert from_plain(plain, "a node").where == only(tmp_path).where and from_plain(plain, "a node").node == "a node"
     assert (
         "in waits" in agent.stacks(["rank 4"])["rank 4"]

@@ -18,12 +18,12 @@ import re
 import stat
 import sys
 import sysconfig
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
+from verl_patches.shared_files import replacing
 
 LINE = "from verl_patches import prelude_patch  # noqa: F401"
 INSIDE = Path("workers") / "megatron_workers.py"
@@ -191,22 +191,14 @@ def _write_whole(file: Path, data: bytes, mode: int, owner: tuple[int, int] | No
 
     owner: user and group id, set where this user may.
     """
-    temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-        with os.fdopen(handle, "wb") as out:
-            out.write(data)
-            os.fchmod(out.fileno(), mode)
+        with replacing(file, durable=True) as new:
+            new.write_bytes(data)
+            new.chmod(mode)
             if owner is not None:
                 with contextlib.suppress(PermissionError):  # only root may keep another owner
-                    os.fchown(out.fileno(), *owner)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
+                    os.chown(new, *owner)
     except OSError as why:
-        if temporary is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
         raise ConfigError(
             f"{file}: cannot be replaced ({why.strerror}). Run this as a user who may write its folder."
         ) from why

@@ -14,10 +14,10 @@ import typer
 
 from verl_patches.cli.output import Json, leave_with, print_json
 from verl_patches.cluster import command, gather, node
-from verl_patches.cluster.backends import Batch, Hosts, Kuberay
+from verl_patches.cluster.hosts import Hosts
 from verl_patches.cluster.job import Job, load_job, require_hosts, require_secrets, require_volumes
 from verl_patches.cluster.place import place_of
-from verl_patches.cluster.render import rendered
+from verl_patches.cluster.render import instead_of, rendered
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding, Report
 from verl_patches.yaml_files import MAX_BYTES
@@ -30,7 +30,7 @@ LOGS_HELP = (
     "Folder for the logs; default: the job's logs. - writes a tar archive to standard output, and the files stay on "
     "the node until the next down; none copies nothing."
 )
-RENDER_HELP = "Print what the nodes, Kubernetes or Slurm would be given; start nothing."
+RENDER_HELP = "Print what the nodes run, or the file for kubectl apply or sbatch; start nothing."
 BLOCK_HELP = "Stay until a signal or, with --run, the command's end; then end this node's Ray."
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help=JOB_HELP)]
 NodeRank = Annotated[int | None, typer.Option(help=RANK_HELP)]
@@ -40,15 +40,12 @@ def _load(path: str) -> tuple[Job, dict[str, str]]:
     return load_job(path, sys.stdin.buffer.read(MAX_BYTES + 1) if path == "-" else "", os.environ)
 
 
-def _backend(job: Job, secrets: dict[str, str]) -> Hosts | Kuberay | Batch | None:
-    """What reaches the job's nodes; None where each node is called by its own `cluster`."""
-    if job.provider in ("ssh", "nodes"):
-        require_hosts(job)
-    if job.provider == "ssh":
-        return Hosts(job, secrets)
-    if job.provider == "kubernetes":
-        return Kuberay(job)
-    return Batch(job) if job.provider == "slurm" else None
+def _hosts(job: Job, secrets: dict[str, str], verb: str, job_file: str) -> Hosts | None:
+    """The job's hosts; None where each node is called by its own `cluster`. ConfigError for Kubernetes and Slurm."""
+    if command := instead_of(job, verb, job_file):
+        raise ConfigError(f"job {job.name} has provider {job.provider}, which cluster {verb} does not call: {command}")
+    require_hosts(job)
+    return Hosts(job, secrets) if job.provider == "ssh" else None
 
 
 @contextmanager
@@ -63,11 +60,7 @@ def _what_goes_on(job: Job, text: str) -> Iterator[None]:
 
 
 COMMAND_GOES_ON = "the command goes on; cluster follow shows its output again, cluster down ends it and Ray"
-UP_GOES_ON = {
-    "ssh": "hosts may still be starting Ray; cluster down ends it on all of them",
-    "kubernetes": "the RayJob goes on; cluster down deletes it",
-    "slurm": "the Slurm job stays in its queue or runs; cluster down cancels it",
-}
+UP_GOES_ON = "hosts may still be starting Ray; cluster down ends it on all of them"
 LOGS_STAY = "they stay in the job's folder, and another cluster down (--logs FOLDER) gathers them"
 
 
@@ -81,7 +74,7 @@ def up_command(
     render: Annotated[bool, typer.Option("--render", help=RENDER_HELP)] = False,
     as_json: Json = False,
 ) -> None:
-    """Start Ray on this node, or over ssh, KubeRay or Slurm on all, and wait until all nodes are in.
+    """Start Ray on this node, or over ssh on all, and wait until all nodes are in.
 
     Exit code 0: all nodes are in. 1: some are not within the job's wait_s; what was started is ended. 2: wrong use, or
     something else is in the way. With --run the command's own.
@@ -95,19 +88,18 @@ def up_command(
         return
     if run and not job.command:
         raise ConfigError(f"job {job.name} has no command, which --run needs")
-    backend = _backend(job, secrets)
-    if job.provider != "kubernetes":  # there the Secret has the values
-        require_secrets(job, secrets)
-    if backend is None:
+    hosts = _hosts(job, secrets, "up", job_file)
+    require_secrets(job, secrets)
+    if hosts is None:
         raise typer.Exit(_up_here(job, secrets, node_rank, head, run, block, as_json))
     if node_rank is not None or head is not None or block:
         raise ConfigError(f"--node-rank, --head and --block are for provider nodes; job {job.name} has {job.provider}")
-    with _what_goes_on(job, UP_GOES_ON[job.provider]):
-        backend.up(_say, gather.logs_folder(job))
+    with _what_goes_on(job, UP_GOES_ON):
+        hosts.up(_say, gather.logs_folder(job))
     code = 0
-    if run and isinstance(backend, Hosts):
+    if run:
         with _what_goes_on(job, COMMAND_GOES_ON):
-            code = backend.run(_output(as_json), _say)
+            code = hosts.run(_output(as_json), _say)
     if as_json:
         print_json({"job": job.name, "provider": job.provider, "nodes": job.nodes, "code": code})
     raise typer.Exit(code)
@@ -135,7 +127,7 @@ def _up_here(
                 not_gathered = error
                 _say(f"logs could not be gathered: {error}; {LOGS_STAY}")
             finally:
-                node.end_processes(job, place.rank, keep_logs=not_gathered is not None)
+                node.down(job, place.rank, keep_logs=not_gathered is not None)
     if as_json:
         print_json({"job": job.name, "rank": place.rank, "address": place.address, "head": place.head, "code": code})
     return code
@@ -163,15 +155,10 @@ def follow_command(
     With --json the output goes to standard error.
     """
     job, secrets = _load(job_file)
-    backend = _backend(job, secrets)
-    if isinstance(backend, Kuberay | Batch):
-        instead = "kubectl logs --follow" if isinstance(backend, Kuberay) else f"tail -f {job.name}-ID.log"
-        raise ConfigError(
-            f"cluster follow is for providers nodes and ssh; job {job.name} has {job.provider}: {instead}"
-        )
+    hosts = _hosts(job, secrets, "follow", job_file)
     with _what_goes_on(job, COMMAND_GOES_ON):
         to = _output(as_json)
-        code = command.follow(job, to, skip) if backend is None else backend.follow(to, _say, skip)
+        code = command.follow(job, to, skip) if hosts is None else hosts.follow(to, _say, skip)
     if as_json:
         print_json({"job": job.name, "provider": job.provider, "code": code})
     raise typer.Exit(code)
@@ -181,13 +168,13 @@ def follow_command(
 def status_command(job_file: JobFile, node_rank: NodeRank = None, as_json: Json = False) -> None:
     """Are all nodes in Ray, and does all that was started run? Exit code 0 or, with a problem that names it, 1."""
     job, secrets = _load(job_file)
-    backend = _backend(job, secrets)
-    if backend is None:
+    hosts = _hosts(job, secrets, "status", job_file)
+    if hosts is None:
         findings = node.status(job, node_rank)
         if (found := command.finding(job)) is not None:
             findings.append(found)
     else:
-        findings = backend.status()
+        findings = hosts.status()
     leave_with(Report("cluster status", "", tuple(findings), job.name), as_json)
 
 
@@ -200,10 +187,10 @@ def down_command(
 ) -> None:
     """End what `cluster up` started for the job, and nothing else, after its logs are gathered. Idempotent."""
     job, secrets = _load(job_file)
-    backend = _backend(job, secrets)
+    hosts = _hosts(job, secrets, "down", job_file)
     folder = Path(logs) if logs and logs not in ("-", "none") else gather.logs_folder(job)
-    if backend is not None:
-        faults = backend.down(None if logs == "none" else folder)
+    if hosts is not None:
+        faults = hosts.down(None if logs == "none" else folder)
         if faults:
             raise RecipeError("\n  ".join([f"cluster down of job {job.name}:", *faults]))
         said = f"job {job.name} is down on all nodes"
@@ -217,7 +204,7 @@ def down_command(
                 gather.gather(job, folder, node_rank)
         except OSError as error:  # a full disk, or the caller has gone: what runs here must end all the same
             not_gathered = error
-        stopped = node.end_processes(job, node_rank, keep_logs=logs == "-" or not_gathered is not None)
+        stopped = node.down(job, node_rank, keep_logs=logs == "-" or not_gathered is not None)
         said = f"ended: {', '.join(stopped)}" if stopped else f"nothing of job {job.name} ran here"
         if not_gathered is not None:
             raise RecipeError(f"{said}; but logs could not be gathered: {not_gathered}; {LOGS_STAY}")

@@ -30,7 +30,7 @@ from verl_patches.errors import INTERRUPTED
 from verl_patches.evaluation.record import PLACES, find_run, last_lines, read_doing, read_summary
 from verl_patches.evaluation.report import in_step, medians, resumed
 from verl_patches.patching.switches import recorded_off, said_off
-from verl_patches.processes import is_locked
+from verl_patches.shared_files import LOCK, is_locked
 from verl_patches.values import printable
 
 REFRESH_S = 2.0
@@ -103,7 +103,7 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
 def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
     if ended == "ok":
         return "ended"
-    locked = is_locked(folder / ".lock")  # by the launcher; None where none made one
+    locked = is_locked(folder / LOCK)  # by the launcher; None where none made one
     if ended != "running":
         return "ending" if locked else "interrupted" if ended.startswith(INTERRUPTED) else "failed"
     if locked is False:

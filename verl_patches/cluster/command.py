@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from verl_patches.cluster.job import Job
-from verl_patches.cluster.node import Started, locked_folder, node_environment, recorded_process
+from verl_patches.cluster.node import Started, node_environment, one_command_in, recorded_process
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
 from verl_patches.processes import started_at
+from verl_patches.shared_files import GrowingFile, write_whole
 
 RECORD = "command.json"
-POLL_S, BLOCK_BYTES = 0.5, 1 << 16
+POLL_S = 0.5
 # bash writes the exit code of a command whose starter has gone; 128 + n where signal n ended it
 _WRITE_CODE = 'file=$1; shift; "$@"; code=$?; echo $code > "$file.new" && mv "$file.new" "$file"'
 
@@ -65,7 +66,7 @@ def code_of(job: Job, command: Command) -> int | None:
 
 def start(job: Job, started: Started, secrets: Mapping[str, str], say: Callable[[str], None]) -> None:
     """Start the command, unless it runs already. ConfigError where another one runs, or the checkout is not there."""
-    with locked_folder(Path(job.folder)):
+    with one_command_in(Path(job.folder)):
         _start(job, started, secrets, say)
 
 
@@ -96,9 +97,7 @@ def _start(job: Job, started: Started, secrets: Mapping[str, str], say: Callable
         except OSError as error:
             raise ConfigError(f"checkout {job.checkout}: {error.strerror}; nothing was started") from None
     made = Command(number, list(job.command), process.pid, started_at(process.pid))
-    record = Path(job.folder) / RECORD
-    record.with_suffix(".new").write_text(json.dumps(asdict(made)) + "\n")
-    record.with_suffix(".new").rename(record)
+    write_whole(Path(job.folder) / RECORD, json.dumps(asdict(made)) + "\n")
 
 
 def follow(job: Job, to: BinaryIO, skip: int = 0) -> int:
@@ -110,18 +109,16 @@ def follow(job: Job, to: BinaryIO, skip: int = 0) -> int:
     command = newest(job)
     if command is None:
         raise RecipeError(f"no command of job {job.name} was started on this node; cluster up --run starts it")
-    with _log(job, command.number).open("rb") as output:
-        output.seek(skip)
-        while True:
-            runs = command.runs  # asked before the last read, so that nothing is left
-            while block := output.read(BLOCK_BYTES):
-                to.write(block)
-            to.flush()
-            code = code_of(job, command)
-            if code is not None or not runs:
-                break
-            if _nobody_reads(to, POLL_S):
-                raise SystemExit(128 + signal.SIGPIPE)
+    output = GrowingFile(_log(job, command.number), skip)
+    while True:
+        runs = command.runs  # asked before the last read, so that nothing is left
+        to.writelines(output.blocks())
+        to.flush()
+        code = code_of(job, command)
+        if code is not None or not runs:
+            break
+        if _nobody_reads(to, POLL_S):
+            raise SystemExit(128 + signal.SIGPIPE)
     if code is None:
         raise RecipeError(f"the command of job {job.name} (pid {command.pid}) was killed; it has no exit code")
     return code

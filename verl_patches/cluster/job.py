@@ -1,4 +1,4 @@
-"""The job file of `cluster`: which nodes, which image, which command. All backends are fed from it."""
+"""The job file of `cluster`: which nodes, which image, which command; `cluster` starts it, or renders it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 
 from verl_patches.cluster.job import MASTER, Job
-from verl_patches.cluster.members import JOB, RANK_LABEL, members
 from verl_patches.cluster.place import Place
 from verl_patches.config.environment import DROPPED
 from verl_patches.config.ray_start import ray_start
@@ -33,16 +32,17 @@ from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE
 from verl_patches.platform.npu import SOCKETS
 from verl_patches.processes import (
-    KILL_S,
-    TERM_S,
     Descendants,
     SharedMemory,
     adopting_orphans,
-    lock_file,
+    end_processes,
     name_of,
     started_at,
     state_of,
+    taken_by,
 )
+from verl_patches.ray_nodes import CALL_S, JOB, RANK_LABEL, ask_nodes
+from verl_patches.shared_files import LOCK, locked_folder, write_whole
 
 MARK = "CLUSTER_NODE_MARK"
 RAY_TEMP = "ray"  # below the job's folder: Ray's sockets and logs
@@ -80,7 +80,7 @@ def up(job: Job, place: Place, secrets: Mapping[str, str], say: Callable[[str], 
     """
     end = time.monotonic() + job.wait_s
     folder = _folder(job)
-    with locked_folder(folder):
+    with one_command_in(folder):
         started = _already(job, place, folder)
         new = started is None
         if started is None:
@@ -95,7 +95,7 @@ def up(job: Job, place: Place, secrets: Mapping[str, str], say: Callable[[str], 
         _wait_for_all(job, place, end)
     except BaseException:
         if new:
-            end_processes(job, place.rank, keep_logs=True)
+            down(job, place.rank, keep_logs=True)
             say(f"{started.name}: Ray is ended; its logs stay in {folder}, and cluster down copies them")
         raise
     say(f"{started.name}: all {job.nodes} nodes of job {job.name} are in Ray at {place.head}:{job.ports.gcs}")
@@ -115,34 +115,31 @@ def _folder(job: Job) -> Path:
 
 
 @contextmanager
-def locked_folder(folder: Path, ends_holder: bool = False) -> Iterator[None]:
+def one_command_in(folder: Path, ends_holder: bool = False) -> Iterator[None]:
     """One `cluster` command at a time in a folder. ConfigError while another one is at work there.
 
     `ends_holder`: that one is ended first; RecipeError where it cannot be.
     """
     deadline, asked = time.monotonic() + (END_HOLDER_S if ends_holder else 0.0), None
-    while True:
-        try:
-            lock = lock_file(folder / "lock")
-            break
-        except BlockingIOError:
-            holder = _holder_of(folder / "lock")
-            if ends_holder and holder is not None and holder != asked:
-                with suppress(psutil.NoSuchProcess):
-                    holder.terminate()  # it ends what it has started
-                asked = holder
-            if time.monotonic() >= deadline:
-                text = f"another `cluster` command{f' (pid {holder.pid})' if holder else ''} is at work in {folder}"
-                if ends_holder:
-                    raise RecipeError(
-                        f"{text} and could not be ended within {END_HOLDER_S:g} s: end it by hand"
-                    ) from None
-                raise ConfigError(f"{text}; wait for its end") from None
+
+    def busy() -> Exception | None:
+        nonlocal asked
+        holder = _holder_of(folder / LOCK)
+        if ends_holder and holder is not None and holder != asked:
+            with suppress(psutil.NoSuchProcess):
+                holder.terminate()  # it ends what it has started
+            asked = holder
+        if time.monotonic() < deadline:
             time.sleep(0.1)
-    with lock:
+            return None
+        text = f"another `cluster` command{f' (pid {holder.pid})' if holder else ''} is at work in {folder}"
+        if ends_holder:
+            return RecipeError(f"{text} and could not be ended within {END_HOLDER_S:g} s: end it by hand")
+        return ConfigError(f"{text}; wait for its end")
+
+    with locked_folder(folder, busy, lambda error: ConfigError(f"folder {folder}: {error.strerror}")) as lock:
         lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        lock.write(str(os.getpid()).encode())
         try:
             yield
         finally:
@@ -191,27 +188,13 @@ def _require_free_ports(job: Job, place: Place) -> None:
     for name, (first, last) in job.port_plan.spans(head=place.rank == 0).items():
         if first != last:
             continue  # Ray takes a free one of its workers' ports
-        for address in ("0.0.0.0", place.address):
-            try:
-                with socket.create_server((address, first)):
-                    pass
-            except OSError:
-                taken.append(f"{first} ({name}) by {_holder(first)}")
-                break
+        if holder := taken_by(first, ("0.0.0.0", place.address)):
+            taken.append(f"{first} ({name}) by {holder}")
     if taken:
         raise ConfigError(
             f"{job.host_of(place.rank)}: port {'; port '.join(taken)}; nothing was started. End that process, or give "
             "other ports (ports.gcs, ports.first)"
         )
-
-
-def _holder(port: int) -> str:
-    """The process that listens on a port, as far as this user may see it."""
-    with suppress(psutil.Error, OSError):
-        for found in psutil.net_connections("tcp"):
-            if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
-                return f"pid {found.pid} ({' '.join(psutil.Process(found.pid).cmdline())[:100]})"
-    return "a process of another user or namespace"
 
 
 def _wait_for_head(job: Job, place: Place, end: float, say: Callable[[str], None]) -> None:
@@ -270,7 +253,7 @@ def _start(job: Job, place: Place, secrets: Mapping[str, str], folder: Path) -> 
         if fault:
             raise RecipeError(f"{started.name}: Ray could not be started: {fault}")
     except BaseException:
-        end_processes(job, place.rank, locked=True, keep_logs=True)
+        down(job, place.rank, locked=True, keep_logs=True)
         raise
     return started
 
@@ -308,23 +291,26 @@ def _last_lines(text: str) -> str:
 
 
 def _write(folder: Path, started: Started) -> None:
-    path = folder / f"node-{started.rank}.json"
-    path.with_suffix(".new").write_text(json.dumps(asdict(started), indent=1) + "\n")
-    path.with_suffix(".new").rename(path)
+    write_whole(folder / f"node-{started.rank}.json", json.dumps(asdict(started), indent=1) + "\n")
 
 
 def _wait_for_all(job: Job, place: Place, end: float) -> None:
     """RecipeError that names the nodes which are not in Ray at the end of the time, each with the reason."""
-    nodes = members(f"{place.head}:{job.ports.gcs}", job.name, job.nodes, max(0.0, end - time.monotonic()))
-    if missing := missing_nodes(job, nodes):
+    if missing := missing_nodes(job, members(job, place.head, job.nodes, max(0.0, end - time.monotonic()))):
         raise RecipeError(
             f"{len(missing)} of {job.nodes} nodes of job {job.name} are not in Ray after {job.wait_s:g} s: "
             + "; ".join(missing.values())
         )
 
 
+def members(job: Job, head: str, nodes: int = 0, limit_s: float = 0.0) -> list[dict[str, Any]]:
+    """All nodes that Ray's head knows, after waiting for so many of the job; RecipeError where it does not answer."""
+    request = {"address": f"{head}:{job.ports.gcs}", "job": job.name, "nodes": nodes, "limit_s": limit_s}
+    return ask_nodes(request, limit_s + CALL_S)["nodes"]
+
+
 def missing_nodes(job: Job, nodes: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """{rank: the node and why it is not in Ray}; nodes: as members.py prints them."""
+    """{rank: the node and why it is not in Ray}; nodes: as `members`."""
     of_job = [node for node in nodes if node["job"] == job.name]
     alive = {node["rank"] for node in of_job if node["alive"]}
     dead = {node["rank"]: node for node in of_job if not node["alive"]}
@@ -378,7 +364,7 @@ def ended(started: Started) -> list[str]:
     return [f"{entry['name']} (pid {entry['pid']})" for entry in started.processes if recorded_process(entry) is None]
 
 
-def end_processes(job: Job, rank: int | None = None, locked: bool = False, keep_logs: bool = False) -> list[str]:
+def down(job: Job, rank: int | None = None, locked: bool = False, keep_logs: bool = False) -> list[str]:
     """End what was started here for the job (`rank`: of one node only), and remove its record and Ray's folder.
 
     `keep_logs`: both stay, so that another `cluster down` gathers the logs.
@@ -389,8 +375,8 @@ def end_processes(job: Job, rank: int | None = None, locked: bool = False, keep_
     if not folder.is_dir():
         return []
     if not locked:
-        with locked_folder(folder, ends_holder=True):
-            return end_processes(job, rank, locked=True, keep_logs=keep_logs)
+        with one_command_in(folder, ends_holder=True):
+            return down(job, rank, locked=True, keep_logs=keep_logs)
     stopped = []
     for started in records(folder):
         if started.job != job.name or rank not in (None, started.rank):
@@ -408,19 +394,7 @@ def end_processes(job: Job, rank: int | None = None, locked: bool = False, keep_
 
 
 def _end(started: Started) -> None:
-    """SIGTERM, then SIGKILL, until none is left; then remove their shared memory."""
-    shared = SharedMemory()
-    for number, limit_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S), (signal.SIGKILL, KILL_S)):
-        left = living(started)
-        if not left:
-            break
-        shared.look(left)
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-        psutil.wait_procs(left, timeout=limit_s)
-    shared.remove()
-    if left := living(started):
+    if left := end_processes(lambda: living(started), SharedMemory()):
         names = ", ".join(f"{name_of(process)} (pid {process.pid})" for process in left)
         raise RecipeError(f"{started.name}: {names} could not be ended; see them with ps, they may wait for a device")
 
@@ -439,7 +413,7 @@ def status(job: Job, rank: int | None = None) -> list[Finding]:
         found.append(Finding(started.name, "problem" if gone else "fine", "", expected, said, todo if gone else ""))
     address = f"{here[0].head}:{job.ports.gcs}"
     try:
-        missing = missing_nodes(job, members(address, job.name))
+        missing = missing_nodes(job, members(job, here[0].head))
     except RecipeError as error:
         return [*found, Finding("nodes", "problem", address, "Ray's head answers", str(error), "cluster status there")]
     said = "; ".join(missing.values()) or f"{job.nodes} nodes"

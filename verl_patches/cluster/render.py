@@ -1,7 +1,7 @@
-"""What the backends read, made from a job: the commands of every node, a KubeRay RayJob, a Slurm batch script.
+"""Texts made from a job: the commands of every node, a KubeRay RayJob, a Slurm batch script.
 
 The RayJob has fields of the custom resource ray.io/v1 alone (KubeRay's config/crd/bases/ray.io_rayjobs.yaml) and the
-labels of KubeRay's Volcano integration. None was tried on a Kubernetes or Slurm cluster here.
+labels of KubeRay's Volcano integration. `kubectl apply` and `sbatch` take the last two; neither was tried on a cluster.
 """
 
 from __future__ import annotations
@@ -24,9 +24,29 @@ from verl_patches.upstream.pins import load_pins
 SRUN_WAIT_S = 15  # below the 60 s after which a raylet ends that has lost its head
 _RANK = "@node-rank@"  # stands in the command of a node for Slurm's variable
 _PLAIN = re.compile(r"[\w\-+=.,:/@%\[\]]+")
-KEPT_S = 600  # for which Ray's pods stay after the command's end, so that `cluster down` can copy their logs
+KEPT_S = 600  # for which Ray's pods stay after the command's end, so that their logs can be copied
 QUEUE, SCHEDULER = "volcano.sh/queue-name", "ray.io/scheduler-name"
 HOSTS_OWN = ("/usr/local/dcmi", "/usr/local/bin/npu-smi", "/usr/local/Ascend/driver", "/etc/ascend_install.info")
+
+
+def instead_of(job: Job, verb: str, job_file: str) -> str | None:
+    """The command to type in place of `cluster VERB` where Kubernetes or Slurm has the job; else None."""
+    name, space = job.name, f"--namespace {job.kubernetes.namespace}"
+    commands_of = {
+        "kubernetes": {
+            "up": f"python -m verl_patches cluster up {shlex.quote(job_file)} --render | kubectl apply -f -",
+            "follow": f"kubectl {space} logs --follow job/{name}",
+            "status": f"kubectl {space} get rayjob,pods",
+            "down": f"kubectl {space} delete rayjob {name}",
+        },
+        "slurm": {
+            "up": f"python -m verl_patches cluster up {shlex.quote(job_file)} --render | sbatch",
+            "follow": f"tail -f {name}-*.log",
+            "status": f"squeue --me --name={name}",
+            "down": f"scancel --me --name={name}",
+        },
+    }
+    return commands_of.get(job.provider, {}).get(verb)
 
 
 def rendered(job: Job) -> str:

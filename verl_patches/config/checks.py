@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
@@ -29,7 +29,7 @@ from verl_patches.config.compose import (
 from verl_patches.config.environment import DROPPED, derive, run_dir
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.config.run_start import start_of
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
@@ -69,7 +69,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = (), trees: Tr
     model = model_shape_of(config)
     checks, layouts = [], []
     for name, build in (("train layout", train_layout_of), ("rollout layout", rollout_layout_of)):
-        fault = _error_of(build, config)
+        fault = fault_of(build, config)
         layouts.append(None if fault else build(config))
         checks.append(Check(name, not fault, fault or str(layouts[-1])))
     train, rollout = layouts
@@ -93,15 +93,6 @@ def require(checks: Iterable[Check]) -> None:
     failed = [f"{check.name}: {check.detail}" for check in checks if not check.ok]
     if failed:
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(failed))
-
-
-def _error_of(function: Callable, *arguments: object) -> str | None:
-    """The text of the ConfigError that `function` raises; None without one."""
-    try:
-        function(*arguments)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _checks_of(rules: ModuleType, config: DictConfig, model: ModelShape) -> Iterator[Check]:
@@ -181,7 +172,7 @@ def _model_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
 def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) -> Iterator[Check]:
     actor, ref = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
     layers, heads = model.num_hidden_layers, model.num_attention_heads
-    fault = _error_of(train.chunk_layers, layers)
+    fault = fault_of(train.chunk_layers, layers)
     if config.recipe.line == LINE and not fault:
         fault = _fault_of_stages(train, model)
     yield Check("layers", not fault, fault or f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)")
@@ -437,7 +428,7 @@ def _sync_checks(
     """Whether the direct weight sync can serve this pair of layouts with these buckets; none where its row is off."""
     if switched_off(config, "reshard.direct"):
         return
-    fault = _error_of(sync_blocks, config, train, rollout, model)
+    fault = fault_of(sync_blocks, config, train, rollout, model)
     yield Check("weight sync", not fault, fault or "every rank can receive the weights that it lacks")
 
 

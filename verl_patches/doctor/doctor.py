@@ -1,6 +1,6 @@
 """`doctor`: every check of this node, and of all nodes of a running Ray with a comparison between them.
 
-There is one way to look at other nodes: launch/ray_nodes.py runs `doctor --this-node --json` on each. A node's report
+There is one way to look at other nodes: ray_nodes.py runs `doctor --this-node --json` on each. A node's report
 is findings (node_checks.py, npu_checks.py) and `facts`, which the rows of ACROSS compare.
 """
 
@@ -31,13 +31,13 @@ from verl_patches.doctor.node_checks import (
     PROBE_REPEAT,
     PROBE_S,
     Node,
-    Row,
-    Seen,
+    NodeCheck,
+    NotRunError,
+    Result,
     check_node,
-    fault_of,
     speed,
 )
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, fault_of
 from verl_patches.launch import ray_cluster
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
@@ -116,12 +116,23 @@ def this_node(node: Node) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a running Ray, as launch/ray_nodes.py answered; `fault` is set where no Ray did."""
+    """The nodes of a running Ray, as ray_nodes.py answered; `fault` is set where no Ray did."""
 
     node: Node
     nodes: Sequence[Mapping[str, Any]] = ()
     probes: Mapping[str, Mapping[str, Any]] | None = None
     fault: str = ""
+
+    def require_ray(self) -> None:
+        """NotRunError where no Ray answered."""
+        if self.fault:
+            raise NotRunError(self.fault, "start Ray on the nodes, with the commands that train --dry-run prints")
+
+    def require_reports(self) -> None:
+        """NotRunError where no node reported."""
+        self.require_ray()
+        if not self.reports:
+            raise NotRunError("no node gave a report")
 
     @cached_property
     def reports(self) -> dict[str, dict[str, Any]]:
@@ -174,36 +185,25 @@ def _deviating(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return usual, {place: text for place, text in texts.items() if text != usual}
 
 
-def _need_reports(nodes: Nodes) -> Iterator[Seen]:
-    if nodes.fault:
-        yield Seen(None, nodes.fault, todo="start Ray on the nodes, with the commands that train --dry-run prints")
-    elif not nodes.reports:
-        yield Seen(None, "no node gave a report")
-
-
 def _equal(name: str) -> Any:
     """A check that all nodes have the same fact `name`."""
 
-    def look(nodes: Nodes) -> Iterator[Seen]:
-        if missing := list(_need_reports(nodes)):
-            yield from missing
-            return
+    def compare(nodes: Nodes) -> Iterator[Result]:
+        nodes.require_reports()
         usual, others = _deviating(nodes.fact(name))
         for place, text in others.items():
-            yield Seen(False, text[:_DIGITS], usual[:_DIGITS], where=place)
+            yield Result(False, text[:_DIGITS], usual[:_DIGITS], where=place)
         if not others:
-            yield Seen(True, f"{usual[:_DIGITS]} on {len(nodes.reports)} nodes")
+            yield Result(True, f"{usual[:_DIGITS]} on {len(nodes.reports)} nodes")
 
-    return look
+    return compare
 
 
 def _equal_parts(name: str) -> Any:
     """A check that all nodes have the same fact `name`, a mapping: each part that differs is named."""
 
-    def look(nodes: Nodes) -> Iterator[Seen]:
-        if missing := list(_need_reports(nodes)):
-            yield from missing
-            return
+    def compare(nodes: Nodes) -> Iterator[Result]:
+        nodes.require_reports()
         facts = {place: fact or {} for place, fact in nodes.fact(name).items()}
         keys = sorted({key for fact in facts.values() for key in fact})
         differing: dict[str, list[tuple[str, str, str]]] = {}
@@ -214,45 +214,39 @@ def _equal_parts(name: str) -> Any:
         for place, parts in differing.items():
             texts = [f"{key} {text}, others {usual}" for key, text, usual in parts]
             more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-            yield Seen(False, "; ".join(texts[:_SHOWN]) + more, where=place, details=tuple(texts[_SHOWN:]))
+            yield Result(False, "; ".join(texts[:_SHOWN]) + more, where=place, details=tuple(texts[_SHOWN:]))
         if not keys:
-            yield Seen(None, f"nothing to compare: recipe.platform is {nodes.node.config.recipe.platform}")
+            yield Result(None, f"nothing to compare: recipe.platform is {nodes.node.config.recipe.platform}")
         elif not differing:
-            yield Seen(True, f"{len(keys)} versions equal on {len(facts)} nodes")
+            yield Result(True, f"{len(keys)} versions equal on {len(facts)} nodes")
 
-    return look
+    return compare
 
 
-def _number(nodes: Nodes) -> Iterator[Seen]:
-    if nodes.fault:
-        yield from _need_reports(nodes)
-        return
+def _number(nodes: Nodes) -> Iterator[Result]:
+    nodes.require_ray()
     fault = fault_of(ray_cluster.check_nodes, nodes.node.config, nodes.nodes)
-    yield Seen(fault is None, fault or f"{len(nodes.nodes)} nodes")
+    yield Result(fault is None, fault or f"{len(nodes.nodes)} nodes")
 
 
-def _answers(nodes: Nodes) -> Iterator[Seen]:
-    if nodes.fault:
-        yield from _need_reports(nodes)
-        return
+def _answers(nodes: Nodes) -> Iterator[Result]:
+    nodes.require_ray()
     for number, node in enumerate(nodes.nodes):
         place, answer = nodes.place(number), node.get("answer")
         if place not in nodes.reports:
             lines = (answer or {}).get("error", "").strip().splitlines() or ["no message"]
             found = f"no answer within {NODE_S} s" if answer is None else f"exit code {answer['code']}: {lines[-1]}"
-            yield Seen(False, found, where=place)
+            yield Result(False, found, where=place)
     if len(nodes.reports) == len(nodes.nodes):
-        yield Seen(True, f"{len(nodes.reports)} reports")
+        yield Result(True, f"{len(nodes.reports)} reports")
 
 
-def _clocks(nodes: Nodes) -> Iterator[Seen]:
-    if missing := list(_need_reports(nodes)):
-        yield from missing
-        return
+def _clocks(nodes: Nodes) -> Iterator[Result]:
+    nodes.require_reports()
     answers = {nodes.place(number): node.get("clock") for number, node in enumerate(nodes.nodes)}
     for place in nodes.reports:
         if answers[place] is None:
-            yield Seen(False, "no answer about the time", where=place)
+            yield Result(False, "no answer about the time", where=place)
     clocks = {place: clock for place, clock in answers.items() if clock}
     if not clocks:
         return
@@ -263,15 +257,13 @@ def _clocks(nodes: Nodes) -> Iterator[Seen]:
         worst = max(worst, abs(ahead))
         if abs(ahead) > CLOCK_S:
             side = "ahead of" if ahead > 0 else "behind"
-            yield Seen(False, f"{abs(ahead):.1f} s {side} most nodes (within {clock['within_s']:.3f} s)", where=place)
+            yield Result(False, f"{abs(ahead):.1f} s {side} most nodes (within {clock['within_s']:.3f} s)", where=place)
     if worst <= CLOCK_S:
-        yield Seen(True, f"at most {worst:.3f} s apart")
+        yield Result(True, f"at most {worst:.3f} s apart")
 
 
-def _network(nodes: Nodes) -> Iterator[Seen]:
-    if missing := list(_need_reports(nodes)):
-        yield from missing
-        return
+def _network(nodes: Nodes) -> Iterator[Result]:
+    nodes.require_reports()
     faults = 0
     facts = nodes.fact("interface")
     shared = Counter(fact["address"] for fact in facts.values() if fact)
@@ -285,88 +277,81 @@ def _network(nodes: Nodes) -> Iterator[Seen]:
             fault = f"{fact['name']} has {fact['address']}, as another node has"
         if fault:
             faults += 1
-            yield Seen(False, fault, "an address that the other nodes reach", where=place)
+            yield Result(False, fault, "an address that the other nodes reach", where=place)
     sizes = {place: str(fact["mtu"]) for place, fact in facts.items() if fact}
     if not sizes:
         return
     usual, others = _deviating(sizes)
     for place, mtu in others.items():
         todo = f"ip link set {facts[place]['name']} mtu {usual}"
-        yield Seen(False, f"{facts[place]['name']} has MTU {mtu}", f"MTU {usual}, as most nodes", todo, where=place)
+        yield Result(False, f"{facts[place]['name']} has MTU {mtu}", f"MTU {usual}, as most nodes", todo, where=place)
     if not faults and not others:
         names = sorted({fact["name"] for fact in facts.values()})
-        yield Seen(True, f"{', '.join(names)} on {len(facts)} nodes, MTU {usual}")
+        yield Result(True, f"{', '.join(names)} on {len(facts)} nodes, MTU {usual}")
 
 
-def _super_pod(nodes: Nodes) -> Iterator[Seen]:
-    if not nodes.node.npu:
-        yield Seen(None, f"no NPU here: recipe.platform is {nodes.node.config.recipe.platform}")
-        return
-    if missing := list(_need_reports(nodes)):
-        yield from missing
-        return
+def _super_pod(nodes: Nodes) -> Iterator[Result]:
+    npu_checks.require_npu(nodes.node)
+    nodes.require_reports()
     pods, only = nodes.fact("super_pod"), nodes.fact("hccs_only")
     if unknown := [place for place, pod in pods.items() if pod is None and only[place]]:
-        yield Seen(False, "npu-smi names no SuperPoD, and the dies have no address of their own", where=unknown[0])
+        yield Result(False, "npu-smi names no SuperPoD, and the dies have no address of their own", where=unknown[0])
         return
     fits = len(set(pods.values())) == 1 or not any(only.values())
-    yield Seen(fits, ", ".join(f"{place}: {pod}" for place, pod in pods.items()))
+    yield Result(fits, ", ".join(f"{place}: {pod}" for place, pod in pods.items()))
 
 
-def _files_here(nodes: Nodes) -> Iterator[Seen]:
+def _files_here(nodes: Nodes) -> Iterator[Result]:
     for check in check_files(nodes.node.config, nodes.node.must_exist):
         if not check.name.startswith("model"):
-            yield Seen(check.ok, check.detail, name=check.name, state="note" if check.ok and check.note else "")
+            yield Result(check.ok, check.detail, name=check.name, state="note" if check.ok and check.note else "")
 
 
 def _probed(name: str) -> Any:
     """A check of the all-reduce `name` over all nodes."""
 
-    def look(nodes: Nodes) -> Iterator[Seen]:
-        if name == "hccl" and not nodes.node.npu:
-            yield Seen(None, f"no NPU here: recipe.platform is {nodes.node.config.recipe.platform}")
-            return
-        if missing := list(_need_reports(nodes)):
-            yield from missing
-            return
+    def compare(nodes: Nodes) -> Iterator[Result]:
+        if name == "hccl":
+            npu_checks.require_npu(nodes.node)
+        nodes.require_reports()
         result = (nodes.probes or {}).get(name)
         if result is None:
-            yield Seen(None, "no answer to the probe")
+            yield Result(None, "no answer to the probe")
         elif "error" in result:
-            yield Seen(False, result["error"])
+            yield Result(False, result["error"])
         else:
-            yield Seen(True, speed(result["measured"], f"{result['world']} ranks, {PROBE_MIB} MiB"))
+            yield Result(True, speed(result["measured"], f"{result['world']} ranks, {PROBE_MIB} MiB"))
 
-    return look
+    return compare
 
 
 ACROSS = (
-    Row("nodes", "across", "Ray's nodes and their resources", "trainer.nnodes with trainer.n_gpus_per_node each",
+    NodeCheck("nodes", "Ray's nodes and their resources", "trainer.nnodes with trainer.n_gpus_per_node each",
         "train --dry-run prints the ray commands", _number),
-    Row("reports", "across", "`doctor --this-node` on each node", "a report of every node",
+    NodeCheck("reports", "`doctor --this-node` on each node", "a report of every node",
         "run it on that node: python -m verl_patches doctor CONFIG --this-node", _answers),
-    Row("files of the start", "across", "data and reward, on this node", "files that can be read",
+    NodeCheck("files of the start", "data and reward, on this node", "files that can be read",
         "python data/prepare_deepscaler.py makes the data", _files_here),
-    Row("digest", "across", "python -m verl_patches digest", "the same patches on every node",
+    NodeCheck("digest", "python -m verl_patches digest", "the same patches on every node",
         "copy this checkout to that node; python -m verl_patches digest --json shows every row", _equal("digest")),
-    Row("checkout", "across", "hash of verl_patches/ and configs/", "the same checkout on every node",
+    NodeCheck("checkout", "hash of verl_patches/ and configs/", "the same checkout on every node",
         "rsync -a --delete verl_patches configs NODE:CHECKOUT", _equal("code")),
-    Row("config", "across", "hash of the composed config", "the same config on every node",
+    NodeCheck("config", "hash of the composed config", "the same config on every node",
         "python -m verl_patches config --config-name CONFIG on both, and diff", _equal("config")),
-    Row("image", "across", "versions of all Python packages, Python, operating system", "the same on every node",
+    NodeCheck("image", "versions of all Python packages, Python, operating system", "the same on every node",
         "start the container of that node from the same image: docker images --digests deepseekv3-a3",
         _equal_parts("image")),
-    Row("software", "across", "driver, firmware, CANN", "the same on every node",
+    NodeCheck("software", "driver, firmware, CANN", "the same on every node",
         "python -m verl_patches versions on that node; install the pinned release", _equal_parts("software")),
-    Row("clocks", "across", "the node's clock against this node's, corrected by the way there and back",
+    NodeCheck("clocks", "the node's clock against this node's, corrected by the way there and back",
         f"at most {CLOCK_S:g} s from most nodes", "chronyc makestep, or systemctl restart chronyd", _clocks),
-    Row("network", "across", "address and MTU of the interface", "an own address each, one MTU",
+    NodeCheck("network", "address and MTU of the interface", "an own address each, one MTU",
         "ip -brief address; recipe.hccl.interface, or the _SOCKET_IFNAME variables of that node", _network),
-    Row("SuperPoD", "across", "npu-smi info -t spod-info", "one SuperPoD where ports have no address",
+    NodeCheck("SuperPoD", "npu-smi info -t spod-info", "one SuperPoD where ports have no address",
         "give the dies' ports addresses (hccn_tool -i DIE -ip -s), or take nodes of one SuperPoD", _super_pod),
-    Row("gloo, all nodes", "across", "an all-reduce of one process a node", "the right sum",
+    NodeCheck("gloo, all nodes", "an all-reduce of one process a node", "the right sum",
         "ping and nc between the nodes' addresses; open the firewall between them", _probed("gloo")),
-    Row("hccl, all nodes", "across", "an all-reduce over all dies of all nodes", "the right sum",
+    NodeCheck("hccl, all nodes", "an all-reduce over all dies of all nodes", "the right sum",
         "ls ~/ascend/log/debug/plog: HCCL's errors", _probed("hccl")),
 )  # fmt: skip
 

@@ -26,9 +26,9 @@ from omegaconf import DictConfig
 
 from verl_patches.config import hccl
 from verl_patches.config.checks import check_files
-from verl_patches.config.files import PATHS, Need, disk_needs
+from verl_patches.config.files import PATHS, Need, disk_detail, disk_fault, disk_needs
 from verl_patches.doctor.npu_tools import NotUnderstoodError
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, fault_of
 from verl_patches.launch.launcher import require_free_port
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.launch.run_folder import require_lasting_folders, require_output_folder
@@ -138,7 +138,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Result:
     """What a check saw: `ok` is None where it could not be made. Empty texts are those of the row.
 
     `name`: of a part of the check, such as one die.
@@ -154,31 +154,40 @@ class Seen:
     state: str = ""
 
 
+class NotRunError(Exception):
+    """A check could not be made: why, and what to do about it."""
+
+    def __init__(self, why: str, todo: str = ""):
+        super().__init__(why)
+        self.todo = todo
+
+
 @dataclass(frozen=True)
-class Row:
-    """One check: how it looks, what it expects, how bad the contrary is (`severity`), and the command that mends it."""
+class NodeCheck:
+    """One check of doctor: how it is made, what it expects, the severity of a fault, the command that mends it."""
 
     name: str
-    scope: str  # node, or across: nodes compared with each other
     how: str
     expected: str
     todo: str
-    look: Callable[..., Iterable[Seen]]
+    results: Callable[..., Iterable[Result]]
     severity: str = "problem"
 
     def findings(self, *context: Any, npu: bool) -> list[Finding]:
         """The findings of the check; on npu one that could not be made is a problem."""
         seen = []
         try:
-            for one in self.look(*context):
+            for one in self.results(*context):
                 seen.append(one)
+        except NotRunError as error:
+            seen.append(Result(None, str(error), todo=error.todo))
         except NotUnderstoodError as error:
-            seen.append(Seen(False, f"not understood: {error}", state="problem"))
+            seen.append(Result(False, f"not understood: {error}", state="problem"))
         except (ConfigError, RecipeError, OSError, subprocess.SubprocessError) as error:
-            seen.append(Seen(False, str(error) or type(error).__name__, state="problem"))
+            seen.append(Result(False, str(error) or type(error).__name__, state="problem"))
         return [self._finding(one, npu) for one in seen]
 
-    def _finding(self, seen: Seen, npu: bool) -> Finding:
+    def _finding(self, seen: Result, npu: bool) -> Finding:
         state = {True: "fine", False: self.severity, None: "problem" if npu else NOT_RUN}[seen.ok]
         found = f"not run: {seen.found}" if seen.ok is None else seen.found
         todo = "" if state == NOT_RUN else seen.todo or ("" if seen.ok else self.todo)
@@ -186,27 +195,18 @@ class Row:
         return Finding(name, seen.state or state, seen.where, seen.expected or self.expected, found, todo, seen.details)
 
 
-def fault_of(function: Callable, *arguments: Any) -> str | None:
-    """The text of the ConfigError that `function` raises; None without one."""
-    try:
-        function(*arguments)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 # sources
 
 
-def _platform(node: Node) -> Iterator[Seen]:
+def _platform(node: Node) -> Iterator[Result]:
     platform = node.config.recipe.platform
     fault = fault_of(require_platform, platform)
-    yield Seen(fault is None, fault or platform)
+    yield Result(fault is None, fault or platform)
 
 
 def _folded(
     findings: Iterable[Finding], what: str, report: str, shown: Collection[str] = ("problem", "note")
-) -> Iterator[Seen]:
+) -> Iterator[Result]:
     """The findings in a state of `shown`, each by its name, one line for all that are fine, and one for other notes."""
     fine, notes = [], []
     for found in findings:
@@ -215,16 +215,16 @@ def _folded(
         elif found.state not in shown:
             notes.append(found)
         else:
-            yield Seen(
+            yield Result(
                 False, found.found, found.expected, found.todo, found.name, found.where, found.details, found.state
             )
     if notes:
         todo = f"python -m verl_patches {report} lists them"
-        yield Seen(
+        yield Result(
             True, f"{len(notes)} could be compared in part, or not at all", todo=todo, name="notes", state="note"
         )
     if fine:
-        yield Seen(True, f"{len(fine)} {what}")
+        yield Result(True, f"{len(fine)} {what}")
 
 
 _OTHER_LINE = {  # what to do on a machine of the other line, whose packages stay
@@ -234,15 +234,15 @@ _OTHER_LINE = {  # what to do on a machine of the other line, whose packages sta
 }
 
 
-def _other_line(node: Node) -> Seen | None:
+def _other_line(node: Node) -> Result | None:
     """What is said once where the installed packages are those of another line, each of which would differ."""
     line = node.config.recipe.line
     other = versions.installed_line(node.machine.pinned)
     found, expected = f"the packages of line {other}", f"the packages of line {line}"
-    return Seen(False, found, expected, _OTHER_LINE[line]) if other not in (None, line) else None
+    return Result(False, found, expected, _OTHER_LINE[line]) if other not in (None, line) else None
 
 
-def _pins(node: Node) -> Iterator[Seen]:
+def _pins(node: Node) -> Iterator[Result]:
     line = node.config.recipe.line
     if (other := _other_line(node)) and (node.npu or not node.trees.folders):
         yield other
@@ -255,9 +255,9 @@ def _pins(node: Node) -> Iterator[Seen]:
         yield from _folded(findings, "as pinned", "versions")
 
 
-def _drift(node: Node) -> Iterator[Seen]:
+def _drift(node: Node) -> Iterator[Result]:
     if not node.trees.folders and (other := _other_line(node)):
-        yield Seen(None, f"installed are {other.found}", todo="as for pins")
+        yield Result(None, f"installed are {other.found}", todo="as for pins")
         return
     line = node.config.recipe.line
     roots, pins = roots_of(line, node.trees), load_pins().line(line)
@@ -271,37 +271,38 @@ def _drift(node: Node) -> Iterator[Seen]:
 # files
 
 
-def _files(node: Node) -> Iterator[Seen]:
+def _files(node: Node) -> Iterator[Result]:
     others = not set(PATHS) <= set(node.must_exist)
     for found in check_files(node.config, node.must_exist):
         if others and not found.name.startswith("model"):
             continue
         state = "note" if found.ok and found.note else ""
         todo = "" if found.name.startswith("model") or found.ok else _DATA
-        yield Seen(found.ok, found.detail, todo=todo, name=found.name, state=state)
+        yield Result(found.ok, found.detail, todo=todo, name=found.name, state=state)
 
 
-def _disk(node: Node) -> Iterator[Seen]:
-    config, least = node.config, FREE_BYTES[node.npu]
-    for need in (*disk_needs(config), Need("temporary", Path(tempfile.gettempdir()), least, "", "TMPDIR")):
-        existing = next(place for place in (need.folder, *need.folder.parents) if place.is_dir())
-        free, wanted = shutil.disk_usage(existing).free, max(need.size_bytes, least)
-        expected = f"{wanted / GB:.1f} GB free" + (" (modelled)" if wanted > least else "")
-        yield Seen(free >= wanted, f"{free / GB:.1f} GB free", expected, name=need.name, where=str(need.folder))
+def _disk(node: Node) -> Iterator[Result]:
+    config, temporary = node.config, Path(tempfile.gettempdir())
+    needs = [
+        *disk_needs(config),
+        Need("temporary", temporary, FREE_BYTES[node.npu], "Ray's sockets and logs", "TMPDIR"),
+    ]
+    fault = disk_fault(needs)
+    yield Result(fault is None, fault or disk_detail(needs), "room for what the run writes")
     fault = fault_of(require_output_folder, config)
-    yield Seen(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
+    yield Result(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
     fault = fault_of(require_lasting_folders, config)
     todo = "" if fault is None else "cluster down, add volumes to the job file, cluster up (docs/cluster.md#volumes)"
-    yield Seen(fault is None, fault or "yes", "outlives the container", todo, "run, lasting")
+    yield Result(fault is None, fault or "yes", "outlives the container", todo, "run, lasting")
 
 
 # memory and limits
 
 
-def _shared_memory(node: Node) -> Iterator[Seen]:
+def _shared_memory(node: Node) -> Iterator[Result]:
     usage, need = shutil.disk_usage(node.machine.shared_memory), object_store_bytes(node.config)
     found = f"{usage.total / GB:.1f} GB, {usage.free / GB:.1f} GB free"
-    yield Seen(usage.total >= need, found, f"{need / GB:.1f} GB for Ray's object store")
+    yield Result(usage.total >= need, found, f"{need / GB:.1f} GB for Ray's object store")
 
 
 _MEMORY_FILES = (  # limit, use, its parts and the one that is page cache: control groups v2 and v1
@@ -324,16 +325,16 @@ def _available_bytes(cgroup: Path) -> int:
     return available
 
 
-def _host_memory(node: Node) -> Iterator[Seen]:
+def _host_memory(node: Node) -> Iterator[Result]:
     states, store = host_bytes(node.config, node.rows), object_store_bytes(node.config)
     need, left = states + store, _available_bytes(node.machine.cgroup)
     expected = (
         f"{need / GB:.1f} GB (modelled): {states / GB:.1f} by the workers, {store / GB:.1f} by Ray's object store"
     )
-    yield Seen(left >= need, f"{left / GB:.1f} GB available", expected)
+    yield Result(left >= need, f"{left / GB:.1f} GB available", expected)
 
 
-def _limits(node: Node) -> Iterator[Seen]:
+def _limits(node: Node) -> Iterator[Result]:
     limit, infinite = node.machine.limit, resource.RLIM_INFINITY
     rules = {
         "open files": (resource.RLIMIT_NOFILE, OPEN_FILES[node.npu]),
@@ -348,7 +349,7 @@ def _limits(node: Node) -> Iterator[Seen]:
                 soft = _under(soft, node.machine.cgroup / file)
         ok = soft == infinite or (need != infinite and soft >= need)
         words = ["unlimited" if value == infinite else str(value) for value in (soft, need)]
-        yield Seen(ok, words[0], words[1] if need == infinite else f"at least {words[1]}", name=name)
+        yield Result(ok, words[0], words[1] if need == infinite else f"at least {words[1]}", name=name)
 
 
 def _under(soft: int, file: Path) -> int:
@@ -362,48 +363,48 @@ def _under(soft: int, file: Path) -> int:
     return int(text) if soft == resource.RLIM_INFINITY else min(soft, int(text))
 
 
-def _jemalloc(node: Node) -> Iterator[Seen]:
+def _jemalloc(node: Node) -> Iterator[Result]:
     preloaded = node.machine.environ.get("LD_PRELOAD", "").replace(":", " ").split()
     absent = [file for file in preloaded if "/" in file and not Path(file).exists()]
     named = [file for file in preloaded if "jemalloc" in file]
     if absent:
-        yield Seen(False, f"LD_PRELOAD names {', '.join(absent)}, which does not exist", state="problem")
+        yield Result(False, f"LD_PRELOAD names {', '.join(absent)}, which does not exist", state="problem")
     elif node.npu or named:
-        yield Seen(bool(named), f"LD_PRELOAD={':'.join(preloaded)}" if preloaded else "LD_PRELOAD is unset")
+        yield Result(bool(named), f"LD_PRELOAD={':'.join(preloaded)}" if preloaded else "LD_PRELOAD is unset")
     else:
-        yield Seen(True, "not needed on this platform")
+        yield Result(True, "not needed on this platform")
 
 
 # network
 
 
-def _interface(node: Node) -> Iterator[Seen]:
+def _interface(node: Node) -> Iterator[Result]:
     if node.interface is None:
         states = psutil.net_if_stats()
         up = [name for name in psutil.net_if_addrs() if name != "lo" and states[name].isup]
         found = f"the one towards Ray's head, which is not known before Ray runs; up: {', '.join(up) or 'none'}"
-        yield Seen(bool(up), found, state="note" if up else "")
+        yield Result(bool(up), found, state="note" if up else "")
         return
     name, why = node.interface
     fault = fault_of(require_interface, name) or fault_of(refuse_loopback, node.nodes, name, why)
     up = not fault and psutil.net_if_stats()[name].isup
-    yield Seen(up, fault or f"{name}, by {why}" + ("" if up else ", which is down"))
+    yield Result(up, fault or f"{name}, by {why}" + ("" if up else ", which is down"))
 
 
-def _ports(node: Node) -> Iterator[Seen]:
+def _ports(node: Node) -> Iterator[Result]:
     config = node.config
     fault = fault_of(require_free_port, config.recipe.ray_port)
     given = "null: any free one" if config.recipe.ray_port is None else f"{config.recipe.ray_port}, free"
-    yield Seen(fault is None, fault or given, "a free port, or null", name="recipe.ray_port")
+    yield Result(fault is None, fault or given, "a free port, or null", name="recipe.ray_port")
     if not as_npu(config.recipe.platform):
         return
     fits, said = hccl.check_ports(config, node.machine.proc)
-    yield Seen(fits, said, name="HCCL, range")
+    yield Result(fits, said, name="HCCL, range")
     first, last = config.recipe.hccl.base_port, hccl.host_ports(config)[1]
     taken = [port for port in range(first, last + 1) if fault_of(require_free_port, port)]
     found = f"taken: {', '.join(map(str, taken[:8]))}" if taken else f"{first} to {last} are free"
     todo = f"ss -ltnp 'sport >= :{first} and sport <= :{last}' names the programs; end them, or change recipe.hccl."
-    yield Seen(not taken, found, f"{first} to {last} free", todo + "base_port", "HCCL, free")
+    yield Result(not taken, found, f"{first} to {last} free", todo + "base_port", "HCCL, free")
 
 
 def probe(settings: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, float]:
@@ -430,41 +431,41 @@ def speed(measured: Mapping[str, float], what: str) -> str:
     return f"{what}: {1e3 * measured['seconds']:.1f} ms, {measured['bus_bytes_per_s'] / GB:.2f} GB/s"
 
 
-def _gloo(node: Node) -> Iterator[Seen]:
+def _gloo(node: Node) -> Iterator[Result]:
     name = node.interface[0] if node.interface else "lo"
     measured = probe(probe_settings("gloo", 2, name), node.machine.environ)
-    yield Seen(True, speed(measured, f"2 processes, {PROBE_MIB} MiB, {name}"))
+    yield Result(True, speed(measured, f"2 processes, {PROBE_MIB} MiB, {name}"))
 
 
 HOST_ROWS = (
-    Row("platform", "node", "is torch_npu installed", "what recipe.platform needs",
+    NodeCheck("platform", "is torch_npu installed", "what recipe.platform needs",
         "run this in the image of configs/Dockerfile.a3", _platform),
-    Row("pins", "node", "as `versions`: packages, commits, edited files, driver, firmware, CANN, variables",
+    NodeCheck("pins", "as `versions`: packages, commits, edited files, driver, firmware, CANN, variables",
         "configs/upstream.yaml", "python -m verl_patches versions", _pins),
-    Row("drift", "node", "as `check`: each row's target on disk", "as reviewed",
+    NodeCheck("drift", "as `check`: each row's target on disk", "as reviewed",
         "python -m verl_patches check", _drift),
-    Row("files", "node", "headers, sizes and index of the weights; data and reward where the run starts",
+    NodeCheck("files", "headers, sizes and index of the weights; data and reward where the run starts",
         "whole files of the planned model", "python -m verl_patches weights verify DIR reads every byte", _files),
-    Row("disk", "node", "free space of the folders", "", "free some, or take another folder: recipe.output_root, "
+    NodeCheck("disk", "free space of the folders", "", "free some, or take another folder: recipe.output_root, "
         "trainer.default_local_dir, TMPDIR", _disk),
-    Row("shared memory", "node", "size of /dev/shm", "", f"docker run --shm-size 256g; {_CONTAINER}", _shared_memory),
-    Row("host memory", "node", "available memory, and the container's limit", "",
+    NodeCheck("shared memory", "size of /dev/shm", "", f"docker run --shm-size 256g; {_CONTAINER}", _shared_memory),
+    NodeCheck("host memory", "available memory, and the container's limit", "",
         "ps aux --sort -rss | head names the largest programs: end them, or raise docker run --memory", _host_memory),
-    Row("limits", "node", "ulimit, and the container's pids.max", "",
+    NodeCheck("limits", "ulimit, and the container's pids.max", "",
         "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",
         _limits),
-    Row("jemalloc", "node", "LD_PRELOAD", "libjemalloc in LD_PRELOAD",
+    NodeCheck("jemalloc", "LD_PRELOAD", "libjemalloc in LD_PRELOAD",
         "source /etc/profile.d/deepseekv3.sh where Ray is started (yum install jemalloc)", _jemalloc, "note"),
-    Row("interface", "node", "own variables, recipe.hccl.interface, or the route to Ray's head",
+    NodeCheck("interface", "own variables, recipe.hccl.interface, or the route to Ray's head",
         "an interface that is up; not the loopback between nodes",
         "ip -brief address lists them; set recipe.hccl.interface, or HCCL_, GLOO_ and TP_SOCKET_IFNAME", _interface),
-    Row("ports", "node", "sysctl's ephemeral range, and binding each port", "outside the ephemeral range",
+    NodeCheck("ports", "sysctl's ephemeral range, and binding each port", "outside the ephemeral range",
         "sysctl -w net.ipv4.ip_local_reserved_ports=61000-61143, or change recipe.hccl.base_port", _ports),
-    Row("gloo", "node", "an all-reduce of 2 processes on this node", "the right sum",
+    NodeCheck("gloo", "an all-reduce of 2 processes on this node", "the right sum",
         "ip -brief address; the interface must carry this node's own address", _gloo),
 )  # fmt: skip
 
 
-def check_node(node: Node, rows: Sequence[Row]) -> list[Finding]:
+def check_node(node: Node, rows: Sequence[NodeCheck]) -> list[Finding]:
     """The findings of all node rows on this node, in their order."""
-    return [found for row in rows if row.scope == "node" for found in row.findings(node, npu=node.npu)]
+    return [found for row in rows for found in row.findings(node, npu=node.npu)]

@@ -10,7 +10,16 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 
-from verl_patches.doctor.node_checks import PROBE_MIB, Node, Row, Seen, probe, probe_settings, speed
+from verl_patches.doctor.node_checks import (
+    PROBE_MIB,
+    Node,
+    NodeCheck,
+    NotRunError,
+    Result,
+    probe,
+    probe_settings,
+    speed,
+)
 from verl_patches.doctor.npu_tools import (
     HEALTHY,
     NO_IP,
@@ -26,79 +35,73 @@ from verl_patches.platform.npu import NOT_SET_BY_RAY, VISIBLE
 
 MIB = 1 << 20
 _BOARD = ("Compatibility", "Software Version", "Firmware Version")
-_ELSEWHERE = "no NPU here: recipe.platform is {}"
 _MOUNTED = "mount it from the host, as scripts/start_container.sh does for npu-smi"
 
 
-def _elsewhere(node: Node) -> Seen | None:
-    return None if node.npu else Seen(None, _ELSEWHERE.format(node.config.recipe.platform))
+def require_npu(node: Node) -> None:
+    """NotRunError where the run is for another platform."""
+    if not node.npu:
+        raise NotRunError(f"no NPU here: recipe.platform is {node.config.recipe.platform}")
 
 
-def smi_of(node: Node) -> NpuSmi | Seen:
-    """The table of npu-smi on this node, or why there is none."""
-    if seen := _elsewhere(node):
-        return seen
-    text = node.npu_smi
-    return Seen(None, "npu-smi is not installed", todo=_MOUNTED) if text is None else parse_npu_smi(text)
+def smi_of(node: Node) -> NpuSmi:
+    """The table of npu-smi on this node; NotRunError without one."""
+    require_npu(node)
+    if node.npu_smi is None:
+        raise NotRunError("npu-smi is not installed", _MOUNTED)
+    return parse_npu_smi(node.npu_smi)
 
 
-def _health(node: Node) -> Iterator[Seen]:
+def _health(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    if isinstance(smi, Seen):
-        yield smi
-        return
     enough = len(smi.dies) >= node.dies
-    yield Seen(enough, f"{len(smi.dies)} dies", f"at least {node.dies} (trainer.n_gpus_per_node)", name="dies")
+    yield Result(enough, f"{len(smi.dies)} dies", f"at least {node.dies} (trainer.n_gpus_per_node)", name="dies")
     for die in smi.dies:
         if die.health != HEALTHY:
             todo = f"npu-smi info -t health -i {die.card} -c {die.chip} prints the error code; leave the node out"
-            yield Seen(False, die.health, HEALTHY, todo, _name(die))
+            yield Result(False, die.health, HEALTHY, todo, _name(die))
     if all(die.health == HEALTHY for die in smi.dies):
-        yield Seen(True, f"{len(smi.dies)} dies are {HEALTHY}")
+        yield Result(True, f"{len(smi.dies)} dies are {HEALTHY}")
 
 
 def _name(die: Die) -> str:
     return f"die {die.number} (card {die.card}, chip {die.chip})"
 
 
-def _memory(node: Node) -> Iterator[Seen]:
+def _memory(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    if isinstance(smi, Seen):
-        yield smi
-        return
     need = peak_bytes(node.config, node.rows)
     for process in smi.processes:
         found = f"process {process.pid} ({process.name}) holds {process.memory_mb} MB"
         name = f"card {process.card}, chip {process.chip}"
-        yield Seen(False, found, "no process", f"end it on the host: kill {process.pid}", name)
+        yield Result(False, found, "no process", f"end it on the host: kill {process.pid}", name)
     least = None
     for die in smi.dies:
         if die.total_mb is None or die.used_mb is None:
-            yield Seen(False, "not understood: npu-smi prints no figures", name=_name(die))
+            yield Result(False, "not understood: npu-smi prints no figures", name=_name(die))
             continue
         free = (die.total_mb - die.used_mb) * MIB
         least = free if least is None else min(least, free)
         if free < need:
             expected = f"{need / 1e9:.1f} GB free (modelled peak)"
-            yield Seen(False, f"{free / 1e9:.1f} GB free of {die.total_mb * MIB / 1e9:.1f}", expected, name=_name(die))
+            yield Result(
+                False, f"{free / 1e9:.1f} GB free of {die.total_mb * MIB / 1e9:.1f}", expected, name=_name(die)
+            )
     if least is not None and least >= need:
-        yield Seen(True, f"at least {least / 1e9:.1f} GB free, no process", f"{need / 1e9:.1f} GB (modelled peak)")
+        yield Result(True, f"at least {least / 1e9:.1f} GB free, no process", f"{need / 1e9:.1f} GB (modelled peak)")
 
 
-def _board(node: Node) -> Iterator[Seen]:
+def _board(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    if isinstance(smi, Seen):
-        yield smi
-        return
     found = set()
     for card in sorted({die.card for die in smi.dies}):
         text = node.machine.output("npu-smi", "info", "-t", "board", "-i", str(card)) or ""
         fits, driver, firmware = (field(text, name) for name in _BOARD)
         found.add((fits, f"driver {driver}, firmware {firmware}"))
         if fits != HEALTHY:
-            yield Seen(False, f"{fits}: driver {driver}, firmware {firmware}", HEALTHY, name=f"card {card}")
+            yield Result(False, f"{fits}: driver {driver}, firmware {firmware}", HEALTHY, name=f"card {card}")
     texts = sorted(text for _, text in found)
-    yield Seen(len(texts) == 1, "; ".join(texts), "one driver and one firmware on all cards", name="all cards")
+    yield Result(len(texts) == 1, "; ".join(texts), "one driver and one firmware on all cards", name="all cards")
 
 
 def _answer(node: Node, *command: str) -> str:
@@ -126,38 +129,34 @@ def super_pod_of(node: Node) -> str | None:
     return _field_of(_answer(node, "npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0"), "Super Pod ID")
 
 
-def _links(node: Node) -> Iterator[Seen]:
+def _links(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    if isinstance(smi, Seen):
-        yield smi
-        return
     if node.machine.output("hccn_tool", "-h") is None:
-        yield Seen(None, "hccn_tool is not installed", todo="mount /usr/bin/hccn_tool and the driver from the host")
-        return
+        raise NotRunError("hccn_tool is not installed", "mount /usr/bin/hccn_tool and the driver from the host")
     fine = without = 0
     for die in smi.dies:
         try:
             faults, has_port = _link_faults(node, die)
         except NotUnderstoodError as error:
-            faults, has_port = [Seen(False, f"not understood: {error}", name=_name(die))], True
+            faults, has_port = [Result(False, f"not understood: {error}", name=_name(die))], True
         yield from faults
         fine += not faults and has_port
         without += not has_port
     if without:
         found = f"{without} of {len(smi.dies)} dies have no address of their own: HCCS only, within one SuperPoD"
-        yield Seen(True, found, name="ports", state="note")
+        yield Result(True, found, name="ports", state="note")
     if fine:
-        yield Seen(True, f"{fine} dies: HCCS {HEALTHY}, link UP, net health Success")
+        yield Result(True, f"{fine} dies: HCCS {HEALTHY}, link UP, net health Success")
 
 
-def _link_faults(node: Node, die: Die) -> tuple[list[Seen], bool]:
+def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
     """(what is wrong with the links of one die, whether its own port has an address)."""
     faults = []
     lanes = node.machine.output("npu-smi", "info", "-t", "hccs", "-i", f"{die.card}", "-c", f"{die.chip}")
     hccs = field(lanes or "", "hccs health status")
     if hccs != HEALTHY:
         todo = f"npu-smi info -t hccs -i {die.card} -c {die.chip} prints each lane; leave the node out"
-        faults.append(Seen(False, f"HCCS is {hccs}", f"HCCS {HEALTHY}", todo, _name(die)))
+        faults.append(Result(False, f"HCCS is {hccs}", f"HCCS {HEALTHY}", todo, _name(die)))
     text = _of_port(node, die, "ip")
     if NO_IP in text:
         return faults, False
@@ -168,7 +167,7 @@ def _link_faults(node: Node, die: Die) -> tuple[list[Seen], bool]:
             f"hccn_tool -i {die.number} -link_stat -g; check cable and switch port (hccn_tool -i {die.number} -lldp -g)"
         )
         found = f"port {address}: link {link}, net health {health}"
-        faults.append(Seen(False, found, "link UP, net health Success", todo, _name(die)))
+        faults.append(Result(False, found, "link UP, net health Success", todo, _name(die)))
     return faults, True
 
 
@@ -182,45 +181,39 @@ def hccs_only(node: Node) -> bool:
     return NO_IP in _answer(node, "hccn_tool", "-i", "0", "-ip", "-g")
 
 
-def _binding(node: Node) -> Iterator[Seen]:
-    if seen := _elsewhere(node):
-        yield seen
-        return
+def _binding(node: Node) -> Iterator[Result]:
+    require_npu(node)
     devices = {file.name for file in node.machine.devices.glob("davinci[0-9]*")}
     missing = [f"davinci{n}" for n in range(node.dies) if f"davinci{n}" not in devices]
     found = f"no {', '.join(missing)}" if missing else f"{len(devices)} devices"
-    yield Seen(not missing, found, f"{node.machine.devices}/davinci0 to {node.dies - 1}", name="devices")
+    yield Result(not missing, found, f"{node.machine.devices}/davinci0 to {node.dies - 1}", name="devices")
     visible = node.machine.environ.get(VISIBLE)
     fits = visible is None or len({*filter(None, visible.split(","))}) >= node.dies
     text = "unset" if visible is None else repr(visible)
-    yield Seen(fits, text, f"unset, or {node.dies} dies", f"unset {VISIBLE} where Ray is started", VISIBLE)
+    yield Result(fits, text, f"unset, or {node.dies} dies", f"unset {VISIBLE} where Ray is started", VISIBLE)
     value = node.machine.environ.get(NOT_SET_BY_RAY)
-    yield Seen(not value, value or "unset", "unset", f"unset {NOT_SET_BY_RAY} where Ray is started", NOT_SET_BY_RAY)
+    yield Result(not value, value or "unset", "unset", f"unset {NOT_SET_BY_RAY} where Ray is started", NOT_SET_BY_RAY)
 
 
-def _hccl(node: Node) -> Iterator[Seen]:
+def _hccl(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    if isinstance(smi, Seen):
-        yield smi
-        return
     if smi.processes:
-        yield Seen(None, f"{len(smi.processes)} processes use the dies", todo="end them (row npu memory)")
-        return
+        raise NotRunError(f"{len(smi.processes)} processes use the dies", "end them (row npu memory)")
     name = node.interface[0] if node.interface else None
     measured = probe(probe_settings("hccl", node.dies, name), node.machine.environ)
-    yield Seen(True, speed(measured, f"{node.dies} dies, {PROBE_MIB} MiB"))
+    yield Result(True, speed(measured, f"{node.dies} dies, {PROBE_MIB} MiB"))
 
 
 NPU_ROWS = (
-    Row("npu health", "node", "npu-smi info", "every die OK", "npu-smi info -t health -i CARD; dmesg", _health),
-    Row("npu memory", "node", "npu-smi info, memory and processes of each die", "free for the run's modelled peak",
+    NodeCheck("npu health", "npu-smi info", "every die OK", "npu-smi info -t health -i CARD; dmesg", _health),
+    NodeCheck("npu memory", "npu-smi info, memory and processes of each die", "free for the run's modelled peak",
         "npu-smi info names the processes; end them on the host", _memory),
-    Row("npu firmware", "node", "npu-smi info -t board -i CARD", "Compatibility OK",
+    NodeCheck("npu firmware", "npu-smi info -t board -i CARD", "Compatibility OK",
         "install driver and firmware of one release, then reboot the host", _board),
-    Row("npu links", "node", "npu-smi info -t hccs; hccn_tool -ip, -link, -net_health of each die",
+    NodeCheck("npu links", "npu-smi info -t hccs; hccn_tool -ip, -link, -net_health of each die",
         "HCCS OK; a port with an address is UP and healthy", "hccn_tool -i DIE -link_stat -g", _links),
-    Row("npu binding", "node", "/dev/davinci*, ASCEND_RT_VISIBLE_DEVICES", "Ray can give every die to a worker",
+    NodeCheck("npu binding", "/dev/davinci*, ASCEND_RT_VISIBLE_DEVICES", "Ray can give every die to a worker",
         "bash scripts/start_container.sh names every device", _binding),
-    Row("hccl", "node", "an all-reduce over the node's dies, when no process uses them", "the right sum",
+    NodeCheck("hccl", "an all-reduce over the node's dies, when no process uses them", "the right sum",
         "ls ~/ascend/log/debug/plog: HCCL's errors", _hccl),
 )  # fmt: skip

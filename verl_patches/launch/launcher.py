@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -28,7 +27,8 @@ from verl_patches.launch.restart import Restarts
 from verl_patches.launch.run_folder import RunFolder, open_run_folder
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
-from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, lock_file
+from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, taken_by
+from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.trainer.record import Progress, write_json
 from verl_patches.upstream.checkouts import Trees, commit_of
 from verl_patches.upstream.modified import files_text
@@ -160,8 +160,8 @@ def _supervise(
             log_bytes, last_output = size, now
         if now >= next_memory:
             alive = descendants.alive()
-            watch.look(alive)
-            descendants.shared.look(alive)
+            watch.sample(alive)
+            descendants.shared.record(alive)
             next_memory = max(now, next_memory) + MEMORY_S
         if signals:
             code, reason = 128 + signals[0], interrupted(signals[0])
@@ -213,30 +213,21 @@ class _NewLines:
     """Passes each new complete line of a growing file to `on_line`."""
 
     def __init__(self, path: Path, on_line: Callable[[str], None]):
-        self.path, self.on_line, self.offset = path, on_line, 0
+        self.file, self.on_line, self.rest = GrowingFile(path), on_line, b""
 
     def read(self) -> None:
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            *lines, rest = file.read().split(b"\n")
-        self.offset += sum(len(line) + 1 for line in lines)
+        *lines, self.rest = (self.rest + b"".join(self.file.blocks())).split(b"\n")
         for line in lines:
             self.on_line(line.decode(errors="replace"))
 
 
 def require_free_port(port: int | None) -> None:
     """ConfigError if something listens on `port` of this machine; None is always fine."""
-    for address in ("127.0.0.1", "") if port is not None else ():
-        try:
-            with socket.create_server((address, port)):
-                pass
-        except OSError as error:
-            raise ConfigError(
-                f"recipe.ray_port is {port}, which is taken on this machine ({error.strerror or error}); "
-                "nothing was started. Give another port, or null for any free one"
-            ) from error
+    if port is not None and (holder := taken_by(port, ("127.0.0.1", ""))):
+        raise ConfigError(
+            f"recipe.ray_port is {port}, which is taken on this machine by {holder}; nothing was started. Give another "
+            "port, or null for any free one"
+        )
 
 
 @contextmanager

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches import ray_nodes
 from verl_patches.config.environment import worker_environment
-from verl_patches.errors import ConfigError
-from verl_patches.launch import ray_nodes
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.platform import NO_DEVICE
 from verl_patches.trainer.ray_start import HOOK
 from verl_patches.upstream.checkouts import LINE
@@ -78,27 +75,13 @@ def list_nodes(address: str) -> list[dict[str, Any]]:
 
 
 def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """What launch/ray_nodes.py answers to `request` within `limit_s`; ConfigError if no Ray does.
-
-    Asked in a process of its own, so that the launcher never joins the cluster.
-    """
-    command = [sys.executable, "-m", ray_nodes.__name__, json.dumps(dict(request))]
+    """`ray_nodes.ask_nodes`, of the address recipe.ray_address; ConfigError if no Ray answers."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
-        output, error = done.stdout, done.stderr.strip().splitlines()
-    except subprocess.TimeoutExpired:
-        output, error = "", [f"no answer within {limit_s:g} s"]
-    line = next((line for line in output.splitlines() if line.startswith(ray_nodes.ANSWER)), None)
-    if line is None:
+        return ray_nodes.ask_nodes(request, limit_s)
+    except RecipeError as error:
         raise ConfigError(
-            f"recipe.ray_address is {request['address']}, but no Ray answers there ({_last(error)}). "
-            "Start it on every node first: --dry-run prints the ray commands"
-        )
-    return json.loads(line.removeprefix(ray_nodes.ANSWER))
-
-
-def _last(lines: Sequence[str]) -> str:
-    return lines[-1] if lines else "no message"
+            f"recipe.ray_address: {error}. Start it on every node first: --dry-run prints the ray commands"
+        ) from None
 
 
 def require_nodes(config: DictConfig) -> None:
@@ -143,9 +126,9 @@ def leave_out(config: DictConfig) -> None:
     import ray
 
     wanted, resource = set(config.recipe.restart.without_nodes), _resource(config)
-    for node in ray.nodes() if wanted else ():
-        address, count = node["NodeManagerAddress"], node["Resources"].get(resource, 0)
-        if node["Alive"] and count and wanted & {node["NodeID"], address}:
+    for node in ray_nodes.living() if wanted else ():
+        address, count = node["address"], node["resources"].get(resource, 0)
+        if count and wanted & {node["id"], address}:
             group = ray.util.placement_group([{resource: count, f"node:{address}": 0.001}], strategy="STRICT_PACK")
             if not group.wait(ANSWER_S):
                 log.warning("node %s could not be left out: another job has devices of it", address)

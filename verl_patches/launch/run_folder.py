@@ -13,7 +13,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from verl_patches.config.environment import run_dir
 from verl_patches.config.run_start import Start, checkpoints_of, is_inside, start_of, uses_checkpoints
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
-from verl_patches.processes import lock_file
+from verl_patches.shared_files import locked_folder
 from verl_patches.trainer.record import RUN, new_run_id, run_id, write_json
 from verl_patches.values import size_text
 from verl_patches.weights.checkpoint_folders import EARLIER, next_aside, recover, resume_from, size_bytes, step_of
@@ -116,25 +116,19 @@ def open_run_folder(config: DictConfig) -> Iterator[RunFolder]:
         yield RunFolder(folder, start.id or new_run_id(folder, config.recipe.run), start.step, tuple(said))
 
 
-@contextmanager
-def _locked(folder: Path, keys: str) -> Iterator[None]:
-    """Make a folder and lock it for this process; ConfigError, with the `keys` to change, where another run has it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(folder / ".lock")
-    except BlockingIOError:
-        raise ConfigError(
-            f"{folder} is being written by another run; wait for it, or give this one another folder ({keys})"
-        ) from None
-    except OSError as error:
+def _locked(folder: Path, keys: str) -> AbstractContextManager:
+    """`locked_folder`; ConfigError with the `keys` to change where another run has it."""
+
+    def unusable(error: OSError) -> ConfigError:
         if error.errno in _NO_LOCKS:
-            raise ConfigError(
+            return ConfigError(
                 f"{folder}: its file system has no file locks ({error.strerror}), which keep two runs out of one "
                 f"folder; mount it with locks (Lustre: -o flock; NFS: lockd), or give a folder on another one ({keys})"
-            ) from error
-        raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
-    with lock:
-        yield
+            )
+        return ConfigError(f"{folder}: {_FOLDER}, found: {error}")
+
+    busy = f"{folder} is being written by another run; wait for it, or give this one another folder ({keys})"
+    return locked_folder(folder, lambda: ConfigError(busy), unusable)
 
 
 def _set_aside(folder: Path, saved: Path, start: Start) -> list[str]:

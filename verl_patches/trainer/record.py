@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 import platform
 import re
 import secrets
@@ -19,6 +18,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.model_folder import read_json_object
+from verl_patches.shared_files import write_whole
 from verl_patches.weights.checkpoint_folders import next_aside
 
 log = logging.getLogger(__name__)
@@ -72,12 +72,7 @@ def write_json(path: Path, data: Any) -> None:
     """Write JSON atomically. RecipeError as `writing` where the disk is full."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            part.write_text(json.dumps(data, indent=1) + "\n")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_whole(path, json.dumps(data, indent=1) + "\n")
 
 
 def run_id(folder: Path) -> str | None:

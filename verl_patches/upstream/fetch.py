@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from verl_patches.boot import install_prelude
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding, Report
-from verl_patches.processes import lock_file
+from verl_patches.shared_files import locked_folder
 from verl_patches.upstream.checkouts import git
 from verl_patches.upstream.modified import commit_faults, files_text, tree_changes
 from verl_patches.upstream.pins import PIN_FILE, Line, Repository
@@ -75,18 +75,13 @@ def _chosen(line_name: str, line: Line, only: Sequence[str]) -> dict[str, Reposi
     return {name: pin for name, pin in line.repositories.items() if not only or name in only}
 
 
-@contextmanager
-def _locked(dest: Path) -> Iterator[None]:
+def _locked(dest: Path) -> AbstractContextManager:
     """At most one fetch-upstream for each folder."""
-    try:
-        dest.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(dest / ".lock")
-    except BlockingIOError:
-        raise RecipeError(f"{dest}: another fetch-upstream runs there; wait for it, then run this again") from None
-    except OSError as error:
-        raise ConfigError(f"--dest {dest}: cannot be written ({error.strerror}); give another folder") from None
-    with lock:
-        yield
+    return locked_folder(
+        dest,
+        lambda: RecipeError(f"{dest}: another fetch-upstream runs there; wait for it, then run this again"),
+        lambda error: ConfigError(f"--dest {dest}: cannot be written ({error.strerror}); give another folder"),
+    )
 
 
 def _is_absent(path: Path) -> bool:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl_patches.current import Current
 from verl_patches.processes import started_at
 
 log = logging.getLogger(__name__)
@@ -208,21 +209,15 @@ def read(file: Path) -> Beat | None:
     return None
 
 
-class _Process:
-    """The heartbeat of this process; None where none was started."""
-
-    heartbeat: Heartbeat | None = None
-
-
-_process = _Process()
+_current: Current[Heartbeat] = Current()  # of this process, which may have none
 
 
 def start(folder: Path, name: str, rank: int | None = None) -> None:
     """Start this process's heartbeat. Idempotent. Where its file cannot be made, a warning says so: none is written."""
-    if _process.heartbeat is not None:
+    if _current.value is not None:
         return
     try:
-        _process.heartbeat = Heartbeat(folder, name, rank)
+        _current.value = Heartbeat(folder, name, rank)
     except OSError as error:
         log.warning("watch: %s has no heartbeat, a stall of it is not found: %s: %s", name, folder, error.strerror)
 
@@ -236,37 +231,37 @@ def start_in_ray(name: str, rank: int | None = None) -> None:
 
 def stop() -> None:
     """End this process's heartbeat. Idempotent."""
-    if _process.heartbeat is not None:
-        _process.heartbeat.close()
-        _process.heartbeat = None
+    if _current.value is not None:
+        _current.value.close()
+        _current.value = None
 
 
 @contextmanager
 def in_call(name: str) -> Iterator[None]:
     """`Heartbeat.in_call` of this process; nothing without a heartbeat."""
-    if _process.heartbeat is None:
+    if _current.value is None:
         yield
         return
-    with _process.heartbeat.in_call(name):
+    with _current.value.in_call(name):
         yield
 
 
 def phase(name: str) -> None:
     """`Heartbeat.phase` of this process; nothing without a heartbeat."""
-    if _process.heartbeat is not None:
-        _process.heartbeat.phase(name)
+    if _current.value is not None:
+        _current.value.phase(name)
 
 
 def count_group(group: Any, name: str, ranks: Any) -> None:
     """`Heartbeat.count_group` of this process; nothing without a heartbeat. ranks: global ranks of its members."""
-    if _process.heartbeat is not None:
-        _process.heartbeat.count_group(group, name, ranks)
+    if _current.value is not None:
+        _current.value.count_group(group, name, ranks)
 
 
 def controller_is_at(step: int, name: str) -> None:
     """`Heartbeat.controller_is_at` of this process; nothing without a heartbeat."""
-    if _process.heartbeat is not None:
-        _process.heartbeat.controller_is_at(step, name)
+    if _current.value is not None:
+        _current.value.controller_is_at(step, name)
 
 
 def folder_of_run() -> Path:

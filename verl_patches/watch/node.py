@@ -48,7 +48,7 @@ class Seen:
         return f"{self.beat.name} (pid {self.beat.pid} on {self.host})"
 
 
-def look(folder: Path) -> list[Seen]:
+def read_processes(folder: Path) -> list[Seen]:
     """All processes with a record in `folder`, ranks in order, then the controller."""
     found, now, host = [], time.monotonic(), socket.gethostname()
     for file in folder.glob(f"*{BEAT}"):
@@ -66,7 +66,7 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
     """
     asked: dict[str, tuple[Path, int]] = {}
     found: dict[str, str] = {}
-    for seen in look(folder):
+    for seen in read_processes(folder):
         beat = seen.beat
         if beat.name not in names:
             continue
@@ -110,7 +110,7 @@ def _whole(file: Path, before: int) -> str:
 
 def end(folder: Path) -> list[str]:
     """Kill the run's processes here, stopped ones too; the names of those that were still there."""
-    alive = [seen for seen in look(folder) if seen.state != "gone"]
+    alive = [seen for seen in read_processes(folder) if seen.state != "gone"]
     for seen in alive:
         with suppress(OSError):
             os.kill(seen.beat.pid, signal.SIGKILL)
@@ -130,9 +130,9 @@ class NodeAgent:
     def __init__(self) -> None:
         self._folder = folder_of_run()
 
-    def look(self) -> list[dict[str, Any]]:
-        """`look`, as plain data."""
-        return [asdict(seen) for seen in look(self._folder)]
+    def processes(self) -> list[dict[str, Any]]:
+        """`read_processes`, as plain data."""
+        return [asdict(seen) for seen in read_processes(self._folder)]
 
     def stacks(self, names: Collection[str]) -> dict[str, str]:
         """`stacks`."""

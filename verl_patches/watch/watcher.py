@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl_patches.ray_nodes import living, on_node, results, said
 from verl_patches.watch import node
 from verl_patches.watch.bounds import START, Bounds
 from verl_patches.watch.heartbeat import folder_of_run
@@ -51,21 +52,21 @@ class Watcher:
         self._folder, self._own = folder_of_run(), ray.get_runtime_context().get_node_id()
         self._others: dict[str, _Other] = {}
         self._address = ""  # of the driver's node
-        self._looked = self._listed = 0.0
+        self._checked = self._listed = 0.0
         self._recorded = False
         self._say, self._start, self._say_at = say, (0, ""), 0.0
 
-    def look(self) -> None:
-        """Look once, at most every EVERY_S. StallError or LostNodeError names the culprit."""
+    def check(self) -> None:
+        """Check the run once, at most every EVERY_S. StallError or LostNodeError names the culprit."""
         now = time.monotonic()
-        if now - self._looked < EVERY_S:
+        if now - self._checked < EVERY_S:
             return
-        self._looked = now
+        self._checked = now
         if now - self._listed >= NODES_EVERY_S:
             self._listed = now
             self._list_nodes()
         for other in self._others.values():
-            other.look()
+            other.poll()
         self._refuse_lost()
         processes = self.processes()
         start = start_of(processes, self._world)
@@ -82,9 +83,11 @@ class Watcher:
 
     def processes(self) -> list[Seen]:
         """Ranks and controller of all nodes, as their nodes saw them last."""
-        own = [replace(seen, node=self._own) for seen in node.look(self._folder)]
-        found = own + [seen for other in self._others.values() for seen in other.seen]
+        found = self._here() + [seen for other in self._others.values() for seen in other.seen]
         return sorted(found, key=lambda seen: (seen.beat.rank is None, seen.beat.rank or 0))
+
+    def _here(self) -> list[Seen]:
+        return [replace(seen, node=self._own) for seen in node.read_processes(self._folder)]
 
     def explain(self, error: BaseException) -> None:
         """LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
@@ -95,7 +98,7 @@ class Watcher:
         self._list_nodes()
         self._refuse_lost(error)
         others = [other for other in self._others.values() if not other.lost]
-        for other, answer in zip(others, _answers([other.agent.look.remote() for other in others]), strict=True):
+        for other, answer in zip(others, _answers([other.agent.processes.remote() for other in others]), strict=True):
             if answer is not None:
                 other.seen = [node.from_plain(seen, other.name) for seen in answer]
         processes = self.processes()
@@ -126,7 +129,7 @@ class Watcher:
         import ray
 
         try:
-            alive = {found["NodeID"]: found["NodeManagerAddress"] for found in ray.nodes() if found["Alive"]}
+            alive = {found["id"]: found["address"] for found in living()}
         except ray.exceptions.RayError as error:  # the head is busy, or gone: then Ray ends the driver
             log.warning("watch: Ray's head does not list its nodes: %s", error)
             return
@@ -156,7 +159,9 @@ class Watcher:
             if other.seen and (other.lost or other.unanswered_s() > LOST_S):
                 how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
                 yield other.address, other.seen, how
-        here = [replace(seen, node=self._own) for seen in node.look(self._folder) if seen.beat.rank is not None]
+        here = [
+            replace(seen, node=self._own) for seen in node.read_processes(self._folder) if seen.beat.rank is not None
+        ]
         if own and here and (how := _raylets_end()):
             yield self._address, here, how
 
@@ -229,15 +234,10 @@ class _Other:
     """A node that is not the driver's: its agent, and what it answered last."""
 
     def __init__(self, name: str, address: str):
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        there = NodeAffinitySchedulingStrategy(name, soft=False)
         self.name, self.address, self.lost, self.seen = name, address, False, []
-        self._make = ray.remote(num_cpus=0)(node.NodeAgent).options(scheduling_strategy=there).remote
-        self.agent, self._call, self._answered = self._make(), None, time.monotonic()
+        self.agent, self._call, self._answered = on_node(node.NodeAgent, name), None, time.monotonic()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take the answer of the last call if it is there, and call again."""
         import ray
 
@@ -248,9 +248,9 @@ class _Other:
                 self.seen = [node.from_plain(seen, self.name) for seen in ray.get(self._call)]
                 self._answered = time.monotonic()
             except ray.exceptions.RayError as error:  # the agent is gone: another one, until the node is lost
-                log.warning("watch: no answer from node %s: %s", self.address, str(error).strip().splitlines()[-1])
-                self.agent = self._make()
-        self._call = self.agent.look.remote()
+                log.warning("watch: no answer from node %s: %s", self.address, said(error))
+                self.agent = on_node(node.NodeAgent, self.name)
+        self._call = self.agent.processes.remote()
 
     def unanswered_s(self) -> float:
         """Seconds since the last answer."""
@@ -259,14 +259,8 @@ class _Other:
 
 def _answers(calls: Sequence[Any]) -> list[Any]:
     """The result of each call, None where it has none within ASK_S."""
-    import ray
-
-    found: list[Any] = []
-    ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ASK_S) if calls else ([], [])
-    for call in calls:
-        try:
-            found.append(ray.get(call) if call in ended else None)
-        except ray.exceptions.RayError as error:
-            log.warning("watch: a node did not answer: %s", str(error).strip().splitlines()[-1])
-            found.append(None)
-    return found
+    found = results(calls, ASK_S)
+    for error in found:
+        if isinstance(error, Exception):
+            log.warning("watch: a node did not answer: %s", said(error))
+    return [None if isinstance(answer, Exception) else answer for answer in found]

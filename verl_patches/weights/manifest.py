@@ -45,12 +45,13 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.model_folder import read_json_object, require_name, safetensors_header
 from verl_patches.reshard.region import Region
+from verl_patches.shared_files import PARTIAL
 from verl_patches.weights.digests import FileDigest
 
 FORMAT, VERSION = "verl_patches weights", 2
 WITHOUT_DIGESTS = 1  # the version before: read, but it has no digest of itself or of tensors
 SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
-MANIFEST, ENTRIES, PARTIAL = "manifest.json", "manifest.d", ".partial"
+MANIFEST, ENTRIES = "manifest.json", "manifest.d"
 CHECKPOINT = "checkpoint"
 KINDS = ("hf", "shards", CHECKPOINT)
 WEIGHT = "weight"

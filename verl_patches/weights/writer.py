@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.shared_files import PARTIAL, lock_file, sync, write_whole
 from verl_patches.weights.digests import Beside, FileDigest
 from verl_patches.weights.manifest import (
     ENTRIES,
     MANIFEST,
-    PARTIAL,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -36,31 +34,9 @@ from verl_patches.weights.manifest import (
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
-    """Write a small file by a temporary file, fsync and rename: it has the old content or the new one.
-
-    Without `durable` there is no fsync: after a loss of power the file may be absent or unreadable.
-    """
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")  # several nodes may write one folder
+    """`write_whole`; RecipeError that names the file where the disk is full."""
     with _named_disk_errors(path, len(text)):
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-        if durable:
-            _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        write_whole(path, text, durable)
 
 
 @contextlib.contextmanager
@@ -144,7 +120,7 @@ def complete(folder: str | Path) -> Manifest | None:
             return found
         raise
     manifest = replace(manifest, files=files, complete=True)
-    _sync_folder(folder)  # the names of all files, before the manifest that needs them
+    sync(folder)  # the names of all files, before the manifest that needs them
     write_text(folder / MANIFEST, to_json(manifest))
     shutil.rmtree(folder / ENTRIES, ignore_errors=True)
     for left in folder.glob(f"{MANIFEST}.*{PARTIAL}"):  # of a process that was killed
@@ -173,11 +149,9 @@ class FileWriter:
 
     def __enter__(self) -> FileWriter:
         head = header_of(self.tensors, str(self.path)) if self.tensors else b""
-        self._file = self.partial.open("ab", buffering=0)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = lock_file(self.partial)
         except BlockingIOError:
-            self._file.close()
             raise RecipeError(
                 f"{self.partial}: another process writes this file; wait for it, or give each process its own --part"
             ) from None

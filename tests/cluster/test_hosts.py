@@ -1,7 +1,6 @@
-"""What reaches several nodes from one place; ssh, docker, kubectl and Slurm's programs are those of the test."""
+"""What reaches several hosts from one place; ssh and docker are programs of the test."""
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -11,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl_patches.cluster import backends, node
-from verl_patches.cluster.backends import Batch, Hosts, Kuberay
+from verl_patches.cluster import hosts as over_ssh
+from verl_patches.cluster import node
+from verl_patches.cluster.hosts import Hosts, refusal, unsaved
 from verl_patches.cluster.job import Job
-from verl_patches.cluster.volumes import refusal, unsaved
 from verl_patches.config.environment import REPOSITORY
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import RecipeError
 
 LOGS = Path("/dev/null/logs")  # where none can be written
 BASE = {"name": "j", "dies": 16, "wait_s": 0.1}
@@ -57,14 +56,6 @@ def test_every_host_gets_the_job_its_rank_and_the_secrets_on_standard_input_alon
         assert Job(**job).provider == "nodes" and secrets == {"secrets": {"HF_TOKEN": "s3cret"}}
 
 
-def test_a_host_that_fails_is_named_and_the_others_are_ended(program):
-    ssh = program("ssh", 'if [ "$1" = 10.0.0.2 ] && [[ "$2" = *" up "* ]]; then echo "no route" >&2; exit 255; fi')
-    with pytest.raises(RecipeError, match=r"node 1 \(10\.0\.0\.2\): no route"):
-        hosts(ssh).up(lambda text: None, LOGS)
-    downs = [line.rpartition(" --node-rank ")[2] for line in program.calls().splitlines() if "cluster down" in line]
-    assert sorted(downs) == ["0 --logs -", "0 --logs none", "1 --logs -", "1 --logs none"]
-
-
 def test_nothing_is_started_anywhere_where_a_host_is_not_reached(program):
     ssh = program("ssh", '[ "$1" = 10.0.0.1 ] || { echo "no route" >&2; exit 255; }')
     with pytest.raises(RecipeError, match=r"nothing was started:\n  node 1 \(10\.0\.0\.2\): no route$"):
@@ -72,28 +63,22 @@ def test_nothing_is_started_anywhere_where_a_host_is_not_reached(program):
     assert "cluster up" not in program.calls()
 
 
-def test_a_host_where_something_else_is_up_is_left_alone(program):
-    refuses = '[ "$1" = 10.0.0.1 ] || [[ "$2" != *"cluster up"* ]] || { echo "job other is up" >&2; exit 2; }'
-    ssh = program("ssh", refuses)
-    with pytest.raises(RecipeError, match="job other is up"):
-        hosts(ssh).up(lambda text: None, LOGS)
-    assert {line.split()[1] for line in program.calls().splitlines() if "cluster down" in line} == {"10.0.0.1"}
-
-
-def test_a_second_up_that_fails_ends_nothing_of_the_first(program):
-    lost = f'{{ echo "node 1 {node.ALREADY}, but lost raylet" >&2; exit 1; }}'
-    ssh = program("ssh", f'[ "$1" = 10.0.0.1 ] || [[ "$2" != *"cluster up"* ]] || {lost}')
-    with pytest.raises(RecipeError, match="node 1 .10.0.0.2.: .*lost raylet"):
-        hosts(ssh).up(lambda text: None, LOGS)
-    assert "cluster down" not in program.calls()
-
-
-def test_an_up_beside_the_first_one_ends_nothing_of_it(program):
-    busy = '{ echo "another \\`cluster\\` command (pid 7) is at work in /tmp/x; wait for its end" >&2; exit 2; }'
-    ssh = program("ssh", f'[[ "$2" != *"cluster up"* ]] || {busy}')
-    with pytest.raises(RecipeError, match="another `cluster` command .pid 7. is at work"):
-        hosts(ssh).up(lambda text: None, LOGS)
-    assert "cluster down" not in program.calls()
+@pytest.mark.parametrize(
+    ("where", "said", "code", "ended"),
+    [
+        ("10.0.0.2", "no route", 255, {"10.0.0.1", "10.0.0.2"}),
+        ("10.0.0.2", "job other is up", 2, {"10.0.0.1"}),  # that host is left alone
+        ("10.0.0.2", f"{node.ALREADY}, but lost raylet", 1, set()),  # what an earlier `up` has started
+        ("10.0.0.*", "another command is at work in /tmp/x", 2, set()),  # beside another `up`
+    ],
+)
+def test_a_host_whose_up_fails_is_named_and_those_that_it_began_on_are_ended(program, where, said, code, ended):
+    fails = f'[[ "$1" != {where} || "$2" != *"cluster up"* ]] || {{ echo "{said}" >&2; exit {code}; }}'
+    with pytest.raises(RecipeError, match=rf"nodes? (0,)?1.*: {said}"):
+        hosts(program("ssh", fails)).up(lambda text: None, LOGS)
+    downs = [line.split() for line in program.calls().splitlines() if "cluster down" in line]
+    assert {words[1] for words in downs} == ended
+    assert [words[-1] for words in downs].count("none") == len(ended)  # once their logs are here
 
 
 def test_what_profiles_print_is_no_output_of_a_host(program, tmp_path):
@@ -145,13 +130,27 @@ def fault_of(made):
     return str(raised.value).splitlines()
 
 
+@pytest.fixture
+def timed_out(monkeypatch):
+    """timed_out(output) -> {last words of a line: its limit}; each call of ssh ends by its limit, after that output."""
+    limits = {}
+
+    def make(output=b""):
+        def run(words, timeout, **_):
+            limits[" ".join(words[-1].split()[-2:])] = timeout
+            raise subprocess.TimeoutExpired(words, timeout, output)
+
+        monkeypatch.setattr(over_ssh.subprocess, "run", run)
+        return limits
+
+    return make
+
+
 @pytest.mark.parametrize("reached", [True, False])
-def test_a_container_that_may_come_later_is_spoken_of_where_docker_was_reached(program, monkeypatch, reached):
-    monkeypatch.setattr(backends, "MARGIN_S", 2.0)
-    begins = f'echo "{backends.BEGINS}"; ' if reached else ""
-    made = hosts(program("ssh", f'[[ "$2" != *"docker container"* ]] || {{ {begins}exec sleep 20; }}'), image="a3")
-    text = fault_of(made)
-    assert text[1] == "  nodes 0,1: no end within 2 s" and len(text) == 2 + reached
+def test_a_container_that_may_come_later_is_spoken_of_where_docker_was_reached(timed_out, reached):
+    timed_out(over_ssh.BEGUN if reached else b"")
+    text = fault_of(hosts("ssh", image="a3"))
+    assert text[1] == f"  nodes 0,1: no end within {over_ssh.MARGIN_S:g} s" and len(text) == 2 + reached
     assert not reached or "docker may still be at work on nodes 0,1" in text[2]
 
 
@@ -237,7 +236,7 @@ def test_the_container_of_a_host_whose_logs_did_not_arrive_stays(program, tmp_pa
     program(
         "docker",
         f"""case "$*" in ps*) [ "$HOST" = 10.0.0.3 ] || echo "$HOST";;
-        exec*) echo "{backends.BEGINS}"; cat {tmp_path}/$HOST.tar;; esac""",
+        exec*) echo "{over_ssh.BEGINS}"; cat {tmp_path}/$HOST.tar;; esac""",
     )
     ssh = program("ssh", 'HOST=$1 bash -c "$2"')
     (fault,) = hosts(ssh, image="a3", nodes=3, hosts=["10.0.0.1", "10.0.0.2", "10.0.0.3"]).down(tmp_path / "logs")
@@ -279,14 +278,10 @@ def written(layer, path):
     "path",
     [
         "results/mine/summary.json",
-        "/home/me/results/mine/metrics.jsonl",
         "checkpoints/global_step_8/manifest.json",  # a relative trainer.default_local_dir
         "/tmp/checkpoints/global_step_8/rank_0/model.safetensors",
         "data/deepscaler/train.parquet",
-        "/var/data/test.parquet",
         "DeepSeek-V3-bf16/model-00001-of-00163.safetensors",
-        "/home/me/my_reward.py",
-        "/home/me/ascend/my_check_result.json",
     ],
 )
 def test_down_does_not_delete_a_container_that_holds_files_of_a_user(program, container, path):
@@ -303,11 +298,8 @@ def test_down_deletes_a_container_whose_files_are_those_of_programs_or_in_volume
         "/tmp/verl_patches_cluster/ray/session_1/runtime_resources/a.parquet",
         "verl_patches/__pycache__/errors.cpython-311.pyc",
         "kernel_meta_7/op.o",
-        "fusion_result.json",
         "check_result.json",
-        "FE/fusion.log",
         "/home/me/ascend/log/debug/plog/plog-1.log",
-        "/home/me/ascend/atrace/trace_0_1_2/event_1.bin",
         "/home/me/.cache/torch_extensions/op.so",
         "/tmp/plan.txt",
         "/usr/lib/python3.11/site-packages/extra.py",
@@ -343,154 +335,9 @@ def test_a_container_whose_changes_are_not_known_stays(program, container):
     assert "no such driver" in fault and container.exists()
 
 
-def test_logs_have_a_limit_of_their_own(program, tmp_path, monkeypatch):
-    for name, value in (("MARGIN_S", 0.5), ("LOGS_S", 60.0)):
-        monkeypatch.setattr(backends, name, value)
-    ssh = program("ssh", f'sleep 1.5; [[ "$2" != *"down"* ]] || echo "{backends.BEGINS}"')
-    faults = hosts(ssh, nodes=1, hosts=["10.0.0.1"]).down(tmp_path / "logs")
-    assert "its logs: expected a tar archive, found 0 bytes: empty file" in faults[0]
-    assert "no end within 0.5 s" in hosts(ssh, nodes=1, hosts=["10.0.0.1"]).down(None)[0]
-
-
-KUBE = {"image": "a3", "volumes": VOLUMES, "command": ["true"], "nodes": 2, "provider": "kubernetes"}
-
-
-def kubectl(program, state, pods=()):
-    found = {"status": {"jobDeploymentStatus": state, "rayClusterName": "j-x"}}
-    rayjob, listed = json.dumps(found), json.dumps({"items": list(pods)})
-    program(
-        "kubectl",
-        f"""case "$*" in *apply*) touch "$0.applied";; *"get rayjob"*) [ ! -e "$0.applied" ] || echo '{rayjob}';;
-        *"get pods"*) echo '{listed}';; esac; cat >/dev/null""",
-    )
-    return Kuberay(Job(**BASE, **KUBE))
-
-
-def test_a_ray_job_that_runs_is_up_and_is_deleted(program, tmp_path):
-    made = kubectl(program, "Running")
-    made.up(lambda text: None, LOGS)
-    assert made.status()[0].state == "fine" and made.down(tmp_path) == []
-    assert "apply -f -" in program.calls() and "delete rayjob j --ignore-not-found" in program.calls()
-
-
-@pytest.mark.parametrize("state", ["Initializing", "Failed"])
-def test_pods_that_are_not_ready_are_named_with_the_reason_and_the_job_is_deleted(program, state):
-    unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no Ascend910"}
-    pods = [
-        {
-            "metadata": {"name": "j-head"},
-            "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
-        },
-        {"metadata": {"name": "j-worker"}, "status": {"phase": "Pending", "conditions": [unscheduled]}},
-    ]
-    made = kubectl(program, state, pods)
-    with pytest.raises(
-        RecipeError, match=f"RayJob j is {state}.*pod j-worker is Pending, Unschedulable: no Ascend910"
-    ) as e:
-        made.up(lambda text: None, LOGS)
-    assert "j-head" not in str(e.value) and "delete rayjob j" in program.calls()
-    assert any(row.state == "problem" for row in made.status())
-
-
-@pytest.mark.parametrize("state", ["Complete", "Failed"])
-def test_a_ray_job_that_ended_before_is_refused_and_stays(program, state):
-    made = kubectl(program, state)
-    subprocess.run(["kubectl", "apply"], input="", text=True, check=True)
-    with pytest.raises(RecipeError, match=f"RayJob j is {state} already; cluster down keeps its logs"):
-        made.up(lambda text: None, LOGS)
-    assert "delete" not in program.calls() and program.calls().count("apply") == 1
-
-
-def pod(name, phase="Running", **labels):
-    return {"metadata": {"name": name, "labels": labels}, "status": {"phase": phase}}
-
-
-def test_logs_of_the_submitter_and_of_ray_are_kept_before_a_ray_job_is_deleted(program, tmp_path, monkeypatch):
-    """`kubectl exec` runs its line here, where plog is in the folder that the environment names, and Ray has none."""
-    (tmp_path / "plog").mkdir()
-    (tmp_path / "plog" / "plog-1.log").write_text("[ERROR] HCCL")
-    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", str(tmp_path / "plog"))
-    monkeypatch.setitem(backends.POD_LOGS, "ray", str(tmp_path / "no_such_folder"))
-    ray = [pod("head", **{"ray.io/cluster": "j-x"}), pod("new", "Pending", **{"ray.io/cluster": "j-x"})]
-    program(
-        "kubectl",
-        f"""cat > /dev/null; case "$*" in *"exec head"*) while [ "$1" != bash ]; do shift; done; "$@";;
-        *"get rayjob"*) echo '{{"status": {{"rayClusterName": "j-x"}}}}';;
-        *"selector ray.io/cluster=j-x"*) echo '{json.dumps({"items": ray})}';;
-        *"selector job-name=j"*) echo '{json.dumps({"items": [pod("j-sub", "Succeeded")]})}';;
-        *"logs $LOST "*) echo "connection refused" >&2; exit 1;;
-        *logs*) echo "printed by $4";; esac""",
-    )
-    job, logs = Job(**BASE, **KUBE), tmp_path / "logs"
-    assert Kuberay(job).down(logs) == []
-    assert (logs / "j-sub.log").read_text() == "printed by j-sub\n" and (logs / "head.log").exists()
-    assert (logs / "head" / "plog" / "plog-1.log").read_text() == "[ERROR] HCCL"
-    assert "new" not in program.calls() and program.calls().splitlines()[-1].startswith(
-        "kubectl --namespace default del"
-    )
-    monkeypatch.setenv("LOST", "head")
-    assert Kuberay(job).down(logs) == ["pod head: its logs: connection refused"]
-    assert program.calls().splitlines()[-1].startswith("kubectl --namespace default delete rayjob")  # all the same
-
-
-def test_a_question_that_fails_once_ends_no_wait(program, tmp_path, monkeypatch):
-    """The scheduler's database or server is busy for a moment. Control: one that never answers again."""
-    monkeypatch.setattr(backends, "POLL_S", 0.05)
-    asked, failed = tmp_path / "asked", tmp_path / "failed"
-    once = f"if [ -e {asked} ] && [ ! -e {failed} ]; then touch {failed}; echo busy >&2; exit 1; fi"
-    program("sbatch", f"cat > /dev/null; touch {asked}; echo '7;cluster'")
-    program("scancel", "")
-    program("squeue", f"{once}; [ ! -e {asked} ] || echo '7|RUNNING|n1'")
-    said = []
-    slurm = Job(**{**BASE, "wait_s": 30.0}, nodes=2, provider="slurm", command=["true"])
-    Batch(slurm).up(said.append, LOGS)
-    assert said[-1] == "Slurm job 7 is RUNNING" and "scancel" not in program.calls()
-    asked.unlink()
-    program("squeue", f"[ ! -e {asked} ] || {{ echo busy >&2; exit 1; }}")
-    with pytest.raises(RecipeError, match="squeue: busy"):
-        Batch(slurm.model_copy(update={"wait_s": 0.2})).up(said.append, LOGS)
-    assert program.calls().endswith("scancel 7\n")  # this call had submitted it
-
-    asked.unlink()
-    failed.unlink()
-    state = json.dumps({"status": {"jobDeploymentStatus": "Running"}})
-    apply = f"*apply*) touch {asked};;"
-    found = f"*\"get rayjob\"*) {once}; [ ! -e {asked} ] || echo '{state}';;"
-    program("kubectl", f'case "$*" in {apply} {found} esac')
-    Kuberay(Job(**{**BASE, "wait_s": 30.0}, **KUBE)).up(said.append, LOGS)
-    assert said[-1] == "RayJob j is Running" and failed.exists() and "delete" not in program.calls()
-    asked.unlink()
-    program("kubectl", f'case "$*" in {apply} *get*) [ ! -e {asked} ] || exit 1;; esac')
-    with pytest.raises(RecipeError, match="kubectl get rayjob j"):
-        Kuberay(Job(**{**BASE, "wait_s": 0.2}, **KUBE)).up(said.append, LOGS)
-    assert "delete rayjob j" in program.calls()
-
-
-def test_a_batch_job_is_submitted_once_and_cancelled(program, tmp_path):
-    state = tmp_path / "state"
-    program("squeue", f"cat {state} 2>/dev/null || true")
-    program("sbatch", f"cat > {tmp_path}/script; echo '7|RUNNING|n1' > {state}; echo 7")
-    program("scancel", f"rm {state}")
-    made = Batch(Job(**BASE, nodes=2, provider="slurm", command=["true"]))
-    said = []
-    made.up(said.append, LOGS)
-    assert (tmp_path / "script").read_text().startswith("#!/usr/bin/env bash") and "Slurm job 7 is RUNNING" in said
-    made.up(said.append, LOGS)
-    assert program.calls().count("sbatch") == 1 and made.status()[0].state == "fine"
-    assert made.down(None) == [] and made.status()[0].state == "problem"
-    assert made.down(None) == []  # idempotent
-    state.write_text("8|PENDING|Resources\n")
-    with pytest.raises(RecipeError, match="Slurm job 8 is PENDING after 0.1 s: Resources"):
-        made.up(said.append, LOGS)
-    assert program.calls().count("scancel") == 1 and state.exists()  # it was not this call that submitted it
-    state.unlink()
-    program("sbatch", f"cat > {tmp_path}/script; echo '9|PENDING|Resources' > {state}; echo 9")
-    with pytest.raises(RecipeError, match="Slurm job 9 is PENDING"):
-        made.up(said.append, LOGS)
-    assert program.calls().count("scancel") == 2 and not state.exists()
-
-
-def test_a_program_that_is_not_installed_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="squeue is not installed here"):
-        Batch(Job(**BASE, nodes=2, provider="slurm", command=["true"])).status()
+def test_logs_have_a_limit_of_their_own(timed_out, tmp_path):
+    limits = timed_out()
+    (fault,) = hosts("ssh").down(tmp_path / "logs")
+    assert "nodes 0,1: no end within" in fault
+    hosts("ssh").down(None)
+    assert limits == {"--logs -": over_ssh.MARGIN_S + over_ssh.LOGS_S, "--logs none": over_ssh.MARGIN_S}

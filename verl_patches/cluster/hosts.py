@@ -1,6 +1,6 @@
-"""Nodes that are reached from one place: hosts over ssh, a KubeRay RayJob, a Slurm job.
+"""The nodes of a job with provider ssh, reached from one place.
 
-Over ssh every host runs `cluster up|status|down` for itself, with the job on its standard input. Ray's own launcher
+Every host runs `cluster up|status|down` for itself, with the job on its standard input. Ray's own launcher
 (`ray up`, provider local; 2.42.1) is not used: it returns once the head is up, starts the other nodes from the head's
 monitor with a private key that must be there, reports their failures in that monitor's log alone, and ends nodes with
 `ray stop`, which ends every Ray of the user (ray/autoscaler/_private/commands.py:449).
@@ -18,30 +18,41 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
-from verl_patches.cluster.command import BLOCK_BYTES, ended_with
+from verl_patches.cluster.command import ended_with
 from verl_patches.cluster.gather import PLOG_VARIABLE, unpack
 from verl_patches.cluster.job import Job, as_text, of_a_node
 from verl_patches.cluster.node import ALREADY
-from verl_patches.cluster.render import node_command, ray_job, slurm_script
-from verl_patches.cluster.volumes import CHANGES, refusal, unsaved
+from verl_patches.cluster.render import node_command
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
 from verl_patches.watch.heartbeat import ranks_text
 
+BLOCK_BYTES = 1 << 16
 MARGIN_S = 180.0  # for a host's connection, container and processes, beyond the job's own wait
 LOGS_S = 900.0  # for the logs of a node, beyond MARGIN_S
-CALL_S, POLL_S = 60.0, 2.0
 SSH_FAILED, NO_END = 255, 124  # exit codes: ssh's own, which a command may have too; of a call beyond its limit
 RECONNECT_S, RECONNECT_EVERY_S = 900.0, 10.0
 LABEL, DIGEST = "verl_patches.job", "verl_patches.digest"  # labels of containers that `cluster up` started
 BEGINS = "verl_patches: output begins"  # what a shell's profiles print comes before this line
 BEGUN = f"{BEGINS}\n".encode()
 START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
-_ENDED_WELL, _ENDED_BADLY = ("Complete",), ("Failed", "ValidationFailed")  # RayJob's status.jobDeploymentStatus
+# what container $id holds outside its volumes, which would be deleted with it:
+# "A PATH" (added since its image), "C" (changed), "D" (deleted), and "M" for its mounts
+CHANGES = """docker diff $id && docker inspect --format '{{range .Mounts}}{{println "M" .Destination}}{{end}}' $id"""
+_LINE = re.compile(r"([ACDM]) (/.+)")
+_SYSTEM = re.compile(r"/(bin|boot|dev|etc|lib|lib64|proc|run|sbin|sys|tmp|usr|var)(/|$)")
+# what runs write or read, and so is sought in those folders too
+_KINDS, _NAMES = {".safetensors", ".parquet", ".pt", ".jsonl"}, {"summary.json", "manifest.json"}
+# hidden files, caches, the logs and reports of Ascend's runtime, compiled operators
+_GENERATED = re.compile(
+    r"/(\.[^/]+|__pycache__|ascend/(log|atrace)|kernel_meta[^/]*|atc_data|extra-info|FE"
+    r"|(fusion|check)_result\.json)(/|$)"
+)
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -108,20 +119,6 @@ def _forwarded(words: Sequence[str], stdin: str, to: BinaryIO) -> tuple[int, int
     return (SSH_FAILED if process.returncode < 0 else process.returncode), size  # below 0: a signal has ended ssh
 
 
-_Found = TypeVar("_Found")
-
-
-def _asked(question: Callable[[], _Found], end: float) -> _Found:
-    """The answer of a scheduler; one that fails is asked again until `end` (time.monotonic), as the job goes on."""
-    while True:
-        try:
-            return question()
-        except RecipeError:
-            if time.monotonic() >= end:
-                raise
-            time.sleep(POLL_S)
-
-
 class Hosts:
     """The job's hosts, over ssh."""
 
@@ -145,7 +142,7 @@ class Hosts:
         line = node_command(self.job, verb, "--node-rank", str(rank), *head, *options)
         return self._inside(f"echo {shlex.quote(BEGINS)}; {line}")
 
-    def _look(self, rank: int) -> Answer:
+    def _reach(self, rank: int) -> Answer:
         """Are checkout and Python there?"""
         checkout, python = shlex.quote(self.job.checkout), shlex.quote(self.job.python)
         missing = f"{{ echo {shlex.quote(f'no program {self.job.python} (python)')} >&2; exit 1; }}"
@@ -197,7 +194,7 @@ class Hosts:
                     fault += f"\n  docker may still be at work on nodes {ranks_text(lost)}: cluster down removes it"
                 raise RecipeError(f"cluster up of job {self.job.name}, containers:{fault}")
             say(f"{self.job.nodes} containers of {self.job.image} run, {len(new)} of them new")
-        answers = self._each(self._look)  # a host that is not reached is known before the others wait for it
+        answers = self._each(self._reach)  # a host that is not reached is known before the others wait for it
         if fault := self._faults(answers):
             fault += self._left_of(new)
             raise RecipeError(f"cluster up of job {self.job.name}; nothing was started:{fault}")
@@ -258,8 +255,8 @@ class Hosts:
     def _remove_containers(self, ranks: Sequence[int] | None = None) -> dict[int, Answer]:
         """Delete the job's containers on hosts, except those that hold files of a user outside their volumes."""
         listed = f"ids=$({self._listed}) || exit 1; "
-        look = f"{listed}for id in $ids; do {CHANGES} || exit 1; done"
-        answers = self._each(lambda rank: self._on(rank, look, "", MARGIN_S), ranks)
+        changes = f"{listed}for id in $ids; do {CHANGES} || exit 1; done"
+        answers = self._each(lambda rank: self._on(rank, changes, "", MARGIN_S), ranks)
         for rank, answer in answers.items():
             if answer.code == 0 and (left := unsaved(self.job, answer.output.decode(errors="replace"))):
                 answers[rank] = Answer(1, b"", refusal(self.job, left))
@@ -359,203 +356,34 @@ class Hosts:
         return faults
 
 
-POD_LOGS = {  # {folder of the logs: where they are in a pod, for its shell}
-    "ray": "/tmp/ray/session_latest/logs",
-    "plog": f"${{{PLOG_VARIABLE}:-$HOME/ascend/log}}",
-}
+def unsaved(job: Job, changes: str) -> list[str]:
+    """The files and folders that somebody may miss, by the output of CHANGES.
+
+    A folder that is new in the container is named in place of its files.
+    """
+    lines = (_LINE.fullmatch(line) for line in changes.splitlines())  # a shell's profiles may print others
+    kinds = {PurePosixPath(line[2]): line[1] for line in lines if line}
+    folders = {parent for path in kinds for parent in path.parents}
+    gathered = {PurePosixPath(folder) for folder in (job.folder, job.env.get(PLOG_VARIABLE)) if folder}
+    saved = gathered | {path for path, kind in kinds.items() if kind == "M"}
+    found: dict[str, None] = {}
+    for path, kind in kinds.items():
+        if kind in "AC" and path not in folders and not saved & {path, *path.parents} and _may_be_missed(path):
+            new = (folder for folder in reversed(path.parents) if kinds.get(folder) == "A")
+            found[str(next(new, path))] = None
+    return list(found)
 
 
-class Kuberay:
-    """A RayJob, by kubectl and its current context."""
-
-    def __init__(self, job: Job):
-        self.job = job
-        self.kubectl = ["kubectl", "--namespace", job.kubernetes.namespace]
-
-    def up(self, say: Callable[[str], None], logs: Path) -> None:
-        """Apply the RayJob and wait until its command runs; RecipeError that names the pods which are not ready.
-
-        One that this call has made is deleted then, with its pods' logs in a folder.
-        """
-        text, before = json.dumps(ray_job(self.job)), self._state()
-        if before in (*_ENDED_WELL, *_ENDED_BADLY):
-            raise RecipeError(f"RayJob {self.job.name} is {before} already; cluster down keeps its logs and removes it")
-        try:
-            state = self._apply(text)
-        except RecipeError as error:
-            left = self.down(logs) if before is None else []
-            raise RecipeError("; ".join([str(error), *left])) from None
-        say(f"RayJob {self.job.name} is {state}")
-
-    def _apply(self, text: str) -> str:
-        """The state of the RayJob once it runs or has ended well."""
-        end = time.monotonic() + self.job.wait_s
-        applied = _call([*self.kubectl, "apply", "-f", "-"], text, CALL_S)
-        if applied.code:
-            raise RecipeError(f"kubectl apply of RayJob {self.job.name}: {applied.fault}")
-        while (state := _asked(self._state, end)) not in ("Running", *_ENDED_WELL):
-            if state in _ENDED_BADLY or time.monotonic() >= end:
-                waited = "" if state in _ENDED_BADLY else f" after {self.job.wait_s:g} s"
-                pods = "; ".join(self._pods()) or "it has no pods: kubectl describe rayjob names the reason"
-                raise RecipeError(f"RayJob {self.job.name} is {state or 'new'}{waited}: {pods}")
-            time.sleep(POLL_S)
-        return state
-
-    def _read(self, *words: str) -> dict[str, Any]:
-        answer = _call([*self.kubectl, "get", *words, "--ignore-not-found", "--output=json"], "", CALL_S)
-        if answer.code:
-            raise RecipeError(f"kubectl get {' '.join(words)}: {answer.fault}")
-        return json.loads(answer.output or b"{}")
-
-    def _state(self) -> str | None:
-        """jobDeploymentStatus, "" at first, None without the RayJob."""
-        found = self._read("rayjob", self.job.name)
-        return found.get("status", {}).get("jobDeploymentStatus", "") if found else None
-
-    def _pods(self) -> list[str]:
-        """Each pod of the job that is not ready, with the reason."""
-        cluster = self._read("rayjob", self.job.name).get("status", {}).get("rayClusterName")
-        found = []
-        for pod in self._read("pods", "--selector", f"ray.io/cluster={cluster}").get("items", []) if cluster else []:
-            conditions = {entry["type"]: entry for entry in pod["status"].get("conditions", [])}
-            if conditions.get("Ready", {}).get("status") == "True":
-                continue
-            waiting = [entry["state"].get("waiting") for entry in pod["status"].get("containerStatuses", [])]
-            reasons = [f"{w['reason']} {w.get('message', '')}".strip() for w in waiting if w]
-            bad = [entry for entry in conditions.values() if entry["status"] != "True" and entry.get("message")]
-            reasons += [f"{entry.get('reason', '')}: {entry['message']}" for entry in bad]
-            found.append(
-                f"pod {pod['metadata']['name']} is {pod['status'].get('phase')}, {reasons[0] if reasons else ''}"
-            )
-        return found
-
-    def status(self) -> list[Finding]:
-        """The RayJob and its pods that are not ready."""
-        state = self._state()
-        name = f"RayJob {self.job.name}"
-        if state is None:
-            return [Finding(name, "problem", "", "exists", "no such RayJob", "cluster up")]
-        bad = [Finding("pod", "problem", "", "ready", text, "kubectl describe pod") for text in self._pods()]
-        wrong = state in _ENDED_BADLY
-        return [Finding(name, "problem" if wrong else "fine", "", "runs or is complete", state or "new"), *bad]
-
-    def down(self, logs: Path | None) -> list[str]:
-        """Write the pods' logs and delete the RayJob, which deletes its pods; what failed."""
-        try:
-            faults = self._gather(logs) if logs else []
-        except (OSError, RecipeError) as error:  # the pods hold dies: they go all the same
-            faults = [f"logs: {error}"]
-        words = ["delete", "rayjob", self.job.name, "--ignore-not-found", "--wait", f"--timeout={MARGIN_S:g}s"]
-        answer = _call([*self.kubectl, *words], "", MARGIN_S + CALL_S)
-        return [*faults, *([f"kubectl delete: {answer.fault}"] if answer.code else [])]
-
-    def _gather(self, logs: Path) -> list[str]:
-        """Write what the job's pods printed, that of the submitter too, and the log files of those with Ray."""
-        cluster = self._read("rayjob", self.job.name).get("status", {}).get("rayClusterName")
-        with_ray = self._read("pods", "--selector", f"ray.io/cluster={cluster}").get("items", []) if cluster else []
-        submitters = self._read("pods", "--selector", f"job-name={self.job.name}").get("items", [])
-        began = [pod for pod in (*submitters, *with_ray) if pod["status"].get("phase") != "Pending"]
-        if not began:
-            return []
-        logs.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(len(began)) as threads:
-            return list(filter(None, threads.map(lambda pod: self._logs_of(pod, logs), began)))
-
-    def _logs_of(self, pod: Mapping[str, Any], logs: Path) -> str:
-        """Write the logs of one pod below a folder; what failed, or ""."""
-        name = pod["metadata"]["name"]
-        answer = _call([*self.kubectl, "logs", name, "--all-containers"], "", LOGS_S)
-        (logs / f"{name}.log").write_bytes(answer.output)
-        faults = [answer.fault] if answer.code else []
-        if pod["status"].get("phase") == "Running" and "ray.io/cluster" in pod["metadata"].get("labels", {}):
-            copied = {folder: self._copy(name, place, logs / name / folder) for folder, place in POD_LOGS.items()}
-            faults += [f"{folder}: {fault}" for folder, fault in copied.items() if fault]
-        return f"pod {name}: its logs: {'; '.join(faults)}" if faults else ""
-
-    def _copy(self, pod: str, place: str, to: Path) -> str:
-        """Copy a folder of a pod where it is there; what failed, or "". With an archive tar's exit code is ignored."""
-        line = f'place={place}; [ ! -d "$place" ] || tar -C "$place" --ignore-failed-read -chzf - .'
-        answer = _call([*self.kubectl, "exec", pod, "--", "bash", "-c", line], "", LOGS_S)
-        if not answer.output:
-            return answer.fault
-        try:
-            unpack(answer.output, to)
-        except (OSError, RecipeError) as error:
-            return answer.fault or str(error)
-        return ""
+def _may_be_missed(path: PurePosixPath) -> bool:
+    if _GENERATED.search(str(path)):
+        return False
+    return not _SYSTEM.match(str(path)) or path.suffix in _KINDS or path.name in _NAMES
 
 
-class Batch:
-    """A Slurm job of the job's name and this user."""
-
-    def __init__(self, job: Job):
-        self.job = job
-
-    def _jobs(self) -> list[list[str]]:
-        """[[id, state, reason]] of the jobs of this name."""
-        words = ["squeue", "--me", "--noheader", f"--name={self.job.name}", "--format=%i|%T|%R"]
-        answer = _call(words, "", CALL_S)
-        if answer.code:
-            raise RecipeError(f"squeue: {answer.fault}")
-        return [line.split("|", 2) for line in answer.output.decode().splitlines() if line.strip()]
-
-    def up(self, say: Callable[[str], None], _logs: Path) -> None:
-        """Submit the batch script, unless a job of the name is there, and wait until it runs.
-
-        RecipeError where it does not within job.wait_s; a job that this call has submitted is cancelled then.
-        """
-        end = time.monotonic() + self.job.wait_s
-        if found := self._jobs():
-            number = found[0][0]
-            say(f"Slurm job {number} ({self.job.name}) is {found[0][1]} already: nothing was submitted")
-        else:
-            answer = _call(["sbatch", "--parsable"], slurm_script(self.job), CALL_S)
-            if answer.code:
-                lost = "; it may be submitted all the same, cluster down cancels it" if answer.code == NO_END else ""
-                raise RecipeError(f"sbatch: {answer.fault}{lost}")
-            number = answer.output.decode().strip().partition(";")[0]  # ID, or ID;CLUSTER
-            say(f"Slurm job {number} is submitted")
-        try:
-            state = self._started(number, end)
-        except RecipeError as error:
-            cancelled = Answer(0, b"", "") if found else _call(["scancel", number], "", CALL_S)
-            left = f"; scancel {number}: {cancelled.fault}, run it again" if cancelled.code else ""
-            raise RecipeError(f"{error}{left}") from None
-        say(f"Slurm job {number} is {state}")
-
-    def _started(self, number: str, end: float) -> str:
-        """The state of a job once it has left the queue."""
-        while True:
-            row = next((row for row in _asked(self._jobs, end) if row[0] == number), None)
-            if row is None:
-                raise RecipeError(
-                    f"Slurm job {number} has ended; its output file {self.job.name}-{number}.log says why"
-                )
-            if row[1] not in ("PENDING", "CONFIGURING"):
-                return row[1]
-            if time.monotonic() >= end:
-                raise RecipeError(f"Slurm job {number} is {row[1]} after {self.job.wait_s:g} s: {row[2]}")
-            time.sleep(POLL_S)
-
-    def status(self) -> list[Finding]:
-        """The job as squeue has it."""
-        found = self._jobs()
-        if not found:
-            return [Finding(self.job.name, "problem", "", "a Slurm job", "none of this name", "cluster up; sacct")]
-        return [
-            Finding(f"job {number}", "fine" if state == "RUNNING" else "note", "", "RUNNING", f"{state} {reason}")
-            for number, state, reason in found
-        ]
-
-    def down(self, logs: Path | None) -> list[str]:
-        """Cancel the job; its tasks end their Ray and gather their own logs."""
-        for number, *_ in self._jobs():
-            answer = _call(["scancel", number], "", CALL_S)
-            if answer.code:
-                return [f"scancel {number}: {answer.fault}"]
-        end = time.monotonic() + MARGIN_S
-        while left := self._jobs():
-            if time.monotonic() >= end:
-                return [f"Slurm job {left[0][0]} is {left[0][1]} {MARGIN_S:g} s after scancel"]
-            time.sleep(POLL_S)
-        return []
+def refusal(job: Job, paths: Sequence[str]) -> str:
+    """Why a container with `paths` is not deleted, and what to do."""
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return (
+        f"container {job.name} holds {', '.join(paths[:_SHOWN])}{more}, which no volume of the job has, so it is not "
+        f"deleted. Save what you need (docker cp {job.name}:{paths[0]} FOLDER), then docker rm --force {job.name}"
+    )

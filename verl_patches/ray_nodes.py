@@ -1,9 +1,15 @@
-"""A program that asks the nodes of a running Ray: `python -m verl_patches.launch.ray_nodes JSON`.
+"""Ask the nodes of a running Ray: in a process that is in it (`living`, `on_node`, `results`), or by `ask_nodes`.
 
-JSON: {address, command, cwd, limit_s, probes}. Without `command` only the living nodes are listed, nothing runs on
-them. With it each node runs `python COMMAND --head HOST:PORT` in the folder `cwd` and in the environment of its raylet,
-which is that of the run's workers, and then all of them together each of `probes`: {name: settings of
-platform/all_reduce_probe.py}.
+`ask_nodes` runs this module as a program (`python -m verl_patches.ray_nodes JSON`), so that its caller joins no Ray,
+whose client ends its process where the head goes away. JSON is {address} and one of
+
+    {}                          the living nodes are listed, nothing runs on them
+    {job, nodes, limit_s}       joins no Ray either: waits until nodes of so many ranks of a job of `cluster` are alive,
+                                for limit_s at most, and lists all nodes as `_of_gcs`
+    {command, cwd, limit_s, probes}
+                                each node runs `python COMMAND --head HOST:PORT` in the folder `cwd` and in the
+                                environment of its raylet, which is that of the run's workers, and then all of them
+                                together each of `probes`: {name: settings of platform/all_reduce_probe.py}
 
 Prints ANSWER and {nodes: [{id, address, resources, answer, clock}], probes}. `answer` is {code, output, error} of the
 command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}: how far the node's clock is
@@ -15,21 +21,77 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from verl_patches.errors import RecipeError
+
 ANSWER = "NODES"
+JOB, RANK_LABEL = "verl_patches/job", "verl_patches/rank"  # labels that `cluster up` gives a node
+POLL_S = 1.0
 CLOCK_CALLS = 5  # the quickest counts
 CALL_S = 30  # of a call that returns at once, and beyond a command's own limit
 
 
-def _node_class() -> Any:
-    """The actor that runs on each node; Ray pickles it by value, so the node needs no verl_patches to load it."""
+def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """What this program answers to a request within `limit_s`; RecipeError with its last line where no Ray does."""
+    try:
+        command = [sys.executable, "-m", __name__, json.dumps(dict(request))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+        output, error = done.stdout, done.stderr.strip().splitlines() or ["no message"]
+    except subprocess.TimeoutExpired:
+        output, error = "", [f"no answer within {limit_s:g} s"]
+    line = next((line for line in output.splitlines() if line.startswith(ANSWER)), None)
+    if line is None:
+        raise RecipeError(f"no Ray answers at {request['address']} ({error[-1]})")
+    return json.loads(line.removeprefix(ANSWER))
+
+
+def living() -> list[dict[str, Any]]:
+    """[{id, address, resources}] of the living nodes of the Ray that this process is in."""
     import ray
 
-    @ray.remote(num_cpus=0)
+    return [
+        {"id": node["NodeID"], "address": node["NodeManagerAddress"], "resources": node["Resources"]}
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def on_node(kind: type, node: str) -> Any:
+    """An actor of class `kind` on the node with this id, without resources."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0)(kind).options(scheduling_strategy=there).remote()
+
+
+def results(calls: Sequence[Any], limit_s: float) -> list[Any]:
+    """The result of each call, or its RayError; None where it has none within `limit_s`."""
+    import ray
+
+    found: list[Any] = []
+    ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s) if calls else ([], [])
+    for call in calls:
+        try:
+            found.append(ray.get(call) if call in ended else None)
+        except ray.exceptions.RayError as error:
+            found.append(error)
+    return found
+
+
+def said(error: BaseException) -> str:
+    """The last line of an error: Ray puts the remote stack before it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _node_class() -> Any:
+    """The actor that runs on each node; Ray pickles it by value, so the node needs no verl_patches to load it."""
+
     class Node:
         def clock(self) -> float:
             import time
@@ -99,20 +161,16 @@ def _is_loopback(host: str) -> bool:
 
 def ask(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a request, as the module describes it."""
+    if "job" in request:
+        return {"nodes": _wait_for(**request)}
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.init(address=address_of(request["address"]), log_to_driver=False, logging_level="ERROR")
-    found = [
-        {"id": node["NodeID"], "address": node["NodeManagerAddress"], "resources": node["Resources"]}
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    found = living()
     if not request.get("command"):
         return {"nodes": found, "probes": {}}
     kind = _node_class()
-    actors = [kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["id"], False)).remote() for n in found]
-    limit_s = request["limit_s"]
+    actors, limit_s = [on_node(kind, node["id"]) for node in found], request["limit_s"]
     command = [*request["command"], "--head", ray.get_runtime_context().gcs_address]
     answers = _results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
     answered = []
@@ -126,17 +184,39 @@ def ask(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
-    """The result of each call, or None where it has none soon after `limit_s`."""
+    """`results`, with {code, output, error} for a call that failed."""
     import ray
 
-    ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s + CALL_S)
-    found: list[dict[str, Any] | None] = []
-    for call in calls:
-        try:
-            found.append(ray.get(call) if call in ended else None)
-        except ray.exceptions.RayError as error:
-            found.append({"code": 1, "output": "", "error": str(error).strip().splitlines()[-1]})
-    return found
+    found = results(calls, limit_s + CALL_S)
+    failed = ray.exceptions.RayError
+    return [{"code": 1, "output": "", "error": said(one)} if isinstance(one, failed) else one for one in found]
+
+
+def _wait_for(address: str, job: str, nodes: int, limit_s: float) -> list[dict[str, Any]]:
+    from ray._raylet import GcsClient
+
+    client, end = GcsClient(address=address), time.monotonic() + limit_s
+    while True:
+        found = _of_gcs(client)
+        in_job = {node["rank"] for node in found if node["alive"] and node["job"] == job}
+        if len(in_job) >= nodes or time.monotonic() >= end:
+            return found
+        time.sleep(POLL_S)
+
+
+def _of_gcs(client: Any) -> list[dict[str, Any]]:
+    """[{address, port, rank, job, alive}] of all nodes that the head has known, newest last."""
+    known = sorted(client.get_all_node_info(timeout=10).values(), key=lambda node: node.start_time_ms)
+    return [
+        {
+            "address": node.node_manager_address,
+            "port": node.node_manager_port,
+            "rank": int(node.labels[RANK_LABEL]) if RANK_LABEL in node.labels else None,
+            "job": node.labels.get(JOB),
+            "alive": node.state == 0,  # GcsNodeInfo.ALIVE
+        }
+        for node in known
+    ]
 
 
 def _clock(actor: Any) -> dict[str, float] | None:

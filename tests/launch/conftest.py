@@ -1,0 +1,37 @@
+"""A launcher whose driver is code of the test."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.drivers import NAME, composed
+from verl_patches.launch import launcher
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("verl_patches.processes.TERM_S", 0.5)
+    monkeypatch.setattr(launcher, "MEMORY_S", 0.0)  # after each look at the clock
+    ready = tmp_path / "t" / "ready"
+
+    def run(code: str, on_line=None, dirty=None, trainer=(), reward=None, **recipe):
+        lines, looks = [], 0
+
+        def said(line):
+            nonlocal looks
+            looks += ready.exists()
+            if looks == 2:
+                (tmp_path / "t" / "gate").touch()
+            (on_line or lines.append)(line)
+
+        config = composed().copy()
+        config.trainer.update(dict(trainer))
+        config.custom_reward_function.path = reward or config.custom_reward_function.path
+        config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
+        monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
+        outcome = launcher.run(config, NAME, [], said, None, dirty)
+        return outcome, json.loads((tmp_path / "t" / "summary.json").read_text()), [*filter(None, lines)]
+
+    return run

@@ -1,0 +1,46 @@
+"""Files that several processes use: replaced whole or not at all, one holder of a folder, and what was appended."""
+
+import pytest
+
+from verl_patches.shared_files import LOCK, GrowingFile, is_locked, locked_folder, replacing, write_whole
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_file_has_the_old_content_or_the_new_one(tmp_path, durable):
+    path = tmp_path / "a.json"
+    write_whole(path, "old", durable)
+    with pytest.raises(KeyError), replacing(path, durable) as new:
+        new.write_text("ne")
+        raise KeyError
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with replacing(path, durable) as new:
+        new.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_has_one_holder_and_who_waits_may_try_again(tmp_path):
+    folder, asked = tmp_path / "made", []
+
+    def held(busy):
+        return locked_folder(folder, busy, lambda error: ValueError(error.strerror))
+
+    with held(lambda: None):
+        assert is_locked(folder / LOCK)
+        with pytest.raises(KeyError), held(lambda: asked.append(1) or (KeyError() if len(asked) == 3 else None)):
+            pass
+    assert len(asked) == 3 and is_locked(folder / LOCK) is False
+    with held(KeyError):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="exists"), locked_folder(tmp_path / "file", KeyError, ValueError):
+        pass
+
+
+def test_what_was_appended_is_read_once(tmp_path):
+    file = GrowingFile(tmp_path / "log", skip=1)
+    assert list(file.blocks()) == []  # not there yet
+    for text, found in (("abcd", [b"bc", b"d"]), ("", []), ("e", [b"e"])):
+        with file.path.open("a") as log:
+            log.write(text)
+        assert list(file.blocks(2)) == found

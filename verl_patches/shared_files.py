@@ -1,0 +1,119 @@
+"""Files that several processes use: replaced whole, locked, read while they grow."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+PARTIAL = ".partial"  # suffix of a file that is being written
+LOCK = ".lock"  # of a folder
+_FLOCK = "hhqqi"  # struct flock: type, whence, start, length, pid
+
+
+@contextmanager
+def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
+    """The path of a new file beside `path`, which takes its name where the block ends well, and else is removed.
+
+    So `path` has the old content or the new one, also where several nodes write it. `durable`: after a loss of power
+    too (fsync); else it may then be absent or unreadable.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    try:
+        yield partial
+        if durable:
+            sync(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    if durable:
+        sync(path.parent)
+
+
+def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
+    """Write a small file as `replacing` does; text as UTF-8."""
+    with replacing(path, durable) as new:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sync(path: Path) -> None:
+    """fsync a file, or the names of a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def lock_file(path: Path) -> BinaryIO:
+    """The file `path`, made where it is absent and open for unbuffered appends, locked until it is closed.
+
+    BlockingIOError where another process has the lock; OSError where it cannot be opened, or is a symbolic link. The
+    lock is of the open file (fcntl(2), F_OFD_SETLK): unlike flock's, `is_locked` sees it without taking one.
+    """
+    file = open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process holds `lock_file` of this file, without locking it; None where there is no plain file."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return None
+        with path.open("rb") as file:
+            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            return struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+    except OSError:
+        return None
+
+
+@contextmanager
+def locked_folder(
+    folder: Path, busy: Callable[[], Exception | None], unusable: Callable[[OSError], Exception]
+) -> Iterator[BinaryIO]:
+    """Make a folder and hold the lock of its LOCK file, which is given.
+
+    `busy` is asked while another process has the lock: the error to raise, or None to try again. `unusable`: the error
+    where the folder or the lock cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = None
+        while lock is None:
+            try:
+                lock = lock_file(folder / LOCK)
+            except BlockingIOError:
+                if error := busy():
+                    raise error from None
+    except OSError as error:
+        raise unusable(error) from error
+    with lock:
+        yield lock
+
+
+class GrowingFile:
+    """A file that another process appends to, read from byte `skip` on; it may not be there yet."""
+
+    def __init__(self, path: Path, skip: int = 0):
+        self.path, self.offset = path, skip
+
+    def blocks(self, size: int = 1 << 16) -> Iterator[bytes]:
+        """What was appended since the last call, in blocks of at most `size` bytes."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while block := file.read(size):
+                self.offset += len(block)
+                yield block
