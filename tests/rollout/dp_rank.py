@@ -8,7 +8,7 @@ import torch
 
 from tests.rollout import engine_rank
 from verl_patches.watch import heartbeat
-from verl_patches.watch.node import look
+from verl_patches.watch.node import read_processes
 
 
 def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
@@ -111,7 +111,7 @@ def unfinished(flags: list[list[bool]], folder: str) -> dict:
     with Devices():
         told = [ParallelConfig.has_unfinished_dp(group, said[rank]) for said in flags]
     heartbeat._current.value.beat()
-    counted = next(seen for seen in look(Path(folder)) if seen.beat.rank == rank).beat.groups
+    counted = next(seen for seen in read_processes(Path(folder)) if seen.beat.rank == rank).beat.groups
     heartbeat.stop()
     return {
         "told": told,
