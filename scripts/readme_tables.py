@@ -2,8 +2,9 @@
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
-`pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue without the emulation, `recipe` from
-the docstrings of verl_patches/config/recipe.py and `checks` from the rows of verl_patches/doctor/doctor.py.
+`pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue without the
+emulation, `recipe` from the docstrings of verl_patches/config/recipe.py and `checks` from the rows of
+verl_patches/doctor/doctor.py.
 """
 
 from __future__ import annotations
