@@ -2,8 +2,9 @@
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
-`pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue, `recipe` from
-the docstrings of verl_patches/config/recipe.py and `checks` from the rows of verl_patches/doctor/doctor.py.
+`pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue without the
+emulation, `recipe` from the docstrings of verl_patches/config/recipe.py and `checks` from the rows of
+verl_patches/doctor/doctor.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from verl_patches.catalog import all_rows  # noqa: E402
+from verl_patches.catalog import ROWS  # noqa: E402
 from verl_patches.config.recipe import Recipe  # noqa: E402
 from verl_patches.doctor.doctor import ACROSS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
@@ -50,6 +51,13 @@ WORDS = {
 }
 # (line, platform) of production and of the runs whose tests require every row of theirs to be active (tests/loop)
 RUNS = {"production": ("a3", "npu"), "pypi": ("pypi", "cpu"), "a3": ("a3", "cpu"), "emulated": ("a3", "npu_emulated")}
+WHERE = {  # runs of RUNS that have a row on: the word of docs/patches.md
+    tuple(RUNS): "all",
+    ("production", "a3", "emulated"): "a3",
+    ("production", "emulated"): "npu",
+    ("pypi", "a3"): "cpu",
+    (): "-",
+}
 IN_README = ("use", "state", "engine", "Python", "verl")
 # label of a row: what shares it of a line's repositories, packages and system software; the rest has own rows
 SAME_ROW = {
@@ -101,7 +109,7 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
         if not entries:
             text += [textwrap.fill(" ".join(paragraph.split()), 118), ""]
             continue
-        text += ["| key | default | values | meaning |", "|---|---|---|---|"]
+        text += ["| key | default; values | meaning |", "|---|---|---|"]
         cells = [(item.name, _cells_of_key(schema, item, entries[item.name])) for item in own if item.name in entries]
         for same, group in groupby(cells, key=itemgetter(1)):
             keys = ", ".join(f"`{prefix}.{name}`" for name, _ in group)
@@ -127,16 +135,14 @@ def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str, str]:
-    """(default, values, meaning); no values of a boolean."""
+def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str]:
+    """(default and values, meaning); no values of a boolean."""
     default = item.default if item.default is not MISSING else item.default_factory()
     plain = {None: "null", True: "true", False: "false"}
     shown = plain[default] if default is None or isinstance(default, bool) else str(default)
     values = ", ".join(f"`{word}`" for word in item.metadata.get("allowed", ())) or value_words(schema, item.name)
-    values = "" if values == "true or false" else values
-    values = values.replace("|", "\\|").replace("<", "\\<")
-    meaning = meaning.replace("|", "\\|").replace("<", "\\<")
-    return f"`{shown}`", values, meaning
+    values = "" if values == "true or false" else "; " + values.replace("whole number", "integer").removeprefix("a ")
+    return tuple(cell.replace("|", "\\|").replace("<", "\\<") for cell in (f"`{shown}`{values}", meaning))
 
 
 def checks_table() -> str:
@@ -153,12 +159,11 @@ def checks_table() -> str:
 
 
 def patches_table(specs: Sequence[PatchSpec]) -> str:
-    """One row a patch: id, kind, target, and the runs of RUNS that have it on; "all", "-" for none."""
+    """One row a patch: id, kind, target, and by WHERE the runs of RUNS that have it on."""
     text = ["| id | kind | target | on |", "|---" * 4 + "|"]
     for spec in specs:
-        on = [name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0]]
-        runs = "all" if len(on) == len(RUNS) else ", ".join(on) or "-"
-        text.append(f"| `{spec.id}` | {spec.kind} | `{spec.target}` | {runs} |")
+        on = tuple(name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0])
+        text.append(f"| `{spec.id}` | {spec.kind} | `{spec.target}` | {WHERE.get(on) or ', '.join(on)} |")
     return "\n".join(text) + "\n"
 
 
@@ -179,7 +184,7 @@ def _table_of(name: str) -> tuple[str, str]:
         return "pins", pins_table(load_pins(), "en")
     if name == CHECKS:
         return "checks", checks_table()
-    return ("patches", patches_table(all_rows())) if name == PATCHES else ("recipe", recipe_tables())
+    return ("patches", patches_table(ROWS)) if name == PATCHES else ("recipe", recipe_tables())
 
 
 def stale(write: bool = False) -> list[str]:

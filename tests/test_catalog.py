@@ -1,4 +1,4 @@
-"""The table itself: valid, provable, honest about platforms, and the same in docs/patches.md."""
+"""The table itself: valid, provable, and honest about platforms."""
 
 import re
 from pathlib import Path

@@ -532,5 +532,5 @@ def rows_of(platform: str) -> tuple[PatchSpec, ...]:
 
 
 def all_rows() -> tuple[PatchSpec, ...]:
-    """The rows of all platforms, for what reads upstream's source: drift, fingerprints, docs/patches.md."""
+    """The rows of all platforms, for what reads upstream's source: drift, fingerprints."""
     return rows_of(NO_DEVICE[0])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_rooms import FLOORS
 from verl_patches.config.compose import compose
 from verl_patches.launch.smoke import CONFIG_NAME, LEARN_CONFIG_NAME, NOT_PROVED, PROVED
 from verl_patches.trainer.step_record import NARROW, PHASES, WIDE, header
@@ -90,6 +91,13 @@ def test_the_table_of_the_readmes_has_the_columns_of_a_run_and_ends_as_one():
         rows = re.findall(r"^(?:step| +\d) .*", text, re.MULTILINE)
         assert rows[0] == header(NARROW) and {len(row) for row in rows} == {len(rows[0])} and len(rows) == 4
         assert {name for name in WIDE if f"`{name}`" in text} >= {*WIDE} - {f"{phase} s" for phase in PHASES}
+
+
+def test_the_floors_of_the_readmes_are_those_of_the_rooms():
+    expected = [*map(set, FLOORS[1:-2]), {"cli"}]
+    for text in READMES:
+        floors = re.search(r"`patching layout`.*`cli`", text, re.DOTALL)[0]
+        assert [set(rooms.split()) for rooms in CODE.findall(floors)] == expected
 
 
 CHINESE = [ROOT / "README_zh.md", *sorted((ROOT / "docs" / "zh").glob("*.md"))]

@@ -37,21 +37,18 @@ class Train:
 
     layers_per_stage: number of layers of each pipeline stage in model order; null splits them evenly.
     expert_split: what verl's expert sizes mean. etp takes expert_tensor_parallel_size as it is; tp_extend_ep splits
-    whole experts over TP x EP ranks: expert_model_parallel_size counts all of them, and expert_tensor_parallel_size
-    is 1 (MindSpeed's moe_tp_extend_ep).
+    whole experts over TP x EP ranks, which expert_model_parallel_size counts (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
     left out. Refused unless the update is one mini batch and one epoch (log_probs/on_policy.py).
-    use_remove_padding: the sequences of a micro batch are packed one after the other, without padding. false pads them
-    to the longest, for comparison: the same gradients at more work (batches/packed_forward.py). verl's Megatron actor
-    always packs, and line pypi with it.
+    use_remove_padding: pack the sequences of a micro batch without padding. false pads them to the longest, for
+    comparison, with the same gradients at more work (batches/packed_forward.py). Line pypi always packs.
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
-    selects them again, even though the router's weights have changed since. null: each pass routes by itself
-    (replay/routing_replay.py).
+    selects them again (replay/routing_replay.py); null: each pass routes by itself.
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
     max_skipped_steps: the run ends at this many optimizer steps in a row that were skipped because a gradient is NaN
-    or infinite, with an error that names rank, pipeline stage and parameter (worker/step_guard.py).
+    or infinite (worker/step_guard.py).
 
     The other keys are for line a3; model/mindspeed/arguments.py maps each to an engine argument. Line pypi refuses
     values other than the defaults.
@@ -63,12 +60,12 @@ class Train:
     unpadded_attention: pass attention values of v_head_dim as they are, instead of padding query, key and value to 256
     (at 671B).
     alltoall_overlap: overlap the experts' exchange with computation.
-    grad_overlap: start to reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
-    after it. Only the first pipeline stage has several buckets.
+    grad_overlap: reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of after it.
+    Only the first pipeline stage has several buckets.
     grad_bucket_parameters: parameters of a bucket; null is Megatron's size, 40 million, or a million for each
     data-parallel rank if that is more.
-    param_overlap: gather updated parameters under the next forward pass; refused on both lines: line a3's pin lets
-    modules that are called out of the order of registration compute with old weights.
+    param_overlap: gather updated parameters under the next forward pass; refused, as line a3's pin lets modules that
+    are called out of the order of registration compute with old weights.
     collective_timeout_minutes: time limit of a training collective.
     router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the update;
     0 leaves the biases unchanged. No auxiliary loss is used.
@@ -121,16 +118,14 @@ class RolloutAscend:
     view_optimize: torchair folds views into strides (worker/model_runner_v1.py:1776).
     kv_nz: the KV cache in the NZ format (attention/mla_v1.py:592); true is refused: prompts are written a second time
     in the other format (:1192; vllm-ascend PR 3066).
-    scheduler: V1's own, which fills a step with decodes and pieces of prompts, or vllm-ascend's (platform.py:198),
-    which takes prompts whole.
+    scheduler: V1's own, which mixes decodes and pieces of prompts, or vllm-ascend's (platform.py:198), which takes
+    prompts whole.
     chunked_prefill_for_mla: attention of a piece of a prompt by the ring kernel instead of a loop
     (attention/mla_v1.py:786).
-    prefix_caching: requests share the KV of equal beginnings (vLLM's v1/core/sched/scheduler.py). verl writes true at
-    vllm_rollout_spmd.py:162, and the n responses of a prompt gain by it.
-    vllm_sleep_mode: false frees weights and KV cache to torch's pool, as without graphs, has graphs read addresses at
-    each call (row memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with
-    torchair's compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold: it
-    excludes expandable segments, and the public recipe found that it frees nothing on several nodes.
+    prefix_caching: requests share the KV of equal beginnings, as the n responses of a prompt do.
+    vllm_sleep_mode: false frees weights and KV cache to torch's pool, has graphs read addresses at each call (row
+    memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with torchair's
+    compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold (docs/memory.md).
     top_k_optimize: top-k and top-p by a threshold, without a scatter of the vocabulary (envs.py:56,
     patch_sampler.py:100); on, as the vocabulary has 129,280 words.
     """

@@ -1,4 +1,4 @@
-"""Modelled bytes beside the memory groups: activations by phase, HCCL's buffers, CANN's context; host memory. No torch.
+"""Modelled memory outside the memory groups: activations, HCCL buffers, CANN context; host memory. No torch.
 
 HCCL: a communicator exists from its group's first collective to the end of the process, so the buffers of all groups
 that communicate are counted in every phase (config/hccl.py).
