@@ -34,23 +34,9 @@ engine.revert()
 assert not hasattr(torch, "npu")
 """
 NAMES = """
-import acl, torch_npu
-from apex.optimizers import FusedAdam
-from apex.normalization.fused_layer_norm import fused_rms_norm_affine
-from torch_npu.profiler.profiler import analyse
-here = "add it to verl_patches.emulation.ascend.packages"
-for place, name, words in (
-    (torch_npu, "npu_magic", here), (torch_npu, "npu_mm_reduce_scatter_base", "use_ascend_mc2"),
-    (torch.npu, "magic", here), (torch.npu, "memory_stats", "adaptive recompute"),
-):
-    assert not hasattr(place, name)
-    refuses(lambda: getattr(place, name), AttributeError, words)
-def imported(): from torch_npu import npu_magic
-refuses(imported, ImportError, "npu_magic")
-refuses(lambda: FusedAdam([]), RuntimeError, "FusedAdam")
-refuses(fused_rms_norm_affine, RuntimeError, "fused_rms_norm_affine")
-refuses(analyse, RuntimeError, "analyse")
-assert "910B" not in acl.get_soc_name() and not hasattr(acl, "rt")
+import torch_npu
+refuses(lambda: torch_npu.npu_magic, AttributeError, "add it to verl_patches.emulation.ascend.packages")
+refuses(lambda: torch_npu.npu_mm_reduce_scatter_base, AttributeError, "use_ascend_mc2")
 """
 DEVICE = """
 npu = torch.npu
@@ -84,13 +70,8 @@ def test_stand_ins_in_a_process(run_python, line, code):
     run_python(f"LINE = {line!r}{START}{code}").check()
 
 
-def test_builders_load_the_references_and_refuse_the_rest():
+def test_builders_load_the_references():
     assert mindspeed_ops.load(SimpleNamespace(name="grouped_matmul")).npu_gmm is mindspeed_ops.npu_gmm
-    lcal = type("LcalOpBuilder", (), {"name": "lcal"})()
-    with pytest.raises(RuntimeError, match="LcalOpBuilder.*--use-ascend-coc"):
-        mindspeed_ops.load(lcal)
-    with pytest.raises(RuntimeError, match="add 'new'"):
-        mindspeed_ops.load(SimpleNamespace(name="new"))
 
 
 def test_reasons_cover_what_lies_below_a_name():

@@ -62,7 +62,7 @@ def test_attention_asks_for_lengths_once_a_forward_and_has_its_guards(run_a3):
     (found,) = run_a3("attention_job", 1, {})
     assert found["calls"] == [{"tolist": n, "repeat_interleave": n, "attention": 4 * n} for n in (1, 2)]  # 4 layers
     assert "attention dropout is 0.1" in found["refused"]["dropout"]
-    assert "q_ends [3, 5]" in found["refused"]["ends"]
+    assert "ends [3, 5]" in found["refused"]["ends"]
 
 
 def test_layer_list_decides_the_stages(found):

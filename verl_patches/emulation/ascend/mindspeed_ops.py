@@ -32,9 +32,9 @@ def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
 
     A group_list of numbers is always cumulative, as in the C++.
     """
-    demand(len(x) == len(weight) == 1 and len(bias) <= 1, "x, weight and bias hold one tensor each")
+    demand(len(x) == len(weight) == 1 and not bias, "x and weight hold one tensor each, and there is no bias")
     kind = group_list_type or 0 if isinstance(group_list, torch.Tensor) else 0
-    return [ops.grouped(x[0], weight[0], bias[0] if bias else None, group_list, group_type, kind)]
+    return [ops.grouped(x[0], weight[0], group_list, group_type, kind)]
 
 
 @_grouped_op(
@@ -90,7 +90,7 @@ def npu_matmul_add_fp32(x, weight, C):
 def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
     """grad, read as [E, K, N], += x [M, K] transposed times weight [M, N], group by group (cumulative ends); fp32."""
     demand(grad.dtype == torch.float32, f"grad must be float32, found {grad.dtype}")
-    made = ops.grouped(wide(x).t(), wide(weight), None, group_list, 2, 0)
+    made = ops.grouped(wide(x).t(), wide(weight), group_list, 2, 0)
     fits = grad.numel() == made.numel() and grad.is_contiguous()
     demand(fits, f"grad {list(grad.shape)} must hold {list(made.shape)} without gaps")
     grad.view(made.shape).add_(made)
