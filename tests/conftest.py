@@ -33,9 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import psutil  # noqa: F401  before Ray, which puts a psutil of its own, 5.9, first on sys.path
 import pytest
 
-from tests.ranks import Ranks
+from tests.ranks import HANG_S, Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM = ROOT / "tests" / "warm"
@@ -195,10 +196,10 @@ def run_python() -> Callable[..., Finished]:
     """Run code in a fresh interpreter: `run_python("print(1)", patches="line=pypi,platform=cpu").check().out`.
 
     Parameters: the code, then its sys.argv[1:] as strings; keywords: patches (the VERL_PATCHES variable; None leaves it
-    unset), env (more variables), timeout_s (120; then its whole process group is killed and the test fails). The
+    unset), env (more variables), timeout_s (600; then its whole process group is killed and the test fails). The
     repository is on its path. Returns `Finished` (rc, out, err); `.check()` demands exit 0.
     """
-    return lambda code, *arguments, patches=None, env=None, timeout_s=120: _run(
+    return lambda code, *arguments, patches=None, env=None, timeout_s=HANG_S: _run(
         (), _environment(patches, env), code, arguments, timeout_s
     )
 
@@ -206,7 +207,7 @@ def run_python() -> Callable[..., Finished]:
 @pytest.fixture(scope="session")
 def run_warm(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., Finished]:
     """`run_python`, in a fork of the warm interpreter."""
-    return lambda code, *arguments, patches=None, env=None, timeout_s=120: _run(
+    return lambda code, *arguments, patches=None, env=None, timeout_s=HANG_S: _run(
         ("-X", "warm"), warm(_environment(patches, env)), code, arguments, timeout_s
     )
 
@@ -224,7 +225,7 @@ def run_ranks(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[.
         environment, flags = _environment(patches, env), ()
         if not fresh:
             environment, flags = warm(environment), ("-X", "warm")
-        options = {"prelude": patches is not None, "timeout_s": 240, "flags": flags, **options}
+        options = {"prelude": patches is not None, "flags": flags, **options}
         with Ranks(size, environment, **options) as ranks:
             return ranks.run(function, *arguments)
 

@@ -69,9 +69,9 @@ def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, A
     from tests.emulation.emulated_engine import compare
     from tests.rollout.ascend_engine import without
     from tests.rollout.rebalance_rank import build
-    from verl_patches.platform.npu.groups import SmallGroups
+    from verl_patches.platform.npu.groups import small_groups_mib
 
-    SmallGroups.mib = 64
+    small_groups_mib.value = 64
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     reference, found = AutoModelForCausalLM.from_pretrained(model, **eager).eval(), []
     for case in cases:

@@ -205,20 +205,6 @@ def attention_packed():
     attend(*packed_inputs(), SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_kv=ends))
 
 
-@functools.partial(check, adaptor="mindspeed_llm")
-def attention_packed_llm():
-    """MindSpeed-LLM refuses packed_seq_params; its packed sequences are shape_order TND and lengths set beside."""
-    from mindspeed.utils import set_actual_seq_len
-
-    args = get_args()
-    args.shape_order, before = "TND", args.sparse_mode
-    set_actual_seq_len([3, 7])
-    try:
-        attend(*packed_inputs())
-    finally:
-        args.shape_order, args.sparse_mode = "SBH", before
-
-
 @check
 def token_permutation():
     from mindspeed.core.fusions.npu_moe_token_permute import permute_wrapper

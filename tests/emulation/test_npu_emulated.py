@@ -3,6 +3,7 @@
 Each process builds one engine and runs several checks: greedy tokens and their log-probs against transformers in fp32.
 """
 
+import copy
 import json
 import sys
 
@@ -47,17 +48,13 @@ def model(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", ENGINES)
-def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_python, request):
+def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_ranks, a3_sources):
     env, options = ENGINES[name]
-    env = {"VERL_PATCHES": emulated_npu(), **env}
+    env = {**env, "PYTHONPATH": str(a3_sources("vllm-ascend")[0])}
     env |= {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    env |= {"VLLM_USE_V1": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env["PYTHONPATH"] = str(request.config.getoption("--upstream") / "vllm-ascend")
-    code = "import json, sys\nfrom tests.emulation.emulated_engine import main\n"
-    code += "print('FOUND' + json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))"
-    patches = env.pop("VERL_PATCHES")
-    done = run_python(code, str(model), json.dumps(options), patches=patches, env=env, timeout_s=900).check()
-    found = json.loads(done.out.partition("FOUND")[2])
+    env |= {"VLLM_USE_V1": "1"}
+    where = {"patches": env.pop("VERL_PATCHES", emulated_npu()), "env": env, "fresh": True, "backend": None}
+    (found,) = run_ranks("tests.emulation.emulated_engine:main", str(model), copy.deepcopy(options), **where)
     spoilt = {fault: found.pop(fault)["worst"] for fault in FAULTS.get(options.get("faults"), ())}
     for check in found.values():
         assert check["worst"] < LARGEST and check["same"], found

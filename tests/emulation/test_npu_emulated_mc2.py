@@ -80,7 +80,7 @@ def test_engines_decode_by_mc2_on_a_group_of_its_own(instances, dp, tp, model, r
     env["PYTHONPATH"] = ":".join(map(str, (ROOT, *a3_sources("vllm-ascend"))))
     size, job = instances * dp * tp, "tests.emulation.mc2_rank:engines"
     cases = [{"graphs": graphs, "without": rows} for rows in ([], [OWN_GROUP]) for graphs in MODES]
-    options = {"patches": "line=a3,platform=npu_emulated", "env": env, "fresh": True, "timeout_s": 600}
+    options = {"patches": "line=a3,platform=npu_emulated", "env": env, "fresh": True}
     found = run_ranks(job, str(model), dp, tp, cases, size=size, **options)
     for rank, engines in enumerate(found):
         first = rank - rank % (dp * tp)

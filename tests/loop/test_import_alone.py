@@ -3,9 +3,9 @@
 `install-prelude` was run, and VERL_PATCHES is the driver's: no launcher, no `recipe:`, no set-up hook.
 """
 
+import contextlib
 import os
 import re
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from loop_runs import ROOT
+from loop_runs import ROOT, STREAMS
 
 from tests.conftest import python_with_prelude
+from tests.ranks import held_port
 from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.full
@@ -48,26 +49,30 @@ def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
         **{f"custom_reward_function.{name}": used["custom_reward_function"][name] for name in ("path", "name")},
     }
     overrides = [f"{key}={value}".replace("'", "").replace(" ", "") for key, value in given.items()]
-    with socket.create_server(("127.0.0.1", 0)) as free:  # the default one may be another run's
-        start = [python, *RAY, f"--ray-client-server-port={free.getsockname()[1]}"]
-    ray = subprocess.Popen(start, env=env, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        address = Path(ray_folder, "ray", "ray_current_cluster")
-        end = time.monotonic() + 120
-        while not address.is_file():
-            assert ray.poll() is None and time.monotonic() < end, "Ray did not start"
-            time.sleep(0.2)
-        main = [python, "-m", "verl.trainer.main_ppo", "--config-dir", HERE, "--config-name", "plain_verl", *overrides]
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run(main, env={**env, "VERL_PATCHES": patches}, cwd=cwd, **streams, timeout=600)
-        return done.returncode, done.stdout
-    finally:
-        started = psutil.Process(ray.pid).children(recursive=True)
-        ray.terminate()
-        _, alive = psutil.wait_procs([*started, ray], timeout=10)
-        for process in alive:
-            process.kill()
-        ray.wait()
+    main = [python, "-m", "verl.trainer.main_ppo", "--config-dir", HERE, "--config-name", "plain_verl", *overrides]
+    with ray_of_its_own(python, env, ray_folder, cwd):
+        done = subprocess.run(main, env={**env, "VERL_PATCHES": patches}, cwd=cwd, **STREAMS)
+    return done.returncode, done.stdout
+
+
+@contextlib.contextmanager
+def ray_of_its_own(python, env, ray_folder, cwd):
+    """A Ray that runs; its client server has a port of its own, as the default one may be another run's."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with held_port() as port:
+        ray = subprocess.Popen([python, *RAY, f"--ray-client-server-port={port}"], env=env, cwd=cwd, **quiet)
+        try:
+            while not Path(ray_folder, "ray", "ray_current_cluster").is_file():
+                assert ray.poll() is None, "Ray did not start"
+                time.sleep(0.2)
+            yield
+        finally:
+            started = psutil.Process(ray.pid).children(recursive=True)
+            ray.terminate()
+            _, alive = psutil.wait_procs([*started, ray], timeout=10)
+            for process in alive:
+                process.kill()
+            ray.wait()
 
 
 def check(code, output, smoke_run):

@@ -48,7 +48,7 @@ def run(run_ranks, models, a3_sources):  # noqa: F811
         env["PYTHONPATH"] = ":".join([str(ROOT), *map(str, trees)])
         arguments = models["256 experts"], dp, tp, rounds, {"additional_config": {"refresh": True, **GRAPHS}}
         job = "tests.rollout.rebalance_rank:rounds"
-        return run_ranks(job, *arguments, size=dp * tp, patches=PATCHES, env=env, fresh=True, timeout_s=600)
+        return run_ranks(job, *arguments, size=dp * tp, patches=PATCHES, env=env, fresh=True)
 
     return of
 
