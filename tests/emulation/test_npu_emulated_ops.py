@@ -1,6 +1,8 @@
-"""References of the functions that vllm-ascend calls: against each other and against plain torch, in fp64."""
+"""References of the functions that vllm-ascend calls: against each other and against plain torch, in fp64.
 
-import pytest
+Rotary embedding and the writes and reads of a paged cache: each with a fault in whole engines, test_npu_emulated.py.
+"""
+
 import torch
 
 from verl_patches.emulation.npu import attention_ops, device, expert_ops, memory_pool
@@ -92,68 +94,8 @@ def test_routing_and_back_is_the_sum_of_the_experts():
     assert short[-int(ends[0]) :].isnan().all() and not short[: -int(ends[0])].isnan().any()
 
 
-def rotated(x, angles):
-    """x [..., R], whose neighbours are pairs, as complex numbers times exp(i angles [..., R / 2])."""
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.exp(1j * angles))
-
-
-def cos_and_sin(angles):
-    """cos and sin [..., R] of angles [..., R / 2], in halves."""
-    return [part(torch.cat((angles, angles), -1)) for part in (torch.cos, torch.sin)]
-
-
 def normed(x, gamma, epsilon):
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma
-
-
-def test_interleave_rope_is_a_complex_product_whose_result_is_in_halves():
-    x, angles = rand(3, N, 1, R), 6 * rand(3, 1, 1, R // 2)
-    found = attention_ops.npu_interleave_rope(x, *cos_and_sin(angles))
-    expected = rotated(x, angles).transpose(-1, -2).flatten(-2)
-    torch.testing.assert_close(found, expected)
-    assert not torch.allclose(attention_ops.npu_interleave_rope(x, *cos_and_sin(-angles)), expected)  # the control
-
-
-@pytest.mark.parametrize("neox", [True, False])
-def test_rotary_embedding_rotates_by_position_in_place(neox):
-    angles, positions = 6 * rand(20, R // 2), torch.tensor([3, 19, 0])
-    query, key = rand(3, N * R), rand(3, R)
-    pairs = [x.view(3, -1, R) for x in (query, key)]
-    if neox:  # halves to neighbours, and back
-        pairs = [x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in pairs]
-    expected = [rotated(x, angles[positions][:, None]) for x in pairs]
-    expected = [(x.transpose(-1, -2) if neox else x).flatten(1) for x in expected]
-    cache = torch.cat((angles.cos(), angles.sin()), -1)
-    attention_ops._npu_rotary_embedding(positions, query, key, R, cache, neox)
-    torch.testing.assert_close([query, key], expected)
-
-
-def test_kv_cache_gets_normed_latents_and_rotated_keys_in_their_slots():
-    kv, gamma, angles = rand(3, 1, 1, L + R), rand(L), 6 * rand(3, 1, 1, R // 2)
-    keys, latents = (torch.zeros(2, SIZE, 1, width, dtype=torch.float64) for width in (R, L))
-    slots = torch.tensor([6, -1, 1])
-    made = attention_ops.npu_kv_rmsnorm_rope_cache(
-        kv, gamma, *cos_and_sin(angles), slots, keys, latents, epsilon=0.1, cache_mode="PA", is_output_kv=True
-    )
-    expected = rotated(kv[..., L:], angles).transpose(-1, -2).flatten(-2), normed(kv[..., :L], gamma, 0.1)
-    torch.testing.assert_close(made[2:], expected)
-    assert made[0] is keys and made[1] is latents
-    for cache, rows in zip((keys, latents), expected, strict=True):
-        places = torch.zeros(2 * SIZE, rows.shape[-1], dtype=torch.float64)
-        places[6], places[1] = rows[0].flatten(), rows[2].flatten()
-        torch.testing.assert_close(cache.view(2 * SIZE, -1), places)
-
-
-def test_paged_cache_load_copies_parts_of_sequences():
-    stores, table, rows = caches()
-    starts, lengths = [4, 0, 3], [1, 3, 6]
-    given = {"seq_starts": torch.tensor(starts, dtype=torch.int32)}
-    out = [torch.full((10, 1, width), torch.nan, dtype=torch.float64) for width in (L, R)]
-    lens = torch.tensor(lengths, dtype=torch.int32)
-    attention_ops.npu_paged_cache_load(*stores, table, lens, **given, key=out[0], value=out[1])
-    parts = zip(rows, starts, lengths, strict=True)
-    parts = [[store[start : start + length] for store in both] for both, start, length in parts]
-    torch.testing.assert_close(out, [torch.cat(store) for store in zip(*parts, strict=True)])
 
 
 def test_flash_attention_is_causal_attention_of_each_sequence():

@@ -102,13 +102,13 @@ def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
     "bool amsgrad, bool maximize) -> ()",
     by_place=True,
 )
-def npu_apply_fused_adamw_v2(state_step, beta1, beta2, max_exp_avg_sq, amsgrad, **given):
-    """AdamW step number state_step (one number, 1 first), in place; max_exp_avg_sq counts with amsgrad only."""
+def npu_apply_fused_adamw_v2(state_step, beta1, beta2, max_exp_avg_sq, amsgrad, maximize, **given):
+    """AdamW step number state_step (one number, 1 first), in place; max_exp_avg_sq is for amsgrad only."""
+    demand(not amsgrad and not maximize, "amsgrad and maximize are not part of the reference")
     demand(state_step.numel() == 1, f"state_step must be one number, found {list(state_step.shape)}")
     step = int(state_step)
     demand(step >= 1, f"the first step is 1, found {step}")
-    largest = max_exp_avg_sq if amsgrad else None
-    ops.adam_w(max_exp_avg_sq=largest, betas=(beta1, beta2), powers=(beta1**step, beta2**step), **given)
+    ops.adam_w(betas=(beta1, beta2), powers=(beta1**step, beta2**step), **given)
 
 
 @builder_op("npu_rotary_position_embedding(Tensor x, Tensor cos, Tensor sin, int mode=0) -> Tensor")

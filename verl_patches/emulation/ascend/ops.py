@@ -69,7 +69,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 @torch_npu_op
 def npu_apply_adam_w(
-    beta1_power, beta2_power, beta1, beta2, epsilon, grad, max_grad_norm, amsgrad, out, lr, weight_decay, maximize
+    beta1_power, beta2_power, beta1, beta2, epsilon, grad, amsgrad, out, lr, weight_decay, maximize, **unused
 ):
     """One AdamW step on out=(parameter, first moment, second moment), all changed in place and returned.
 
@@ -77,26 +77,21 @@ def npu_apply_adam_w(
     Without `out` the real function refuses; here it is a TypeError.
     """
     demand(len(out) == 3, f"out must be (var, m, v), found {len(out)} tensors")
-    demand(not amsgrad or max_grad_norm is not None, "amsgrad needs max_grad_norm")
+    demand(not amsgrad and not maximize, "amsgrad and maximize are not part of the reference")
     powers = beta1_power * beta1, beta2_power * beta2
-    largest = max_grad_norm if amsgrad else None
-    adam_w(*out, grad, largest, (beta1, beta2), powers, lr, weight_decay, epsilon, maximize)
+    adam_w(*out, grad, (beta1, beta2), powers, lr, weight_decay, epsilon)
     return tuple(out)
 
 
 @torch.no_grad()
-def adam_w(param, exp_avg, exp_avg_sq, grad, max_exp_avg_sq, betas, powers, lr, weight_decay, eps, maximize) -> None:
-    """The step itself, with bias correction by 1 - power of this step; max_exp_avg_sq None: no amsgrad."""
+def adam_w(param, exp_avg, exp_avg_sq, grad, betas, powers, lr, weight_decay, eps) -> None:
+    """The step itself, with bias correction by 1 - power of this step."""
     shapes = {tuple(x.shape) for x in (param, exp_avg, exp_avg_sq, grad)}
     demand(len(shapes) == 1, f"parameter, moments and gradient must have one shape, found {sorted(shapes)}")
-    grad = (-grad if maximize else grad).to(exp_avg.dtype)
+    grad = grad.to(exp_avg.dtype)
     exp_avg.mul_(betas[0]).add_(grad, alpha=1 - betas[0])
     exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-    second = exp_avg_sq
-    if max_exp_avg_sq is not None:
-        torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
-        second = max_exp_avg_sq
-    denominator = (second / (1 - powers[1])).sqrt_().add_(eps)
+    denominator = (exp_avg_sq / (1 - powers[1])).sqrt_().add_(eps)
     param.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - powers[0]))
 
 
