@@ -7,6 +7,7 @@ Fixtures
     run_python        runs Python code in a fresh process under a given VERL_PATCHES, as tests of patches must
     run_warm          the same, for code that may find torch imported already
     run_ranks         runs a function on gloo ranks, in forks of the warm interpreter (tests/ranks.py)
+    run_emulated      run_ranks on platform npu_emulated, for engines of vllm-ascend
     ranks4, ranks8    gloo ranks that all tests of a session share
     tiny_model        folder of a tiny DeepSeek-V3
     a3_sources        folders of line a3's checkouts, below --upstream
@@ -271,6 +272,19 @@ def a3_sources(pytestconfig: pytest.Config) -> Callable[..., list[Path]]:
         return [folder.resolve() / name for name in names]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def run_emulated(run_ranks: Callable[..., list], a3_sources: Callable[..., list[Path]]) -> Callable[..., list]:
+    """`run_ranks` on platform npu_emulated, for engines of vllm-ascend inside the ranks; trees: checkouts to import."""
+
+    def run(function: str, *arguments: Any, env=(), trees=("vllm-ascend",), **options: Any) -> list:
+        engine = {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+        engine |= {"VLLM_USE_V1": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        env = {**engine, "PYTHONPATH": os.pathsep.join(map(str, a3_sources(*trees))), **dict(env)}
+        return run_ranks(function, *arguments, **{"patches": emulated_npu(), "env": env, "fresh": True, **options})
+
+    return run
 
 
 @pytest.fixture(scope="session")

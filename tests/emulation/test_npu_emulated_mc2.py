@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import ROOT
 from tests.emulation.mc2_rank import EXPERTS, MOST, K, routed
 from tests.emulation.test_npu_emulated import model  # noqa: F401  a fixture
 from tests.ranks import Ranks
@@ -73,15 +72,11 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("instances", "dp", "tp"), [(1, 2, 1), pytest.param(2, 1, 2, marks=FULL), pytest.param(1, 2, 2, marks=FULL)]
 )
-def test_engines_decode_by_mc2_on_a_group_of_its_own(instances, dp, tp, model, run_ranks, a3_sources):  # noqa: F811
+def test_engines_decode_by_mc2_on_a_group_of_its_own(instances, dp, tp, model, run_emulated):  # noqa: F811
     """Without and with graphs; the controls have upstream's group, on which the prompts' all-to-all has run."""
-    env = {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1"}
-    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    env["PYTHONPATH"] = ":".join(map(str, (ROOT, *a3_sources("vllm-ascend"))))
     size, job = instances * dp * tp, "tests.emulation.mc2_rank:engines"
     cases = [{"graphs": graphs, "without": rows} for rows in ([], [OWN_GROUP]) for graphs in MODES]
-    options = {"patches": "line=a3,platform=npu_emulated", "env": env, "fresh": True}
-    found = run_ranks(job, str(model), dp, tp, cases, size=size, **options)
+    found = run_emulated(job, str(model), dp, tp, cases, size=size)
     for rank, engines in enumerate(found):
         first = rank - rank % (dp * tp)
         instance = [*range(first, first + dp * tp)]

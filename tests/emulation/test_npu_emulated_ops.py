@@ -166,11 +166,9 @@ def test_rows_of_a_graph_that_have_no_keys_are_nan_and_read_no_block():
 def test_a_part_without_keys_leaves_what_was_before():
     x, out, lse = rand(5, N, L), rand(5, N, L), torch.zeros(N, 5)
     before = {"pre_out": rand(5, N, L), "prev_lse": rand(N, 5).float()}
-    attention_ops.npu_ring_mla(
-        q_nope=x, q_rope=rand(5, N, R), k_nope=x, k_rope=rand(5, N, R), value=x, mask=torch.ones(8, 8).double().triu(1),
-        seqlen=torch.stack((int32(2, 3), int32(0, 5))), head_num=N, kv_head_num=N, qk_scale=0.3, output=out,
-        softmax_lse=lse, kernel_type="kernel_type_high_precision", mask_type="no_mask", input_layout="type_bsnd",
-        calc_type="calc_type_default", **before,
-    )  # fmt: skip
+    call = {"q_nope": x, "q_rope": rand(5, N, R), "k_nope": x, "k_rope": rand(5, N, R), "value": x, "qk_scale": 0.3}
+    call |= {"mask": rand(8, 8), "seqlen": torch.stack((int32(2, 3), int32(0, 5))), "head_num": N, "kv_head_num": N}
+    call |= {"kernel_type": "kernel_type_high_precision", "mask_type": "no_mask", "input_layout": "type_bsnd"}
+    attention_ops.npu_ring_mla(**call, **before, calc_type="calc_type_default", output=out, softmax_lse=lse)
     assert torch.equal(out[:2], before["pre_out"][:2]) and torch.equal(lse[:, :2], before["prev_lse"][:, :2])
     assert not torch.isclose(out[2:], before["pre_out"][2:]).any()

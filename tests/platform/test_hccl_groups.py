@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist  # before hccl: on a rank the emulated device starts with it
 
+from tests.conftest import emulated_npu
 from verl_patches.emulation.npu import hccl
 from verl_patches.platform.npu import groups
 
@@ -53,10 +54,9 @@ def test_groups_of_training_keep_their_names_and_those_without_experts_are_small
 @pytest.mark.slow
 @pytest.mark.upstream
 @pytest.mark.parametrize("row", ["", ",-rollout.ascend_small_groups"])
-def test_groups_of_vllm_hand_their_options_to_the_backend(run_ranks, a3_sources, row):
-    env = {"PYTHONPATH": str(a3_sources("vllm-ascend")[0]), "VLLM_LOGGING_LEVEL": "ERROR"}
-    where = {"patches": f"line=a3,platform=npu_emulated{row}", "env": env, "fresh": True, "backend": None}
-    (found,) = run_ranks("tests.platform.test_hccl_groups:configs_of_vllms_groups", **where)
+def test_groups_of_vllm_hand_their_options_to_the_backend(run_emulated, row):
+    job = "tests.platform.test_hccl_groups:configs_of_vllms_groups"
+    (found,) = run_emulated(job, patches=emulated_npu() + row, backend=None)
     small = [{"group_name": f"vllm_{name}", "hccl_buffer_size": 64} for name in ("tp", "dp")]
     assert found == [{}, *([{}, {}] if row else small), {}, {}]
 

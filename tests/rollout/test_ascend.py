@@ -10,11 +10,12 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from tests.conftest import ROOT, emulated_npu
+from tests.conftest import ROOT
 from verl_patches.config.compose import compose
 from verl_patches.model.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+TREES = ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
 LARGEST = 1e-5  # |dlogp| in fp32
 GRAPHS = {"torchair_graph_config": {"enabled": True, "graph_batch_sizes": [8]}}
 WITH_RING, WHOLE_PROMPTS = {"chunked_prefill_for_mla": True}, {"ascend_scheduler_config": {"enabled": True}}
@@ -59,18 +60,11 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(run_ranks, a3_sources):
+def run(run_emulated):
     """run(function, *arguments, **environment): what "module:function" of tests/rollout returns on one rank."""
-
-    def of(function, *arguments, **env):
-        env = {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1", **env}
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        trees = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
-        env["PYTHONPATH"] = ":".join(map(str, trees))
-        options = {"patches": emulated_npu(), "env": env, "fresh": True, "backend": None}
-        return run_ranks(f"tests.rollout.{function}", *arguments, **options)[0]
-
-    return of
+    return lambda function, *arguments, **env: run_emulated(
+        f"tests.rollout.{function}", *arguments, trees=TREES, env=env, backend=None
+    )[0]
 
 
 @pytest.fixture(scope="module")
