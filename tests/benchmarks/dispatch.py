@@ -7,10 +7,8 @@ same run). Exits 1 where a bound is missed. verl's real RayWorkerGroup, Megatron
 answer with what verl's would (shapes and dtypes), without a model. `prompts` x 16 responses, prompt <= 1024 and
 response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/batches/lengths.py). Ways of sending:
 
-    copy a worker    each worker's batch serialised in its own call: verl 54c9b736; 0.4.0 for what is not Megatron's
     own dispatch     the imported verl's: 0.4.0 puts a Megatron batch into Ray's store once a DP rank. With
-                     PYTHONPATH=<verl 54c9b736> it is that one's
-    put once         row dispatch.put_once under a copy a worker
+                     PYTHONPATH=<verl 54c9b736> it is that one's, which serialises a copy for each worker
     ours             row dispatch.put_once, and recipe.tensor_cache.enabled (batches/cached_step.py)
 
 256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray serialises for calls (`sent`) and for their
@@ -24,7 +22,7 @@ import contextlib
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ import ray
 import torch
 import verl
 from report import ROOT, figure, parser_of, print_report
-from tqdm import tqdm
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray.base import RayWorkerGroup
@@ -131,22 +128,6 @@ def our_row() -> Iterator[None]:
         RayWorkerGroup.execute_all_async = kept
 
 
-def copies(group: Any) -> Callable[[str, DataProto], Any]:
-    """(method, batch) -> answers: every worker is given its replica's chunk itself, as at verl 54c9b736."""
-
-    def call(method: str, batch: DataProto) -> Any:
-        chunks = batch.chunk(group.dp_size)
-        replicas = [group.get_megatron_rank_info(rank=rank).dp_rank for rank in range(group.world_size)]
-        return group.execute_all_sync(method, [chunks[replica] for replica in replicas])
-
-    return call
-
-
-def own(group: Any) -> Callable[[str, DataProto], Any]:
-    """(method, batch) -> answers, by the imported verl's dispatch."""
-    return lambda method, batch: getattr(group, method)(batch)
-
-
 def cluster(store_bytes: int) -> None:
     """A Ray of this benchmark's own."""
     folders = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
@@ -188,8 +169,8 @@ def prompts_of(count: int, of_sample: list[int]) -> DataProto:
 class Step:
     """verl's fit() as far as workers see it: which tensors its batch has at which call."""
 
-    def __init__(self, group: Any, call: Callable[[str, DataProto], Any]):
-        self.group, self.call = group, call
+    def __init__(self, group: Any):
+        self.group = group
 
     def generate(self, prompts: DataProto) -> DataProto:
         """The batch with what fit() adds."""
@@ -202,14 +183,14 @@ class Step:
     def train(self, batch: DataProto) -> None:
         """The other three calls."""
         shape = batch.batch["responses"].shape
-        self.call("compute_log_prob", batch)
+        self.group.compute_log_prob(batch)
         batch.batch["old_log_probs"] = torch.zeros(shape)
-        self.call("compute_ref_log_prob", batch)
+        self.group.compute_ref_log_prob(batch)
         scores = batch.batch["response_mask"] * torch.arange(float(len(batch)))[:, None]
         for name in ("ref_log_prob", "token_level_scores", "token_level_rewards", "advantages", "returns"):
             batch.batch[name] = scores.clone()
         batch.meta_info["temperature"] = 0.9
-        self.call("update_actor", batch)
+        self.group.update_actor(batch)
 
 
 def columns(count: int) -> dict[str, np.ndarray]:
@@ -231,9 +212,6 @@ def balanced(batch: DataProto) -> DataProto:
     parts = get_seqlen_balanced_partitions(tokens, k_partitions=WORLD, equal_size=True)
     batch.reorder(torch.tensor([sample for part in parts for sample in part]))
     return batch
-
-
-# -- bytes ------------------------------------------------------------------------------------------------------------
 
 
 class Counted:
@@ -269,30 +247,23 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
             ray.get(actor.stand_for.remote(list(ranks[n::16]), samples, heads, prompts, responses))
 
     stand(responses)
-    ways = {
-        "a copy a worker": (copies, contextlib.nullcontext),
-        "put once": (copies, our_row),
-        f"own dispatch of verl {verl.__version__}": (own, contextlib.nullcontext),
-    }
-    for name, (how, row) in tqdm(ways.items(), desc="dispatch", unit="way"):
-        step = Step(group, how(group))
-        with row():
-            with counted.way(name):
-                batch = step.generate(prompts_of(questions, prompts))
-            batch = batch[: samples // SCALE]
-            part = DataProto(batch.batch.contiguous(), batch.non_tensor_batch, dict(batch.meta_info))
-            part.meta_info["global_token_num"] = part.meta_info["global_token_num"][: len(part)]
-            with counted.way(name, SCALE):
-                step.train(part)
+    verls = f"own dispatch of verl {verl.__version__}"
+    step = Step(group)
+    with counted.way(verls):
+        batch = step.generate(prompts_of(questions, prompts))
+    batch = batch[: samples // SCALE]
+    part = DataProto(batch.batch.contiguous(), batch.non_tensor_batch, dict(batch.meta_info))
+    part.meta_info["global_token_num"] = part.meta_info["global_token_num"][: len(part)]
+    with counted.way(verls, SCALE):
+        step.train(part)
     for name, of in (("ours", responses), ("ours, every response of 3072 tokens", [RESPONSE] * samples)):
         stand(of)
-        kept = TensorCacheStages(group, CachedStep(0, RESPONSE, True, False))
-        step = Step(kept, own(kept))
+        step = Step(TensorCacheStages(group, CachedStep(0, RESPONSE, True, False)))
         with our_row(), counted.way(name):
             step.train(balanced(step.generate(prompts_of(questions, prompts))))
     ray.shutdown()
     found = {name: {**way, "all": way["sent"] + way["back"]} for name, way in counted.found.items()}
-    peers = {name: found[name] for name in ways}
+    peers = {verls: found[verls]}
     scale = f"generation 1, other calls 1/{SCALE} x {SCALE}"
     more = {**found["ours"], "scale_of_peers": scale, "mean_response": round(statistics.mean(responses), 1)}
     name = "host bytes of a step, 256 workers, balance_batch on"
