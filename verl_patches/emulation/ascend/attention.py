@@ -16,20 +16,21 @@ from einops import rearrange
 from verl_patches.emulation.op_schemas import demand, torch_npu_op, wide
 
 LAYOUTS = {"SBH": "s b (n d)", "TND": "(b s) n d"}
-_CORNERS = {2: "left upper", 3: "right lower"}  # sparse modes: both are causal
+CAUSAL = 3  # sparse mode: causal to the right lower corner of each sequence
 _STORED = 8  # softmax statistics are stored eight times
 
 
 @functools.cache
 def _triangle() -> torch.Tensor:
-    """The mask that these modes take, whatever the lengths."""
+    """The mask that it takes, whatever the lengths."""
     return torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
 def _check(layout, sparse_mode, keep_prob, atten_mask, inputs, ends) -> None:
     """ValueError for what a device refuses, or computes nonsense for; and for what is not part of the reference."""
     demand(layout in LAYOUTS, f"input_layout {layout!r} is not part of the reference: {', '.join(LAYOUTS)}")
-    demand(sparse_mode in _CORNERS and keep_prob == 1, f"sparse_mode {sparse_mode}, keep_prob {keep_prob}: not causal")
+    fits = sparse_mode == CAUSAL and keep_prob == 1
+    demand(fits, f"sparse_mode {sparse_mode} and keep_prob {keep_prob} are not part of the reference: {CAUSAL} and 1")
     dtypes, dims = {x.dtype for x in inputs}, [x.dim() for x in inputs]
     demand(len(dtypes) == 1 and set(dims) == {3}, f"expected one dtype and 3 dimensions, found {dtypes}, {dims}")
     fits = atten_mask is not None and atten_mask.dtype in (torch.bool, torch.uint8)
@@ -75,9 +76,8 @@ def npu_fusion_attention(
     """softmax(scale * q k^T, causal) v, with seven outputs.
 
     Those are: attention in the layout of query, softmax maximum and sum (fp32 [B, N, S, 8], packed [T, N, 8]), an empty
-    tensor, and three numbers (seed, offset, count of dropout), here 0, 0 and the count. Sparse mode 2 is causal from
-    the left upper corner of each sequence, 3 to its right lower one. A query that sees no key gives zero, its maximum
-    is -inf and its sum 0 (a device leaves that undefined).
+    tensor, and three numbers (seed, offset, count of dropout), here 0, 0 and the count. A query that sees no
+    key gives zero, its maximum is -inf and its sum 0 (a device leaves that undefined).
     """
     ends, packed = (actual_seq_qlen, actual_seq_kvlen), input_layout == "TND"
     demand(padding_mask is None and prefix is None and pse is None, "pse, padding_mask and prefix must be left out")
@@ -95,7 +95,7 @@ def npu_fusion_attention(
     for here, there in _parts(q, k, ends):
         scores = q[:, :, here] @ k[:, :, there].transpose(-1, -2) * scale
         s, s_kv = scores.shape[-2:]
-        ahead = torch.arange(s_kv) - torch.arange(s).unsqueeze(1) - (s_kv - s if sparse_mode == 3 else 0)
+        ahead = torch.arange(s_kv) - torch.arange(s).unsqueeze(1) - (s_kv - s)
         scores = scores.masked_fill(ahead > 0, -torch.inf)
         nothing = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
         top = torch.cat((scores, nothing), -1).detach().amax(-1, keepdim=True)
