@@ -7,6 +7,7 @@ Fixtures
     run_python        runs Python code in a fresh process under a given VERL_PATCHES, as tests of patches must
     run_warm          the same, for code that may find torch imported already
     run_ranks         runs a function on gloo ranks, in forks of the warm interpreter (tests/ranks.py)
+    run_emulated      run_ranks on platform npu_emulated, for engines of vllm-ascend
     ranks4, ranks8    gloo ranks that all tests of a session share
     tiny_model        folder of a tiny DeepSeek-V3
     a3_sources        folders of line a3's checkouts, below --upstream
@@ -33,9 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import psutil  # noqa: F401  before Ray, which puts a psutil of its own, 5.9, first on sys.path
 import pytest
 
-from tests.ranks import Ranks
+from tests.ranks import HANG_S, Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM = ROOT / "tests" / "warm"
@@ -195,10 +197,10 @@ def run_python() -> Callable[..., Finished]:
     """Run code in a fresh interpreter: `run_python("print(1)", patches="line=pypi,platform=cpu").check().out`.
 
     Parameters: the code, then its sys.argv[1:] as strings; keywords: patches (the VERL_PATCHES variable; None leaves it
-    unset), env (more variables), timeout_s (120; then its whole process group is killed and the test fails). The
+    unset), env (more variables), timeout_s (600; then its whole process group is killed and the test fails). The
     repository is on its path. Returns `Finished` (rc, out, err); `.check()` demands exit 0.
     """
-    return lambda code, *arguments, patches=None, env=None, timeout_s=120: _run(
+    return lambda code, *arguments, patches=None, env=None, timeout_s=HANG_S: _run(
         (), _environment(patches, env), code, arguments, timeout_s
     )
 
@@ -206,7 +208,7 @@ def run_python() -> Callable[..., Finished]:
 @pytest.fixture(scope="session")
 def run_warm(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., Finished]:
     """`run_python`, in a fork of the warm interpreter."""
-    return lambda code, *arguments, patches=None, env=None, timeout_s=120: _run(
+    return lambda code, *arguments, patches=None, env=None, timeout_s=HANG_S: _run(
         ("-X", "warm"), warm(_environment(patches, env)), code, arguments, timeout_s
     )
 
@@ -224,7 +226,7 @@ def run_ranks(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[.
         environment, flags = _environment(patches, env), ()
         if not fresh:
             environment, flags = warm(environment), ("-X", "warm")
-        options = {"prelude": patches is not None, "timeout_s": 240, "flags": flags, **options}
+        options = {"prelude": patches is not None, "flags": flags, **options}
         with Ranks(size, environment, **options) as ranks:
             return ranks.run(function, *arguments)
 
@@ -270,6 +272,19 @@ def a3_sources(pytestconfig: pytest.Config) -> Callable[..., list[Path]]:
         return [folder.resolve() / name for name in names]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def run_emulated(run_ranks: Callable[..., list], a3_sources: Callable[..., list[Path]]) -> Callable[..., list]:
+    """`run_ranks` on platform npu_emulated, for engines of vllm-ascend inside the ranks; trees: checkouts to import."""
+
+    def run(function: str, *arguments: Any, env=(), trees=("vllm-ascend",), **options: Any) -> list:
+        engine = {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+        engine |= {"VLLM_USE_V1": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        env = {**engine, "PYTHONPATH": os.pathsep.join(map(str, a3_sources(*trees))), **dict(env)}
+        return run_ranks(function, *arguments, **{"patches": emulated_npu(), "env": env, "fresh": True, **options})
+
+    return run
 
 
 @pytest.fixture(scope="session")

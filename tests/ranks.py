@@ -24,14 +24,26 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_GRACE_S = 5.0  # for the other ranks to answer once one has failed, and for ranks to end
+_GRACE_S = 5.0  # for the other ranks to answer once one has failed
+HANG_S = 600.0  # a rank or a collective that takes longer hangs; nothing is expected to be faster
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port for a server that sets SO_REUSEADDR: it is bound here meanwhile, so the kernel gives it to nobody else."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if held.family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
 
 
 class RankError(AssertionError):
@@ -46,7 +58,7 @@ class Ranks:
     (`init_group`). timeout_s: for one function and for one collective in it.
     """
 
-    def __init__(self, size, environment=None, *, flags=(), prelude=False, backend="gloo", timeout_s=120.0):
+    def __init__(self, size, environment=None, *, flags=(), prelude=False, backend="gloo", timeout_s=HANG_S):
         self.size, self.timeout_s = size, timeout_s
         self._environment, self._flags = dict(os.environ if environment is None else environment), flags
         self._setup = (prelude, backend)
@@ -72,9 +84,9 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()  # a rank that reads its end goes
         try:
-            code = self._process.wait(_GRACE_S)
+            code = self._process.wait(self.timeout_s)
         except subprocess.TimeoutExpired:
-            code = None
+            code = "no exit"
         said = self._output("launcher") if code else ""
         self._kill()
         if code:
@@ -83,8 +95,8 @@ class Ranks:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         folder = Path(self._folder.name)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        self._held = contextlib.ExitStack()
+        port = self._held.enter_context(held_port())
         path = os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH")]))
         defaults = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         job = {"WORLD_SIZE": str(self.size), "RANKS_FOLDER": str(folder), "RANKS_TIMEOUT_S": str(self.timeout_s)}
@@ -147,11 +159,18 @@ class Ranks:
         silent = [rank for rank in range(self.size) if rank not in answers]
         for rank in silent:
             os.kill(self._processes[rank], signal.SIGUSR1)  # it writes where it waits
-        time.sleep(0.3 if silent or dead else 0)  # also for the launcher to note exit codes
+            self._wait_for("most recent call first", rank)
+        for rank in dead:
+            self._wait_for(f"rank {rank} ended with", "launcher")
         texts = [f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine and text]
         texts += [f"rank {rank} died:\n{self._output(rank)}" for rank in sorted(dead)]
         texts += [f"rank {rank} did not answer:\n{self._output(rank)}" for rank in silent]
         return texts + [self._output("launcher")] * bool(dead)
+
+    def _wait_for(self, words: str, of: int | str) -> None:
+        ends = time.monotonic() + HANG_S
+        while words not in self._output(of) and self._process.poll() is None and time.monotonic() < ends:
+            time.sleep(0.05)
 
     def _output(self, of: int | str) -> str:
         return Path(self._folder.name, str(of)).read_text(errors="replace")[-6000:]
@@ -162,6 +181,7 @@ class Ranks:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: only what was started here
         self._process.wait()
+        self._held.close()
         self._folder.cleanup()
         self._pipes = []
 

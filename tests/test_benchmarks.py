@@ -1,20 +1,30 @@
-"""Benchmarks that docs quote start and report in a form that takes seconds; their bounds are read by hand."""
+"""Benchmarks that docs quote start and report in their smallest form; their bounds are read by hand."""
 
 import json
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parent / "benchmarks"
+from tests.conftest import ROOT
+
+FOLDER, FULL = ROOT / "tests" / "benchmarks", pytest.mark.full
+# the smallest form of each; those of `full` start Ray, engines or a smoke run
 SMALL = (
+    "heartbeat.py",
+    "log_prob.py --tokens 16",
+    "microbatch.py --prompts 32 --seeds 1",
     "offload.py",
     "planning.py",
     "rebalance.py",
-    "reshard.py --only plan",
-    "heartbeat.py",
-    "prelude_import.py --runs 1",
+    "reshard.py",
+    "start.py --smokes 0 --actors 1 2",
+    "weights.py --only convert --pairs 1 --tiny",
+    "weights.py --only save --mib 16",
+    pytest.param("dispatch.py --prompts 256", marks=FULL),
+    pytest.param("routing_replay.py --steps 1", marks=FULL),
+    pytest.param("weights.py --only runs", marks=FULL),
 )
 
 
@@ -25,4 +35,12 @@ def test_a_benchmark_starts_and_reports(words):
     done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr[-2000:]  # 1: a bound was missed, also on a busy machine
     report = json.loads(done.stdout)
-    assert report.get("figures") or "value" in report, report
+    assert report.get("figures") or report.get("worker")
+
+
+def test_each_benchmark_is_quoted_by_the_docs_and_runs_here():
+    texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    quoted = {name for text in texts for name in re.findall(r"tests/benchmarks/(\w+\.py)", text)}
+    there = {path.name for path in FOLDER.glob("*.py")} - {"report.py"}
+    run = {(words if isinstance(words, str) else words.values[0]).split()[0] for words in SMALL}
+    assert quoted == there == run

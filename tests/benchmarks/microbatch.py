@@ -1,11 +1,11 @@
 """How far from equal the micro batches of the train replicas are, at the batch of the 256-die run. Run by hand:
 
-    python tests/benchmarks/microbatch.py
+    python tests/benchmarks/microbatch.py [--prompts 512] [--seeds 3]
 
 Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
-`peer` (other ways on the same lengths, in the same run). Exits 1 where a bound is exceeded. 512 prompts x 16 responses,
+`peer` (other ways on the same lengths, in the same run). Exits 1 where a bound is exceeded. `prompts` x 16 responses,
 prompt <= 1024 and response <= 3072 tokens, lengths lognormal (tests/batches/lengths.py); figures are the worst of
-three seeds. A value is sum(max over replicas) / sum(mean over replicas) of the tokens of each micro batch: 1 is equal.
+`seeds` draws. A value is sum(max over replicas) / sum(mean over replicas) of the tokens of each micro batch.
 
 Peers: verl's arrival order; verl's trainer.balance_batch (partitions of equal size and near-equal sum, one a worker of
 256, joined in order); under a token budget, verl's rearrange_micro_batches on each replica. Partitions are made by
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from report import figure, print_report
+from report import figure, parser_of, print_report
 from tqdm import tqdm
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
@@ -37,10 +37,11 @@ from verl_patches.batches.batch_plan import (
 )
 from verl_patches.layout.parallel import parse_layout
 
-SAMPLES, WORLD, BUDGET = 512 * 16, 256, 8192
+WORLD, BUDGET = 256, 8192
 TRAIN = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
-CVS, REPLICAS, SEEDS = (0.4, 0.55, 0.7), (8, 64), (1, 2, 3)
+CVS, REPLICAS = (0.4, 0.55, 0.7), (8, 64)
 Share = Sequence[Sequence[int]]
+Ways = dict[str, Callable[[Share, Sequence[int]], Replicas]]
 SINGLE = {
     "ours": lambda share, lengths: balanced(share, lengths, 1),
     "verl arrival order": lambda share, lengths: arrival(share, 1),
@@ -73,24 +74,24 @@ def verl_packed(share: Share, lengths: Sequence[int]) -> Replicas:
     return [[[samples[at] for at in part] for part in of] for samples, of in zip(share, parts, strict=True)]
 
 
-def worst(ways: dict[str, Callable[[Share, Sequence[int]], Replicas]], cv: float, replicas: int) -> dict[str, float]:
+def worst(ways: Ways, cv: float, replicas: int, samples: int, seeds: int) -> dict[str, float]:
     """{way: worst ratio over seeds}."""
     ratios = dict.fromkeys(ways, 0.0)
-    for seed in SEEDS:
-        lengths = lognormal_lengths(SAMPLES, cv, seed=seed)
-        (share,) = mini_batches(SAMPLES, replicas, SAMPLES)
+    for seed in range(1, seeds + 1):
+        lengths = lognormal_lengths(samples, cv, seed=seed)
+        (share,) = mini_batches(samples, replicas, samples)
         for name, way in ways.items():
             most, equal = steps_cost(way(share, lengths), lengths)
             ratios[name] = max(ratios[name], round(most / equal, 4))
     return ratios
 
 
-def planning() -> dict[str, float]:
+def planning(samples: int) -> dict[str, float]:
     """Seconds of one process, beside verl's balance_batch on the driver."""
-    lengths = lognormal_lengths(SAMPLES, 0.7, seed=1)
+    lengths = lognormal_lengths(samples, 0.7, seed=1)
     replicas = train_replicas(parse_layout(TRAIN))
     start = time.process_time()
-    plan = plan_batch(replicas, lengths, mini_batch_size=SAMPLES, micro_batch_size=1)
+    plan = plan_batch(replicas, lengths, mini_batch_size=samples, micro_batch_size=1)
     plan.sends(0), plan.receives(0)
     ours = time.process_time() - start
     start = time.process_time()
@@ -98,17 +99,18 @@ def planning() -> dict[str, float]:
     return {"ours": round(ours, 3), "verl balance_batch": round(time.process_time() - start, 3)}
 
 
-def figures() -> Iterator[dict[str, Any]]:
+def figures(samples: int, seeds: int) -> Iterator[dict[str, Any]]:
     """All of them, in minutes."""
     cases = [(f"micro batch 1, DP {dp}, cv {cv}", SINGLE, cv, dp) for dp in REPLICAS for cv in CVS]
     cases += [(f"{BUDGET} tokens, DP 8, cv {cv}", BY_BUDGET, cv, 8) for cv in CVS]
     cases += [("micro batch 4 moved whole, DP 8, cv 0.7", FOUR, 0.7, 8)]
     for name, *case in tqdm(cases, desc="microbatch", unit="figure"):
-        ratios = worst(*case)
+        ratios = worst(*case, samples, seeds)
         yield figure(name, ratios.pop("ours"), "", 1.02, ratios)
-    seconds = planning()
+    seconds = planning(samples)
     yield figure("planning a step and one rank's exchange, 256 ranks", seconds.pop("ours"), "s", 1.0, seconds)
 
 
 if __name__ == "__main__":
-    sys.exit(print_report("microbatch", figures()))
+    given = parser_of(__doc__, prompts=512, seeds=3).parse_args()
+    sys.exit(print_report("microbatch", figures(given.prompts * 16, given.seeds)))

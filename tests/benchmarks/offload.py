@@ -6,9 +6,8 @@ Prints JSON: a list of figures, each with `value`, `bound` and `peer` (verl 0.4.
 calls them, on the same objects, in a process of their own). Exits 1 where a bound is missed. Megatron's real DDP and
 bf16 optimizer, moved by the scheduler as the schedule says; copies and host memory are counted from outside, in the
 third step, by the tensor calls that make them. `plan`, of both, is the simulation of our schedule
-(memory/schedule.py): what a step has to copy. Where a GPU is, GB/s of offloading and loading 2 GiB against a plain copy
-of as many bytes to and from pinned memory; elsewhere that figure is null. On a CPU calls are counted as what they do on
-a device (`Counted` in tests/memory/counted.py).
+(memory/schedule.py): what a step has to copy. Calls are counted as what they do on a device (`Counted` in
+tests/memory/counted.py).
 """
 
 from __future__ import annotations
@@ -16,22 +15,19 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from report import figure, print_report, run_python
 
 PHASES = ("reshard", "old_log_prob", "ref", "update")  # in which training's memory moves
-SPEED_BYTES, REPEATS = 2 << 30, 5
 Moves = dict[str, tuple[Callable[[], None], Callable[[], None]]]  # phase: (before its work, after it)
 
 
-def child(measurement: str, functions: str, platform: str = "cpu") -> Any:
-    """The result of `measurement` (count or speed) of our functions or of verl's, in a process of its own."""
-    switches = {"VERL_PATCHES": f"line=pypi,platform={platform}"}
-    variables = {**switches, "TORCHDYNAMO_DISABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    output = run_python("-W", "ignore", __file__, measurement, functions, **variables)
+def child(functions: str) -> Any:
+    """`count` of our functions or of verl's, in a process of its own."""
+    variables = {"VERL_PATCHES": "line=pypi,platform=cpu", "TORCHDYNAMO_DISABLE": "1"}
+    output = run_python("-W", "ignore", __file__, functions, **variables, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     return json.loads(output.splitlines()[-1])
 
 
@@ -129,48 +125,13 @@ def moves_of_verl(chunks: list, optimizer: Any, reference: list) -> Moves:
     }
 
 
-def speed(functions: str) -> dict[str, float]:
-    """GB/s, the best of REPEATS, of 2 GiB to the host and back: plain copies, and our functions or verl's."""
-    import torch
-    from verl.utils import megatron_utils as verl
-
-    from tests.memory import offload_objects as objects
-
-    offload, load = verl.offload_megatron_model_to_cpu, verl.load_megatron_model_to_gpu
-    if functions == "ours":
-        offload, load = objects.offload, objects.load
-    model = torch.nn.Module()
-    for number in range(8):
-        weight = torch.zeros(SPEED_BYTES // 8 // 2, dtype=torch.bfloat16, device="cuda")
-        model.register_parameter(f"weight{number}", torch.nn.Parameter(weight))
-    chunk = objects.in_ddp(model, torch.bfloat16)
-    device = torch.empty(SPEED_BYTES, dtype=torch.uint8, device="cuda")
-    host = torch.empty(SPEED_BYTES, dtype=torch.uint8, pin_memory=True)
-
-    def best(to_host: Callable[[], Any], to_device: Callable[[], Any]) -> float:
-        seconds = []
-        for _ in range(REPEATS):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for copy in (to_host, to_device):
-                copy()
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return round(2 * SPEED_BYTES / min(seconds) / 1e9, 2)
-
-    copy = functools.partial
-    plain = best(copy(host.copy_, device, non_blocking=True), copy(device.copy_, host, non_blocking=True))
-    moved = best(copy(offload, [chunk]), copy(load, [chunk]))
-    return {"plain": plain, "moved": moved}
-
-
 def figures() -> Iterator[dict[str, Any]]:
     """All of them."""
 
     def compared(name: str, values: list[float], bound: float, **more: Any) -> dict[str, Any]:
         return figure(name, values[0], "", bound, {"verl 0.4.0": values[1]}, **more)
 
-    ours, verls = child("count", "ours"), child("count", "verl")
+    ours, verls = child("ours"), child("verl")
     phases = list(zip(ours, verls, strict=True))
     for both in phases:
         copies = [round(each["copied_bytes"] / each["plan_bytes"], 3) for each in both]
@@ -180,19 +141,12 @@ def figures() -> Iterator[dict[str, Any]]:
         yield compared(f"host allocations, {both[0]['phase']}", allocations, 0)
     sums = [round(sum(p["copied_bytes"] for p in of) / sum(p["plan_bytes"] for p in of), 3) for of in (ours, verls)]
     yield compared("bytes moved in a step / plan", sums, 1.0, fine=sums[0] == 1.0)
-    name, probe = "GB/s against a plain pinned copy", "import torch; print(torch.cuda.is_available())"
-    if run_python("-c", probe).strip() != "True":
-        yield figure(name, None, "", 0.9, fine=True, why="no GPU here")
-        return
-    speeds = {functions: child("speed", functions, "cuda") for functions in ("ours", "verl")}
-    shares = [round(each["moved"] / each["plain"], 3) for each in speeds.values()]
-    yield compared(name, shares, 0.9, fine=shares[0] >= 0.9, **speeds)
 
 
 def main() -> int:
     """Measure and print; with arguments, one measurement of a child process."""
     if sys.argv[1:]:
-        print("\n" + json.dumps({"count": count, "speed": speed}[sys.argv[1]](sys.argv[2])))
+        print("\n" + json.dumps(count(sys.argv[1])))
         return 0
     return print_report("offload", figures())
 

@@ -1,9 +1,6 @@
-"""What a weight sync costs, against its bounds and against the pinned verl path. Run by hand:
+"""What the plan of a weight sync of DeepSeek-V3 671B costs, against its bounds: each plan in a fresh process, one core.
 
-    python tests/benchmarks/reshard.py [--only plan] [--only execute] [--only loop]
-
-plan: DeepSeek-V3 671B, each plan in a fresh process on one core. execute: reshard_execute.py, on gloo ranks. loop: the
-smoke with the resharder and with verl's own path in turns, 5 pairs (about ten minutes).
+    python tests/benchmarks/reshard.py
 
 Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
 `peer` (another way to do the same, with its source; null where there is none). Exits 1 where a bound is exceeded.
@@ -14,16 +11,12 @@ from __future__ import annotations
 import json
 import os
 import resource
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from report import ROOT, figure, parser_of, print_report, run_python, run_smoke
+from report import ROOT, figure, parser_of, print_report, run_python
 
 MODEL = ROOT / "configs" / "model" / "deepseekv3_671b.json"
 LAYERS = "layers=7,7,8,8,8,8,8,7"
@@ -79,56 +72,15 @@ def plan_alone(pair: str) -> None:
     print(json.dumps({**figures(plan), "planning_s": round(seconds, 2), "peak_rss_bytes": peak}))
 
 
-def execute_figures() -> Iterator[dict[str, Any]]:
-    """What reshard_execute.py measures; its ratio as time over the time of load_weights, so that less is better."""
-    command = [sys.executable, str(Path(__file__).with_name("reshard_execute.py"))]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    decoder, rest, results = json.JSONDecoder(), done.stdout.strip(), {}
-    while rest:
-        result, end = decoder.raw_decode(rest)
-        results[result["name"]], rest = result, rest[end:].strip()
-    missing = {"reshard_pairs", "reshard_python_time"} - results.keys()
-    if missing:  # its exit code is 1 if a bound is exceeded, which a figure shows as well, or if it failed
-        raise RuntimeError(f"reshard_execute.py ended with code {done.returncode} without {', '.join(sorted(missing))}")
-    pairs, python = results["reshard_pairs"], results["reshard_python_time"]
-    unequal, tried = pairs["bound"] - pairs["value"], {"tried": pairs["bound"]}
-    yield figure("random pairs not equal to slices of the HF tensors", unequal, "pairs", 0, tried, fine=pairs["fine"])
-    ratio, bound = 1 / python["value"], 1 / python["bound"]
-    yield figure("Python time a sync / load_weights", ratio, "", bound, python["peer"], fine=python["fine"])
-
-
-def loop_figures(pairs: int = 5) -> Iterator[dict[str, Any]]:
-    """Seconds of the weight sync in the smoke, median over pairs of runs of each run's median after step 1."""
-    seconds: dict[str, list[float]] = {"ours": [], "verls": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for pair in range(pairs):
-            for name, overrides in (("ours", ()), ("verls", ("recipe.patches=[-reshard.*]",))):
-                summary = run_smoke(folder, f"{name}{pair}", "--steps", "4", "--rollout-tp", "2", *overrides)
-                seconds[name].append(statistics.median(s["seconds"]["reshard"] for s in summary["steps"][1:]))
-    ours, verls = (round(statistics.median(seconds[name]), 4) for name in ("ours", "verls"))
-    peer = {"verl's own path, s": seconds["verls"], "ours, s": seconds["ours"]}
-    yield figure("loop: weight sync, median of pairs", ours, "s", verls, peer)
-
-
-# functions that yield figures, measured on this machine
-PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-    "plan": plan_figures,
-    "execute": execute_figures,
-    "loop": loop_figures,
-}
-
-
 def main() -> int:
     """Measure and print."""
     parser = parser_of(__doc__)
-    parser.add_argument("--only", choices=PARTS, action="append", help="a part; can be given again")
-    parser.add_argument("--pair", help="print the plan of one of PAIRS; used by `plan` for its child processes")
+    parser.add_argument("--pair", help="print the plan of one of PAIRS; used for the child processes")
     given = parser.parse_args()
     if given.pair:
         plan_alone(given.pair)
         return 0
-    figures = (line for part in given.only or PARTS for line in PARTS[part]())
-    return print_report("reshard", figures, python=sys.version.split()[0])
+    return print_report("reshard", plan_figures(), python=sys.version.split()[0])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """What a conversion and a save of weights cost: bytes, rate and memory, against the least possible and peers. By hand:
 
-    python tests/benchmarks/weights.py [--only convert|plan|save|runs] [--pairs 3] [--mib 512] [--folder DIR]
+    python tests/benchmarks/weights.py [--only convert|save|runs] [--pairs 3] [--mib 512] [--folder DIR] [--tiny]
 
-convert: a model of 1.4 GB in bf16 is made in DIR (a temporary folder by default; it decides which disk is measured)
-and converted, from FP8 and bf16 to shards of a layout and back to bf16 and FP8, each case in a process of its own. Its
+convert: a model of 1.4 GB in bf16 (--tiny: of 7 MB) is made in DIR (a temporary folder by default; it decides which
+disk is measured) and converted, from FP8 and bf16 to shards of a layout and back, each in a process of its own. Its
 peer, a plain copy, reads as many bytes of the same files and writes as many bytes, in blocks of 16 MB and with fsync,
 in turns with the conversions and in the same process; both find the files in the page cache. Beside it: what a
 conversion that did nothing but the sha256 of the bytes to write would reach, on all cores and without any file.
-plan: 671B in FP8 for 16 nodes.
 save: `mib` MiB of one rank's state, the best of some turns; peers: a plain copy of the same tensors, torch.save and
 fsync.
 runs: two smoke runs at pp2, where verl's own checkpoints, the peer, work too: bytes of a folder, seconds of a step.
@@ -53,13 +52,13 @@ REPEATS, COPY_TURNS, TENSORS = 3, 20, 16  # of a save
 # ---- conversions
 
 
-def make_sources(folder: Path) -> int:
+def make_sources(folder: Path, sizes: dict[str, int]) -> int:
     """The bf16 folder and, made from it, the FP8 folder; the bytes of the largest layer in bf16."""
     from tests.weights.cases import make_folder
     from verl_patches.layout.inventory import build_inventory
     from verl_patches.model.tiny import tiny_config
 
-    make_folder(folder / "bf16", tiny_config() | SIZES, files=4)
+    make_folder(folder / "bf16", tiny_config() | sizes, files=4)
     case(folder, "bf16", "fp8", "fp8", None)
     inventory = build_inventory(folder / "bf16")
     sizes = []
@@ -139,9 +138,9 @@ def sha256_seconds(size: int) -> float:
     return time.perf_counter() - start
 
 
-def conversions(folder: Path, pairs: int) -> Iterator[dict[str, Any]]:
+def conversions(folder: Path, pairs: int, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
     """Bytes, rate and memory of each case."""
-    layer = make_sources(folder)
+    layer = make_sources(folder, sizes)
     for name in CASES:
         text = run_python(__file__, "--folder", folder, "--case", name, "--pairs", str(pairs))
         runs = json.loads(text)
@@ -164,18 +163,6 @@ def conversions(folder: Path, pairs: int) -> Iterator[dict[str, Any]]:
         yield figure(f"{name}: rate / plain copy (at least)", round(ratio, 3), "", RATE_BOUND, peers, **more)
         peak = max(run["peak"] for run in runs)
         yield figure(f"{name}: peak memory / largest layer", round(peak / layer, 3), "", LAYERS_BOUND, {"bytes": peak})
-
-
-def plans() -> Iterator[dict[str, Any]]:
-    """Seconds to plan DeepSeek-V3's 163 files in FP8 for 16 nodes of the 256-die layout."""
-    from tests.cli.test_weights import TRAIN_256, answer, public_folder
-
-    with tempfile.TemporaryDirectory() as name:
-        source = public_folder(Path(name) / "hf", files=True)
-        given = ("--layout", TRAIN_256, "--part", "0/16", "--dry-run")
-        plan = answer("convert", source, Path(name) / "out", *given)
-    node = plan["parts"][0]
-    yield figure("671B, 163 files, 16 nodes: plan", plan["planning_s"], "s", 10.0, None, node=node)
 
 
 # ---- saves
@@ -262,14 +249,14 @@ def main() -> int:
     """Measure and print."""
     parser = parser_of(__doc__, pairs=3, mib=512)
     parts: dict[str, Callable[[Path], Any]] = {
-        "convert": lambda folder: conversions(folder, given.pairs),
-        "plan": lambda folder: plans(),
+        "convert": lambda folder: conversions(folder, given.pairs, {"num_hidden_layers": 4} if given.tiny else SIZES),
         "save": lambda folder: saves(folder, given.mib),
         "runs": saves_of_runs,
     }
     parser.add_argument("--folder", type=Path, help="where the folders are made")
     parser.add_argument("--only", choices=parts, help="one part; all of them by default")
     parser.add_argument("--case", choices=CASES, help="run one conversion; used for the child processes")
+    parser.add_argument("--tiny", action="store_true", help="convert a tiny model: its times say nothing")
     given = parser.parse_args()
     if given.case:
         print(json.dumps([turn(given.folder, *CASES[given.case]) for _ in range(given.pairs)]))

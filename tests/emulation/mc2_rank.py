@@ -24,38 +24,33 @@ def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
     return x, ids, scales, weight
 
 
-def routed(group: Any, dispatch: dict, combine: dict, shift: int = 0) -> dict[str, Any]:
+def routed(group: Any, shift: int = 0) -> dict[str, Any]:
     """Dispatch, one product an expert, combine; the largest difference to the dense computation, and what was used.
 
-    dispatch, combine: arguments that are changed; shift: experts compute with the weights of another.
+    shift: experts compute with the weights of another.
     """
     rank, size = group.rank(), group.size()
     x, ids, scales, weight = inputs(rank)
     both = {"expert_ids": ids, "group_ep": group.get_hccl_comm_name(rank), "ep_world_size": size, "ep_rank_id": rank}
     both |= {"moe_expert_num": EXPERTS, "global_bs": MOST * size, "tp_world_size": 1, "group_tp": group.name}
-    sent = expert_ops.npu_moe_distribute_dispatch(**{"x": x, **both, **dispatch})
+    sent = expert_ops.npu_moe_distribute_dispatch(x=x, **both)
     rows, _, expand_idx, counts, received, zero, _ = sent
     local, used = EXPERTS // size, int(counts.sum())
     own = weight.roll(shift, 0)[rank * local : (rank + 1) * local]
     groups = {"group_list": counts, "group_type": 0, "group_list_type": 1, "split_item": 2}
     (made,) = expert_ops.npu_grouped_matmul(x=[rows], weight=[own], **groups)
     both |= {"expand_idx": expand_idx, "ep_send_counts": received, "tp_send_counts": zero, "expand_x": made}
-    found = expert_ops.npu_moe_distribute_combine(**{"expert_scales": scales, **both, **combine})
+    found = expert_ops.npu_moe_distribute_combine(expert_scales=scales, **both)
     chosen = torch.einsum("tkoh,th->tko", weight.transpose(1, 2)[ids.long()], x)
     expected = (chosen * scales.double().unsqueeze(-1)).sum(1)
     nan = bool(rows[used:].isnan().all()) and not bool(rows[:used].isnan().any())
     return {"worst": float((found - expected).abs().max()), "rows": len(rows), "used": used, "rest is NaN": nan}
 
 
-def on_rank(case: str, changed: dict[int, dict], shift: int = 0) -> dict[str, Any]:
-    """`routed` among all ranks in a group of their own; changed: {rank: arguments of its dispatch}. Or the error."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def on_rank(case: str, shift: int = 0) -> dict[str, Any]:
+    """`routed` among all ranks in a group of their own."""
     store = dist.PrefixStore(f"mc2 {case}", dist.distributed_c10d._get_default_store())
-    group = hccl.create(store, rank, size, dist.default_pg_timeout)
-    try:
-        return routed(group, changed.get(rank, {}), {}, shift)
-    except ValueError as error:
-        return {"error": str(error)}
+    return routed(hccl.create(store, dist.get_rank(), dist.get_world_size(), dist.default_pg_timeout), shift)
 
 
 GRAPHS = {"torchair_graph_config": {"enabled": True, "graph_batch_sizes": [8]}, "chunked_prefill_for_mla": True}
@@ -74,9 +69,9 @@ def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, A
     from tests.emulation.emulated_engine import compare
     from tests.rollout.ascend_engine import without
     from tests.rollout.rebalance_rank import build
-    from verl_patches.platform.npu.groups import SmallGroups
+    from verl_patches.platform.npu.groups import small_groups_mib
 
-    SmallGroups.mib = 64
+    small_groups_mib.value = 64
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     reference, found = AutoModelForCausalLM.from_pretrained(model, **eager).eval(), []
     for case in cases:

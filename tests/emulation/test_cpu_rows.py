@@ -130,7 +130,7 @@ NPU = {
     "atb_builder": "from mindspeed.op_builder.atb_builder import AtbOpBuilder as B\n"
     "assert B('npu_matmul_add_fp32').load().npu_matmul_add_fp32",
 }  # fmt: skip
-FAKE_MINDSPEED = {  # the real builders are loaded in test_npu_upstream
+FAKE_MINDSPEED = {  # the real builders are loaded in tests/model
     "__init__.py": "", "op_builder/__init__.py": "", "megatron_adaptor.py": "def type_wrapper(fn): return fn",
     "op_builder/builder.py": "class MindSpeedOpBuilder:\n    def __init__(self, name): self.name = name\n"
     "    def load(self, verbose=True): raise RuntimeError('no compiler')\n",

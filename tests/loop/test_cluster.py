@@ -30,7 +30,7 @@ def nodes():
 
 def timed(name, command):
     start = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, **STREAMS, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, **STREAMS)
     print(f"{name}: {time.monotonic() - start:.0f} s")
     return done
 
@@ -54,7 +54,7 @@ def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(nodes, tmp
         "python": sys.executable,
         "folder": str(nodes.shared),
         "logs": str(tmp_path / "logs"),
-        "wait_s": 240.0,
+        "wait_s": 900.0,
         "command": ["bash", "-c", line],
         "ssh": {"command": nodes.ssh},
     }

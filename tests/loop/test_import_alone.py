@@ -3,9 +3,9 @@
 `install-prelude` was run, and VERL_PATCHES is the driver's: no launcher, no `recipe:`, no set-up hook.
 """
 
+import contextlib
 import os
 import re
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from loop_runs import ROOT
+from loop_runs import ROOT, STREAMS
 
 from tests.conftest import python_with_prelude
+from tests.ranks import held_port
 from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.full
@@ -38,7 +39,10 @@ def python(tmp_path_factory):
 
 
 def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
-    """What `python -m verl.trainer.main_ppo` printed and its exit code, on a Ray started without VERL_PATCHES."""
+    """(exit code, output, what Ray's processes wrote) of verl.trainer.main_ppo, on a Ray started without VERL_PATCHES.
+
+    Ray forwards what they write to the output as long as the driver lives, which is not always to the last line.
+    """
     Path(ray_folder).mkdir()
     env = {**os.environ, **SHELL, "RAY_TMPDIR": ray_folder, "PYTHONPATH": os.pathsep.join(path)}
     used = yaml.safe_load((smoke_run.folder / "config.yaml").read_text())
@@ -48,41 +52,46 @@ def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
         **{f"custom_reward_function.{name}": used["custom_reward_function"][name] for name in ("path", "name")},
     }
     overrides = [f"{key}={value}".replace("'", "").replace(" ", "") for key, value in given.items()]
-    with socket.create_server(("127.0.0.1", 0)) as free:  # the default one may be another run's
-        start = [python, *RAY, f"--ray-client-server-port={free.getsockname()[1]}"]
-    ray = subprocess.Popen(start, env=env, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        address = Path(ray_folder, "ray", "ray_current_cluster")
-        end = time.monotonic() + 120
-        while not address.is_file():
-            assert ray.poll() is None and time.monotonic() < end, "Ray did not start"
-            time.sleep(0.2)
-        main = [python, "-m", "verl.trainer.main_ppo", "--config-dir", HERE, "--config-name", "plain_verl", *overrides]
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run(main, env={**env, "VERL_PATCHES": patches}, cwd=cwd, **streams, timeout=600)
-        return done.returncode, done.stdout
-    finally:
-        started = psutil.Process(ray.pid).children(recursive=True)
-        ray.terminate()
-        _, alive = psutil.wait_procs([*started, ray], timeout=10)
-        for process in alive:
-            process.kill()
-        ray.wait()
+    main = [python, "-m", "verl.trainer.main_ppo", "--config-dir", HERE, "--config-name", "plain_verl", *overrides]
+    with ray_of_its_own(python, env, ray_folder, cwd):
+        done = subprocess.run(main, env={**env, "VERL_PATCHES": patches}, cwd=cwd, **STREAMS)
+        files = Path(ray_folder, "ray", "session_latest", "logs").glob("worker-*.out")
+        written = "".join(file.read_text(errors="replace") for file in files)
+    return done.returncode, done.stdout, written
 
 
-def check(code, output, smoke_run):
+@contextlib.contextmanager
+def ray_of_its_own(python, env, ray_folder, cwd):
+    """A Ray that runs; its client server has a port of its own, as the default one may be another run's."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with held_port() as port:
+        ray = subprocess.Popen([python, *RAY, f"--ray-client-server-port={port}"], env=env, cwd=cwd, **quiet)
+        try:
+            while not Path(ray_folder, "ray", "ray_current_cluster").is_file():
+                assert ray.poll() is None, "Ray did not start"
+                time.sleep(0.2)
+            yield
+        finally:
+            started = psutil.Process(ray.pid).children(recursive=True)
+            ray.terminate()
+            _, alive = psutil.wait_procs([*started, ray], timeout=10)
+            for process in alive:
+                process.kill()
+            ray.wait()
+
+
+def check(code, output, written, smoke_run):
     """Three steps with the smoke's figures, proofs before them, and the missing launcher reported once."""
     assert code == 0, output[-4000:]
     for metric, key, tolerance in (("actor/grad_norm", "grad_norm", 2e-3), ("critic/score/mean", "reward", 1e-3)):
-        values = [float(value) for value in re.findall(rf"{metric}:([\d.]+)", output)]
+        values = [float(value) for value in re.findall(rf"{metric}:([\d.]+)", written)]
         assert values == pytest.approx([step[key] for step in smoke_run.steps], abs=tolerance)
     assert output.count("started without its launcher") == 1
     assert "patches proven in controller and 2 workers" in output
 
 
 def test_three_steps_on_line_pypi(smoke, python, ray_folder, tmp_path):
-    code, output = run_verl(python, smoke(), "line=pypi,platform=cpu", [str(ROOT)], f"{ray_folder}/p", tmp_path)
-    check(code, output, smoke())
+    check(*run_verl(python, smoke(), "line=pypi,platform=cpu", [str(ROOT)], f"{ray_folder}/p", tmp_path), smoke())
     assert not list(tmp_path.rglob("summary.json"))  # nothing was asked to be recorded
 
 
@@ -90,5 +99,5 @@ def test_three_steps_on_line_pypi(smoke, python, ray_folder, tmp_path):
 def test_three_steps_on_line_a3(a3, python, ray_folder, tmp_path, pytestconfig):
     """Row update.recipe_by_default also leaves the configuration from which workers prepare MindSpeed."""
     trees = [str(folder) for folder in trees_of(pytestconfig.getoption("--upstream")).folders]
-    code, output = run_verl(python, a3(), "line=a3,platform=cpu", [str(ROOT), *trees], f"{ray_folder}/a", tmp_path)
-    check(code, output, a3())
+    path = [str(ROOT), *trees]
+    check(*run_verl(python, a3(), "line=a3,platform=cpu", path, f"{ray_folder}/a", tmp_path), a3())

@@ -16,7 +16,7 @@ def gain(run):
 
 
 def test_reward_rises_by_three_tenths(smoke, tmp_path):
-    run = smoke("--learn", "--steps", "28", timeout_s=600)
+    run = smoke("--learn", "--steps", "28")
     assert gain(run) >= 0.3, [step["reward"] for step in run.steps]
     means = [step["logprob_delta"]["mean"] for step in run.steps]
     assert median(means) < 1e-5 and max(means) < 1e-3  # a near tie in routing may flip a token of a step
@@ -26,6 +26,6 @@ def test_reward_rises_by_three_tenths(smoke, tmp_path):
 
 def test_without_weight_sync_it_does_not_learn(smoke):
     without = ("recipe.weight_sync.enabled=false", "recipe.logprob_check.action=report")
-    run = smoke("--learn", "--steps", "20", *without, timeout_s=600)
+    run = smoke("--learn", "--steps", "20", *without)
     assert abs(gain(run)) < 0.1, [step["reward"] for step in run.steps]
     assert run.steps[-1]["logprob_delta"]["mean"] > 1e-3

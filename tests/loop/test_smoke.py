@@ -15,6 +15,7 @@ import psutil
 import pytest
 from loop_runs import ROOT, STREAMS, assert_nobody_else_can_reach, assert_weights_arrive, exposed, look, smoke_command
 
+from tests.ranks import HANG_S
 from verl_patches.catalog import NO_BUILD, all_rows  # NO_BUILD: off where flash_attn is installed, or never imported
 from verl_patches.cli.live import live
 from verl_patches.errors import interrupted
@@ -78,7 +79,7 @@ def test_a_step_records_bytes_sent_and_start_times_of_workers(smoke):
 
 def test_status_of_the_run_from_the_command_line(line, start):
     command = [sys.executable, "-m", "verl_patches", "status", "--run", str(start().folder), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     status = json.loads(done.stdout)
     assert done.returncode == 0 and status["wrong"] == []
     name, controller = {"pypi": ("model.mla_k_pe_grad", "waiting"), "a3": ("update.engine_start", "active")}[line]
@@ -101,23 +102,23 @@ def launched(folder, *arguments):
 def refused(folder, *arguments):
     """(exit code, output) of a run that must not start."""
     with launched(folder, *arguments) as launcher:
-        output, _ = launcher.communicate(timeout=120)
+        output, _ = launcher.communicate(timeout=HANG_S)
     assert not (folder / "r").exists()
     return launcher.returncode, output
 
 
 def processes_after(text, folder, launcher):
     """All processes of the run once progress.log has the text."""
-    path, end = folder / "r" / "progress.log", time.monotonic() + 240
+    path, end = folder / "r" / "progress.log", time.monotonic() + HANG_S
     while not (path.is_file() and text in path.read_text()):
-        assert time.monotonic() < end, f"{text!r} not in {path} after 240 s"
+        assert time.monotonic() < end, f"{text!r} not in {path}"
         time.sleep(0.2)
     return psutil.Process(launcher.pid).children(recursive=True)
 
 
 def reason_of(folder, processes):
     """Why the run ended; all its processes must have ended too."""
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=HANG_S)
     assert not alive, alive
     return json.loads((folder / "r" / "summary.json").read_text())["exit"]
 
@@ -127,7 +128,7 @@ def test_a_killed_worker_ends_the_run_with_a_reason_and_nothing_left(tmp_path):
         processes = processes_after("step 1/50: reshard, rollout", tmp_path, launcher)
         worker = next(p for p in processes if "WorkerDict" in " ".join(p.cmdline()))
         worker.send_signal(signal.SIGKILL)
-        output, _ = launcher.communicate(timeout=240)
+        output, _ = launcher.communicate(timeout=HANG_S)
     assert launcher.returncode not in (0, 2)
     for text in (reason_of(tmp_path, processes), output):
         assert "a worker process died in step 1" in text and f"(pid {worker.pid} on " in text, text
@@ -139,7 +140,7 @@ def test_a_killed_raylet_is_named_as_a_lost_node_and_nothing_is_left(tmp_path):
         processes = processes_after("step 1/50: reshard, rollout", tmp_path, launcher)
         (raylet,) = (process for process in processes if process.name() == "raylet")
         raylet.kill()
-        output, _ = launcher.communicate(timeout=240)
+        output, _ = launcher.communicate(timeout=HANG_S)
     assert launcher.returncode == 1
     for text in (reason_of(tmp_path, processes), output):
         assert "LostNodeError: node " in text and "with rank 0, rank 1 is lost" in text, text
@@ -176,7 +177,7 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
         with launched(tmp_path, "--steps", "50") as launcher:
             processes = processes_after("patches proven", tmp_path, launcher)
             os.killpg(launcher.pid, signal.SIGINT)
-            output, _ = launcher.communicate(timeout=60)
+            output, _ = launcher.communicate(timeout=HANG_S)
         assert launcher.returncode == 130 and bystander.poll() is None
         assert reason_of(tmp_path, processes) == interrupted(signal.SIGINT)
         assert f"the run was {interrupted(signal.SIGINT)}" in output and "failed" not in output

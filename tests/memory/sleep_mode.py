@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
-import json
 import sys
 import types
 from types import SimpleNamespace
@@ -166,7 +165,3 @@ def repeated_calls(llm, calls: list[str]) -> dict:
     with contextlib.suppress(AssertionError):
         sleep()
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(sleeps(*sys.argv[1:])))

@@ -3,8 +3,6 @@
 With graphs vLLM's own sleep mode runs, here its real allocator over host memory.
 """
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +22,6 @@ from verl_patches.worker.context import WorkerContext
 from verl_patches.worker.memory import WorkerMemory, checked_device
 from verl_patches.worker.rollout_engine import RolloutEngine, weights_move, with_addresses_read
 
-SCRIPT = Path(__file__).with_name("sleep_mode.py").read_text()
 SEGMENT = 4096
 
 
@@ -385,10 +382,10 @@ def test_an_unknown_allocator_is_refused(monkeypatch):
 
 
 @pytest.fixture(scope="module", params=["vllm", pytest.param("vllm_ascend", marks=pytest.mark.upstream)])
-def found(request, run_warm, pytestconfig):
+def found(request, run_ranks, pytestconfig):
     file = "vllm-ascend/vllm_ascend/device_allocator/camem.py"
     arguments = [str(pytestconfig.getoption("--upstream") / file)] if request.param == "vllm_ascend" else []
-    return json.loads(run_warm(SCRIPT, *arguments).check().out.splitlines()[-1])
+    return run_ranks("tests.memory.sleep_mode:sleeps", *arguments, backend=None)[0]
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""Transformers' answer for the tiny model, which the model tests compare with."""
+"""Transformers' answer for the tiny model, which the model tests compare with, and jobs on line a3's own model."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -58,3 +59,25 @@ def reference(tmp_path_factory, tiny_model):
         "gradients": {name: p.grad for name, p in model.named_parameters()},
         "weights": {name: t.clone() for name, t in model.state_dict().items()},
     }
+
+
+@pytest.fixture(scope="session")
+def run_a3(a3_sources, reference, run_ranks):
+    """run_a3("file:function", layout, *arguments, dtype, off, **sizes): what it returns on every rank.
+
+    layout: (ranks, sizes) of mindspeed_start.LAYOUTS, over which `sizes` go. The function, which gets the folder of
+    `reference` and the engine's configuration before `arguments`, runs once the engine has been started.
+    """
+    from tests.model.mindspeed_start import engine_config
+
+    sources = a3_sources()
+    path = os.pathsep.join(map(str, sources))
+
+    def run(job: str, layout=(1, {}), *arguments, dtype="fp32", off="", **sizes) -> list:
+        ranks = layout[0]
+        env = {"VERL_PATCHES": f"line=a3,platform=cpu{off}", "PYTHONPATH": path}
+        config = engine_config(reference["folder"] / "model", sources[0], ranks, {**layout[1], **sizes}, dtype)
+        call = f"tests.model.{job}", config, reference["folder"], config, *arguments
+        return run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None)
+
+    return run

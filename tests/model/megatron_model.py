@@ -61,3 +61,19 @@ def build_model(
     if load:
         load_weights(folder, chunks, key=f"load/{next(_loads)}")
     return chunks, config, hf_config
+
+
+def converted(folder: Path, cases: list[tuple[dict, dict]]) -> list[dict | str]:
+    """Fields of verl's config, or its error, of (changes of the HF config, overrides)."""
+    parallel_state.initialize_model_parallel()
+    found: list[dict | str] = []
+    for changes, overrides in cases:
+        hf_config = AutoConfig.from_pretrained(folder)
+        for key, value in changes.items():
+            setattr(hf_config, key, value)
+        try:
+            fields = vars(hf_to_mcore_config(hf_config, torch.bfloat16, **overrides))
+            found.append({k: v for k, v in fields.items() if isinstance(v, (int, float, str, type(None)))})
+        except ValueError as error:
+            found.append(str(error))
+    return found

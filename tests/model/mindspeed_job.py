@@ -50,14 +50,14 @@ def _sources(chunk, name, inventory, gradient):
     return zip(made_of.sources, gradients, strict=True)
 
 
-def parity_job(folder: Path, args) -> dict:
+def parity_job(folder: Path, config, args) -> dict:
     """What parity_job.py finds of any model, and the layers of this rank."""
     built = build(folder / "model", args)
     layers = [layer.layer_number for chunk in unwrap_model(built[0]) for layer in chunk.decoder.layers]
     return {**answers(built, folder, _sources), "layers": layers}
 
 
-def bf16_job(folder: Path, args) -> dict:
+def bf16_job(folder: Path, config, args) -> dict:
     """Correction biases after loading and after a step of a bf16 model, and its logits."""
     batch = torch.load(folder / "batch.pt")
     chunks, config, hf_config = build(folder / "model", args)
@@ -70,7 +70,7 @@ def bf16_job(folder: Path, args) -> dict:
     }
 
 
-def controls_job(folder: Path, args) -> dict:
+def controls_job(folder: Path, config, args) -> dict:
     """Logits with one thing wrong each."""
     batch = torch.load(folder / "batch.pt")
     chunks, config, hf_config = build(folder / "model", args, with_ddp=False)
@@ -101,7 +101,7 @@ def _split_columns(weights, args):
             tensor.copy_(torch.cat([expert.t() for expert in whole], dim=1))
 
 
-def attention_job(folder: Path, args) -> dict:
+def attention_job(folder: Path, config, args) -> dict:
     """How often our model code waits for lengths, works out places and attends, after one forward and after a second.
 
     `refused`: what the attention says to a dropout and to lengths that are not those of the tokens.

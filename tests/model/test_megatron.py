@@ -1,6 +1,5 @@
 """Rows of model/megatron.py: the config converter, the gradient of MLA's rotary key, one dtype throughout."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,27 +7,6 @@ import torch
 
 from verl_patches.model.megatron import optimizer_in_model_dtype
 
-CODE = """
-import verl_patches.prelude_patch
-import json, sys, torch
-from megatron.core import parallel_state
-from transformers import AutoConfig
-torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
-parallel_state.initialize_model_parallel()
-from verl.models.mcore import hf_to_mcore_config
-found = []
-for changes, overrides in json.loads(sys.argv[2]):
-    hf_config = AutoConfig.from_pretrained(sys.argv[1])
-    for key, value in changes.items():
-        setattr(hf_config, key, value)
-    try:
-        config = hf_to_mcore_config(hf_config, torch.bfloat16, **overrides)
-        found.append({k: v for k, v in vars(config).items() if isinstance(v, (int, float, str, type(None)))})
-    except ValueError as error:
-        found.append(str(error))
-with open(sys.argv[3], "w") as file:
-    json.dump(found, file)
-"""
 WRONG = [
     ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
     ({"topk_method": "greedy"}, "topk_method must be 'noaux_tc'"),
@@ -41,16 +19,10 @@ CASES = [({}, {}), ({}, {"moe_router_bias_update_rate": 0.001}), ({"n_group": 1}
 
 
 @pytest.fixture(scope="module")
-def convert(run_warm, tiny_model, tmp_path_factory):
+def convert(run_ranks, tiny_model):
     """convert(switches): config fields, or the error, of every case."""
-
-    def run(switches=""):
-        out = tmp_path_factory.mktemp("config") / "found.json"
-        patches = "line=pypi,platform=cpu" + switches
-        run_warm(CODE, str(tiny_model), json.dumps(CASES), str(out), patches=patches).check()
-        return json.loads(out.read_text())
-
-    return run
+    job = "tests.model.megatron_model:converted"
+    return lambda switches="": run_ranks(job, tiny_model, CASES, patches="line=pypi,platform=cpu" + switches)[0]
 
 
 @pytest.mark.slow

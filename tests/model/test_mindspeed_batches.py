@@ -5,11 +5,9 @@ Samples have unequal lengths; the plain run has micro batches of one sample.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from tests.model.mindspeed_start import LAYOUTS, PARTS, engine_config
+from tests.model.mindspeed_start import LAYOUTS, PARTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -20,17 +18,12 @@ DYNAMIC += [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=900"]
 
 
 @pytest.fixture(scope="session")
-def run_batches(a3_sources, reference, run_ranks):
-    """run_batches(ranks, sizes, more, train, ...): what the job of mindspeed_batches_job.py finds, by rank."""
-    sources = a3_sources()
-    env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
+def run_batches(run_a3):
+    """run_batches(layout, more, train, ...): what the job of mindspeed_batches_job.py finds, by rank."""
 
-    def run(ranks=1, sizes=(), more=(), train=(), boundaries=True, off="") -> list:
-        sizes = {**dict(sizes), "more": [*PLAIN, *more], "train": dict(train)}
-        config = engine_config(reference["folder"] / "model", sources[0], ranks, sizes, "fp32")
-        call = "tests.model.mindspeed_batches_job:batches_job", config, reference["folder"], config, boundaries
-        here = {**env, "VERL_PATCHES": env["VERL_PATCHES"] + off}
-        return run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=here, backend=None, timeout_s=400)
+    def run(layout=(1, {}), more=(), train=(), boundaries=True, off="") -> list:
+        job, sizes = "mindspeed_batches_job:batches_job", {"more": [*PLAIN, *more], "train": dict(train)}
+        return run_a3(job, layout, boundaries, off=off, **sizes)
 
     return run
 
@@ -68,8 +61,7 @@ def test_samples_differ_and_updates_move_weights(plain):
 
 @pytest.mark.parametrize("layout", ["tp1", "ep2", "pp2_uneven"])
 def test_dynamic_micro_batches_give_the_same_updates(run_batches, plain, layout):
-    ranks, sizes = LAYOUTS[layout]
-    every = run_batches(ranks, sizes, DYNAMIC)
+    every = run_batches(LAYOUTS[layout], DYNAMIC)
     for found in every:
         assert_same(found, plain, whole=layout == "tp1")
         if not found["first_stage"]:
@@ -90,9 +82,8 @@ def test_without_their_weights_dynamic_micro_batches_give_other_updates(run_batc
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2_extends_ep"])
 def test_padded_sequences_give_the_same_updates_as_packed_ones(run_batches, plain, layout):
-    ranks, sizes = LAYOUTS[layout]
     four = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4"]
-    for found in run_batches(ranks, sizes, four, {"use_remove_padding": False}):
+    for found in run_batches(LAYOUTS[layout], four, {"use_remove_padding": False}):
         assert_same(found, plain, whole=layout == "tp1")
         assert [batch for batch, _ in found["shapes"][0]] == [4, 4]
         assert sum(tokens_of(found["shapes"][0])) > sum(tokens_of(plain["shapes"][0]))
@@ -109,8 +100,7 @@ def test_packed_sequences_of_a_micro_batch_do_not_see_each_other(run_batches, pl
 
 @pytest.mark.parametrize("layout", PARTS)
 def test_context_parallel_ranks_give_the_same_updates(run_batches, plain, layout):
-    ranks, sizes = PARTS[layout]
-    found = run_batches(ranks, sizes, DYNAMIC if layout == "cp2_tp2_ep4" else [])
+    found = run_batches(PARTS[layout], DYNAMIC if layout == "cp2_tp2_ep4" else [])
     for rank in found:
         assert_same(rank, plain, whole=False)
     parts = [sum(tokens_of(rank["shapes"][0])) for rank in found]

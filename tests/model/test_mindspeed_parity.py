@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.model import parity
-from tests.model.mindspeed_start import LAYOUTS, engine_config
+from tests.model.mindspeed_start import LAYOUTS
 from verl_patches.config.compose import compose
 
-LOAD = ["recipe.expert_load=true"]
+LOAD, JOBS = ["recipe.expert_load=true"], "mindspeed_job"
+WORKER = f"{JOBS}:worker_job"
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
-
-
-@pytest.fixture(scope="session")
-def run_a3(a3_sources, reference, run_ranks):
-    """run_a3(job, ranks, sizes, dtype, off): what the function of mindspeed_job.py returns on every rank."""
-    sources = a3_sources()
-    path = os.pathsep.join(map(str, sources))
-
-    def run(job: str, ranks: int, sizes: dict, dtype: str = "fp32", off: str = "") -> list:
-        env = {"VERL_PATCHES": f"line=a3,platform=cpu{off}", "PYTHONPATH": path}
-        config = engine_config(reference["folder"] / "model", sources[0], ranks, sizes, dtype)
-        arguments = (reference["folder"], config) if job == "worker_job" else (reference["folder"],)
-        call = f"tests.model.mindspeed_job:{job}", config, *arguments
-        return run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None, timeout_s=400)
-
-    return run
 
 
 @pytest.fixture(scope="session", params=LAYOUTS)
 def found(request, run_a3):
-    ranks, sizes = LAYOUTS[request.param]
-    return {request.param: run_a3("parity_job", ranks, sizes)}
+    return {request.param: run_a3(f"{JOBS}:parity_job", LAYOUTS[request.param])}
 
 
 @pytest.mark.parametrize("how", ["packed", "padded"])
@@ -59,10 +41,10 @@ def test_rollout_gets_every_weight_with_its_bias(found, reference):
 
 
 def test_attention_asks_for_lengths_once_a_forward_and_has_its_guards(run_a3):
-    (found,) = run_a3("attention_job", 1, {})
+    (found,) = run_a3(f"{JOBS}:attention_job")
     assert found["calls"] == [{"tolist": n, "repeat_interleave": n, "attention": 4 * n} for n in (1, 2)]  # 4 layers
     assert "attention dropout is 0.1" in found["refused"]["dropout"]
-    assert "q_ends [3, 5]" in found["refused"]["ends"]
+    assert "ends [3, 5]" in found["refused"]["ends"]
 
 
 def test_layer_list_decides_the_stages(found):
@@ -71,7 +53,7 @@ def test_layer_list_decides_the_stages(found):
 
 
 def test_wrong_weights_are_seen(run_a3, reference):
-    ((found,)) = run_a3("controls_job", 1, {})
+    (found,) = run_a3(f"{JOBS}:controls_job")
     assert parity.logits_error(reference, found["nothing"]) < 1e-4
     assert parity.logits_error(reference, found["bias"]) > 1e-2
     assert parity.logits_error(reference, found["columns"]) > 1e-1
@@ -80,7 +62,7 @@ def test_wrong_weights_are_seen(run_a3, reference):
 def test_correction_bias_stays_fp32_in_a_bf16_model(run_a3, reference):
     import torch
 
-    ranks = run_a3("bf16_job", 2, LAYOUTS["tp2_extends_ep"][1], dtype="bf16")
+    ranks = run_a3(f"{JOBS}:bf16_job", LAYOUTS["tp2_extends_ep"], dtype="bf16")
     stored = [w for name, w in reference["weights"].items() if name.endswith("correction_bias")]
     for rank in ranks:
         assert rank["dtypes"] == {"torch.bfloat16"}
@@ -91,7 +73,7 @@ def test_correction_bias_stays_fp32_in_a_bf16_model(run_a3, reference):
 @pytest.fixture(scope="session")
 def one_rank(run_a3):
     """The worker's updates on one rank in fp32."""
-    return run_a3("worker_job", 1, {})[0]
+    return run_a3(WORKER)[0]
 
 
 def _grad_norms(rank) -> list[float]:
@@ -102,7 +84,7 @@ def _grad_norms(rank) -> list[float]:
 def test_updates_of_verls_worker_are_equal_across_layouts(run_a3, one_rank, layout):
     import torch
 
-    ranks = run_a3("worker_job", *LAYOUTS[layout])
+    ranks = run_a3(WORKER, LAYOUTS[layout])
     for rank in ranks:
         assert _grad_norms(rank) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
         same = (one_rank["ids"][:, None] == rank["ids"][None]).all(-1).int().argmax(0)  # this rank's sequences there
@@ -119,13 +101,12 @@ def test_an_update_changes_what_the_next_one_sees(one_rank):
 def test_updates_with_entropy_in_the_loss_are_equal_across_layouts_and_to_verls(run_a3, one_rank):
     import torch
 
-    more = {"more": ["actor_rollout_ref.actor.entropy_coeff=0.1"]}
-    (alone,) = run_a3("worker_job", 1, more)
-    ranks, sizes = LAYOUTS["tp2_extends_ep"]
-    for found in run_a3("worker_job", ranks, {**sizes, **more}):
+    more = ["actor_rollout_ref.actor.entropy_coeff=0.1"]
+    (alone,) = run_a3(WORKER, more=more)
+    for found in run_a3(WORKER, LAYOUTS["tp2_extends_ep"], more=more):
         assert _grad_norms(found) == pytest.approx(_grad_norms(alone), rel=1e-5)
     assert abs(_grad_norms(alone)[0] / _grad_norms(one_rank)[0] - 1) > 1e-3
-    (verls,) = run_a3("worker_job", 1, more, off=",-logprob.*in_chunks")
+    (verls,) = run_a3(WORKER, more=more, off=",-logprob.*in_chunks")
     assert _grad_norms(verls) == pytest.approx(_grad_norms(alone), rel=1e-6)
     assert torch.allclose(verls["log_probs"][0], alone["log_probs"][0], rtol=0, atol=1e-6)
 
@@ -135,53 +116,32 @@ ALL_LAYERS = [f"{RECOMPUTED}granularity=full", f"{RECOMPUTED}method=block", f"{R
 ALL_LAYERS.append("actor_rollout_ref.model.enable_gradient_checkpointing=true")
 
 
-def test_recomputed_activations_give_the_same_update(run_a3, one_rank):
-    (found,) = run_a3("worker_job", 1, {"more": ALL_LAYERS})
-    assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-6)
-
-
-@pytest.mark.parametrize("kernel", ["rmsnorm", "swiglu", "rope", "permute"])
-def test_fused_kernels_give_the_same_update(run_a3, one_rank, kernel):
-    """Each switched off alone."""
-    (found,) = run_a3("worker_job", 1, {"train": {f"fused_{kernel}": False}})
-    assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
-
-
-@pytest.mark.parametrize("layout", ["tp1", "tp2_extends_ep"])
-@pytest.mark.parametrize("key", ["fused_linear_wgrad", "fused_expert_wgrad", "unpadded_attention"])
-def test_fused_gradients_and_unpadded_attention_give_the_same_update(run_a3, one_rank, key, layout):
-    ranks, sizes = LAYOUTS[layout]
-    for found in run_a3("worker_job", ranks, {**sizes, "train": {key: True}}):
-        assert found["calls"][key] > 0
-        assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
-        assert one_rank["calls"][key] == 0
-
-
-def test_overlapped_expert_exchange_gives_the_same_update(run_a3, one_rank):
-    ranks, sizes = LAYOUTS["tp2_extends_ep"]
-    for found in run_a3("worker_job", ranks, {**sizes, "train": {"alltoall_overlap": True}}):
-        assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
-
-
 PRODUCTION = ("alltoall_overlap", "fused_expert_wgrad", "swap_optimizer")  # of both 256-die configurations
+BOTH = dict.fromkeys(PRODUCTION[:2], True)  # fp32 has no swap
+WGRAD = ("fused_linear_wgrad", "fused_expert_wgrad", "unpadded_attention")
+# layout, keys of recipe.train, overrides, what must have been called
+SAME = [
+    ("tp1", {}, ALL_LAYERS, None),
+    *(("tp1", {f"fused_{kernel}": False}, [], None) for kernel in ("rmsnorm", "swiglu", "rope", "permute")),
+    *((layout, {key: True}, [], key) for layout in ("tp1", "tp2_extends_ep") for key in WGRAD),
+    ("tp2_extends_ep", {"alltoall_overlap": True}, [], None),
+    *((layout, BOTH, ALL_LAYERS, "fused_expert_wgrad") for layout in ("tp2_extends_ep", "tp2_ep2")),
+]
 
 
-@pytest.mark.parametrize("layout", ["tp2_extends_ep", "tp2_ep2"])
-def test_the_settings_of_the_256_die_configurations_give_the_same_update(run_a3, one_rank, layout):
-    """All layers are made again in backward, experts' exchange and weight gradients as there; fp32 has no swap."""
-    train = compose("grpo_deepseekv3_256die_true_weight").recipe.train
-    assert all(train[key] for key in PRODUCTION)
-    ranks, sizes = LAYOUTS[layout]
-    keys = dict.fromkeys(PRODUCTION[:2], True)
-    for found in run_a3("worker_job", ranks, {**sizes, "train": keys, "more": ALL_LAYERS}):
+@pytest.mark.parametrize(("layout", "train", "more", "called"), SAME)
+def test_each_setting_gives_the_same_update(run_a3, one_rank, layout, train, more, called):
+    """Recomputed layers, each fused kernel off, each fused gradient on, exchanges overlapped; those of production."""
+    for found in run_a3(WORKER, LAYOUTS[layout], train=train, more=more):
         assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
-        assert found["calls"]["fused_expert_wgrad"] > 0
+        assert called is None or found["calls"][called] > 0 == one_rank["calls"][called]
 
 
 def test_they_do_with_the_swapped_optimizer_of_bf16_too(run_a3):
-    ranks, sizes = LAYOUTS["tp2_extends_ep"]
+    train = compose("grpo_deepseekv3_256die_true_weight").recipe.train
+    assert all(train[key] for key in PRODUCTION)
     swapped, all_three = (
-        run_a3("worker_job", ranks, {**sizes, "train": dict.fromkeys(keys, True), "more": ALL_LAYERS}, dtype="bf16")
+        run_a3(WORKER, LAYOUTS["tp2_extends_ep"], train=dict.fromkeys(keys, True), more=ALL_LAYERS, dtype="bf16")
         for keys in (PRODUCTION[2:], PRODUCTION)
     )
     for there, here in zip(swapped, all_three, strict=True):
@@ -191,7 +151,7 @@ def test_they_do_with_the_swapped_optimizer_of_bf16_too(run_a3):
 
 
 def test_balanced_routing_is_not_the_models(run_a3, one_rank):
-    (found,) = run_a3("worker_job", 1, {"train": {"balanced_routing": True}, "more": LOAD})
+    (found,) = run_a3(WORKER, train={"balanced_routing": True}, more=LOAD)
     assert abs(_grad_norms(found)[0] - _grad_norms(one_rank)[0]) > 0.1
     assert found["load"]["train"] == {"max_over_mean": 1.0, "mean_over_layers": 1.0, "layers": 3}
     assert one_rank["load"] == {}
@@ -200,23 +160,21 @@ def test_balanced_routing_is_not_the_models(run_a3, one_rank):
 @pytest.mark.parametrize("layout", ["pp2_uneven", "tp2_extends_ep"])
 def test_the_models_own_routing_is_uneven_and_every_rank_says_so(run_a3, layout):
     """A stage of dense layers alone counts nothing."""
-    ranks, sizes = LAYOUTS[layout]
-    first, *others = [found["load"]["train"] for found in run_a3("worker_job", ranks, {**sizes, "more": LOAD})]
-    assert first["layers"] == 3 and first["max_over_mean"] >= first["mean_over_layers"] > 1.1
-    assert others == [first] * (ranks - 1)
+    first, *others = [found["load"]["train"] for found in run_a3(WORKER, LAYOUTS[layout], more=LOAD)]
+    assert first["layers"] == 3 and first["max_over_mean"] >= first["mean_over_layers"] > 1.1 and others == [first]
 
 
 def test_learning_rate_follows_the_schedule(run_a3, one_rank):
     optim = "actor_rollout_ref.actor.optim."
     more = [f"{optim}warmup_style=cosine", f"{optim}total_training_steps=4", f"{optim}lr_warmup_steps=1"]
-    (found,) = run_a3("worker_job", 1, {"more": more})
+    (found,) = run_a3(WORKER, more=more)
     assert [step["actor/lr"] for step in found["metrics"]] == [[0.0], [1e-3]]
     assert [step["actor/lr"] for step in one_rank["metrics"]] == [[1e-3], [1e-3]]
     assert found["log_probs"][0].equal(found["log_probs"][1])  # nothing moved at rate 0
 
 
 def test_swapped_optimizer_gives_the_same_update(run_a3):
-    (plain,) = run_a3("worker_job", 1, {}, dtype="bf16")
-    (swapped,) = run_a3("worker_job", 1, {"more": ["recipe.train.swap_optimizer=true"]}, dtype="bf16")
+    (plain,) = run_a3(WORKER, dtype="bf16")
+    (swapped,) = run_a3(WORKER, more=["recipe.train.swap_optimizer=true"], dtype="bf16")
     assert (plain["optimizer"], swapped["optimizer"]) == ("DistributedOptimizer", "SwapDistributedOptimizer")
     assert _grad_norms(swapped) == _grad_norms(plain)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 
-from tests.model.mindspeed_start import LAYOUTS, engine_config
+from tests.model.mindspeed_start import LAYOUTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 KEYS = {"router_bias_update_rate": 0.01, "adam_beta2": 0.95}
@@ -16,19 +15,11 @@ OVERLAPS = {"grad_overlap": True, "grad_bucket_parameters": 4000}
 
 
 @pytest.fixture(scope="session")
-def updates(a3_sources, reference, run_ranks):
-    """updates(layout, train keys, job, arguments, more) -> what the job of mindspeed_update_job.py found, by rank."""
-    sources = a3_sources()
-    env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
-
-    def run(layout, train=None, job="update_job", arguments=(None,), more=(MINI,)) -> list:
-        ranks, sizes = layout
-        sizes = {**sizes, "train": train or {}, "more": list(more)}
-        config = engine_config(reference["folder"] / "model", sources[0], ranks, sizes, "fp32")
-        call = f"tests.model.mindspeed_update_job:{job}", config, reference["folder"], config, *arguments
-        return run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None, timeout_s=400)
-
-    return run
+def updates(run_a3):
+    """updates(layout, train keys, job, arguments) -> what the job of mindspeed_update_job.py found, by rank."""
+    return lambda layout, train=(), job="update_job", arguments=(None,): run_a3(
+        f"mindspeed_update_job:{job}", layout, *arguments, train=dict(train), more=[MINI]
+    )
 
 
 @pytest.fixture(scope="session")

@@ -47,13 +47,9 @@ class Maker:
         return torch.ones(2048, 2048, dtype=torch.bool, device=self.device).triu(1)
 
 
-def _attention(layout: str, shape: tuple[int, ...], **kw) -> Callable[[Any, Maker], torch.Tensor]:
-    def call(npu: Any, m: Maker) -> torch.Tensor:
-        q, k, v = (m.leaf(name, *shape) for name in "qkv")
-        mask = {"mask": m.causal()} if kw.get("sparse_mode") else {}
-        return attention.fused_attention(q, k, v, heads=N, layout=layout, scale=0.1, **mask, **kw)
-
-    return call
+def _attention(npu: Any, m: Maker, *shape: int, ends: list[int] | None = None) -> torch.Tensor:
+    q, k, v = (m.leaf(name, *shape) for name in "qkv")
+    return attention.fused_attention(q, k, v, heads=N, scale=0.1, mask=m.causal(), ends=ends)
 
 
 def _rotary(npu: Any, m: Maker, mode: str) -> torch.Tensor:
@@ -67,12 +63,8 @@ CASES: dict[str, Callable[[Any, Maker], torch.Tensor | tuple[torch.Tensor, ...]]
     "swiglu": lambda npu, m: npu.npu_swiglu(m.leaf("x", T, 2 * H), dim=-1),
     "rotary": lambda npu, m: _rotary(npu, m, "half"),
     "rotary interleaved": lambda npu, m: _rotary(npu, m, "interleave"),
-    "attention BSH": _attention("BSH", (2, 6, N * D)),
-    "attention SBH causal": _attention("SBH", (6, 2, N * D), sparse_mode=3),
-    "attention BSH causal": _attention("BSH", (2, 6, N * D), sparse_mode=2),
-    "attention BNSD": _attention("BNSD", (2, N, 6, D)),
-    "attention BSND": _attention("BSND", (2, 6, N, D)),
-    "attention TND causal": _attention("TND", (T, N, D), sparse_mode=3, q_ends=ENDS, kv_ends=ENDS),
+    "attention": lambda npu, m: _attention(npu, m, 6, 2, N * D),
+    "attention, packed": lambda npu, m: _attention(npu, m, T, N, D, ends=ENDS),
     "gating": lambda npu, m: npu.npu_moe_gating_top_k(
         m.values(T, E, dtype=FP32), K, bias=m.values(E, dtype=FP32), k_group=2, group_count=4, group_select_mode=1,
         renorm=0, norm_type=1, out_flag=False, routed_scaling_factor=2.5, eps=1e-20)[:2],
@@ -98,28 +90,22 @@ def outcome(case: Callable, npu: Any, device: str) -> dict[str, list]:
     return {name: y if y is None else [list(y.shape), str(y.dtype), y.device.type] for name, y in found.items()}
 
 
-def _attend(torch_npu, m, layout, shape, **kw):
+def _attend(npu: Any, m: Maker, layout: str, shape: tuple[int, ...], mask: torch.Tensor, **kw):
     q, k, v = (m.values(*shape) for _ in "qkv")
-    return torch_npu.npu_fusion_attention(q, k, v, N, layout, **kw)
+    return npu.npu_fusion_attention(q, k, v, N, layout, atten_mask=mask, sparse_mode=3, **kw)
 
 
-def _ours(m, layout, shape, **kw):
+def _ours(m: Maker, shape: tuple[int, ...], mask: torch.Tensor, ends: list[int] | None = None):
     q, k, v = (m.values(*shape) for _ in "qkv")
-    return attention.fused_attention(q, k, v, heads=N, layout=layout, scale=1.0, **kw)
+    return attention.fused_attention(q, k, v, heads=N, scale=1.0, mask=mask, ends=ends)
 
 
 # name -> (the call of torch_npu itself, which Meta lets through; the same through fused_attention)
 BAD: dict[str, tuple[Callable, Callable]] = {
-    "unknown layout": (
-        lambda npu, m: _attend(npu, m, "XYZ", (2, 6, N * D)),
-        lambda m: _ours(m, "XYZ", (2, 6, N * D))),
-    "TND without ends": (
-        lambda npu, m: _attend(npu, m, "TND", (T, N, D)),
-        lambda m: _ours(m, "TND", (T, N, D))),
-    "TND with ends of other tokens": (
-        lambda npu, m: _attend(npu, m, "TND", (T, N, D), actual_seq_qlen=[5], actual_seq_kvlen=[5]),
-        lambda m: _ours(m, "TND", (T, N, D), q_ends=[5], kv_ends=[5])),
-    "causal with a mask of the lengths": (
-        lambda npu, m: _attend(npu, m, "BNSD", (2, N, 6, D), sparse_mode=2, atten_mask=m.causal()[:6, :6]),
-        lambda m: _ours(m, "BNSD", (2, N, 6, D), sparse_mode=2, mask=m.causal()[:6, :6])),
+    "ends of other tokens": (
+        lambda npu, m: _attend(npu, m, "TND", (T, N, D), m.causal(), actual_seq_qlen=[5], actual_seq_kvlen=[5]),
+        lambda m: _ours(m, (T, N, D), m.causal(), [5])),
+    "a mask of the lengths": (
+        lambda npu, m: _attend(npu, m, "SBH", (6, 2, N * D), m.causal()[:6, :6]),
+        lambda m: _ours(m, (6, 2, N * D), m.causal()[:6, :6])),
 }  # fmt: skip

@@ -17,7 +17,7 @@ def run_job(python: str, mode: str, out: Path, **env: str) -> dict:
     """The JSON of `job.py MODE`; the test fails with the end of its words if it does."""
     full_env = {k: v for k, v in os.environ.items() if k not in ("VERL_PATCHES", "LD_LIBRARY_PATH")}
     full_env |= {"PYTHONPATH": str(ROOT), **env}
-    done = subprocess.run([python, HERE / "job.py", mode, out], env=full_env, timeout=300, **QUIET)
+    done = subprocess.run([python, HERE / "job.py", mode, out], env=full_env, timeout=900, **QUIET)
     if done.returncode:
         pytest.fail(f"job.py {mode} ended with {done.returncode}:\n{done.stderr[-6000:]}")
     return json.loads(out.read_text())
@@ -32,7 +32,7 @@ def references(tmp_path_factory) -> dict:
 @pytest.fixture(scope="session")
 def npu_python() -> tuple[str, dict[str, str]]:
     """The Python that has the real torch_npu, and its variables; its environment is made if it is not there."""
-    done = subprocess.run(["bash", ROOT / "scripts" / "npu_venv.sh", "--venv", sys.prefix], timeout=600, **QUIET)
+    done = subprocess.run(["bash", ROOT / "scripts" / "npu_venv.sh", "--venv", sys.prefix], timeout=900, **QUIET)
     if done.returncode:
         pytest.fail(f"scripts/npu_venv.sh ended with {done.returncode}:\n{done.stderr[-4000:]}")
     *settings, python = done.stdout.split()

@@ -61,7 +61,7 @@ def done(step):
         env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VERL_PATCHES": "line=a3,platform=npu"}
         env |= {"CANN_DIES": "16", "CANN_CALLS": str(tmp_path / "calls"), **settings, **variables}
         command = [python, "-W", "ignore", "-c", f"{start}{code}\nprint(json.dumps(found))"]
-        ended = subprocess.run(command, env=env, timeout=300, **QUIET)
+        ended = subprocess.run(command, env=env, timeout=900, **QUIET)
         return ended.returncode, json.loads(ended.stdout.splitlines()[-1]) if not ended.returncode else {}, ended.stderr
 
     return run

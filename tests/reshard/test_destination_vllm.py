@@ -1,4 +1,4 @@
-"""The destination map of vLLM's own DeepSeek-V3, rank by rank (vllm_ranks.py); of a whole engine: tests/rollout."""
+"""The destination map of vLLM's own DeepSeek-V3, rank by rank (vllm_ranks.py); of whole engines: tests/loop."""
 
 from __future__ import annotations
 

@@ -10,11 +10,12 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from tests.conftest import ROOT, emulated_npu
+from tests.conftest import ROOT
 from verl_patches.config.compose import compose
 from verl_patches.model.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+TREES = ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
 LARGEST = 1e-5  # |dlogp| in fp32
 GRAPHS = {"torchair_graph_config": {"enabled": True, "graph_batch_sizes": [8]}}
 WITH_RING, WHOLE_PROMPTS = {"chunked_prefill_for_mla": True}, {"ascend_scheduler_config": {"enabled": True}}
@@ -59,27 +60,17 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(run_python, request):
-    """run(module, function, arguments, environment): what `function` of tests.rollout.<module> returns there."""
-    trees = ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
-
-    def of(module, function, arguments, env):
-        env = {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1", **env}
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "GLOO_SOCKET_IFNAME": "lo"}
-        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        env["PYTHONPATH"] = ":".join(str(request.config.getoption("--upstream").absolute() / tree) for tree in trees)
-        code = f"import json, sys\nfrom tests.rollout.{module} import {function} as run\n"
-        code += "print('FOUND' + json.dumps(run(*json.loads(sys.argv[1]))))"
-        done = run_python(code, json.dumps(arguments), patches=emulated_npu(), env=env, timeout_s=600).check()
-        return json.loads(done.out.partition("FOUND")[2])
-
-    return of
+def run(run_emulated):
+    """run(function, *arguments, **environment): what "module:function" of tests/rollout returns on one rank."""
+    return lambda function, *arguments, **env: run_emulated(
+        f"tests.rollout.{function}", *arguments, trees=TREES, env=env, backend=None
+    )[0]
 
 
 @pytest.fixture(scope="module")
 def found(models, run):
     served = {name: models[name] for name in ("256 experts", "16 experts")}
-    return run("ascend_engine", "main", [served, CASES], {"TORCHDYNAMO_DISABLE": "1"})
+    return run("ascend_engine:main", served, CASES, TORCHDYNAMO_DISABLE="1")
 
 
 @pytest.mark.parametrize("name", ["ring", "ring, cached", "mixed", "ones", "only ones", "groups", "whole", "slept"])
@@ -144,8 +135,8 @@ def test_both_256_die_configurations_have_one_rollout_but_for_sizes():
 
 def test_the_256_die_rollout_with_true_weights_is_right(models, run):
     """Graphs are traced. In each of the graphs; again after each of two syncs by the map of the direct weight sync."""
-    arguments, options = [models["256 experts"], models["others"], []], compose(NAMES[0])
-    found = run("die256", "true_weight", arguments, {"TORCHDYNAMO_DISABLE": "0"})
+    options = compose(NAMES[0])
+    found = run("die256:true_weight", models["256 experts"], models["others"], [], TORCHDYNAMO_DISABLE="0")
     assert len(found["worst"]) == 4 and max(found["worst"]) < LARGEST, found
     assert found["graphs"] == [8, 16, 32, 64]
     assert found["responses"] == [16] * 4 and found["mixed"] > 5 and 32 < found["decodes"] <= 64
@@ -159,7 +150,7 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run):
 
 @pytest.mark.full
 def test_the_256_die_rollout_with_balanced_routing_gives_every_expert_its_share(models, run):
-    found = run("die256", "random_init", [models["256 experts"], OTHER], {"TORCHDYNAMO_DISABLE": "1"})
+    found = run("die256:random_init", models["256 experts"], OTHER, TORCHDYNAMO_DISABLE="1")
     assert found["responses"] == [16] * 4 and found["finite"] and found["uneven"] <= 1 and found["mixed"] == 0, found
     assert found["read"] == read_as(compose(NAMES[1], OTHER))
     assert found["counted"] == found["loads"]  # every call: graphs are not traced
@@ -202,7 +193,7 @@ def difference(first, second):
 
 def test_each_switch_off_alone_gives_the_same_responses(models, run):
     """Sampled with seeds, after sleep and with cached prompts too, in fp32. Graphs are not traced."""
-    found = run("switches", "main", [models["256 experts"], SWITCHES], {"TORCHDYNAMO_DISABLE": "1"})
+    found = run("switches:main", models["256 experts"], SWITCHES, TORCHDYNAMO_DISABLE="1")
     for name, line in SWITCHES.items():
         changed = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", [])]
         expected = read_as(compose(NAMES[0], changed))

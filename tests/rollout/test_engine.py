@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
+from verl_patches.reshard.live_memory import ABSORBED, post_load
 from verl_patches.rollout.engine import engine_arguments, refresh_absorbed_mla, route_in_fp32
 
 
@@ -54,21 +55,23 @@ def test_the_router_works_in_fp32():
     assert torch.equal(exact, tokens.float() @ layer.gate.weight.T) and not torch.equal(exact, rounded.float())
 
 
-class Absorbing:
+class Absorbing(torch.nn.Module):
     """MLA of one layer as vLLM and vllm-ascend derive its projections from kv_b_proj [N * (P + V), L]."""
 
-    heads, nope, value, latent = 2, 3, 4, 5
-
     def __init__(self, copies: bool):
-        self.copies, self.impl = copies, SimpleNamespace()
-        self.kv_b_proj = torch.zeros(self.heads * (self.nope + self.value), self.latent)
+        super().__init__()
+        self.copies, self.derived, self.kv_b_proj = copies, 0, torch.zeros(2 * (3 + 4), 5)
+        self.impl = SimpleNamespace(kv_b_proj=SimpleNamespace(weight=self.kv_b_proj))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        weight = self.kv_b_proj.T.view(self.latent, self.heads, self.nope + self.value)
-        up_key, up_value = weight.split([self.nope, self.value], dim=-1)
+        self.derived += 1
+        up_key, up_value = self.kv_b_proj.T.unflatten(1, (2, 3 + 4)).split([3, 4], dim=-1)
         self.impl.W_UV, self.impl.W_UK_T = up_value.transpose(0, 1), up_key.permute(1, 2, 0)
         if self.copies:  # vllm_ascend/attention/mla_v1.py:669
             self.impl.W_UV, self.impl.W_UK_T = self.impl.W_UV.contiguous(), self.impl.W_UK_T.contiguous()
+
+    def projections(self) -> list[torch.Tensor]:
+        return [getattr(self.impl, name) for name in ABSORBED]
 
 
 def _decoder(copies: bool):
@@ -91,15 +94,33 @@ def test_absorbed_projections_follow_new_weights_at_their_old_addresses(copies, 
     load_weights, model, attention = _decoder(copies)
     load = refresh_absorbed_mla(load_weights) if row else load_weights
     assert load(model, 0) == {"kv_b_proj"}
-    assert vars(attention.impl) == {}  # the first load: vLLM derives them when it has all weights
+    assert attention.derived == 0  # the first load: vLLM derives them when it has all weights
     attention.process_weights_after_loading(torch.float32)
-    captured = dict(vars(attention.impl))  # what a graph reads
+    captured = attention.projections()  # what a graph reads
     load(model, 1)
+    assert_follow(attention, captured, row)
+    attention.process_weights_after_loading(torch.float32)  # upstream's own way: a graph would read the old ones
+    assert attention.impl.W_UV is not captured[0]
+
+
+def assert_follow(attention: Absorbing, captured: list[torch.Tensor], follow: bool = True) -> None:
+    """Projections are where they were and, if they `follow`, those of the present weight."""
     fresh = Absorbing(copies=True)
     fresh.kv_b_proj = attention.kv_b_proj
     fresh.process_weights_after_loading(torch.float32)
-    for name, expected in vars(fresh.impl).items():
-        assert getattr(attention.impl, name).data_ptr() == captured[name].data_ptr()
-        assert torch.equal(captured[name], expected) is row
-    attention.process_weights_after_loading(torch.float32)  # upstream's own way: a graph would read the old ones
-    assert attention.impl.W_UV is not captured["W_UV"]
+    for now, held, expected in zip(attention.projections(), captured, fresh.projections(), strict=True):
+        assert now.data_ptr() == held.data_ptr() and torch.equal(held, expected) is follow
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_weight_sync_derives_copied_projections_again_at_their_addresses(copies):
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), Absorbing(copies), Absorbing(copies)])
+    attention = model[1]
+    assert post_load(model) == 0 and attention.derived == 0  # nothing derived yet: the first load
+    for layer in model[1:]:
+        layer.process_weights_after_loading(torch.float32)
+    captured, before = attention.projections(), [tensor.clone() for tensor in attention.projections()]
+    attention.kv_b_proj.normal_()
+    assert all(map(torch.equal, before, captured)) == copies  # the control: copies are stale without post_load
+    assert post_load(model) == (2 if copies else 0) and attention.derived == (2 if copies else 1)
+    assert_follow(attention, captured)

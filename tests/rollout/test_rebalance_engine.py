@@ -7,8 +7,7 @@ import itertools
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.rollout.test_ascend import models  # noqa: F401  a fixture
+from tests.rollout.test_ascend import TREES, models  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 LARGEST = 1e-5
@@ -34,21 +33,16 @@ ERRORS = {  # rounds after those
     "fail_to_receive": "rank 1: RebalanceError: request",
 }
 ROUNDS |= {name: {**LONG, "every": 3, "spoil": name} for name in ERRORS}
-PATCHES = "line=a3,platform=npu_emulated"
 
 
 @pytest.fixture(scope="module")
-def run(run_ranks, models, a3_sources):  # noqa: F811
-    """run(rounds, size): what each rank found in each round."""
+def run(run_emulated, models):  # noqa: F811
+    """run(rounds, dp, tp): what each rank found in each round."""
 
     def of(rounds, dp=2, tp=1):
-        env = {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1"}
-        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        trees = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
-        env["PYTHONPATH"] = ":".join([str(ROOT), *map(str, trees)])
         arguments = models["256 experts"], dp, tp, rounds, {"additional_config": {"refresh": True, **GRAPHS}}
-        job = "tests.rollout.rebalance_rank:rounds"
-        return run_ranks(job, *arguments, size=dp * tp, patches=PATCHES, env=env, fresh=True, timeout_s=600)
+        where = {"trees": TREES, "env": {"TORCHDYNAMO_DISABLE": "1"}, "size": dp * tp}
+        return run_emulated("tests.rollout.rebalance_rank:rounds", *arguments, **where)
 
     return of
 

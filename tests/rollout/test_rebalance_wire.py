@@ -1,8 +1,5 @@
 """The binary layout of moving requests: what is packed is unpacked, and a segment that does not fit is refused."""
 
-import subprocess
-import sys
-
 import pytest
 
 from verl_patches.rollout.rebalance_wire import Result, pack, unpack
@@ -28,7 +25,6 @@ def test_a_segment_of_another_length_is_refused():
         unpack(pack(results(), []) + b"\0")
 
 
-def test_the_planner_needs_no_torch():
+def test_the_planner_needs_no_torch(run_python):
     modules = "verl_patches.rollout.rebalance, verl_patches.rollout.rebalance_wire"
-    code = f"import sys, {modules}\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python(f"import sys, {modules}\nassert 'torch' not in sys.modules").check()

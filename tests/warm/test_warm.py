@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ranks import HANG_S
+
 pytestmark = pytest.mark.slow
 
 SERVER = Path(__file__).with_name("server.py")
@@ -28,7 +30,7 @@ def start(warm):
 
 def in_a_fork(process):
     """Whether code ran in a fork of the server; `process` printed PARENT."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     return int(out.split()[0]) != os.getpid()
 
@@ -36,7 +38,7 @@ def in_a_fork(process):
 @pytest.mark.slow
 def test_code_runs_in_a_fork_with_its_own_environment_folder_and_arguments(warm, tmp_path):
     command = [*WARM, "-W", "ignore", "-c", PARENT + "; import sys; print(sys.argv)", "a", "-c"]
-    done = subprocess.run(command, env=warm({**os.environ, "WHO": "me"}), **PIPES, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, env=warm({**os.environ, "WHO": "me"}), **PIPES, cwd=tmp_path, timeout=HANG_S)
     line, arguments = done.stdout.splitlines()
     parent, who, folder = line.split(" ", 2)
     assert "server.py" in " ".join(psutil.Process(int(parent)).cmdline()) and (who, folder) == ("me", str(tmp_path))
@@ -46,7 +48,7 @@ def test_code_runs_in_a_fork_with_its_own_environment_folder_and_arguments(warm,
 def test_a_script_finds_its_folder(warm, tmp_path):
     (tmp_path / "beside.py").write_text("VALUE = 3")
     (tmp_path / "main.py").write_text("import beside, sys\nif __name__ == '__main__': sys.exit(beside.VALUE)")
-    assert subprocess.run([*WARM, str(tmp_path / "main.py")], env=warm(os.environ), timeout=60).returncode == 3
+    assert subprocess.run([*WARM, str(tmp_path / "main.py")], env=warm(os.environ), timeout=HANG_S).returncode == 3
 
 
 @pytest.mark.parametrize(("code", "ended", "words"), [
@@ -59,7 +61,7 @@ def test_a_script_finds_its_folder(warm, tmp_path):
 ])  # fmt: skip
 def test_it_ends_as_the_code_ends(start, code, ended, words):
     process = start(code)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == ended and words in err
 
 
@@ -69,8 +71,8 @@ def test_a_signal_to_the_process_ends_the_fork(start, number):
     fork = int(process.stdout.readline())
     assert fork != process.pid
     process.send_signal(number)
-    assert process.wait(timeout=30) == -number
-    end = time.monotonic() + 60
+    assert process.wait(timeout=HANG_S) == -number
+    end = time.monotonic() + HANG_S
     while psutil.pid_exists(fork):
         assert time.monotonic() < end, f"{fork} outlived its process"
         time.sleep(0.05)

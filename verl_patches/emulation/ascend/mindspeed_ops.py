@@ -32,9 +32,9 @@ def npu_gmm(x, weight, bias, group_list, group_type, group_list_type):
 
     A group_list of numbers is always cumulative, as in the C++.
     """
-    demand(len(x) == len(weight) == 1 and len(bias) <= 1, "x, weight and bias hold one tensor each")
+    demand(len(x) == len(weight) == 1 and not bias, "x and weight hold one tensor each, and there is no bias")
     kind = group_list_type or 0 if isinstance(group_list, torch.Tensor) else 0
-    return [ops.grouped(x[0], weight[0], bias[0] if bias else None, group_list, group_type, kind)]
+    return [ops.grouped(x[0], weight[0], group_list, group_type, kind)]
 
 
 @_grouped_op(
@@ -90,7 +90,7 @@ def npu_matmul_add_fp32(x, weight, C):
 def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
     """grad, read as [E, K, N], += x [M, K] transposed times weight [M, N], group by group (cumulative ends); fp32."""
     demand(grad.dtype == torch.float32, f"grad must be float32, found {grad.dtype}")
-    made = ops.grouped(wide(x).t(), wide(weight), None, group_list, 2, 0)
+    made = ops.grouped(wide(x).t(), wide(weight), group_list, 2, 0)
     fits = grad.numel() == made.numel() and grad.is_contiguous()
     demand(fits, f"grad {list(grad.shape)} must hold {list(made.shape)} without gaps")
     grad.view(made.shape).add_(made)
@@ -102,13 +102,13 @@ def npu_groupmatmul_add_fp32(x, weight, group_list, grad):
     "bool amsgrad, bool maximize) -> ()",
     by_place=True,
 )
-def npu_apply_fused_adamw_v2(state_step, beta1, beta2, max_exp_avg_sq, amsgrad, **given):
-    """AdamW step number state_step (one number, 1 first), in place; max_exp_avg_sq counts with amsgrad only."""
+def npu_apply_fused_adamw_v2(state_step, beta1, beta2, max_exp_avg_sq, amsgrad, maximize, **given):
+    """AdamW step number state_step (one number, 1 first), in place; max_exp_avg_sq is for amsgrad only."""
+    demand(not amsgrad and not maximize, "amsgrad and maximize are not part of the reference")
     demand(state_step.numel() == 1, f"state_step must be one number, found {list(state_step.shape)}")
     step = int(state_step)
     demand(step >= 1, f"the first step is 1, found {step}")
-    largest = max_exp_avg_sq if amsgrad else None
-    ops.adam_w(max_exp_avg_sq=largest, betas=(beta1, beta2), powers=(beta1**step, beta2**step), **given)
+    ops.adam_w(betas=(beta1, beta2), powers=(beta1**step, beta2**step), **given)
 
 
 @builder_op("npu_rotary_position_embedding(Tensor x, Tensor cos, Tensor sin, int mode=0) -> Tensor")

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import silu
 
-from verl_patches.emulation.op_schemas import demand, demand_one_dtype, torch_npu_op, wide
+from verl_patches.emulation.op_schemas import demand, demand_defaults, demand_one_dtype, torch_npu_op, wide
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
@@ -32,7 +32,6 @@ def npu_rms_norm(input, gamma, epsilon):
 @torch_npu_op
 def npu_swiglu(input, dim):
     """silu(first half) * second half along `dim`; its width must be even."""
-    demand(-input.dim() <= dim < input.dim(), f"dim is {dim}, input has {input.dim()} dimensions")
     demand(input.shape[dim] % 2 == 0, f"width {input.shape[dim]} along dim {dim} must be even")
     first, second = input.chunk(2, dim)
     return (silu(wide(first)) * wide(second)).to(input.dtype)
@@ -70,7 +69,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 @torch_npu_op
 def npu_apply_adam_w(
-    beta1_power, beta2_power, beta1, beta2, epsilon, grad, max_grad_norm, amsgrad, out, lr, weight_decay, maximize
+    beta1_power, beta2_power, beta1, beta2, epsilon, grad, amsgrad, out, lr, weight_decay, maximize, **unused
 ):
     """One AdamW step on out=(parameter, first moment, second moment), all changed in place and returned.
 
@@ -78,26 +77,21 @@ def npu_apply_adam_w(
     Without `out` the real function refuses; here it is a TypeError.
     """
     demand(len(out) == 3, f"out must be (var, m, v), found {len(out)} tensors")
-    demand(not amsgrad or max_grad_norm is not None, "amsgrad needs max_grad_norm")
+    demand(not amsgrad and not maximize, "amsgrad and maximize are not part of the reference")
     powers = beta1_power * beta1, beta2_power * beta2
-    largest = max_grad_norm if amsgrad else None
-    adam_w(*out, grad, largest, (beta1, beta2), powers, lr, weight_decay, epsilon, maximize)
+    adam_w(*out, grad, (beta1, beta2), powers, lr, weight_decay, epsilon)
     return tuple(out)
 
 
 @torch.no_grad()
-def adam_w(param, exp_avg, exp_avg_sq, grad, max_exp_avg_sq, betas, powers, lr, weight_decay, eps, maximize) -> None:
-    """The step itself, with bias correction by 1 - power of this step; max_exp_avg_sq None: no amsgrad."""
+def adam_w(param, exp_avg, exp_avg_sq, grad, betas, powers, lr, weight_decay, eps) -> None:
+    """The step itself, with bias correction by 1 - power of this step."""
     shapes = {tuple(x.shape) for x in (param, exp_avg, exp_avg_sq, grad)}
     demand(len(shapes) == 1, f"parameter, moments and gradient must have one shape, found {sorted(shapes)}")
-    grad = (-grad if maximize else grad).to(exp_avg.dtype)
+    grad = grad.to(exp_avg.dtype)
     exp_avg.mul_(betas[0]).add_(grad, alpha=1 - betas[0])
     exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-    second = exp_avg_sq
-    if max_exp_avg_sq is not None:
-        torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
-        second = max_exp_avg_sq
-    denominator = (second / (1 - powers[1])).sqrt_().add_(eps)
+    denominator = (exp_avg_sq / (1 - powers[1])).sqrt_().add_(eps)
     param.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - powers[0]))
 
 
@@ -146,68 +140,48 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode)
 def npu_moe_gating_top_k(
     x, k, bias, k_group, group_count, group_select_mode, renorm, norm_type, out_flag, routed_scaling_factor, eps
 ):
-    """(weights of the chosen, their experts int32, all scores fp32 if out_flag), [T, k], [T, k], [T, E]. No gradient.
+    """(weights of the chosen [T, k], their experts int32 [T, k], empty), as DeepSeek-V3 routes. No gradient.
 
-    norm_type 0 softmax, 1 sigmoid (then the weights are divided by their sum + eps); bias [E] is added for choosing
-    only; of group_count groups the k_group best stay, by their best expert (group_select_mode 0) or the sum of their
-    best two (1). renorm other than 0 is refused, as by the device.
+    Weights are sigmoids (norm_type 1), divided by their sum + eps; bias [E] is added for choosing only; of group_count
+    groups the k_group best stay, by the sum of their best two experts (group_select_mode 1).
     """
-    E, modes = x.shape[-1], (renorm, norm_type, group_select_mode)
-    known = renorm == 0 and norm_type in (0, 1) and group_select_mode in (0, 1)
-    demand(known, f"renorm must be 0, norm_type and group_select_mode 0 or 1, found {modes}")
+    E, modes = x.shape[-1], (renorm, norm_type, group_select_mode, out_flag)
+    demand(modes == (0, 1, 1, False), f"(renorm, norm_type, group_select_mode, out_flag) {modes} are not the reference")
     fits = x.dim() == 2 and group_count > 0 and E % group_count == 0 and k_group <= group_count
     sizes = f"E a multiple of group_count {group_count} >= k_group {k_group}"
     demand(fits, f"x {list(x.shape)} must be [T, E], {sizes}")
-    demand(bias is None or bias.shape == (E,), f"bias must be [{E}]")
     demand_one_dtype(x=x, bias=bias)
     demand(k <= k_group * (E // group_count), f"k = {k} is more than {k_group} groups of {E // group_count} hold")
-    scores = wide(x).softmax(-1) if norm_type == 0 else wide(x).sigmoid()
+    scores = wide(x).sigmoid()
     choice = scores if bias is None else scores + wide(bias)
     if group_count > 1:
         groups = choice.view(-1, group_count, E // group_count)
-        value = groups.amax(-1) if group_select_mode == 0 else groups.topk(min(2, groups.shape[-1])).values.sum(-1)
+        value = groups.topk(min(2, groups.shape[-1])).values.sum(-1)
         best = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(k_group).indices, True)
         choice = groups.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(1)
     experts = choice.topk(k).indices
     weights = scores.gather(1, experts)
-    if norm_type == 1:
-        weights = weights / (weights.sum(-1, keepdim=True) + eps)
-    out = scores if out_flag else scores.new_empty(0)
-    return (weights * routed_scaling_factor).to(x.dtype), experts.to(torch.int32), out
+    weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    return (weights * routed_scaling_factor).to(x.dtype), experts.to(torch.int32), scores.new_empty(0)
 
 
 @torch_npu_op
 @torch.no_grad()
-def npu_grouped_matmul(
-    x, weight, bias, group_list, split_item, group_type, group_list_type, tuning_config, output_dtype, **refused
-):
-    """Products of several experts at once, as a list: one output (split_item 2, 3) or one an input (0, 1).
-
-    group_type 0: x [M, K] in groups of rows, weight [E, K, N] (or E matrices); 2: x [K, M] in groups of columns, weight
-    [M, N], giving [E, K, N]; -1 or None: pair by pair. Like torch_npu's it has no gradient. No quantised products, no
-    activations.
-    """
-    found = ", ".join(name for name, value in refused.items() if value)
-    demand(not found, f"quantised products and activations are not part of the reference; found {found}")
-    biases = list(bias) if bias else [None] * len(weight)
-    if group_type in (None, -1):
-        demand(len(x) == len(weight) == len(biases), f"{len(x)} inputs for {len(weight)} weights, and no group_type")
-        made = [_product(a, b, c) for a, b, c in zip(x, weight, biases, strict=True)]
-    else:
-        matrices = weight[0] if len(weight) == 1 else torch.stack(list(weight))
-        demand(len(x) == 1, f"{len(x)} inputs with group_type {group_type}, expected one")
-        made = [grouped(x[0], matrices, biases[0], group_list, group_type, group_list_type or 0)]
-    if split_item in (2, 3) and len(made) > 1:
-        made = [torch.cat(made)]
-    return [y if output_dtype is None else y.to(output_dtype) for y in made]
+def npu_grouped_matmul(x, weight, group_list, split_item, group_type, group_list_type, **unused):
+    """[x [M, K] times weight [E, K, N], group of rows by group]: one input, one weight, one output; no gradient."""
+    demand_defaults("npu_grouped_matmul", unused)
+    found = f"{len(x)} inputs, {len(weight)} weights, group_type {group_type}, split_item {split_item}"
+    demand(
+        len(x) == len(weight) == 1 and group_type == 0 and split_item in (2, 3), f"expected 1, 1, 0, 2 or 3: {found}"
+    )
+    return [grouped(x[0], weight[0], group_list, 0, group_list_type or 0)]
 
 
-def _product(x, weight, bias):
+def _product(x, weight):
     demand(x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}: they must be of one dtype")
     k, rows = x.shape[-1], weight.shape[-2]
     demand(k == rows, f"x {list(x.shape)} and weight {list(weight.shape)}: K differs, {k} and {rows}")
-    y = wide(x) @ wide(weight)
-    return (y if bias is None else y + wide(bias)).to(x.dtype)
+    return (wide(x) @ wide(weight)).to(x.dtype)
 
 
 def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int, int]]:
@@ -231,7 +205,7 @@ def _group_bounds(group_list, group_list_type: int, rows: int) -> list[tuple[int
     return bounds
 
 
-def grouped(x, weight, bias, group_list, group_type, group_list_type):
+def grouped(x, weight, group_list, group_type, group_list_type):
     """One product a group of rows (group_type 0) or of columns of x and rows of weight (group_type 2)."""
     demand(group_type in (0, 2), f"group_type must be 0 or 2, found {group_type}")
     demand(x.dtype == weight.dtype, f"x is {x.dtype}, weight {weight.dtype}: they must be of one dtype")
@@ -242,13 +216,12 @@ def grouped(x, weight, bias, group_list, group_type, group_list_type):
         bounds = _group_bounds(group_list, group_list_type, rows)
         fits = weight.dim() == 2 and len(weight) == rows
         demand(fits, f"{shapes}: M differs, {rows} and {len(weight)}")
-        return torch.stack([_product(x[:, a:b], weight[a:b], None) for a, b in bounds])
+        return torch.stack([_product(x[:, a:b], weight[a:b]) for a, b in bounds])
     bounds = _group_bounds(group_list, group_list_type, len(x))
     groups = len(bounds)
     fits = weight.dim() == 3 and len(weight) == groups
     demand(fits, f"{groups} groups need weight [{groups}, K, N], found {list(weight.shape)}")
     demand(x.shape[1] == weight.shape[1], f"{shapes}: K differs, {x.shape[1]} and {weight.shape[1]}")
-    biases = [None] * groups if bias is None else bias
     # groups without rows, such as most experts in a small batch, need no product
     filled = [(e, a, b) for e, (a, b) in enumerate(bounds) if a < b] or [(0, 0, 0)]
-    return torch.cat([_product(x[a:b], weight[e], biases[e]) for e, a, b in filled])
+    return torch.cat([_product(x[a:b], weight[e]) for e, a, b in filled])

@@ -35,8 +35,6 @@ from verl_patches.model.mindspeed.compat import (
 )
 from verl_patches.platform.npu import attention
 
-_RIGHT_DOWN_CAUSAL = 3  # sparse mode of npu_fusion_attention
-
 
 def config_from_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
     """TransformerConfig of the model that the engine was started for, which must be `hf_config`'s, in `dtype`.
@@ -114,16 +112,12 @@ class CausalMlaAttention(MlaDotProductAttention):
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None):
         """Attention of query, key and value; shapes are those of the class."""
         attend = functools.partial(
-            attention.fused_attention,
-            heads=query.shape[2],
-            mask=_causal_mask(query.device),
-            scale=self.softmax_scale,
-            sparse_mode=_RIGHT_DOWN_CAUSAL,
+            attention.fused_attention, heads=query.shape[2], mask=_causal_mask(query.device), scale=self.softmax_scale
         )
         if packed_seq_params is None:
-            return attend(*(x.flatten(2) for x in (query, key, value)), layout="SBH")
+            return attend(*(x.flatten(2) for x in (query, key, value)))
         ends = lengths_of(packed_seq_params.cu_seqlens_q).ends
-        out = attend(*(x.squeeze(1) for x in (query, key, value)), layout="TND", q_ends=ends, kv_ends=ends)
+        out = attend(*(x.squeeze(1) for x in (query, key, value)), ends=ends)
         return out.flatten(1).unsqueeze(1)
 
 

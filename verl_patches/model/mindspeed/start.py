@@ -34,7 +34,7 @@ from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching import engine
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import check_visible_die
-from verl_patches.platform.npu.groups import SmallGroups
+from verl_patches.platform.npu.groups import small_groups_mib
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def start(config: Any) -> Namespace:
         return global_vars.get_args()
     if as_npu(engine.current().switches.platform):
         check_visible_die(torch.npu.device_count())
-        SmallGroups.mib = section.recipe.hccl.small_groups_mib
+        small_groups_mib.value = section.recipe.hccl.small_groups_mib
     _start_distributed(section.recipe.train.collective_timeout_minutes)
     args = _arguments(words)
     if section.recipe.dtype == "fp32":

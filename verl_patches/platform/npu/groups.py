@@ -16,14 +16,14 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from verl_patches.current import Current
+
 # those over which tokens go to experts: names of MindSpeed-LLM (core/parallel_state.py:146, :177) and of vLLM
 EXPERTS_IN_TRAINING, EXPERTS_IN_ROLLOUT = frozenset({"exp", "tp_exp"}), "ep"
 
 
-class SmallGroups:
-    """MiB of a small group's buffer in this process; None: groups get no options, and HCCL_BUFFSIZE holds for all."""
-
-    mib: int | None = None
+# MiB of a small group's buffer in this process; None: groups get no options, and HCCL_BUFFSIZE holds for all
+small_groups_mib: Current[int] = Current()
 
 
 def options_of_training(get_nccl_options_wrapper: Callable) -> Callable:
@@ -36,8 +36,8 @@ def options_of_training(get_nccl_options_wrapper: Callable) -> Callable:
         @functools.wraps(by_name)
         def options_of(pg_name: str, nccl_comm_cfgs: Any) -> Any:
             options = by_name(pg_name, nccl_comm_cfgs)
-            if SmallGroups.mib is not None and pg_name not in EXPERTS_IN_TRAINING:
-                options.hccl_config = {**options.hccl_config, "hccl_buffer_size": SmallGroups.mib}
+            if small_groups_mib.value is not None and pg_name not in EXPERTS_IN_TRAINING:
+                options.hccl_config = {**options.hccl_config, "hccl_buffer_size": small_groups_mib.value}
             return options
 
         return options_of
@@ -132,12 +132,12 @@ def use_mc2_group(init: Callable) -> Callable:
 
 
 def _options(name: str | None) -> Any:
-    if SmallGroups.mib is None or name is None:
+    if small_groups_mib.value is None or name is None:
         return None
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
     options = ProcessGroupHCCL.Options()
-    options.hccl_config = {"group_name": f"vllm_{name}", "hccl_buffer_size": SmallGroups.mib}
+    options.hccl_config = {"group_name": f"vllm_{name}", "hccl_buffer_size": small_groups_mib.value}
     return options
 
 
