@@ -60,7 +60,7 @@ def start(tmp_path: Path, monkeypatch):
         config.trainer.update(dict(trainer))
         config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
         monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
-        outcome = launcher.run(config, NAME, [], on_line or lines.append, None, dirty)
+        outcome = launcher.run(config, on_line or lines.append, None, dirty)
         return outcome, json.loads((tmp_path / "t" / "summary.json").read_text()), [*filter(None, lines)]
 
     return run
@@ -273,7 +273,7 @@ def interrupt():
 threading.Thread(target=interrupt, daemon=True).start()
 child = {DETACHED + pids + SLEEP!r}
 launcher.driver_command = lambda *_: [sys.executable, "-c", child]
-sys.exit(launcher.run(compose({NAME!r}, overrides), {NAME!r}, overrides).code)
+sys.exit(launcher.run(compose({NAME!r}, overrides)).code)
 """
     done = run_python(program, timeout_s=30)
     assert done.rc == code, done.err
@@ -344,7 +344,7 @@ def test_a_full_disk_ends_the_run_with_its_name(monkeypatch, tmp_path):
     code = f"{FOLDER}(out / 'big').write_bytes(bytes(8 << 20))\n"
     monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
     try:
-        outcome = launcher.run(config, NAME, [])
+        outcome = launcher.run(config)
         assert outcome.code == 1 and "could not be written: No space left on device" in outcome.reason
         assert f"{disk}" in outcome.reason and "its disk has 0.0 MiB left" in outcome.reason
     finally:

@@ -28,7 +28,7 @@ from verl_patches.config.compose import (
 )
 from verl_patches.config.environment import DROPPED, derive, run_dir
 from verl_patches.config.recipe import VLLM_DTYPES
-from verl_patches.config.run_start import start_of
+from verl_patches.config.run_start import Start, start_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
@@ -60,14 +60,21 @@ class Check:
     note: bool = False
 
 
-def check_config(config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None) -> list[Check]:
+def check_config(
+    config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None, start: Start | None = None
+) -> list[Check]:
     """All rules in order. A layout that cannot be built is a failed check, and the rules that need it are left out.
 
     must_exist: those keys of files.PATHS whose files are expected on this machine; absent files of others are a note.
-    trees: those that the run imports from; None: the user's code is not imported.
+    trees: those that the run imports from; None: the user's code is not imported. start: where the run would start,
+    where it is known already.
     """
     model = model_shape_of(config)
     checks, layouts = [], []
+    try:
+        start, no_start = start or start_of(config, run_dir(config)), ""
+    except ConfigError as error:
+        start, no_start = Start(), str(error)
     for name, build in (("train layout", train_layout_of), ("rollout layout", rollout_layout_of)):
         fault = _error_of(build, config)
         layouts.append(None if fault else build(config))
@@ -75,7 +82,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = (), trees: Tr
     train, rollout = layouts
     checks += [*check_files(config, must_exist, trees), *_model_checks(config, model)]
     if train:
-        checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train)]
+        checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train, start, no_start)]
     if rollout:
         checks += [*_rollout_checks(config, rollout, model), *_checks_of(ascend, config, model)]
     if train and rollout:
@@ -83,7 +90,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = (), trees: Tr
     checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
-    checks += [*_swap_checks(config), _sleep_check(config), check_disk(config), *_replay_checks(config)]
+    checks += [*_swap_checks(config), _sleep_check(config), check_disk(config, start), *_replay_checks(config)]
     others = (hccl, profile, watch)
     return [*checks, *(check for rules in others for check in _checks_of(rules, config, model))]
 
@@ -123,9 +130,9 @@ def check_files(config: DictConfig, must_exist: Collection[str], trees: Trees | 
     return [Check(*result) for result in files.checks(config, must_exist, trees)]
 
 
-def check_disk(config: DictConfig, starts: bool = False) -> Check:
-    """Whether what the run writes fits on this machine's disks; a note but where the run `starts` here."""
-    needs = files.disk_needs(config)
+def check_disk(config: DictConfig, start: Start, starts: bool = False) -> Check:
+    """Whether what the run writes from `start` on fits on this machine's disks; a note but where it `starts` here."""
+    needs = files.disk_needs(config, start)
     fault = files.disk_fault(needs)
     return Check(
         "disk", not (fault and starts), fault or files.disk_detail(needs), note=fault is not None and not starts
@@ -231,7 +238,7 @@ def fault_of_experts(train: ParallelLayout) -> str | None:
     )
 
 
-def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
+def _checkpoint_checks(config: DictConfig, train: ParallelLayout, start: Start, no_start: str) -> Iterator[Check]:
     """Whether the run can save and resume; none where it does neither, or without experts to lose as verl does."""
     trainer, ours = config.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
     off = [row for row in ours if switched_off(config, row)]
@@ -246,11 +253,8 @@ def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Ch
     if trainer.get("default_hdfs_dir"):
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
     held = f"in {trainer.default_local_dir}, which all nodes must share"
-    try:
-        if resumed := start_of(config, run_dir(config)).resumed:
-            held += f"; goes on from {resumed}"
-    except ConfigError as error:
-        faults.append(str(error))
+    held += f"; goes on from {start.resumed}" if start.resumed else ""
+    faults += [no_start] if no_start else []
     yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from verl_patches.config import hooks
 from verl_patches.config.compose import config_file, model_changes, model_shape_of, reads_weights, with_layers
 from verl_patches.config.environment import run_dir
-from verl_patches.config.run_start import Start, checkpoints_of, start_of
+from verl_patches.config.run_start import Start, checkpoints_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
@@ -166,16 +166,12 @@ class Need(NamedTuple):
     keys: str
 
 
-def disk_needs(config: DictConfig) -> list[Need]:
-    """What a run will write (modelled): records and recorded responses to its folder, checkpoints to theirs.
+def disk_needs(config: DictConfig, start: Start) -> list[Need]:
+    """What a run will write from `start` on (modelled): records and responses to its folder, checkpoints to theirs.
 
     Checkpoints are the most that come to those of the run that are there: those kept and the one that is being written.
     """
     steps, trainer, data = steps_of(config), config.trainer, config.data
-    try:
-        start = start_of(config, run_dir(config))
-    except ConfigError:  # which the rule about checkpoints names
-        start = Start()
     done = start.step or 0
     left = None if steps is None else max(steps - done, 0)
     records, step_bytes = _RECORD_BYTES
