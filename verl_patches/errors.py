@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 INTERRUPTED = "interrupted by "  # how the reason of a run begins that a user or a scheduler ended
 
@@ -35,3 +37,12 @@ def place_in(text: str, file: str | None) -> str:
 def _is(path: str, file: str) -> bool:
     """Whether a traceback's path is that of `file`, which may be relative to the folder of another process."""
     return path == os.path.abspath(file) or Path(path).parts[-len(Path(file).parts) :] == Path(file).parts
+
+
+def fault_of(function: Callable, *arguments: Any) -> str | None:
+    """The text of the ConfigError that `function` raises; None without one."""
+    try:
+        function(*arguments)
+    except ConfigError as error:
+        return str(error)
+    return None

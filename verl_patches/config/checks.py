@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_patches.batches import limits
-from verl_patches.config import ascend, files, hccl, profile, watch
+from verl_patches.config import ascend, files, hccl
 from verl_patches.config.compose import (
     graph_arguments,
     hf_config_of,
@@ -26,13 +26,13 @@ from verl_patches.config.compose import (
     switched_off,
     vllm_arguments,
 )
-from verl_patches.config.environment import DROPPED, derive, run_dir
-from verl_patches.config.recipe import VLLM_DTYPES
-from verl_patches.config.run_start import Start, start_of
-from verl_patches.errors import ConfigError
+from verl_patches.config.environment import DROPPED, derive
+from verl_patches.config.recipe import PROFILED, VLLM_DTYPES
+from verl_patches.config.run_start import Start, planned_start
+from verl_patches.errors import ConfigError, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of, world_size
 from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.log_probs.of_rollout import CHECK_TOKENS
 from verl_patches.memory.schedule import sleeps_by_vllm
@@ -71,12 +71,9 @@ def check_config(
     """
     model = model_shape_of(config)
     checks, layouts = [], []
-    try:
-        start, no_start = start or start_of(config, run_dir(config)), ""
-    except ConfigError as error:
-        start, no_start = Start(), str(error)
+    start, no_start = planned_start(config) if start is None else (start, "")
     for name, build in (("train layout", train_layout_of), ("rollout layout", rollout_layout_of)):
-        fault = _error_of(build, config)
+        fault = fault_of(build, config)
         layouts.append(None if fault else build(config))
         checks.append(Check(name, not fault, fault or str(layouts[-1])))
     train, rollout = layouts
@@ -91,8 +88,7 @@ def check_config(
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config), check_disk(config, start), *_replay_checks(config)]
-    others = (hccl, profile, watch)
-    return [*checks, *(check for rules in others for check in _checks_of(rules, config, model))]
+    return [*checks, *_checks_of(hccl, config, model), *_profile_checks(config), *_restart_checks(config)]
 
 
 def require(checks: Iterable[Check]) -> None:
@@ -102,17 +98,8 @@ def require(checks: Iterable[Check]) -> None:
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(failed))
 
 
-def _error_of(function: Callable, *arguments: object) -> str | None:
-    """The text of the ConfigError that `function` raises; None without one."""
-    try:
-        function(*arguments)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 def _checks_of(rules: ModuleType, config: DictConfig, model: ModelShape) -> Iterator[Check]:
-    """The rules of a file of its own: hccl.py, ascend.py, profile.py, watch.py."""
+    """The rules of a file of its own: hccl.py, ascend.py."""
     return (Check(*result) for result in rules.checks(config, model))
 
 
@@ -188,7 +175,7 @@ def _model_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
 def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) -> Iterator[Check]:
     actor, ref = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
     layers, heads = model.num_hidden_layers, model.num_attention_heads
-    fault = _error_of(train.chunk_layers, layers)
+    fault = fault_of(train.chunk_layers, layers)
     if config.recipe.line == LINE and not fault:
         fault = _fault_of_stages(train, model)
     yield Check("layers", not fault, fault or f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)")
@@ -441,7 +428,7 @@ def _sync_checks(
     """Whether the direct weight sync can serve this pair of layouts with these buckets; none where its row is off."""
     if switched_off(config, "reshard.direct"):
         return
-    fault = _error_of(sync_blocks, config, train, rollout, model)
+    fault = fault_of(sync_blocks, config, train, rollout, model)
     yield Check("weight sync", not fault, fault or "every rank can receive the weights that it lacks")
 
 
@@ -512,3 +499,50 @@ def _check_of_sleep(config: DictConfig) -> str:
     if config.recipe.memory.ledger == "off" or switched_off(config, "memory.ledger"):
         return "what the device has free after sleep is not compared, as the memory ledger is off"
     return "the run ends where the device has not as much more free memory after sleep"
+
+
+# sections of the recipe
+
+
+def _profile_checks(config: DictConfig) -> Iterator[Check]:
+    """recipe.profile: numbers of steps and ranks that the run has; nothing where it is off."""
+    section = config.recipe.profile
+    if section.steps is None:
+        return
+    faults = list(_profile_faults(section, world_size(config), config))
+    yield from (Check("profile", False, fault) for fault in faults)
+    if not faults:
+        phases = ", ".join(section.phases or PROFILED)
+        yield Check("profile", True, f"steps {list(section.steps)}, ranks {list(section.ranks)}: {phases}")
+
+
+def _profile_faults(section: DictConfig, world: int, config: DictConfig) -> Iterator[str]:
+    key, last = "recipe.profile", config.trainer.total_training_steps
+    for name in ("steps", "ranks"):
+        if not section[name]:
+            yield f"{key}.{name} is empty, so nothing is profiled; expected numbers, or {key}.steps=null"
+    for rank in section.ranks:
+        if rank >= world:
+            yield f"{key}.ranks: {rank} is no rank; the run has ranks 0 to {world - 1}"
+    for step in section.steps:
+        if last is not None and step > last:
+            yield f"{key}.steps: {step} comes after the last step, {last} (trainer.total_training_steps)"
+    if config.recipe.train.skip_old_log_prob and "old_log_prob" in (section.phases or ()):
+        yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"
+
+
+def _restart_checks(config: DictConfig) -> Iterator[Check]:
+    """recipe.restart: a restart finds a checkpoint, and nodes to leave out; none where nothing is restarted."""
+    restart, trainer = config.recipe.restart, config.trainer
+    if restart.without_nodes and config.recipe.ray_address is None:
+        text = "recipe.restart.without_nodes is for a joined Ray; set recipe.ray_address, or remove it"
+        yield Check("restart", False, text)
+    if not restart.times:
+        return
+    faults = []
+    if trainer.save_freq < 1:
+        faults.append(f"trainer.save_freq is {trainer.save_freq}, so there is no checkpoint; set it to 1 or more")
+    if trainer.resume_mode != "auto":
+        faults.append(f"trainer.resume_mode is {trainer.resume_mode}; expected auto, which takes the newest checkpoint")
+    held = f"at most {restart.times} times, from the newest checkpoint"
+    yield _either("restart", not faults, held, f"recipe.restart.times is {restart.times}, but {'; '.join(faults)}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.compose import switched_off
+from verl_patches.config.environment import run_dir
 from verl_patches.config.verl_values import RESUME_NEEDS
 from verl_patches.errors import ConfigError
 from verl_patches.trainer.summary import run_id
@@ -92,6 +93,14 @@ def start_of(config: DictConfig, folder: Path) -> Start:
     if not is_inside(config, folder) and uses_checkpoints(config):
         _refuse_others(config, saved, found, own)
     return Start(resumed=resumed, step=step, moves=moves)
+
+
+def planned_start(config: DictConfig) -> tuple[Start, str]:
+    """(where the run would start, "") as `start_of` says; (a start at step 1, why there is none) where it refuses."""
+    try:
+        return start_of(config, run_dir(config)), ""
+    except ConfigError as error:
+        return Start(), str(error)
 
 
 def resolved(config: DictConfig, start: Start) -> DictConfig:

@@ -34,10 +34,9 @@ from verl_patches.doctor.node_checks import (
     Row,
     Seen,
     check_node,
-    fault_of,
     speed,
 )
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, fault_of
 from verl_patches.launch import ray_cluster
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report

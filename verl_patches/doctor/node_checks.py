@@ -27,8 +27,9 @@ from omegaconf import DictConfig
 from verl_patches.config import hccl
 from verl_patches.config.checks import check_files
 from verl_patches.config.files import PATHS, Need, disk_needs
+from verl_patches.config.run_start import planned_start
 from verl_patches.doctor.npu_tools import NotUnderstoodError
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, fault_of
 from verl_patches.launch.launcher import require_free_port
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.launch.run_folder import require_lasting_folders, require_output_folder
@@ -186,15 +187,6 @@ class Row:
         return Finding(name, seen.state or state, seen.where, seen.expected or self.expected, found, todo, seen.details)
 
 
-def fault_of(function: Callable, *arguments: Any) -> str | None:
-    """The text of the ConfigError that `function` raises; None without one."""
-    try:
-        function(*arguments)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 # sources
 
 
@@ -283,7 +275,8 @@ def _files(node: Node) -> Iterator[Seen]:
 
 def _disk(node: Node) -> Iterator[Seen]:
     config, least = node.config, FREE_BYTES[node.npu]
-    for need in (*disk_needs(config), Need("temporary", Path(tempfile.gettempdir()), least, "", "TMPDIR")):
+    temporary = Need("temporary", Path(tempfile.gettempdir()), least, "", "TMPDIR")
+    for need in (*disk_needs(config, planned_start(config)[0]), temporary):
         existing = next(place for place in (need.folder, *need.folder.parents) if place.is_dir())
         free, wanted = shutil.disk_usage(existing).free, max(need.size_bytes, least)
         expected = f"{wanted / GB:.1f} GB free" + (" (modelled)" if wanted > least else "")
