@@ -46,9 +46,14 @@ def stop(*args: Any, **kwargs: Any) -> Any:
 
 
 def overrides(folder: Path) -> list[str]:
-    """Hydra overrides that name what is in `folder`."""
+    """Hydra overrides that name what is in `folder`; no Ray of this machine is looked for."""
     files = [f"data.{kind}_files={folder / 'data.parquet'}" for kind in ("train", "val")]
-    return [f"actor_rollout_ref.model.path={folder / 'model'}", *files, f"recipe.output_root={folder / 'outputs'}"]
+    return [
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        *files,
+        f"recipe.output_root={folder / 'outputs'}",
+        "recipe.ray_address=127.0.0.1:6379",
+    ]
 
 
 def driver(folder: Path, found: dict[str, Any]) -> None:
