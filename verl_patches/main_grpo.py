@@ -1,19 +1,19 @@
-"""The driver of a run: `python -m verl_patches.main_grpo --config-name NAME [hydra overrides]`.
+"""The driver of a run: `python -m verl_patches.main_grpo RUN/config.yaml`, the composed configuration of the run.
 
-Started by launch/launcher.py with the run's environment. It starts (or joins) Ray with the prelude in every worker and
-lets one of them run verl's own TaskRunner: that process is the controller. The driver itself imports neither torch nor
-verl, so it costs a second and little memory.
+launch/launcher.py has checked and written that file, and starts the driver with the run's environment. It starts (or
+joins) Ray with the prelude in every worker and lets one of them run verl's own TaskRunner: that process is the
+controller. The driver itself imports neither torch nor verl, so it costs a second and little memory.
 """
 
 from verl_patches import prelude_patch  # noqa: F401  (before anything of upstream)
 
 # isort: split
-import argparse
 import contextlib
 import sys
 import threading
 
-from verl_patches.config.compose import compose
+from omegaconf import OmegaConf
+
 from verl_patches.config.environment import run_dir
 from verl_patches.layout.parallel import world_size
 from verl_patches.patching import engine
@@ -28,12 +28,9 @@ _FORWARDED_S = 5
 
 
 def main(arguments: list[str]) -> int:
-    """Run one training; 0 when it ended well. Errors are raised, for the log."""
-    parser = argparse.ArgumentParser(prog="verl_patches.main_grpo")
-    parser.add_argument("--config-name", required=True)
-    parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args(arguments)
-    config = compose(given.config_name, given.overrides)
+    """Run one training from its only argument, the file; 0 when it ended well. Errors are raised, for the log."""
+    (file,) = arguments
+    config = OmegaConf.load(file)
     stage = Progress(run_dir(config))
     stage.say("~ starting Ray" if config.recipe.ray_address is None else f"~ joining Ray, {config.recipe.ray_address}")
     with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -206,3 +206,18 @@ def _is_secret_name(words: Sequence[str]) -> bool:
         return True
     owned = any(a in _OWNERS and b in ("KEY", "TOKEN") for a, b in zip(words, words[1:], strict=False))
     return owned or any(_SECRET_WORD.fullmatch(word) for word in words)
+
+
+def leaves(
+    section: Mapping[str, Any], prefix: str = "", ends: Callable[[str], bool] = lambda key: False
+) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of each leaf of nested mappings, in order.
+
+    An empty mapping is a leaf, as is anything at a key for which `ends` is true. Lists are leaves.
+    """
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and not ends(key):
+            yield from leaves(value, f"{key}.", ends)
+        else:
+            yield key, value

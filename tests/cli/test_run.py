@@ -201,13 +201,13 @@ def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, capsys, mon
 def started(monkeypatch, tmp_path):
     """started(code, *arguments) -> what `smoke` prints over a launcher that shows four lines and ends with `code`."""
 
-    def launch(config, name, overrides, show, trees, dirty):
+    def launch(config, show, trees, dirty):
         for text in ("~ starting Ray", "", "", "| proven", "- narrow", "+ all columns", "~ step 1", ""):
             show(text)
         return launcher.Outcome(code[0], "ok" if code[0] == 0 else "it broke", tmp_path, 1.0)
 
     code = []
-    monkeypatch.setattr(run.smoke, "prepare", lambda options, cache, say: [])
+    monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: None)
     monkeypatch.setattr(run, "refuse_modified", lambda config, trees: {})
     monkeypatch.setattr(launcher, "run", launch)
 
@@ -269,7 +269,7 @@ def test_a_terminal_shows_the_stage_with_its_seconds_below_the_lines_and_removes
 
 def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(run.smoke, "prepare", lambda options, cache, say: seen.append(cache) or [])
+    monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: seen.append(self.model.parent))
     launch = launcher.run
     monkeypatch.setattr(
         launcher, "run", lambda config, *more, **kw: seen.append(run_dir(config)) or launch(config, *more, **kw)

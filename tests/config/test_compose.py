@@ -293,3 +293,11 @@ compose("grpo_deepseekv3_256die_true_weight")
 print([name for name in ("torch", "verl", "ray", "vllm", "megatron", "transformers") if name in sys.modules])
 """
     assert run_python(code).check().out.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["grpo_deepseekv3_tiny_cpu_learn", "grpo_deepseekv3_256die_true_weight"])
+def test_the_driver_reads_the_very_configuration_that_was_composed(tmp_path, name):
+    """The launcher hands it over as a file: no value may change its type or last digit on the way."""
+    config = compose(name, ["recipe.rollout.replay='1e-5'", "actor_rollout_ref.actor.optim.lr=1.1e-7"])
+    OmegaConf.save(config, tmp_path / "config.yaml")
+    assert OmegaConf.load(tmp_path / "config.yaml") == config and config.recipe.rollout.replay == "1e-5"

@@ -12,6 +12,7 @@ from verl_patches.__main__ import app
 from verl_patches.config import files
 from verl_patches.config.checks import check_config, check_disk
 from verl_patches.config.compose import compose, model_shape_of
+from verl_patches.config.run_start import Start, start_of
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.model.tiny import tiny_config
 from verl_patches.trainer.record import new_run_id
@@ -46,7 +47,7 @@ def test_the_models_folder_has_the_layers_that_a_run_takes_of_it(tmp_path, held,
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_checkpoints_take_those_that_are_kept_and_the_one_that_is_written(overrides, count, dtype):
     config = compose(TINY, [*overrides, f"recipe.dtype={dtype}"])
-    found = {need.name: need.size_bytes for need in files.disk_needs(config)}
+    found = {need.name: need.size_bytes for need in files.disk_needs(config, Start())}
     size = checkpoint_bytes(config, {"bf16": 14, "fp32": 12}[dtype])
     assert found.get("checkpoints", 0) == count * size and found["run"] >= 64 << 20
 
@@ -60,7 +61,7 @@ def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_pa
     for mode, keep in (("auto", 2), ("auto", "null"), ("disable", 2), ("disable", "null")):
         given = [f"recipe.output_root={tmp_path}", "recipe.run=r", f"{STEPS}=9", f"{SAVE}=2", f"{KEEP}={keep}"]
         config = compose(TINY, [*given, f"trainer.resume_mode={mode}"])
-        found = {need.name: need.size_bytes for need in files.disk_needs(config)}
+        found = {need.name: need.size_bytes for need in files.disk_needs(config, start_of(config, tmp_path / "r"))}
         counts.append(found["checkpoints"] / checkpoint_bytes(config, 12))
     assert counts == [1, 3, 3, 5]  # steps 6, 8 and 9; and 2 as well with 4
 
@@ -70,7 +71,7 @@ def test_recorded_responses_are_what_a_step_of_production_takes():
     sizes = []
     for record, steps in (("false", 10), ("true", 10), ("true", 20)):
         config = compose(LARGE, [f"recipe.rollout.record={record}", f"{STEPS}={steps}"])
-        sizes.append(files.disk_needs(config)[0].size_bytes)
+        sizes.append(files.disk_needs(config, Start())[0].size_bytes)
     assert (sizes[1] - sizes[0]) / 10 == pytest.approx(1.2e9, rel=0.05) and sizes[2] - sizes[1] > 10 * 1.1e9
 
 
@@ -90,12 +91,12 @@ def disk(monkeypatch, tmp_path):
 def test_a_start_that_would_fill_the_disk_is_refused_and_a_dry_run_says_so(disk, tmp_path):
     """One file system holds both; one byte less than both take is too little, though each alone would fit."""
     here = tmp_path.stat().st_dev
-    need = sum(need.size_bytes for need in files.disk_needs(disk({here: 0})))
+    need = sum(need.size_bytes for need in files.disk_needs(disk({here: 0}), Start()))
     config = disk({here: need})
-    fits = check_disk(config, starts=True)
+    fits = check_disk(config, Start(), starts=True)
     assert fits.ok and not fits.note and "2 checkpoints" in fits.detail
     config = disk({here: need - 1})
-    full = check_disk(config, starts=True)
+    full = check_disk(config, Start(), starts=True)
     assert not full.ok and str(tmp_path / "new") in full.detail and "2 checkpoints" in full.detail
     assert KEEP in full.detail and "recipe.output_root" in full.detail
     (planned,) = [check for check in check_config(config) if check.name == "disk"]
@@ -105,11 +106,12 @@ def test_a_start_that_would_fill_the_disk_is_refused_and_a_dry_run_says_so(disk,
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no second file system")
 def test_file_systems_are_looked_at_one_by_one(disk, tmp_path):
     here, other = tmp_path.stat().st_dev, Path("/dev/shm").stat().st_dev
-    run, checkpoints = (need.size_bytes for need in files.disk_needs(disk({here: 0, other: 0})))
+    run, checkpoints = (need.size_bytes for need in files.disk_needs(disk({here: 0, other: 0}), Start()))
     there = "/dev/shm/not/there"
-    assert check_disk(disk({here: run, other: checkpoints}, there), starts=True).ok
-    assert not check_disk(disk({here: run + checkpoints, other: checkpoints - 1}, there), starts=True).ok
-    assert "/dev/shm/not/there" not in check_disk(disk({here: run - 1, other: checkpoints}, there), starts=True).detail
+    assert check_disk(disk({here: run, other: checkpoints}, there), Start(), starts=True).ok
+    assert not check_disk(disk({here: run + checkpoints, other: checkpoints - 1}, there), Start(), starts=True).ok
+    full = check_disk(disk({here: run - 1, other: checkpoints}, there), Start(), starts=True)
+    assert not full.ok and "/dev/shm/not/there" not in full.detail
 
 
 @pytest.mark.parametrize("command", ["smoke", "train"])

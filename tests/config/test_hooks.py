@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from verl_patches.config import hooks
+from verl_patches.config import files
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
@@ -16,7 +16,7 @@ WORKER, LIBRARY = "recipe.worker_process_setup_hook", "actor_rollout_ref.model.e
 
 def found(*overrides, must_exist=(), trees=NONE):
     """(ok, detail, note) of the last hook of the tiny config with `overrides`."""
-    return [rule[1:] for rule in hooks.checks(compose(TINY, overrides), must_exist, trees)][-1]
+    return [rule[1:] for rule in files.hook_checks(compose(TINY, overrides), must_exist, trees)][-1]
 
 
 CODE = {  # what a file with a function `score` begins with: what is found
@@ -75,7 +75,7 @@ def test_hooks_by_dotted_name_are_imported_from_the_trees_of_the_run(tmp_path):
         f"data.custom_cls.path={tmp_path}/mine.py data.custom_cls.name=Own": "mine.py does not define Own",
     }.items():
         ok, detail, _ = next(
-            rule[1:] for rule in hooks.checks(compose(TINY, override.split()), (), trees) if not rule[1]
+            rule[1:] for rule in files.hook_checks(compose(TINY, override.split()), (), trees) if not rule[1]
         )
         assert not ok and re.search(words, detail), detail
     assert not found(f"{WORKER}=mine.set_up")[0]  # without that tree
@@ -105,7 +105,7 @@ def test_this_process_imports_no_hook_and_a_search_runs_none(tmp_path):
 
 
 def test_an_import_that_does_not_end_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(hooks, "IMPORT_S", 1)
+    monkeypatch.setattr(files, "IMPORT_S", 1)
     (tmp_path / "r.py").write_text("import time\ntime.sleep(600)\n")
     ok, detail, note = found(f"{PATH}={tmp_path}/r.py")
     assert ok and note and "was not checked: its import took more than 1 s" in detail  # a cold disk may be slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.drivers import NAME, composed
+from tests.launch.drivers import composed
 from verl_patches.launch import launcher
 
 
@@ -31,7 +31,7 @@ def start(tmp_path: Path, monkeypatch):
         config.custom_reward_function.path = reward or config.custom_reward_function.path
         config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
         monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
-        outcome = launcher.run(config, NAME, [], said, None, dirty)
+        outcome = launcher.run(config, said, None, dirty)
         return outcome, json.loads((tmp_path / "t" / "summary.json").read_text()), [*filter(None, lines)]
 
     return run

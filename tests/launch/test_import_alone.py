@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.config.recipe import Recipe
-from verl_patches.config.watch import Watch
+from verl_patches.config.recipe import Recipe, Watch
 from verl_patches.errors import ConfigError
 from verl_patches.launch.import_alone import _record, fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings

@@ -216,7 +216,7 @@ def interrupt():
 threading.Thread(target=interrupt, daemon=True).start()
 child = {DETACHED + pids + SLEEP!r}
 launcher.driver_command = lambda *_: [sys.executable, "-c", child]
-sys.exit(launcher.run(compose({NAME!r}, overrides), {NAME!r}, overrides).code)
+sys.exit(launcher.run(compose({NAME!r}, overrides)).code)
 """
     done = run_python(program, timeout_s=300)
     assert done.rc == code, done.err
@@ -262,7 +262,7 @@ def test_a_full_disk_ends_the_run_with_its_name(monkeypatch, tmp_path):
     code = f"{FOLDER}(out / 'big').write_bytes(bytes(8 << 20))\n"
     monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
     try:
-        outcome = launcher.run(config, NAME, [])
+        outcome = launcher.run(config)
         assert outcome.code == 1 and "could not be written: No space left on device" in outcome.reason
         assert f"{disk}" in outcome.reason and "its disk has 0.0 MiB left" in outcome.reason
     finally:

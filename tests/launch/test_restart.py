@@ -9,6 +9,7 @@ import pytest
 from tests.launch.drivers import FOLDER, composed
 from tests.weights.cases import make_checkpoint
 from verl_patches.config.compose import compose
+from verl_patches.config.run_start import Start
 from verl_patches.errors import ConfigError
 from verl_patches.launch import restart, run_folder
 from verl_patches.launch.restart import Restarts, may_help
@@ -123,6 +124,23 @@ def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(star
 
 
 @pytest.mark.slow
+def test_each_try_is_handed_the_checkpoint_that_is_the_newest_then(start, tmp_path):
+    """The driver reads the configuration that the launcher wrote, and looks for no checkpoint itself."""
+    code = driver((steps([1, 2, 3]), "StallError: a"), (steps([4]), "StallError: b"), (steps([5]), None))
+    read = """from omegaconf import OmegaConf
+from tests.weights.cases import make_checkpoint
+trainer = OmegaConf.load(out / "config.yaml").trainer
+with (out / "read").open("a") as file: file.write(f"{trainer.resume_mode} {trainer.resume_from_path}\\n")
+if number < 2: make_checkpoint(out / "checkpoints", step["step"], run_id(out))
+if error:"""
+    saved = tmp_path / "t/checkpoints"
+    trainer = {"default_local_dir": str(saved), "save_freq": 1, "resume_mode": "auto", "total_training_steps": 9}
+    outcome, *_ = start(code.replace("if error:", read), trainer=trainer, restart={"times": 2, "without_nodes": []})
+    found = [f"resume_path {saved / f'global_step_{step}'}" for step in (3, 4)]
+    assert outcome.code == 0 and (tmp_path / "t/read").read_text().splitlines() == ["auto None", *found]
+
+
+@pytest.mark.slow
 def test_what_was_recorded_stays_where_no_later_try_makes_a_step(start):
     """The second and third try end before their first step, and before they have a record."""
     code = driver((steps([1, 2]), "StallError: a"), (steps([]), "StallError: b"), (steps([]), "StallError: c"))
@@ -189,10 +207,9 @@ def joined(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, options, left_out, words):
     restarts = joined(*nodes, **options)
-    assert restarts.overrides() == []
     assert words in restarts.after(1, "StallError: rank 2 is stopped")
-    expected = [f"recipe.restart.without_nodes=[{','.join(left_out)}]"] if left_out else []
-    assert restarts.overrides() == expected and restarts.after(1, "StallError: again") is None
+    assert restarts.config(Start()).recipe.restart.without_nodes == left_out
+    assert restarts.after(1, "StallError: again") is None
 
 
 def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_collective_the_second_time(joined):
@@ -205,13 +222,12 @@ def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_
             record = {"culprits": [{"name": "rank 2", "node": node}], "raised": raised}
             (restarts._folder / "watch.json").write_text(json.dumps(record))
             restarts.after(1, "rank 2 (pid 1 on h) in step 3: RuntimeError: EI0002: HCCL")
-            left_out.append(restarts.overrides())
+            left_out.append(restarts.config(Start()).recipe.restart.without_nodes)
         shutil.rmtree(restarts._folder / "attempts")
         return left_out
 
-    without_b = ["recipe.restart.without_nodes=[b]"]
-    assert after("device", "id-b") == [without_b]
-    assert after("collective", "id-b", "id-b") == [[], without_b]
+    assert after("device", "id-b") == [["b"]]
+    assert after("collective", "id-b", "id-b") == [[], ["b"]]
     assert after("collective", "id-a", "id-b") == [[], []]
 
 

@@ -58,7 +58,7 @@ def test_a_fresh_start_moves_the_run_before_with_its_checkpoints_and_has_a_new_i
     folder, before = earlier
     inode = (folder / "checkpoints/global_step_8").stat().st_ino
     with open_run_folder(configured()) as here:
-        assert here.id != before and here.id == run_id(folder) and here.step is None
+        assert here.id != before and here.id == run_id(folder) and here.start.step is None
         aside = folder / "earlier/1"
         moved, back = here.said
         assert moved.startswith("| ") and f"{aside / 'checkpoints'}" in moved and "MB" in moved
@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_keeps_its_id_and_its_checkpoints(configured, earlier
     folder, before = earlier
     given = {"resume_mode": mode, "resume_from_path": str(folder / "checkpoints/global_step_2")}
     with open_run_folder(configured(**given)) as here:
-        assert (here.id, here.step, here.said) == (before, {"auto": 8, "resume_path": 2}[mode], ())
+        assert (here.id, here.start.step, here.said) == (before, {"auto": 8, "resume_path": 2}[mode], ())
     assert run_id(folder) == before
     assert [path.name for path in (folder / "earlier/1").iterdir()] == ["summary.json"]
     assert len(list((folder / "checkpoints").glob("global_step_*"))) == 2
@@ -88,7 +88,7 @@ def test_auto_takes_only_checkpoints_of_its_own_run(configured, tmp_path, run):
     saved = tmp_path / "t/checkpoints"
     make_checkpoint(saved, 8, run)
     with open_run_folder(configured(resume_mode="auto")) as here:
-        assert here.step is None and here.id != run and len(here.said) == 2
+        assert here.start.step is None and here.id != run and len(here.said) == 2
     assert (tmp_path / "t/earlier/1/checkpoints/global_step_8").is_dir() and not list(saved.glob("global_step_*"))
 
 
@@ -96,11 +96,11 @@ def test_a_checkpoint_of_another_run_starts_a_new_one(configured, earlier, tmp_p
     folder, before = earlier
     other = make_checkpoint(tmp_path / "other", 5, OTHER)
     with open_run_folder(configured(**resume_path(other))) as here:
-        assert here.id not in (before, OTHER) and here.step == 5
+        assert here.id not in (before, OTHER) and here.start.step == 5
     assert (folder / "earlier/1/checkpoints/global_step_8").is_dir() and other.is_dir()
     again = folder / "earlier/1/checkpoints/global_step_2"
     with open_run_folder(configured(**resume_path(again))) as here:
-        assert here.id != before and here.step == 2
+        assert here.id != before and here.start.step == 2
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_own_checkpoints_elsewhere_are_gone_on_with(configured, tmp_path):
     with open_run_folder(configured(**elsewhere)) as first:
         make_checkpoint(tmp_path / "elsewhere", 2, first.id)
     with open_run_folder(configured(resume_mode="auto", **elsewhere)) as here:
-        assert (here.id, here.step) == (first.id, 2)
+        assert (here.id, here.start.step) == (first.id, 2)
     with pytest.raises(ConfigError, match=f"global_step_2 of run {first.id}"):
         require_start(configured(**elsewhere))
 
@@ -252,7 +252,7 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_next_older_one(configured
     with open_run_folder(
         configured(**dict(part.removeprefix("trainer.").split("=") for part in words.split()))
     ) as here:
-        assert (here.id, here.step) == (before, 2)
+        assert (here.id, here.start.step) == (before, 2)
     shutil.rmtree(older)
     with pytest.raises(ConfigError, match="no older one of this run is whole.*resume_mode=disable"):
         require_start(auto)
@@ -266,7 +266,7 @@ def test_what_is_damaged_but_not_the_newest_is_no_reason_to_stop(configured, ear
     (saved / "global_step_9.writing-0123abcd").mkdir()
     (saved / "global_step_9.writing-0123abcd/manifest.json").write_text("")
     with open_run_folder(configured(resume_mode="auto")) as here:
-        assert (here.id, here.step) == (before, 8)
+        assert (here.id, here.start.step) == (before, 8)
     assert (saved / "global_step_9.writing-0123abcd").is_dir()
 
 
@@ -275,7 +275,7 @@ def test_a_save_that_was_killed_after_its_last_file_is_the_newest_checkpoint(con
     path = make_checkpoint(folder / "checkpoints", 9, before)
     path.rename(path.with_name(f"global_step_9.writing-{before}-0123abcd"))
     with open_run_folder(configured(resume_mode="auto")) as here:
-        assert here.step == 9 and path.is_dir()
+        assert here.start.step == 9 and path.is_dir()
 
 
 def test_a_lock_is_not_followed_as_a_link(configured, tmp_path):
@@ -304,7 +304,7 @@ def test_verls_own_checkpoints_are_left_where_they_are(configured, tmp_path):
     config.recipe.patches = ["-checkpoint.*"]
     (tmp_path / "t/checkpoints/global_step_3/actor").mkdir(parents=True)
     with open_run_folder(config) as here:
-        assert here.step is None
+        assert here.start.step is None
     assert (tmp_path / "t/checkpoints/global_step_3/actor").is_dir()
 
 

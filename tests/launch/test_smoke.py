@@ -96,18 +96,21 @@ def test_wrong_options_are_refused(options, message):
 def test_a_failed_preparation_says_what_and_shows_the_end_of_its_output(monkeypatch, tmp_path):
     monkeypatch.setattr(smoke, "_MAKE_MODEL", "raise SystemExit('no room for the model')")
     with pytest.raises(ConfigError, match=r"the tiny model could not be made \(exit 1\):\n  no room for the model"):
-        smoke.prepare(SmokeOptions(), tmp_path, lambda text: None)
+        smoke.inputs_of(SmokeOptions(), tmp_path).make(lambda text: None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("learn", [False, True])
 def test_model_and_data_are_made_once(tmp_path, learn):
     said: list[str] = []
-    first = smoke.prepare(SmokeOptions(learn=learn), tmp_path, said.append)
+    first = smoke.inputs_of(SmokeOptions(learn=learn), tmp_path)
+    first.make(said.append)
     assert len(said) == (2 if learn else 3)  # the model, and each task's data
-    config = compose(SmokeOptions(learn=learn).config_name, [*overrides_of(SmokeOptions(learn=learn)), *first])
+    options = SmokeOptions(learn=learn)
+    config = compose(options.config_name, [*overrides_of(options), *first.overrides])
     assert Path(config.actor_rollout_ref.model.path, "config.json").is_file()
     files = [*config.data.train_files, *config.data.val_files]
     assert len(files) == 2 * (len(said) - 1) and all(Path(file).is_file() for file in files)
-    assert smoke.prepare(SmokeOptions(learn=learn), tmp_path, said.append) == first and len(said) == len(files) // 2 + 1
-    assert smoke.prepare(SmokeOptions(learn=learn, seed=1), tmp_path, said.append) != first
+    first.make(said.append)
+    assert len(said) == len(files) // 2 + 1
+    assert smoke.inputs_of(SmokeOptions(learn=learn, seed=1), tmp_path).overrides != first.overrides

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from omegaconf import OmegaConf
+
 CONFIG, OTHER_CONFIG = "grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_256die_random_init"
 # what Ray and verl give a worker of a group (verl/single_controller/ray/base.py:326); DISABLE_WORKER_INIT, because
 # ActorRolloutRefWorker is made inside another worker, which has registered the group already (base.py:702)
@@ -44,9 +46,14 @@ def stop(*args: Any, **kwargs: Any) -> Any:
 
 
 def overrides(folder: Path) -> list[str]:
-    """Hydra overrides that name what is in `folder`."""
+    """Hydra overrides that name what is in `folder`; no Ray of this machine is looked for."""
     files = [f"data.{kind}_files={folder / 'data.parquet'}" for kind in ("train", "val")]
-    return [f"actor_rollout_ref.model.path={folder / 'model'}", *files, f"recipe.output_root={folder / 'outputs'}"]
+    return [
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        *files,
+        f"recipe.output_root={folder / 'outputs'}",
+        "recipe.ray_address=127.0.0.1:6379",
+    ]
 
 
 def driver(folder: Path, found: dict[str, Any]) -> None:
@@ -55,16 +62,20 @@ def driver(folder: Path, found: dict[str, Any]) -> None:
         main_grpo = importlib.import_module("verl_patches.main_grpo")
         import ray
 
+        from verl_patches.config.compose import compose
+
+        config = compose(CONFIG, overrides(folder))
+        OmegaConf.save(config, folder / "config.yaml")
+
         # ray.init hands it the runtime_env (ray/_private/worker.py:1636), below the row that wraps ray.init
         os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{__name__}.{stop.__name__}"
         try:
-            main_grpo.main(["--config-name", CONFIG, *overrides(folder)])
+            main_grpo.main([str(folder / "config.yaml")])
         except Reached as reached:
             (runtime_env,) = reached.args
             found["reached"] = "ray.init"
         finally:
             del os.environ["RAY_RUNTIME_ENV_HOOK"]
-        config = main_grpo.compose(CONFIG, overrides(folder))
         hook = runtime_env.pop("worker_process_setup_hook")
         (folder / "driver.pickle").write_bytes(ray.cloudpickle.dumps((hook, main_grpo.run_task_runner, config)))
         found["env_vars"] = runtime_env["env_vars"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from verl_patches.config.watch import Alarms
+from verl_patches.config.recipe import Alarms
 from verl_patches.trainer.alarms import AlarmError, alarms_of, check
 
 

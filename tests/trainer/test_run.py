@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_patches.config.watch import Alarms
+from verl_patches.config.recipe import Alarms
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches

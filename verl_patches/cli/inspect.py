@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.boot.install_prelude import PLACES
 from verl_patches.cli.output import Json, print_json, say, table
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath
-from verl_patches.config import hooks
+from verl_patches.config import files
 from verl_patches.config.checks import Check, require
 from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of, keys_of, output_root
 from verl_patches.errors import ConfigError
@@ -54,7 +54,7 @@ def config_command(
     """Print a config as it is composed, in YAML; with --explain the training engine's arguments, key by key."""
     trees = trees_of(upstream, verl_path)
     config = compose(config_name, overrides or [], verl_path=trees.verl)
-    require(Check(*found) for found in hooks.checks(config, keys_of(overrides or []), trees))
+    require(Check(*found) for found in files.hook_checks(config, keys_of(overrides or []), trees))
     line = config.recipe.line
     if explain and line != LINE:
         raise ConfigError(

@@ -75,24 +75,23 @@ def smoke_command(
         train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu
     )
     overrides, given = overrides or [], smoke.overrides_of(options)
+    inputs = smoke.inputs_of(options, output_root() / "cache")
     trees = trees_of(upstream)
-    config = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
+    config = compose(options.config_name, [*given, *inputs.overrides, *overrides], verl_path=trees.verl)
     trees = for_platform(config.recipe.platform, trees)
     check_switches(config)
     require_trees(config, trees)
     smoke.check_model(options, config, keys_of(overrides))
-    run_folder.require_start(config)
-    _end_unless(check_config(config, keys_of(overrides), trees))  # before model and data are made
+    start = run_folder.require_start(config)
+    _end_unless(check_config(config, keys_of(overrides), trees, start))  # before model and data are made
     _refuse_without_effect(config)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
-    _end_unless([check_disk(config, starts=True)])
+    _end_unless([check_disk(config, start, starts=True)])
     off = said_off(switches_of(config).switched_off(rows_of(config.recipe.platform)))
     with _progress(as_json, wide, off) as show:
-        made = smoke.prepare(options, output_root() / "cache", lambda text: show(f"| {text}"))
-        final = [*given, *made, *overrides]
-        config = compose(options.config_name, final, verl_path=trees.verl)
-        outcome = launcher.run(config, options.config_name, final, show, trees, dirty=dirty)
+        inputs.make(lambda text: show(f"| {text}"))
+        outcome = launcher.run(config, show, trees, dirty=dirty)
     _report(outcome, config, as_json, off)
 
 
@@ -116,18 +115,18 @@ def train_command(
     require_trees(config, trees)
     if dry_run:
         report_plan(config, config_name, overrides, trees, Workload(), as_json)
-    run_folder.require_start(config)
-    _end_unless(check_config(config, keys_of(overrides), trees))
+    start = run_folder.require_start(config)
+    _end_unless(check_config(config, keys_of(overrides), trees, start))
     _refuse_without_effect(config)
     run_folder.require_lasting_folders(config)
     require_platform(config.recipe.platform)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
     ray_cluster.require_nodes(config)
-    _end_unless([*check_files(config, must_exist=PATHS), check_disk(config, starts=True)])
+    _end_unless([*check_files(config, must_exist=PATHS), check_disk(config, start, starts=True)])
     off = said_off(switches_of(config).switched_off(rows_of(config.recipe.platform)))
     with _progress(as_json, wide, off) as show:
-        outcome = launcher.run(config, config_name, overrides, show, trees, dirty=dirty)
+        outcome = launcher.run(config, show, trees, dirty=dirty)
     _report(outcome, config, as_json, off)
 
 

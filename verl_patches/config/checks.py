@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_patches.batches import limits
-from verl_patches.config import ascend, files, hccl, profile, watch
+from verl_patches.config import ascend, files, hccl
 from verl_patches.config.compose import (
     graph_arguments,
     hf_config_of,
@@ -26,13 +26,13 @@ from verl_patches.config.compose import (
     switched_off,
     vllm_arguments,
 )
-from verl_patches.config.environment import DROPPED, derive, run_dir
-from verl_patches.config.recipe import VLLM_DTYPES
-from verl_patches.config.run_start import start_of
+from verl_patches.config.environment import DROPPED, derive
+from verl_patches.config.recipe import PROFILED, VLLM_DTYPES
+from verl_patches.config.run_start import Start, planned_start
 from verl_patches.errors import ConfigError, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of, world_size
 from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.log_probs.of_rollout import CHECK_TOKENS
 from verl_patches.memory.schedule import sleeps_by_vllm
@@ -60,14 +60,18 @@ class Check:
     note: bool = False
 
 
-def check_config(config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None) -> list[Check]:
+def check_config(
+    config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None, start: Start | None = None
+) -> list[Check]:
     """All rules in order. A layout that cannot be built is a failed check, and the rules that need it are left out.
 
     must_exist: those keys of files.PATHS whose files are expected on this machine; absent files of others are a note.
-    trees: those that the run imports from; None: the user's code is not imported.
+    trees: those that the run imports from; None: the user's code is not imported. start: where the run would start,
+    where it is known already.
     """
     model = model_shape_of(config)
     checks, layouts = [], []
+    start, no_start = planned_start(config) if start is None else (start, "")
     for name, build in (("train layout", train_layout_of), ("rollout layout", rollout_layout_of)):
         fault = fault_of(build, config)
         layouts.append(None if fault else build(config))
@@ -75,7 +79,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = (), trees: Tr
     train, rollout = layouts
     checks += [*check_files(config, must_exist, trees), *_model_checks(config, model)]
     if train:
-        checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train)]
+        checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train, start, no_start)]
     if rollout:
         checks += [*_rollout_checks(config, rollout, model), *_checks_of(ascend, config, model)]
     if train and rollout:
@@ -83,9 +87,8 @@ def check_config(config: DictConfig, must_exist: Collection[str] = (), trees: Tr
     checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
-    checks += [*_swap_checks(config), _sleep_check(config), check_disk(config), *_replay_checks(config)]
-    others = (hccl, profile, watch)
-    return [*checks, *(check for rules in others for check in _checks_of(rules, config, model))]
+    checks += [*_swap_checks(config), _sleep_check(config), check_disk(config, start), *_replay_checks(config)]
+    return [*checks, *_checks_of(hccl, config, model), *_profile_checks(config), *_restart_checks(config)]
 
 
 def require(checks: Iterable[Check]) -> None:
@@ -96,7 +99,7 @@ def require(checks: Iterable[Check]) -> None:
 
 
 def _checks_of(rules: ModuleType, config: DictConfig, model: ModelShape) -> Iterator[Check]:
-    """The rules of a file of its own: hccl.py, ascend.py, profile.py, watch.py."""
+    """The rules of a file of its own: hccl.py, ascend.py."""
     return (Check(*result) for result in rules.checks(config, model))
 
 
@@ -114,9 +117,9 @@ def check_files(config: DictConfig, must_exist: Collection[str], trees: Trees | 
     return [Check(*result) for result in files.checks(config, must_exist, trees)]
 
 
-def check_disk(config: DictConfig, starts: bool = False) -> Check:
-    """Whether what the run writes fits on this machine's disks; a note but where the run `starts` here."""
-    needs = files.disk_needs(config)
+def check_disk(config: DictConfig, start: Start, starts: bool = False) -> Check:
+    """Whether what the run writes from `start` on fits on this machine's disks; a note but where it `starts` here."""
+    needs = files.disk_needs(config, start)
     fault = files.disk_fault(needs)
     return Check(
         "disk", not (fault and starts), fault or files.disk_detail(needs), note=fault is not None and not starts
@@ -222,7 +225,7 @@ def fault_of_experts(train: ParallelLayout) -> str | None:
     )
 
 
-def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
+def _checkpoint_checks(config: DictConfig, train: ParallelLayout, start: Start, no_start: str) -> Iterator[Check]:
     """Whether the run can save and resume; none where it does neither, or without experts to lose as verl does."""
     trainer, ours = config.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
     off = [row for row in ours if switched_off(config, row)]
@@ -237,11 +240,8 @@ def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Ch
     if trainer.get("default_hdfs_dir"):
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
     held = f"in {trainer.default_local_dir}, which all nodes must share"
-    try:
-        if resumed := start_of(config, run_dir(config)).resumed:
-            held += f"; goes on from {resumed}"
-    except ConfigError as error:
-        faults.append(str(error))
+    held += f"; goes on from {start.resumed}" if start.resumed else ""
+    faults += [no_start] if no_start else []
     yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
 
 
@@ -499,3 +499,50 @@ def _check_of_sleep(config: DictConfig) -> str:
     if config.recipe.memory.ledger == "off" or switched_off(config, "memory.ledger"):
         return "what the device has free after sleep is not compared, as the memory ledger is off"
     return "the run ends where the device has not as much more free memory after sleep"
+
+
+# sections of the recipe
+
+
+def _profile_checks(config: DictConfig) -> Iterator[Check]:
+    """recipe.profile: numbers of steps and ranks that the run has; nothing where it is off."""
+    section = config.recipe.profile
+    if section.steps is None:
+        return
+    faults = list(_profile_faults(section, world_size(config), config))
+    yield from (Check("profile", False, fault) for fault in faults)
+    if not faults:
+        phases = ", ".join(section.phases or PROFILED)
+        yield Check("profile", True, f"steps {list(section.steps)}, ranks {list(section.ranks)}: {phases}")
+
+
+def _profile_faults(section: DictConfig, world: int, config: DictConfig) -> Iterator[str]:
+    key, last = "recipe.profile", config.trainer.total_training_steps
+    for name in ("steps", "ranks"):
+        if not section[name]:
+            yield f"{key}.{name} is empty, so nothing is profiled; expected numbers, or {key}.steps=null"
+    for rank in section.ranks:
+        if rank >= world:
+            yield f"{key}.ranks: {rank} is no rank; the run has ranks 0 to {world - 1}"
+    for step in section.steps:
+        if last is not None and step > last:
+            yield f"{key}.steps: {step} comes after the last step, {last} (trainer.total_training_steps)"
+    if config.recipe.train.skip_old_log_prob and "old_log_prob" in (section.phases or ()):
+        yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"
+
+
+def _restart_checks(config: DictConfig) -> Iterator[Check]:
+    """recipe.restart: a restart finds a checkpoint, and nodes to leave out; none where nothing is restarted."""
+    restart, trainer = config.recipe.restart, config.trainer
+    if restart.without_nodes and config.recipe.ray_address is None:
+        text = "recipe.restart.without_nodes is for a joined Ray; set recipe.ray_address, or remove it"
+        yield Check("restart", False, text)
+    if not restart.times:
+        return
+    faults = []
+    if trainer.save_freq < 1:
+        faults.append(f"trainer.save_freq is {trainer.save_freq}, so there is no checkpoint; set it to 1 or more")
+    if trainer.resume_mode != "auto":
+        faults.append(f"trainer.resume_mode is {trainer.resume_mode}; expected auto, which takes the newest checkpoint")
+    held = f"at most {restart.times} times, from the newest checkpoint"
+    yield _either("restart", not faults, held, f"recipe.restart.times is {restart.times}, but {'; '.join(faults)}")

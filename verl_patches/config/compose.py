@@ -10,7 +10,7 @@ import fnmatch
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from verl_patches.patching.spec import LINES
 from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, verl_config_dir
 from verl_patches.upstream.pins import load_pins, read_by_verl
 from verl_patches.upstream.support import refusal_of
-from verl_patches.values import is_secret
+from verl_patches.values import is_secret, leaves
 from verl_patches.yaml_files import MAX_DEPTH, head_of, read_yaml
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
@@ -74,7 +74,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # a number of 5,000 digits
         raise ConfigError(_explain(error, name, base)) from error
-    _refuse_secrets(_values(OmegaConf.to_container(config)))
+    _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config))
     _refuse_deleted(config, base)
@@ -133,22 +133,14 @@ def _deepest(text: str) -> int:
     return max(itertools.accumulate(((char in "[{(") - (char in "]})") for char in text), initial=0))
 
 
-def _values(section: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each leaf; an item of a list has the list's key."""
-    if isinstance(section, dict):
-        for name, value in section.items():
-            yield from _values(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(section, list):
-        for value in section:
-            yield from _values(value, key)
-    else:
-        yield key, section
-
-
 def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
     """ConfigError for a key whose value looks like a secret: a run's configuration is written to files and logs."""
     for key, value in values:
-        if is_secret(key.rpartition(".")[2], value):
+        if isinstance(value, dict):
+            _refuse_secrets(leaves(value, f"{key}."))
+        elif isinstance(value, list):
+            _refuse_secrets((key, item) for item in value)
+        elif is_secret(key.rpartition(".")[2], value):
             raise ConfigError(
                 f"{key} looks like a secret, and a configuration is written to files and logs; expected none: remove "
                 "it, and export it as a variable of the shell, which the run inherits"
@@ -258,16 +250,9 @@ def _write_layers(config: DictConfig) -> None:
             section.train.layers_per_stage = balanced_layers(with_layers(config, whole), chunks)
 
 
-def _keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
+def _keys(section: DictConfig) -> list[str]:
     """Dotted keys of all leaves; a missing or interpolated value counts as a leaf, an empty section too."""
-    for key in section:
-        name = f"{prefix}{key}"
-        unresolved = OmegaConf.is_interpolation(section, key) or OmegaConf.is_missing(section, key)
-        value = None if unresolved else section[key]
-        if isinstance(value, DictConfig) and len(value):
-            yield from _keys(value, f"{name}.")
-        else:
-            yield name
+    return [key for key, _ in leaves(OmegaConf.to_container(section, resolve=False))]
 
 
 # what a composed configuration says about the model and vLLM's engine
@@ -323,6 +308,11 @@ def reads_weights(config: DictConfig) -> bool:
 def vllm_arguments(config: DictConfig) -> Mapping[str, Any]:
     """Keyword arguments of vLLM's engine: rollout.engine_kwargs.vllm."""
     return config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
+
+
+def seats_of(config: DictConfig) -> int:
+    """Most responses that a rollout replica decodes at once: max_num_seqs, or vLLM's default below 70 GiB a device."""
+    return vllm_arguments(config).get("max_num_seqs") or 256  # vllm/engine/arg_utils.py:1567
 
 
 def ascend_arguments(config: DictConfig) -> Mapping[str, Any]:

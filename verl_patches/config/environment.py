@@ -23,6 +23,7 @@ from verl_patches.platform.npu import SOCKETS
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 
+COMPOSED = "config.yaml"  # the composed configuration in a run's folder, which its driver reads
 REPOSITORY = Path(__file__).resolve().parents[2]
 RAY_FOLDER = "ray"  # in a run's temporary folder: Ray makes its own folder accessible to all users, the other is 0700
 # variables of the shell that a run does not inherit: the configuration decides

@@ -1,28 +1,33 @@
-"""The rules about the files that a run reads: model folder, data, hooks (hooks.py), a recording to replay; and writes.
+"""The rules about the files that a run reads: model folder, data, the user's code, a recording; and writes.
 
 What it writes is modelled: checkpoints from the model's parameters, responses from the shape of a batch.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from verl_patches.config import hooks
 from verl_patches.config.compose import config_file, model_changes, model_shape_of, reads_weights, with_layers
-from verl_patches.config.environment import run_dir
-from verl_patches.config.run_start import Start, checkpoints_of, start_of
+from verl_patches.config.environment import derive, process_environment, run_dir
+from verl_patches.config.run_start import Start, checkpoints_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
 from verl_patches.replay.recording import find_recording
 from verl_patches.upstream.checkouts import Trees
+from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
 from verl_patches.weights.checkpoint_folders import look
 from verl_patches.weights.source import open_source
@@ -40,7 +45,7 @@ def checks(config: DictConfig, must_exist: Collection[str], trees: Trees | None 
     """(name, whether it holds, detail, whether it is a note) of each rule; arguments as in checks.check_config."""
     yield from _folder_checks(config, must_exist)
     yield from _data_checks(config, must_exist)
-    yield from hooks.checks(config, must_exist, trees)
+    yield from hook_checks(config, must_exist, trees)
     yield from _replay_checks(config)
 
 
@@ -156,6 +161,126 @@ def _replay_checks(config: DictConfig) -> Iterator[_Found]:
     yield "replay", not fault, fault or f"the responses of {replay}"
 
 
+# the user's code: it must import, and define what is named
+
+IMPORT_S = 120  # time limit of an import
+_FILE_HOOKS = ("custom_reward_function", "data.custom_cls")  # path and name, which verl loads
+_CHILD = """
+import importlib, importlib.util, json, os, sys, traceback
+where, name, answer = sys.argv[1:]
+fault = missing = late = None
+elsewhere = False  # the run's platform is not this machine's
+try:
+    import verl_patches.prelude_patch  # as in the run: upstream's modules may need it
+except Exception:
+    elsewhere = True
+try:
+    if os.path.isfile(where):
+        spec = importlib.util.spec_from_file_location("custom_module", where)
+        if spec is None:
+            raise ImportError("its name does not end with .py")
+        module = sys.modules["custom_module"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    if name and not hasattr(module, name):
+        fault = f"{where} does not define {name}"
+except BaseException as error:
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
+    frames = [frame for frame in frames if frame[0] != importlib.__file__]
+    frames += [(error.filename, error.lineno)] if isinstance(error, SyntaxError) and error.filename else []
+    place = "%s:%s: " % ([f for f in frames if f[0] == where] or frames)[-1] if frames else ""
+    fault = f"{place}{type(error).__name__}: {error}"
+    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    late = f"this machine has no {missing} and is not of the run's platform" if missing and elsewhere else None
+with open(answer, "w") as file:
+    json.dump([fault, missing, late], file)
+os._exit(0)
+"""
+
+
+class Hook(NamedTuple):
+    """A file or module, what it must define ("": it is imported only), and the key or section that says so."""
+
+    where: str
+    name: str
+    key: str
+
+
+def hooks_of(config: DictConfig) -> Iterator[Hook]:
+    """The user's code that `config` names."""
+    for section, of in zip(_FILE_HOOKS, (config.custom_reward_function, config.data.custom_cls), strict=True):
+        if of.path:
+            yield Hook(of.path, of.name or "", section)
+    if hook := config.recipe.worker_process_setup_hook:
+        module, _, name = hook.rpartition(".")
+        yield Hook(module, name, "recipe.worker_process_setup_hook")
+    if library := config.actor_rollout_ref.model.external_lib:
+        yield Hook(library, "", "actor_rollout_ref.model.external_lib")
+
+
+def hook_checks(config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None) -> Iterator[_Found]:
+    """(name, whether it holds, detail, whether it is a note) of each hook; it is imported where `trees` are given.
+
+    In a process of its own, with the variables and the PYTHONPATH of the run: this one imports neither torch nor verl,
+    and a module that hangs or ends its process does no harm.
+
+    must_exist: as in checks.check_config. A package of the line that is not on this machine is a note.
+    """
+    for hook in hooks_of(config):
+        what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
+        if hook.key in _FILE_HOOKS and not file.is_file():
+            key, detail = f"{hook.key}.path", f"{file} is not on this machine, so it was not imported"
+            if given := key in must_exist:
+                detail = f"{file} is no file here; expected a Python file"
+            yield "hooks", not given, f"{key}: {detail}", not given
+            continue
+        fault = missing = late = None
+        if trees is not None:
+            environment = process_environment(derive(config, tempfile.gettempdir(), trees), os.environ)
+            stamp = file.stat().st_mtime_ns if file.is_file() else 0
+            fault, missing, late = _import(hook.where, hook.name, stamp, tuple(sorted(environment.items())))
+        if late:
+            yield "hooks", True, f"{what} was not checked: {late} ({hook.key})", True
+        elif missing and missing.partition(".")[0] in _packages(config.recipe.line):
+            yield "hooks", True, f"{what} was not imported, as this machine has no {missing} ({hook.key})", True
+        else:
+            text = f"{hook.key}: expected {what}, which can be imported; found {fault}. Correct it, or the key"
+            yield "hooks", not fault, text if fault else what, False
+
+
+def _packages(line: str) -> set[str]:
+    pins = load_pins().line(line)
+    return {*pins.packages, *(name for one in pins.repositories.values() for name in one.packages)}
+
+
+@functools.lru_cache(16)  # one command checks a configuration more than once
+def _import(
+    where: str, name: str, stamp: int, environment: tuple[tuple[str, str], ...]
+) -> tuple[str | None, str | None, str | None]:
+    """(what is wrong, the module that is not installed, why it is not known) of an import; `stamp`: of the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer")
+        command = [sys.executable, "-c", _CHILD, where, name, str(answer)]
+        try:
+            subprocess.run(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=IMPORT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return None, None, f"its import took more than {IMPORT_S} s"
+        if not answer.exists():
+            return f"the process that imports {where} ended without an answer", None, None
+        return tuple(json.loads(answer.read_text()))
+
+
+# what the run writes
+
+
 class Need(NamedTuple):
     """What a run writes to one folder: in bytes, as text, and which keys change it. Its name: run, checkpoints."""
 
@@ -166,16 +291,12 @@ class Need(NamedTuple):
     keys: str
 
 
-def disk_needs(config: DictConfig) -> list[Need]:
-    """What a run will write (modelled): records and recorded responses to its folder, checkpoints to theirs.
+def disk_needs(config: DictConfig, start: Start) -> list[Need]:
+    """What a run will write from `start` on (modelled): records and responses to its folder, checkpoints to theirs.
 
     Checkpoints are the most that come to those of the run that are there: those kept and the one that is being written.
     """
     steps, trainer, data = steps_of(config), config.trainer, config.data
-    try:
-        start = start_of(config, run_dir(config))
-    except ConfigError:  # which the rule about checkpoints names
-        start = Start()
     done = start.step or 0
     left = None if steps is None else max(steps - done, 0)
     records, step_bytes = _RECORD_BYTES

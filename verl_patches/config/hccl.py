@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from verl_patches.config.compose import graph_arguments, vllm_arguments
+from verl_patches.config.compose import graph_arguments, seats_of
 from verl_patches.config.ray_start import RayPorts
 from verl_patches.config.recipe import HCCL_PORTS
 from verl_patches.errors import ConfigError
@@ -28,7 +28,6 @@ AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
 IF_PORTS = 16  # that HCCL_IF_BASE_PORT stands for (CANN envref_07_0074)
 PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20
-_DEFAULT_SEATS = 256  # vllm/engine/arg_utils.py:1567, for a device below 70 GiB
 
 
 def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]:
@@ -68,7 +67,7 @@ def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
 def _decode_batch(config: DictConfig) -> int:
     """Most responses that a replica decodes at once: decode batches are padded to a graph's size."""
     sizes = graph_arguments(config).get("graph_batch_sizes") or ()
-    return max(vllm_arguments(config).get("max_num_seqs") or _DEFAULT_SEATS, *sizes, 0)
+    return max(seats_of(config), *sizes, 0)
 
 
 def buffer_mib(config: DictConfig, model: ModelShape) -> int:

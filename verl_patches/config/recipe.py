@@ -14,17 +14,34 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from verl_patches.config.profile import Profile, phase_faults
-from verl_patches.config.watch import Alarms, Restart, Watch
 from verl_patches.errors import ConfigError
+from verl_patches.memory.schedule import SCHEDULE
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
 from verl_patches.platform import as_npu
-from verl_patches.values import Count, Decay, Dotted, Name, NotNegative, Port, Positive, RayAddress, Text, value_faults
+from verl_patches.values import (
+    Count,
+    Decay,
+    Dotted,
+    Factor,
+    Name,
+    Natural,
+    NotNegative,
+    Port,
+    Positive,
+    RayAddress,
+    Share,
+    Text,
+    leaves,
+    value_faults,
+)
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ASCEND = "recipe.rollout.ascend."
 _OF_GRAPHS = ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
+
+ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
+PROFILED = tuple(phase.name for phase in SCHEDULE.phases if phase.name not in ON_CONTROLLER)
 
 
 def _choice(default: str, *allowed: str) -> Any:
@@ -290,6 +307,80 @@ class Timeouts:
 
 
 @dataclass
+class Profile:
+    """Traces of chosen steps, ranks and phases (worker/profile.py), and the peak rate of a device for MFU.
+
+    steps: numbers of the steps that are profiled, as the step table counts them; null: none. Their times are not
+    comparable, and medians of `report` leave them out.
+    ranks: ranks that write traces.
+    phases: phases of memory/schedule.py that they trace, but reward and advantage, which run on the controller; null:
+    all of them.
+    stacks: traces have Python stacks too, which makes them larger and the phases slower.
+    peak_tflops: dense bf16 TFLOP/s of one device; null takes that of the platform (353.9 of an A3 die), and on a CPU,
+    which has none, MFU is not printed (layout/flops.py).
+    """
+
+    steps: list[Count] | None = None
+    ranks: list[Natural] = field(default_factory=lambda: [0])
+    phases: list[str] | None = None
+    stacks: bool = False
+    peak_tflops: Positive | None = None
+
+
+@dataclass
+class Watch:
+    """The watch of a run (docs/watch.md): which rank it waits for, and for how long it may.
+
+    action: stop ends a run that stalls, report only logs and records it, off starts no heartbeats.
+    first_s: bound of a phase that a process has not ended before, in seconds; for loading, for writing a checkpoint and
+    for a trace at least recipe.timeouts.load_s, each time, for validation the first time.
+    least_s: bound of a phase that it has ended before, whatever it took.
+    factor: bound of a phase as a multiple of its longest duration so far on any rank, and on platform npu of the step
+    model's seconds with prompts and responses of the largest length, the first time too. The largest bound holds.
+    Whatever these say, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
+    """
+
+    action: str = _choice("stop", "stop", "report", "off")
+    first_s: Positive = 1800.0
+    least_s: Positive = 900.0
+    factor: Factor = 5.0
+
+
+@dataclass
+class Alarms:
+    """Named alarms over the record of each step (trainer/alarms.py). A bound of null switches its alarm off.
+
+    action: warn prints and records an alarm, stop ends the run at the first one.
+    expert_load: alarm expert_collapse where the largest load of an expert is above this multiple of the mean; needs
+    recipe.expert_load.
+    length_share: alarm length_collapse where responses are shorter than this share of the median of the first steps.
+    at_limit: alarm length_limit where more than this share of the responses ends at the length limit.
+    dlogp_factor: alarm dlogp_drift where the mean |dlogp| is above this multiple of the median of the first steps.
+    baseline_steps: number of first steps of this process whose median is compared with; no such alarm before.
+    """
+
+    action: str = _choice("warn", "warn", "stop")
+    expert_load: Positive | None = 16.0
+    length_share: Share | None = 0.25
+    at_limit: Share | None = None
+    dlogp_factor: Factor | None = 10.0
+    baseline_steps: Count = 5
+
+
+@dataclass
+class Restart:
+    """Starting a run again from its last checkpoint (launch/restart.py).
+
+    times: how often at most; for a stall, a dead worker, a lost node or a failed connection, not for other errors.
+    without_nodes: ids or addresses of nodes of a joined Ray (recipe.ray_address) on which nothing is placed. A restart
+    adds the faulty one, if enough others are there.
+    """
+
+    times: Natural = 0
+    without_nodes: list[Text] = field(default_factory=list)
+
+
+@dataclass
 class Recipe:
     """One run.
 
@@ -356,7 +447,7 @@ def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple
 def check_recipe(section: Mapping[str, Any]) -> None:
     """ConfigError for a key that is not in the schema (with the nearest one), or a value that is not allowed."""
     known = dict(recipe_keys())
-    given = dict(_leaves(section, "recipe", known))
+    given = dict(leaves(section, "recipe.", known.__contains__))
     faults = [unknown_key(key, known) for key in given if key not in known]
     for key, item in known.items():
         allowed = item.metadata.get("allowed")
@@ -394,7 +485,7 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
         if section and platform is not None and not as_npu(platform) and given.get(key, item.default) != item.default:
             faults.append(f"{key} is Ascend's: it needs recipe.platform=npu, found {platform}")
     faults += _ascend_contradictions(given)
-    faults += phase_faults(given.get("recipe.profile.phases"))
+    faults += _phase_faults(given.get("recipe.profile.phases"))
     base_port, last = given.get("recipe.hccl.base_port", 61000), 65535 - HCCL_PORTS + 1
     if base_port > last:
         faults.append(f"recipe.hccl.base_port is {base_port}; expected 1024 to {last}, as {HCCL_PORTS} ports are taken")
@@ -418,6 +509,14 @@ def _ascend_contradictions(given: Mapping[str, Any]) -> list[str]:
     return faults
 
 
+def _phase_faults(phases: Any) -> Iterator[str]:
+    """One sentence for each of `phases` that is none, or that workers have no part in."""
+    for phase in phases or ():
+        if phase not in PROFILED:
+            why = "runs on the controller" if phase in ON_CONTROLLER else "is no phase of memory/schedule.py"
+            yield f"recipe.profile.phases: {phase!r} {why}; expected some of {', '.join(PROFILED)}"
+
+
 def unknown_key(
     key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/config/recipe.py"
 ) -> str:
@@ -426,12 +525,3 @@ def unknown_key(
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
     near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]
     return f"unknown key {key}; " + (f"did you mean {' or '.join(near[:3])}?" if near else hint)
-
-
-def _leaves(section: Mapping[str, Any], prefix: str, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        name = f"{prefix}.{key}"
-        if isinstance(value, Mapping) and name not in known:
-            yield from _leaves(value, name, known)
-        else:
-            yield name, value

@@ -16,6 +16,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.compose import switched_off
+from verl_patches.config.environment import run_dir
 from verl_patches.config.verl_values import RESUME_NEEDS
 from verl_patches.errors import ConfigError
 from verl_patches.trainer.record import run_id
@@ -30,13 +31,15 @@ class Start:
     """A start that may begin.
 
     id: of the run that goes on; None where a new one begins. resumed, step: the checkpoint that it starts from, and the
-    step that this one completes. moves: whether the folder of checkpoints moves to earlier/N.
+    step that this one completes. moves: whether the folder of checkpoints moves to earlier/N. ignored: a sentence about
+    each thing in that folder that the run leaves alone.
     """
 
     id: str | None = None
     resumed: Path | None = None
     step: int | None = None
     moves: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 def checkpoints_of(config: DictConfig) -> Path:
@@ -74,7 +77,7 @@ def start_of(config: DictConfig, folder: Path) -> Start:
     found = look(saved, own)
     step = None if manifest is None else manifest.facts["step"]
     if resumed is not None and resumed.resolve() in {path.resolve() for path in found.own.values()}:
-        return Start(own, resumed, step)
+        return Start(own, resumed, step, ignored=tuple(found.ignored()))
     moves = is_inside(config, folder) and any([*saved.glob("global_step_*"), *saved.glob(EARLIER)])
     if moves and resumed is not None and resumed.resolve().is_relative_to(saved.resolve()):
         if own is not None and manifest.facts.get("id") == own:
@@ -90,6 +93,22 @@ def start_of(config: DictConfig, folder: Path) -> Start:
     if not is_inside(config, folder) and uses_checkpoints(config):
         _refuse_others(config, saved, found, own)
     return Start(resumed=resumed, step=step, moves=moves)
+
+
+def planned_start(config: DictConfig) -> tuple[Start, str]:
+    """(where the run would start, "") as `start_of` says; (a start at step 1, why there is none) where it refuses."""
+    try:
+        return start_of(config, run_dir(config)), ""
+    except ConfigError as error:
+        return Start(), str(error)
+
+
+def resolved(config: DictConfig, start: Start) -> DictConfig:
+    """A copy of `config` for the driver, which resumes from the checkpoint of `start` and looks for no other."""
+    config = config.copy()
+    if start.resumed is not None:
+        config.trainer.update({"resume_mode": "resume_path", "resume_from_path": str(start.resumed)})
+    return config
 
 
 def _resumed(config: DictConfig, saved: Path, own: str | None) -> Path | None:

@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from verl_patches.config import hccl
 from verl_patches.config.checks import check_files
 from verl_patches.config.files import PATHS, Need, disk_detail, disk_fault, disk_needs
+from verl_patches.config.run_start import planned_start
 from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError, fault_of
 from verl_patches.launch.launcher import require_free_port
@@ -284,7 +285,7 @@ def _files(node: Node) -> Iterator[Result]:
 def _disk(node: Node) -> Iterator[Result]:
     config, temporary = node.config, Path(tempfile.gettempdir())
     needs = [
-        *disk_needs(config),
+        *disk_needs(config, planned_start(config)[0]),
         Need("temporary", temporary, FREE_BYTES[node.npu], "Ray's sockets and logs", "TMPDIR"),
     ]
     fault = disk_fault(needs)

@@ -24,7 +24,7 @@ from verl_patches.errors import ConfigError, RecipeError, interrupted, place_in
 from verl_patches.evaluation.plots import memory_figure, run_figure, save
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
-from verl_patches.launch.run_folder import RunFolder, open_run_folder
+from verl_patches.launch.run_folder import RunFolder, open_run_folder, start_again
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, taken_by
@@ -62,8 +62,6 @@ class Outcome:
 
 def run(
     config: DictConfig,
-    config_name: str,
-    overrides: Sequence[str],
     on_line: Callable[[str], None] = lambda line: None,
     trees: Trees | None = None,
     dirty: Mapping[str, Sequence[str]] | None = None,
@@ -86,12 +84,18 @@ def run(
             Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")
         started, watch = time.monotonic(), MemoryWatch()
         progress, restarts = _NewLines(folder / "progress.log", on_line), Restarts(config, folder)
+        start = here.start
         while True:
-            command = driver_command(config_name, [*overrides, *restarts.overrides()])
-            code, reason = _run_driver(config, command, folder, watch, progress, trees, started)
+            OmegaConf.save(restarts.config(start), folder / environment.COMPOSED)
+            code, reason = _run_driver(config, folder, watch, progress, trees, started)
             if (again := restarts.after(code, reason)) is None:
                 break
             Progress(folder).say(f"| {again}")
+            try:
+                start = start_again(config, folder)
+            except ConfigError as error:
+                code, reason = 1, str(error)
+                break
         wall_s = round(time.monotonic() - started, 1)
         head = {**_head(config, here, trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
         head |= {"restarts": restarts.records} if restarts.records else {}
@@ -105,20 +109,14 @@ def run(
 
 
 def _run_driver(
-    config: DictConfig,
-    command: list[str],
-    folder: Path,
-    watch: MemoryWatch,
-    progress: _NewLines,
-    trees: Trees | None,
-    started: float,
+    config: DictConfig, folder: Path, watch: MemoryWatch, progress: _NewLines, trees: Trees | None, started: float
 ) -> tuple[int, str | None]:
     """Run the driver, then end all processes that it started; (exit code, reason or None) as `_supervise` has them."""
     with short_temp_dir() as temp:
         variables = environment.derive(config, str(temp), trees)
-        OmegaConf.save(config, folder / "config.yaml")
         (folder / "environment.json").write_text(json.dumps([asdict(v) for v in variables], indent=1) + "\n")
         env = environment.process_environment(variables, os.environ)
+        command = driver_command(folder / environment.COMPOSED)
         with adopting_orphans(), _recorded_signals() as signals:
             descendants = Descendants()
             try:
@@ -268,7 +266,7 @@ def _remove_abandoned(parent: Path) -> None:
 def _head(config: DictConfig, here: RunFolder, trees: Trees | None) -> dict[str, Any]:
     """What summary.json says about the run if the driver wrote none, and the commits of the trees that it imports."""
     head = {key: config.recipe[key] for key in ("run", "line", "platform", "dtype")}
-    head |= {"id": here.id, "resumed_step": here.step}
+    head |= {"id": here.id, "resumed_step": here.start.step}
     head["layout"] = {"train": str(train_layout_of(config)), "rollout": str(rollout_layout_of(config))}
     if trees and trees.folders:
         head["upstream"] = {folder.name: commit_of(folder) for folder in trees.folders}

@@ -1,6 +1,6 @@
 """Starting a run's driver again after a failure that another try may survive (recipe.restart).
 
-The checkpoint that a try goes on from is verl's and ours to find (trainer.resume_mode=auto). Here: which failures are
+Each try goes on from the newest checkpoint (config/run_start.py). Here: which failures are
 worth a try, what is left out of it, where the files of a failed one go (attempts/N in the run's folder), and the reason
 and culprits of each.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_patches.config.files import steps_of
-from verl_patches.config.run_start import checkpoints_of
+from verl_patches.config.run_start import Start, checkpoints_of, resolved
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import read_object
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
@@ -61,11 +61,12 @@ class Restarts:
         self._left_out = list(config.recipe.restart.without_nodes)
         self.records: list[dict[str, Any]] = []
 
-    def overrides(self) -> list[str]:
-        """Of the next try, in addition to the run's own."""
-        if not self.records or not self._left_out:
-            return []
-        return [f"recipe.restart.without_nodes=[{','.join(self._left_out)}]"]
+    def config(self, start: Start) -> DictConfig:
+        """The configuration of the next try: the run's own, from the checkpoint of `start`, without faulty nodes."""
+        config = resolved(self._config, start)
+        for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
+            section.restart.without_nodes = list(self._left_out)
+        return config
 
     def after(self, code: int, reason: str | None) -> str | None:
         """Message for the next try, after moving the failed one's files; None if there is none."""

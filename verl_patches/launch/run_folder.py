@@ -43,12 +43,12 @@ _FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.
 class RunFolder:
     """A run's folder while its launcher holds it.
 
-    step: the step after which this part of the run starts, None for step 1. said: lines about what was moved.
+    start: where this part of the run starts. said: lines about what was moved, and what is left alone.
     """
 
     path: Path
     id: str
-    step: int | None
+    start: Start
     said: tuple[str, ...]
 
 
@@ -88,10 +88,20 @@ def require_lasting_folders(config: DictConfig) -> None:
         )
 
 
-def require_start(config: DictConfig) -> None:
-    """ConfigError where the run could not start in its folder (config/run_start.py); nothing is written."""
+def require_start(config: DictConfig) -> Start:
+    """How the run would start in its folder; ConfigError where it could not (config/run_start.py). Writes nothing."""
     require_output_folder(config)
-    start_of(config, run_dir(config))
+    return start_of(config, run_dir(config))
+
+
+def start_again(config: DictConfig, folder: Path) -> Start:
+    """Where the next try of a run starts, whose `folder` this process holds: from its newest checkpoint now.
+
+    ConfigError as `start_of`.
+    """
+    if checkpoints_of(config).is_dir() and (own := run_id(folder)):
+        recover(checkpoints_of(config), own)
+    return start_of(config, folder)
 
 
 @contextmanager
@@ -110,10 +120,10 @@ def open_run_folder(config: DictConfig) -> Iterator[RunFolder]:
         if there and config.trainer.resume_mode != "disable" and (own := run_id(folder)):
             recover(saved, own)  # a save that was killed after its last file is the newest checkpoint
         start = start_of(config, folder)
-        said = _set_aside(folder, saved, start)
+        said = [*_set_aside(folder, saved, start), *(f"| {text}" for text in start.ignored)]
         if config.trainer.save_freq > 0 and (start.moves or not there):
             held.enter_context(_locked(saved, "trainer.default_local_dir"))
-        yield RunFolder(folder, start.id or new_run_id(folder, config.recipe.run), start.step, tuple(said))
+        yield RunFolder(folder, start.id or new_run_id(folder, config.recipe.run), start, tuple(said))
 
 
 def _locked(folder: Path, keys: str) -> AbstractContextManager:

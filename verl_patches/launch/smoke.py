@@ -142,7 +142,7 @@ class SmokeOptions:
 
 
 def overrides_of(options: SmokeOptions) -> list[str]:
-    """The options as Hydra overrides, data and model left out (see `prepare`); ConfigError for a wrong combination."""
+    """The options as Hydra overrides, data and model left out (see `Inputs`); ConfigError for a wrong combination."""
     options.check()
     layout = LAYOUTS[options.line][options.train_layout]
     megatron, rollout = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -173,7 +173,7 @@ def overrides_of(options: SmokeOptions) -> list[str]:
 
 
 def check_model(options: SmokeOptions, config: DictConfig, given: Collection[str]) -> None:
-    """ConfigError where recipe.model_shape is not the model that `prepare` makes.
+    """ConfigError where recipe.model_shape is not the model that `Inputs.make` makes.
 
     given: keys that the user sets. A model folder of the user's own is compared with it by config/files.py.
     """
@@ -185,34 +185,52 @@ def check_model(options: SmokeOptions, config: DictConfig, given: Collection[str
         )
 
 
-def prepare(options: SmokeOptions, cache: Path, say: Callable[[str], None]) -> list[str]:
-    """Make model and data below `cache`, unless they exist and their sources are unchanged; overrides that name them.
+@dataclass(frozen=True)
+class Inputs:
+    """The model and the data of a smoke below a cache. Their places are known before they are made.
 
-    A process of its own makes each, as the launcher does not import torch; its folder appears whole or not at all.
-    Raises ConfigError with the end of the process's output if one fails.
+    model: its folder. tasks: {folder of a task's data: arguments of the program that makes it}.
     """
-    shape = CONFIGS_DIR / options.model_shape
-    sources = [shape, REPOSITORY / "verl_patches/model/tiny.py"]
+
+    options: SmokeOptions
+    model: Path
+    tasks: dict[Path, list[str]]
+
+    @property
+    def overrides(self) -> list[str]:
+        """The Hydra overrides that name model and data."""
+        trains, tests = ([_quoted(f / f"{split}.parquet") for f in self.tasks] for split in ("train", "test"))
+        return [
+            f"actor_rollout_ref.model.path={_quoted(self.model)}",
+            f"data.train_files=[{','.join(trains)}]",
+            f"data.val_files=[{','.join(tests)}]",
+        ]
+
+    def make(self, say: Callable[[str], None]) -> None:
+        """Make what does not exist, each in a process of its own, as the launcher does not import torch.
+
+        A folder appears whole or not at all. ConfigError with the end of the process's output if one fails.
+        """
+        if not self.model.exists():
+            say(f"making the tiny model, seed {self.options.seed}")
+            words = str(self.model), str(self.options.seed), str(CONFIGS_DIR / self.options.model_shape)
+            _run([sys.executable, "-c", _MAKE_MODEL, *words], "the tiny model")
+        for folder, task in self.tasks.items():
+            if not folder.exists():
+                say(f"preparing the data: {folder.name.partition('-')[0]}")
+                _make_data(task, folder)
+
+
+def inputs_of(options: SmokeOptions, cache: Path) -> Inputs:
+    """The model and data of `options`; folders are named by a digest of all that they are made from."""
+    sources = [CONFIGS_DIR / options.model_shape, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
-    if not model.exists():
-        say(f"making the tiny model, seed {options.seed}")
-        _run([sys.executable, "-c", _MAKE_MODEL, str(model), str(options.seed), str(shape)], "the tiny model")
     maths = [str(SAMPLE), "--tokenizer", str(model), "--max-prompt-length", PROMPT_TOKENS]
     tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
     sources += [SAMPLE, *sorted((REPOSITORY / "data").glob("*.py"))]
     sources += sorted((REPOSITORY / "verl_patches/rewards").glob("*.py"))
-    folders = []
-    for name, task in tasks.items():
-        folders.append(cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}")
-        if not folders[-1].exists():
-            say(f"preparing the data: {name}")
-            _make_data(task, folders[-1])
-    trains, tests = ([_quoted(f / f"{split}.parquet") for f in folders] for split in ("train", "test"))
-    return [
-        f"actor_rollout_ref.model.path={_quoted(model)}",
-        f"data.train_files=[{','.join(trains)}]",
-        f"data.val_files=[{','.join(tests)}]",
-    ]
+    folders = {cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}": task for name, task in tasks.items()}
+    return Inputs(options, model, folders)
 
 
 def _make_data(task: Sequence[str], folder: Path) -> None:

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -32,9 +33,9 @@ ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
 _SIZED = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs
 
 
-def driver_command(config_name: str, overrides: Sequence[str]) -> list[str]:
+def driver_command(config_file: Path) -> list[str]:
     """The command line of the driver process, started by the launcher with the run's environment."""
-    return [sys.executable, "-m", DRIVER_MODULE, "--config-name", config_name, *overrides]
+    return [sys.executable, "-m", DRIVER_MODULE, str(config_file)]
 
 
 def build_plan(
@@ -182,7 +183,7 @@ def commands(config: DictConfig, config_name: str, overrides: Sequence[str], tre
             found.append((f"each of the other {nodes - 1} nodes", here + other))
     train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *trees.option, *overrides]
     found.append(("head node" if found else "this machine", here + shlex.join(train)))
-    driver = shlex.join(driver_command(config_name, overrides))
+    driver = shlex.join(driver_command(environment.run_dir(config) / environment.COMPOSED))
     found.append(("started by the last one, not to be typed", driver))
     return [{"where": where, "command": command} for where, command in found]
 

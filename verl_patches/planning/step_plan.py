@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import hccl
 from verl_patches.config.checks import sync_blocks
-from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library, vllm_arguments
+from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library, seats_of
 from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import ModelShape, build_inventory
@@ -42,7 +42,6 @@ from verl_patches.watch.bounds import MODELLED, WAIT_SHARE, Bounds
 
 log = logging.getLogger(__name__)
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
-_DEFAULT_SEATS = 256  # vllm/engine/arg_utils.py:1567, for a device below 70 GiB
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def step_input(
     train, train_batch, n = train_layout_of(config), data.train_batch_size, rollout.n
     lengths = _lengths(config, workload)
     length = lengths.prompt + lengths.mean_of_longest()
-    seats = vllm_arguments(config).get("max_num_seqs") or _DEFAULT_SEATS
+    seats = seats_of(config)
     graphs = tuple(graph_arguments(config).get("graph_batch_sizes") or (seats,)) if graph_arguments(config) else ()
     micro = actor.ppo_micro_batch_size_per_gpu
     if actor.use_dynamic_bsz or micro is None:

@@ -40,7 +40,7 @@ from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import train_layout_of, world_size
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
-from verl_patches.values import size_text
+from verl_patches.values import leaves, size_text
 from verl_patches.weights.checkpoint import CheckpointError, generators, rank_files, set_generators, text_of
 from verl_patches.weights.checkpoint_folders import (
     instead_of,
@@ -265,21 +265,12 @@ def settings_of(config: Any) -> dict[str, Any]:
     """{digest, settings}: what a resumed run is compared with. The digest is of settings and active patches."""
     found = OmegaConf.to_container(config, resolve=True)
     sections = {name: found[name] for name in ("recipe", "actor_rollout_ref", "algorithm", "data")}
-    settings = dict(
-        _leaves({**sections, "recipe": {k: v for k, v in found["recipe"].items() if k not in _NOT_COMPARED}})
-    )
-    settings = {k: v for k, v in settings.items() if not k.startswith("actor_rollout_ref.recipe.")}
+    sections["recipe"] = {k: v for k, v in found["recipe"].items() if k not in _NOT_COMPARED}
+    mirrored = "actor_rollout_ref.recipe."
+    settings = {k: v for k, v in leaves(sections) if v != {} and not k.startswith(mirrored)}
     patches = engine.current().digest()
     text = json.dumps([settings, patches], sort_keys=True, default=str)
     return {"digest": hashlib.sha256(text.encode()).hexdigest(), "patches": patches, "settings": settings}
-
-
-def _leaves(section: Any, prefix: str = "") -> Any:
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

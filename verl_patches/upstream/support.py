@@ -12,7 +12,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE, nearest, parse
 from verl_patches.upstream.pins import Pins, Unsupported, load_pins
-from verl_patches.values import is_secret_value, is_secret_variable
+from verl_patches.values import is_secret_value, is_secret_variable, leaves
 
 # a variable with such a prefix that the pin file does not list is reported: its name may be misspelled
 _PREFIXES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
@@ -45,9 +45,10 @@ def refusal_of(config: DictConfig, key: str) -> str | None:
 def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Unsupported]:
     """Entries for keys of the rollout section that are not `listed`, and that nothing reads or verl itself sets."""
     line, pins = config.recipe.line, load_pins()
-    for key in _leaves(OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False), _ROLLOUT):
+    section = OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False)
+    for key, value in leaves(section, _ROLLOUT, lambda key: key.startswith(_ENGINE)):
         keyword = key.removeprefix(_ENGINE)
-        if key in listed:
+        if key in listed or (value == {} and not key.startswith(_ENGINE)):
             continue
         if not key.startswith(_ENGINE) and not pins.acts(key, line):
             why, instead = _UNREAD, "remove it"
@@ -58,14 +59,6 @@ def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Un
         else:
             continue
         yield Unsupported(key=key, lines=(line,), neutral=(None,), why=why, instead=instead)
-
-
-def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for key, value in section.items():
-        if isinstance(value, dict) and not prefix.startswith(_ENGINE):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def refusal(entry: Unsupported, value: Any, line: str) -> str:

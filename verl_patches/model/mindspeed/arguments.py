@@ -13,10 +13,11 @@ code, or known to have no effect. Any other key is refused by name, so that none
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from verl_patches.errors import ConfigError
+from verl_patches.values import leaves
 
 
 class Setting(NamedTuple):
@@ -386,7 +387,7 @@ def explain(config: Any, hf_config: Mapping[str, Any] | None = None) -> list[Set
     section = _plain(config)
     if "actor_rollout_ref" in section:
         section = {**section["actor_rollout_ref"], "recipe": section["recipe"]}
-    given = dict(_leaves(section))
+    given = dict(leaves(section, ends=lambda key: key.endswith("override_transformer_config")))
     defaults = {row.key: row.default for row in TABLE}
 
     def get(key: str) -> Any:
@@ -425,15 +426,6 @@ def _explain(row: Key, get: Get) -> Setting:
     if value is None:
         return setting("refused", why=f"{row.to} needs a value")
     return setting("mapped", row.to, str(value))
-
-
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and not name.endswith("override_transformer_config"):
-            yield from _leaves(value, f"{name}.")
-        else:
-            yield name, value
 
 
 def _plain(config: Any) -> Mapping[str, Any]:
