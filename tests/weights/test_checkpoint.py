@@ -17,7 +17,7 @@ from tests.reshard.test_train_tensors import INVENTORY, STORAGES, pack
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.weights.checkpoint import (
+from verl_patches.weights.checkpoint_files import (
     CheckpointReader,
     load_state,
     problems_of_share,

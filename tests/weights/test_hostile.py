@@ -22,8 +22,7 @@ from verl_patches.reshard.region import Region
 from verl_patches.weights import manifest as m
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
-from verl_patches.weights.regions import RegionReader
-from verl_patches.weights.shards import DTYPES, tensor_bytes
+from verl_patches.weights.reader import DTYPES, RegionReader, tensor_bytes
 from verl_patches.weights.source import open_source
 from verl_patches.weights.writer import FileWriter, begin, complete
 

@@ -22,10 +22,18 @@ import torch
 from verl_patches.errors import RecipeError
 from verl_patches.reshard.region import Region, overlap
 from verl_patches.weights import fp8
-from verl_patches.weights.digests import DIGITS, Beside
-from verl_patches.weights.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, file_problems, read_manifest
+from verl_patches.weights.manifest import (
+    DIGITS,
+    MANIFEST,
+    Beside,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    file_problems,
+    read_manifest,
+)
 from verl_patches.weights.plan import MOST_THREADS, Group, OutFile, Plan, block_rows
-from verl_patches.weights.shards import TORCH_DTYPES, require_finite, tensor_bytes
+from verl_patches.weights.reader import TORCH_DTYPES, require_finite, tensor_bytes
 from verl_patches.weights.source import BLOCK, FP8, Part, Source, SourceFiles, SourceTensor, scale_name
 from verl_patches.weights.writer import FileWriter, begin, complete, missing_files, reopen
 

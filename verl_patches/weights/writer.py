@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.weights.digests import Beside, FileDigest
 from verl_patches.weights.manifest import (
     ENTRIES,
     MANIFEST,
     PARTIAL,
+    Beside,
+    FileDigest,
     FileEntry,
     Manifest,
     TensorEntry,

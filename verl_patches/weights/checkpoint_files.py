@@ -32,7 +32,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.memory.measure import MOMENTS
 from verl_patches.reshard.region import Region, cover, overlap, part_of
 from verl_patches.weights.manifest import CHECKPOINT, OF_RANK, TensorEntry, file_problems, in_data_order, read_manifest
-from verl_patches.weights.shards import ShardReader, tensor_bytes
+from verl_patches.weights.reader import ShardReader, tensor_bytes
 from verl_patches.weights.train_state import OptimizerShard, Piece, TrainState, optimizer_shards
 from verl_patches.weights.writer import FileWriter
 
