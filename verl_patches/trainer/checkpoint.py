@@ -44,11 +44,11 @@ from verl_patches.values import size_text
 from verl_patches.weights.checkpoint_files import CheckpointError, generators, rank_files, set_generators, text_of
 from verl_patches.weights.checkpoint_folders import (
     instead_of,
-    look,
     newest,
     put_in_place,
     recover,
     remove_oldest,
+    saved_in,
     set_aside_after,
     size_bytes,
     unnamed,
@@ -228,7 +228,7 @@ class Checkpoints:
                 raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
             return Path(settings.resume_from_path).absolute()
         found = newest(self.folder, self.run)
-        self._say_once(look(self.folder, self.run).ignored())
+        self._say_once(saved_in(self.folder, self.run).ignored())
         if found is None:
             self._say(f"trainer.resume_mode=auto: no checkpoint of this run in {self.folder}, starting from step 1")
         return found

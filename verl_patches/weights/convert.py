@@ -32,9 +32,9 @@ from verl_patches.weights.manifest import (
     file_problems,
     read_manifest,
 )
-from verl_patches.weights.plan import MOST_THREADS, Group, OutFile, Plan, block_rows
+from verl_patches.weights.plan import MOST_THREADS, ConversionPlan, Group, OutFile, block_rows
 from verl_patches.weights.reader import TORCH_DTYPES, require_finite, tensor_bytes
-from verl_patches.weights.source import BLOCK, FP8, Part, Source, SourceFiles, SourceTensor, scale_name
+from verl_patches.weights.source import BLOCK, FP8, Source, SourceFiles, SourceTensor, StoredPart, scale_name
 from verl_patches.weights.writer import FileWriter, begin, complete, missing_files, reopen
 
 Progress = Callable[[int], None]  # gets the bytes of tensors, or of files that are there already, since its last call
@@ -57,7 +57,9 @@ class Done(NamedTuple):
     manifest: Manifest | None
 
 
-def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progress: Progress = lambda _: None) -> Done:
+def convert(
+    plan: ConversionPlan, folder: str | Path, part: int = 0, parts: int = 1, progress: Progress = lambda _: None
+) -> Done:
     """Write `plan`'s share `part` of `parts` to `folder`; finished files that are there and right stay.
 
     Raises ConfigError for a folder that holds something else, RecipeError for a full disk, a source that changes
@@ -86,7 +88,7 @@ def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progr
 
 
 def _finished(
-    folder: Path, plan: Plan, recorded: dict[str, FileEntry], names: Sequence[str], progress: Progress
+    folder: Path, plan: ConversionPlan, recorded: dict[str, FileEntry], names: Sequence[str], progress: Progress
 ) -> set[str]:
     """Those of `names` that are recorded and have the size and the sha256 of their entries; reads them."""
     finished = {n for n in names if n in recorded and not file_problems(folder, recorded[n], progress)}
@@ -130,7 +132,7 @@ def _check_source(source: Source, groups: Iterable[Group], small: Iterable[str])
 # ---- groups
 
 
-def _write_groups(folder: Path, plan: Plan, groups: Sequence[Group], progress: Progress) -> int:
+def _write_groups(folder: Path, plan: ConversionPlan, groups: Sequence[Group], progress: Progress) -> int:
     """Write `groups`, as many at a time as there are cores; the bytes read. The first error ends the other groups."""
     stop, lock = threading.Event(), threading.Lock()
 
@@ -172,7 +174,7 @@ def _one_thread_each() -> Iterator[None]:
 
 
 def _write_group(
-    folder: Path, plan: Plan, group: Group, reader: _Reader, progress: Progress, stop: threading.Event
+    folder: Path, plan: ConversionPlan, group: Group, reader: _Reader, progress: Progress, stop: threading.Event
 ) -> None:
     """Write all files of a group in one pass over its tensors; they get their names together at the end.
 
@@ -290,7 +292,7 @@ class _Reader:
                 pieces.append(self._rows(part, part.region.shape_in(tensor.shape), dtype, first, last))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
 
-    def _rows(self, part: Part, shape: Sequence[int], dtype: torch.dtype, first: int, last: int) -> torch.Tensor:
+    def _rows(self, part: StoredPart, shape: Sequence[int], dtype: torch.dtype, first: int, last: int) -> torch.Tensor:
         """Rows [first, last) of a part that is stored in `shape`."""
         out = torch.empty((last - first, *shape[1:]), dtype=dtype)
         row = out.nbytes // len(out)

@@ -26,7 +26,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.reshard.region import Region, cover, overlap, part_of
 from verl_patches.weights import fp8
 from verl_patches.weights.manifest import ITEM_BYTES, WEIGHT, Manifest, TensorEntry, check_headers, read_manifest
-from verl_patches.weights.source import Part, Source, SourceFiles, SourceTensor
+from verl_patches.weights.source import Source, SourceFiles, SourceTensor, StoredPart
 
 
 class ShardReader:
@@ -142,7 +142,7 @@ class _Window(NamedTuple):
     `width`: columns of the stored part. `shared`: the same values as a region of the complete tensor.
     """
 
-    part: Part
+    part: StoredPart
     rows: range
     columns: range
     read: range
