@@ -41,7 +41,7 @@ from verl_patches.layout.parallel import train_layout_of, world_size
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.values import size_text
-from verl_patches.weights.checkpoint_files import CheckpointError, generators, rank_files, set_generators, text_of
+from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators, text_of
 from verl_patches.weights.checkpoint_folders import (
     instead_of,
     newest,
@@ -53,7 +53,7 @@ from verl_patches.weights.checkpoint_folders import (
     size_bytes,
     unnamed,
 )
-from verl_patches.weights.manifest import CHECKPOINT, MANIFEST, OF_RANK, OF_TRAINER, Manifest, read_manifest
+from verl_patches.weights.manifest import CHECKPOINT, MANIFEST, OF_RANK, OF_TRAINER, Manifest, rank_files, read_manifest
 from verl_patches.weights.reader import DTYPES as STORED
 from verl_patches.weights.writer import FileWriter, begin, complete
 

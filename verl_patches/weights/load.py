@@ -6,7 +6,7 @@ that a weight sync reads too (reshard/train_tensors.py), in the order in which t
 
 Ranks read at different speeds (disks, caches, the embedding's stage), and the first collective after loading would end
 in a connect or collective timeout that names no rank. So each rank publishes its progress in torch.distributed's store
-and waits there, with a limit of its own, before any collective. Keys of one load, below `key`:
+and waits there, with a limit of its own, before the next collective. Keys of one load, below `key`:
 
     total, read, begun, arrived    counters over all ranks: bytes to read, bytes read, ranks
     rank/N                         "BYTES_READ BYTES_TO_READ HOST" of rank N

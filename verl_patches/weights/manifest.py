@@ -137,6 +137,21 @@ LARGEST_BYTES = 1 << 30  # of a manifest; that of all 256 dies has 6.7 MB
 _CHUNK_BYTES = 4 << 20  # that is read at a time for a checksum
 
 
+def tensors_of_rank(rank: int) -> str:
+    """Name of the file with a rank's tensors."""
+    return f"{OF_RANK}{rank:05d}.safetensors"
+
+
+def state_of_rank(rank: int) -> str:
+    """Name of the file with the rest of a rank's state."""
+    return f"{OF_RANK}{rank:05d}.json"
+
+
+def rank_files(world_size: int) -> list[str]:
+    """Names of the files of all ranks."""
+    return [name(rank) for rank in range(world_size) for name in (tensors_of_rank, state_of_rank)]
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor of a file; the fields are explained above. At least one dimension (store a scalar as shape (1,))."""

@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import (
     INDEX,
@@ -143,45 +142,6 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
     if folder.is_dir():
         require_files(folder)
     return _of_manifest(folder) if has_manifest(folder) else _of_hf(folder, only_plan)
-
-
-class SourceFiles:
-    """Files of a source, each opened once, read with pread; a context manager. RecipeError where one is cut off.
-
-    pread and no memory map: a process holds what it asked for whatever the files' size, and a file that is cut off
-    meanwhile is an error with a name, not a bus error. `sequential`: they are read from start to end.
-    """
-
-    def __init__(self, folder: Path, sequential: bool = False):
-        self.folder, self.sequential = folder, sequential
-        self._handles: dict[str, int] = {}
-
-    def __enter__(self) -> SourceFiles:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
-
-    def read_into(self, view: memoryview, part: StoredPart, offset: int) -> None:
-        """Fill `view` with the bytes from `offset` on of the file that has `part`."""
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._handle(part.file), [view[done:]], offset + done)
-            if not count:
-                raise RecipeError(
-                    f"{self.folder / part.file}: ends inside {part.region.name}: it has changed since the start; check "
-                    "the file and start again"
-                )
-            done += count
-
-    def _handle(self, file: str) -> int:
-        if file not in self._handles:
-            handle = self._handles[file] = os.open(self.folder / file, os.O_RDONLY)
-            if self.sequential:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return self._handles[file]
 
 
 # ---- a folder with a manifest

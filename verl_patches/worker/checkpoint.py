@@ -34,7 +34,8 @@ from verl_patches.platform import NO_DEVICE
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
 from verl_patches.weights import checkpoint_files
-from verl_patches.weights.checkpoint_files import CheckpointError, CheckpointReader
+from verl_patches.weights.checkpoint_files import CheckpointError
+from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import Piece, TrainState
 
 log = logging.getLogger(__name__)
