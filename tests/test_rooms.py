@@ -140,7 +140,7 @@ def test_no_files_import_each_other_not_even_for_types(trees):
 @pytest.mark.parametrize(
     "module",
     "prelude_patch catalog __main__ layout.inventory planning.plan doctor.doctor weights.manifest "
-    "weights.load_progress watch.watcher".split(),
+    "watch.watcher".split(),
 )
 def test_torch_free_rooms_do_not_import_torch(module, run_python):
     code = f"import sys, verl_patches.{module}\nassert not {{'torch', 'verl', 'vllm', 'megatron'}} & set(sys.modules)"

@@ -185,8 +185,8 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
 
     from tests.reshard.cases import TINY
     from verl_patches.memory.host_backed import HostBackedStorage, copy_storages_to_host
-    from verl_patches.weights.checkpoint import rank_files, write_rank
-    from verl_patches.weights.manifest import Manifest, whole_tensor
+    from verl_patches.weights.checkpoint_files import write_rank
+    from verl_patches.weights.manifest import Manifest, rank_files, whole_tensor
     from verl_patches.weights.train_state import Piece, Place
     from verl_patches.weights.writer import begin, complete
 

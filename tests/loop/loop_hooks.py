@@ -223,7 +223,7 @@ def unmap_o_proj():
     """Rank 1 cannot follow the last layer's o_proj: as destination.py has it, so that load_weights must load it."""
 
     def change(destinations):
-        from verl_patches.reshard.trace import Opaque  # not before: torch
+        from verl_patches.reshard.destination import Opaque  # not before: torch
 
         if destinations.rank == 1:
             destinations.unmapped[O_PROJ] = "spoilt"
@@ -311,7 +311,7 @@ def killed_in_save():
 
         module.write_rank = write
 
-    after_import("verl_patches.weights.checkpoint", on_import)
+    after_import("verl_patches.weights.checkpoint_files", on_import)
 
 
 def stopped_in_update():

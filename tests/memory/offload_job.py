@@ -358,7 +358,7 @@ def watched():
         stays = {"actor_params", "grads", "optimizer", "rollout_weights", "kv_cache", "ref_params"}
         ledger = context().ledger = Ledger(SCHEDULE, stays, "strict")
         if swap:
-            swap_optimizer(optimizer, 4, look=context().raise_peak)
+            swap_optimizer(optimizer, 4, raise_peak=context().raise_peak)
         worker.memory._watch(worker, ledger)
         ledger.enter("reshard")
         ledger.enter("update")

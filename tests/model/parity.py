@@ -19,14 +19,14 @@ def logits_error(reference, found):
 
 def whole_gradients(ranks, layout):
     """HF name -> gradient, put together from what every rank knows."""
-    parts = {}
+    found = {}
     for rank in ranks:
-        for name, axis, part, of, tensor in rank[layout]["gradients"]:
-            slot = parts.setdefault(name, [axis, [None] * of])
-            earlier = slot[1][part]
-            assert earlier is None or torch.allclose(earlier, tensor, atol=1e-6), f"{name} differs between ranks"
-            slot[1][part] = tensor
-    return {name: torch.cat(pieces, dim=axis or 0) for name, (axis, pieces) in parts.items()}
+        for region, shape, tensor in rank[layout]["gradients"]:
+            whole = found.setdefault(region.name, torch.full(shape, torch.nan))
+            part = whole.narrow(region.axis, region.start, region.rows)
+            assert part.isnan().all() or torch.allclose(part, tensor, atol=1e-6), f"{region} differs between ranks"
+            part.copy_(tensor)
+    return found
 
 
 def gradient_errors(expected, found):

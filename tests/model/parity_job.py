@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from tests.model.parity import next_token_loss
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.model.weights import named_weights, source_of
+from verl_patches.model.weights import named_weights
+from verl_patches.reshard.train_tensors import layout_of_model, library_of, native_tensors, views_of
 
 LAYER_NAMES = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_name": "linear_fc1.weight"}
 
@@ -56,23 +58,19 @@ def run(chunks, config, hf_config, batch, packed=True, backward=False):
     return kept[0] if kept else None
 
 
-def local_gradients(chunks, folder, sources):
-    """What this rank knows of each gradient: (HF name, axis, part, parts, tensor); parity.whole_gradients reads it.
-
-    sources(chunk, name, inventory, gradient): (Source, its gradient), one or more, of one parameter.
-    """
-    inventory, found = build_inventory(folder), []
-    for chunk in unwrap_model(chunks):
-        for name, parameter in chunk.named_parameters():
-            for source, gradient in sources(chunk, name, inventory, parameter.main_grad.clone()):
-                part, parts = (0, 1) if source.whole_shape == tuple(gradient.shape) else (source.part, source.parts)
-                rows = [p.shape[0] // (parts if source.axis == 0 else 1) for p in source.parameters]
-                pieces = zip(source.parameters, gradient.split(rows), strict=True)
-                found += [(p.name, source.axis, part, parts, piece) for p, piece in pieces]
-    return found
+def local_gradients(chunks, folder, line):
+    """What this rank knows of each gradient: (region, shape of the whole, tensor); parity.whole_gradients reads it."""
+    layout, rank = layout_of_model(chunks), torch.distributed.get_rank()
+    inventory = build_inventory(replace(build_inventory(folder).model, torch_dtype="float32"))
+    native = [
+        {name: getattr(tensor, "main_grad", tensor) for name, tensor in weights.items()}
+        for weights in native_tensors(chunks)
+    ]
+    views = views_of(native, inventory, layout, rank, library_of(chunks, line))
+    return [(v.region, v.shape, v.tensor.clone()) for v in views.values() if not v.parameter.endswith("expert_bias")]
 
 
-def answers(built, folder: Path, sources) -> dict:
+def answers(built, folder: Path, line: str = "pypi") -> dict:
     """Of a model with DDP: logits packed and padded, what verl sends to the rollout (rank 0), gradients."""
     chunks, config, hf_config = built
     batch = torch.load(folder / "batch.pt")
@@ -83,11 +81,7 @@ def answers(built, folder: Path, sources) -> dict:
     for chunk in chunks:
         chunk.zero_grad_buffer()
     run(*built, batch, backward=True)
-    return {**found, "gradients": local_gradients(chunks, folder / "model", sources)}
-
-
-def _one_source(chunk, name, inventory, gradient):
-    return [(source_of(chunk, name, inventory), gradient)]
+    return {**found, "gradients": local_gradients(chunks, folder / "model", line)}
 
 
 def layouts_job(folder: Path, layouts: dict[str, dict]) -> dict:
@@ -97,7 +91,7 @@ def layouts_job(folder: Path, layouts: dict[str, dict]) -> dict:
         overrides = sizes.pop("overrides", {})
         start_parallel(ParallelLayout(torch.distributed.get_world_size(), **sizes))
         built = build_model(folder / "model", overrides=overrides, wrap_with_ddp=True)
-        found[name] = answers(built, folder, _one_source)
+        found[name] = answers(built, folder)
     return found
 
 

@@ -13,7 +13,7 @@ from megatron.core.utils import get_model_config
 from verl.models.mcore import get_mcore_forward_fn
 from verl.utils.megatron_utils import unwrap_model
 
-from tests.model.parity_job import _one_source, local_gradients
+from tests.model.parity_job import local_gradients
 from verl_patches.errors import RecipeError
 from verl_patches.model.weights import named_weights
 from verl_patches.replay.routing_replay import RoutingReplay
@@ -54,7 +54,7 @@ def run(chunks, config, hf_config, batch, micro_batches, backward=False):
     return torch.stack([kept[row] for row in sorted(kept)]) if kept else None
 
 
-def answers(built, folder: Path, sources) -> dict:
+def answers(built, folder: Path, line: str = "pypi") -> dict:
     """Logits and gradients with replay under spoilt correction biases, which only the selection reads; and controls."""
     chunks, batch = built[0], torch.load(folder / "batch.pt")
     replay = RoutingReplay(chunks)
@@ -71,7 +71,7 @@ def answers(built, folder: Path, sources) -> dict:
         chunk.zero_grad_buffer()
     with replay.replaying():
         found["replayed"] = run(*built, batch, REPLAYED, backward=True)
-    found |= {"gradients": local_gradients(chunks, folder / "model", sources), "counts": replay.end_step()}
+    found |= {"gradients": local_gradients(chunks, folder / "model", line), "counts": replay.end_step()}
     if mpu.get_pipeline_model_parallel_world_size() == 1:  # the other stage would wait for this one
         try:
             with replay.replaying():
@@ -91,12 +91,12 @@ def layouts_job(folder: Path, layouts: dict[str, dict]) -> dict:
         overrides = sizes.pop("overrides", {})
         start_parallel(ParallelLayout(torch.distributed.get_world_size(), **sizes))
         built = build_model(folder / "model", overrides=overrides, wrap_with_ddp=True)
-        found[name] = answers(built, folder, _one_source)
+        found[name] = answers(built, folder)
     return found
 
 
 def mindspeed_job(folder: Path, args) -> dict:
     """`answers` of line a3's model."""
-    from tests.model.mindspeed_job import _sources, build
+    from tests.model.mindspeed_job import build
 
-    return answers(build(folder / "model", args), folder, _sources)
+    return answers(build(folder / "model", args), folder, "a3")

@@ -14,7 +14,7 @@ from verl_patches.model.weights import named_weights
 from verl_patches.reshard.train_tensors import still_valid, train_tensors
 
 
-def look(chunks, inventory, layout, library, offload):
+def facts_of(chunks, inventory, layout, library, offload):
     """Regions and values of the views, whether they follow the parameters, and when they stop being valid."""
     rank = torch.distributed.get_rank()
     tensors = train_tensors(chunks, inventory, layout, rank, library)
@@ -69,7 +69,7 @@ def megatron_job(model: Path, layouts: dict[str, dict]) -> dict:
             text: refusal(train_tensors, chunks, inventory, parse_layout(text), rank, "megatron-local")
             for text in case.get("refused", ())
         }
-        found[name] = look(chunks, inventory, layout, "megatron-local", offload=True) | {"refused": wrong}
+        found[name] = facts_of(chunks, inventory, layout, "megatron-local", offload=True) | {"refused": wrong}
     return found
 
 
@@ -81,4 +81,4 @@ def mindspeed_job(model: Path, text: str, args) -> dict:
     layout = parse_layout(text)
     inventory, rank = build_inventory(model), torch.distributed.get_rank()
     wrong = refusal(train_tensors, chunks, inventory, layout, rank, "megatron-local")
-    return look(chunks, inventory, layout, "mindspeed", offload=False) | {"refused": wrong}
+    return facts_of(chunks, inventory, layout, "mindspeed", offload=False) | {"refused": wrong}

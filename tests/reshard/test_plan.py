@@ -21,9 +21,8 @@ from verl_patches.layout.parallel import parse_layout, rollout_layout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.blocks import Block
 from verl_patches.reshard.check import check_plan
-from verl_patches.reshard.plan import Topology, plan_reshard
+from verl_patches.reshard.plan import Topology, plan_reshard, route, schedule
 from verl_patches.reshard.region import Region, region_of, wire_bytes
-from verl_patches.reshard.route import route, schedule
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG, TINY = (build_inventory(MODELS / f"deepseekv3_{size}.json") for size in ("671b", "tiny"))

@@ -22,9 +22,10 @@ from verl_patches.errors import ConfigError
 from verl_patches.trainer import checkpoint
 from verl_patches.trainer.checkpoint import Checkpoints, changes, data_state
 from verl_patches.weights import writer
-from verl_patches.weights.checkpoint import CheckpointError, CheckpointReader, rank_files, write_rank
+from verl_patches.weights.checkpoint_files import CheckpointError, write_rank
 from verl_patches.weights.checkpoint_folders import newest, recover, remove_oldest
-from verl_patches.weights.manifest import Manifest, folder_problems, read_manifest, whole_tensor
+from verl_patches.weights.manifest import Manifest, folder_problems, rank_files, read_manifest, whole_tensor
+from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import Piece, Place
 
 KILLS, RUN, OTHER = 10, "0123456789abcdef", "fedcba9876543210"

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model import weights as megatron
-from verl_patches.weights import load_progress
-from verl_patches.weights.load_progress import LoadProgress
+from verl_patches.weights import load
+from verl_patches.weights.load import LoadProgress
 
 TOTAL = 5 << 30
 
@@ -34,7 +34,7 @@ def _until_rank_0(key: str, done: bool = False) -> None:
 def wait_job() -> dict[str, object]:
     """Rank 0's error while rank 1 has read a third and rank 2 nothing; what all do if rank 1 fails, or is late."""
     rank, found = dist.get_rank(), {}
-    load_progress.PUBLISH_S = load_progress.LOG_S = 0.0
+    load.PUBLISH_S = load.LOG_S = 0.0
     if rank < 2:
         progress = _progress("late")
         progress.add(TOTAL if rank == 0 else TOTAL // 3)
@@ -110,7 +110,7 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     start_parallel(parse_layout("tp2 @2"))
 
     def load(chunks, path=folder):
-        return load_model(str(path), chunks, megatron.parts_of, 60.0).read_bytes
+        return load_model(str(path), chunks, "pypi", 60.0).read_bytes
 
     def second(dtype=torch.float32, with_ddp=True, path=folder):
         chunks = _build(folder, dtype, with_ddp)

@@ -17,17 +17,15 @@ from tests.reshard.test_train_tensors import INVENTORY, STORAGES, pack
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.weights.checkpoint import (
-    CheckpointReader,
+from verl_patches.weights.checkpoint_files import (
     load_state,
     problems_of_share,
-    rank_files,
     set_step_counts,
     step_counts,
-    tensors_of_rank,
     write_rank,
 )
-from verl_patches.weights.manifest import Manifest, read_manifest
+from verl_patches.weights.manifest import Manifest, rank_files, read_manifest, tensors_of_rank
+from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import TrainState, Walk, optimizer_shards
 from verl_patches.weights.writer import begin, complete
 

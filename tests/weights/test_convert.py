@@ -21,7 +21,7 @@ from verl_patches.weights import plan as plan_module
 from verl_patches.weights.convert import convert
 from verl_patches.weights.manifest import file_problems, folder_problems, read_manifest, recorded
 from verl_patches.weights.plan import costs, parse_part, plan_conversion
-from verl_patches.weights.shards import ShardReader
+from verl_patches.weights.reader import ShardReader
 from verl_patches.weights.source import open_source
 
 LAYOUT = parse_layout("tp2 pp2 ep4 etp1 @8 layers=1,3")

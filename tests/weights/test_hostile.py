@@ -22,8 +22,7 @@ from verl_patches.reshard.region import Region
 from verl_patches.weights import manifest as m
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
-from verl_patches.weights.regions import RegionReader
-from verl_patches.weights.shards import DTYPES, tensor_bytes
+from verl_patches.weights.reader import DTYPES, RegionReader, tensor_bytes
 from verl_patches.weights.source import open_source
 from verl_patches.weights.writer import FileWriter, begin, complete
 
@@ -105,8 +104,7 @@ def as_version_1(folder, change=lambda found: None):
     (folder / m.MANIFEST).write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("key", [DOWN, ROUTER, NORM])
-@pytest.mark.parametrize("layout", [None, LAYOUT])
+@pytest.mark.parametrize(("layout", "key"), [(None, DOWN), (LAYOUT, ROUTER), (LAYOUT, NORM)])
 @pytest.mark.parametrize("kind", ["shards", "hf", "fp8", "checkpoint"])
 def test_a_flipped_bit_of_a_source_with_checksums_is_not_converted(tmp_path, sources, kind, layout, key):
     run(sources[kind], tmp_path / "control", layout)
@@ -181,8 +179,14 @@ def put(value):
     return change
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", [DOWN, "model.norm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (DOWN, torch.nan),
+        ("model.norm.weight", torch.inf),
+        ("model.layers.1.mlp.gate.e_score_correction_bias", -torch.inf),
+    ],
+)
 @pytest.mark.parametrize(("layout", "dtype"), [(None, None), (LAYOUT, None), (None, "fp8")])
 def test_a_value_that_is_not_finite_is_refused(tmp_path, value, name, layout, dtype):
     tensors = make_folder(tmp_path / "hf", SMALL)

@@ -10,9 +10,9 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import MTP_LAYERS
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
-from verl_patches.weights import load_progress
+from verl_patches.weights import load
 from verl_patches.weights.convert import convert
-from verl_patches.weights.load_progress import LoadProgress
+from verl_patches.weights.load import LoadProgress
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
 
@@ -88,7 +88,7 @@ def test_the_wait_names_late_ranks_and_ends_where_one_failed(run_ranks):
 def test_progress_says_bytes_rate_and_the_rest(monkeypatch, caplog):
     caplog.set_level("INFO")
     clock = [100.0]
-    monkeypatch.setattr(load_progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(load.time, "monotonic", lambda: clock[0])
     progress = LoadProgress("FOLDER", 8 << 30)
     for _ in range(8):
         clock[0] += 4

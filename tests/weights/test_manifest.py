@@ -17,7 +17,7 @@ from verl_patches.model.tiny import tiny_config
 from verl_patches.reshard.region import Region
 from verl_patches.weights import manifest as m
 from verl_patches.weights import writer
-from verl_patches.weights.shards import DTYPES, ShardReader, tensor_bytes
+from verl_patches.weights.reader import DTYPES, ShardReader, tensor_bytes
 
 W = torch.arange(48, dtype=torch.float32).view(8, 6)
 BIAS = torch.arange(5, dtype=torch.float32)

@@ -14,10 +14,10 @@ from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import AXES
 from verl_patches.model.tiny import tiny_config
 from verl_patches.reshard.region import Region
-from verl_patches.weights import regions
+from verl_patches.weights import reader as regions
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
-from verl_patches.weights.regions import RegionReader
+from verl_patches.weights.reader import RegionReader
 from verl_patches.weights.source import FP8_KINDS, open_source, scale_name, scale_shape
 
 # odd sizes: regions start inside a block, blocks at the edges are smaller
@@ -93,7 +93,7 @@ def test_a_file_that_has_become_shorter_is_named(tmp_path):
 MEASURE = """
 import json, resource, sys, torch
 from verl_patches.reshard.region import Region
-from verl_patches.weights.regions import RegionReader
+from verl_patches.weights.reader import RegionReader
 from verl_patches.weights.source import open_source
 source = open_source(sys.argv[1])
 targets = {n: torch.zeros(t.shape, dtype=torch.bfloat16) for n, t in source.tensors.items()}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_patches.weights.checkpoint import CheckpointError
+from verl_patches.weights.checkpoint_files import CheckpointError
 
 
 def same_error(folder):

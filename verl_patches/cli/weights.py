@@ -15,7 +15,7 @@ from verl_patches.cli.output import Json, print_json, table
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.weights.manifest import MANIFEST, folder_problems, has_manifest, model_digest, read_manifest, recorded
-from verl_patches.weights.plan import FILE_BYTES, Plan, costs, parse_part, plan_conversion
+from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, costs, parse_part, plan_conversion
 from verl_patches.weights.source import INDEX, Source, open_source
 
 GB = 1e9
@@ -99,7 +99,7 @@ def _progress(what: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
         yield bar.update
 
 
-def _summary(plan: Plan) -> dict[str, Any]:
+def _summary(plan: ConversionPlan) -> dict[str, Any]:
     source, target = plan.source, plan.manifest
     return {
         "source": str(source.folder),

@@ -29,7 +29,7 @@ from verl_patches.replay.recording import find_recording
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
-from verl_patches.weights.checkpoint_folders import look
+from verl_patches.weights.checkpoint_folders import saved_in
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
@@ -312,7 +312,7 @@ def disk_needs(config: DictConfig, start: Start) -> list[Need]:
         parameters = sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
         size, kept = _PARAMETER_BYTES[config.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
         saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
-        held = len(look(checkpoints_of(config), start.id).own) if start.id else 0
+        held = len(saved_in(checkpoints_of(config), start.id).own) if start.id else 0
         most = max(kept + 1 - held, 1) if kept else None
         count = min((number for number in (saves, most) if number is not None), default=None)
         text = "at least 2 checkpoints" if count is None else _many(count, "checkpoint")

@@ -20,7 +20,7 @@ from verl_patches.config.environment import run_dir
 from verl_patches.config.verl_values import RESUME_NEEDS
 from verl_patches.errors import ConfigError
 from verl_patches.trainer.record import run_id
-from verl_patches.weights.checkpoint_folders import EARLIER, Saved, look, newest, require_whole, resume_from
+from verl_patches.weights.checkpoint_folders import EARLIER, Saved, newest, require_whole, resume_from, saved_in
 from verl_patches.weights.manifest import CHECKPOINT, Manifest, read_manifest
 
 _SHOWN = 3
@@ -74,7 +74,7 @@ def start_of(config: DictConfig, folder: Path) -> Start:
         if manifest.kind != CHECKPOINT or not isinstance(manifest.facts.get("step"), int):
             raise ConfigError(f"{resumed} holds {manifest.kind!r}, expected a checkpoint of training and its step")
         _require_steps_left(config, resumed, manifest)
-    found = look(saved, own)
+    found = saved_in(saved, own)
     step = None if manifest is None else manifest.facts["step"]
     if resumed is not None and resumed.resolve() in {path.resolve() for path in found.own.values()}:
         return Start(own, resumed, step, ignored=tuple(found.ignored()))

@@ -22,7 +22,7 @@ from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
 from verl_patches.launch.run_folder import carry_on
 from verl_patches.trainer.record import run_id
 from verl_patches.watch.watcher import COLLECTIVE, RECORD, STACKS, fault_in
-from verl_patches.weights.checkpoint_folders import look
+from verl_patches.weights.checkpoint_folders import saved_in
 
 ATTEMPTS = "attempts"
 # written by one try and moved when the next begins; progress.log, rollouts, tensorboard and checkpoints are of the run
@@ -47,7 +47,7 @@ def last_step_is_saved(config: DictConfig, folder: Path) -> bool:
     """Whether the run in `folder` has a checkpoint of its last step: then nothing is left for another try."""
     total = steps_of(config)
     try:
-        return total is not None and max(look(checkpoints_of(config), run_id(folder)).own, default=0) >= total
+        return total is not None and max(saved_in(checkpoints_of(config), run_id(folder)).own, default=0) >= total
     except OSError:  # a disk that fails: the next try says so
         return False
 

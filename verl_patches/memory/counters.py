@@ -1,7 +1,7 @@
 """Counters of this process: moves between host and device, and seconds by phase. No torch.
 
-Code that moves memory runs inside `move`; `TALLY` counts its copies and new host memory. `offload_of_step` joins the
-moves of all workers for summary.json.
+Code that moves memory runs inside `move`, and notes its copies and new host memory. `offload_of_step` joins the moves
+of all workers for summary.json.
 """
 
 from __future__ import annotations
@@ -10,13 +10,25 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from verl_patches.current import Current
+
 COPYING = ("load", "offload")  # the verbs of memory/schedule.py whose bytes are copied
-TALLY = dict.fromkeys(("copies", "copied_bytes", "host_allocations", "host_bytes"), 0)
-_MOVES: list[dict[str, Any]] = []
-_SECONDS: defaultdict[str, float] = defaultdict(float)
+TALLY = ("copies", "copied_bytes", "host_allocations", "host_bytes")
+
+
+@dataclass
+class Counters:
+    """What this process has counted: sums by name of TALLY since its start, moves and seconds by phase until taken."""
+
+    tally: Counter = field(default_factory=Counter)
+    moves: list[dict[str, Any]] = field(default_factory=list)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+_counters: Current[Counters] = Current(Counters())
 
 
 @dataclass
@@ -33,22 +45,32 @@ class Moved:
 @contextmanager
 def move(verb: str, group: str) -> Iterator[Moved]:
     """Record the code inside as one move of a memory group; not recorded if it moves no bytes."""
-    before, moved = dict(TALLY), Moved()
+    counters, moved = _counters.value, Moved()
+    before = Counter(counters.tally)
     yield moved
     if moved.bytes:
-        counts = {name: TALLY[name] - before[name] for name in TALLY}
-        _MOVES.append({"verb": verb, "group": group, **vars(moved), **counts})
+        counts = {name: counters.tally[name] - before[name] for name in TALLY}
+        counters.moves.append({"verb": verb, "group": group, **vars(moved), **counts})
+
+
+def note_copy(size_bytes: int) -> None:
+    """Count one copy between host and device."""
+    _counters.value.tally.update(copies=1, copied_bytes=size_bytes)
+
+
+def note_host_allocation(size_bytes: int) -> None:
+    """Count one allocation of host memory."""
+    _counters.value.tally.update(host_allocations=1, host_bytes=size_bytes)
 
 
 def note_empty_cache() -> None:
     """Record a call of empty_cache: a move without a memory group and without bytes."""
-    _MOVES.append({"verb": "empty_cache", "group": "", **vars(Moved()), **dict.fromkeys(TALLY, 0)})
+    _counters.value.moves.append({"verb": "empty_cache", "group": "", **vars(Moved()), **dict.fromkeys(TALLY, 0)})
 
 
 def take_moves() -> list[dict[str, Any]]:
-    """Moves of this process since the last call, in order: {verb, group, bytes, peak_bytes, and the keys of TALLY}."""
-    moves = list(_MOVES)
-    _MOVES.clear()
+    """Moves of this process since the last call, in order: {verb, group, bytes, peak_bytes, and the names of TALLY}."""
+    moves, _counters.value.moves = _counters.value.moves, []
     return moves
 
 
@@ -59,21 +81,20 @@ def timed(phase: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _SECONDS[phase] += time.perf_counter() - start
+        _counters.value.seconds[phase] += time.perf_counter() - start
 
 
 def note_process_age(phase: str) -> None:
     """Set `phase`, if it has no seconds yet, to the age of this process: interpreter, Ray's own start, imports."""
     import psutil
 
-    _SECONDS.setdefault(phase, time.time() - psutil.Process().create_time())
+    _counters.value.seconds.setdefault(phase, time.time() - psutil.Process().create_time())
 
 
 def take_seconds() -> dict[str, float]:
     """{phase: seconds} since the last call."""
-    seconds = dict(_SECONDS)
-    _SECONDS.clear()
-    return seconds
+    seconds, _counters.value.seconds = _counters.value.seconds, defaultdict(float)
+    return dict(seconds)
 
 
 def offload_of_step(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.memory.counters import TALLY, move
+from verl_patches.memory.counters import move, note_copy, note_host_allocation
 
 # torch's allocator of pinned memory rounds each piece up to a power of two (ATen/core/CachingHostAllocator.h)
 PIECE_BYTES, _ALIGN_BYTES = 512 << 20, 512
@@ -141,8 +141,7 @@ def synchronise(storages: Iterable[HostBackedStorage]) -> None:
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source, non_blocking=True)
-    TALLY["copies"] += 1
-    TALLY["copied_bytes"] += source.numel()
+    note_copy(source.numel())
 
 
 def _make_host_memory(storages: list[HostBackedStorage]) -> None:
@@ -168,8 +167,7 @@ def _aligned(size_bytes: int) -> int:
 
 def _allocate(size_bytes: int, device: Any) -> torch.Tensor:
     if size_bytes:
-        TALLY["host_allocations"] += 1
-        TALLY["host_bytes"] += size_bytes
+        note_host_allocation(size_bytes)
     # a CPU has one memory, and under platform cpu torch.cuda only looks as if it were there
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=bool(size_bytes) and device.type != "cpu")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.memory import counters
-from verl_patches.memory.counters import timed
+from verl_patches.memory.counters import note_empty_cache, timed
 from verl_patches.memory.ledger import Ledger
 from verl_patches.memory.schedule import LOADS, MEMORY_GROUPS, Move, Schedule
 
@@ -76,17 +76,13 @@ class Scheduler:
         for move in moves:
             if error is not None and move.verb in LOADS:
                 continue
+            if move.group in _MOVED_BY_VLLM and move.group not in self._handlers:
+                work, by_vllm = by_vllm, None
+            else:
+                work = functools.partial(self._make, move)
             try:
-                if move.verb == "empty_cache":
-                    if self._empty_cache is not None:
-                        self._empty_cache()
-                    counters.note_empty_cache()
-                elif move.group in self._handlers:
-                    with timed("offload"):
-                        getattr(self._handlers[move.group], move.verb)()
-                elif move.group in _MOVED_BY_VLLM and by_vllm is not None:
-                    call, by_vllm = by_vllm, None
-                    call()
+                if work is not None:
+                    work()
             except Exception as why:
                 error = error or why
             if move.verb in LOADS:
@@ -95,3 +91,13 @@ class Scheduler:
                 self._resident.discard(move.group)
         if error is not None:
             raise error
+
+    def _make(self, move: Move) -> None:
+        """Make a move by the group's handler, if there is one, or empty the cache."""
+        if move.verb == "empty_cache":
+            if self._empty_cache is not None:
+                self._empty_cache()
+            note_empty_cache()
+        elif move.group in self._handlers:
+            with timed("offload"):
+                getattr(self._handlers[move.group], move.verb)()

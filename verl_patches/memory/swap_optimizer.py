@@ -31,12 +31,14 @@ _REFUSED = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_p
 Named = list[tuple[str, torch.Tensor]]
 
 
-def swap_optimizer(optimizers: Any, times: int, look: Callable[[], None] = lambda: None) -> list[SwappedOptimizer]:
+def swap_optimizer(
+    optimizers: Any, times: int, raise_peak: Callable[[], None] = lambda: None
+) -> list[SwappedOptimizer]:
     """Swap one optimizer, or each of a chain; pieces of two optimizers are never on the device together.
 
-    `look` is called while a piece is on the device (the ledger's). ConfigError as `SwappedOptimizer`.
+    `raise_peak` is called while a piece is on the device (the ledger's). ConfigError as `SwappedOptimizer`.
     """
-    return [SwappedOptimizer(one, times, look) for one in single_optimizers(optimizers)]
+    return [SwappedOptimizer(one, times, raise_peak) for one in single_optimizers(optimizers)]
 
 
 class SwappedOptimizer:
@@ -45,9 +47,9 @@ class SwappedOptimizer:
     ConfigError for an optimizer that cannot be swapped, and for `times` below 1.
     """
 
-    def __init__(self, megatron: Any, times: int, look: Callable[[], None]):
+    def __init__(self, megatron: Any, times: int, raise_peak: Callable[[], None]):
         _refuse(megatron, times)
-        self.megatron, self.inner, self._look = megatron, megatron.optimizer, look
+        self.megatron, self.inner, self._raise_peak = megatron, megatron.optimizer, raise_peak
         self.states = offload_state_of_optimizer(megatron)
         self.states.swapped = True
         groups = zip(megatron.shard_fp32_from_float16_groups, megatron.model_float16_groups, strict=True)
@@ -91,7 +93,7 @@ class SwappedOptimizer:
                 self._step()
                 self._write_models()
                 after = [group.get("step") if group["params"] else n for group, n in zip(groups, after, strict=True)]
-            self._look()
+            self._raise_peak()
             storages = self._storages(piece)  # with the states that a first step has made
             with move("offload", "optimizer") as moved:
                 moved.peak_bytes = sum(s.size_bytes for s in self.states.storages.values() if not s.offloaded)

@@ -16,9 +16,8 @@ from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.reshard.plan import RankPlan, ReshardPlan
+from verl_patches.reshard.plan import NEARNESS, RankPlan, ReshardPlan
 from verl_patches.reshard.region import Region, contains, cover, region_of, row_bytes, wire_bytes
-from verl_patches.reshard.route import NEARNESS
 
 
 def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = None) -> None:

@@ -1,26 +1,251 @@
 """The plan of a weight sync: what each rank copies, sends and receives, bucket by bucket. No torch, no communication.
 
 Every rank computes the same plan from the same inputs (`digest` proves it): blocks of regions that are sent as one
-(blocks.py), a sender for each rank that needs one and buckets of bounded size (route.py). What a rank holds in training
+(blocks.py), a sender for each rank that needs one and buckets of bounded size. What a rank holds in training
 already is never sent to it, so it receives exactly its lower bound: what it needs minus what it has (tensors that are
 sent complete come on top).
+
+Senders: for each rank that needs a block, one of the ranks that hold it. Blocks with one holder are assigned first,
+then those with a near holder (on the same card, then the same node), then the rest, each time to the holder that sends
+least so far. A near sender is skipped where it is over its stage's mean and more than AHEAD of the mean above the
+least-loaded holder of the block.
+
+Buckets: each is one collective, in which each rank sends and receives at most `bucket_bytes`. A bucket is filled sender
+by sender, those with most left first, each towards the receivers with most left: so every bucket mixes all pipeline
+stages, and the rank that must send most is busy in every one. A region that does not fit is cut along its axis, but
+room of less than 1/CUT of a bucket is left empty: no tiny pieces, and at most that share of a busy rank's bucket is
+lost.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import heapq
+import itertools
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.blocks import DEFAULT_BUCKET_BYTES, Block, make_blocks
-from verl_patches.reshard.region import Region
-from verl_patches.reshard.route import Piece, Topology, regions_of, route, schedule
+from verl_patches.reshard.region import ALIGN_BYTES, Region, align
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How ranks are placed: consecutive ranks fill cards, cards fill nodes (Atlas A3: 2 dies a card, 16 a node)."""
+
+    dies_per_card: int = 2
+    dies_per_node: int = 16
+
+    def __post_init__(self):
+        if self.dies_per_card < 1 or self.dies_per_node % self.dies_per_card or self.dies_per_node < 1:
+            raise ConfigError(
+                f"topology: {self.dies_per_card} dies per card and {self.dies_per_node} per node do not fit; "
+                "expected whole cards in each node, such as 2 and 16"
+            )
+
+    def nearness(self, rank: int, other: int) -> str:
+        """One of NEARNESS."""
+        if rank == other:
+            return "itself"
+        if rank // self.dies_per_card == other // self.dies_per_card:
+            return "card"
+        return "node" if rank // self.dies_per_node == other // self.dies_per_node else "across"
+
+
+NEARNESS = ("itself", "card", "node", "across")  # the same die, card, node, or none of these
+AHEAD = 0.05  # of the stage's mean: how far a near sender may be ahead of the block's other holders
+Routes = list[dict[int, list[int]]]  # for each sender: receiver -> numbers of blocks, in wire order
+
+
+def route(blocks: Sequence[Block], stages: Sequence[int], topology: Topology) -> Routes:
+    """The sender of every (block, receiver that does not hold it); `stages[rank]` is its training stage."""
+    router = _Router(blocks, stages, topology)
+    # few holders first: they have the least choice; then large blocks first: small ones level what is left uneven
+    order = sorted(range(len(blocks)), key=lambda i: (len(blocks[i].holders), -router.sizes[i], i))
+    far = [(i, router.send_from_near(i)) for i in order]
+    for i, receivers in far:
+        router.send_from_least_loaded(i, receivers)
+    return router.routes
+
+
+class _Router:
+    def __init__(self, blocks: Sequence[Block], stages: Sequence[int], topology: Topology):
+        self.blocks, self.topology, self.stages = blocks, topology, stages
+        self.sizes = [block.wire_bytes for block in blocks]
+        self.load = [0] * len(stages)
+        self.routes: Routes = [defaultdict(list) for _ in stages]
+        self._places: dict[tuple[int, ...], tuple[dict, dict]] = {}
+        total = defaultdict(int)  # bytes that each stage must send
+        for block, size in zip(blocks, self.sizes, strict=True):
+            total[stages[block.holders[0]]] += size * len(set(block.receivers).difference(block.holders))
+        self.mean = {stage: total[stage] / count for stage, count in Counter(stages).items()}
+
+    def send_from_near(self, number: int) -> list[int]:
+        """Assign senders to the receivers that have a near holder or a single one; returns the other receivers."""
+        block, size = self.blocks[number], self.sizes[number]
+        holders = set(block.holders)
+        others = [rank for rank in block.receivers if rank not in holders]
+        if len(holders) == 1:
+            for rank in others:
+                self._send(block.holders[0], rank, number)
+            return []
+        by_card, by_node = self._near(block.holders)
+        mean = self.mean[self.stages[block.holders[0]]]
+        far = []
+        for rank in others:
+            card, node = rank // self.topology.dies_per_card, rank // self.topology.dies_per_node
+            for near in (by_card.get(card), by_node.get(node)):
+                sender = min(near, key=self.load.__getitem__) if near else None
+                if sender is not None and self._may_send(sender, size, mean, block.holders):
+                    self._send(sender, rank, number)
+                    break
+            else:
+                far.append(rank)
+        return far
+
+    def _may_send(self, sender: int, size: int, mean: float, holders: tuple[int, ...]) -> bool:
+        load = self.load[sender]
+        return load + size <= mean or load <= min(self.load[rank] for rank in holders) + AHEAD * mean
+
+    def _near(self, holders: tuple[int, ...]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        if holders not in self._places:
+            by_card, by_node = defaultdict(list), defaultdict(list)
+            for rank in holders:
+                by_card[rank // self.topology.dies_per_card].append(rank)
+                by_node[rank // self.topology.dies_per_node].append(rank)
+            self._places[holders] = by_card, by_node
+        return self._places[holders]
+
+    def send_from_least_loaded(self, number: int, receivers: list[int]) -> None:
+        """Assign to each of `receivers` the holder that sends least so far, wherever it is."""
+        waiting = [(self.load[rank], rank) for rank in self.blocks[number].holders]
+        heapq.heapify(waiting)
+        for rank in receivers:
+            sender = waiting[0][1]
+            self._send(sender, rank, number)
+            heapq.heapreplace(waiting, (self.load[sender], sender))
+
+    def _send(self, sender: int, receiver: int, number: int) -> None:
+        self.load[sender] += self.sizes[number]
+        self.routes[sender][receiver].append(number)
+
+
+CUT = 16
+
+
+class Piece(NamedTuple):
+    """Rows [start, stop) of a block, counted through all its regions, which one rank sends another in one bucket.
+
+    `size_bytes`: bytes in the bucket, with alignment.
+    """
+
+    bucket: int
+    sender: int
+    receiver: int
+    block: int
+    start: int
+    stop: int
+    size_bytes: int
+
+
+def regions_of(block: Block, start: int, stop: int) -> tuple[Region, ...]:
+    """The regions that rows [start, stop) of `block` are."""
+    regions, first = [], 0
+    for region in block.regions:
+        a, b = max(start - first, 0), min(stop - first, region.rows)
+        if a < b:
+            regions.append(Region(region.name, region.axis, region.start + a, region.start + b))
+        first += region.rows
+    return tuple(regions)
+
+
+def schedule(blocks: Sequence[Block], routes: Routes, bucket_bytes: int) -> list[Piece]:
+    """All pieces, bucket by bucket; `bucket_bytes` must hold the largest row of every region."""
+    packer = _Packer(blocks, routes, bucket_bytes)
+    for bucket in itertools.count():
+        if not any(packer.queues):
+            return packer.pieces
+        packer.fill(bucket)
+
+
+class _Packer:
+    def __init__(self, blocks: Sequence[Block], routes: Routes, bucket_bytes: int):
+        self.bucket_bytes = bucket_bytes
+        self.rows = [[(r.rows, size) for r, size in zip(b.regions, b.row_bytes, strict=True)] for b in blocks]
+        self.end = [sum(rows for rows, _ in block) for block in self.rows]
+        self.least = -(-bucket_bytes // CUT)  # a rank with less room than this gets no more of the bucket
+        sizes = [block.wire_bytes for block in blocks]
+        # what is left of each pair, last first, and the row at which its first block goes on
+        self.queues = [{receiver: numbers[::-1] for receiver, numbers in pairs.items()} for pairs in routes]
+        self.begun: dict[tuple[int, int], int] = {}
+        self.to_send, self.to_receive = [0] * len(routes), [0] * len(routes)
+        for sender, pairs in enumerate(routes):
+            for receiver, numbers in pairs.items():
+                size = sum(sizes[i] for i in numbers)
+                self.to_send[sender] += size
+                self.to_receive[receiver] += size
+        self.pieces: list[Piece] = []
+
+    def fill(self, bucket: int) -> None:
+        """Pack one bucket; at least one row goes into it."""
+        ranks = range(len(self.queues))
+        rooms = [self.bucket_bytes] * len(ranks)
+        receivers = sorted(ranks, key=lambda r: (-self.to_receive[r], r))
+        for sender in sorted(ranks, key=lambda r: (-self.to_send[r], r)):
+            room = self.bucket_bytes
+            for receiver in [r for r in receivers if r in self.queues[sender]]:
+                taken = self._take(bucket, sender, receiver, min(room, rooms[receiver]))
+                room -= taken
+                rooms[receiver] -= taken
+                if rooms[receiver] < self.least:
+                    receivers.remove(receiver)
+                if room < self.least:
+                    break
+
+    def _take(self, bucket: int, sender: int, receiver: int, room: int) -> int:
+        """Send what fits into `room` bytes from one rank to another; returns the bytes it takes."""
+        queue, pair, taken = self.queues[sender][receiver], (sender, receiver), 0
+        while queue:
+            number = queue[-1]
+            start = self.begun.get(pair, 0)
+            stop, size = self._fit(number, start, room - taken)
+            if stop > start:
+                self.pieces.append(Piece(bucket, sender, receiver, number, start, stop, size))
+                taken += size
+            if stop < self.end[number]:
+                self.begun[pair] = stop
+                break
+            queue.pop()
+            self.begun.pop(pair, None)
+        else:
+            del self.queues[sender][receiver]
+        self.to_send[sender] -= taken
+        self.to_receive[receiver] -= taken
+        return taken
+
+    def _fit(self, number: int, start: int, room: int) -> tuple[int, int]:
+        """(row after the last that fits, bytes of the rows from `start` to it)."""
+        stop, size, first = start, 0, 0
+        for rows, row in self.rows[number]:
+            left = first + rows - stop  # of this region
+            first += rows
+            if left <= 0:
+                continue
+            if size + align(left * row) <= room:
+                stop, size = stop + left, size + align(left * row)
+                continue
+            if room - size >= self.least:
+                fitting = (room - size) // ALIGN_BYTES * ALIGN_BYTES // row
+                stop, size = stop + fitting, size + align(fitting * row)
+            break
+        return stop, size
 
 
 class BucketPlan(NamedTuple):
@@ -167,7 +392,7 @@ def plan_reshard(
     train_library: str,
     rollout_library: str,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    topology: Topology = Topology(),  # noqa: B008 frozen
+    topology: Topology = Topology(),
     whole: Collection[str] = (),
 ) -> ReshardPlan:
     """The plan that moves `inventory` (dtypes: those sent) from `train` to `rollout`, equal for equal arguments.

@@ -22,11 +22,12 @@ MindSpeed (core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, build_inventory, read_model_shape
@@ -34,7 +35,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.model import weights as megatron
 from verl_patches.model.mindspeed import weights as mindspeed
-from verl_patches.reshard.live_memory import view_id
+from verl_patches.reshard.live_memory import storage_id, view_id
 from verl_patches.reshard.region import Region, part_of, region_of
 
 Native = Mapping[str, torch.Tensor]  # parameter's own name -> tensor, of one model chunk
@@ -126,9 +127,38 @@ def inventory_and_library(chunks: Sequence[torch.nn.Module], hf_config: Any, lin
     """The inventory of `hf_config`'s model in the dtype of `chunks`, and their key of layout.sharding.LIBRARIES."""
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
     inventory = build_inventory(replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype))
+    return inventory, library_of(chunks, line)
+
+
+def library_of(chunks: Sequence[torch.nn.Module], line: str) -> str:
+    """The key of layout.sharding.LIBRARIES that the parameters of `chunks` have on this line."""
+    if line == "a3":
+        return "mindspeed"
     names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
-    own = "megatron-te" if any(megatron.local_name(name) != name for name in names) else "megatron-local"
-    return inventory, "mindspeed" if line == "a3" else own
+    return "megatron-te" if any(megatron.local_name(name) != name for name in names) else "megatron-local"
+
+
+def layout_of_model(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:
+    """The layout that a live model has by Megatron's process groups; collective over the ranks of a pipeline."""
+    from megatron.core import parallel_state
+
+    models = _unwrapped(chunks)
+    layers = [layer for model in models for layer in model.decoder.layers]
+    experts = [len(layer.mlp.local_expert_indices) for layer in layers if hasattr(layer.mlp, "local_expert_indices")]
+    ep = models[0].config.num_moe_experts // experts[0] if experts else 1
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(stages, ([len(model.decoder.layers) for model in models], ep), group=group)
+    return ParallelLayout(
+        dist.get_world_size(),
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        ep=max(of_stage for _, of_stage in stages),  # 1 on stages of dense layers alone
+        etp=parallel_state.get_expert_tensor_parallel_world_size(),
+        pp=len(stages),
+        vpp=len(models),
+        layers_per_stage=tuple(counts[chunk] for chunk in range(len(models)) for counts, _ in stages),
+    )
 
 
 def still_valid(tensors: Mapping[str, TrainTensor], chunks: Sequence[torch.nn.Module]) -> bool:
@@ -156,13 +186,12 @@ def views_of(
                 for expert in (experts if storage.how != PLAIN else [_global_id(experts, storage.expert)])
             ]
             _check_shape(name, parameter, storage, stack, rank)
-            for held, view in zip(stack, storage.joined(parameter, len(stack)), strict=True):
-                for shard, part in zip(held, view.split([shard.shape[0] for shard in held]), strict=True):
-                    hf = shard.parameter
-                    if hf.name in tensors:
-                        first = tensors[hf.name].parameter
-                        raise ConfigError(f"reshard: rank {rank} has {hf.name} in {first} and in {name}")
-                    tensors[hf.name] = TrainTensor(region_of(shard), hf.shape, part, chunk, name, parameter)
+            for shard, part in _shard_views(storage, parameter, stack):
+                hf = shard.parameter
+                if hf.name in tensors:
+                    first = tensors[hf.name].parameter
+                    raise ConfigError(f"reshard: rank {rank} has {hf.name} in {first} and in {name}")
+                tensors[hf.name] = TrainTensor(region_of(shard), hf.shape, part, chunk, name, parameter)
     missing = [name for name in shards if name not in tensors]
     if missing:
         raise ConfigError(
@@ -182,6 +211,16 @@ def are_views_of(tensors: Mapping[str, TrainTensor], native: Sequence[Native]) -
         t.parameter in native[t.chunk] and view_id(t.native) == view_id(native[t.chunk][t.parameter])
         for t in tensors.values()
     )
+
+
+def _shard_views(
+    storage: Storage, parameter: torch.Tensor, stack: Sequence[Sequence[Shard]]
+) -> Iterator[tuple[Shard, torch.Tensor]]:
+    """(shard, its view) of each HF tensor in `parameter`; `stack`: the shards joined in each local expert, or once."""
+    for held, view in zip(stack, storage.joined(parameter, len(stack)), strict=True):
+        # MindSpeed's torch.Tensor.view copies a tensor that is not contiguous (mindspeed/megatron_adaptor.py)
+        assert storage_id(view) == storage_id(parameter), storage
+        yield from zip(held, view.split([shard.shape[0] for shard in held]), strict=True)
 
 
 def _global_id(ids: range, number: int | None) -> int | None:

@@ -41,20 +41,20 @@ from verl_patches.layout.parallel import train_layout_of, world_size
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.values import leaves, size_text
-from verl_patches.weights.checkpoint import CheckpointError, generators, rank_files, set_generators, text_of
+from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators, text_of
 from verl_patches.weights.checkpoint_folders import (
     instead_of,
-    look,
     newest,
     put_in_place,
     recover,
     remove_oldest,
+    saved_in,
     set_aside_after,
     size_bytes,
     unnamed,
 )
-from verl_patches.weights.manifest import CHECKPOINT, MANIFEST, OF_RANK, OF_TRAINER, Manifest, read_manifest
-from verl_patches.weights.shards import DTYPES as STORED
+from verl_patches.weights.manifest import CHECKPOINT, MANIFEST, OF_RANK, OF_TRAINER, Manifest, rank_files, read_manifest
+from verl_patches.weights.reader import DTYPES as STORED
 from verl_patches.weights.writer import FileWriter, begin, complete
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class Checkpoints:
                 raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
             return Path(settings.resume_from_path).absolute()
         found = newest(self.folder, self.run)
-        self._say_once(look(self.folder, self.run).ignored())
+        self._say_once(saved_in(self.folder, self.run).ignored())
         if found is None:
             self._say(f"trainer.resume_mode=auto: no checkpoint of this run in {self.folder}, starting from step 1")
         return found

@@ -58,7 +58,7 @@ def step_of(path: Path) -> int:
     return int(SAVED.fullmatch(path.name)[1])
 
 
-def look(folder: Path, run: str | None) -> Saved:
+def saved_in(folder: Path, run: str | None) -> Saved:
     """What `folder` holds for the run of this id; reads manifests."""
     found = Saved()
     named = (path for path in folder.glob("global_step_*") if SAVED.fullmatch(path.name))
@@ -83,7 +83,7 @@ def newest(folder: Path, run: str) -> Path | None:
 
     ConfigError where its files, or the manifest of a newer one, are damaged: the bad file, and what to go on from.
     """
-    saved = look(folder, run)
+    saved = saved_in(folder, run)
     for _, path in sorted(saved.after(0).items(), reverse=True):
         try:
             if path in saved.damaged:
@@ -99,7 +99,7 @@ def newest(folder: Path, run: str) -> Path | None:
 
 def instead_of(path: Path, run: str) -> str:
     """What to go on from where the checkpoint `path` cannot be used: the next older whole one of the run."""
-    for step, older in sorted(look(path.parent, run).own.items(), reverse=True):
+    for step, older in sorted(saved_in(path.parent, run).own.items(), reverse=True):
         if step < step_of(path):
             try:
                 require_whole(older)
@@ -172,7 +172,7 @@ def _is_complete(folder: Path, run: str) -> bool:
 
 def remove_oldest(folder: Path, keep: int | None, run: str, written: Path) -> None:
     """Remove all but the newest `keep` checkpoints of the run, never the one just `written`; none without `keep`."""
-    own = list(look(folder, run).own.values())
+    own = list(saved_in(folder, run).own.values())
     for path in own[: max(0, len(own) - keep)] if keep else ():
         if path != written:
             hidden = unnamed(path, "removed", run)  # half a folder never has the name
@@ -182,7 +182,7 @@ def remove_oldest(folder: Path, keep: int | None, run: str, written: Path) -> No
 
 def set_aside_after(step: int, folder: Path, run: str) -> Path | None:
     """Move what is newer than the step that the run goes on from to earlier/N, and return that; None without any."""
-    newer = look(folder, run).after(step)
+    newer = saved_in(folder, run).after(step)
     if not newer:
         return None
     aside = next_aside(folder)

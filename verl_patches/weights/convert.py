@@ -8,7 +8,6 @@ the sha256 that the source's manifest has of it, in the same pass; a HF folder t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import threading
@@ -22,17 +21,13 @@ import torch
 from verl_patches.errors import RecipeError
 from verl_patches.reshard.region import Region, overlap
 from verl_patches.weights import fp8
-from verl_patches.weights.digests import DIGITS, Beside
-from verl_patches.weights.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, file_problems, read_manifest
-from verl_patches.weights.plan import MOST_THREADS, Group, OutFile, Plan, block_rows
-from verl_patches.weights.shards import TORCH_DTYPES, require_finite, tensor_bytes
-from verl_patches.weights.source import BLOCK, FP8, Part, Source, SourceFiles, SourceTensor, scale_name
+from verl_patches.weights.manifest import FileEntry, Manifest, TensorEntry, file_problems, read_manifest
+from verl_patches.weights.plan import MOST_THREADS, ConversionPlan, Group, OutFile
+from verl_patches.weights.reader import COPY_AGAIN, TORCH_DTYPES, BlockReader, require_finite, tensor_bytes
+from verl_patches.weights.source import BLOCK, FP8, Source, scale_name
 from verl_patches.weights.writer import FileWriter, begin, complete, missing_files, reopen
 
 Progress = Callable[[int], None]  # gets the bytes of tensors, or of files that are there already, since its last call
-_COPY_AGAIN = (
-    "the source is damaged: copy the file again, or take an older checkpoint; `weights verify` names all faults"
-)
 
 
 class Done(NamedTuple):
@@ -49,7 +44,9 @@ class Done(NamedTuple):
     manifest: Manifest | None
 
 
-def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progress: Progress = lambda _: None) -> Done:
+def convert(
+    plan: ConversionPlan, folder: str | Path, part: int = 0, parts: int = 1, progress: Progress = lambda _: None
+) -> Done:
     """Write `plan`'s share `part` of `parts` to `folder`; finished files that are there and right stay.
 
     Raises ConfigError for a folder that holds something else, RecipeError for a full disk, a source that changes
@@ -78,7 +75,7 @@ def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progr
 
 
 def _finished(
-    folder: Path, plan: Plan, recorded: dict[str, FileEntry], names: Sequence[str], progress: Progress
+    folder: Path, plan: ConversionPlan, recorded: dict[str, FileEntry], names: Sequence[str], progress: Progress
 ) -> set[str]:
     """Those of `names` that are recorded and have the size and the sha256 of their entries; reads them."""
     finished = {n for n in names if n in recorded and not file_problems(folder, recorded[n], progress)}
@@ -116,13 +113,13 @@ def _check_source(source: Source, groups: Iterable[Group], small: Iterable[str])
     parts = (part for group in groups for name in group.names for part in source.tensors[name].stored)
     for name in sorted(entries.keys() & {*small, *(part.file for part in parts if part.sha256 is None)}):
         if problems := file_problems(source.folder, entries[name]):
-            raise RecipeError(f"{source.folder / name}: {problems[0]}; {_COPY_AGAIN}")
+            raise RecipeError(f"{source.folder / name}: {problems[0]}; {COPY_AGAIN}")
 
 
 # ---- groups
 
 
-def _write_groups(folder: Path, plan: Plan, groups: Sequence[Group], progress: Progress) -> int:
+def _write_groups(folder: Path, plan: ConversionPlan, groups: Sequence[Group], progress: Progress) -> int:
     """Write `groups`, as many at a time as there are cores; the bytes read. The first error ends the other groups."""
     stop, lock = threading.Event(), threading.Lock()
 
@@ -132,7 +129,7 @@ def _write_groups(folder: Path, plan: Plan, groups: Sequence[Group], progress: P
 
     def work(group: Group) -> int:
         try:
-            with _Reader(plan.source) as reader:
+            with BlockReader(plan.source) as reader:
                 _write_group(folder, plan, group, reader, count, stop)
                 return reader.read_bytes
         except BaseException:
@@ -164,7 +161,7 @@ def _one_thread_each() -> Iterator[None]:
 
 
 def _write_group(
-    folder: Path, plan: Plan, group: Group, reader: _Reader, progress: Progress, stop: threading.Event
+    folder: Path, plan: ConversionPlan, group: Group, reader: BlockReader, progress: Progress, stop: threading.Event
 ) -> None:
     """Write all files of a group in one pass over its tensors; they get their names together at the end.
 
@@ -217,78 +214,3 @@ def _cut(value: torch.Tensor, rows: Region, entry: TensorEntry) -> torch.Tensor 
         return value[:, region.start : region.stop]
     shared = overlap(region, rows, entry.whole)
     return None if shared is None else value[shared.start - rows.start : shared.stop - rows.start]
-
-
-# ---- reading
-
-
-class _Reader:
-    """Blocks of rows of source tensors; counts the bytes that it reads. Files stay open inside.
-
-    Raises RecipeError for a tensor whose bytes are not those of the manifest, once its last block was taken.
-    """
-
-    def __init__(self, source: Source):
-        self.source, self.read_bytes = source, 0
-        self._files = SourceFiles(source.folder, sequential=True)
-        self._beside, self._digests = Beside(), {}
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self._beside.close()
-        self._files.__exit__(*exc)
-
-    def blocks(self, tensor: SourceTensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, values) of `tensor`, a block of rows at a time; FP8 is decoded to bf16, else the stored dtype."""
-        step, scales = block_rows(tensor, (self.source.block or BLOCK)[0]), None
-        self._digests = {part: hashlib.sha256() for part in tensor.stored if part.sha256 is not None}
-        if tensor.scale:
-            shape = self.source.scale_shape(tensor)
-            scales = self._rows(tensor.scale, shape, torch.float32, 0, shape[0])
-            fp8.require_scales(scales, tensor.scale.region.name)
-        for start in range(0, tensor.shape[0], step):
-            stop = min(start + step, tensor.shape[0])
-            value = self._block(tensor, start, stop)
-            if scales is not None:
-                block = self.source.block
-                value = fp8.decode(value, scales[start // block[0] :], block, torch.bfloat16, tensor.name)
-            yield start, value
-        self._compare()
-
-    def _compare(self) -> None:
-        """RecipeError unless the parts that were read have the digests of the manifest."""
-        self._beside.wait()
-        for part, digest in self._digests.items():
-            found = digest.hexdigest()[:DIGITS]
-            if found != part.sha256:
-                raise RecipeError(
-                    f"{self.source.folder / part.file}: {part.region}: expected sha256 {part.sha256} ({MANIFEST}), "
-                    f"found {found}; {_COPY_AGAIN}"
-                )
-
-    def _block(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop), joined from the parts that hold them."""
-        dtype, pieces, axis = TORCH_DTYPES[tensor.dtype], [], 0
-        for part in tensor.parts:
-            region = part.region
-            if region.axis == 1 and region.rows < tensor.shape[1]:
-                axis, first, last = 1, start, stop
-            else:
-                region = region.along(0, tensor.shape)
-                first, last = max(start, region.start) - region.start, min(stop, region.stop) - region.start
-            if first < last:
-                pieces.append(self._rows(part, part.region.shape_in(tensor.shape), dtype, first, last))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-
-    def _rows(self, part: Part, shape: Sequence[int], dtype: torch.dtype, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) of a part that is stored in `shape`."""
-        out = torch.empty((last - first, *shape[1:]), dtype=dtype)
-        row = out.nbytes // len(out)
-        view = tensor_bytes(out)
-        self._files.read_into(view, part, part.offset + first * row)
-        if part in self._digests:
-            self._beside.add(self._digests[part].update, view)
-        self.read_bytes += out.nbytes
-        return out

@@ -11,8 +11,8 @@ complete tensor it is:
               distributed optimizer holds such a range; `shape` is then (elements,)
     columns   with `flat`: the region is flattened column by column, as MindSpeed stores stacked experts
     sha256    first 16 digits of the sha256 of the tensor's bytes, which who reads the whole tensor compares. The file's
-              own is that of its header and of these digests (digests.py). A folder of version 1 has none, and the plain
-              sha256 of each file
+              own is that of its header and of these digests (`FileDigest`). A folder of version 1 has none, and the
+              plain sha256 of each file
 
 HF names and regions, not Megatron's parameter names: Megatron's differ between its own modules, Transformer Engine's
 and MindSpeed's, join gate and up, stack experts and count layers from the stage's first. A region is the same for all
@@ -26,7 +26,7 @@ A folder is written in this order (writer.py), so that no state of it looks comp
     complete      manifest.json with state "complete" and all entries, by rename; manifest.d/ is removed
 
 Several processes may write different files of one folder; each calls `complete`, and the one that finds every entry
-writes the manifest. No torch here: tensors are bytes (shards.py reads them as tensors).
+writes the manifest. No torch here: tensors are bytes (reader.py reads them as tensors).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,81 @@ from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.model_folder import read_json_object, require_name, safetensors_header
 from verl_patches.reshard.region import Region
 from verl_patches.shared_files import PARTIAL
-from verl_patches.weights.digests import FileDigest
+
+DIGITS = 16  # of a tensor's digest in a manifest
+
+
+class FileDigest:
+    """The digests of a file, from its bytes in order, in pieces of any size.
+
+    `head`: the header; `sizes`: bytes of its tensors, in order. Without tensors it is the plain sha256 of the bytes.
+    `tensors`: digests of the tensors whose last byte was given, DIGITS hex digits each.
+    """
+
+    def __init__(self, head: bytes, sizes: Sequence[int] = ()):
+        self.tensors: list[str] = []
+        self._file, self._sizes, self._plain = hashlib.sha256(head), list(sizes), not sizes
+        self._tensor, self._left = hashlib.sha256(), 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Go on to the next tensor that has bytes."""
+        while len(self.tensors) < len(self._sizes):
+            self._tensor, self._left = hashlib.sha256(), self._sizes[len(self.tensors)]
+            if self._left:
+                return
+            self._end()
+
+    def _end(self) -> None:
+        self._file.update(self._tensor.digest())
+        self.tensors.append(self._tensor.hexdigest()[:DIGITS])
+
+    @property
+    def missing(self) -> int:
+        """Bytes of the tensors that were not given yet."""
+        return self._left + sum(self._sizes[len(self.tensors) + 1 :])
+
+    def update(self, view: memoryview) -> int:
+        """Add the next bytes; how many of them are more than the tensors have."""
+        if self._plain:
+            self._file.update(view)
+            return 0
+        while len(view) and len(self.tensors) < len(self._sizes):
+            take = min(len(view), self._left)
+            self._tensor.update(view[:take])
+            self._left -= take
+            view = view[take:]
+            if not self._left:
+                self._end()
+                self._begin()
+        return len(view)
+
+    def hexdigest(self) -> str:
+        """The digest of the file so far."""
+        return self._file.hexdigest()
+
+
+class Beside:
+    """Calls in a thread beside the caller's, one at a time; the error of one is raised by the next `wait` or `add`."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._last: Future | None = None
+
+    def add(self, function: Callable[..., Any], *args: Any) -> None:
+        """Wait for the call before, and begin this one; what it is given must not change until it has ended."""
+        self.wait()
+        self._last = self._pool.submit(function, *args)
+
+    def wait(self) -> None:
+        """Until the last call has ended."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown()
+
 
 FORMAT, VERSION = "verl_patches weights", 2
 WITHOUT_DIGESTS = 1  # the version before: read, but it has no digest of itself or of tensors
@@ -61,6 +136,21 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16":
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
 LARGEST_BYTES = 1 << 30  # of a manifest; that of all 256 dies has 6.7 MB
 _CHUNK_BYTES = 4 << 20  # that is read at a time for a checksum
+
+
+def tensors_of_rank(rank: int) -> str:
+    """Name of the file with a rank's tensors."""
+    return f"{OF_RANK}{rank:05d}.safetensors"
+
+
+def state_of_rank(rank: int) -> str:
+    """Name of the file with the rest of a rank's state."""
+    return f"{OF_RANK}{rank:05d}.json"
+
+
+def rank_files(world_size: int) -> list[str]:
+    """Names of the files of all ranks."""
+    return [name(rank) for rank in range(world_size) for name in (tensors_of_rank, state_of_rank)]
 
 
 @dataclass(frozen=True)

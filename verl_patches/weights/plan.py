@@ -81,7 +81,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ConversionPlan:
     """A conversion. `texts`: small files with new content, by name. `copies`: names of files copied as they are."""
 
     source: Source
@@ -116,8 +116,8 @@ def parse_part(text: str) -> tuple[int, int]:
 
 def plan_conversion(
     source: Source, layout: ParallelLayout | None = None, dtype: str | None = None, file_bytes: int = FILE_BYTES
-) -> Plan:
-    """Plan from `source` to shards of `layout`, or to a HF folder with files of up to `file_bytes`.
+) -> ConversionPlan:
+    """The plan from `source` to shards of `layout`, or to a HF folder with files of up to `file_bytes`.
 
     `dtype`: "bf16", "fp8" (HF only) or "keep"; None is bf16 for a source in FP8, else keep. A correction bias keeps its
     dtype. Raises ConfigError for a layout that the model does not fit, and for a dtype that does not go together with
@@ -141,7 +141,7 @@ def plan_conversion(
         identity=hashlib.sha256(identity.encode()).hexdigest(),
         expected=(*names, *texts, *copies),
     )
-    return Plan(source, layout, dtype, groups, texts, copies, manifest)
+    return ConversionPlan(source, layout, dtype, groups, texts, copies, manifest)
 
 
 def _check_dtype(source: Source, layout: ParallelLayout | None, dtype: str) -> None:
@@ -269,7 +269,7 @@ def _copies(source: Source) -> Iterator[str]:
             yield path.name
 
 
-def costs(plan: Plan, parts: int) -> list[dict[str, Any]]:
+def costs(plan: ConversionPlan, parts: int) -> list[dict[str, Any]]:
     """Bytes, host memory and seconds of each part. Seconds and memory are modelled: RATES, blocks and the process."""
     found = []
     for part in range(parts):
@@ -289,7 +289,7 @@ def costs(plan: Plan, parts: int) -> list[dict[str, Any]]:
     return found
 
 
-def host_bytes(plan: Plan, groups: Sequence[Group]) -> int:
+def host_bytes(plan: ConversionPlan, groups: Sequence[Group]) -> int:
     """Modelled peak memory of a process that converts `groups`: each thread's blocks and scales, the process itself."""
     scales = 0
     for group in groups:

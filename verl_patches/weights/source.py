@@ -11,14 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import (
     INDEX,
@@ -66,7 +65,7 @@ _SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHOWN = 3
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """Where a region of a tensor is: `offset` is that of its first byte in `file`, and its rows follow each other.
 
     `sha256`: first digits of that of its bytes, None where none was recorded.
@@ -84,11 +83,11 @@ class SourceTensor(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    scale: Part | None = None
+    parts: tuple[StoredPart, ...]
+    scale: StoredPart | None = None
 
     @property
-    def stored(self) -> tuple[Part, ...]:
+    def stored(self) -> tuple[StoredPart, ...]:
         """Its parts, and its scales."""
         return (*self.parts, self.scale) if self.scale else self.parts
 
@@ -145,45 +144,6 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
     return _of_manifest(folder) if has_manifest(folder) else _of_hf(folder, only_plan)
 
 
-class SourceFiles:
-    """Files of a source, each opened once, read with pread; a context manager. RecipeError where one is cut off.
-
-    pread and no memory map: a process holds what it asked for whatever the files' size, and a file that is cut off
-    meanwhile is an error with a name, not a bus error. `sequential`: they are read from start to end.
-    """
-
-    def __init__(self, folder: Path, sequential: bool = False):
-        self.folder, self.sequential = folder, sequential
-        self._handles: dict[str, int] = {}
-
-    def __enter__(self) -> SourceFiles:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
-
-    def read_into(self, view: memoryview, part: Part, offset: int) -> None:
-        """Fill `view` with the bytes from `offset` on of the file that has `part`."""
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._handle(part.file), [view[done:]], offset + done)
-            if not count:
-                raise RecipeError(
-                    f"{self.folder / part.file}: ends inside {part.region.name}: it has changed since the start; check "
-                    "the file and start again"
-                )
-            done += count
-
-    def _handle(self, file: str) -> int:
-        if file not in self._handles:
-            handle = self._handles[file] = os.open(self.folder / file, os.O_RDONLY)
-            if self.sequential:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return self._handles[file]
-
-
 # ---- a folder with a manifest
 
 
@@ -195,7 +155,7 @@ def _of_manifest(folder: Path) -> Source:
     raw, inventory = _config_of(folder)
     if unlike := differences(inventory.model, manifest.model):
         raise ConfigError(f"{folder}: config.json is not of the model in {MANIFEST}: {unlike}; copy both again")
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[StoredPart]] = {}
     stored: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in manifest.files:
         weights = [tensor for tensor in file.tensors if tensor.role == WEIGHT]
@@ -208,7 +168,7 @@ def _of_manifest(folder: Path) -> Source:
                 raise ConfigError(
                     f"{folder / file.name}: {tensor.key}: expected weights as regions of one dtype, shape"
                 )
-            part = Part(file.name, header.offset(tensor.key), tensor.region, tensor.sha256)
+            part = StoredPart(file.name, header.offset(tensor.key), tensor.region, tensor.sha256)
             parts.setdefault(name, []).append(part)
     _check_names(folder, inventory, parts)
     tensors = {}
@@ -257,10 +217,10 @@ class _Header:
         """Of the tensor's first byte in the file."""
         return self.start + self.tensors[name]["data_offsets"][0]
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> StoredPart:
         """Where the whole tensor `name` is."""
         rows = self.tensors[name]["shape"][0]
-        return Part(self.path.name, self.offset(name), Region(name, 0, 0, rows), self._sha256.get(name))
+        return StoredPart(self.path.name, self.offset(name), Region(name, 0, 0, rows), self._sha256.get(name))
 
     def sample(self) -> bytes:
         """Bytes of the start and the end of the tensors: other weights of the same model have others."""
@@ -397,7 +357,7 @@ def _whole(header: _Header, parameter: Parameter) -> SourceTensor:
     return SourceTensor(name, found["dtype"], shape, (header.part(name),))
 
 
-def _scale(folder: Path, tensor: SourceTensor, name: str, headers, where, block) -> Part:
+def _scale(folder: Path, tensor: SourceTensor, name: str, headers, where, block) -> StoredPart:
     if block is None:
         raise ConfigError(
             f"{folder / 'config.json'}: no {QUANTIZATION}, but {tensor.name} is stored in FP8; expected "
@@ -428,8 +388,8 @@ def _from_index(folder: Path, raw, inventory: Inventory, block, index: Mapping[s
         dtype = _SAFETENSORS_NAMES[parameter.dtype]
         if scale_name(name) in index and block and parameter.kind in FP8_KINDS:
             rows = scale_shape(parameter.shape, block)[0]
-            dtype, scale = FP8, Part(index[scale_name(name)], 0, Region(scale_name(name), 0, 0, rows))
-        part = Part(index[name], 0, Region(name, 0, 0, parameter.shape[0]))
+            dtype, scale = FP8, StoredPart(index[scale_name(name)], 0, Region(scale_name(name), 0, 0, rows))
+        part = StoredPart(index[name], 0, Region(name, 0, 0, parameter.shape[0]))
         tensors[name] = SourceTensor(name, dtype, parameter.shape, (part,), scale)
     return Source(
         folder, "hf", raw, inventory, tensors, block, tuple(sorted(beyond)), _digest([repr(asdict(inventory.model))])

@@ -34,7 +34,7 @@ from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.measure import MOMENTS
 from verl_patches.reshard.train_tensors import Native, TrainTensor, views_of
 from verl_patches.weights.manifest import WEIGHT, TensorEntry
-from verl_patches.weights.shards import DTYPES
+from verl_patches.weights.reader import DTYPES
 
 MAIN = "main"
 

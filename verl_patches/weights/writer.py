@@ -16,10 +16,11 @@ from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.shared_files import PARTIAL, lock_file, sync, write_whole
-from verl_patches.weights.digests import Beside, FileDigest
 from verl_patches.weights.manifest import (
     ENTRIES,
     MANIFEST,
+    Beside,
+    FileDigest,
     FileEntry,
     Manifest,
     TensorEntry,

@@ -33,8 +33,9 @@ from verl_patches.memory.host_backed import (
 from verl_patches.platform import NO_DEVICE
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
-from verl_patches.weights import checkpoint
-from verl_patches.weights.checkpoint import CheckpointError, CheckpointReader
+from verl_patches.weights import checkpoint_files
+from verl_patches.weights.checkpoint_files import CheckpointError
+from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import Piece, TrainState
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class WorkerCheckpoint:
             pieces = self.state().written()
             contents = self._contents(pieces, storages)
         rest = self._rest()
-        self._writing = self._threads.submit(checkpoint.write_rank, folder, rank, pieces, contents, rest)
+        self._writing = self._threads.submit(checkpoint_files.write_rank, folder, rank, pieces, contents, rest)
         return {"copied_bytes": copied, "seconds": time.perf_counter() - started}
 
     def wait(self) -> None:
@@ -151,7 +152,7 @@ class WorkerCheckpoint:
         """What is no tensor of the model or the optimizer."""
         schedule = getattr(self.worker.actor, "lr_schedule", None)
         return {
-            "step_counts": checkpoint.step_counts(self.worker.actor_optimizer),
+            "step_counts": checkpoint_files.step_counts(self.worker.actor_optimizer),
             "lr_schedule_steps": None if schedule is None else schedule.num_steps,
             "generators": generators(self.recipe.platform),
         }
@@ -168,18 +169,18 @@ class WorkerCheckpoint:
         saved: dict[str, Any] = {}
 
         def verify() -> list[str]:
-            return checkpoint.problems_of_share(folder, rank, dist.get_world_size())
+            return checkpoint_files.problems_of_share(folder, rank, dist.get_world_size())
 
         def read() -> None:
             with CheckpointReader(folder) as reader:
                 saved["layout"] = reader.manifest.layout
                 saved["rest"] = reader.state(rank if reader.manifest.layout == str(state.layout) else 0)
-                checkpoint.load_state(state, reader)
+                checkpoint_files.load_state(state, reader)
 
         _same_on_all(verify, folder)
         _same_on_all(read, folder)
         rest, same_layout = saved["rest"], saved["layout"] == str(state.layout)
-        checkpoint.set_step_counts(self.worker.actor_optimizer, rest["step_counts"])
+        checkpoint_files.set_step_counts(self.worker.actor_optimizer, rest["step_counts"])
         if rest["lr_schedule_steps"] is not None:
             from verl_patches.model.mindspeed.start import lr_schedule_of
 
@@ -219,13 +220,13 @@ def _mindspeeds_host_states(optimizer: Any) -> set[int]:
 
 
 def generators(platform: str) -> dict[str, Any]:
-    """The states of this process: those of `checkpoint.generators`, Megatron's by name and, with one, the device's."""
+    """States of this process: of `checkpoint_files.generators`, Megatron's by name and, with one, the device's."""
     from megatron.core import tensor_parallel
 
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
-    saved = {**checkpoint.generators(), "megatron": {k: checkpoint.text_of(v) for k, v in states.items()}}
+    saved = {**checkpoint_files.generators(), "megatron": {k: checkpoint_files.text_of(v) for k, v in states.items()}}
     if platform not in NO_DEVICE:
-        saved["device"] = checkpoint.text_of(torch.get_device_module(platform).get_rng_state())
+        saved["device"] = checkpoint_files.text_of(torch.get_device_module(platform).get_rng_state())
     return saved
 
 
@@ -233,8 +234,8 @@ def set_generators(saved: Mapping[str, Any], platform: str) -> None:
     """Set what `generators` returned."""
     from megatron.core import tensor_parallel
 
-    checkpoint.set_generators(saved)
-    states = {k: checkpoint.state_of(v) for k, v in saved["megatron"].items()}
+    checkpoint_files.set_generators(saved)
+    states = {k: checkpoint_files.state_of(v) for k, v in saved["megatron"].items()}
     tensor_parallel.get_cuda_rng_tracker().set_states(states)
     if "device" in saved:
-        torch.get_device_module(platform).set_rng_state(checkpoint.state_of(saved["device"]))
+        torch.get_device_module(platform).set_rng_state(checkpoint_files.state_of(saved["device"]))

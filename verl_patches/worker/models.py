@@ -19,17 +19,15 @@ import torch.distributed as dist
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError
 from verl_patches.memory.offload import parameters_loaded
-from verl_patches.model import weights as megatron
-from verl_patches.model.mindspeed import weights as mindspeed
-from verl_patches.weights.load import WAIT_S, Loaded, PartsOf, copy_weights, difference, load_weights
+from verl_patches.weights.load import WAIT_S, Loaded, copy_weights, difference, load_weights
 
-log = logging.getLogger("verl_patches.weights")  # of weights/load_progress.py too
+log = logging.getLogger("verl_patches.weights")  # its child in weights/load.py too
 _ARCHITECTURE = "DeepseekV3ForCausalLM"
 reads: Current[int] = Current(0)  # how often this process has read a model's folder
 reference_weights: Current[tuple[str, Sequence[torch.nn.Module]]] = Current()  # the reference's folder and chunks
 
 
-def load_deepseekv3(load_megatron_gptmodel_weights: Callable, parts_of: PartsOf = megatron.parts_of) -> Callable:
+def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi") -> Callable:
     """Row provider for verl's `load_megatron_gptmodel_weights`: DeepSeek-V3 by this module, others by verl."""
 
     @functools.wraps(load_megatron_gptmodel_weights)
@@ -44,17 +42,17 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable, parts_of: PartsOf 
 
         recipe = config.get("recipe")
         wait_s = WAIT_S if recipe is None else recipe.timeouts.load_s
-        return load_model(copy_to_local(config.model.path), parallel_model, parts_of, wait_s)
+        return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s)
 
     return load_gpt_weights
 
 
 def load_mindspeed(load_megatron_gptmodel_weights: Callable) -> Callable:
     """`load_deepseekv3` for MindSpeed-LLM's parameters."""
-    return load_deepseekv3(load_megatron_gptmodel_weights, mindspeed.parts_of)
+    return load_deepseekv3(load_megatron_gptmodel_weights, "a3")
 
 
-def load_model(folder: str, chunks: Sequence[torch.nn.Module], parts_of: PartsOf, wait_s: float) -> Loaded:
+def load_model(folder: str, chunks: Sequence[torch.nn.Module], line: str, wait_s: float) -> Loaded:
     """Fill `chunks` from the reference of this process, if it has read `folder` into equal parameters, else read it."""
     rank = dist.get_rank()
     _show_log(rank)
@@ -69,7 +67,7 @@ def load_model(folder: str, chunks: Sequence[torch.nn.Module], parts_of: PartsOf
             return loaded
         log.warning("weights: %s is read again, not copied from the reference: %s", folder, unlike)
     reads.value += 1
-    loaded = load_weights(folder, chunks, parts_of, f"verl_patches/load/{reads.value}", wait_s)
+    loaded = load_weights(folder, chunks, line, f"verl_patches/load/{reads.value}", wait_s)
     if _is_reference(chunks):
         reference_weights.value = folder, chunks
     return loaded

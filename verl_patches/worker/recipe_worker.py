@@ -105,7 +105,7 @@ class RecipeWorker:
             return built
         chunks, optimizer = built[0], built[1] if self._is_actor else None
         if optimizer is not None and self.recipe.train.swap_optimizer and is_on("memory.swap_optimizer"):
-            swap_optimizer(optimizer, self.recipe.train.swap_optimizer_times, look=context().raise_peak)
+            swap_optimizer(optimizer, self.recipe.train.swap_optimizer_times, raise_peak=context().raise_peak)
         if optimizer is not None and self.recipe.train.routing_replay and is_on("update.routing_samples"):
             self.routing = RoutingReplay(chunks)
         if optimizer is not None and is_on("update.skip_bad_steps"):

@@ -25,8 +25,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
 from verl_patches.layout.sharding import AXES, LIBRARIES, MEGATRON_NAMES
 from verl_patches.model import weights as megatron
-from verl_patches.model.mindspeed.compat import expert_tensor_parallel_rank, expert_tensor_parallel_world_size
-from verl_patches.model.weights import ParsedName, Source, named_weights
+from verl_patches.model.mindspeed.compat import expert_tensor_parallel_world_size
+from verl_patches.model.weights import ParsedName, named_weights
 
 _LAYER = "decoder.layers.{layer}."
 _ATTENTION = _LAYER + "self_attention."
@@ -85,50 +85,6 @@ def split_down(weight2: torch.Tensor, count: int) -> list[torch.Tensor]:
 def _axis(kinds: tuple[str, ...]) -> int | None:
     """The HF axis that TP splits; None for tensors that are whole on every rank."""
     return None if kinds[0] in LIBRARIES["mindspeed"].whole else AXES[kinds[0]]
-
-
-# ---- what the parameters of a model hold
-
-
-class Sources(NamedTuple):
-    """What one parameter of this rank is made of: one Source, or with `stacked` one for each local expert, in order."""
-
-    sources: tuple[Source, ...]
-    stacked: bool
-
-
-def sources_of(chunk: torch.nn.Module, name: str, inventory: Inventory) -> Sources:
-    """What parameter or bias `name` of a GPTModel chunk is made of on this rank; ConfigError for an unknown name."""
-    from megatron.core import parallel_state
-
-    kinds, local_layer, _ = parse_name(name)
-    axis, layer, experts = _axis(kinds), None, [None]
-    split = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    stacked = is_expert_stack(kinds)
-    if local_layer is not None:
-        block = chunk.decoder.layers[local_layer]
-        layer = block.layer_number - 1  # Megatron counts from 1, over the whole model
-        if stacked:
-            experts = block.mlp.local_expert_indices
-            split = expert_tensor_parallel_rank(), expert_tensor_parallel_world_size()
-    found = (megatron.hf_tensors_of(name, kinds, inventory, layer, expert) for expert in experts)
-    return Sources(tuple(Source(tensors, axis, *split) for tensors in found), stacked)
-
-
-def parts_of(chunk: torch.nn.Module, name: str, tensor: torch.Tensor, inventory: Inventory) -> list[megatron.Part]:
-    """As model/weights.py's `parts_of`, for MindSpeed-LLM's names, stacked experts and whole down projections."""
-    sources, stacked = sources_of(chunk, name, inventory)
-    held, views = tensor.detach(), [tensor.detach()]
-    if stacked:
-        views = (split_down if sources[0].axis == 1 else split_up)(held, len(sources))
-    parts = [
-        part
-        for source, view in zip(sources, views, strict=True)
-        for part in megatron.parts_of_source(source, view, name)
-    ]
-    # MindSpeed's torch.Tensor.view copies a tensor that is not contiguous (mindspeed/megatron_adaptor.py)
-    assert all(part.view.untyped_storage()._cdata == held.untyped_storage()._cdata for part in parts), name
-    return parts
 
 
 # ---- gathering whole tensors for vLLM, in place of verl's per_tensor_generator (verl/utils/megatron_utils.py:723)

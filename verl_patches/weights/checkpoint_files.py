@@ -17,9 +17,7 @@ each file has a sha256. torch.distributed.checkpoint names what Megatron names, 
 from __future__ import annotations
 
 import base64
-import functools
 import json
-import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,32 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import RecipeError
 from verl_patches.memory.measure import MOMENTS
-from verl_patches.reshard.region import Region, cover, overlap, part_of
-from verl_patches.weights.manifest import CHECKPOINT, OF_RANK, TensorEntry, file_problems, in_data_order, read_manifest
-from verl_patches.weights.shards import ShardReader, tensor_bytes
+from verl_patches.weights.manifest import file_problems, in_data_order, read_manifest, state_of_rank, tensors_of_rank
+from verl_patches.weights.reader import CheckpointReader, tensor_bytes
 from verl_patches.weights.train_state import OptimizerShard, Piece, TrainState, optimizer_shards
 from verl_patches.weights.writer import FileWriter
 
 
 class CheckpointError(RecipeError):
     """A checkpoint cannot be written, or is not what was written: the message names file, rank, expected and found."""
-
-
-def tensors_of_rank(rank: int) -> str:
-    """Name of the file with a rank's tensors."""
-    return f"{OF_RANK}{rank:05d}.safetensors"
-
-
-def state_of_rank(rank: int) -> str:
-    """Name of the file with the rest of a rank's state."""
-    return f"{OF_RANK}{rank:05d}.json"
-
-
-def rank_files(world_size: int) -> list[str]:
-    """Names of the files of all ranks."""
-    return [name(rank) for rank in range(world_size) for name in (tensors_of_rank, state_of_rank)]
 
 
 def write_rank(
@@ -83,70 +65,6 @@ def problems_of_share(folder: str | Path, rank: int, world_size: int) -> list[st
     """The faults of this rank's share of the files: each file is read and compared by one rank."""
     files = read_manifest(folder).files[rank::world_size]
     return [str(problem) for entry in files for problem in file_problems(folder, entry)]
-
-
-class CheckpointReader(ShardReader):
-    """The tensors of a complete checkpoint, in whatever parts another layout wants them; a context manager."""
-
-    def __init__(self, folder: str | Path):
-        super().__init__(folder)
-        if self.manifest.kind != CHECKPOINT:
-            raise ConfigError(f"{folder}: holds {self.manifest.kind!r}, expected a checkpoint of training")
-        self._last = functools.lru_cache(maxsize=4)(self._region)
-
-    def has(self, role: str) -> bool:
-        """Whether there are tensors of this role."""
-        return any(held == role for held, _ in self._held)
-
-    def state(self, rank: int) -> dict[str, Any]:
-        """What `state_of_rank` holds of a rank of the layout that wrote."""
-        return json.loads((self.folder / state_of_rank(rank)).read_text())
-
-    def read_flat(self, wanted: TensorEntry) -> torch.Tensor:
-        """The elements [n] of a flat range, from the same region's ranges or from all regions that overlap it."""
-        name, start, stop = wanted.region.name, wanted.flat, wanted.flat + wanted.shape[0]
-        parts = [
-            (file, entry)
-            for file, entry in self.entries(name, wanted.role)
-            if entry.region == wanted.region and entry.columns == wanted.columns
-        ]
-        if parts:
-            return self._elements(wanted.role, parts, start, stop)
-        whole = self._last(name, wanted.role, wanted.region)
-        return (whole.t() if wanted.columns else whole).reshape(-1)[start:stop]
-
-    def _elements(self, role: str, parts: list[tuple[str, TensorEntry]], start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a region from flat ranges of it."""
-        found, reached = [], start
-        for file, entry in sorted(parts, key=lambda part: part[1].flat):
-            low, high = max(reached, entry.flat), min(stop, entry.flat + entry.shape[0])
-            if low < high:
-                if low > reached:
-                    break
-                found.append(self._handle(file).get_slice(entry.key)[low - entry.flat : high - entry.flat])
-                reached = high
-        if reached < stop:
-            raise ConfigError(f"{self.folder}: {role} of {parts[0][1].region}: elements from {reached} are in no file")
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    def _region(self, name: str, role: str, region: Region) -> torch.Tensor:
-        """A region in HF's orientation, joined from flat ranges of other regions."""
-        held = self.entries(name, role)
-        whole, regions = held[0][1].whole, {entry.region: entry.columns for _, entry in held}
-        missing, _ = cover(region, regions, whole)
-        if missing:
-            raise ConfigError(f"{self.folder}: {missing[0]} ({role}) is in no file")
-        out = torch.empty(region.shape_in(whole))
-        for other, columns in regions.items():
-            shared = overlap(region, other, whole)
-            if shared is None:
-                continue
-            shape = other.shape_in(whole)
-            parts = [(file, entry) for file, entry in held if entry.region == other]
-            joined = self._elements(role, parts, 0, math.prod(shape))
-            joined = joined.view(shape[::-1]).t() if columns else joined.view(shape)
-            part_of(out, region, shared, whole).copy_(part_of(joined, other, shared, whole))
-        return out
 
 
 @torch.no_grad()
