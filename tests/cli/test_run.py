@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -299,17 +298,12 @@ def test_status_finds_a_run_by_its_folder_and_by_its_name(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("version", "line"), [(None, "line=pypi,platform=cpu"), ("0.3.1.dev", "line=a3,"), ("0.9", "line=a3,platform=npu")]
+    ("installed", "line"), [("pypi", "line=pypi,platform=cpu"), ("a3", "line=a3,"), (None, "line=a3,platform=npu")]
 )
-def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_said(upstream, monkeypatch, version, line):
-    """None: the verl of this Python. 0.9 is no pinned line's: production, and so is what VERL_PATCHES says."""
-    if version:
-        file = upstream / "verl/verl/version/version"
-        file.parent.mkdir()
-        file.write_text(version)
-        (upstream / "verl/verl/__init__.py").touch()
-        monkeypatch.syspath_prepend(upstream / "verl")
-        monkeypatch.delitem(sys.modules, "verl", raising=False)
+def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_said(monkeypatch, installed, line):
+    """None: the pins of no line are all installed, so those of production, and so is what VERL_PATCHES says."""
+    assert patches.installed_line() == "pypi"  # that of this Python
+    monkeypatch.setattr(patches, "installed_line", lambda: installed)
     for command in (["status", "--json"], ["explain", "model.mla_k_pe_grad", "--json"]):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0 and done.stderr.startswith(line) and "VERL_PATCHES is unset" in done.stderr
