@@ -16,7 +16,7 @@ from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.region import region_of
 
 MEGATRON = {
-    "pp2vpp2": {"layout": "pp2 vpp2 @2"},  # pipelines first, as in tests/model/test_weights.py
+    "pp2vpp2": {"layout": "pp2 vpp2 @2"},  # pipelines first
     "pp2uneven": {"layout": "pp2 @2 layers=1,3", "overrides": {"num_layers_in_first_pipeline_stage": 1},
                   "refused": ["pp2 @2", "@2"]},
     "tp1": {"layout": "@2"},

@@ -347,7 +347,7 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "unpadded_attention", "switch", "--mla-fa-without-pad",
         "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
     Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
-    Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (ddp_overlap.py)", False),
+    Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (worker/models.py)", False),
     Key(_R + "grad_bucket_parameters", "convert", _bucket, "of one such reduction; null: 40e6, or 1e6 x DP if more"),
     Key(_R + "param_overlap", "only", (None, False),
         "the pin starts gathers in the order of registration and waits for those that have started only: a module that "
