@@ -11,7 +11,7 @@ from tests.weights.cases import make_checkpoint
 from verl_patches.config.compose import compose
 from verl_patches.config.run_start import Start
 from verl_patches.errors import ConfigError
-from verl_patches.launch import restart, run_folder
+from verl_patches.launch import launcher, restart, run_folder
 from verl_patches.launch.restart import Restarts, may_help
 from verl_patches.trainer.record import run_id
 from verl_patches.watch.watcher import fault_in
@@ -141,6 +141,18 @@ if error:"""
 
 
 @pytest.mark.slow
+def test_a_disk_that_fails_between_two_tries_ends_the_run_with_both_reasons(start, monkeypatch):
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(launcher, "start_again", fails)
+    code = driver((steps([1]), "StallError: a"), (steps([2]), None))
+    outcome, summary, _ = start(code, restart={"times": 1, "without_nodes": []})
+    assert outcome.code == 1 and "StallError: a" in summary["exit"] and "Input/output error" in summary["exit"]
+    assert "restarts" not in summary and (outcome.folder / "driver.log").is_file()  # no try was begun
+
+
+@pytest.mark.slow
 def test_what_was_recorded_stays_where_no_later_try_makes_a_step(start):
     """The second and third try end before their first step, and before they have a record."""
     code = driver((steps([1, 2]), "StallError: a"), (steps([]), "StallError: b"), (steps([]), "StallError: c"))
@@ -209,7 +221,7 @@ def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, o
     restarts = joined(*nodes, **options)
     assert words in restarts.after(1, "StallError: rank 2 is stopped")
     assert restarts.config(Start()).recipe.restart.without_nodes == left_out
-    assert restarts.after(1, "StallError: again") is None
+    assert not restarts.another(1, "StallError: again")
 
 
 def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_collective_the_second_time(joined):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -79,25 +80,40 @@ def _unlike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
     return [n for n in found if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])]
 
 
-def folders_job(folders: dict[str, Path], layouts: list[str]) -> dict[str, object]:
-    """{layout: {folder: (names of parameters that differ from those of folder "bf16", bytes read)}}."""
+def folders_job(folders: dict[str, Path], layouts: list[str], layers: int) -> dict[str, object]:
+    """{layout: {folder: (names of parameters that differ from those of folder "bf16", bytes read)}}.
+
+    "layout given" is folder "bf16" again, by ranks that know their layout and make no collective before they wait.
+    """
     from tests.model.megatron_model import start_parallel
     from verl_patches.weights.load import load_weights
 
+    def read(folder: Path, key: str, layout=None):
+        chunks = _build(folders["bf16"])
+        with torch.no_grad():
+            for parameter in chunks[0].parameters():
+                parameter.fill_(torch.nan)
+        loaded = load_weights(folder, chunks, key=key, layout=layout)
+        values = _values(chunks)
+        assert loaded.tensors == len(values)
+        return values, loaded.read_bytes
+
+    def refused(*_, **__):
+        raise AssertionError("a collective before the wait")
+
     found: dict[str, object] = {}
-    for layout in layouts:
-        start_parallel(parse_layout(layout))
-        expected, found[layout] = {}, {}
-        for name, folder in folders.items():
-            chunks = _build(folders["bf16"])
-            with torch.no_grad():
-                for parameter in chunks[0].parameters():
-                    parameter.fill_(torch.nan)
-            loaded = load_weights(folder, chunks, key=f"{layout}/{name}")
-            values = _values(chunks)
-            expected = expected or values
-            assert loaded.tensors == len(values)
-            found[layout][name] = _unlike(values, expected), loaded.read_bytes
+    for name in layouts:
+        layout = parse_layout(name)
+        start_parallel(layout)
+        expected, _ = read(folders["bf16"], f"{name}/first")
+        placed = replace(layout, layers_per_stage=tuple(map(len, layout.chunk_layers(layers))))
+        results = {folder: read(path, f"{name}/{folder}") for folder, path in folders.items()}
+        gather, dist.all_gather_object = dist.all_gather_object, refused
+        try:
+            results["layout given"] = read(folders["bf16"], f"{name}/given", placed)
+        finally:
+            dist.all_gather_object = gather
+        found[name] = {folder: (_unlike(values, expected), size) for folder, (values, size) in results.items()}
     return found
 
 

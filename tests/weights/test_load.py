@@ -45,9 +45,9 @@ def folders(tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_folder_gives_the_same_parameters_at_every_layout(folders, run_ranks):
-    ranks = run_ranks("tests.weights.load_job:folders_job", folders, LAYOUTS, **WORKER)
+    ranks = run_ranks("tests.weights.load_job:folders_job", folders, LAYOUTS, CONFIG["num_hidden_layers"], **WORKER)
     for layout in LAYOUTS:
-        unlike = {name: [n for rank in ranks for n in rank[layout][name][0]] for name in folders}
+        unlike = {name: [n for rank in ranks for n in rank[layout][name][0]] for name in (*folders, "layout given")}
         assert len(unlike.pop("control")) == 1
         assert unlike == dict.fromkeys(unlike, [])
         for rank in ranks:

@@ -88,14 +88,14 @@ def run(
         while True:
             OmegaConf.save(restarts.config(start), folder / environment.COMPOSED)
             code, reason = _run_driver(config, folder, watch, progress, trees, started)
-            if (again := restarts.after(code, reason)) is None:
+            if not restarts.another(code, reason):
                 break
-            Progress(folder).say(f"| {again}")
             try:
                 start = start_again(config, folder)
-            except ConfigError as error:
-                code, reason = 1, str(error)
+            except (ConfigError, OSError) as error:
+                reason = f"{reason}; not started again: {error}"
                 break
+            Progress(folder).say(f"| {restarts.after(code, reason)}")
         wall_s = round(time.monotonic() - started, 1)
         head = {**_head(config, here, trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
         head |= {"restarts": restarts.records} if restarts.records else {}

@@ -48,7 +48,7 @@ def last_step_is_saved(config: DictConfig, folder: Path) -> bool:
     total = steps_of(config)
     try:
         return total is not None and max(saved_in(checkpoints_of(config), run_id(folder)).own, default=0) >= total
-    except OSError:  # a disk that fails: the next try says so
+    except OSError:  # a disk that fails: the look for the next try's checkpoint says so
         return False
 
 
@@ -68,12 +68,14 @@ class Restarts:
             section.restart.without_nodes = list(self._left_out)
         return config
 
-    def after(self, code: int, reason: str | None) -> str | None:
-        """Message for the next try, after moving the failed one's files; None if there is none."""
+    def another(self, code: int, reason: str | None) -> bool:
+        """Whether there is another try after one that ended with `code` for `reason`."""
         if not code or reason is None or len(self.records) >= self._times or not may_help(reason):
-            return None
-        if last_step_is_saved(self._config, self._folder):
-            return None
+            return False
+        return not last_step_is_saved(self._config, self._folder)
+
+    def after(self, code: int, reason: str) -> str:
+        """Message for the next try, after moving the failed one's files."""
         culprits, raised = self._culprits()
         number = len(self.records) + 1
         left_out = self._leave_out(self._blamed(culprits, raised))

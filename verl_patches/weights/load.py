@@ -192,11 +192,13 @@ def load_weights(
     line: str = "pypi",
     key: str = "verl_patches/load",
     wait_s: float = WAIT_S,
+    layout: ParallelLayout | None = None,
 ) -> Loaded:
     """Fill the parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`.
 
-    `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. Values are converted to each parameter's dtype;
-    correction biases stay fp32, whatever a bf16 wrapper made of them.
+    `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: of `chunks`, with layers_per_stage; None:
+    the ranks of a pipeline ask each other (`layout_of_model`), a collective whose time-out names no rank. Values are
+    converted to each parameter's dtype; correction biases stay fp32, whatever a bf16 wrapper made of them.
     Needs Megatron's process groups. Every rank of torch.distributed must call it, with the same `key`, which no other
     load has used: it returns once all have loaded, and raises RecipeError after `wait_s` (`LoadProgress`). Raises
     ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
@@ -205,7 +207,7 @@ def load_weights(
     try:
         for chunk in _unwrapped(chunks):
             keep_bias_fp32(chunk)
-        layout = layout_of_model(chunks)  # collective: before what can fail on one rank alone
+        layout = layout or layout_of_model(chunks)  # collective: before what can fail on one rank alone
         source = open_source(folder)
         found = _regions(chunks, source.inventory, layout, line)
         with RegionReader(source) as reader, torch.no_grad():

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError
+from verl_patches.layout.parallel import ParallelLayout, train_layout_in
 from verl_patches.memory.offload import parameters_loaded
 from verl_patches.weights.load import WAIT_S, Loaded, copy_weights, difference, load_weights
 
@@ -42,7 +43,8 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi"
 
         recipe = config.get("recipe")
         wait_s = WAIT_S if recipe is None else recipe.timeouts.load_s
-        return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s)
+        layout = None if recipe is None else _layout(config, recipe, model_config.num_hidden_layers)
+        return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s, layout)
 
     return load_gpt_weights
 
@@ -52,7 +54,15 @@ def load_mindspeed(load_megatron_gptmodel_weights: Callable) -> Callable:
     return load_deepseekv3(load_megatron_gptmodel_weights, "a3")
 
 
-def load_model(folder: str, chunks: Sequence[torch.nn.Module], line: str, wait_s: float) -> Loaded:
+def _layout(config: Any, recipe: Any, num_layers: int) -> ParallelLayout:
+    """The layout by verl's section `config`, with the layers of each chunk."""
+    layout = train_layout_in(config, recipe, dist.get_world_size())
+    return dataclasses.replace(layout, layers_per_stage=tuple(map(len, layout.chunk_layers(num_layers))))
+
+
+def load_model(
+    folder: str, chunks: Sequence[torch.nn.Module], line: str, wait_s: float, layout: ParallelLayout | None = None
+) -> Loaded:
     """Fill `chunks` from the reference of this process, if it has read `folder` into equal parameters, else read it."""
     rank = dist.get_rank()
     _show_log(rank)
@@ -67,7 +77,7 @@ def load_model(folder: str, chunks: Sequence[torch.nn.Module], line: str, wait_s
             return loaded
         log.warning("weights: %s is read again, not copied from the reference: %s", folder, unlike)
     reads.value += 1
-    loaded = load_weights(folder, chunks, line, f"verl_patches/load/{reads.value}", wait_s)
+    loaded = load_weights(folder, chunks, line, f"verl_patches/load/{reads.value}", wait_s, layout)
     if _is_reference(chunks):
         reference_weights.value = folder, chunks
     return loaded
