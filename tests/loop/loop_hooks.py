@@ -180,7 +180,7 @@ def move_requests():
             if None in places:
                 return plan(state, *args)
             moves = (module.Move(rank, (rank + 1) % len(places), (at,)) for rank, at in enumerate(places))
-            return module.Plan(tuple(moves), 0, 0)
+            return module.MovePlan(tuple(moves), 0, 0)
 
         module.plan = to_the_next
 
