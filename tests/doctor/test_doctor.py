@@ -52,7 +52,7 @@ def nodes_of(report, run_config, **changes):
         entry = {"id": str(number) * 8, "address": f"10.0.0.{number}", "resources": {"GPU": 1, "NPU": 16}}
         entry |= {"answer": answer, "clock": {"ahead_s": 0.0, "within_s": 0.001}}
         entries.append(entry | {key: value for key, value in own.items() if key in entry})
-    return Nodes(Node(run_config, all_rows(), must_exist=()), entries, PROBED)
+    return Nodes(Node(run_config, all_rows(), has_model=False), entries, PROBED)
 
 
 def across(nodes):
@@ -171,10 +171,10 @@ def test_equal_findings_of_nodes_are_one_row(collected, config):
 def test_without_a_ray_this_node_is_checked_and_the_rest_is_not_run(collected, config, production, monkeypatch):
     monkeypatch.setattr(doctor, "this_node", lambda node: collected)
     for one, code in ((config, 0), (production, 1)):
-        nodes = Nodes(Node(one, all_rows(), must_exist=()), fault="no Ray answers there")
-        report = report_of(doctor.without_ray(nodes))
+        nodes = Nodes(Node(one, all_rows(), has_model=False), fault="no Ray answers there")
+        report = report_of(all_nodes(nodes))
         compared = [f for f in report.findings if f.name in {row.name for row in ACROSS}]
-        assert all("not run" in f.found for f in compared if not f.name.startswith("files"))
+        assert all("not run" in f.found for f in compared)
         assert report.exit_code == code
 
 
@@ -214,7 +214,7 @@ def test_two_nodes_of_a_real_ray_report_and_sum(collected, config):
         answer = ray_cluster.ask_nodes({**request, "probes": probes}, 200)
     finally:
         cluster.shutdown()
-    found = Nodes(Node(config, all_rows(), must_exist=()), answer["nodes"], answer["probes"])
+    found = Nodes(Node(config, all_rows(), has_model=False), answer["nodes"], answer["probes"])
     assert len(found.reports) == 2
     assert set(found.fact("head").values()) == {address}
     assert set(found.fact("preload").values()) == set(found.fact("dies").values()) == {None}  # as a worker has them

@@ -11,7 +11,6 @@ from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, print_json, show
 from verl_patches.cli.run import Upstream
 from verl_patches.config.compose import compose, keys_of
-from verl_patches.config.files import PATHS
 from verl_patches.doctor import doctor
 from verl_patches.doctor.node_checks import MODEL, Node
 from verl_patches.errors import ConfigError
@@ -43,10 +42,8 @@ def doctor_command(
     config = compose(name, overrides, verl_path=trees.verl)
     recipe = config.recipe
     trees = for_platform(recipe.platform, trees)
-    must_exist = (MODEL,) if head else PATHS
-    if name in (CONFIG_NAME, LEARN_CONFIG_NAME):  # `smoke` makes its model and data
-        must_exist = tuple(keys_of(overrides))
-    node = Node(config, rows_of(config.recipe.platform), trees, head=head, must_exist=must_exist)
+    has_model = name not in (CONFIG_NAME, LEARN_CONFIG_NAME) or MODEL in keys_of(overrides)  # `smoke` makes its own
+    node = Node(config, rows_of(config.recipe.platform), trees, head=head, has_model=has_model)
     if this_node or config.trainer.nnodes == 1 and recipe.ray_address is None:
         found = doctor.this_node(node)
     elif recipe.ray_address is None:
@@ -55,8 +52,7 @@ def doctor_command(
         )
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
-        nodes = doctor.ask(node, [name, *overrides, *options])
-        found = doctor.all_nodes(nodes) if nodes.reports else doctor.without_ray(nodes)
+        found = doctor.all_nodes(doctor.ask(node, [name, *overrides, *options]))
     report = doctor.report_of(found)
     if as_json:
         print_json(found)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import psutil
 from omegaconf import OmegaConf
 
-from verl_patches.config.checks import check_files
 from verl_patches.config.environment import REPOSITORY, switches_of
 from verl_patches.doctor import npu_checks
 from verl_patches.doctor.node_checks import (
@@ -106,9 +106,13 @@ def _interface(node: Node) -> dict[str, Any] | None:
 
 def this_node(node: Node) -> dict[str, Any]:
     """The report of this node alone: {command, line, state, counts, rows, nodes: [{address, facts}]}."""
-    report = Report(COMMAND, node.config.recipe.line, tuple(check_node(node, NODE_ROWS)))
     facts = facts_of(node)
-    return {**report.as_dict(), "nodes": [{"address": facts["host"], "facts": facts}]}
+    return _as_report(node, check_node(node, NODE_ROWS), {facts["host"]: facts})
+
+
+def _as_report(node: Node, findings: Iterable[Finding], facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    report = Report(COMMAND, node.config.recipe.line, tuple(findings))
+    return {**report.as_dict(), "nodes": [{"address": place, "facts": known} for place, known in facts.items()]}
 
 
 # all nodes
@@ -149,9 +153,14 @@ class Nodes:
         same = [other for other in self.nodes if other["address"] == node["address"]]
         return node["address"] + (f" ({node['id'][:8]})" if len(same) > 1 else "")
 
+    @property
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """{place: facts} of the nodes that reported."""
+        return {place: report["nodes"][0]["facts"] for place, report in self.reports.items()}
+
     def fact(self, name: str) -> dict[str, Any]:
         """{place: a fact} of the nodes that reported."""
-        return {place: report["nodes"][0]["facts"].get(name) for place, report in self.reports.items()}
+        return {place: facts.get(name) for place, facts in self.facts.items()}
 
 
 def _report(answer: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -179,8 +188,8 @@ def ask(node: Node, words: Sequence[str]) -> Nodes:
 
 
 def _deviating(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(the value that most nodes have, {place: value} of the others); values as JSON text."""
-    texts = {place: value if isinstance(value, str) else json.dumps(value) for place, value in values.items()}
+    """(the value that most nodes have, {place: value} of the others); values as text."""
+    texts = {place: str(value) for place, value in values.items()}
     usual = Counter(texts.values()).most_common(1)[0][0]
     return usual, {place: text for place, text in texts.items() if text != usual}
 
@@ -243,22 +252,20 @@ def _answers(nodes: Nodes) -> Iterator[Result]:
 
 def _clocks(nodes: Nodes) -> Iterator[Result]:
     nodes.require_reports()
-    answers = {nodes.place(number): node.get("clock") for number, node in enumerate(nodes.nodes)}
-    for place in nodes.reports:
-        if answers[place] is None:
-            yield Result(False, "no answer about the time", where=place)
-    clocks = {place: clock for place, clock in answers.items() if clock}
-    if not clocks:
-        return
-    middle = sorted(clock["ahead_s"] for clock in clocks.values())[len(clocks) // 2]
+    clocks = {nodes.place(number): node["clock"] for number, node in enumerate(nodes.nodes)}
+    middle = median_high([clock["ahead_s"] for clock in clocks.values() if clock] or [0.0])
     worst = 0.0
-    for place, clock in clocks.items():
+    for place in nodes.reports:
+        clock = clocks[place]
+        if clock is None:
+            yield Result(False, "no answer about the time", where=place)
+            continue
         ahead = clock["ahead_s"] - middle
         worst = max(worst, abs(ahead))
         if abs(ahead) > CLOCK_S:
             side = "ahead of" if ahead > 0 else "behind"
             yield Result(False, f"{abs(ahead):.1f} s {side} most nodes (within {clock['within_s']:.3f} s)", where=place)
-    if worst <= CLOCK_S:
+    if worst <= CLOCK_S and any(clocks.values()):
         yield Result(True, f"at most {worst:.3f} s apart")
 
 
@@ -301,12 +308,6 @@ def _super_pod(nodes: Nodes) -> Iterator[Result]:
     yield Result(fits, ", ".join(f"{place}: {pod}" for place, pod in pods.items()))
 
 
-def _files_here(nodes: Nodes) -> Iterator[Result]:
-    for check in check_files(nodes.node.config, nodes.node.must_exist):
-        if not check.name.startswith("model"):
-            yield Result(check.ok, check.detail, name=check.name, state="note" if check.ok and check.note else "")
-
-
 def _probed(name: str) -> Any:
     """A check of the all-reduce `name` over all nodes."""
 
@@ -330,8 +331,6 @@ ACROSS = (
         "train --dry-run prints the ray commands", _number),
     NodeCheck("reports", "`doctor --this-node` on each node", "a report of every node",
         "run it on that node: python -m verl_patches doctor CONFIG --this-node", _answers),
-    NodeCheck("files of the start", "data and reward, on this node", "files that can be read",
-        "python data/prepare_deepscaler.py makes the data", _files_here),
     NodeCheck("digest", "python -m verl_patches digest", "the same patches on every node",
         "copy this checkout to that node; python -m verl_patches digest --json shows every row", _equal("digest")),
     NodeCheck("checkout", "hash of verl_patches/ and configs/", "the same checkout on every node",
@@ -362,18 +361,15 @@ def compare_nodes(nodes: Nodes) -> list[Finding]:
 
 
 def all_nodes(nodes: Nodes) -> dict[str, Any]:
-    """The report of all nodes, as `this_node`: equal findings of nodes are one row, whose place names the nodes."""
-    findings = [*compare_nodes(nodes), *_joined(nodes.reports)]
-    report = Report(COMMAND, nodes.node.config.recipe.line, tuple(findings))
-    facts = [{"address": place, "facts": r["nodes"][0]["facts"]} for place, r in nodes.reports.items()]
-    return {**report.as_dict(), "nodes": facts}
+    """The report of all nodes, as `this_node`: equal findings of nodes are one row, whose place names the nodes.
 
-
-def without_ray(nodes: Nodes) -> dict[str, Any]:
-    """The report of this node, with the rows that compare nodes, none of which could be made."""
+    Where no node reported, it has the findings of this one.
+    """
+    if nodes.reports:
+        return _as_report(nodes.node, [*compare_nodes(nodes), *_joined(nodes.reports)], nodes.facts)
     alone = this_node(nodes.node)
-    report = Report(COMMAND, alone["line"], (*compare_nodes(nodes), *report_of(alone).findings))
-    return {**report.as_dict(), "nodes": alone["nodes"]}
+    findings = [*compare_nodes(nodes), *report_of(alone).findings]
+    return _as_report(nodes.node, findings, {one["address"]: one["facts"] for one in alone["nodes"]})
 
 
 def _joined(reports: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:

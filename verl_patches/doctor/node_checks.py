@@ -26,11 +26,10 @@ from omegaconf import DictConfig
 
 from verl_patches.config import hccl
 from verl_patches.config.checks import check_files
-from verl_patches.config.files import PATHS, Need, disk_detail, disk_fault, disk_needs
+from verl_patches.config.files import Need, disk_detail, disk_fault, disk_needs
 from verl_patches.config.run_start import planned_start
 from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError, fault_of
-from verl_patches.launch.launcher import require_free_port
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.launch.run_folder import require_lasting_folders, require_output_folder
 from verl_patches.patching.contract import PACKAGES, Sources, check
@@ -40,6 +39,7 @@ from verl_patches.planning.plan import host_bytes
 from verl_patches.platform import NO_DEVICE, as_npu
 from verl_patches.platform import require as require_platform
 from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
+from verl_patches.processes import taken_by
 from verl_patches.upstream import versions
 from verl_patches.upstream.checkouts import LINE, Trees
 from verl_patches.upstream.modified import roots_of, source_findings
@@ -52,7 +52,6 @@ GIB, GB = 1 << 30, 1e9
 OPEN_FILES, PROCESSES = {True: 65536, False: 4096}, {True: 65536, False: 2048}
 FREE_BYTES = {True: 20 * GIB, False: GIB}  # of a folder for logs and sockets
 PROBE_MIB, PROBE_REPEAT = 16, 3
-_DATA = "python data/prepare_deepscaler.py makes the data; custom_reward_function.path names the reward"
 _CONTAINER = "bash scripts/start_container.sh sets it"
 
 
@@ -94,8 +93,8 @@ class Machine:
 class Node:
     """One node and the run it will host.
 
-    rows: the catalogue. head: HOST:PORT of Ray's head, None where no Ray runs.
-    must_exist: keys of config.files.PATHS whose files are read on this node.
+    rows: the catalogue. head: HOST:PORT of Ray's head, None where no Ray runs. has_model: whether the run's model is
+    there already; `smoke` makes its own.
     """
 
     config: DictConfig
@@ -103,7 +102,7 @@ class Node:
     trees: Trees = Trees()
     machine: Machine = Machine()
     head: str | None = None
-    must_exist: Collection[str] = PATHS
+    has_model: bool = True
 
     @property
     def npu(self) -> bool:
@@ -273,13 +272,9 @@ def _drift(node: Node) -> Iterator[Result]:
 
 
 def _files(node: Node) -> Iterator[Result]:
-    others = not set(PATHS) <= set(node.must_exist)
-    for found in check_files(node.config, node.must_exist):
-        if others and not found.name.startswith("model"):
-            continue
-        state = "note" if found.ok and found.note else ""
-        todo = "" if found.name.startswith("model") or found.ok else _DATA
-        yield Result(found.ok, found.detail, todo=todo, name=found.name, state=state)
+    for rule in check_files(node.config, (MODEL,) if node.has_model else ()):
+        if rule.name.startswith("model"):  # `train` looks at data and reward, which are read where it starts
+            yield Result(rule.ok, rule.detail, name=rule.name, state="note" if rule.ok and rule.note else "")
 
 
 def _disk(node: Node) -> Iterator[Result]:
@@ -394,15 +389,13 @@ def _interface(node: Node) -> Iterator[Result]:
 
 def _ports(node: Node) -> Iterator[Result]:
     config = node.config
-    fault = fault_of(require_free_port, config.recipe.ray_port)
-    given = "null: any free one" if config.recipe.ray_port is None else f"{config.recipe.ray_port}, free"
-    yield Result(fault is None, fault or given, "a free port, or null", name="recipe.ray_port")
     if not as_npu(config.recipe.platform):
+        yield Result(True, "HCCL is not used on this platform")
         return
     fits, said = hccl.check_ports(config, node.machine.proc)
     yield Result(fits, said, name="HCCL, range")
     first, last = config.recipe.hccl.base_port, hccl.host_ports(config)[1]
-    taken = [port for port in range(first, last + 1) if fault_of(require_free_port, port)]
+    taken = [port for port in range(first, last + 1) if taken_by(port, ("127.0.0.1", ""))]
     found = f"taken: {', '.join(map(str, taken[:8]))}" if taken else f"{first} to {last} are free"
     todo = f"ss -ltnp 'sport >= :{first} and sport <= :{last}' names the programs; end them, or change recipe.hccl."
     yield Result(not taken, found, f"{first} to {last} free", todo + "base_port", "HCCL, free")
@@ -445,7 +438,7 @@ HOST_ROWS = (
         "configs/upstream.yaml", "python -m verl_patches versions", _pins),
     NodeCheck("drift", "as `check`: each row's target on disk", "as reviewed",
         "python -m verl_patches check", _drift),
-    NodeCheck("files", "headers, sizes and index of the weights; data and reward where the run starts",
+    NodeCheck("files", "headers, sizes and index of the weights",
         "whole files of the planned model", "python -m verl_patches weights verify DIR reads every byte", _files),
     NodeCheck("disk", "free space of the folders", "", "free some, or take another folder: recipe.output_root, "
         "trainer.default_local_dir, TMPDIR", _disk),

@@ -20,16 +20,7 @@ from verl_patches.doctor.node_checks import (
     probe_settings,
     speed,
 )
-from verl_patches.doctor.npu_tools import (
-    HEALTHY,
-    NO_IP,
-    Die,
-    NotUnderstoodError,
-    NpuSmi,
-    die_address,
-    field,
-    parse_npu_smi,
-)
+from verl_patches.doctor.npu_tools import HEALTHY, NO_IP, Die, NotUnderstoodError, NpuSmi, field, parse_npu_smi
 from verl_patches.planning.plan import peak_bytes
 from verl_patches.platform.npu import NOT_SET_BY_RAY, VISIBLE
 
@@ -160,7 +151,7 @@ def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
     text = _of_port(node, die, "ip")
     if NO_IP in text:
         return faults, False
-    address, link = die_address(text), field(_of_port(node, die, "link"), "link status")
+    address, link = field(text, "ipaddr"), field(_of_port(node, die, "link"), "link status")
     health = field(_of_port(node, die, "net_health"), "net health status")
     if link != "UP" or health != "Success":
         todo = (

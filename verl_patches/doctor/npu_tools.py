@@ -105,8 +105,3 @@ def field(text: str, name: str) -> str:
         if colon and key.strip(" |\t").lower() == name.lower() and value.strip():
             return value.partition("|")[0].strip()
     raise NotUnderstoodError(f"expected a line {name!r}, found {quoted(text) if text.strip() else 'no output'}")
-
-
-def die_address(text: str) -> str | None:
-    """The address in the output of `hccn_tool -i N -ip -g`; None where none was ever set."""
-    return None if NO_IP in text else field(text, "ipaddr")
