@@ -18,13 +18,12 @@ ahead of this node's, and how exactly that is known. `probes`: {name: {measured,
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_patches.errors import RecipeError
@@ -137,26 +136,13 @@ def address_of(given: str) -> str:
 
     if given != "auto" or os.environ.get("RAY_ADDRESS", "") not in ("", "auto"):  # our driver has the configuration's
         return given
-    return to_join(services.find_gcs_addresses(), services.find_bootstrap_address(None)) or given
-
-
-def to_join(found: Set[str], latest: str | None) -> str | None:
-    """Which of the Rays `found` to join, `latest` if it is there; None where none is a run's own, so Ray may choose."""
-    others = {address for address in found if not _is_loopback(address.rpartition(":")[0])}
+    found, latest = services.find_gcs_addresses(), services.find_bootstrap_address(None)
+    others = {address for address in found if not address.startswith(("127.", "[::1]:", "localhost:"))}
+    if found and not others:
+        raise ConnectionError(f"each Ray on this machine is a run's own ({', '.join(found)}), which no other joins")
     if len(others) == len(found):
-        return None
-    if not others:
-        raise ConnectionError(
-            f"each Ray on this machine is a run's own ({', '.join(sorted(found))}), which no other joins"
-        )
+        return given  # Ray chooses
     return latest if latest in others else min(others)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def ask(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,9 +173,9 @@ def _results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None
     """`results`, with {code, output, error} for a call that failed."""
     import ray
 
-    found = results(calls, limit_s + CALL_S)
+    answers = results(calls, limit_s + CALL_S)
     failed = ray.exceptions.RayError
-    return [{"code": 1, "output": "", "error": said(one)} if isinstance(one, failed) else one for one in found]
+    return [{"code": 1, "output": "", "error": said(one)} if isinstance(one, failed) else one for one in answers]
 
 
 def _wait_for(address: str, job: str, nodes: int, limit_s: float) -> list[dict[str, Any]]:
@@ -205,12 +191,11 @@ def _wait_for(address: str, job: str, nodes: int, limit_s: float) -> list[dict[s
 
 
 def _of_gcs(client: Any) -> list[dict[str, Any]]:
-    """[{address, port, rank, job, alive}] of all nodes that the head has known, newest last."""
+    """[{address, rank, job, alive}] of all nodes that the head has known, newest last."""
     known = sorted(client.get_all_node_info(timeout=10).values(), key=lambda node: node.start_time_ms)
     return [
         {
             "address": node.node_manager_address,
-            "port": node.node_manager_port,
             "rank": int(node.labels[RANK_LABEL]) if RANK_LABEL in node.labels else None,
             "job": node.labels.get(JOB),
             "alive": node.state == 0,  # GcsNodeInfo.ALIVE
@@ -223,18 +208,17 @@ def _clock(actor: Any) -> dict[str, float] | None:
     """How far the actor's clock is ahead; None where it does not answer."""
     import ray
 
-    best = None
-    for _ in range(CLOCK_CALLS):
-        before = time.time()
-        try:
+    measured = []
+    try:
+        for _ in range(CLOCK_CALLS):
+            before = time.time()
             there = ray.get(actor.clock.remote(), timeout=CALL_S)
-        except ray.exceptions.RayError:  # GetTimeoutError too
-            return None
-        after = time.time()
-        half = (after - before) / 2
-        if best is None or half < best["within_s"]:
-            best = {"ahead_s": there - before - half, "within_s": half}
-    return best
+            half = (time.time() - before) / 2
+            measured.append((half, there - before - half))
+    except ray.exceptions.RayError:  # GetTimeoutError too
+        return None
+    within_s, ahead_s = min(measured)
+    return {"ahead_s": ahead_s, "within_s": within_s}
 
 
 def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str, Any]) -> dict[str, Any]:

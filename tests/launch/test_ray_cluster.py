@@ -1,5 +1,7 @@
 """How many nodes a run finds in its Ray; that a real Ray answers is in test_doctor.py."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from verl_patches import ray_nodes
@@ -52,31 +54,27 @@ def test_workers_of_several_nodes_choose_their_interface_on_cpus_too():
     assert "GLOO_SOCKET_IFNAME" not in worker_environment(several)
 
 
+OWN, A, B = "127.0.0.1:47120", "10.0.0.1:6379", "10.0.0.1:7000"
+
+
 @pytest.mark.parametrize(
-    ("found", "latest", "taken"),
+    ("found", "latest", "variable", "taken"),
     [
-        (set(), None, None),
-        ({"10.0.0.1:6379"}, None, None),  # Ray's own choice
-        ({"127.0.0.1:47120", "10.0.0.1:6379"}, None, "10.0.0.1:6379"),
-        ({"127.0.0.1:1", "10.0.0.1:6379", "10.0.0.1:7000"}, "10.0.0.1:7000", "10.0.0.1:7000"),
-        ({"[::1]:5", "10.0.0.2:6379"}, "10.0.0.9:1", "10.0.0.2:6379"),  # the latest has gone
+        (set(), None, "", "auto"),
+        ({A}, A, "", "auto"),  # Ray's own choice
+        ({OWN, A}, OWN, "", A),
+        ({OWN, A}, OWN, "auto", A),  # environment.py gives the driver recipe.ray_address as RAY_ADDRESS
+        ({OWN, A}, OWN, "h:1", "auto"),  # another value is for Ray
+        ({OWN, A, B}, B, "", B),
+        ({"[::1]:5", A}, "10.0.0.9:1", "", A),  # the latest has gone
+        ({OWN}, OWN, "", None),
     ],
 )
-def test_auto_joins_no_ray_that_a_run_started_for_itself(found, latest, taken):
+def test_auto_joins_no_ray_that_a_run_started_for_itself(monkeypatch, found, latest, variable, taken):
     """Ray would look for it at this machine's other address, without end."""
-    assert ray_nodes.to_join(found, latest) == taken
-
-
-def test_where_each_ray_is_a_runs_own_none_is_joined():
-    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:47120"):
-        ray_nodes.to_join({"127.0.0.1:47120"}, "127.0.0.1:47120")
-
-
-@pytest.mark.parametrize(("given", "taken"), [("auto", "10.0.0.1:6379"), ("", "10.0.0.1:6379"), ("h:1", "auto")])
-def test_the_driver_finds_it_too_although_its_environment_says_auto(monkeypatch, given, taken):
-    """environment.py gives the driver recipe.ray_address as RAY_ADDRESS; another value is for Ray."""
-    found = {"127.0.0.1:47120", "10.0.0.1:6379"}
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: found)
-    monkeypatch.setenv("RAY_ADDRESS", given)
-    assert ray_nodes.address_of("auto") == taken
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: latest)
+    monkeypatch.setenv("RAY_ADDRESS", variable)
     assert ray_nodes.address_of("10.0.0.2:1") == "10.0.0.2:1"
+    with nullcontext() if taken else pytest.raises(ConnectionError, match=OWN):
+        assert ray_nodes.address_of("auto") == taken
