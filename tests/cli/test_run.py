@@ -207,6 +207,7 @@ def started(monkeypatch, tmp_path):
 
     code = []
     monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: None)
+    monkeypatch.setattr(run, "check_files", lambda config, must_exist: [])
     monkeypatch.setattr(run, "refuse_modified", lambda config, trees: {})
     monkeypatch.setattr(launcher, "run", launch)
 

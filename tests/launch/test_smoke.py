@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.config.checks import check_config
+from verl_patches.config.checks import check_config, check_files
 from verl_patches.config.compose import compose
+from verl_patches.config.files import PATHS
 from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
 from verl_patches.launch.smoke import LAYOUTS, TRAIN_LAYOUTS, SmokeOptions, overrides_of
@@ -57,15 +58,6 @@ def test_no_two_kinds_of_smoke_share_a_run_name_and_each_says_what_it_proves():
     assert proved == smoke.PROVED.keys()
 
 
-def test_another_shape_than_that_of_the_model_made_is_refused():
-    large = "recipe.model_shape=model/deepseekv3_671b.json"
-    config = compose(smoke.CONFIG_NAME, [*overrides_of(SmokeOptions()), large])
-    with pytest.raises(ConfigError, match=r"hidden_size 7168 \(expected 128\), .*Leave the key out"):
-        smoke.check_model(SmokeOptions(), config, [])
-    smoke.check_model(SmokeOptions(), config, ["actor_rollout_ref.model.path"])  # then the folder is compared with it
-    smoke.check_model(SmokeOptions(), compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions())), [])
-
-
 def test_learning_takes_the_steps_of_its_config_without_an_option():
     assert not any("total_training_steps" in override for override in overrides_of(SmokeOptions()))  # the config's 3
     learn = compose(smoke.LEARN_CONFIG_NAME, overrides_of(SmokeOptions(learn=True)))
@@ -109,8 +101,11 @@ def test_model_and_data_are_made_once(tmp_path, learn):
     options = SmokeOptions(learn=learn)
     config = compose(options.config_name, [*overrides_of(options), *first.overrides])
     assert Path(config.actor_rollout_ref.model.path, "config.json").is_file()
+    assert [check for check in check_files(config, PATHS) if not check.ok] == []
+    config.recipe.model_shape = "model/deepseekv3_671b.json"  # another one than that of the model made
+    assert "model shape" in {check.name for check in check_files(config, PATHS) if not check.ok}
     files = [*config.data.train_files, *config.data.val_files]
-    assert len(files) == 2 * (len(said) - 1) and all(Path(file).is_file() for file in files)
+    assert len(files) == 2 * (len(said) - 1)
     first.make(said.append)
     assert len(said) == len(files) // 2 + 1
     assert smoke.inputs_of(SmokeOptions(learn=learn, seed=1), tmp_path).overrides != first.overrides

@@ -81,7 +81,6 @@ def smoke_command(
     trees = for_platform(config.recipe.platform, trees)
     check_switches(config)
     require_trees(config, trees)
-    smoke.check_model(options, config, keys_of(overrides))
     start = run_folder.require_start(config)
     _end_unless(check_config(config, keys_of(overrides), trees, start))  # before model and data are made
     _refuse_without_effect(config)
@@ -91,6 +90,7 @@ def smoke_command(
     off = said_off(switches_of(config).switched_off(rows_of(config.recipe.platform)))
     with _progress(as_json, wide, off) as show:
         inputs.make(lambda text: show(f"| {text}"))
+        _end_unless(check_files(config, must_exist=PATHS))
         outcome = launcher.run(config, show, trees, dirty=dirty)
     _report(outcome, config, as_json, off)
 

@@ -7,16 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from verl_patches.config.compose import CONFIGS_DIR, shape_file
+from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import differences, read_model_shape
 
 CONFIG_NAME, LEARN_CONFIG_NAME = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_tiny_cpu_learn"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -170,19 +167,6 @@ def overrides_of(options: SmokeOptions) -> list[str]:
     if options.replay_rollout:
         found.append(f"recipe.rollout.replay={_quoted(options.replay_rollout.resolve())}")
     return found
-
-
-def check_model(options: SmokeOptions, config: DictConfig, given: Collection[str]) -> None:
-    """ConfigError where recipe.model_shape is not the model that `Inputs.make` makes.
-
-    given: keys that the user sets. A model folder of the user's own is compared with it by config/files.py.
-    """
-    found = differences(read_model_shape(shape_file(config)), read_model_shape(CONFIGS_DIR / options.model_shape))
-    if found and "actor_rollout_ref.model.path" not in given:
-        raise ConfigError(
-            f"recipe.model_shape is {config.recipe.model_shape}; expected the model that the smoke makes, found "
-            f"{found}. Leave the key out, or give the folder of your model too (actor_rollout_ref.model.path)"
-        )
 
 
 @dataclass(frozen=True)
