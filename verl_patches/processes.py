@@ -64,19 +64,25 @@ class Descendants:
         return [p for p in found if not self._is_gone(p)]
 
     def _is_gone(self, process: psutil.Process) -> bool:
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                return False
+        if not is_gone(process):
+            return False
+        with suppress(psutil.NoSuchProcess, ChildProcessError):
             if process.ppid() == self._me.pid and process.pid not in self.waited_for:
                 os.waitpid(process.pid, os.WNOHANG)
-            return True
-        except (psutil.NoSuchProcess, ChildProcessError):
-            return True
+        return True
 
     def end_all(self) -> None:
         """End all of them (`end_processes`); a warning names those that stay."""
         for process in end_processes(self.alive, self.shared, self.waited_for):
             log.warning("process %d (%s) could not be ended", process.pid, name_of(process))
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether a process has ended; its parent may not have waited for it yet."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def end_processes(

@@ -10,7 +10,6 @@ import json
 import select
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,11 +126,8 @@ def follow(job: Job, to: BinaryIO, skip: int = 0) -> int:
 def _nobody_reads(stream: BinaryIO, wait_s: float) -> bool:
     """Wait, at most until the other end of a pipe is closed."""
     poll = select.poll()
-    poll.register(stream.fileno(), 0)  # errors alone
-    found = poll.poll(wait_s * 1000)
-    if found and not found[0][1] & (select.POLLERR | select.POLLHUP):
-        time.sleep(wait_s)
-    return bool(found and found[0][1] & (select.POLLERR | select.POLLHUP))
+    poll.register(stream.fileno(), 0)  # POLLERR and POLLHUP alone
+    return bool(poll.poll(wait_s * 1000))
 
 
 def finding(job: Job) -> Finding | None:

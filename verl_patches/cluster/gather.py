@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_patches.cluster.job import Job
-from verl_patches.cluster.node import RAY_TEMP, Started, records
+from verl_patches.cluster.node import RAY_TEMP, Started, of_job
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import RecipeError
 from verl_patches.launch.launcher import copy_ray_logs
@@ -31,22 +31,16 @@ def logs_folder(job: Job) -> Path:
 def gather(job: Job, to: Path, rank: int | None = None, environ: Mapping[str, str] = os.environ) -> list[Path]:
     """Copy the logs of what was started here to `to`/node-<rank>-<address>; the folders that were written."""
     folders = []
-    for started in records(Path(job.folder)):
-        if started.job != job.name or rank not in (None, started.rank):
-            continue
+    for started in of_job(job, rank):
         folder = to / f"node-{started.rank}-{started.address}"
         copy_ray_logs(Path(job.folder) / RAY_TEMP, folder / "ray")
         if started.rank == 0:
-            _copy_command_logs(Path(job.folder), folder)
+            for log in Path(job.folder).glob("command-*.log"):
+                _copy(log, folder / log.name)
         _copy_plog(started, folder / "plog", {**environ, **job.env})
         if folder.is_dir():
             folders.append(folder)
     return folders
-
-
-def _copy_command_logs(folder: Path, to: Path) -> None:
-    for source in folder.glob("command-*.log"):
-        _copy(source, to / source.name)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -69,22 +69,6 @@ class Answer:
         return "" if self.code == 0 else (lines[-1] if lines else f"exit code {self.code}")
 
 
-def _call(words: Sequence[str], stdin: str, limit_s: float) -> Answer:
-    """Run a program of this machine; its end is never later than `limit_s`."""
-    try:
-        done = subprocess.run(list(words), input=stdin.encode(), capture_output=True, timeout=limit_s)
-    except FileNotFoundError:
-        raise ConfigError(f"{words[0]} is not installed here, which this provider needs") from None
-    except subprocess.TimeoutExpired as error:
-        return Answer(NO_END, error.stdout or b"", f"no end within {limit_s:g} s")
-    return Answer(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
-
-
-def _below(lines: Sequence[str]) -> str:
-    """The lines below a sentence that ends with a colon."""
-    return "".join(f"\n  {line}" for line in lines)
-
-
 def _after_profiles(output: bytes) -> bytes | None:
     """What comes after the line BEGINS; None without it."""
     _, found, rest = output.partition(BEGUN)
@@ -130,7 +114,15 @@ class Hosts:
         return [*self.job.ssh.command, f"{self.job.ssh.user}@{host}" if self.job.ssh.user else host, line]
 
     def _on(self, rank: int, line: str, stdin: str, limit_s: float) -> Answer:
-        return _call(self._words(rank, line), stdin, limit_s)
+        """Run a line of a host's shell; the call never ends later than `limit_s`."""
+        words = self._words(rank, line)
+        try:
+            done = subprocess.run(words, input=stdin.encode(), capture_output=True, timeout=limit_s)
+        except FileNotFoundError:
+            raise ConfigError(f"{words[0]} is not installed here, which this provider needs") from None
+        except subprocess.TimeoutExpired as error:
+            return Answer(NO_END, error.stdout or b"", f"no end within {limit_s:g} s")
+        return Answer(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
     def _inside(self, line: str) -> str:
         """The line in the job's container, where it has an image; a login shell there sets CANN's variables."""
@@ -164,7 +156,9 @@ class Hosts:
             return dict(zip(chosen, threads.map(call, chosen), strict=True))
 
     def _faults(self, answers: Mapping[int, Answer]) -> str:
-        return _below(self._lines({rank: answer.fault for rank, answer in answers.items() if answer.code}))
+        """A line for each fault, to stand below a sentence that ends with a colon."""
+        lines = self._lines({rank: answer.fault for rank, answer in answers.items() if answer.code})
+        return "".join(f"\n  {line}" for line in lines)
 
     def _lines(self, faults: Mapping[int, str]) -> list[str]:
         """A line for each fault, with the ranks of all hosts that have it; HOST stands for their own names there."""

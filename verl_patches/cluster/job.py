@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -35,34 +35,20 @@ Time = Annotated[str, StringConstraints(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2})
 Resource = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./]*$")]  # of Kubernetes
 
 
-def _word(text: str) -> str:
-    if "\0" in text:
-        raise ValueError("expected text without NUL")
-    return text
+def _expect(holds: Callable[[str], bool], expected: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not holds(text):
+            raise ValueError(f"expected {expected}")
+        return text
+
+    return AfterValidator(check)
 
 
-def _line(text: str) -> str:
-    if not text.isprintable() or not text:
-        raise ValueError("expected one line of text without control characters")
-    return text
-
-
-def _path(text: str) -> str:
-    if text.startswith("-"):
-        raise ValueError("expected a path or name that does not begin with -")
-    return _line(text)
-
-
-def _option(text: str) -> str:
-    if not text.startswith("-"):
-        raise ValueError("expected an option, such as --account=NAME")
-    return _line(text)
-
-
-Word = Annotated[str, AfterValidator(_word)]  # of a command, or a variable's value: may have several lines
-Line = Annotated[str, AfterValidator(_line)]
-PlainPath = Annotated[str, AfterValidator(_path)]
-Option = Annotated[str, AfterValidator(_option)]
+# of a command, or a variable's value: may have several lines
+Word = Annotated[str, _expect(lambda text: "\0" not in text, "text without NUL")]
+Line = Annotated[str, _expect(lambda text: text and text.isprintable(), "one line of text without control characters")]
+PlainPath = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
+Option = Annotated[Line, _expect(lambda text: text[0] == "-", "an option, such as --account=NAME")]
 Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,\s]+$")]  # docker and Slurm separate by : and ,
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 # what the scripts of public samples export: {variable: field}

@@ -16,7 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from verl_patches.processes import (
     SharedMemory,
     adopting_orphans,
     end_processes,
+    is_gone,
     name_of,
     started_at,
     state_of,
@@ -160,6 +161,11 @@ def records(folder: Path) -> list[Started]:
     return sorted(found, key=lambda started: started.rank)
 
 
+def of_job(job: Job, rank: int | None = None) -> list[Started]:
+    """What was started here for the job, of all ranks or of one."""
+    return [each for each in records(Path(job.folder)) if each.job == job.name and rank in (None, each.rank)]
+
+
 def _already(job: Job, place: Place, folder: Path) -> Started | None:
     """This job's own record where all its processes live; ConfigError for another job's or a partly dead one."""
     for started in records(folder):
@@ -271,18 +277,11 @@ def _ray(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, lis
         except subprocess.TimeoutExpired:
             fault = f"`ray start` did not end within {START_S:g} s"
         # those that Ray starts itself, which became this process's own; what they start comes and goes
-        own = [process for process in descendants.alive() if _parent(process) == os.getpid()]
+        own = set(descendants.alive()) & set(psutil.Process().children())
         found = [{"pid": p.pid, "started": started_at(p.pid), "name": name_of(p)} for p in own]
     if not fault and not any(process["name"] == "raylet" for process in found):
         fault = "`ray start` ended without a raylet"
     return fault, found
-
-
-def _parent(process: psutil.Process) -> int:
-    try:
-        return process.ppid()
-    except psutil.NoSuchProcess:
-        return 0
 
 
 def _last_lines(text: str) -> str:
@@ -341,7 +340,7 @@ def living(started: Started) -> list[psutil.Process]:
             if process.pid not in found and process.environ().get(MARK) == started.mark:
                 found[process.pid] = process
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}  # `cluster` run by the job's command
-    return [process for pid, process in found.items() if pid not in own and not _is_zombie(process)]
+    return [process for pid, process in found.items() if pid not in own and not is_gone(process)]
 
 
 def recorded_process(entry: Mapping[str, Any]) -> psutil.Process | None:
@@ -350,13 +349,6 @@ def recorded_process(entry: Mapping[str, Any]) -> psutil.Process | None:
         process = psutil.Process(entry["pid"])
         return None if state_of(process.pid, entry["started"])[0] == "gone" else process
     return None
-
-
-def _is_zombie(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def ended(started: Started) -> list[str]:
@@ -374,22 +366,18 @@ def down(job: Job, rank: int | None = None, locked: bool = False, keep_logs: boo
     folder = Path(job.folder)
     if not folder.is_dir():
         return []
-    if not locked:
-        with one_command_in(folder, ends_holder=True):
-            return down(job, rank, locked=True, keep_logs=keep_logs)
     stopped = []
-    for started in records(folder):
-        if started.job != job.name or rank not in (None, started.rank):
-            continue
-        if living(started):
-            stopped.append(started.name)
-        _end(started)
-        if not keep_logs:
-            (folder / f"node-{started.rank}.json").unlink()
-    if not records(folder):
-        shutil.rmtree(folder / RAY_TEMP, ignore_errors=True)
-        for path in folder.glob(COMMAND_FILES):
-            path.unlink()
+    with nullcontext() if locked else one_command_in(folder, ends_holder=True):
+        for started in of_job(job, rank):
+            if living(started):
+                stopped.append(started.name)
+            _end(started)
+            if not keep_logs:
+                (folder / f"node-{started.rank}.json").unlink()
+        if not records(folder):
+            shutil.rmtree(folder / RAY_TEMP, ignore_errors=True)
+            for path in folder.glob(COMMAND_FILES):
+                path.unlink()
     return stopped
 
 
@@ -401,7 +389,7 @@ def _end(started: Started) -> None:
 
 def status(job: Job, rank: int | None = None) -> list[Finding]:
     """One finding of each node that was started here (or of `rank`), and of all nodes as Ray's head knows them."""
-    here = [s for s in records(Path(job.folder)) if s.job == job.name and rank in (None, s.rank)]
+    here = of_job(job, rank)
     if not here:
         todo = f"cluster up of job {job.name} on this node"
         return [Finding("this node", "problem", job.folder, "Ray, started by cluster up", "nothing was started", todo)]
@@ -425,7 +413,7 @@ def status(job: Job, rank: int | None = None) -> list[Finding]:
 def stay(job: Job, started: Started) -> int:
     """Wait until a signal ends this command, which is 0, or a process of this node ends, which is 1."""
     received: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM):  # for good: a second one must not keep the caller from its cleanup
         signal.signal(number, lambda n, _frame: received.append(n))
     while not received:
         if gone := ended(started):
