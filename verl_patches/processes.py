@@ -1,6 +1,6 @@
 """The processes of a run: adopt those that detach, find, end and measure all of them, and no others.
 
-On Linux the launcher becomes a "child subreaper": a daemon whose parent dies (Ray's gcs_server and raylet do that) is
+The launcher becomes a "child subreaper" of Linux: a daemon whose parent dies (Ray's gcs_server and raylet do that) is
 handed to the launcher instead of to init, so everything a run started stays a descendant of the launcher.
 
 Peak memory is PSS: shared pages are divided among their users, so sums over processes are true. Reading PSS walks a
@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,10 +29,7 @@ TERM_S, KILL_S = 5.0, 5.0  # how long to wait for processes after SIGTERM, and a
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """While inside, orphaned descendants of this process become its children (Linux)."""
-    if not sys.platform.startswith("linux"):
-        yield
-        return
+    """While inside, orphaned descendants of this process become its children."""
     libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -44,9 +40,8 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """In a child between fork and exec: get SIGKILL when the launcher dies without cleaning up (Linux)."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """In a child between fork and exec: get SIGKILL when the launcher dies without cleaning up."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class Descendants:
@@ -60,8 +55,8 @@ class Descendants:
 
     def alive(self) -> list[psutil.Process]:
         """Processes of the run that still run; finished orphans among them are reaped on the way."""
-        found = [p for p in self._me.children(recursive=True) if p not in self._before]
-        return [p for p in found if not self._is_gone(p)]
+        descendants = [p for p in self._me.children(recursive=True) if p not in self._before]
+        return [p for p in descendants if not self._is_gone(p)]
 
     def _is_gone(self, process: psutil.Process) -> bool:
         if not is_gone(process):
@@ -137,9 +132,9 @@ def taken_by(port: int, addresses: Iterable[str]) -> str | None:
                 pass
         except OSError as error:
             with suppress(psutil.Error, OSError):
-                for found in psutil.net_connections("tcp"):
-                    if found.laddr and found.laddr.port == port and found.status == psutil.CONN_LISTEN and found.pid:
-                        return f"pid {found.pid} ({' '.join(psutil.Process(found.pid).cmdline())[:100]})"
+                for one in psutil.net_connections("tcp"):
+                    if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN and one.pid:
+                        return f"pid {one.pid} ({' '.join(psutil.Process(one.pid).cmdline())[:100]})"
             return f"a process of another user or namespace ({error.strerror})"
     return None
 
@@ -219,7 +214,7 @@ class MemoryWatch:
             return process.memory_full_info().pss
         except psutil.NoSuchProcess:
             return 0
-        except (psutil.AccessDenied, AttributeError):
+        except psutil.AccessDenied:
             self.fallbacks += 1
             return _rss(process)
 
@@ -230,13 +225,13 @@ class MemoryWatch:
         """
         names = Counter(self._name.values())
         seen: Counter[str] = Counter()
-        found = {}
+        peaks = {}
         for process, size in sorted(self._peak.items(), key=lambda item: -item[1]):
             name = self._name[process]
-            found[f"{name} {seen[name]}" if names[name] > 1 else name] = size
+            peaks[f"{name} {seen[name]}" if names[name] > 1 else name] = size
             seen[name] += 1
-        found["total"] = self._total
-        return {**found, "resident_not_pss": self.fallbacks} if self.fallbacks else found
+        peaks["total"] = self._total
+        return {**peaks, "resident_not_pss": self.fallbacks} if self.fallbacks else peaks
 
 
 def _rss(process: psutil.Process) -> int:

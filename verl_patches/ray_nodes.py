@@ -73,14 +73,14 @@ def results(calls: Sequence[Any], limit_s: float) -> list[Any]:
     """The result of each call, or its RayError; None where it has none within `limit_s`."""
     import ray
 
-    found: list[Any] = []
+    answers: list[Any] = []
     ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s) if calls else ([], [])
     for call in calls:
         try:
-            found.append(ray.get(call) if call in ended else None)
+            answers.append(ray.get(call) if call in ended else None)
         except ray.exceptions.RayError as error:
-            found.append(error)
-    return found
+            answers.append(error)
+    return answers
 
 
 def said(error: BaseException) -> str:
@@ -136,11 +136,11 @@ def address_of(given: str) -> str:
 
     if given != "auto" or os.environ.get("RAY_ADDRESS", "") not in ("", "auto"):  # our driver has the configuration's
         return given
-    found, latest = services.find_gcs_addresses(), services.find_bootstrap_address(None)
-    others = {address for address in found if not address.startswith(("127.", "[::1]:", "localhost:"))}
-    if found and not others:
-        raise ConnectionError(f"each Ray on this machine is a run's own ({', '.join(found)}), which no other joins")
-    if len(others) == len(found):
+    running, latest = services.find_gcs_addresses(), services.find_bootstrap_address(None)
+    others = {address for address in running if not address.startswith(("127.", "[::1]:", "localhost:"))}
+    if running and not others:
+        raise ConnectionError(f"each Ray on this machine is a run's own ({', '.join(running)}), which no other joins")
+    if len(others) == len(running):
         return given  # Ray chooses
     return latest if latest in others else min(others)
 
@@ -152,21 +152,21 @@ def ask(request: Mapping[str, Any]) -> dict[str, Any]:
     import ray
 
     ray.init(address=address_of(request["address"]), log_to_driver=False, logging_level="ERROR")
-    found = living()
+    nodes = living()
     if not request.get("command"):
-        return {"nodes": found, "probes": {}}
+        return {"nodes": nodes, "probes": {}}
     kind = _node_class()
-    actors, limit_s = [on_node(kind, node["id"]) for node in found], request["limit_s"]
+    actors, limit_s = [on_node(kind, node["id"]) for node in nodes], request["limit_s"]
     command = [*request["command"], "--head", ray.get_runtime_context().gcs_address]
     answers = _results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
     answered = []
-    for node, actor, answer in zip(found, actors, answers, strict=True):
+    for node, actor, answer in zip(nodes, actors, answers, strict=True):
         node["answer"] = answer
         node["clock"] = None if answer is None else _clock(actor)
         if answer is not None:
             answered.append((node, actor))
     probes = request["probes"].items() if answered else ()
-    return {"nodes": found, "probes": {name: _probe(answered, settings) for name, settings in probes}}
+    return {"nodes": nodes, "probes": {name: _probe(answered, settings) for name, settings in probes}}
 
 
 def _results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
@@ -183,10 +183,10 @@ def _wait_for(address: str, job: str, nodes: int, limit_s: float) -> list[dict[s
 
     client, end = GcsClient(address=address), time.monotonic() + limit_s
     while True:
-        found = _of_gcs(client)
-        in_job = {node["rank"] for node in found if node["alive"] and node["job"] == job}
+        known = _of_gcs(client)
+        in_job = {node["rank"] for node in known if node["alive"] and node["job"] == job}
         if len(in_job) >= nodes or time.monotonic() >= end:
-            return found
+            return known
         time.sleep(POLL_S)
 
 

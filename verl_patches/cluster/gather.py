@@ -55,10 +55,10 @@ def _copy_plog(started: Started, to: Path, environ: Mapping[str, str]) -> None:
     place = Path(environ.get(PLOG_VARIABLE) or Path.home() / "ascend" / "log")
     for source in sorted(place.glob("**/*.log")):
         try:
-            found = source.stat()
+            stat = source.stat()
         except OSError:  # rotated away
             continue
-        if found.st_mtime >= started.started and 0 < found.st_size <= MOST_BYTES:
+        if stat.st_mtime >= started.started and 0 < stat.st_size <= MOST_BYTES:
             _copy(source, to / source.relative_to(place))
 
 

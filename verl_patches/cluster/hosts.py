@@ -9,7 +9,6 @@ monitor with a private key that must be there, reports their failures in that mo
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -69,31 +68,21 @@ class Answer:
         return "" if self.code == 0 else (lines[-1] if lines else f"exit code {self.code}")
 
 
-def _after_profiles(output: bytes) -> bytes | None:
-    """What comes after the line BEGINS; None without it."""
-    _, found, rest = output.partition(BEGUN)
-    return rest if found else None
-
-
 def _forwarded(words: Sequence[str], stdin: str, to: BinaryIO) -> tuple[int, int]:
     """(exit code, bytes of output) of a host's program, whose output after BEGINS goes to a stream while it runs.
 
     It ends with this call.
     """
-    size, before = 0, b""
-    begun = False
+    size = 0
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             with suppress(BrokenPipeError):  # it has ended already, and its exit code says why
                 process.stdin.write(stdin.encode())
                 process.stdin.close()
-            while block := os.read(process.stdout.fileno(), BLOCK_BYTES):
-                if not begun:
-                    before += block
-                    rest = _after_profiles(before)
-                    if rest is None:
-                        continue
-                    begun, block = True, rest
+            for line in process.stdout:
+                if line.endswith(BEGUN):
+                    break
+            while block := process.stdout.read1(BLOCK_BYTES):
                 to.write(block)
                 to.flush()
                 size += len(block)
@@ -147,7 +136,7 @@ class Hosts:
     def _cluster(self, rank: int, verb: str, *options: str, limit_s: float, before: str = "") -> Answer:
         """`cluster VERB` on one host, behind a line of its shell."""
         answer = self._on(rank, before + self._line(rank, verb, *options), self._stdin(verb), limit_s)
-        return replace(answer, output=_after_profiles(answer.output) or b"")
+        return replace(answer, output=answer.output.partition(BEGUN)[2])
 
     def _each(self, call: Callable[[int], Answer], ranks: Sequence[int] | None = None) -> dict[int, Answer]:
         """{rank: answer} of all hosts at once, or of those of `ranks`."""
@@ -306,7 +295,7 @@ class Hosts:
 
     def status(self) -> list[Finding]:
         """What every host says of itself, and what is said of all nodes once."""
-        found: dict[tuple[str, str], Finding] = {}
+        findings: dict[tuple[str, str], Finding] = {}
         answers = self._each(lambda rank: self._cluster(rank, "status", "--json", limit_s=MARGIN_S))
         for rank, answer in answers.items():
             try:
@@ -319,8 +308,8 @@ class Hosts:
                 finding = Finding(**{**row, "details": tuple(row.get("details", ()))})
                 if finding.name == "this node":
                     finding = Finding(**{**row, "name": self.job.host_of(rank), "details": ()})
-                found.setdefault((finding.name, finding.found), finding)
-        return list(found.values())
+                findings.setdefault((finding.name, finding.found), finding)
+        return list(findings.values())
 
     def down(self, logs: Path | None) -> list[str]:
         """End what was started on every host, gather logs; what failed on which host.
@@ -360,12 +349,12 @@ def unsaved(job: Job, changes: str) -> list[str]:
     folders = {parent for path in kinds for parent in path.parents}
     gathered = {PurePosixPath(folder) for folder in (job.folder, job.env.get(PLOG_VARIABLE)) if folder}
     saved = gathered | {path for path, kind in kinds.items() if kind == "M"}
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for path, kind in kinds.items():
         if kind in "AC" and path not in folders and not saved & {path, *path.parents} and _may_be_missed(path):
             new = (folder for folder in reversed(path.parents) if kinds.get(folder) == "A")
-            found[str(next(new, path))] = None
-    return list(found)
+            paths[str(next(new, path))] = None
+    return list(paths)
 
 
 def _may_be_missed(path: PurePosixPath) -> bool:

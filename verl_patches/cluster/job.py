@@ -203,12 +203,12 @@ def read_job(
     Where `documents` is 2, a second one may have the secrets, {secrets: {name: value}}: so they reach other nodes
     without a command line or a file. Else they are in `environ`.
     """
-    found = parse_yaml(text, source, documents)
-    if not found or not isinstance(found[0], dict):
+    parsed = parse_yaml(text, source, documents)
+    if not parsed or not isinstance(parsed[0], dict):
         raise ConfigError(
             f"{source}: expected a job file with name, nodes and dies; configs/cluster_256die.yaml is one"
         )
-    given = dict(found[0])
+    given = dict(parsed[0])
     for variable, field in FROM_ENVIRONMENT.items():
         if environ.get(variable):
             _take(given, field, variable, environ[variable], source)
@@ -217,7 +217,7 @@ def read_job(
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc'])) or 'job'}: {fault['msg']}" for fault in error.errors())
         raise ConfigError(f"{source}: {printable('; '.join(faults))}") from None
-    sent = found[1].get("secrets") if len(found) > 1 and isinstance(found[1], dict) else {}
+    sent = parsed[1].get("secrets") if len(parsed) > 1 and isinstance(parsed[1], dict) else {}
     if not isinstance(sent, dict) or not all(isinstance(value, str) for value in sent.values()):
         raise ConfigError(f"{source}: expected {{secrets: {{name: text}}}} as the second document, found other values")
     return job, {name: sent.get(name, environ.get(name, "")) for name in job.secrets}
@@ -274,7 +274,7 @@ def require_volumes(job: Job) -> None:
     """ConfigError where what the job's containers write, results or logs, would be deleted with them."""
     if not job.image or job.provider == "nodes":
         return
-    given = [found[1] for word in job.command for found in _OUTPUT_ROOT.finditer(word)]
+    given = [match[1] for word in job.command for match in _OUTPUT_ROOT.finditer(word)]
     needed = {folder: "runs write" for folder in given or ["outputs"] if "$" not in folder}  # else the run looks itself
     if job.provider == "slurm":  # its tasks gather logs in their own containers
         needed[job.logs or f"outputs/{job.name}/cluster"] = "logs are gathered"

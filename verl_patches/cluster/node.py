@@ -157,8 +157,8 @@ def _holder_of(lock: Path) -> psutil.Process | None:
 
 def records(folder: Path) -> list[Started]:
     """What was started here, by rank."""
-    found = [Started(**json.loads(path.read_text())) for path in folder.glob("node-*.json")]
-    return sorted(found, key=lambda started: started.rank)
+    known = [Started(**json.loads(path.read_text())) for path in folder.glob("node-*.json")]
+    return sorted(known, key=lambda started: started.rank)
 
 
 def of_job(job: Job, rank: int | None = None) -> list[Started]:
@@ -277,11 +277,12 @@ def _ray(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, lis
         except subprocess.TimeoutExpired:
             fault = f"`ray start` did not end within {START_S:g} s"
         # those that Ray starts itself, which became this process's own; what they start comes and goes
-        own = set(descendants.alive()) & set(psutil.Process().children())
-        found = [{"pid": p.pid, "started": started_at(p.pid), "name": name_of(p)} for p in own]
-    if not fault and not any(process["name"] == "raylet" for process in found):
+        alive = descendants.alive()
+        own = [process for process in psutil.Process().children() if process in alive]
+        processes = [{"pid": p.pid, "started": started_at(p.pid), "name": name_of(p)} for p in own]
+    if not fault and not any(process["name"] == "raylet" for process in processes):
         fault = "`ray start` ended without a raylet"
-    return fault, found
+    return fault, processes
 
 
 def _last_lines(text: str) -> str:
@@ -313,34 +314,34 @@ def missing_nodes(job: Job, nodes: Sequence[Mapping[str, Any]]) -> dict[int, str
     of_job = [node for node in nodes if node["job"] == job.name]
     alive = {node["rank"] for node in of_job if node["alive"]}
     dead = {node["rank"]: node for node in of_job if not node["alive"]}
-    found = {}
+    missing = {}
     for rank in sorted(set(range(job.nodes)) - alive):
         if rank in dead:
-            found[rank] = f"node {rank} ({dead[rank]['address']}) was in, then its raylet ended or lost the network"
+            missing[rank] = f"node {rank} ({dead[rank]['address']}) was in, then its raylet ended or lost the network"
         elif rank < len(job.hosts):
             fault = _unreachable(job.hosts[rank], job.ports.first)
             why = f"of its raylet: {fault}" if fault else "answers, but it is not in this Ray: has it another head?"
-            found[rank] = f"{job.host_of(rank)}: port {job.ports.first} {why}"
+            missing[rank] = f"{job.host_of(rank)}: port {job.ports.first} {why}"
         else:
-            found[rank] = f"node {rank} never joined: cluster up --node-rank {rank}, on its machine"
-    return found
+            missing[rank] = f"node {rank} never joined: cluster up --node-rank {rank}, on its machine"
+    return missing
 
 
 def living(started: Started) -> list[psutil.Process]:
     """The processes of a node that live: those recorded, those that they started, and those with its mark."""
-    found: dict[int, psutil.Process] = {}
+    processes: dict[int, psutil.Process] = {}
     for entry in started.processes:
         process = recorded_process(entry)
         if process is not None:
-            found[process.pid] = process
+            processes[process.pid] = process
             with suppress(psutil.NoSuchProcess):
-                found.update({child.pid: child for child in process.children(recursive=True)})
+                processes.update({child.pid: child for child in process.children(recursive=True)})
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.pid not in found and process.environ().get(MARK) == started.mark:
-                found[process.pid] = process
+            if process.pid not in processes and process.environ().get(MARK) == started.mark:
+                processes[process.pid] = process
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}  # `cluster` run by the job's command
-    return [process for pid, process in found.items() if pid not in own and not is_gone(process)]
+    return [process for pid, process in processes.items() if pid not in own and not is_gone(process)]
 
 
 def recorded_process(entry: Mapping[str, Any]) -> psutil.Process | None:
@@ -393,21 +394,22 @@ def status(job: Job, rank: int | None = None) -> list[Finding]:
     if not here:
         todo = f"cluster up of job {job.name} on this node"
         return [Finding("this node", "problem", job.folder, "Ray, started by cluster up", "nothing was started", todo)]
-    found = []
+    findings = []
     for started in here:
         gone = ended(started)
         said = f"ended: {', '.join(gone)}" if gone else f"{len(living(started))} processes"
         expected, todo = "all that was started runs", "cluster down, then cluster up; Ray's logs say why"
-        found.append(Finding(started.name, "problem" if gone else "fine", "", expected, said, todo if gone else ""))
+        findings.append(Finding(started.name, "problem" if gone else "fine", "", expected, said, todo if gone else ""))
     address = f"{here[0].head}:{job.ports.gcs}"
     try:
         missing = missing_nodes(job, members(job, here[0].head))
     except RecipeError as error:
-        return [*found, Finding("nodes", "problem", address, "Ray's head answers", str(error), "cluster status there")]
+        todo = "cluster status there"
+        return [*findings, Finding("nodes", "problem", address, "Ray's head answers", str(error), todo)]
     said = "; ".join(missing.values()) or f"{job.nodes} nodes"
     todo = "cluster up on those nodes" if missing else ""
     state = "problem" if missing else "fine"
-    return [*found, Finding("nodes", state, address, f"{job.nodes} nodes in Ray", said, todo)]
+    return [*findings, Finding("nodes", state, address, f"{job.nodes} nodes in Ray", said, todo)]
 
 
 def stay(job: Job, started: Started) -> int:

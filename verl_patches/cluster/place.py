@@ -89,8 +89,8 @@ def _is_own(address: str) -> bool:
 
 
 def _own() -> dict[str, list[str]]:
-    found = psutil.net_if_addrs().items()
-    return {name: [a.address for a in addresses if a.family == socket.AF_INET] for name, addresses in found}
+    interfaces = psutil.net_if_addrs().items()
+    return {name: [a.address for a in addresses if a.family == socket.AF_INET] for name, addresses in interfaces}
 
 
 def _own_addresses() -> str:

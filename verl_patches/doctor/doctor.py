@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib import metadata
-from pathlib import Path
 from statistics import median_high
 from typing import Any
 
@@ -80,20 +79,21 @@ def _code() -> str:
 
 def _image() -> dict[str, str]:
     """{distribution or part of the system: version}. A container cannot read its image's name."""
-    found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
-    release = Path("/etc/os-release")
-    lines = release.read_text().splitlines() if release.is_file() else []
-    name = next((line.partition("=")[2].strip('"') for line in lines if line.startswith("PRETTY_NAME=")), "unknown")
-    return {**found, "Python": platform.python_version(), "operating system": name, "machine": platform.machine()}
+    packages = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
+    try:
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:
+        name = "unknown"
+    return {**packages, "Python": platform.python_version(), "operating system": name, "machine": platform.machine()}
 
 
 def _software(node: Node) -> dict[str, str]:
     """Versions of Ascend software below Python, as `versions` finds them."""
     if not node.npu:
         return {}
-    report = versions.compare(node.config.recipe.line, node.machine.pinned, trees=node.trees)
-    found = {f.name: f.found for f in report.findings if f.name in _SOFTWARE}
-    return {**found, "firmware": npu_checks.firmware_of(node) or "unknown"}
+    report = versions.compare(node.config.recipe.line, node.machine, trees=node.trees)
+    software = {f.name: f.found for f in report.findings if f.name in _SOFTWARE}
+    return {**software, "firmware": npu_checks.firmware_of(node) or "unknown"}
 
 
 def _interface(node: Node) -> dict[str, Any] | None:
@@ -141,11 +141,11 @@ class Nodes:
     @cached_property
     def reports(self) -> dict[str, dict[str, Any]]:
         """{place of a node: its report} of those that answered with one."""
-        found = {}
+        reports = {}
         for number, node in enumerate(self.nodes):
             if (report := _report(node.get("answer"))) is not None:
-                found[self.place(number)] = report
-        return found
+                reports[self.place(number)] = report
+        return reports
 
     def place(self, number: int) -> str:
         """The node's address, with Ray's id where two nodes have the same."""
@@ -357,7 +357,7 @@ ACROSS = (
 
 def compare_nodes(nodes: Nodes) -> list[Finding]:
     """The findings of the rows that compare nodes."""
-    return [found for row in ACROSS for found in row.findings(nodes, npu=nodes.node.npu)]
+    return [finding for row in ACROSS for finding in row.findings(nodes, npu=nodes.node.npu)]
 
 
 def all_nodes(nodes: Nodes) -> dict[str, Any]:

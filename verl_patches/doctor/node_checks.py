@@ -7,7 +7,6 @@ the start of a run makes those that refuse it, by the same functions. Rows about
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import socket
@@ -16,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,23 +62,14 @@ def run_tool(command: Sequence[str]) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(versions.Machine):
     """What checks look at; the defaults are this process and this machine."""
 
-    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: Callable[[Sequence[str]], tuple[int, str]] = run_tool
-    ascend: Path = versions.Machine.ascend
-    distribution: Callable[[str], str | None] = versions.Machine.distribution
     devices: Path = Path("/dev")
-    shared_memory: Path = Path("/dev/shm")
     cgroup: Path = Path("/sys/fs/cgroup")
     proc: Path = hccl.PROC
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
-
-    @property
-    def pinned(self) -> versions.Machine:
-        """What `versions` looks at of it."""
-        return versions.Machine(environ=self.environ, ascend=self.ascend, distribution=self.distribution)
 
     def output(self, *command: str) -> str | None:
         """Output and errors of a command; None where it is neither on PATH nor among the driver's tools."""
@@ -209,15 +199,13 @@ def _folded(
 ) -> Iterator[Result]:
     """The findings in a state of `shown`, each by its name, one line for all that are fine, and one for other notes."""
     fine, notes = [], []
-    for found in findings:
-        if found.state == "fine":
-            fine.append(found)
-        elif found.state not in shown:
-            notes.append(found)
+    for one in findings:
+        if one.state == "fine":
+            fine.append(one)
+        elif one.state not in shown:
+            notes.append(one)
         else:
-            yield Result(
-                False, found.found, found.expected, found.todo, found.name, found.where, found.details, found.state
-            )
+            yield Result(False, one.found, one.expected, one.todo, one.name, one.where, one.details, one.state)
     if notes:
         todo = f"python -m verl_patches {report} lists them"
         yield Result(
@@ -237,7 +225,7 @@ _OTHER_LINE = {  # what to do on a machine of the other line, whose packages sta
 def _other_line(node: Node) -> Result | None:
     """What is said once where the installed packages are those of another line, each of which would differ."""
     line = node.config.recipe.line
-    other = versions.installed_line(node.machine.pinned)
+    other = versions.installed_line(node.machine)
     found, expected = f"the packages of line {other}", f"the packages of line {line}"
     return Result(False, found, expected, _OTHER_LINE[line]) if other not in (None, line) else None
 
@@ -250,7 +238,7 @@ def _pins(node: Node) -> Iterator[Result]:
         findings = source_findings(load_pins().line(line), roots_of(line, node.trees))
         yield from _folded(findings, "as pinned", "versions")
     else:
-        report = versions.compare(line, node.machine.pinned, trees=node.trees)
+        report = versions.compare(line, node.machine, trees=node.trees)
         findings = [f for f in report.findings if f.name != "not supported" and f.where != "config"]
         yield from _folded(findings, "as pinned", "versions")
 
@@ -296,7 +284,7 @@ def _disk(node: Node) -> Iterator[Result]:
 
 
 def _shared_memory(node: Node) -> Iterator[Result]:
-    usage, need = shutil.disk_usage(node.machine.shared_memory), object_store_bytes(node.config)
+    usage, need = shutil.disk_usage("/dev/shm"), object_store_bytes(node.config)
     found = f"{usage.total / GB:.1f} GB, {usage.free / GB:.1f} GB free"
     yield Result(usage.total >= need, found, f"{need / GB:.1f} GB for Ray's object store")
 
@@ -462,4 +450,4 @@ HOST_ROWS = (
 
 def check_node(node: Node, rows: Sequence[NodeCheck]) -> list[Finding]:
     """The findings of all node rows on this node, in their order."""
-    return [found for row in rows for found in row.findings(node, npu=node.npu)]
+    return [finding for row in rows for finding in row.findings(node, npu=node.npu)]

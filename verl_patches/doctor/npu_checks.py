@@ -84,14 +84,14 @@ def _memory(node: Node) -> Iterator[Result]:
 
 def _board(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    found = set()
+    releases = set()
     for card in sorted({die.card for die in smi.dies}):
         text = node.machine.output("npu-smi", "info", "-t", "board", "-i", str(card)) or ""
         fits, driver, firmware = (field(text, name) for name in _BOARD)
-        found.add((fits, f"driver {driver}, firmware {firmware}"))
+        releases.add((fits, f"driver {driver}, firmware {firmware}"))
         if fits != HEALTHY:
             yield Result(False, f"{fits}: driver {driver}, firmware {firmware}", HEALTHY, name=f"card {card}")
-    texts = sorted(text for _, text in found)
+    texts = sorted(text for _, text in releases)
     yield Result(len(texts) == 1, "; ".join(texts), "one driver and one firmware on all cards", name="all cards")
 
 

@@ -137,11 +137,11 @@ def _npu_faults(config: DictConfig) -> list[str]:
             f"trainer.device is {config.trainer.device}; expected npu, as {VARIABLE} says platform=npu: verl "
             "would wait for GPUs that Ray does not have; set trainer.device=npu"
         )
-    balanced, found = config.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE)
+    balanced, route = config.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE)
     wanted = "1" if balanced else "0"
-    if found != wanted:
+    if route != wanted:
         faults.append(
-            f"{_FIXED_ROUTE} is {found} in the environment of the trainer; expected {wanted}, as "
+            f"{_FIXED_ROUTE} is {route} in the environment of the trainer; expected {wanted}, as "
             f"recipe.rollout.balanced_routing is {balanced}: export {_FIXED_ROUTE}={wanted} before "
             "`ray start` on every node, or change the key"
         )

@@ -333,8 +333,8 @@ def _summary_of_driver(folder: Path) -> dict[str, Any]:
 
 def _reason_of_driver(summary: Mapping[str, Any]) -> str | None:
     """Why the run ended, as the driver wrote it; the log's last error may be that of any process."""
-    found = summary.get("exit")
-    return None if found in ("running", "failed", "ok") else found
+    reason = summary.get("exit")
+    return None if reason in ("running", "failed", "ok") else reason
 
 
 def write_summary(

@@ -145,7 +145,7 @@ def overrides_of(options: SmokeOptions) -> list[str]:
     megatron, rollout = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
     sizes = {"tensor_model": layout.tp, "expert_model": layout.ep, "expert_tensor": layout.etp}
     sizes["pipeline_model"] = layout.pp
-    found = [
+    overrides = [
         f"recipe.run={_quoted(options.run_name)}",
         f"recipe.line={options.line}",
         f"recipe.dtype={options.dtype}",
@@ -158,15 +158,15 @@ def overrides_of(options: SmokeOptions) -> list[str]:
         f"recipe.rollout.expert_parallel={str(options.rollout_tp * options.rollout_dp > 1).lower()}",
     ]
     if options.emulate_npu:
-        found += ["recipe.platform=npu_emulated", "trainer.device=npu", f"recipe.model_shape={options.model_shape}"]
-        found.append("recipe.train.collective_timeout_minutes=18")  # HCCL's AIV mode allows no more
+        overrides += ["recipe.platform=npu_emulated", "trainer.device=npu", f"recipe.model_shape={options.model_shape}"]
+        overrides.append("recipe.train.collective_timeout_minutes=18")  # HCCL's AIV mode allows no more
     if layout.layers:
-        found.append(f"recipe.train.layers_per_stage=[{','.join(map(str, layout.layers))}]")
+        overrides.append(f"recipe.train.layers_per_stage=[{','.join(map(str, layout.layers))}]")
     if options.steps:
-        found.append(f"trainer.total_training_steps={options.steps}")
+        overrides.append(f"trainer.total_training_steps={options.steps}")
     if options.replay_rollout:
-        found.append(f"recipe.rollout.replay={_quoted(options.replay_rollout.resolve())}")
-    return found
+        overrides.append(f"recipe.rollout.replay={_quoted(options.replay_rollout.resolve())}")
+    return overrides
 
 
 @dataclass(frozen=True)
