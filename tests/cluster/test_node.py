@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -40,6 +41,15 @@ def is_free(port):
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def closed(host, port):
+    """Connections are refused there, as nothing else can take it."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((host, port))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +115,8 @@ def test_the_place_of_a_node_comes_from_options_the_environment_or_the_hosts(job
 
 def test_a_head_that_is_not_there_is_named_after_the_wait(job):
     lost = changed(job, name="lost", nodes=2, hosts=[HOST, "127.0.0.3"], wait_s=2.0)
-    done = cluster(lost, "up", "--node-rank", "1")
+    with closed(HOST, job.ports.gcs):
+        done = cluster(lost, "up", "--node-rank", "1")
     assert done.returncode == 1, done.stderr
     address = f"{HOST}:{job.ports.gcs}"
     assert f"node 1 (127.0.0.3): Ray's head {address} did not answer within 2 s (Connection refused)" in done.stderr
@@ -124,9 +135,9 @@ def test_missing_nodes_are_named_each_with_the_reason(job):
     several = changed(job, nodes=5, hosts=[HOST, "127.0.0.3", "127.0.0.4", "127.0.0.5", "127.0.0.6"])
 
     def member(rank, alive=True, name="drill"):
-        return {"rank": rank, "address": f"127.0.0.{rank + 2}", "port": 1, "job": name, "alive": alive}
+        return {"rank": rank, "address": f"127.0.0.{rank + 2}", "job": name, "alive": alive}
 
-    with socket.create_server(("127.0.0.5", job.ports.first)):
+    with socket.create_server(("127.0.0.5", job.ports.first)), closed("127.0.0.4", job.ports.first):
         nodes = [member(0), member(1, alive=False), member(4, name="other")]
         found = node.missing_nodes(several, nodes)
     assert sorted(found) == [1, 2, 3, 4]
@@ -184,10 +195,7 @@ def test_a_second_up_joins_or_refuses(job, running):
     looked = cluster(job, "status", "--json")
     rows = {row["name"]: row for row in json.loads(looked.stdout)["rows"]}
     assert looked.returncode == 1 and rows["command"]["found"] == "ended with exit code 5"
-    words = ["sh", "-c", "echo again; kill -9 $$"]  # the ended one is started again, and 137 is 128 + SIGKILL
-    again = cluster(changed(job, command=words), "up", "--run")
-    assert again.returncode == 137 and again.stdout.startswith("again\n") and "Killed" in again.stdout
-    assert cluster(job, "follow", "--skip", "2").stdout.startswith("ain\n")
+    assert cluster(job, "follow", "--skip", "2").stdout == "n\n"
     start = time.monotonic()
     assert [found["job"] for found in node.members(changed(job, name="other"), HOST, 1, 2.0)] == ["drill"]
     assert time.monotonic() - start >= 2  # a node of another job is not one that it waits for
