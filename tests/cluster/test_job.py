@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from contextlib import nullcontext
 
 import pytest
 import yaml
@@ -9,16 +10,7 @@ from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
 from verl_patches.cluster.hosts import START_CONTAINER
-from verl_patches.cluster.job import (
-    MAX_DIES,
-    MAX_NODES,
-    Job,
-    as_text,
-    load_job,
-    read_job,
-    require_secrets,
-    require_volumes,
-)
+from verl_patches.cluster.job import MAX_NODES, Job, as_text, load_job, read_job, require_secrets, require_volumes
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.config.ray_start import RayPorts, ray_start
 from verl_patches.errors import ConfigError
@@ -56,7 +48,6 @@ def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb,
     ("changes", "text"),
     [
         ({"colour": 1}, "colour"),
-        ({"nodes": 0}, "nodes"),
         ({"name": "A b"}, "name"),
         ({"provider": "ssh", "hosts": ["10.0.0.1"]}, "hosts has 1 addresses, expected one of each of the 2 nodes"),
         ({"provider": "ssh", "hosts": ["-oProxyCommand=x", "a"]}, "hosts.0"),  # no option of ssh
@@ -66,7 +57,6 @@ def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb,
         ({"volumes": {"/d": "/d"}}, "the job has no image"),
         ({"image": "a", "volumes": {"/d": "/d", "/e": "/d"}}, "a folder of the container twice"),
         ({"image": "a", "volumes": {"/d": "/d,/e"}}, "volumes./d"),
-        ({"env": {"HF_TOKEN": "x"}}, "env has the value of HF_TOKEN"),
         ({"env": {"A": "x"}, "secrets": ["A"]}, "env has the value of A"),
         ({"env": {"DB_PASS": "x"}}, "env has the value of DB_PASS"),
         ({"env": {"MODEL": "hf_" + "x" * 30}}, "env has the value of MODEL"),
@@ -74,15 +64,11 @@ def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb,
         ({"ssh": {"container_options": ["-e", "API_KEY=x"]}}, "has the value of API_KEY"),
         ({"slurm": {"options": ["--export=DB_PASS=x"]}}, "has the value of DB_PASS"),
         ({"nodes": 20_000_000}, f"nodes: .* less than or equal to {MAX_NODES}"),
-        ({"dies": MAX_DIES + 1}, f"dies: .* less than or equal to {MAX_DIES}"),
         ({"wait_s": float("inf")}, "wait_s"),
         ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "slurm.partition"),
-        ({"slurm": {"time": "1:00\n#SBATCH -x"}}, "slurm.time"),
         ({"slurm": {"options": ["--account=a\nrm -rf x"]}}, "slurm.options.0: .*one line"),
         ({"slurm": {"options": ["account=a"]}}, "slurm.options.0: .*an option, such as --account=NAME"),
-        ({"slurm": {"srun_options": ["--mpi\n"]}}, "slurm.srun_options.0: .*one line"),
         ({"ssh": {"user": "-oProxyCommand=x"}}, "ssh.user"),
-        ({"ssh": {"user": "root\n"}}, "ssh.user"),
         ({"ssh": {"command": []}}, "ssh.command"),
         ({"image": "-v /:/host"}, "image: .*does not begin with -"),
         ({"interface": "eth0; rm"}, "interface"),
@@ -96,42 +82,30 @@ def test_a_wrong_job_is_refused_by_name(changes, text):
         read(**{"checkout": "/c", **changes})
 
 
-@pytest.mark.parametrize("folder", ["/c/outputs", "/c"])
-def test_a_job_with_containers_has_a_volume_for_results(folder):
-    """On nodes whose containers somebody else has started the volumes are theirs."""
-    job = read(checkout="/c", provider="slurm", command=["a"], image="a", volumes={"/d": folder})[0]
-    assert job.is_mounted("/c/outputs/run") and not job.is_mounted("/d/outputs")
-    require_volumes(job)
-    require_volumes(read(checkout="/c", image="a")[0])
+IN_DATA = {"provider": "kubernetes", "volumes": {"/data": "/data"}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "fault"),
     [
+        ({"volumes": {"/d": "/c/outputs"}}, None),
+        ({"volumes": {"/d": "/c"}}, None),
+        ({"provider": "nodes"}, None),  # somebody else has started the containers, whose volumes are theirs
         ({}, "at /c/outputs, where runs write, found none"),
         ({"volumes": {"/d": "/c/out"}}, "at /c/outputs, where runs write, found /c/out"),
         ({"volumes": {"/d": "/c/outputs"}, "logs": "/l"}, "at /l, where logs are gathered, found /c/outputs"),
-        (
-            {"volumes": {"/d": "/c/outputs"}, "command": ["train", "recipe.output_root=/r/x"]},
-            "at /r/x, where runs write",
-        ),
+        ({"volumes": {"/d": "/c/outputs"}, "command": ["train", "recipe.output_root=/r/x"]}, "at /r/x, "),
         ({"volumes": {"/d": "/c/outputs"}, "command": ["bash", "-c", "a && train recipe.output_root=r"]}, "at /c/r, "),
+        ({**IN_DATA, "command": ["train"]}, "at /c/outputs, where runs write, found /data"),
+        ({**IN_DATA, "command": ["train", "recipe.output_root=/data/x"]}, None),
+        ({**IN_DATA, "command": ["train", "++recipe.output_root='/data/x'"]}, None),
+        ({**IN_DATA, "command": ["train", "recipe.output_root=$X"]}, None),  # the run looks itself
     ],
 )
-def test_results_and_logs_in_containers_are_refused(changes, text):
+def test_a_job_with_containers_has_a_volume_for_results_and_logs(changes, fault):
     job = read(**{"checkout": "/c", "provider": "slurm", "image": "a", "command": ["a"], **changes})[0]
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=fault) if fault else nullcontext():
         require_volumes(job)
-
-
-@pytest.mark.parametrize(
-    "word", ["recipe.output_root=/data/x", "++recipe.output_root='/data/x'", "recipe.output_root=$X"]
-)
-def test_the_commands_own_folder_of_results_counts(word):
-    changes = {"provider": "kubernetes", "image": "a", "volumes": {"/data": "/data"}}
-    require_volumes(read(command=["train", word], **changes)[0])
-    with pytest.raises(ConfigError, match="where runs write, found /data"):
-        require_volumes(read(command=["train"], **changes)[0])
 
 
 def test_a_job_of_an_older_file_is_not_started_again_and_can_be_ended(tmp_path):
@@ -166,8 +140,6 @@ def test_values_within_the_bounds_are_taken():
     slurm = {"partition": "a,b", "time": "1-12:30:00", "options": ["--account=a b"], "srun_options": ["--mpi", "none"]}
     job, _ = read(nodes=MAX_NODES, ssh={"user": "ma_1.x"}, slurm=slurm, command=["bash", "-c", "a\nb"], wait_s=1e3)
     assert job.slurm.time == "1-12:30:00" and job.command[2] == "a\nb" and job.nodes == MAX_NODES
-    for time in ("30", "30:00", "1:00:00", "2-3", "2-3:4", "2-3:4:5"):
-        assert read(slurm={"time": time})[0].slurm.time == time
     for interface in ("eth0", "bond0.100", "=eth0,eth1", "^=docker"):
         assert read(interface=interface)[0].interface == interface
 

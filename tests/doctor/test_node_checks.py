@@ -18,7 +18,6 @@ from verl_patches.doctor.doctor import NODE_ROWS, this_node
 from verl_patches.doctor.node_checks import Machine, Node, NodeCheck, Result, check_node
 from verl_patches.errors import RecipeError
 from verl_patches.patching.report import Report
-from verl_patches.planning.plan import host_bytes, peak_bytes
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import installed_line
 
@@ -192,7 +191,7 @@ def test_where_another_line_is_installed_one_line_says_so_and_none_of_its_packag
     found = findings(make_node(distribution=mixed.get), "pins", "drift")
     assert found["pins: torch"].todo.startswith("install torch 2.5.1") and "pins: driver" in found
     assert found["pins"].state == "fine" and any(name.startswith("drift: ") for name in found)
-    assert (installed_line(), installed_line(Machine(distribution=OF_A3).pinned)) == ("pypi", "a3")
+    assert (installed_line(), installed_line(Machine(distribution=OF_A3))) == ("pypi", "a3")
 
 
 def test_limits_and_memory_of_a_container(make_node, tmp_path):
@@ -278,11 +277,6 @@ def test_what_would_be_deleted_with_the_container_is_named(make_node, tmp_path, 
     assert found.state == state and ("recipe.output_root: " in found.found) == bool(found.todo) == (root == "overlay")
 
 
-def test_sizes_of_the_plan(production):
-    assert host_bytes(production, all_rows()) == pytest.approx(771_533_045_760, rel=1e-6)
-    assert 40e9 < peak_bytes(production, all_rows()) < 64 << 30
-
-
 def test_a_check_that_could_not_be_made_is_a_problem_on_npu_only():
     row = NodeCheck("a", "how", "expected", "todo", lambda: [Result(None, "no tool")])
     assert [(f.state, f.found) for f in row.findings(npu=True)] == [("problem", "not run: no tool")]
@@ -306,9 +300,3 @@ def test_a_probe_over_an_interface_that_is_not_there_says_so():
     """That the probe sums is in test_doctor.py."""
     with pytest.raises(RecipeError, match="eth99"):
         node_checks.probe(node_checks.probe_settings("gloo", 1, "eth99", mib=1), os.environ)
-
-
-def test_every_row_names_how_and_what_to_do():
-    assert len({row.name for row in NODE_ROWS}) == len(NODE_ROWS)
-    for row in NODE_ROWS:
-        assert row.how and row.todo and row.severity in ("problem", "note")

@@ -1,17 +1,17 @@
 """A configuration of verl alone gets a recipe from the schema, the switches and the user's own keys."""
 
 import contextlib
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_patches.config.recipe import Recipe, Watch
 from verl_patches.errors import ConfigError
+from verl_patches.launch import import_alone
 from verl_patches.launch.import_alone import _record, fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
-from verl_patches.patching.contract import installed_root
 from verl_patches.patching.switches import parse
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
@@ -148,31 +148,26 @@ def test_workers_are_sent_the_same_settings_as_by_the_launcher(monkeypatch, swit
     assert worker_settings(found) == {"engine": section, "network": network}
 
 
-@pytest.mark.slow
-def test_edited_sources_are_refused_or_recorded(run_python, tmp_path):
-    """verl as the path has it, with one edit; the trainer keeps what differs for the summary (trainer/run.py)."""
-    for folder in (installed_root("verl") / "verl", *installed_root("verl").glob("verl-*.dist-info")):
-        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "verl/utils/torch_dtypes.py"
-    file.write_text(file.read_text() + "# edited\n")
-    code = """
-import sys
-from types import SimpleNamespace
-from verl_patches.launch import import_alone
-from verl_patches.patching.switches import parse
-from test_import_alone import config
-import_alone.send_settings = lambda **sent: None  # no Ray here
-for drift in ("warn", "strict"):
-    import_alone.engine.current = lambda: SimpleNamespace(switches=parse(f"line=pypi,platform=cpu,drift={drift}"))
+@pytest.mark.parametrize("drift", ["warn", "strict"])
+def test_edited_sources_are_refused_or_recorded(monkeypatch, caplog, drift):
+    """The trainer keeps what differs for the summary (trainer/run.py); upstream/test_modified.py finds it."""
+
+    def modified(config, trees):
+        if config.recipe.drift == "strict":
+            raise ConfigError("verl/a.py")
+        return {"verl": ["verl/a.py (modified)"]}
+
+    monkeypatch.setattr(import_alone, "refuse_modified", modified)
+    monkeypatch.setattr(import_alone, "send_settings", lambda **sent: None)  # no Ray here
+    switches = parse(f"line=pypi,platform=cpu,drift={drift}")
+    monkeypatch.setattr(import_alone.engine, "current", lambda: SimpleNamespace(switches=switches))
     trainer = SimpleNamespace(init_workers=print)
-    try:
-        import_alone.recipe_by_default(lambda *_: None)(trainer, config())
+    start = import_alone.recipe_by_default(lambda *_: None)
+    if drift == "strict":
+        with pytest.raises(ConfigError, match="verl/a.py"):
+            start(trainer, config())
+    else:
+        start(trainer, config())
         assert trainer.init_workers.func is import_alone.unless_start_fails
-        print(trainer.modified_sources)
-    except ValueError as error:
-        print(type(error).__name__, "torch_dtypes.py (modified)" in str(error))
-"""
-    path = f"{tmp_path}:{Path(__file__).resolve().parent}"
-    done = run_python(code, env={"PYTHONPATH": path}, timeout_s=300).check()
-    assert done.out.splitlines()[-2:] == ["{'verl': ['verl/utils/torch_dtypes.py (modified)']}", "ConfigError True"]
-    assert "started without its launcher" in done.err and "dirty: verl" in done.err
+        assert trainer.modified_sources == {"verl": ["verl/a.py (modified)"]}
+        assert "started without its launcher" in caplog.text and "dirty: verl" in caplog.text

@@ -135,21 +135,6 @@ logs.mkdir(parents=True); (logs / "raylet.err").write_text("it broke"); (logs / 
     assert not temp.exists() and len(str(temp)) < 40
 
 
-def test_outputs_of_an_earlier_run_are_moved_aside_and_nothing_else(start, tmp_path):
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t" / "notes.txt").write_text("by the user")
-    for _ in range(2):
-        start(SUMMARY)
-    _, summary, _ = start("raise RuntimeError('no')")
-    assert summary["steps"] == [] and (tmp_path / "t" / "notes.txt").exists()
-    earlier = [json.loads((tmp_path / "t/earlier" / n / "summary.json").read_text())["steps"] for n in ("1", "2")]
-    assert earlier == [[STEP], [STEP]] and len(list((tmp_path / "t/earlier").iterdir())) == 2
-    folders = [tmp_path / "t/earlier/1", tmp_path / "t/earlier/2", tmp_path / "t"]
-    ids = [json.loads((folder / "summary.json").read_text())["id"] for folder in folders]
-    assert len(set(ids)) == 3 and [run_id(folder) for folder in folders] == ids  # three runs
-    assert summary["resumed_step"] is None
-
-
 def test_the_record_of_a_run_that_goes_on_has_its_id_and_the_step_that_it_started_after(start, tmp_path):
     """As the launcher knows them: the driver of a later try goes on from another step."""
     own = new_run_id(tmp_path / "t", "t")

@@ -56,6 +56,7 @@ def resume_path(path):
 
 def test_a_fresh_start_moves_the_run_before_with_its_checkpoints_and_has_a_new_id(configured, earlier):
     folder, before = earlier
+    (folder / "notes.txt").write_text("by the user")
     inode = (folder / "checkpoints/global_step_8").stat().st_ino
     with open_run_folder(configured()) as here:
         assert here.id != before and here.id == run_id(folder) and here.start.step is None
@@ -65,7 +66,7 @@ def test_a_fresh_start_moves_the_run_before_with_its_checkpoints_and_has_a_new_i
         assert f"trainer.resume_from_path={aside / 'checkpoints/global_step_8'}" in back
     assert {path.name for path in aside.iterdir()} == {"summary.json", RUN, "checkpoints"} and run_id(aside) == before
     assert (aside / "checkpoints/global_step_8").stat().st_ino == inode  # a rename
-    assert not list((folder / "checkpoints").glob("global_step_*"))
+    assert not list((folder / "checkpoints").glob("global_step_*")) and (folder / "notes.txt").exists()
     with open_run_folder(configured()) as again:  # a run that saved nothing
         assert again.id != here.id and again.said == ()
     assert sorted(path.name for path in (folder / "earlier").iterdir()) == ["1", "2"]
