@@ -304,10 +304,11 @@ def logged(job, tmp_path):
     return changed(job, folder=str(folder), env={gather.PLOG_VARIABLE: str(plog)}, logs=str(tmp_path / "logs"))
 
 
-def test_a_log_that_was_rotated_away_loses_no_other(logged, tmp_path):
+def test_a_log_that_was_rotated_away_loses_no_other(logged, tmp_path, monkeypatch):
+    monkeypatch.setenv(gather.PLOG_VARIABLE, "/nonexistent")  # the job's counts
     for folder in (tmp_path / "plog", tmp_path / "f" / "ray" / "session_2" / "logs"):
         (folder / "gone.log").symlink_to("/nonexistent")
-    (made,) = gather.gather(logged, tmp_path / "to", environ={gather.PLOG_VARIABLE: "/nonexistent"})  # the job's counts
+    (made,) = gather.gather(logged, tmp_path / "to")
     assert {path.relative_to(made).as_posix() for path in made.glob("**/*.log")} == {
         "ray/raylet.out.log",
         "plog/raylet.out.log",

@@ -28,7 +28,7 @@ def logs_folder(job: Job) -> Path:
     return REPOSITORY / (job.logs or f"outputs/{job.name}/cluster")
 
 
-def gather(job: Job, to: Path, rank: int | None = None, environ: Mapping[str, str] = os.environ) -> list[Path]:
+def gather(job: Job, to: Path, rank: int | None = None) -> list[Path]:
     """Copy the logs of what was started here to `to`/node-<rank>-<address>; the folders that were written."""
     folders = []
     for started in of_job(job, rank):
@@ -37,7 +37,7 @@ def gather(job: Job, to: Path, rank: int | None = None, environ: Mapping[str, st
         if started.rank == 0:
             for log in Path(job.folder).glob("command-*.log"):
                 _copy(log, folder / log.name)
-        _copy_plog(started, folder / "plog", {**environ, **job.env})
+        _copy_plog(started, folder / "plog", {**os.environ, **job.env})
         if folder.is_dir():
             folders.append(folder)
     return folders
