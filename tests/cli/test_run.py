@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from tests.weights.cases import make_checkpoint
 from verl_patches.__main__ import app
-from verl_patches.catalog import ROWS
 from verl_patches.cli import patches, run
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import run_dir
@@ -124,8 +123,26 @@ def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code,
     assert json.loads(capsys.readouterr().out) == {"exit": reason}
 
 
+@pytest.fixture
+def said(tmp_path, capsys):
+    """said(code, reason, *overrides): what a run `r` of the tiny config that ended so prints to standard error."""
+
+    def report(code, reason, *overrides):
+        given = (
+            f"recipe.output_root={tmp_path}",
+            "recipe.run=r",
+            "trainer.save_freq=2",
+            "trainer.total_training_steps=9",
+        )
+        with pytest.raises(typer.Exit):
+            run._report(launcher.Outcome(code, reason, tmp_path / "r", 2.0), compose(TINY, [*given, *overrides]), False)
+        return capsys.readouterr().err
+
+    return report
+
+
 @pytest.mark.parametrize("saved", [[], [2, 4], [2, "damaged"], None])
-def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(tmp_path, capsys, monkeypatch, saved):
+def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(tmp_path, said, monkeypatch, saved):
     """None: a run that saves nothing. Another run's checkpoint in the folder is not this run's."""
     folder, own = tmp_path / "r" / "checkpoints", new_run_id(tmp_path / "r", "r")
     for step in saved or ():
@@ -136,64 +153,45 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
     (tmp_path / "r/summary.json").write_text(json.dumps({"exit": "interrupted by SIGINT"}))
     words = ["smoke", "--run", "r", f"recipe.output_root={tmp_path}", "trainer.resume_mode=disable", "data.seed=a b"]
     monkeypatch.setattr("sys.argv", ["verl_patches", *words])
-    config = compose(
-        TINY,
-        [
-            *words[3:4],
-            "recipe.run=r",
-            f"trainer.save_freq={-1 if saved is None else 2}",
-            "trainer.total_training_steps=9",
-        ],
-    )
-    with pytest.raises(typer.Exit):
-        run._report(launcher.Outcome(130, "interrupted by SIGINT", tmp_path / "r", 2.0), config, as_json=False)
-    said = capsys.readouterr().err
+    text = said(130, "interrupted by SIGINT", f"trainer.save_freq={-1 if saved is None else 2}")
     command = f"-m verl_patches smoke --run r recipe.output_root={tmp_path} 'data.seed=a b' trainer.resume_mode=auto"
-    assert (f"newest whole checkpoint: {folder / 'global_step_4'}" in said and command in said) == (saved == [2, 4])
-    assert (f"no whole checkpoint of this run in {folder}" in said and "from step 1" in said) == (saved == [])
+    assert (f"newest whole checkpoint: {folder / 'global_step_4'}" in text and command in text) == (saved == [2, 4])
+    assert (f"no whole checkpoint of this run in {folder}" in text and "from step 1" in text) == (saved == [])
     if saved and "damaged" in saved:
-        assert "global_step_9" in said and f"trainer.resume_from_path={folder / 'global_step_2'}" in said
-    assert "global_step_20" not in said and ("checkpoint" in said) == (saved is not None)
+        assert "global_step_9" in text and f"trainer.resume_from_path={folder / 'global_step_2'}" in text
+    assert "global_step_20" not in text and ("checkpoint" in text) == (saved is not None)
+
+
+RESUMED = ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/global_step_4"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "saves", "said"),
+    ("overrides", "saves", "words"),
     [
         (["recipe.patches=[-checkpoint.*]"], [], None),
-        (
-            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/global_step_4"],
-            [],
-            "/x/global_step_4 again",
-        ),
-        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/global_step_4"], [{"step": 6}], "=auto"),
+        (RESUMED, [], "/x/global_step_4 again"),
+        (RESUMED, [{"step": 6}], "=auto"),
         (["trainer.total_training_steps=6"], [{"step": 6}], "of the last step"),
     ],
     ids=["verl's own", "before a save", "after a save", "after the last"],
 )
-def test_how_to_go_on_is_said_of_what_this_start_saved(tmp_path, capsys, overrides, saves, said):
+def test_how_to_go_on_is_said_of_what_this_start_saved(tmp_path, said, overrides, saves, words):
     own = new_run_id(tmp_path / "r", "r")
     if saves:
         make_checkpoint(tmp_path / "r/checkpoints", 6, own)
     (tmp_path / "r/summary.json").write_text(json.dumps({"exit": "it broke", "checkpoints": saves}))
-    steps = "trainer.total_training_steps=9", *overrides
-    config = compose(TINY, [f"recipe.output_root={tmp_path}", "recipe.run=r", "trainer.save_freq=2", *steps])
-    with pytest.raises(typer.Exit):
-        run._report(launcher.Outcome(1, "it broke", tmp_path / "r", 2.0), config, as_json=False)
-    printed = capsys.readouterr().err
-    assert "it broke" in printed and ("checkpoint" in printed.replace("-checkpoint.*", "")) == bool(saves)
-    assert said is None or said in printed
+    text = said(1, "it broke", *overrides)
+    assert "it broke" in text and ("checkpoint" in text.replace("-checkpoint.*", "")) == bool(saves)
+    assert words is None or words in text
 
 
-def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, capsys, monkeypatch):
+def test_a_disk_that_fails_does_not_hide_why_the_run_ended(said, monkeypatch):
     def stale(*_):
         raise OSError("Stale file handle")
 
     monkeypatch.setattr(run, "newest", stale)
-    config = compose(TINY, [f"recipe.output_root={tmp_path}", "recipe.run=r", "trainer.save_freq=2"])
-    with pytest.raises(typer.Exit):
-        run._report(launcher.Outcome(1, "it broke", tmp_path / "r", 2.0), config, as_json=False)
-    printed = capsys.readouterr().err
-    assert "it broke" in printed and "Stale file handle" in printed
+    text = said(1, "it broke")
+    assert "it broke" in text and "Stale file handle" in text
 
 
 @pytest.fixture
@@ -235,13 +233,6 @@ def test_rows_that_the_user_switched_off_are_named_first_and_last(started, patte
         assert name[1:] in first and name[1:] in last
     assert said in started(1, OFF.format(patterns)).stderr
     assert "off by you" not in started(0).output  # control: nothing is switched off
-
-
-def test_a_row_without_what_it_needs_is_refused_with_both_names():
-    need = next(row.needs[0] for row in ROWS if row.needs and "@" not in row.needs[0])
-    words = re.match(r"row (\S+) needs (\S+), which is off \((.*?)\)", refusal("smoke", OFF.format(f"-{need}")))
-    assert words[2] == need and need in next(row for row in ROWS if row.id == words[1]).needs
-    assert words[3] == f"switched off by -{need}"
 
 
 def test_the_table_has_all_columns_with_wide(started):

@@ -96,15 +96,11 @@ def run_check(upstream: Path | None, line: str | None) -> Report:
     """The report on one line; ConfigError for folders and lines that do not exist."""
     name = line or from_environment().line
     pins = load_pins().line(name)
-    if upstream is None and not any(name in row.lines for row in catalog.all_rows()):
-        return Report("check", name, ())
     here = installed_roots(name) if upstream is None else _roots(upstream, name, part=True)
     absent = frozenset(PACKAGES[name]) - set(here)
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
     report = check(catalog.all_rows(), name, Sources(here, upstream is None, pins.packages, absent, verified))
-    if report.state == "empty":
-        return report
     expected = "a clone of every repository of the line"
     todo = f"{FETCH}; a run needs no clone of what pip has installed (check --installed looks at that)"
     missing = []

@@ -14,10 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.boot.install_prelude import PLACES
 from verl_patches.cli.output import Json, print_json, say, table
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath
-from verl_patches.config import files
-from verl_patches.config.checks import Check, require
 from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of, keys_of, output_root
-from verl_patches.errors import ConfigError
+from verl_patches.config.files import hook_checks
+from verl_patches.errors import ConfigError, require
 from verl_patches.evaluation import report
 from verl_patches.evaluation.record import find_run
 from verl_patches.layout.inventory import build_inventory
@@ -54,7 +53,7 @@ def config_command(
     """Print a config as it is composed, in YAML; with --explain the training engine's arguments, key by key."""
     trees = trees_of(upstream, verl_path)
     config = compose(config_name, overrides or [], verl_path=trees.verl)
-    require(Check(*found) for found in files.hook_checks(config, keys_of(overrides or []), trees))
+    require(hook_checks(config, keys_of(overrides or []), trees))
     line = config.recipe.line
     if explain and line != LINE:
         raise ConfigError(

@@ -48,9 +48,6 @@ def leave_with(report: Report, as_json: bool, fine: bool = True) -> NoReturn:
 
 def show(report: Report, fine: bool = True) -> None:
     """Print a table of findings, the details of those that are not fine, and one line of counts."""
-    if report.state == "empty":
-        typer.echo(f"{report.command}: no row for {report.about}: nothing was checked")
-        return
     title = f"{report.command}, {report.about}"
     shown = [finding for finding in report.findings if fine or finding.state != "fine"]
     if shown:

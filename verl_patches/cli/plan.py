@@ -11,8 +11,8 @@ import typer
 from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, print_json, report_plan, say, say_command, table
 from verl_patches.cli.run import Overrides, Upstream, VerlPath, check_switches
-from verl_patches.config.checks import check_files
 from verl_patches.config.compose import compose, keys_of
+from verl_patches.config.files import check_files
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.planning.memory_plan import host_limit
 from verl_patches.planning.plan import patch_table

@@ -18,12 +18,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, report_plan
-from verl_patches.config.checks import Check, check_config, check_disk, check_files, require
+from verl_patches.config.checks import check_config, check_disk
 from verl_patches.config.compose import compose, keys_of, output_root, switched_off
 from verl_patches.config.environment import run_dir, switches_of
-from verl_patches.config.files import PATHS
+from verl_patches.config.files import PATHS, check_files
 from verl_patches.config.run_start import checkpoints_of
-from verl_patches.errors import INTERRUPTED, ConfigError
+from verl_patches.errors import INTERRUPTED, Check, ConfigError, require
 from verl_patches.evaluation.record import SUMMARY, read_object
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.launch.restart import last_step_is_saved

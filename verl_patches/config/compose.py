@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,11 +29,10 @@ from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, verl_config_dir
 from verl_patches.upstream.pins import load_pins, read_by_verl
 from verl_patches.upstream.support import refusal_of
 from verl_patches.values import is_secret, leaves
-from verl_patches.yaml_files import MAX_DEPTH, head_of, read_yaml
+from verl_patches.yaml_files import head_of, read_yaml
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 SCHEMA = "recipe_schema"
-MAX_OVERRIDE = 2**14  # characters
 LAYERS = "recipe.num_hidden_layers"
 _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
@@ -72,11 +70,11 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # a number of 5,000 digits
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # 5,000 digits, brackets
         raise ConfigError(_explain(error, name, base)) from error
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
-    check_verl_values(OmegaConf.to_container(config))
+    check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
     _refuse_deleted(config, base)
     check_needs(OmegaConf.to_container(config))
     write_engine_options(config, keys_of(overrides))
@@ -113,24 +111,14 @@ def _check_files(name: str, above: tuple[str, ...] = ()) -> None:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """ConfigError for words that are not key=value, that Hydra's parser would not end with, or that hold a secret."""
+    """ConfigError for words that are not key=value, that no file can hold, or that hold a secret."""
     for override in overrides:
         if not re.match(r"[~+]*[^=~+@\s]", override):
             raise ConfigError(f"override {override!r}: expected key=value, such as trainer.total_training_steps=3")
         key, _, value = override.partition("=")
         if not override.isprintable():
             raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
-        if len(override) > MAX_OVERRIDE or _deepest(value) > MAX_DEPTH:
-            raise ConfigError(
-                f"override of {key[:80]}: expected at most {MAX_OVERRIDE} characters and {MAX_DEPTH} levels of "
-                "brackets, found more; put the value into a config file"
-            )
         _refuse_secrets([(key.lstrip("+~"), value.strip("'\""))])
-
-
-def _deepest(text: str) -> int:
-    """Largest number of brackets inside each other."""
-    return max(itertools.accumulate(((char in "[{(") - (char in "]})") for char in text), initial=0))
 
 
 def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -32,6 +32,7 @@ from verl_patches.values import (
     Share,
     Text,
     leaves,
+    types_of,
     value_faults,
 )
 
@@ -433,15 +434,23 @@ class Recipe:
     restart: Restart = field(default_factory=Restart)
 
 
-def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple[str, Any]]:
-    """(dotted key, dataclass field) of every leaf of the section, in order."""
+class Key(NamedTuple):
+    """A key of the section: its default (MISSING of a list), its type, and the values of a choice."""
+
+    default: Any
+    kind: Any
+    allowed: tuple[str, ...]
+
+
+def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple[str, Key]]:
+    """(dotted key, Key) of every leaf of the section, in order."""
+    types = types_of(schema)
     for item in fields(schema):
-        name = f"{prefix}.{item.name}"
-        section = item.default_factory if item.default_factory is not MISSING else None
-        if is_dataclass(section):
-            yield from recipe_keys(section, name)
+        name, kind = f"{prefix}.{item.name}", types[item.name]
+        if is_dataclass(kind):
+            yield from recipe_keys(kind, name)
         else:
-            yield name, item
+            yield name, Key(item.default, kind, item.metadata.get("allowed", ()))
 
 
 def check_recipe(section: Mapping[str, Any]) -> None:
@@ -450,10 +459,10 @@ def check_recipe(section: Mapping[str, Any]) -> None:
     given = dict(leaves(section, "recipe.", known.__contains__))
     faults = [unknown_key(key, known) for key in given if key not in known]
     for key, item in known.items():
-        allowed = item.metadata.get("allowed")
-        if allowed and key in given and given[key] not in allowed:
-            faults.append(f"{key} is {given[key]!r}; expected one of {', '.join(allowed)}")
-    faults = faults or value_faults(Recipe, section, "recipe.") or _contradictions(given)
+        if item.allowed and key in given and given[key] not in item.allowed:
+            faults.append(f"{key} is {given[key]!r}; expected one of {', '.join(item.allowed)}")
+    types = {key: item.kind for key, item in known.items()}
+    faults = faults or value_faults(types, given) or _contradictions(given)
     if faults:
         raise ConfigError("recipe: " + "\n        ".join(faults))
 

@@ -25,8 +25,7 @@ import psutil
 from omegaconf import DictConfig
 
 from verl_patches.config import hccl
-from verl_patches.config.checks import check_files
-from verl_patches.config.files import PATHS, Need, disk_detail, disk_fault, disk_needs
+from verl_patches.config.files import PATHS, Need, check_files, disk_detail, disk_fault, disk_needs
 from verl_patches.config.run_start import planned_start
 from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError, fault_of
@@ -399,8 +398,8 @@ def _ports(node: Node) -> Iterator[Result]:
     yield Result(fault is None, fault or given, "a free port, or null", name="recipe.ray_port")
     if not as_npu(config.recipe.platform):
         return
-    fits, said = hccl.check_ports(config, node.machine.proc)
-    yield Result(fits, said, name="HCCL, range")
+    ports = hccl.check_ports(config, node.machine.proc)
+    yield Result(ports.ok, ports.detail, name="HCCL, range")
     first, last = config.recipe.hccl.base_port, hccl.host_ports(config)[1]
     taken = [port for port in range(first, last + 1) if fault_of(require_free_port, port)]
     found = f"taken: {', '.join(map(str, taken[:8]))}" if taken else f"{first} to {last} are free"
