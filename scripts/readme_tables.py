@@ -140,9 +140,7 @@ def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str]:
     default = item.default if item.default is not MISSING else item.default_factory()
     plain = {None: "null", True: "true", False: "false"}
     shown = plain[default] if default is None or isinstance(default, bool) else str(default)
-    values = ", ".join(f"`{word}`" for word in item.metadata.get("allowed", ())) or value_words(
-        types_of(schema)[item.name]
-    )
+    values = value_words(types_of(schema)[item.name])
     values = "" if values == "true or false" else "; " + values.replace("whole number", "integer").removeprefix("a ")
     return tuple(cell.replace("|", "\\|").replace("<", "\\<") for cell in (f"`{shown}`{values}", meaning))
 

@@ -63,7 +63,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     _check_files(name)
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
-    OmegaConf.register_new_resolver("vllm_dtype", _vllm_dtype, replace=True)
+    OmegaConf.register_new_resolver("vllm_dtype", lambda dtype: VLLM_DTYPES.get(dtype, dtype), replace=True)
     OmegaConf.register_new_resolver("repo_path", lambda path: str(CONFIGS_DIR.parent / path), replace=True)
     base = _load(upstream / f"{VERL_CONFIG}.yaml")
     try:
@@ -145,18 +145,10 @@ def _load(path: Path) -> DictConfig:
     return OmegaConf.create(read_yaml(path))
 
 
-def _vllm_dtype(dtype: str) -> str:
-    if dtype not in VLLM_DTYPES:
-        raise ConfigError(f"recipe.dtype is {dtype!r}; expected one of {', '.join(VLLM_DTYPES)}")
-    return VLLM_DTYPES[dtype]
-
-
 def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     """Hydra's error as one sentence that says what to change."""
     texts, cause = [], error
     while cause is not None:
-        if isinstance(cause, ConfigError):
-            return str(cause)
         texts += [str(cause).strip()] if str(cause).strip() else []
         cause = cause.__cause__ or cause.__context__
     override = re.search(r"Could not override '([^']+)'", texts[0])

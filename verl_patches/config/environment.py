@@ -68,7 +68,7 @@ def derive(config: DictConfig, temp_dir: str | None = None, trees: Trees | None 
         "VLLM_NO_USAGE_STATS": ("1", "nothing leaves the machine; no reporting process"),
     }
     if config.recipe.platform == "cpu":
-        found |= _cpu() | _ON_CPU
+        found |= _CPU
         if config.trainer.nnodes > 1:
             found["GLOO_SOCKET_IFNAME"] = _sockets(config)["GLOO_SOCKET_IFNAME"]
     elif as_npu(config.recipe.platform):
@@ -89,12 +89,12 @@ _ON_CPU = {
 }
 
 
-def _cpu() -> dict[str, tuple[str, ...]]:
-    return {
-        "VLLM_USE_V1": ("0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
-        "VLLM_CPU_KVCACHE_SPACE": ("1", "GiB of KV cache for each rank; unset means 4"),
-        "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than a tiny model's step"),
-    }
+_CPU = {
+    **_ON_CPU,
+    "VLLM_USE_V1": ("0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
+    "VLLM_CPU_KVCACHE_SPACE": ("1", "GiB of KV cache for each rank; unset means 4"),
+    "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than a tiny model's step"),
+}
 
 
 def _emulated(config: DictConfig) -> dict[str, tuple[str, ...]]:
