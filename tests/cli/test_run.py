@@ -240,14 +240,10 @@ def test_the_table_has_all_columns_with_wide(started):
     assert started(0, "--wide").stdout.splitlines()[1:-3] == ["proven", "all columns"]
 
 
-@pytest.mark.parametrize("again_s", [1e9, -1])
-def test_a_pipe_shows_what_a_start_does_with_its_seconds_until_step_one(started, monkeypatch, again_s):
-    """Once, and again every STAGE_AGAIN_S: at each look with -1, of which there are two."""
-    monkeypatch.setattr(run, "STAGE_AGAIN_S", again_s)
+def test_a_pipe_shows_each_stage_of_a_start_with_its_seconds_until_step_one(started):
     lines = started(0).stdout.splitlines()
-    stages = [line for line in lines if re.fullmatch(r"\[ +\d+ s\] starting Ray", line)]
-    assert len(stages) == (1 if again_s > 0 else 4)  # the other line that is not shown is a look too
-    assert not any("step 1" in line for line in lines) and lines.index("proven") > lines.index(stages[0])
+    (stage,) = [line for line in lines if re.fullmatch(r"\[ +\d+ s\] starting Ray", line)]
+    assert not any("step 1" in line for line in lines) and lines.index("proven") > lines.index(stage)
     assert "starting Ray" not in started(0, "--json").output
 
 

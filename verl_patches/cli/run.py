@@ -49,7 +49,6 @@ UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a
 WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
-STAGE_AGAIN_S = 15.0
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
 
 
@@ -176,21 +175,17 @@ def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Cal
     with Progress(*columns, console=console, transient=True, disable=silent or piped) as stage:
         now = stage.add_task("starting")
 
-        last, again_at = "", 0.0  # the stage of the start, and when it is shown again in a pipe
-
         def show(line: str) -> None:
-            nonlocal last, again_at
-            text, seconds = printable(line[2:]), time.monotonic() - began
-            if line.startswith("~ "):
-                stage.update(now, description=text)
-                last, again_at = "" if line.startswith(STEP) else text, 0.0
+            text = printable(line[2:])
             if line.startswith(stay):
                 console.print(text)
-            elif piped and last and seconds >= again_at:
-                again_at = seconds + STAGE_AGAIN_S
-                console.print(f"[{seconds:4.0f} s] {last}")
+            elif line.startswith("~ "):
+                stage.update(now, description=text)
+                if piped and not line.startswith(STEP):
+                    console.print(f"[{time.monotonic() - began:4.0f} s] {text}")
 
-        show(f"| {first}" if first else "")
+        if first:
+            show(f"| {first}")
         yield show
 
 
