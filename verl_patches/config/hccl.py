@@ -135,7 +135,7 @@ def groups(config: DictConfig) -> list[Group]:
     ]
     large = "mc2" if mc2 else EXPERTS_IN_ROLLOUT
     small = config.recipe.hccl.small_groups_mib is not None
-    found = [
+    made = [
         Group("train", "all ranks", train.world_size, False, True),
         *(
             Group("train", name, ranks, small and name not in EXPERTS_IN_TRAINING, used)
@@ -147,7 +147,7 @@ def groups(config: DictConfig) -> list[Group]:
         *(Group("rollout", f"vllm_{name}", ranks, small and name != large, used) for name, ranks, used in engine),
         Group("rollout", "unfinished requests", config.recipe.rollout.dp, False, True),
     ]
-    return [group for group in found if group.ranks > 1]
+    return [group for group in made if group.ranks > 1]
 
 
 def group_buffer_mib(config: DictConfig, model: ModelShape, group: Group) -> int:
@@ -157,11 +157,11 @@ def group_buffer_mib(config: DictConfig, model: ModelShape, group: Group) -> int
 
 def buffer_bytes(config: DictConfig, model: ModelShape) -> dict[str, int]:
     """{train, rollout}: bytes of HCCL's buffers on a die, of the groups that communicate."""
-    found = {"train": 0, "rollout": 0}
+    sizes = {"train": 0, "rollout": 0}
     for group in groups(config):
         if group.communicates:
-            found[group.side] += BUFFERS_OF_A_GROUP * group_buffer_mib(config, model, group) * _MIB
-    return found
+            sizes[group.side] += BUFFERS_OF_A_GROUP * group_buffer_mib(config, model, group) * _MIB
+    return sizes
 
 
 def exec_timeout_s(config: DictConfig) -> int:
@@ -221,8 +221,8 @@ def check_ports(config: DictConfig, proc: Path = PROC) -> Check:
 
 def _ports(text: str) -> set[int]:
     """The ports of a list such as 8080,61000-61143; none of an empty text."""
-    found: set[int] = set()
+    ports: set[int] = set()
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")
-        found |= set(range(int(low), int(high or low) + 1))
-    return found
+        ports |= set(range(int(low), int(high or low) + 1))
+    return ports
