@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.engine_options import write_engine_options
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe_keys, unknown_key
-from verl_patches.config.verl_values import check_needs, check_verl_values
+from verl_patches.config.verl_values import check_verl_values
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import ModelShape, read_model_shape
@@ -75,8 +75,6 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
-    _refuse_deleted(config, base)
-    check_needs(OmegaConf.to_container(config))
     write_engine_options(config, keys_of(overrides))
     _write_layers(config)
     for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
@@ -167,14 +165,6 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
 def keys_of(overrides: Sequence[str]) -> list[str]:
     """The keys that `overrides` set."""
     return [override.lstrip("+").partition("=")[0] for override in overrides]
-
-
-def _refuse_deleted(config: DictConfig, base: DictConfig) -> None:
-    """ConfigError where an override (~key) has removed a key of verl's configuration."""
-    left = set(_keys(config))
-    sections = {key[:end] for key in left for end in range(len(key)) if key[end] == "."}
-    if gone := [key for key in _keys(base) if key not in left | sections]:
-        raise ConfigError(f"{', '.join(gone[:3])} is missing; expected verl's own key (an override ~key removes it)")
 
 
 def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:

@@ -8,7 +8,7 @@ missing, as pinned versions of verl differ. Sections and names are those of verl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -191,21 +191,30 @@ def verl_types(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    """ConfigError that names each key with a wrong type or size; `base` as in `verl_types`."""
+    """ConfigError that names each key with a wrong type or size, or else that is gone, or needs another.
+
+    base: as in `verl_types`.
+    """
     types = verl_types(base)
     given = dict(leaves(config, ends=types.__contains__))
-    sections = {key[: dot.start()] for key in types for dot in re.finditer(r"\.", key)}
-    for key in sections & given.keys():
+    for key in _sections(types) & given.keys():
         if given[key] != {} and not (given[key] is None and key in _MAY_BE_NULL):
             types[key] = dict
-    if faults := value_faults(types, given):
+    if faults := value_faults(types, given) or _deleted(config, base) or list(_lacking(config)):
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(faults))
 
 
-def check_needs(config: Mapping[str, Any]) -> None:
-    """ConfigError that names each key that needs another, in a configuration whose keys have their types."""
-    if faults := list(_lacking(config)):
-        raise ConfigError("Invalid configuration:\n  " + "\n  ".join(faults))
+def _sections(keys: Iterable[str]) -> set[str]:
+    return {key[: dot.start()] for key in keys for dot in re.finditer(r"\.", key)}
+
+
+def _deleted(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    """Keys of verl's configuration that an override (~key) has removed."""
+    left = [key for key, _ in leaves(config)]
+    there = {*left, *_sections(left)}
+    if gone := [key for key, _ in leaves(base) if key not in there]:
+        return [f"{', '.join(gone[:3])} is missing; expected verl's own key (an override ~key removes it)"]
+    return []
 
 
 def _lacking(config: Mapping[str, Any]) -> Iterator[str]:
