@@ -48,7 +48,7 @@ def doctor_command(
         must_exist = tuple(keys_of(overrides))
     node = Node(config, rows_of(config.recipe.platform), trees, head=head, must_exist=must_exist)
     if this_node or config.trainer.nnodes == 1 and recipe.ray_address is None:
-        found = doctor.this_node(node)
+        answer = doctor.this_node(node)
     elif recipe.ray_address is None:
         raise ConfigError(
             f"trainer.nnodes is {config.trainer.nnodes}: set recipe.ray_address=auto, or give --this-node"
@@ -56,10 +56,10 @@ def doctor_command(
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
         nodes = doctor.ask(node, [name, *overrides, *options])
-        found = doctor.all_nodes(nodes) if nodes.reports else doctor.without_ray(nodes)
-    report = doctor.report_of(found)
+        answer = doctor.all_nodes(nodes) if nodes.reports else doctor.without_ray(nodes)
+    report = doctor.report_of(answer)
     if as_json:
-        print_json(found)
+        print_json(answer)
     else:
         show(report)
     raise typer.Exit(report.exit_code)

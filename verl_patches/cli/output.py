@@ -147,13 +147,13 @@ def _longest_word(cell: str) -> int:
 
 def _row(cells: Sequence[str], widths: Sequence[int], style: str) -> list[Text]:
     columns = [_wrapped(Text(cell), size) for cell, size in zip(cells, widths, strict=True)]
-    found = []
+    lines = []
     for parts in itertools.zip_longest(*columns, fillvalue=Text()):
         line = "".join(
             part.plain + " " * (size + _GAP - part.cell_len) for part, size in zip(parts, widths, strict=True)
         )
-        found.append(Text(line.rstrip(), style))
-    return found
+        lines.append(Text(line.rstrip(), style))
+    return lines
 
 
 def _block(columns: Sequence[str], cells: Sequence[str], style: str, size: int) -> list[Text]:

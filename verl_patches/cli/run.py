@@ -224,14 +224,14 @@ def _resume_advice(config: DictConfig, record: Path) -> list[str]:
     try:
         if config.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY).get("checkpoints"):
             return [f"nothing was saved: the same command goes on from {config.trainer.resume_from_path} again"]
-        found = newest(folder, run_id(run_dir(config)))
+        checkpoint = newest(folder, run_id(run_dir(config)))
         if last_step_is_saved(config, run_dir(config)):
-            return [f"newest whole checkpoint: {found}, of the last step: all steps are made and saved"]
+            return [f"newest whole checkpoint: {checkpoint}, of the last step: all steps are made and saved"]
     except (ConfigError, OSError) as error:  # the first says what to go on from instead
         return [str(error)]
-    if found is None:
+    if checkpoint is None:
         return [f"no whole checkpoint of this run in {folder}: the same command starts again from step 1"]
     keys = (resume, "trainer.resume_from_path")
     others = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
     command = shlex.join([sys.executable, "-m", "verl_patches", *others, f"{resume}=auto"])
-    return [f"newest whole checkpoint: {found}", f"to go on from it: {command}"]
+    return [f"newest whole checkpoint: {checkpoint}", f"to go on from it: {command}"]

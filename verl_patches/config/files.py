@@ -58,9 +58,9 @@ def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[
     if not path.exists():
         yield _absent("model folder", [path], _MODEL, _MODEL in must_exist, "the folder of a HF model")
         return
-    found, model = with_layers(config, read_model_shape(path)), model_shape_of(config)
-    fault = f"{path} is not of recipe.model_shape {config.recipe.model_shape}: {differences(found, model)}"
-    yield either("model shape", found == model, "same model", fault)
+    held, model = with_layers(config, read_model_shape(path)), model_shape_of(config)
+    fault = f"{path} is not of recipe.model_shape {config.recipe.model_shape}: {differences(held, model)}"
+    yield either("model shape", held == model, "same model", fault)
     if reads_weights(config):
         yield _weights_check(config, path.parent)
 
@@ -113,16 +113,16 @@ def _read_rows(file: str, prompt_key: str) -> int:
     """Number of rows of a parquet file, from its footer; ConfigError where it cannot be read or lacks a column."""
     from pyarrow import ArrowException, parquet, types  # here, as most commands read no data
 
-    def is_list(found: Any) -> bool:
-        return types.is_list(found) or types.is_large_list(found)
+    def is_list(kind: Any) -> bool:
+        return types.is_list(kind) or types.is_large_list(kind)
 
-    def is_struct(found: Any, *names: str) -> bool:
-        return types.is_struct(found) and set(names) <= {found.field(n).name for n in range(found.num_fields)}
+    def is_struct(kind: Any, *names: str) -> bool:
+        return types.is_struct(kind) and set(names) <= {kind.field(n).name for n in range(kind.num_fields)}
 
     columns = {
-        prompt_key: lambda found: is_list(found) and is_struct(found.value_type, "role", "content"),
-        "data_source": lambda found: types.is_string(found) or types.is_large_string(found),
-        "reward_model": lambda found: is_struct(found, "ground_truth"),
+        prompt_key: lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
+        "data_source": lambda kind: types.is_string(kind) or types.is_large_string(kind),
+        "reward_model": lambda kind: is_struct(kind, "ground_truth"),
     }
     try:
         with parquet.ParquetFile(file) as opened:

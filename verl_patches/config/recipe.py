@@ -407,7 +407,7 @@ class Recipe:
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
     all. The model's folder stays as it is, with random init or weights. layers_per_stage for all layers is balanced
-    anew.
+    again.
     """
 
     run: Name = "run"
