@@ -60,8 +60,8 @@ def test_no_width_breaks_a_word_that_fits_and_blocks_are_for_those_where_words_d
     assert max(map(len, lines)) <= columns
     for word in ("reshard.direct", "override", *ROWS[0][3].split()):
         assert any(word in line for line in lines), (word, lines)
-    assert (lines[0] == "reshard.direct") == (columns == 40)
-    assert (lines[0].split() == ["id", "kind", "target", "why"]) == (columns > 40)
+    assert (lines[0] == "reshard.direct") == (columns < 80)
+    assert (lines[0].split() == ["id", "kind", "target", "why"]) == (columns >= 80)
 
 
 def test_red_rows_are_red_and_text_is_no_markup(monkeypatch):

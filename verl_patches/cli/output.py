@@ -127,14 +127,12 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]], red: Iter
             blocks = (_block(columns, row, style, whole) for row, style in zip(cells, styles, strict=True))
             return list(itertools.chain(*blocks))
         most = [max(map(_longest, column[len(head) :]), default=0) for column in zip(*cells, strict=True)]
-        sizes, level = least, 0
-        while level < room and sum(found := _at(level, most, least)) <= room:
-            sizes, level = found, level + 1
+        for level in range(room):
+            wider = [max(few, min(many, level)) for many, few in zip(most, least, strict=True)]
+            if sum(wider) > room:
+                break
+            sizes = wider
     return list(itertools.chain(*(_row(row, sizes, style) for row, style in zip(cells, styles, strict=True))))
-
-
-def _at(level: int, most: Sequence[int], least: Sequence[int]) -> list[int]:
-    return [max(few, min(many, level)) for many, few in zip(most, least, strict=True)]
 
 
 def _longest(cell: str) -> int:
