@@ -148,6 +148,7 @@ def test_defaults_that_lead_back_or_are_no_list_are_refused(configs):
     ("override", "message"),
     [
         ("+data.x=" + "9" * 5000, "Exceeds the limit"),
+        ("+data.x=" + "[" * 3000 + "]" * 3000, "recursion"),
         ("+data.x='a\nb'", "expected printable text"),
         ("+data.x=\udcff", "expected printable text"),
         ("recipe.run=${recipe.run}", "Recursive interpolation"),
