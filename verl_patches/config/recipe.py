@@ -39,7 +39,10 @@ from verl_patches.values import (
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ASCEND = "recipe.rollout.ascend."
 _OF_NPU = ("recipe.hccl.", _ASCEND, "recipe.rollout.balanced_routing", "recipe.rollout.rebalance_every")
-_OF_GRAPHS = ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
+_OF_GRAPHS = {
+    f"{_ASCEND}{name}"
+    for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
+}
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
@@ -469,6 +472,7 @@ def check_recipe(section: Mapping[str, Any]) -> None:
 
 
 def _contradictions(given: Mapping[str, Any]) -> list[str]:
+    """Keys that need others, or would have no effect, or a wrong one, whatever the layout."""
     faults = []
     line, platform = given.get("recipe.line"), given.get("recipe.platform")
     if platform == "npu_emulated" and line != "a3":
@@ -482,22 +486,11 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
         key = "recipe.rollout.rebalance_every"
         faults.append(f"{key} moves requests between data-parallel ranks; recipe.rollout.dp is 1: set {key}=null")
     for key, item in recipe_keys():
-        changed = key.startswith(_OF_NPU) and given.get(key, item.default) != item.default
-        if changed and platform is not None and not as_npu(platform):
+        value = given.get(key, item.default)
+        if value != item.default and key.startswith(_OF_NPU) and platform is not None and not as_npu(platform):
             faults.append(f"{key} is for NPUs: it needs recipe.platform=npu, found {platform}")
-    faults += _ascend_contradictions(given)
-    return faults
-
-
-def _ascend_contradictions(given: Mapping[str, Any]) -> list[str]:
-    """Options of vllm-ascend that would have no effect, or a wrong one, whatever the layout (config/ascend.py)."""
-    faults = []
-    for item in fields(RolloutAscend):
-        if item.name not in _OF_GRAPHS or given.get(f"{_ASCEND}graphs"):
-            continue
-        found = given.get(f"{_ASCEND}{item.name}", item.default)
-        if found != item.default:
-            faults.append(f"{_ASCEND}{item.name} is {found}: it acts in graphs only, set {_ASCEND}graphs=true")
+        if value != item.default and key in _OF_GRAPHS and not given.get(f"{_ASCEND}graphs"):
+            faults.append(f"{key} is {value}: it acts in graphs only, set {_ASCEND}graphs=true")
     if given.get(f"{_ASCEND}kv_nz"):
         faults.append(
             f"{_ASCEND}kv_nz is True; expected false: at the pin fresh prompts are written to the cache a second time, "
