@@ -41,13 +41,6 @@ def upstream(tmp_path):
     return tmp_path
 
 
-def test_a_start_that_would_ignore_keys_is_refused():
-    pypi = ("recipe.line=pypi", "recipe.train.collective_timeout_minutes=30", "recipe.hccl.expansion_mode=AI_CPU")
-    pypi += ("recipe.train.adam_beta2=0.999", "recipe.train.alltoall_overlap=false")
-    pypi += ("recipe.train.fused_expert_wgrad=false",)
-    assert "recipe.train.layers_per_stage" in refusal("train", "--config-name", LARGE, *pypi)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is here: it would start")
 def test_on_line_a3_only_the_machine_is_missing():
     assert "torch_npu is not installed" in refusal("train", "--config-name", LARGE)
