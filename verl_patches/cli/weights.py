@@ -51,7 +51,10 @@ def convert_command(
     plan = plan_conversion(opened, None if layout is None else parse_layout(layout), dtype, int(file_gb * GB))
     if dry_run:
         result = {**_summary(plan), "parts": costs(plan, parts), "planning_s": round(time.perf_counter() - start, 2)}
-        print_json(result) if as_json else _show_plan(result, destination)
+        if as_json:
+            print_json(result)
+        else:
+            _show_plan(result, destination)
         return
     from verl_patches.weights.convert import convert  # imports torch
 
