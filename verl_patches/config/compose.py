@@ -38,7 +38,6 @@ _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.num_hidden_layers",
 )
-_OURS = ("recipe.", "actor_rollout_ref.recipe.")
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:
@@ -77,12 +76,12 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
     write_engine_options(config, keys_of(overrides))
     _write_layers(config)
-    for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
-        section.output_root = str(output_root(section.output_root))  # workers have other current folders
+    config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders
     folder = Path(config.recipe.output_root, config.recipe.run)
     config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
     _check_verl_keys(config, base, name)
     _check_dtype(config)
+    config.actor_rollout_ref.recipe = config.recipe  # where verl's workers see it
     return config
 
 
@@ -172,7 +171,7 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
 
     A dataset class of the user gets all of `data`, with keys of its own.
     """
-    free = (*_OURS, "data.") if config.data.custom_cls.path else _OURS
+    free = ("recipe.", "data.") if config.data.custom_cls.path else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
     hint = f"verl of line {line} reads no such key here (verl_patches/verl_keys.json): remove it"
     for key in _keys(config):
@@ -216,8 +215,7 @@ def _write_layers(config: DictConfig) -> None:
     stages = config.recipe.train.layers_per_stage
     balance = sum(stages) == most if stages else config.recipe.line == LINE and chunks > 1
     if balance and layers < most:
-        for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
-            section.train.layers_per_stage = balanced_layers(with_layers(config, whole), chunks)
+        config.recipe.train.layers_per_stage = balanced_layers(with_layers(config, whole), chunks)
 
 
 def _keys(section: DictConfig) -> list[str]:

@@ -1,7 +1,7 @@
 """The typed `recipe:` section: the settings of a run that verl's own configuration does not have.
 
 Hydra merges it as a dataclass schema, so an unknown key is refused by name. A key belongs here only if some code acts
-on it. Workers of verl see it as `config.recipe` (the configs mirror it under actor_rollout_ref).
+on it. Workers of verl see it as `config.recipe` (`compose` copies it to actor_rollout_ref).
 docs/configuration.md is generated from the docstrings: each key is described as "key: text" or "key, key: text".
 """
 
