@@ -28,7 +28,7 @@ from verl_patches.doctor.doctor import ACROSS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
-from verl_patches.values import value_words  # noqa: E402
+from verl_patches.values import types_of, value_words  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
@@ -140,7 +140,7 @@ def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str]:
     default = item.default if item.default is not MISSING else item.default_factory()
     plain = {None: "null", True: "true", False: "false"}
     shown = plain[default] if default is None or isinstance(default, bool) else str(default)
-    values = ", ".join(f"`{word}`" for word in item.metadata.get("allowed", ())) or value_words(schema, item.name)
+    values = value_words(types_of(schema)[item.name])
     values = "" if values == "true or false" else "; " + values.replace("whole number", "integer").removeprefix("a ")
     return tuple(cell.replace("|", "\\|").replace("<", "\\<") for cell in (f"`{shown}`{values}", meaning))
 

@@ -217,12 +217,9 @@ MUTANTS = (
     Mutant("learnable-short-answers-pay", "rewards/learnable.py",
            "max(len(chars), MIN_CHARS)", "max(len(chars), 1)", Tests("rewards/test_learnable.py")),
     # YAML and secrets
-    Mutant("yaml-aliases-are-one-value", "yaml_files.py",
-           "self._count(*self.anchors[anchor], line)", "self._count(1, 0, line)", YAML),
-    Mutant("yaml-depth-of-aliases", "yaml_files.py", "if len(self.open) + depth > MAX_DEPTH:",
-           "if len(self.open) > MAX_DEPTH:", YAML),
-    Mutant("yaml-cycles", "yaml_files.py",
-           "if any(collection.anchor == anchor for collection in self.open):", "if False:", YAML),
+    Mutant("yaml-aliases", "yaml_files.py", "elif isinstance(event, yaml.AliasEvent):", "elif False:", YAML),
+    Mutant("yaml-depth", "yaml_files.py", "if depth > MAX_DEPTH:", "if False:", YAML),
+    Mutant("yaml-values", "yaml_files.py", "if values > MAX_VALUES:", "if False:", YAML),
     Mutant("secrets-by-name-alone", "values.py",
            "return is_secret_value(value) or (", "return bool(", Tests("config/test_values.py", "secrets")),
     # patching

@@ -1,11 +1,15 @@
-"""The errors that users meet; their messages say what, where, expected, found, and what to do next."""
+"""The errors that users meet, and the rules of a configuration, which are errors where they fail.
+
+Their texts say what, where, expected, found, and what to do next.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,30 @@ class RecipeError(RuntimeError):
 
     patching/engine.py derives PatchError from it: a row of the catalogue could not be made active, or is no longer.
     """
+
+
+@dataclass(frozen=True)
+class Check:
+    """One rule: `detail` says what holds, or what was expected, what was found and what to change.
+
+    `note`: the rule passes with a warning, which `detail` has.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    note: bool = False
+
+
+def either(name: str, ok: bool, held: str, fault: str) -> Check:
+    """The Check whose detail is `held` where the rule holds, else `fault`."""
+    return Check(name, ok, held if ok else fault)
+
+
+def require(checks: Iterable[Check]) -> None:
+    """ConfigError that lists every failed check; nothing if all hold."""
+    if failed := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
+        raise ConfigError("Invalid configuration:\n  " + "\n  ".join(failed))
 
 
 def fault_of(function: Callable, *arguments: Any) -> str | None:

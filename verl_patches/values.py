@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 LARGEST = 2**63 - 1  # of an integer in torch; sentences do not name it where a value is below
 Count = Annotated[int, Field(ge=1, le=LARGEST, strict=True)]
@@ -55,71 +56,53 @@ def _is_shown(char: str) -> bool:
     return char.isprintable() or unicodedata.category(char) == "Zs"
 
 
-def value_faults(schema: Any, values: Mapping[str, Any], prefix: str = "", may_lack: bool = False) -> list[str]:
-    """One sentence for each key of `values` that `schema`, a pydantic model or a dataclass, does not allow.
+def types_of(schema: type) -> dict[str, Any]:
+    """{field: type, with its bounds} of a dataclass."""
+    return get_type_hints(schema, include_extras=True)
 
-    With `may_lack` a key that is missing is no fault.
-    """
-    adapter = TypeAdapter(schema)
+
+def value_faults(types: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """One sentence for each of `values` that is not of its type in `types`, by key; other keys are not checked."""
+    checked = {key: kind for key, kind in types.items() if key in values}
+    return [_fault(key, values[key], kind) for key, kind in checked.items() if not _fits(values[key], kind)]
+
+
+def value_words(kind: Any) -> str:
+    """What a type with bounds allows, in words."""
+    return _words(_adapter(kind).json_schema())
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind, config=ConfigDict(strict=True))
+
+
+def _fits(value: Any, kind: Any) -> bool:
     try:
-        adapter.validate_python(values)
-    except ValidationError as error:
-        root = adapter.json_schema()
-        errors = [fault for fault in error.errors() if not (may_lack and fault["type"] == "missing")]
-        keys = dict.fromkeys(_key_of(fault["loc"], root) for fault in errors)
-        return [_fault(key, values, root, prefix) for key in keys]
-    return []
+        _adapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
-def value_words(schema: Any, key: str) -> str:
-    """What `schema` allows for one of its keys, in words."""
-    root = TypeAdapter(schema).json_schema()
-    return _words(root["properties"][key], root)
+def _fault(key: str, value: Any, kind: Any) -> str:
+    schema = _adapter(kind).json_schema()
+    found = "null" if value is None else repr(value)
+    below = f", below {LARGEST}" if isinstance(value, int) and value > LARGEST else ""
+    why = f": {schema['description']}" if "description" in schema and "pattern" not in schema else ""
+    return f"{key} is {found}; expected {_words(schema)}{below}{why}"
 
 
-def _key_of(location: Sequence[str | int], root: Mapping[str, Any]) -> tuple[str, ...]:
-    """The key of an error; behind it pydantic gives alternatives of a union and indices of lists."""
-    key, node = (), root
-    for part in location:
-        node = _keys_of(node, root).get(part)
-        if node is None:
-            break
-        key = (*key, part)
-    return key
-
-
-def _fault(key: tuple[str, ...], values: Any, root: Mapping[str, Any], prefix: str) -> str:
-    node: Mapping[str, Any] = root
-    for part in key:
-        node = _keys_of(node, root)[part]
-        values = values.get(part, _ABSENT) if isinstance(values, Mapping) else _ABSENT
-    found = "missing" if values is _ABSENT else "null" if values is None else repr(values)
-    below = f", below {LARGEST}" if isinstance(values, int) and values > LARGEST else ""
-    why = f": {node['description']}" if "description" in node and "pattern" not in node else ""
-    return f"{prefix}{'.'.join(key)} is {found}; expected {_words(node, root)}{below}{why}"
-
-
-def _keys_of(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys of a section, which may be null; empty for other values."""
-    choices = [_resolved(choice, root) for choice in node.get("anyOf", [node])]
-    return next((choice["properties"] for choice in choices if "properties" in choice), {})
-
-
-def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    return root["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
-
-
-def _words(node: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+def _words(node: Mapping[str, Any]) -> str:
     """What a JSON schema allows, in words."""
-    node = _resolved(node, root)
     if "pattern" in node:
         return node["description"]
     if "const" in node or "enum" in node:
         return " or ".join(repr(value) for value in node.get("enum", [node.get("const")]))
     if "anyOf" in node:
-        return " or ".join(_words(choice, root) for choice in node["anyOf"])
+        return " or ".join(_words(choice) for choice in node["anyOf"])
     if node.get("type") == "array":
-        return f"a list, each {_words(node['items'], root)}"
+        return f"a list, each {_words(node['items'])}"
     node = {name: bound for name, bound in node.items() if bound != LARGEST}
     bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node]
     if "minimum" in node and "maximum" in node:
@@ -127,7 +110,6 @@ def _words(node: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     return " ".join([_TYPES.get(node.get("type"), "a value"), " and ".join(bounds)]).strip()
 
 
-_ABSENT = object()
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
 _TYPES |= {"null": "null", "object": "a section"}

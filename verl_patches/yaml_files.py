@@ -1,12 +1,11 @@
-"""YAML that users write, read as Hydra reads it, but within bounds that are checked before anything is expanded.
+"""YAML that users write, read as Hydra reads it, but within bounds that are checked before anything is built.
 
-Stricter than YAML: plain values only, no key twice, no alias inside its own anchor, UTF-8.
+Stricter than YAML: plain values only, no aliases, no key twice, UTF-8.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +16,7 @@ from verl_patches.values import printable
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32  # of lists and sections inside each other
-MAX_VALUES = 50_000  # keys and values; what an alias stands for counts each time
+MAX_VALUES = 50_000  # keys and values
 _CORE = "tag:yaml.org,2002:"
 _PLAIN = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map")}
 
@@ -52,7 +51,7 @@ def parse_yaml(text: str | bytes, source: str, documents: int = 1) -> list[Any]:
             found = f"byte 0x{text[error.start]:02x}"
             raise ConfigError(f"{source}:{line}: expected text in UTF-8, found {found}") from None
     try:
-        _Checked(source, documents).check(text)
+        _check(text, source, documents)
         return list(yaml.load_all(text, _loader()))
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}:{printable(_explain(error, text))}") from None
@@ -88,87 +87,29 @@ def _explain(error: yaml.YAMLError, text: str) -> str:
     return f"{mark.line + 1}: expected {expected if but else 'YAML'}, found {found or problem.removeprefix('found ')}"
 
 
-@dataclass
-class _Collection:
-    """A list or section that is not closed yet. `values_before` it; `depth` of what it holds; `keys`: {key: line}."""
+def _check(text: str, source: str, documents: int) -> None:
+    """ConfigError for what this module does not read. The parser's events come one by one, so nothing is built."""
+    depth = values = 0
 
-    is_section: bool
-    anchor: str | None
-    values_before: int
-    depth: int = 0
-    children: int = 0
-    keys: dict[str, int] = field(default_factory=dict)
+    def refuse(expected: str, found: str) -> NoReturn:
+        raise ConfigError(f"{source}:{event.start_mark.line + 1}: expected {expected}, found {printable(found)}")
 
-
-class _Checked:
-    """Looks at the parser's events, which come one by one: nothing is built, and nothing beyond a bound is read."""
-
-    def __init__(self, source: str, documents: int) -> None:
-        self.source, self.left = source, documents
-        self.open: list[_Collection] = []
-        self.anchors: dict[str, tuple[int, int]] = {}  # (values, depth) of what is closed
-        self.values = 0
-
-    def check(self, text: str) -> None:
-        for event in yaml.parse(text, _loader()):
-            line = event.start_mark.line + 1
-            if isinstance(event, yaml.DocumentStartEvent):
-                if not self.left:
-                    self._refuse(line, "the end of the file", "another document")
-                self.left -= 1
-                self.anchors = {}
-            elif isinstance(event, yaml.AliasEvent):
-                self._alias(event.anchor, line)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                self._close()
-            elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
-                if event.tag not in (None, "!", *_PLAIN):
-                    self._refuse(line, "a plain value", f"the tag {event.tag.replace(_CORE, '!!')}")
-                self._count(1, 0, line)
-                if isinstance(event, yaml.ScalarEvent):
-                    if event.anchor:
-                        self.anchors[event.anchor] = (1, 0)
-                    self._child(line, event.value)
-                else:
-                    is_section = isinstance(event, yaml.MappingStartEvent)
-                    self.open.append(_Collection(is_section, event.anchor, self.values - 1))
-                    self._count(0, 0, line)
-
-    def _alias(self, anchor: str, line: int) -> None:
-        if any(collection.anchor == anchor for collection in self.open):
-            self._refuse(line, "a value that ends", f"*{anchor} inside of &{anchor}")
-        if anchor not in self.anchors:
-            self._refuse(line, f"&{anchor} before *{anchor}", "none")
-        self._count(*self.anchors[anchor], line)
-        self._child(line)
-
-    def _close(self) -> None:
-        closed = self.open.pop()
-        if closed.anchor:
-            self.anchors[closed.anchor] = (self.values - closed.values_before, closed.depth + 1)
-        if self.open:
-            self.open[-1].depth = max(self.open[-1].depth, closed.depth + 1)
-        self._child(0)
-
-    def _child(self, line: int, text: str | None = None) -> None:
-        """A child of the collection that is open is whole; `text` of a scalar."""
-        if not self.open:
-            return
-        parent = self.open[-1]
-        if parent.is_section and parent.children % 2 == 0 and text is not None:
-            if text in parent.keys:
-                self._refuse(line, "each key once", f"{text} again, after line {parent.keys[text]}")
-            parent.keys[text] = line
-        parent.children += 1
-
-    def _count(self, values: int, depth: int, line: int) -> None:
-        self.values += values
-        if self.values > MAX_VALUES:
-            self._refuse(line, f"at most {MAX_VALUES} values, aliases expanded", "more")
-        if self.open:
-            self.open[-1].depth = max(self.open[-1].depth, depth)
-        if len(self.open) + depth > MAX_DEPTH:
-            self._refuse(line, f"at most {MAX_DEPTH} levels", "more")
-
-    def _refuse(self, line: int, expected: str, found: str) -> NoReturn:
-        raise ConfigError(f"{self.source}:{line}: expected {expected}, found {printable(found)}")
+    for event in yaml.parse(text, _loader()):
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents -= 1
+            if documents < 0:
+                refuse("the end of the file", "another document")
+        elif isinstance(event, yaml.AliasEvent):
+            refuse("a value", f"*{event.anchor}, an alias: write out what it stands for")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
+            values += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            if event.tag not in (None, "!", *_PLAIN):
+                refuse("a plain value", f"the tag {event.tag.replace(_CORE, '!!')}")
+            if values > MAX_VALUES:
+                refuse(f"at most {MAX_VALUES} values", "more")
+            if depth > MAX_DEPTH:
+                refuse(f"at most {MAX_DEPTH} levels", "more")

@@ -138,13 +138,6 @@ def test_rows_of_a_clone_that_is_missing_are_listed_as_not_checked(run, tmp_path
     assert row["state"] == "fine" and "identified by verl, 54c9b7364c2d" in row["found"] and "0.4.0" not in row["found"]
 
 
-def test_a_line_without_rows_is_empty(run, monkeypatch):
-    monkeypatch.setattr("verl_patches.catalog.all_rows", lambda: ())
-    code, out, _ = run("check", "--line", "a3", "--json")
-    assert code == 1 and json.loads(out)["state"] == "empty"
-    assert "no row for line a3" in run("check", "--line", "a3")[1]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from tests.weights.cases import make_checkpoint
 from verl_patches.__main__ import app
-from verl_patches.catalog import ROWS
 from verl_patches.cli import patches, run
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import run_dir
@@ -40,13 +39,6 @@ def upstream(tmp_path):
     base = verl_config_dir() / f"{VERL_CONFIG}.yaml"
     (tmp_path / "verl/verl/trainer/config" / base.name).write_text(base.read_text())
     return tmp_path
-
-
-def test_a_start_that_would_ignore_keys_is_refused():
-    pypi = ("recipe.line=pypi", "recipe.train.collective_timeout_minutes=30", "recipe.hccl.expansion_mode=AI_CPU")
-    pypi += ("recipe.train.adam_beta2=0.999", "recipe.train.alltoall_overlap=false")
-    pypi += ("recipe.train.fused_expert_wgrad=false",)
-    assert "recipe.train.layers_per_stage" in refusal("train", "--config-name", LARGE, *pypi)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is here: it would start")
@@ -124,8 +116,26 @@ def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code,
     assert json.loads(capsys.readouterr().out) == {"exit": reason}
 
 
+@pytest.fixture
+def said(tmp_path, capsys):
+    """said(code, reason, *overrides): what a run `r` of the tiny config that ended so prints to standard error."""
+
+    def report(code, reason, *overrides):
+        given = (
+            f"recipe.output_root={tmp_path}",
+            "recipe.run=r",
+            "trainer.save_freq=2",
+            "trainer.total_training_steps=9",
+        )
+        with pytest.raises(typer.Exit):
+            run._report(launcher.Outcome(code, reason, tmp_path / "r", 2.0), compose(TINY, [*given, *overrides]), False)
+        return capsys.readouterr().err
+
+    return report
+
+
 @pytest.mark.parametrize("saved", [[], [2, 4], [2, "damaged"], None])
-def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(tmp_path, capsys, monkeypatch, saved):
+def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(tmp_path, said, monkeypatch, saved):
     """None: a run that saves nothing. Another run's checkpoint in the folder is not this run's."""
     folder, own = tmp_path / "r" / "checkpoints", new_run_id(tmp_path / "r", "r")
     for step in saved or ():
@@ -136,64 +146,45 @@ def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_o
     (tmp_path / "r/summary.json").write_text(json.dumps({"exit": "interrupted by SIGINT"}))
     words = ["smoke", "--run", "r", f"recipe.output_root={tmp_path}", "trainer.resume_mode=disable", "data.seed=a b"]
     monkeypatch.setattr("sys.argv", ["verl_patches", *words])
-    config = compose(
-        TINY,
-        [
-            *words[3:4],
-            "recipe.run=r",
-            f"trainer.save_freq={-1 if saved is None else 2}",
-            "trainer.total_training_steps=9",
-        ],
-    )
-    with pytest.raises(typer.Exit):
-        run._report(launcher.Outcome(130, "interrupted by SIGINT", tmp_path / "r", 2.0), config, as_json=False)
-    said = capsys.readouterr().err
+    text = said(130, "interrupted by SIGINT", f"trainer.save_freq={-1 if saved is None else 2}")
     command = f"-m verl_patches smoke --run r recipe.output_root={tmp_path} 'data.seed=a b' trainer.resume_mode=auto"
-    assert (f"newest whole checkpoint: {folder / 'global_step_4'}" in said and command in said) == (saved == [2, 4])
-    assert (f"no whole checkpoint of this run in {folder}" in said and "from step 1" in said) == (saved == [])
+    assert (f"newest whole checkpoint: {folder / 'global_step_4'}" in text and command in text) == (saved == [2, 4])
+    assert (f"no whole checkpoint of this run in {folder}" in text and "from step 1" in text) == (saved == [])
     if saved and "damaged" in saved:
-        assert "global_step_9" in said and f"trainer.resume_from_path={folder / 'global_step_2'}" in said
-    assert "global_step_20" not in said and ("checkpoint" in said) == (saved is not None)
+        assert "global_step_9" in text and f"trainer.resume_from_path={folder / 'global_step_2'}" in text
+    assert "global_step_20" not in text and ("checkpoint" in text) == (saved is not None)
+
+
+RESUMED = ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/global_step_4"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "saves", "said"),
+    ("overrides", "saves", "words"),
     [
         (["recipe.patches=[-checkpoint.*]"], [], None),
-        (
-            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/global_step_4"],
-            [],
-            "/x/global_step_4 again",
-        ),
-        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/global_step_4"], [{"step": 6}], "=auto"),
+        (RESUMED, [], "/x/global_step_4 again"),
+        (RESUMED, [{"step": 6}], "=auto"),
         (["trainer.total_training_steps=6"], [{"step": 6}], "of the last step"),
     ],
     ids=["verl's own", "before a save", "after a save", "after the last"],
 )
-def test_how_to_go_on_is_said_of_what_this_start_saved(tmp_path, capsys, overrides, saves, said):
+def test_how_to_go_on_is_said_of_what_this_start_saved(tmp_path, said, overrides, saves, words):
     own = new_run_id(tmp_path / "r", "r")
     if saves:
         make_checkpoint(tmp_path / "r/checkpoints", 6, own)
     (tmp_path / "r/summary.json").write_text(json.dumps({"exit": "it broke", "checkpoints": saves}))
-    steps = "trainer.total_training_steps=9", *overrides
-    config = compose(TINY, [f"recipe.output_root={tmp_path}", "recipe.run=r", "trainer.save_freq=2", *steps])
-    with pytest.raises(typer.Exit):
-        run._report(launcher.Outcome(1, "it broke", tmp_path / "r", 2.0), config, as_json=False)
-    printed = capsys.readouterr().err
-    assert "it broke" in printed and ("checkpoint" in printed.replace("-checkpoint.*", "")) == bool(saves)
-    assert said is None or said in printed
+    text = said(1, "it broke", *overrides)
+    assert "it broke" in text and ("checkpoint" in text.replace("-checkpoint.*", "")) == bool(saves)
+    assert words is None or words in text
 
 
-def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, capsys, monkeypatch):
+def test_a_disk_that_fails_does_not_hide_why_the_run_ended(said, monkeypatch):
     def stale(*_):
         raise OSError("Stale file handle")
 
     monkeypatch.setattr(run, "newest", stale)
-    config = compose(TINY, [f"recipe.output_root={tmp_path}", "recipe.run=r", "trainer.save_freq=2"])
-    with pytest.raises(typer.Exit):
-        run._report(launcher.Outcome(1, "it broke", tmp_path / "r", 2.0), config, as_json=False)
-    printed = capsys.readouterr().err
-    assert "it broke" in printed and "Stale file handle" in printed
+    text = said(1, "it broke")
+    assert "it broke" in text and "Stale file handle" in text
 
 
 @pytest.fixture
@@ -238,26 +229,15 @@ def test_rows_that_the_user_switched_off_are_named_first_and_last(started, patte
     assert "off by you" not in started(0).output  # control: nothing is switched off
 
 
-def test_a_row_without_what_it_needs_is_refused_with_both_names():
-    need = next(row.needs[0] for row in ROWS if row.needs and "@" not in row.needs[0])
-    words = re.match(r"row (\S+) needs (\S+), which is off \((.*?)\)", refusal("smoke", OFF.format(f"-{need}")))
-    assert words[2] == need and need in next(row for row in ROWS if row.id == words[1]).needs
-    assert words[3] == f"switched off by -{need}"
-
-
 def test_the_table_has_all_columns_with_wide(started):
     assert started(0).stdout.splitlines()[1:-3] == ["proven", "narrow"]
     assert started(0, "--wide").stdout.splitlines()[1:-3] == ["proven", "all columns"]
 
 
-@pytest.mark.parametrize("again_s", [1e9, -1])
-def test_a_pipe_shows_what_a_start_does_with_its_seconds_until_step_one(started, monkeypatch, again_s):
-    """Once, and again every STAGE_AGAIN_S: at each look with -1, of which there are two."""
-    monkeypatch.setattr(run, "STAGE_AGAIN_S", again_s)
+def test_a_pipe_shows_each_stage_of_a_start_with_its_seconds_until_step_one(started):
     lines = started(0).stdout.splitlines()
-    stages = [line for line in lines if re.fullmatch(r"\[ +\d+ s\] starting Ray", line)]
-    assert len(stages) == (1 if again_s > 0 else 4)  # the other line that is not shown is a look too
-    assert not any("step 1" in line for line in lines) and lines.index("proven") > lines.index(stages[0])
+    (stage,) = [line for line in lines if re.fullmatch(r"\[ +\d+ s\] starting Ray", line)]
+    assert not any("step 1" in line for line in lines) and lines.index("proven") > lines.index(stage)
     assert "starting Ray" not in started(0, "--json").output
 
 

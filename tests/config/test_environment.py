@@ -88,14 +88,6 @@ def test_the_reader_of_a_variable_follows_the_line():
     assert pypi["VLLM_ENABLE_FIX_ROUTE"].read_by == "a3: vllm_ascend/ops/fused_moe.py:945"
 
 
-def test_a_variable_that_the_pin_file_does_not_list_cannot_be_derived(monkeypatch):
-    pins = load_pins()
-    fewer = {name: v for name, v in pins.environment.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
-    monkeypatch.setattr(environment, "load_pins", lambda: pins.model_copy(update={"environment": fewer}))
-    with pytest.raises(KeyError, match="VLLM_CPU_KVCACHE_SPACE"):
-        derive(config_of(TINY))
-
-
 def test_switches_and_routing_follow_the_recipe():
     patched = variables(TINY, "recipe.patches=[+a.b,-c.*]")["VERL_PATCHES"].value
     assert patched == "line=pypi,platform=cpu,+a.b,-c.*"

@@ -16,7 +16,8 @@ WORKER, LIBRARY = "recipe.worker_process_setup_hook", "actor_rollout_ref.model.e
 
 def found(*overrides, must_exist=(), trees=NONE):
     """(ok, detail, note) of the last hook of the tiny config with `overrides`."""
-    return [rule[1:] for rule in files.hook_checks(compose(TINY, overrides), must_exist, trees)][-1]
+    *_, check = files.hook_checks(compose(TINY, overrides), must_exist, trees)
+    return check.ok, check.detail, check.note
 
 
 CODE = {  # what a file with a function `score` begins with: what is found
@@ -74,10 +75,8 @@ def test_hooks_by_dotted_name_are_imported_from_the_trees_of_the_run(tmp_path):
         f"{LIBRARY}=broken": r"broken\.py:2: ZeroDivisionError: division by zero",
         f"data.custom_cls.path={tmp_path}/mine.py data.custom_cls.name=Own": "mine.py does not define Own",
     }.items():
-        ok, detail, _ = next(
-            rule[1:] for rule in files.hook_checks(compose(TINY, override.split()), (), trees) if not rule[1]
-        )
-        assert not ok and re.search(words, detail), detail
+        (check,) = [check for check in files.hook_checks(compose(TINY, override.split()), (), trees) if not check.ok]
+        assert re.search(words, check.detail), check
     assert not found(f"{WORKER}=mine.set_up")[0]  # without that tree
     with pytest.raises(ConfigError, match="worker_process_setup_hook is 'set_up'; expected package.module.function"):
         compose(TINY, [f"{WORKER}=set_up"])

@@ -11,7 +11,6 @@ from verl_patches.errors import ConfigError
 from verl_patches.upstream.pins import PIN_FILE, load_pins
 from verl_patches.yaml_files import MAX_BYTES, MAX_DEPTH, MAX_VALUES, parse_yaml, read_yaml
 
-CUBE = "a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a]\n"  # 10 values, then 1 + 9 * 10
 AFTER = "\n\tan error behind it"  # is not reached
 
 
@@ -19,23 +18,17 @@ def nested(levels):
     return "a: " + "[" * (levels - 1) + "]" * (levels - 1)
 
 
-def aliases(levels):
-    """A chain of lists, each an alias of the one before: short, and as deep as it is long."""
-    return "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, levels - 1))
-
-
 BAD = {
     "tab": ("a:\n\tb: 1\n", 2, "spaces, found a tab"),
-    "duplicate": ("a: 1\nb: 2\na: 3\n", 3, "each key once, found a again, after line 1"),
-    "duplicate inside": ("a:\n  b: {c: 1,\n    c: 2}\n", 3, "each key once, found c again, after line 2"),
-    "duplicate in quotes": ("a: 1\n'a': 2\n", 2, "each key once"),
-    "duplicate of two lines": ('"a\\n\\e": 1\n"a\\n\\e": 2\n', 2, r"each key once, found a\n\x1b again"),
+    "duplicate": ("a: 1\nb: 2\na: 3\n", 3, "YAML, found duplicate key a"),
+    "duplicate inside": ("a:\n  b: {c: 1,\n    c: 2}\n", 3, "YAML, found duplicate key c"),
+    "duplicate in quotes": ("a: 1\n'a': 2\n", 2, "YAML, found duplicate key a"),
+    "duplicate of two lines": ('"a\\n\\e": 1\n"a\\n\\e": 2\n', 2, r"YAML, found duplicate key a \x1b"),
     "tag": ("a: 1\nb: !home x\n", 2, "a plain value, found the tag !home"),
     "python tag": ("a: !!python/object/apply:os.system [ls]\n", 1, "a plain value, found the tag !!python"),
     "binary": ("a: !!binary aGY=\n", 1, "a plain value, found the tag !!binary"),
-    "cycle": ("a: &x\n  b: [1, *x]\n", 2, "a value that ends, found *x inside of &x"),
-    "cycle of a list": ("&x [*x]\n", 1, "a value that ends"),
-    "unknown alias": ("a: *x\n", 1, "&x before *x"),
+    "alias": ("a: &x {b: 1}\nc: *x\n", 2, "a value, found *x, an alias"),
+    "alias inside of its anchor": ("&x [*x]\n", 1, "a value, found *x"),
     "two documents": ("a: 1\n---\nb: 2\n", 2, "the end of the file, found another document"),
     "bytes": (b"a: 1\nb: caf\xe9\n", 2, "text in UTF-8, found byte 0xe9"),
     "utf-16": ("a: 1\n".encode("utf-16"), 1, "text in UTF-8, found byte 0xff"),
@@ -48,13 +41,7 @@ BAD = {
     "deep list": (nested(MAX_DEPTH + 1) + AFTER, 1, f"at most {MAX_DEPTH} levels, found more"),
     "deep section": ("{a: " * 100_000, 1, f"at most {MAX_DEPTH} levels"),
     "deep blocks": ("- " * 100_000, 1, f"at most {MAX_DEPTH} levels"),
-    "deep aliases": (aliases(MAX_DEPTH + 2) + AFTER, MAX_DEPTH, f"at most {MAX_DEPTH} levels"),
     "many values": ("a: [" + "1," * MAX_VALUES + "1]" + AFTER, 1, f"at most {MAX_VALUES} values"),
-    "laughs": (
-        "a0: &a0 x\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30)),
-        6,
-        f"at most {MAX_VALUES} values, aliases expanded, found more",
-    ),
 }
 
 
@@ -69,12 +56,8 @@ def test_what_is_not_read_is_refused_in_one_line_with_file_and_line(tmp_path, te
 
 
 def test_the_bounds_are_where_they_are_said_to_be(tmp_path):
-    assert parse_yaml(nested(MAX_DEPTH), "f") and parse_yaml(aliases(MAX_DEPTH), "f")
+    assert parse_yaml(nested(MAX_DEPTH), "f")
     assert len(parse_yaml("[" + "1," * (MAX_VALUES - 1) + "]", "f")[0]) == MAX_VALUES - 1
-    fitting = CUBE + "c: [" + "*b, " * ((MAX_VALUES - 96) // 91) + "]\n"  # the section, three keys, and their values
-    assert parse_yaml(fitting, "f")
-    with pytest.raises(ConfigError, match=f"f:3: expected at most {MAX_VALUES} values"):
-        parse_yaml(fitting.replace("c: [", "c: [*b, "), "f")
     path = tmp_path / "long.yaml"
     path.write_text("#" * MAX_BYTES)
     assert read_yaml(path) is None
@@ -95,8 +78,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         ("", None),
         ("# nothing\n", None),
         ("\ufeffa: 1", {"a": 1}),
-        ("a: &x {b: 1}\nc: *x\n", {"a": {"b": 1}, "c": {"b": 1}}),
-        ("a: &x {b: 1, c: 2}\nd:\n  <<: *x\n  c: 3\n", {"a": {"b": 1, "c": 2}, "d": {"b": 1, "c": 3}}),
         ("a: !!str 1\nb: ! c\n", {"a": "1", "b": "c"}),
         ("a: 1e3\nb: 2001-01-01\nc: no\nd: ~\n", {"a": 1000.0, "b": "2001-01-01", "c": False, "d": None}),  # Hydra's
         ("a: {x: 1}\nb: {x: 1}\n- ".rstrip("- \n"), {"a": {"x": 1}, "b": {"x": 1}}),
@@ -108,17 +89,15 @@ def test_plain_yaml_is_read_as_hydra_reads_it(text, value):
 
 
 def test_several_documents_are_read_where_they_are_expected():
-    assert parse_yaml("a: 1\n---\nb: &x 2\n", "f", documents=2) == [{"a": 1}, {"b": 2}]
+    assert parse_yaml("a: 1\n---\nb: 2\n", "f", documents=2) == [{"a": 1}, {"b": 2}]
     with pytest.raises(ConfigError, match="f:3: expected the end of the file"):
         parse_yaml("a: 1\n---\n---\n", "f", documents=2)
-    with pytest.raises(ConfigError, match="f:3: expected &x before"):  # anchors are of one document
-        parse_yaml("a: &x 1\n---\nb: *x\n", "f", documents=2)
 
 
 def test_the_pin_file_is_read_by_it(tmp_path):
     path = tmp_path / "upstream.yaml"
     path.write_text(PIN_FILE.read_text() + "\nlines: {}\n")
-    with pytest.raises(ConfigError, match=r"upstream.yaml:\d+.* lines again"):
+    with pytest.raises(ConfigError, match=r"upstream.yaml:\d+.* key lines"):
         load_pins(path)
 
 

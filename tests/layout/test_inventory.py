@@ -93,7 +93,7 @@ def test_a_config_json_that_cannot_be_read_is_refused(tmp_path, content, words):
     ({"num_hidden_layers": -1}, "num_hidden_layers is -1; expected a whole number >= 1"),
     ({"hidden_size": 0}, "hidden_size is 0; expected a whole number >= 1"),
     ({"hidden_size": "7168"}, "hidden_size is '7168'; expected a whole number >= 1"),
-    ({"vocab_size": None}, "vocab_size is missing; expected a whole number >= 1"),
+    ({"vocab_size": None}, "vocab_size is null; expected a whole number >= 1"),
     ({"n_routed_experts": 1.5}, "n_routed_experts is 1.5; expected"),
     ({"kv_lora_rank": True}, "kv_lora_rank is True; expected"),
     ({"topk_method": 3}, "topk_method is 3; expected text"),

@@ -82,9 +82,10 @@ def up_command(
     job, secrets = _load(job_file)
     require_volumes(job)
     if render:
-        print_json({"provider": job.provider, "text": rendered(job)}) if as_json else typer.echo(
-            rendered(job), nl=False
-        )
+        if as_json:
+            print_json({"provider": job.provider, "text": rendered(job)})
+        else:
+            typer.echo(rendered(job), nl=False)
         return
     if run and not job.command:
         raise ConfigError(f"job {job.name} has no command, which --run needs")

@@ -96,15 +96,11 @@ def run_check(upstream: Path | None, line: str | None) -> Report:
     """The report on one line; ConfigError for folders and lines that do not exist."""
     name = line or from_environment().line
     pins = load_pins().line(name)
-    if upstream is None and not any(name in row.lines for row in catalog.all_rows()):
-        return Report("check", name, ())
     here = installed_roots(name) if upstream is None else _roots(upstream, name, part=True)
     absent = frozenset(PACKAGES[name]) - set(here)
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
     report = check(catalog.all_rows(), name, Sources(here, upstream is None, pins.packages, absent, verified))
-    if report.state == "empty":
-        return report
     expected = "a clone of every repository of the line"
     todo = f"{FETCH}; a run needs no clone of what pip has installed (check --installed looks at that)"
     missing = []
@@ -153,12 +149,12 @@ def fingerprints(
             )
     specs = [engine.specs[name] for name in names if not engine.specs[name].is_module_stub]
     roots = {} if upstream is None else _roots(upstream, line)
-    found, files, absent, dropped = {}, {}, [], []
+    bodies, files, absent, dropped = {}, {}, [], []
     for spec in specs:
         root = roots.get(spec.target_module.split(".")[0])
-        found[spec.target] = fp.statements(spec.target, root)
+        bodies[spec.target] = fp.statements(spec.target, root)
         files[spec.target] = fp.files_read(spec.target, root) if write else {}
-        has_text = found[spec.target] or fp.reviewed_hash(line, spec.target) == fp.NO_SOURCE
+        has_text = bodies[spec.target] or fp.reviewed_hash(line, spec.target) == fp.NO_SOURCE
         needs_none = spec.kind == "extend" or no_source
         if not (has_text or needs_none) or fp.source_file(spec.target_module, root) is None:
             absent.append(f"{spec.id}: {spec.target}")
@@ -169,13 +165,13 @@ def fingerprints(
             + "\n`python -m verl_patches check` lists near names; for a compiled or inherited target add --no-source"
         )
     if write:
-        dropped = fp.write_reviewed(line, found, whole=not row_ids, files=files)
+        dropped = fp.write_reviewed(line, bodies, whole=not row_ids, files=files)
     rows = [
         {
             "target": target,
-            "found": fp.whole_hash(seen) if seen else fp.NO_SOURCE,
+            "found": fp.whole_hash(body) if body else fp.NO_SOURCE,
             "reviewed": fp.reviewed_hash(line, target),
         }
-        for target, seen in found.items()
+        for target, body in bodies.items()
     ]
     return {"line": line, "rows": rows, "dropped": dropped}

@@ -45,17 +45,17 @@ def doctor_command(
     has_model = name not in (CONFIG_NAME, LEARN_CONFIG_NAME) or MODEL in keys_of(overrides)  # `smoke` makes its own
     node = Node(config, rows_of(config.recipe.platform), trees, head=head, has_model=has_model)
     if this_node or config.trainer.nnodes == 1 and recipe.ray_address is None:
-        found = doctor.this_node(node)
+        answer = doctor.this_node(node)
     elif recipe.ray_address is None:
         raise ConfigError(
             f"trainer.nnodes is {config.trainer.nnodes}: set recipe.ray_address=auto, or give --this-node"
         )
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
-        found = doctor.all_nodes(doctor.ask(node, [name, *overrides, *options]))
-    report = doctor.report_of(found)
+        answer = doctor.all_nodes(doctor.ask(node, [name, *overrides, *options]))
+    report = doctor.report_of(answer)
     if as_json:
-        print_json(found)
+        print_json(answer)
     else:
         show(report)
     raise typer.Exit(report.exit_code)

@@ -52,23 +52,23 @@ LOST = "no launcher holds its lock: killed, or on a node whose locks this file s
 def show_live(run: Path, watch: bool, as_json: bool) -> NoReturn:
     """Print what a run does now, with `watch` until it ends; exit code 1 where it failed or its launcher is gone."""
     folder = find_run(run, output_root())
-    found = live(folder)
+    facts = live(folder)
     if as_json:
-        print_json(found)
+        print_json(facts)
     elif watch:
         out = console()
         try:
-            with Live(view(found), console=out, auto_refresh=False) as shown:
-                while found["state"] in RUNNING:
+            with Live(view(facts), console=out, auto_refresh=False) as shown:
+                while facts["state"] in RUNNING:
                     time.sleep(REFRESH_S)
-                    found = live(folder)
-                    shown.update(view(found), refresh=True)
+                    facts = live(folder)
+                    shown.update(view(facts), refresh=True)
         finally:
             if not out.is_terminal:
                 out.print()  # there Live ends without a newline
     else:
-        console().print(view(found), soft_wrap=width() is None)
-    raise typer.Exit(0 if found["state"] in (*RUNNING, "ended") else 1)
+        console().print(view(facts), soft_wrap=width() is None)
+    raise typer.Exit(0 if facts["state"] in (*RUNNING, "ended") else 1)
 
 
 def live(folder: Path, now: float | None = None) -> dict[str, Any]:
@@ -84,20 +84,20 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     summary, doing = read_summary(folder), read_doing(folder)
     steps, ended = summary.get("steps", []), summary.get("exit", "running")
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
-    found: dict[str, Any] = {"run": summary.get("run") or folder.name, "folder": str(folder)}
-    found |= {"state": _state(folder, ended, doing), "exit": ended, "off": recorded_off(summary.get("patches", []))}
-    found |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed(steps)}
-    found |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
-    if found["state"] == "running" and doing:
+    facts: dict[str, Any] = {"run": summary.get("run") or folder.name, "folder": str(folder)}
+    facts |= {"state": _state(folder, ended, doing), "exit": ended, "off": recorded_off(summary.get("patches", []))}
+    facts |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed(steps)}
+    facts |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
+    if facts["state"] == "running" and doing:
         before = [last.get("seconds", {}).get(phase) for phase in PHASES_OF.get(doing["call"], ())]
         seconds = sum(filter(None, before)) if any(before) else None
-        found |= {"phase": doing["phase"], "phase_s": now - doing["since"], "phase_last_s": seconds}
+        facts |= {"phase": doing["phase"], "phase_s": now - doing["since"], "phase_last_s": seconds}
         if middle["step s"] is not None:
-            left = found["steps"] - found["step"] + 1
-            found["eta_s"] = max(left * middle["step s"] - (now - doing["step_since"]), 0.0)
-    found["figures"] = {name: {"last step": in_step(last, name), "median": middle.get(name)} for name in FIGURES}
+            left = facts["steps"] - facts["step"] + 1
+            facts["eta_s"] = max(left * middle["step s"] - (now - doing["step_since"]), 0.0)
+    facts["figures"] = {name: {"last step": in_step(last, name), "median": middle.get(name)} for name in FIGURES}
     written = [path.stat().st_mtime for path in map(folder.joinpath, (*PLACES, "driver.log")) if path.exists()]
-    return found | {"quiet_s": now - max(written, default=now), "lines": last_lines(folder, LINES)}
+    return facts | {"quiet_s": now - max(written, default=now), "lines": last_lines(folder, LINES)}
 
 
 def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
@@ -111,18 +111,18 @@ def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
     return "running" if doing else "starting"
 
 
-def view(found: dict[str, Any]) -> Group:
+def view(facts: dict[str, Any]) -> Group:
     """What `live` found, for a terminal. Each text is a Text: a str would be read as Rich's markup."""
-    state, step, steps = found["state"], found["step"], found["steps"]
-    reason = LOST if state == "lost" else state in ("failed", "interrupted") and found["exit"].partition("\n")[0][:500]
-    last = "" if found["phase_last_s"] is None else f", {found['phase_last_s']:.1f} s in the last step"
+    state, step, steps = facts["state"], facts["step"], facts["steps"]
+    reason = LOST if state == "lost" else state in ("failed", "interrupted") and facts["exit"].partition("\n")[0][:500]
+    last = "" if facts["phase_last_s"] is None else f", {facts['phase_last_s']:.1f} s in the last step"
     rows = {
         "reason": reason,
         "step": step and f"{step} of {steps or 'unknown'}",
-        "resumed": found["resumed"],
-        "phase": found["phase"] and f"{found['phase']}: {found['phase_s']:.0f} s{last}",
-        "ends in": None if found["eta_s"] is None else f"{found['eta_s']:.0f} s",
-        "last output": None if state == "ended" else f"{found['quiet_s']:.0f} s ago",
+        "resumed": facts["resumed"],
+        "phase": facts["phase"] and f"{facts['phase']}: {facts['phase_s']:.0f} s{last}",
+        "ends in": None if facts["eta_s"] is None else f"{facts['eta_s']:.0f} s",
+        "last output": None if state == "ended" else f"{facts['quiet_s']:.0f} s ago",
     }
     lines = table_lines(("", ""), [(name, value) for name, value in rows.items() if value])
     bar = []
@@ -130,10 +130,10 @@ def view(found: dict[str, Any]) -> Group:
         done = steps if state == "ended" else step - 1
         bar = [ProgressBar(total=steps, completed=done, width=60), Text()]  # a bar ends no line
     known = [
-        (name, of.values()) for name, of in found["figures"].items() if any(value is not None for value in of.values())
+        (name, of.values()) for name, of in facts["figures"].items() if any(value is not None for value in of.values())
     ]
     texts = [(name, *("" if value is None else f"{value:.4g}" for value in values)) for name, values in known]
     figures = table_lines(("", "last step", "median"), texts) if texts else []
-    head = Text(printable(f"{found['run']}: {state}"), style=STYLES.get(state, "bold"))
-    off = [Text(said_off(found["off"]))] if found["off"] else []
-    return Group(head, *off, *lines, *bar, *figures, *map(Text, found["lines"]))
+    head = Text(printable(f"{facts['run']}: {state}"), style=STYLES.get(state, "bold"))
+    off = [Text(said_off(facts["off"]))] if facts["off"] else []
+    return Group(head, *off, *lines, *bar, *figures, *map(Text, facts["lines"]))

@@ -48,9 +48,6 @@ def leave_with(report: Report, as_json: bool, fine: bool = True) -> NoReturn:
 
 def show(report: Report, fine: bool = True) -> None:
     """Print a table of findings, the details of those that are not fine, and one line of counts."""
-    if report.state == "empty":
-        typer.echo(f"{report.command}: no row for {report.about}: nothing was checked")
-        return
     title = f"{report.command}, {report.about}"
     shown = [finding for finding in report.findings if fine or finding.state != "fine"]
     if shown:
@@ -130,14 +127,12 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]], red: Iter
             blocks = (_block(columns, row, style, whole) for row, style in zip(cells, styles, strict=True))
             return list(itertools.chain(*blocks))
         most = [max(map(_longest, column[len(head) :]), default=0) for column in zip(*cells, strict=True)]
-        sizes, level = least, 0
-        while level < room and sum(found := _at(level, most, least)) <= room:
-            sizes, level = found, level + 1
+        for level in range(room):
+            wider = [max(few, min(many, level)) for many, few in zip(most, least, strict=True)]
+            if sum(wider) > room:
+                break
+            sizes = wider
     return list(itertools.chain(*(_row(row, sizes, style) for row, style in zip(cells, styles, strict=True))))
-
-
-def _at(level: int, most: Sequence[int], least: Sequence[int]) -> list[int]:
-    return [max(few, min(many, level)) for many, few in zip(most, least, strict=True)]
 
 
 def _longest(cell: str) -> int:
@@ -150,13 +145,13 @@ def _longest_word(cell: str) -> int:
 
 def _row(cells: Sequence[str], widths: Sequence[int], style: str) -> list[Text]:
     columns = [_wrapped(Text(cell), size) for cell, size in zip(cells, widths, strict=True)]
-    found = []
+    lines = []
     for parts in itertools.zip_longest(*columns, fillvalue=Text()):
         line = "".join(
             part.plain + " " * (size + _GAP - part.cell_len) for part, size in zip(parts, widths, strict=True)
         )
-        found.append(Text(line.rstrip(), style))
-    return found
+        lines.append(Text(line.rstrip(), style))
+    return lines
 
 
 def _block(columns: Sequence[str], cells: Sequence[str], style: str, size: int) -> list[Text]:

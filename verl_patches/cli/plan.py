@@ -11,8 +11,8 @@ import typer
 from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, print_json, report_plan, say, say_command, table
 from verl_patches.cli.run import Overrides, Upstream, VerlPath, check_switches
-from verl_patches.config.checks import check_files
 from verl_patches.config.compose import compose, keys_of
+from verl_patches.config.files import check_files
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.planning.memory_plan import host_limit
 from verl_patches.planning.plan import patch_table
@@ -62,15 +62,15 @@ def plan_command(
     except NoLayout as error:
         preset = nearest_preset(config_name, dies, host_limit(config), on)
         raise ConfigError(f"{error}{'' if preset is None else f'. Nearest shipped preset: {preset[0]}'}") from None
-    found = {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
+    answer = {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
     if as_json:
-        print_json(found)
+        print_json(answer)
     else:
-        _show(found, [*trees.option, *workload.option], overrides)
+        _show(answer, [*trees.option, *workload.option], overrides)
 
 
-def _show(found: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
-    layouts, rows = found["layouts"], []
+def _show(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
+    layouts, rows = answer["layouts"], []
     for number, row in enumerate(layouts, 1):
         phases = {phase["phase"]: phase["seconds"] for phase in row["phases"]}
         seconds = [f"{phases[name]:.1f}" for name in ("rollout", "update")]
@@ -79,11 +79,11 @@ def _show(found: dict[str, Any], option: Sequence[str], overrides: list[str]) ->
         speed = f"{row['total_s']:.1f}", f"{row['tokens_per_s_per_die']:.1f}"
         rows.append((str(number), *speed, *seconds, train, row["rollout"], *sizes))
     columns = ("", "step s", "tokens / s / die", "rollout", "update", "train", "rollout layout")
-    title = f"fastest layouts of {found['config']} on {found['dies']} dies (modelled)"
+    title = f"fastest layouts of {answer['config']} on {answer['dies']} dies (modelled)"
     table(title, (*columns, "micro batch", "recompute layers", "peak GB"), rows)
     for number, row in enumerate(layouts, 1):
         replaced = set(keys_of(row["overrides"]))
         kept = [each for each, key in zip(overrides, keys_of(overrides), strict=True) if key not in replaced]
-        command = ["python", "-m", "verl_patches", "plan", found["config"], *option, *kept, *row["overrides"]]
+        command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *kept, *row["overrides"]]
         say_command(f"{number}:", shlex.join(command))
-    say(f"fits: {len(layouts)} layouts on {found['dies']} dies; next: one of the commands above", "bold green")
+    say(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")

@@ -18,12 +18,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, report_plan
-from verl_patches.config.checks import Check, check_config, check_disk, check_files, require
+from verl_patches.config.checks import check_config, check_disk
 from verl_patches.config.compose import compose, keys_of, output_root, switched_off
 from verl_patches.config.environment import run_dir, switches_of
-from verl_patches.config.files import PATHS
+from verl_patches.config.files import PATHS, check_files
 from verl_patches.config.run_start import checkpoints_of
-from verl_patches.errors import INTERRUPTED, ConfigError
+from verl_patches.errors import INTERRUPTED, Check, ConfigError, require
 from verl_patches.evaluation.record import SUMMARY, read_object
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.launch.restart import last_step_is_saved
@@ -49,7 +49,6 @@ UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a
 WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
-STAGE_AGAIN_S = 15.0
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
 
 
@@ -176,21 +175,17 @@ def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Cal
     with Progress(*columns, console=console, transient=True, disable=silent or piped) as stage:
         now = stage.add_task("starting")
 
-        last, again_at = "", 0.0  # the stage of the start, and when it is shown again in a pipe
-
         def show(line: str) -> None:
-            nonlocal last, again_at
-            text, seconds = printable(line[2:]), time.monotonic() - began
-            if line.startswith("~ "):
-                stage.update(now, description=text)
-                last, again_at = "" if line.startswith(STEP) else text, 0.0
+            text = printable(line[2:])
             if line.startswith(stay):
                 console.print(text)
-            elif piped and last and seconds >= again_at:
-                again_at = seconds + STAGE_AGAIN_S
-                console.print(f"[{seconds:4.0f} s] {last}")
+            elif line.startswith("~ "):
+                stage.update(now, description=text)
+                if piped and not line.startswith(STEP):
+                    console.print(f"[{time.monotonic() - began:4.0f} s] {text}")
 
-        show(f"| {first}" if first else "")
+        if first:
+            show(f"| {first}")
         yield show
 
 
@@ -229,14 +224,14 @@ def _resume_advice(config: DictConfig, record: Path) -> list[str]:
     try:
         if config.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY).get("checkpoints"):
             return [f"nothing was saved: the same command goes on from {config.trainer.resume_from_path} again"]
-        found = newest(folder, run_id(run_dir(config)))
+        checkpoint = newest(folder, run_id(run_dir(config)))
         if last_step_is_saved(config, run_dir(config)):
-            return [f"newest whole checkpoint: {found}, of the last step: all steps are made and saved"]
+            return [f"newest whole checkpoint: {checkpoint}, of the last step: all steps are made and saved"]
     except (ConfigError, OSError) as error:  # the first says what to go on from instead
         return [str(error)]
-    if found is None:
+    if checkpoint is None:
         return [f"no whole checkpoint of this run in {folder}: the same command starts again from step 1"]
     keys = (resume, "trainer.resume_from_path")
     others = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
     command = shlex.join([sys.executable, "-m", "verl_patches", *others, f"{resume}=auto"])
-    return [f"newest whole checkpoint: {found}", f"to go on from it: {command}"]
+    return [f"newest whole checkpoint: {checkpoint}", f"to go on from it: {command}"]

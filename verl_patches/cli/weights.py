@@ -47,11 +47,14 @@ def convert_command(
     if not file_gb > 0:
         raise ConfigError(f"weights convert: --file-gb {file_gb}: expected more than 0")
     number, parts = parse_part(part)
-    found = open_source(source, only_plan=dry_run)
-    plan = plan_conversion(found, None if layout is None else parse_layout(layout), dtype, int(file_gb * GB))
+    opened = open_source(source, only_plan=dry_run)
+    plan = plan_conversion(opened, None if layout is None else parse_layout(layout), dtype, int(file_gb * GB))
     if dry_run:
         result = {**_summary(plan), "parts": costs(plan, parts), "planning_s": round(time.perf_counter() - start, 2)}
-        print_json(result) if as_json else _show_plan(result, destination)
+        if as_json:
+            print_json(result)
+        else:
+            _show_plan(result, destination)
         return
     from verl_patches.weights.convert import convert  # imports torch
 
@@ -63,7 +66,7 @@ def convert_command(
     if as_json:
         print_json(result)
         return
-    left_out = f", {len(found.left_out)} tensors of uncounted layers left out" if found.left_out else ""
+    left_out = f", {len(opened.left_out)} tensors of uncounted layers left out" if opened.left_out else ""
     typer.echo(
         f"{destination}: {done.written} files written, {done.kept} kept; {done.read_bytes / GB:.3f} GB read, "
         f"{done.write_bytes / GB:.3f} GB written in {result['seconds']} s{left_out}"

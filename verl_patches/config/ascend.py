@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from verl_patches.config.compose import ascend_arguments, graph_arguments, hf_config_of, switched_off, vllm_arguments
+from verl_patches.errors import Check, either
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import world_size
 from verl_patches.platform import as_npu
@@ -14,18 +15,17 @@ from verl_patches.platform.npu import MC2_FROM_RANKS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _KEYS = "recipe.rollout.ascend"
-_Found = Iterator[tuple[str, bool, str]]
 
 
-def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]:
-    """(name, whether it holds, one sentence) of each rule of this file; nothing where there is no NPU."""
+def checks(config: DictConfig, model: ModelShape) -> list[Check]:
+    """The rules of this file; nothing where there is no NPU."""
     if not as_npu(config.recipe.platform):
         return []
     rules = _scheduler, _prefix_cache, _mixed_batches, _graphs, _graph_sizes, _groups
-    return [found for rule in rules for found in rule(config, model)]
+    return [check for rule in rules for check in rule(config, model)]
 
 
-def _scheduler(config: DictConfig, model: ModelShape) -> _Found:
+def _scheduler(config: DictConfig, model: ModelShape) -> Iterator[Check]:
     options, rollout = ascend_arguments(config), config.actor_rollout_ref.rollout
     scheduler = options.get("ascend_scheduler_config") or {}
     if not scheduler.get("enabled") or scheduler.get("enable_chunked_prefill"):
@@ -38,27 +38,27 @@ def _scheduler(config: DictConfig, model: ModelShape) -> _Found:
         ": it takes a prompt whole, or a preempted response with its prompt, and drops what is longer without an "
         "answer, for which generate() waits without end (vllm_ascend/core/scheduler.py:156)"
     )
-    yield "Ascend scheduler", budget >= longest, held if budget >= longest else fault
+    yield either("Ascend scheduler", budget >= longest, held, fault)
     if options.get("chunked_prefill_for_mla") and config.recipe.rollout.ascend.prefix_caching:
         text = (
             f"{_KEYS}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching, expected one of the three to be "
             "off: without chunked prefill a prompt's cached prefix is left out of its attention (mla_v1.py:428, "
             "vllm-ascend issue 1553)"
         )
-        yield "Ascend scheduler", False, text
+        yield Check("Ascend scheduler", False, text)
 
 
-def _prefix_cache(config: DictConfig, model: ModelShape) -> _Found:
+def _prefix_cache(config: DictConfig, model: ModelShape) -> Iterator[Check]:
     row = "rollout.llm_arguments"
     if not config.recipe.rollout.ascend.prefix_caching and switched_off(config, row):
         text = (
             f"{_KEYS}.prefix_caching is false and row {row}, which takes it past verl's own keyword "
             "(vllm_rollout_spmd.py:162), is off; expected the row, or prefix_caching=true"
         )
-        yield "prefix cache", False, text
+        yield Check("prefix cache", False, text)
 
 
-def _mixed_batches(config: DictConfig, model: ModelShape) -> _Found:
+def _mixed_batches(config: DictConfig, model: ModelShape) -> Iterator[Check]:
     """With any scheduler: a prompt of which all but one token are in the prefix cache counts as a decode."""
     row = "rollout.ascend_decode_kv"
     if not graph_arguments(config):
@@ -69,10 +69,10 @@ def _mixed_batches(config: DictConfig, model: ModelShape) -> _Found:
         f"-{row}, or no graphs"
     )
     off, held = switched_off(config, row), f"KV of all tokens in batches of decodes and prefills: row {row}"
-    yield "mixed batches", not off, fault if off else held
+    yield either("mixed batches", not off, held, fault)
 
 
-def _graphs(config: DictConfig, model: ModelShape) -> _Found:
+def _graphs(config: DictConfig, model: ModelShape) -> Iterator[Check]:
     """Experts over 2 to 15 ranks are exchanged by all-to-all, whose lengths are values: no graph can hold it."""
     recipe, ranks = config.recipe, world_size(config)
     few = recipe.rollout.expert_parallel and 1 < ranks < MC2_FROM_RANKS
@@ -82,10 +82,10 @@ def _graphs(config: DictConfig, model: ModelShape) -> _Found:
             f"{MC2_FROM_RANKS}, recipe.rollout.expert_parallel=false, or no graphs: vllm-ascend exchanges tokens by "
             "all-to-all below (vllm_ascend/ascend_forward_context.py:22), which torchair cannot trace"
         )
-        yield "graphs", False, text
+        yield Check("graphs", False, text)
 
 
-def _graph_sizes(config: DictConfig, model: ModelShape) -> _Found:
+def _graph_sizes(config: DictConfig, model: ModelShape) -> Iterator[Check]:
     """The pin drops sizes above max_num_seqs without an error (model_runner_v1.py:2143)."""
     seats, sizes = vllm_arguments(config).get("max_num_seqs"), graph_arguments(config).get("graph_batch_sizes") or ()
     if seats and (above := [size for size in sizes if size > seats]):
@@ -93,14 +93,14 @@ def _graph_sizes(config: DictConfig, model: ModelShape) -> _Found:
             f"{_KEYS}.graph_batch_sizes holds {', '.join(map(str, above))}, expected at most max_num_seqs {seats}: "
             "vllm-ascend drops larger ones (model_runner_v1.py:2143)"
         )
-        yield "graph sizes", False, text
+        yield Check("graph sizes", False, text)
 
 
-def _groups(config: DictConfig, model: ModelShape) -> _Found:
+def _groups(config: DictConfig, model: ModelShape) -> Iterator[Check]:
     row, groups = "rollout.ascend_expert_groups", hf_config_of(config).get("n_group")
     if model.n_routed_experts != 256 and groups not in (None, 1) and switched_off(config, row):
         text = (
             f"row {row} is off with {model.n_routed_experts} routed experts in {groups} groups; expected the row, 256 "
             "experts or 1 group: vllm-ascend ranks groups by their best expert, not by two (fused_moe.py:738)"
         )
-        yield "expert groups", False, text
+        yield Check("expert groups", False, text)

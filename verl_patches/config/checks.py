@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from types import ModuleType
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_patches.batches import limits
-from verl_patches.config import ascend, files, hccl
+from verl_patches.config import ascend, hccl
 from verl_patches.config.compose import (
     graph_arguments,
     hf_config_of,
@@ -27,9 +26,10 @@ from verl_patches.config.compose import (
     vllm_arguments,
 )
 from verl_patches.config.environment import DROPPED, derive
+from verl_patches.config.files import check_files, disk_detail, disk_fault, disk_needs
 from verl_patches.config.recipe import PROFILED, VLLM_DTYPES
 from verl_patches.config.run_start import Start, planned_start
-from verl_patches.errors import ConfigError, fault_of
+from verl_patches.errors import Check, ConfigError, either, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of, world_size
@@ -45,19 +45,6 @@ from verl_patches.values import Count, Positive, value_faults
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
 _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
-
-
-@dataclass(frozen=True)
-class Check:
-    """One rule: `detail` says what holds, or what was expected, what was found and what to change.
-
-    `note`: the rule passes with a warning, which `detail` has.
-    """
-
-    name: str
-    ok: bool
-    detail: str
-    note: bool = False
 
 
 def check_config(
@@ -81,66 +68,41 @@ def check_config(
     if train:
         checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train, start, no_start)]
     if rollout:
-        checks += [*_rollout_checks(config, rollout, model), *_checks_of(ascend, config, model)]
+        checks += [*_rollout_checks(config, rollout, model), *ascend.checks(config, model)]
     if train and rollout:
         checks += [*_batch_checks(config, train, rollout), *_sync_checks(config, train, rollout, model)]
     checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config), check_disk(config, start), *_replay_checks(config)]
-    return [*checks, *_checks_of(hccl, config, model), *_profile_checks(config), *_restart_checks(config)]
-
-
-def require(checks: Iterable[Check]) -> None:
-    """ConfigError that lists every failed check; nothing if all hold."""
-    failed = [f"{check.name}: {check.detail}" for check in checks if not check.ok]
-    if failed:
-        raise ConfigError("Invalid configuration:\n  " + "\n  ".join(failed))
-
-
-def _checks_of(rules: ModuleType, config: DictConfig, model: ModelShape) -> Iterator[Check]:
-    """The rules of a file of its own: hccl.py, ascend.py."""
-    return (Check(*result) for result in rules.checks(config, model))
-
-
-def _either(name: str, ok: bool, held: str, fault: str) -> Check:
-    return Check(name, ok, held if ok else fault)
+    return [*checks, *hccl.checks(config, model), *_profile_checks(config), *_restart_checks(config)]
 
 
 def _divides(name: str, total: int, part: int, key: str, quotient: str) -> Check:
     held = f"{total} / {part} = {total // part} {quotient}"
-    return _either(name, total % part == 0, held, f"{total} is not a multiple of {part}; change {key}")
-
-
-def check_files(config: DictConfig, must_exist: Collection[str], trees: Trees | None = None) -> list[Check]:
-    """The rules of files.py; arguments as in `check_config`."""
-    return [Check(*result) for result in files.checks(config, must_exist, trees)]
+    return either(name, total % part == 0, held, f"{total} is not a multiple of {part}; change {key}")
 
 
 def check_disk(config: DictConfig, start: Start, starts: bool = False) -> Check:
     """Whether what the run writes from `start` on fits on this machine's disks; a note but where it `starts` here."""
-    needs = files.disk_needs(config, start)
-    fault = files.disk_fault(needs)
-    return Check(
-        "disk", not (fault and starts), fault or files.disk_detail(needs), note=fault is not None and not starts
-    )
+    needs = disk_needs(config, start)
+    fault = disk_fault(needs)
+    return Check("disk", not (fault and starts), fault or disk_detail(needs), note=fault is not None and not starts)
 
 
 # the model
 
 
-@dataclass(frozen=True)
-class _HfNumbers:
-    """Keys of config.json that training reads beside the sizes of layout/inventory.py."""
-
-    rope_theta: Positive
-    rms_norm_eps: Positive
-    max_position_embeddings: Count
-    routed_scaling_factor: Positive | None = None
-    initializer_range: Positive | None = None
-    n_group: Count | None = None
-    topk_group: Count | None = None
-    rope_scaling: dict[str, Any] | None = None
+_HF_NUMBERS = {  # keys of config.json that training reads beside the sizes of layout/inventory.py
+    "rope_theta": Positive,
+    "rms_norm_eps": Positive,
+    "max_position_embeddings": Count,
+    "routed_scaling_factor": Positive | None,
+    "initializer_range": Positive | None,
+    "n_group": Count | None,
+    "topk_group": Count | None,
+    "rope_scaling": dict[str, Any] | None,
+}
 
 
 def _model_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
@@ -149,7 +111,7 @@ def _model_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
     Its sizes are those of `model`, which all else is planned with.
     """
     hf = hf_config_of(config)
-    faults = value_faults(_HfNumbers, {field.name: hf.get(field.name) for field in fields(_HfNumbers)})
+    faults = value_faults(_HF_NUMBERS, {key: hf.get(key) for key in _HF_NUMBERS})
     for key, expected, _ in ONLY:
         if hf.get(key) is not None and hf[key] != expected:
             faults.append(f"{key} is {hf[key]!r}; expected {expected!r}")
@@ -188,7 +150,7 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
         "expected actor and ref to share one layout, as verl initializes Megatron once per process "
         f"(megatron_workers.py:88); found {', '.join(unequal)}"
     )
-    yield _either("actor = ref", not unequal, "one layout", fault)
+    yield either("actor = ref", not unequal, "one layout", fault)
     whole = f"experts are whole, {train.ep} ranks share them"
     split = f"each expert is split over {train.etp} ranks, as tp"
     fault = fault_of_experts(train)
@@ -199,7 +161,7 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
             "expected expert_tensor_parallel_size 1 and expert_model_parallel_size a multiple of tp "
             f"{train.tp}; found {train.etp} and {train.ep}"
         )
-        yield _either("recipe.train.expert_split", train.etp == 1 and train.ep % train.tp == 0, held, fault)
+        yield either("recipe.train.expert_split", train.etp == 1 and train.ep % train.tp == 0, held, fault)
 
 
 def _fault_of_stages(train: ParallelLayout, model: ModelShape) -> str | None:
@@ -259,7 +221,7 @@ def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelSha
     found = {key: engine.get(key) for key in wanted}
     unequal = [f"{key} is {found[key]}, expected {wanted[key]}" for key in wanted if found[key] != wanted[key]]
     fault = f"{'; '.join(unequal)}: set recipe.rollout, the engine's arguments follow it"
-    yield _either("engine_kwargs.vllm", not unequal, "agrees with recipe.rollout", fault)
+    yield either("engine_kwargs.vllm", not unequal, "agrees with recipe.rollout", fault)
     if recipe.expert_parallel and rollout.ep == 1:
         text = (
             "recipe.rollout.expert_parallel needs rollout.tensor_model_parallel_size x recipe.rollout.dp > 1; "
@@ -273,7 +235,7 @@ def _experts(name: str, ep: int, experts: int, key: str) -> Check:
         f"{experts} routed experts over {ep} ranks: expected a divisor of {experts}, at most {experts}; change {key}"
     )
     fits = ep <= experts and experts % ep == 0
-    return _either(name, fits, f"{experts // ep} of {experts} experts a rank", fault)
+    return either(name, fits, f"{experts // ep} of {experts} experts a rank", fault)
 
 
 # batches and lengths
@@ -310,7 +272,7 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     responses = math.ceil(prompts * n / (rollout.world_size // rollout.tp))
     held = f"{responses} responses a replica, {seats} at once, within max_num_batched_tokens {budget}"
     fault = held.replace("within", "expected <=") + " (vLLM's SchedulerConfig refuses more)"
-    yield _either("max_num_seqs", seats <= budget, held, fault)
+    yield either("max_num_seqs", seats <= budget, held, fault)
     sizes, running = graph_arguments(config).get("graph_batch_sizes") or (), min(responses, seats)
     if sizes:
         decoded = f"the {running} responses that a replica decodes at once"
@@ -319,7 +281,7 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
         held = f"graphs of {', '.join(map(str, sizes))}: the largest holds {decoded}; "
         least, most = (minutes * len(sizes) for minutes in _GRAPH_MINUTES)
         held += f"{least:g} to {most:g} minutes to compile at the start"
-        yield _either("graph batch sizes", max(sizes) >= running, held, fault)
+        yield either("graph batch sizes", max(sizes) >= running, held, fault)
 
 
 def _length_checks(config: DictConfig) -> Iterator[Check]:
@@ -333,7 +295,7 @@ def _length_checks(config: DictConfig) -> Iterator[Check]:
         text = f"{_ROLLOUT}.max_model_len is {longest}; expected at least prompt + response, {asked}"
         yield Check("lengths", False, text)
     held = f"prompt + response {longest} tokens, model reaches {reach}"
-    yield _either("lengths", longest <= reach, held, f"{held}; expected no more")
+    yield either("lengths", longest <= reach, held, f"{held}; expected no more")
     held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
     fault = f"max_num_batched_tokens {budget}, expected >= {longest}: "
     if rollout.enable_chunked_prefill:
@@ -341,9 +303,9 @@ def _length_checks(config: DictConfig) -> Iterator[Check]:
             "verl refuses chunked prefill below it (vllm_rollout_spmd.py); "
             "vLLM V1 prefills in chunks anyway, so leave enable_chunked_prefill false"
         )
-        yield _either("chunked prefill", budget >= longest, held, fault)
+        yield either("chunked prefill", budget >= longest, held, fault)
     elif config.recipe.platform == "cpu":
-        yield _either("prefill", budget >= longest, held, fault + "engine V0 prefills whole prompts")
+        yield either("prefill", budget >= longest, held, fault + "engine V0 prefills whole prompts")
     mode = "graph"
     fault = "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)"
     if rollout.enforce_eager:
@@ -352,7 +314,7 @@ def _length_checks(config: DictConfig) -> Iterator[Check]:
             "expected free_cache_engine=true with enforce_eager=true: the engine sleeps after each rollout, "
             "with both values of the key"
         )
-    yield _either("graph mode", bool(rollout.enforce_eager) == bool(rollout.free_cache_engine), mode, fault)
+    yield either("graph mode", bool(rollout.enforce_eager) == bool(rollout.free_cache_engine), mode, fault)
 
 
 # what the line, the recipe and the switches allow
@@ -399,7 +361,7 @@ def _swap_checks(config: DictConfig) -> Iterator[Check]:
         return
     held = f"states come in {train.swap_optimizer_times} pieces, or one tensor at a time"
     fault = "the states are on the host already: set actor.megatron.optimizer_offload=false"
-    yield _either("swap optimizer", not actor.optimizer_offload, held, fault)
+    yield either("swap optimizer", not actor.optimizer_offload, held, fault)
 
 
 def _replay_checks(config: DictConfig) -> Iterator[Check]:
@@ -419,7 +381,7 @@ def _replay_checks(config: DictConfig) -> Iterator[Check]:
         if switched_off(config, row):
             faults.append(f"row {row} is off; remove -{row} from recipe.patches")
     held = "the update selects the experts of the pass for old log-probs"
-    yield _either("routing replay", not faults, held, f"{key} is R2, but {'; '.join(faults)}")
+    yield either("routing replay", not faults, held, f"{key} is R2, but {'; '.join(faults)}")
 
 
 def _sync_checks(
@@ -470,35 +432,14 @@ def _sleep_check(config: DictConfig) -> Check:
             found = f"row {', '.join(rows)} is off" if rows else "use_cached_graph is set, whose graphs no row changes"
             text = "expected true: graphs would read weights where they were before sleep"
             return Check(name, False, f"recipe.rollout.ascend.vllm_sleep_mode is false and {found}; {text}")
-    checked = _check_of_sleep(config)
     no_pages = "no expandable segments, and on several nodes it may free nothing (docs/memory.md)"
     if own_sleep_off:
-        detail = "row memory.sleep_mode is off: vLLM copies all weights to the host"
-        return Check(name, True, f"{detail}; {no_pages}; {checked}", note=True)
-    copied = None
-    if switched_off(config, "reshard.direct"):
-        copied = "row reshard.direct is off and verl's own sync is not known to write all of them"
-    elif not recipe.weight_sync.enabled:
-        copied = "recipe.weight_sync.enabled is false"
-    how, weights = "to torch's pool", "weights that the sync writes are not copied"
-    by_vllm = sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe)
-    if by_vllm:
-        how = "by vLLM's sleep mode, which keeps the addresses that graphs captured"
-        weights += ", unless other memory shares their segment"
-    if copied:
-        weights = f"weights {'are copied to the host' if by_vllm else 'stay'}, as {copied}"
-    if by_vllm:
-        weights += f"; {no_pages}"
-    return Check(name, True, f"freed between rollouts, {how}; {weights}; {checked}", note=by_vllm)
-
-
-def _check_of_sleep(config: DictConfig) -> str:
-    """Whether the device's free memory is compared after each sleep (memory/sleep_mode.py)."""
-    if config.recipe.platform == "cpu":
-        return "what the device has free after sleep is not measured: a CPU has no memory of its own"
-    if config.recipe.memory.ledger == "off" or switched_off(config, "memory.ledger"):
-        return "what the device has free after sleep is not compared, as the memory ledger is off"
-    return "the run ends where the device has not as much more free memory after sleep"
+        text = f"row memory.sleep_mode is off: vLLM copies all weights to the host; {no_pages}"
+        return Check(name, True, text, note=True)
+    if sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe):
+        text = f"freed by vLLM's sleep mode, which keeps the addresses that graphs captured; {no_pages}"
+        return Check(name, True, text, note=True)
+    return Check(name, True, "freed between rollouts, to torch's pool")
 
 
 # sections of the recipe
@@ -545,4 +486,4 @@ def _restart_checks(config: DictConfig) -> Iterator[Check]:
     if trainer.resume_mode != "auto":
         faults.append(f"trainer.resume_mode is {trainer.resume_mode}; expected auto, which takes the newest checkpoint")
     held = f"at most {restart.times} times, from the newest checkpoint"
-    yield _either("restart", not faults, held, f"recipe.restart.times is {restart.times}, but {'; '.join(faults)}")
+    yield either("restart", not faults, held, f"recipe.restart.times is {restart.times}, but {'; '.join(faults)}")

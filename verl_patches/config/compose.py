@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.engine_options import write_engine_options
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe_keys, unknown_key
-from verl_patches.config.verl_values import check_needs, check_verl_values
+from verl_patches.config.verl_values import check_verl_values
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import ModelShape, read_model_shape
@@ -30,17 +29,15 @@ from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, verl_config_dir
 from verl_patches.upstream.pins import load_pins, read_by_verl
 from verl_patches.upstream.support import refusal_of
 from verl_patches.values import is_secret, leaves
-from verl_patches.yaml_files import MAX_DEPTH, head_of, read_yaml
+from verl_patches.yaml_files import head_of, read_yaml
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 SCHEMA = "recipe_schema"
-MAX_OVERRIDE = 2**14  # characters
 LAYERS = "recipe.num_hidden_layers"
 _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.num_hidden_layers",
 )
-_OURS = ("recipe.", "actor_rollout_ref.recipe.")
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:
@@ -65,28 +62,26 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     _check_files(name)
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
-    OmegaConf.register_new_resolver("vllm_dtype", _vllm_dtype, replace=True)
+    OmegaConf.register_new_resolver("vllm_dtype", lambda dtype: VLLM_DTYPES.get(dtype, dtype), replace=True)
     OmegaConf.register_new_resolver("repo_path", lambda path: str(CONFIGS_DIR.parent / path), replace=True)
     base = _load(upstream / f"{VERL_CONFIG}.yaml")
     try:
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # a number of 5,000 digits
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # 5,000 digits, brackets
         raise ConfigError(_explain(error, name, base)) from error
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
-    check_verl_values(OmegaConf.to_container(config))
-    _refuse_deleted(config, base)
-    check_needs(OmegaConf.to_container(config))
+    check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
     write_engine_options(config, keys_of(overrides))
     _write_layers(config)
-    for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
-        section.output_root = str(output_root(section.output_root))  # workers have other current folders
+    config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders
     folder = Path(config.recipe.output_root, config.recipe.run)
     config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
     _check_verl_keys(config, base, name)
     _check_dtype(config)
+    config.actor_rollout_ref.recipe = config.recipe  # where verl's workers see it
     return config
 
 
@@ -113,24 +108,14 @@ def _check_files(name: str, above: tuple[str, ...] = ()) -> None:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """ConfigError for words that are not key=value, that Hydra's parser would not end with, or that hold a secret."""
+    """ConfigError for words that are not key=value, that no file can hold, or that hold a secret."""
     for override in overrides:
         if not re.match(r"[~+]*[^=~+@\s]", override):
             raise ConfigError(f"override {override!r}: expected key=value, such as trainer.total_training_steps=3")
         key, _, value = override.partition("=")
         if not override.isprintable():
             raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
-        if len(override) > MAX_OVERRIDE or _deepest(value) > MAX_DEPTH:
-            raise ConfigError(
-                f"override of {key[:80]}: expected at most {MAX_OVERRIDE} characters and {MAX_DEPTH} levels of "
-                "brackets, found more; put the value into a config file"
-            )
         _refuse_secrets([(key.lstrip("+~"), value.strip("'\""))])
-
-
-def _deepest(text: str) -> int:
-    """Largest number of brackets inside each other."""
-    return max(itertools.accumulate(((char in "[{(") - (char in "]})") for char in text), initial=0))
 
 
 def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
@@ -157,18 +142,10 @@ def _load(path: Path) -> DictConfig:
     return OmegaConf.create(read_yaml(path))
 
 
-def _vllm_dtype(dtype: str) -> str:
-    if dtype not in VLLM_DTYPES:
-        raise ConfigError(f"recipe.dtype is {dtype!r}; expected one of {', '.join(VLLM_DTYPES)}")
-    return VLLM_DTYPES[dtype]
-
-
 def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     """Hydra's error as one sentence that says what to change."""
     texts, cause = [], error
     while cause is not None:
-        if isinstance(cause, ConfigError):
-            return str(cause)
         texts += [str(cause).strip()] if str(cause).strip() else []
         cause = cause.__cause__ or cause.__context__
     override = re.search(r"Could not override '([^']+)'", texts[0])
@@ -189,20 +166,12 @@ def keys_of(overrides: Sequence[str]) -> list[str]:
     return [override.lstrip("+").partition("=")[0] for override in overrides]
 
 
-def _refuse_deleted(config: DictConfig, base: DictConfig) -> None:
-    """ConfigError where an override (~key) has removed a key of verl's configuration."""
-    left = set(_keys(config))
-    sections = {key[:end] for key in left for end in range(len(key)) if key[end] == "."}
-    if gone := [key for key in _keys(base) if key not in left | sections]:
-        raise ConfigError(f"{', '.join(gone[:3])} is missing; expected verl's own key (an override ~key removes it)")
-
-
 def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
     """ConfigError for a key, in a file of ours or given as +key=value, that verl's config lacks and nothing reads.
 
     A dataset class of the user gets all of `data`, with keys of its own.
     """
-    free = (*_OURS, "data.") if config.data.custom_cls.path else _OURS
+    free = ("recipe.", "data.") if config.data.custom_cls.path else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
     hint = f"verl of line {line} reads no such key here (verl_patches/verl_keys.json): remove it"
     for key in _keys(config):
@@ -246,8 +215,7 @@ def _write_layers(config: DictConfig) -> None:
     stages = config.recipe.train.layers_per_stage
     balance = sum(stages) == most if stages else config.recipe.line == LINE and chunks > 1
     if balance and layers < most:
-        for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
-            section.train.layers_per_stage = balanced_layers(with_layers(config, whole), chunks)
+        config.recipe.train.layers_per_stage = balanced_layers(with_layers(config, whole), chunks)
 
 
 def _keys(section: DictConfig) -> list[str]:

@@ -5,8 +5,7 @@ This is the only place that writes them. The same option in engine_kwargs is ref
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -47,41 +46,23 @@ def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None
                 f"{ROLLOUT}.{name} is given on platform {config.recipe.platform}, expected only {ASCEND}.graphs, "
                 "which decides it: remove the override"
             )
-    rollout = config.actor_rollout_ref.rollout
-    engine = OmegaConf.to_container(rollout.engine_kwargs).get("vllm") or {}
-    given = engine.get("additional_config") or {}
-    values = _values(config, engine.get("max_num_seqs"))
-    twice = [f"{place} (set {ASCEND}.{key})" for key, place in PLACES.items() if _holds(given, place)]
-    if twice:
+    given = OmegaConf.select(config, OPTIONS) or OmegaConf.create()
+    places = {key: place for key, place in PLACES.items() if OmegaConf.select(given, place) is not None}
+    if twice := [f"{place} (set {ASCEND}.{key})" for key, place in places.items()]:
         raise ConfigError(f"{OPTIONS} holds {', '.join(twice)}; expected these keys of {ASCEND} only")
-    written = OmegaConf.create(given)
-    for key, value in values.items():
-        OmegaConf.update(written, PLACES[key], value)
-    OmegaConf.update(config, OPTIONS, written, force_add=True)
-    for name in _BY_GRAPHS:  # verl refuses to free the cache engine in graph mode (vllm_rollout_spmd.py:89)
-        rollout[name] = not config.recipe.rollout.ascend.graphs
+    rewrite_engine_options(config)
 
 
 def rewrite_engine_options(config: DictConfig) -> None:
-    """Write recipe.rollout.ascend into a composed `config` again, after one of its values has changed."""
-    written = OmegaConf.select(config, OPTIONS)
-    if written is None:
+    """Write recipe.rollout.ascend into a `config` that was composed, also again after one of its values has changed."""
+    if not as_npu(config.recipe.platform):
         return
-    for place in PLACES.values():
-        section, _, name = place.rpartition(".")
-        (written[section] if section else written).pop(name, None)
-    write_engine_options(config, ())
-
-
-def _values(config: DictConfig, seats: int | None) -> dict[str, Any]:
-    """{key: value}, in the words of vllm-ascend; without graph sizes where nothing gives them."""
-    values = dict(OmegaConf.to_container(config.recipe.rollout.ascend))
+    values, rollout = OmegaConf.to_container(config.recipe.rollout.ascend), config.actor_rollout_ref.rollout
+    seats = OmegaConf.select(rollout, "engine_kwargs.vllm.max_num_seqs")
     values["scheduler"] = values["scheduler"] == "ascend"
     if values["graph_batch_sizes"] is None:
         values["graph_batch_sizes"] = [seats] if seats and values["graphs"] else []
-    return {key: values[key] for key in PLACES}
-
-
-def _holds(options: Mapping[str, Any], place: str) -> bool:
-    section, _, name = place.rpartition(".")
-    return name in ((options.get(section) or {}) if section else options)
+    for key, place in PLACES.items():
+        OmegaConf.update(config, f"{OPTIONS}.{place}", values[key], merge=False, force_add=True)
+    for name in _BY_GRAPHS:  # verl refuses to free the cache engine in graph mode (vllm_rollout_spmd.py:89)
+        rollout[name] = not values["graphs"]

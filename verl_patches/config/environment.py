@@ -57,7 +57,7 @@ def derive(config: DictConfig, temp_dir: str | None = None, trees: Trees | None 
     temp_dir: the run's folder for sockets and scratch files; None if it does not exist yet.
     trees: upstream trees that are imported before installed packages.
     """
-    found = {
+    variables = {
         VARIABLE: (switches_of(config).text(), "line, platform and rows of the patch catalogue"),
         "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "sequence parallel needs kernels launched in order"),
         "TOKENIZERS_PARALLELISM": ("false", "no thread pools in processes that fork"),
@@ -68,16 +68,16 @@ def derive(config: DictConfig, temp_dir: str | None = None, trees: Trees | None 
         "VLLM_NO_USAGE_STATS": ("1", "nothing leaves the machine; no reporting process"),
     }
     if config.recipe.platform == "cpu":
-        found |= _cpu() | _ON_CPU
+        variables |= _CPU
         if config.trainer.nnodes > 1:
-            found["GLOO_SOCKET_IFNAME"] = _sockets(config)["GLOO_SOCKET_IFNAME"]
+            variables["GLOO_SOCKET_IFNAME"] = _sockets(config)["GLOO_SOCKET_IFNAME"]
     elif as_npu(config.recipe.platform):
-        found |= _npu(config)
+        variables |= _npu(config)
     if config.recipe.platform == "npu_emulated":
-        found |= _emulated(config)
-    found |= _driver(config, temp_dir, trees or Trees())
+        variables |= _emulated(config)
+    variables |= _driver(config, temp_dir, trees or Trees())
     pins, line = load_pins(), config.recipe.line
-    return [Variable(name, *entry, read_by=pins.read_by(name, line)) for name, entry in found.items()]
+    return [Variable(name, *entry, read_by=pins.read_by(name, line)) for name, entry in variables.items()]
 
 
 _ON_CPU = {
@@ -89,12 +89,12 @@ _ON_CPU = {
 }
 
 
-def _cpu() -> dict[str, tuple[str, ...]]:
-    return {
-        "VLLM_USE_V1": ("0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
-        "VLLM_CPU_KVCACHE_SPACE": ("1", "GiB of KV cache for each rank; unset means 4"),
-        "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than a tiny model's step"),
-    }
+_CPU = {
+    **_ON_CPU,
+    "VLLM_USE_V1": ("0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
+    "VLLM_CPU_KVCACHE_SPACE": ("1", "GiB of KV cache for each rank; unset means 4"),
+    "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than a tiny model's step"),
+}
 
 
 def _emulated(config: DictConfig) -> dict[str, tuple[str, ...]]:
@@ -157,18 +157,18 @@ def _driver(config: DictConfig, temp_dir: str | None, trees: Trees) -> dict[str,
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, trees.folders), *filter(None, given)]))
     temp, recipe = temp_dir or "(made at start)", config.recipe
-    found = {
+    variables = {
         "PYTHONPATH": (path, "this checkout, then the upstream trees of --upstream or --verl-path"),
         "PYTHONUNBUFFERED": ("1", "log lines are written at once"),
         "TMPDIR": (temp, "scratch files in one folder that is removed after the run"),
     }
     if recipe.ray_address is not None:
-        found["RAY_ADDRESS"] = (recipe.ray_address, "recipe.ray_address")
+        variables["RAY_ADDRESS"] = (recipe.ray_address, "recipe.ray_address")
     else:
-        found["RAY_TMPDIR"] = (f"{temp}/{RAY_FOLDER}", "a path short enough for sockets (107 bytes)")
+        variables["RAY_TMPDIR"] = (f"{temp}/{RAY_FOLDER}", "a path short enough for sockets (107 bytes)")
     if recipe.ray_port is not None:
-        found["RAY_GCS_SERVER_PORT"] = (str(recipe.ray_port), "recipe.ray_port")
-    return {name: (*entry, "driver") for name, entry in found.items()}
+        variables["RAY_GCS_SERVER_PORT"] = (str(recipe.ray_port), "recipe.ray_port")
+    return {name: (*entry, "driver") for name, entry in variables.items()}
 
 
 def worker_environment(config: DictConfig) -> dict[str, str]:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from verl_patches.config.compose import config_file, model_changes, model_shape_of, reads_weights, with_layers
 from verl_patches.config.environment import derive, process_environment, run_dir
 from verl_patches.config.run_start import Start, checkpoints_of
-from verl_patches.errors import ConfigError
+from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
 from verl_patches.replay.recording import find_recording
@@ -38,18 +38,15 @@ PATHS = (*_DATA, _MODEL, _REWARD)  # keys that name files which a run reads
 # of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main ones
 _PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
 _RECORD_BYTES = 64 << 20, 32 << 10  # of logs, and of a step in summary.json and metrics.jsonl
-_Found = tuple[str, bool, str] | tuple[str, bool, str, bool]  # fields of config/checks.py's Check
 
 
-def checks(config: DictConfig, must_exist: Collection[str], trees: Trees | None = None) -> Iterator[_Found]:
-    """(name, whether it holds, detail, whether it is a note) of each rule; arguments as in checks.check_config."""
-    yield from _folder_checks(config, must_exist)
-    yield from _data_checks(config, must_exist)
-    yield from hook_checks(config, must_exist, trees)
-    yield from _replay_checks(config)
+def check_files(config: DictConfig, must_exist: Collection[str], trees: Trees | None = None) -> list[Check]:
+    """The rules about files; arguments as in checks.check_config."""
+    checks = [*_folder_checks(config, must_exist), *_data_checks(config, must_exist)]
+    return [*checks, *hook_checks(config, must_exist, trees), *_replay_checks(config)]
 
 
-def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[_Found]:
+def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
     """Where the model's folder is on this machine: it holds the planned model, in weights that can be read."""
     path = config_file(config)
     if QUANTIZATION in model_changes(config):
@@ -57,26 +54,26 @@ def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[
             f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
             "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"
         )
-        yield "model folder", False, text
+        yield Check("model folder", False, text)
     if not path.exists():
         yield _absent("model folder", [path], _MODEL, _MODEL in must_exist, "the folder of a HF model")
         return
-    found, model = with_layers(config, read_model_shape(path)), model_shape_of(config)
-    fault = f"{path} is not of recipe.model_shape {config.recipe.model_shape}: {differences(found, model)}"
-    yield "model shape", found == model, "same model" if found == model else fault
+    held, model = with_layers(config, read_model_shape(path)), model_shape_of(config)
+    fault = f"{path} is not of recipe.model_shape {config.recipe.model_shape}: {differences(held, model)}"
+    yield either("model shape", held == model, "same model", fault)
     if reads_weights(config):
         yield _weights_check(config, path.parent)
 
 
-def _weights_check(config: DictConfig, folder: Path) -> _Found:
+def _weights_check(config: DictConfig, folder: Path) -> Check:
     """The folder's files are whole and hold every tensor once, and each framework that reads them can."""
     name, load_format = "model weights", config.actor_rollout_ref.rollout.load_format
     if not weight_files(folder):
-        return (name, True, f"{folder} has no safetensors file: its weights were not checked", True)
+        return Check(name, True, f"{folder} has no safetensors file: its weights were not checked", note=True)
     try:
         source = open_source(folder)
     except ConfigError as error:
-        return name, False, str(error)
+        return Check(name, False, str(error))
     how = {"hf": "a HF folder", "shards": "sharded weights", "checkpoint": "a checkpoint"}[source.kind]
     how += f" in FP8 (blocks of {source.block[0]} x {source.block[1]})" if source.block else ""
     fault = (
@@ -84,17 +81,17 @@ def _weights_check(config: DictConfig, folder: Path) -> _Found:
     )
     fault += "dummy_megatron (the first weight sync fills vLLM), or a HF folder in bf16 (`weights convert`)"
     fits = load_format.startswith("dummy") or how == "a HF folder"
-    return name, fits, f"whole files: {how}" if fits else fault
+    return either(name, fits, f"whole files: {how}", fault)
 
 
-def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expected: str) -> _Found:
+def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expected: str) -> Check:
     absent = ", ".join(map(str, files))
     if must_exist:
-        return name, False, f"{key}: {absent} does not exist; expected {expected}"
-    return name, True, f"{absent} is not on this machine, so it was not checked ({key})", True
+        return Check(name, False, f"{key}: {absent} does not exist; expected {expected}")
+    return Check(name, True, f"{absent} is not on this machine, so it was not checked ({key})", note=True)
 
 
-def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[_Found]:
+def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
     """Data files are parquet in verl's schema; those for training hold a batch. The trainer's node reads them."""
     for key, least in zip(_DATA, (config.data.train_batch_size, 1), strict=True):
         files = config.data.get(key.removeprefix("data.")) or []
@@ -106,26 +103,26 @@ def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[_F
         try:
             rows = sum(_read_rows(file, config.data.prompt_key) for file in files)
         except ConfigError as error:
-            yield "data", False, f"{key}: {error}"
+            yield Check("data", False, f"{key}: {error}")
             continue
         if rows < least:
-            yield "data", False, f"{key}: {rows} prompts; expected at least {least}"
+            yield Check("data", False, f"{key}: {rows} prompts; expected at least {least}")
 
 
 def _read_rows(file: str, prompt_key: str) -> int:
     """Number of rows of a parquet file, from its footer; ConfigError where it cannot be read or lacks a column."""
     from pyarrow import ArrowException, parquet, types  # here, as most commands read no data
 
-    def is_list(found: Any) -> bool:
-        return types.is_list(found) or types.is_large_list(found)
+    def is_list(kind: Any) -> bool:
+        return types.is_list(kind) or types.is_large_list(kind)
 
-    def is_struct(found: Any, *names: str) -> bool:
-        return types.is_struct(found) and set(names) <= {found.field(n).name for n in range(found.num_fields)}
+    def is_struct(kind: Any, *names: str) -> bool:
+        return types.is_struct(kind) and set(names) <= {kind.field(n).name for n in range(kind.num_fields)}
 
     columns = {
-        prompt_key: lambda found: is_list(found) and is_struct(found.value_type, "role", "content"),
-        "data_source": lambda found: types.is_string(found) or types.is_large_string(found),
-        "reward_model": lambda found: is_struct(found, "ground_truth"),
+        prompt_key: lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
+        "data_source": lambda kind: types.is_string(kind) or types.is_large_string(kind),
+        "reward_model": lambda kind: is_struct(kind, "ground_truth"),
     }
     try:
         with parquet.ParquetFile(file) as opened:
@@ -143,7 +140,7 @@ def _read_rows(file: str, prompt_key: str) -> int:
     return rows
 
 
-def _replay_checks(config: DictConfig) -> Iterator[_Found]:
+def _replay_checks(config: DictConfig) -> Iterator[Check]:
     """The recording has the run's steps, in whole files, and the run would not move them aside before it reads them."""
     replay, folder = config.recipe.rollout.replay, run_dir(config).resolve()
     if replay is None:
@@ -158,7 +155,7 @@ def _replay_checks(config: DictConfig) -> Iterator[_Found]:
             f"recipe.rollout.replay is {replay}, inside {folder}, whose outputs this run moves aside; "
             "give this run another name (--run NAME, recipe.run)"
         )
-    yield "replay", not fault, fault or f"the responses of {replay}"
+    yield either("replay", not fault, f"the responses of {replay}", fault)
 
 
 # the user's code: it must import, and define what is named
@@ -168,7 +165,7 @@ _FILE_HOOKS = ("custom_reward_function", "data.custom_cls")  # path and name, wh
 _CHILD = """
 import importlib, importlib.util, json, os, sys, traceback
 where, name, answer = sys.argv[1:]
-fault = missing = late = None
+fault = missing = None
 elsewhere = False  # the run's platform is not this machine's
 try:
     import verl_patches.prelude_patch  # as in the run: upstream's modules may need it
@@ -192,9 +189,8 @@ except BaseException as error:
     place = "%s:%s: " % ([f for f in frames if f[0] == where] or frames)[-1] if frames else ""
     fault = f"{place}{type(error).__name__}: {error}"
     missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-    late = f"this machine has no {missing} and is not of the run's platform" if missing and elsewhere else None
 with open(answer, "w") as file:
-    json.dump([fault, missing, late], file)
+    json.dump([fault, missing, elsewhere], file)
 os._exit(0)
 """
 
@@ -219,34 +215,31 @@ def hooks_of(config: DictConfig) -> Iterator[Hook]:
         yield Hook(library, "", "actor_rollout_ref.model.external_lib")
 
 
-def hook_checks(config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None) -> Iterator[_Found]:
-    """(name, whether it holds, detail, whether it is a note) of each hook; it is imported where `trees` are given.
+def hook_checks(config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None) -> Iterator[Check]:
+    """A Check of each hook; it is imported where `trees` are given.
 
     In a process of its own, with the variables and the PYTHONPATH of the run: this one imports neither torch nor verl,
     and a module that hangs or ends its process does no harm.
 
-    must_exist: as in checks.check_config. A package of the line that is not on this machine is a note.
+    must_exist: as in checks.check_config. It is a note that a package of the line is not on this machine, or any
+    module where the run's platform is another one's.
     """
     for hook in hooks_of(config):
         what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
         if hook.key in _FILE_HOOKS and not file.is_file():
-            key, detail = f"{hook.key}.path", f"{file} is not on this machine, so it was not imported"
-            if given := key in must_exist:
-                detail = f"{file} is no file here; expected a Python file"
-            yield "hooks", not given, f"{key}: {detail}", not given
+            yield _absent("hooks", [file], f"{hook.key}.path", f"{hook.key}.path" in must_exist, "a Python file")
             continue
-        fault = missing = late = None
+        fault = unchecked = None
         if trees is not None:
             environment = process_environment(derive(config, tempfile.gettempdir(), trees), os.environ)
             stamp = file.stat().st_mtime_ns if file.is_file() else 0
-            fault, missing, late = _import(hook.where, hook.name, stamp, tuple(sorted(environment.items())))
-        if late:
-            yield "hooks", True, f"{what} was not checked: {late} ({hook.key})", True
-        elif missing and missing.partition(".")[0] in _packages(config.recipe.line):
-            yield "hooks", True, f"{what} was not imported, as this machine has no {missing} ({hook.key})", True
+            line = config.recipe.line
+            fault, unchecked = _import(hook.where, hook.name, line, stamp, tuple(sorted(environment.items())))
+        if unchecked:
+            yield Check("hooks", True, f"{what} was not checked: {unchecked} ({hook.key})", note=True)
         else:
             text = f"{hook.key}: expected {what}, which can be imported; found {fault}. Correct it, or the key"
-            yield "hooks", not fault, text if fault else what, False
+            yield either("hooks", not fault, what, text)
 
 
 def _packages(line: str) -> set[str]:
@@ -256,26 +249,23 @@ def _packages(line: str) -> set[str]:
 
 @functools.lru_cache(16)  # one command checks a configuration more than once
 def _import(
-    where: str, name: str, stamp: int, environment: tuple[tuple[str, str], ...]
-) -> tuple[str | None, str | None, str | None]:
-    """(what is wrong, the module that is not installed, why it is not known) of an import; `stamp`: of the file."""
+    where: str, name: str, line: str, stamp: int, environment: tuple[tuple[str, str], ...]
+) -> tuple[str | None, str | None]:
+    """(what is wrong, why that is not known) of an import for a run of `line`; `stamp`: of the file."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         command = [sys.executable, "-c", _CHILD, where, name, str(answer)]
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         try:
-            subprocess.run(
-                command,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=IMPORT_S,
-            )
+            subprocess.run(command, env=dict(environment), timeout=IMPORT_S, **silent)
         except subprocess.TimeoutExpired:
-            return None, None, f"its import took more than {IMPORT_S} s"
+            return None, f"its import took more than {IMPORT_S} s"
         if not answer.exists():
-            return f"the process that imports {where} ended without an answer", None, None
-        return tuple(json.loads(answer.read_text()))
+            return f"the process that imports {where} ended without an answer", None
+        fault, missing, elsewhere = json.loads(answer.read_text())
+    if missing and (elsewhere or missing.partition(".")[0] in _packages(line)):
+        return None, f"this machine has no {missing}"
+    return fault, None
 
 
 # what the run writes

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from verl_patches.config.compose import graph_arguments, seats_of
 from verl_patches.config.ray_start import RayPorts
 from verl_patches.config.recipe import HCCL_PORTS
-from verl_patches.errors import ConfigError
+from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
 from verl_patches.platform import as_npu
@@ -30,15 +30,11 @@ PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20
 
 
-def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]:
-    """(name, whether it holds, one sentence) of each rule of this file; nothing on other platforms than npu."""
+def checks(config: DictConfig, model: ModelShape) -> list[Check]:
+    """The rules of this file; nothing on other platforms than npu."""
     if not as_npu(config.recipe.platform):
         return []
-    return [
-        ("HCCL buffer", *check_buffer(config, model)),
-        ("HCCL timeouts", *check_timeouts(config)),
-        ("HCCL ports", *check_ports(config)),
-    ]
+    return [check_buffer(config, model), check_timeouts(config), check_ports(config)]
 
 
 def decodes_by_mc2(config: DictConfig) -> bool:
@@ -77,16 +73,15 @@ def buffer_mib(config: DictConfig, model: ModelShape) -> int:
     return max(DEFAULT_BUFFER_MIB, BUFFER_STEP_MIB * math.ceil(buffer_need_mib(config, model) / BUFFER_STEP_MIB))
 
 
-def check_buffer(config: DictConfig, model: ModelShape) -> tuple[bool, str]:
-    """(True if the buffer holds what the rollout's experts exchange, one sentence)."""
+def check_buffer(config: DictConfig, model: ModelShape) -> Check:
+    """Whether the buffer holds what the rollout's experts exchange."""
     need, given = buffer_need_mib(config, model), buffer_mib(config, model)
-    if given >= need:
-        held = f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}"
-        return True, f"{held}; {_memory_of_groups(config, model)}"
-    return False, (
+    held = f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}"
+    fault = (
         f"recipe.hccl.buffer_mib is {given} (HCCL_BUFFSIZE), expected at least {need}: vllm-ascend's exchange of "
         "experts in decode (MC2) does not fit; set it to null, or lower max_num_seqs and graph_batch_sizes"
     )
+    return either("HCCL buffer", given >= need, held, fault)
 
 
 class Group(NamedTuple):
@@ -140,7 +135,7 @@ def groups(config: DictConfig) -> list[Group]:
     ]
     large = "mc2" if mc2 else EXPERTS_IN_ROLLOUT
     small = config.recipe.hccl.small_groups_mib is not None
-    found = [
+    made = [
         Group("train", "all ranks", train.world_size, False, True),
         *(
             Group("train", name, ranks, small and name not in EXPERTS_IN_TRAINING, used)
@@ -152,7 +147,7 @@ def groups(config: DictConfig) -> list[Group]:
         *(Group("rollout", f"vllm_{name}", ranks, small and name != large, used) for name, ranks, used in engine),
         Group("rollout", "unfinished requests", config.recipe.rollout.dp, False, True),
     ]
-    return [group for group in found if group.ranks > 1]
+    return [group for group in made if group.ranks > 1]
 
 
 def group_buffer_mib(config: DictConfig, model: ModelShape, group: Group) -> int:
@@ -162,29 +157,11 @@ def group_buffer_mib(config: DictConfig, model: ModelShape, group: Group) -> int
 
 def buffer_bytes(config: DictConfig, model: ModelShape) -> dict[str, int]:
     """{train, rollout}: bytes of HCCL's buffers on a die, of the groups that communicate."""
-    found = {"train": 0, "rollout": 0}
+    sizes = {"train": 0, "rollout": 0}
     for group in groups(config):
         if group.communicates:
-            found[group.side] += BUFFERS_OF_A_GROUP * group_buffer_mib(config, model, group) * _MIB
-    return found
-
-
-def _memory_of_groups(config: DictConfig, model: ModelShape) -> str:
-    try:
-        made = groups(config)
-    except ConfigError:  # of a layout that does not fit, which its own check names
-        return "its groups are not known, as the layout does not fit"
-    alike = BUFFERS_OF_A_GROUP * _MIB * buffer_mib(config, model) * len(made)
-    each = "a communicator takes twice its buffer"
-    if not any(group.small for group in made):
-        return f"{each}: at most {alike / 2**30:.1f} GiB of a die for its {len(made)} groups"
-    small = sum(group.small for group in made)
-    total = sum(BUFFERS_OF_A_GROUP * _MIB * group_buffer_mib(config, model, group) for group in made)
-    return (
-        f"{config.recipe.hccl.small_groups_mib} MiB for {small} of a die's {len(made)} groups, the others exchange "
-        f"experts or take no options; {each}: at most {total / 2**30:.1f} GiB of a die, {alike / 2**30:.1f} with one "
-        "size (modelled)"
-    )
+            sizes[group.side] += BUFFERS_OF_A_GROUP * group_buffer_mib(config, model, group) * _MIB
+    return sizes
 
 
 def exec_timeout_s(config: DictConfig) -> int:
@@ -192,16 +169,16 @@ def exec_timeout_s(config: DictConfig) -> int:
     return 60 * config.recipe.train.collective_timeout_minutes
 
 
-def check_timeouts(config: DictConfig) -> tuple[bool, str]:
-    """(True if the expansion mode allows the timeout of a collective, one sentence)."""
+def check_timeouts(config: DictConfig) -> Check:
+    """Whether the expansion mode allows the timeout of a collective."""
     given = exec_timeout_s(config)
-    if config.recipe.hccl.expansion_mode == "AIV" and given > AIV_EXEC_TIMEOUT_S:
-        return False, (
-            f"recipe.train.collective_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
-            f"{AIV_EXEC_TIMEOUT_S // 60}: HCCL_OP_EXPANSION_MODE=AIV counts more than {AIV_EXEC_TIMEOUT_S} s as that; "
-            "lower it, or set recipe.hccl.expansion_mode=AI_CPU"
-        )
-    return True, f"a collective times out after {given} s"
+    fault = (
+        f"recipe.train.collective_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
+        f"{AIV_EXEC_TIMEOUT_S // 60}: HCCL_OP_EXPANSION_MODE=AIV counts more than {AIV_EXEC_TIMEOUT_S} s as that; "
+        "lower it, or set recipe.hccl.expansion_mode=AI_CPU"
+    )
+    fits = config.recipe.hccl.expansion_mode != "AIV" or given <= AIV_EXEC_TIMEOUT_S
+    return either("HCCL timeouts", fits, f"a collective times out after {given} s", fault)
 
 
 def host_ports(config: DictConfig) -> tuple[int, int]:
@@ -210,40 +187,42 @@ def host_ports(config: DictConfig) -> tuple[int, int]:
     return base + IF_PORTS, base + HCCL_PORTS - 1
 
 
-def check_ports(config: DictConfig, proc: Path = PROC) -> tuple[bool, str]:
-    """(True if nothing else takes HCCL's ports on this machine, one sentence).
+def check_ports(config: DictConfig, proc: Path = PROC) -> Check:
+    """Whether nothing else takes HCCL's ports on this machine.
 
     `proc` holds the kernel's ip_local_port_range, the ephemeral ports, and ip_local_reserved_ports, which are not given
     out. Ray, torch and vLLM use ephemeral ports too.
     """
     first, last = config.recipe.hccl.base_port, host_ports(config)[1]
-    said = f"HCCL listens on ports {first} to {last}"
+    name, said = "HCCL ports", f"HCCL listens on ports {first} to {last}"
     try:
         low, high = map(int, (proc / "ip_local_port_range").read_text().split())
         reserved = _ports((proc / "ip_local_reserved_ports").read_text().strip())
     except FileNotFoundError as error:
-        return True, f"{said}; not compared with ephemeral ports, as this machine has no {error.filename}"
+        text = f"{said}; not compared with ephemeral ports, as this machine has no {error.filename}"
+        return Check(name, True, text)
     ephemeral = [port for port in range(max(first, low), min(last, high) + 1) if port not in reserved]
     todo = "change recipe.hccl.base_port"
     if ephemeral:
-        return False, (
+        text = (
             f"{said}, but {low} to {high} are this machine's ephemeral ports (net.ipv4.ip_local_port_range): "
             f"{todo}, or reserve them on every node: sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}"
         )
+        return Check(name, False, text)
     spans = RayPorts().spans()
     if (port := config.recipe.ray_port) is not None:
         spans["recipe.ray_port"] = port, port
     taken = [(name, a, b) for name, (a, b) in spans.items() if a <= last and first <= b]
     if taken:
         names = ", ".join(f"{name} {a} to {b}" if b > a else f"{name} {a}" for name, a, b in taken)
-        return False, f"{said}, which overlap those of {names}; {todo}"
-    return True, f"{said}, outside this machine's ephemeral ports {low} to {high}"
+        return Check(name, False, f"{said}, which overlap those of {names}; {todo}")
+    return Check(name, True, f"{said}, outside this machine's ephemeral ports {low} to {high}")
 
 
 def _ports(text: str) -> set[int]:
     """The ports of a list such as 8080,61000-61143; none of an empty text."""
-    found: set[int] = set()
+    ports: set[int] = set()
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")
-        found |= set(range(int(low), int(high or low) + 1))
-    return found
+        ports |= set(range(int(low), int(high or low) + 1))
+    return ports

@@ -33,19 +33,21 @@ class RayPorts:
     first: int = HEAD_PORT + 1
     workers: tuple[int, int] = (10002, 19999)
 
+    def _services(self, head: bool) -> list[tuple[str, str, int]]:
+        """(name, option, port) of each service of a node."""
+        named = [*SERVICES, *(HEAD_SERVICES if head else ())]
+        return [(*service, self.first + number) for number, service in enumerate(named)]
+
     def options(self, head: bool) -> dict[str, int]:
         """{option of `ray start`: port} of one node."""
-        named = [*SERVICES, *(HEAD_SERVICES if head else ())]
-        found = {option: self.first + number for number, (_, option) in enumerate(named)}
-        return {**found, "min-worker-port": self.workers[0], "max-worker-port": self.workers[1]}
+        workers = {"min-worker-port": self.workers[0], "max-worker-port": self.workers[1]}
+        return {option: port for _, option, port in self._services(head)} | workers
 
     def spans(self, head: bool = True) -> dict[str, tuple[int, int]]:
         """{service: (first, last) port}; the head has the most."""
-        named = [*SERVICES, *(HEAD_SERVICES if head else ())]
-        found = {f"Ray's {name}": (self.first + n, self.first + n) for n, (name, _) in enumerate(named)}
-        if head:
-            found["Ray's GCS"] = self.gcs, self.gcs
-        return {**found, "Ray's workers": self.workers}
+        gcs = {"Ray's GCS": (self.gcs, self.gcs)} if head else {}
+        services = {f"Ray's {name}": (port, port) for name, _, port in self._services(head)}
+        return services | gcs | {"Ray's workers": self.workers}
 
 
 def ray_start(

@@ -1,7 +1,7 @@
 """The typed `recipe:` section: the settings of a run that verl's own configuration does not have.
 
 Hydra merges it as a dataclass schema, so an unknown key is refused by name. A key belongs here only if some code acts
-on it. Workers of verl see it as `config.recipe` (the configs mirror it under actor_rollout_ref).
+on it. Workers of verl see it as `config.recipe` (`compose` copies it to actor_rollout_ref).
 docs/configuration.md is generated from the docstrings: each key is described as "key: text" or "key, key: text".
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -32,20 +32,29 @@ from verl_patches.values import (
     Share,
     Text,
     leaves,
+    types_of,
     value_faults,
 )
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ASCEND = "recipe.rollout.ascend."
-_OF_GRAPHS = ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
+_OF_NPU = ("recipe.hccl.", _ASCEND, "recipe.rollout.balanced_routing", "recipe.rollout.rebalance_every")
+_OF_GRAPHS = {
+    f"{_ASCEND}{name}"
+    for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
+}
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
 PROFILED = tuple(phase.name for phase in SCHEDULE.phases if phase.name not in ON_CONTROLLER)
 
 
-def _choice(default: str, *allowed: str) -> Any:
-    return field(default=default, metadata={"allowed": allowed})
+def _one_of(*words: str) -> Any:
+    return Annotated[str, Field(pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")]
+
+
+_HcclPort = Annotated[int, Field(ge=1024, le=65536 - HCCL_PORTS)]
+_Pattern = Annotated[str, Field(pattern=r"^[+-].", description="+row.id or -row.id")]
 
 
 @dataclass
@@ -91,7 +100,7 @@ class Train:
     """
 
     layers_per_stage: list[Count] | None = None
-    expert_split: str = _choice("etp", "etp", "tp_extend_ep")
+    expert_split: _one_of("etp", "tp_extend_ep") = "etp"
     skip_old_log_prob: bool = False
     use_remove_padding: bool = True
     routing_replay: Annotated[str, Field(pattern="^R2$", description="R2")] | None = None
@@ -153,7 +162,7 @@ class RolloutAscend:
     multistream_moe: bool = False
     view_optimize: bool = True
     kv_nz: bool = False
-    scheduler: str = _choice("v1", "v1", "ascend")
+    scheduler: _one_of("v1", "ascend") = "v1"
     chunked_prefill_for_mla: bool = False
     prefix_caching: bool = True
     vllm_sleep_mode: bool = False
@@ -206,7 +215,7 @@ class Reshard:
     """
 
     bucket_bytes: Count = 512 << 20
-    verify: str = _choice("first", "off", "first", "every")
+    verify: _one_of("off", "first", "every") = "first"
 
 
 @dataclass
@@ -250,7 +259,7 @@ class Memory:
     """
 
     host_gib: Count | None = None
-    ledger: str = _choice("report", "off", "report", "strict")
+    ledger: _one_of("off", "report", "strict") = "report"
 
 
 @dataclass
@@ -265,7 +274,7 @@ class LogprobCheck:
     max_mean_fp32, max_mean_bf16: limit for each training dtype.
     """
 
-    action: str = _choice("stop", "stop", "report", "off")
+    action: _one_of("stop", "report", "off") = "stop"
     every: Count | None = None
     sequences: Count | None = None
     max_mean_fp32: Positive = 1e-5
@@ -288,8 +297,8 @@ class Hccl:
     interface: str | None = None
     buffer_mib: Count | None = None
     small_groups_mib: Count | None = 64
-    expansion_mode: str = _choice("AIV", "AIV", "AI_CPU")
-    base_port: Port = 61000
+    expansion_mode: _one_of("AIV", "AI_CPU") = "AIV"
+    base_port: _HcclPort = 61000
 
 
 @dataclass
@@ -322,7 +331,7 @@ class Profile:
 
     steps: list[Count] | None = None
     ranks: list[Natural] = field(default_factory=lambda: [0])
-    phases: list[str] | None = None
+    phases: list[_one_of(*PROFILED)] | None = None
     stacks: bool = False
     peak_tflops: Positive | None = None
 
@@ -340,7 +349,7 @@ class Watch:
     Whatever these say, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
     """
 
-    action: str = _choice("stop", "stop", "report", "off")
+    action: _one_of("stop", "report", "off") = "stop"
     first_s: Positive = 1800.0
     least_s: Positive = 900.0
     factor: Factor = 5.0
@@ -359,7 +368,7 @@ class Alarms:
     baseline_steps: number of first steps of this process whose median is compared with; no such alarm before.
     """
 
-    action: str = _choice("warn", "warn", "stop")
+    action: _one_of("warn", "stop") = "warn"
     expert_load: Positive | None = 16.0
     length_share: Share | None = 0.25
     at_limit: Share | None = None
@@ -401,16 +410,16 @@ class Recipe:
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
     all. The model's folder stays as it is, with random init or weights. layers_per_stage for all layers is balanced
-    anew.
+    again.
     """
 
     run: Name = "run"
     output_root: Text | None = None
-    line: str = _choice("a3", *LINES)
-    platform: str = _choice("npu", *PLATFORMS)
-    patches: list[str] = field(default_factory=list)
-    drift: str = _choice("strict", *DRIFT_POLICIES)
-    dtype: str = _choice("bf16", *VLLM_DTYPES)
+    line: _one_of(*LINES) = "a3"
+    platform: _one_of(*PLATFORMS) = "npu"
+    patches: list[_Pattern] = field(default_factory=list)
+    drift: _one_of(*DRIFT_POLICIES) = "strict"
+    dtype: _one_of(*VLLM_DTYPES) = "bf16"
     ray_address: RayAddress | None = None
     worker_process_setup_hook: Dotted | None = None
     ray_port: Port | None = None
@@ -433,15 +442,22 @@ class Recipe:
     restart: Restart = field(default_factory=Restart)
 
 
-def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple[str, Any]]:
-    """(dotted key, dataclass field) of every leaf of the section, in order."""
+class Key(NamedTuple):
+    """A key of the section: its default (MISSING of a list), and its type."""
+
+    default: Any
+    kind: Any
+
+
+def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple[str, Key]]:
+    """(dotted key, Key) of every leaf of the section, in order."""
+    types = types_of(schema)
     for item in fields(schema):
-        name = f"{prefix}.{item.name}"
-        section = item.default_factory if item.default_factory is not MISSING else None
-        if is_dataclass(section):
-            yield from recipe_keys(section, name)
+        name, kind = f"{prefix}.{item.name}", types[item.name]
+        if is_dataclass(kind):
+            yield from recipe_keys(kind, name)
         else:
-            yield name, item
+            yield name, Key(item.default, kind)
 
 
 def check_recipe(section: Mapping[str, Any]) -> None:
@@ -449,72 +465,38 @@ def check_recipe(section: Mapping[str, Any]) -> None:
     known = dict(recipe_keys())
     given = dict(leaves(section, "recipe.", known.__contains__))
     faults = [unknown_key(key, known) for key in given if key not in known]
-    for key, item in known.items():
-        allowed = item.metadata.get("allowed")
-        if allowed and key in given and given[key] not in allowed:
-            faults.append(f"{key} is {given[key]!r}; expected one of {', '.join(allowed)}")
-    faults = faults or value_faults(Recipe, section, "recipe.") or _contradictions(given)
+    faults += value_faults({key: item.kind for key, item in known.items()}, given)
+    faults = faults or _contradictions(given)
     if faults:
         raise ConfigError("recipe: " + "\n        ".join(faults))
 
 
 def _contradictions(given: Mapping[str, Any]) -> list[str]:
+    """Keys that need others, or would have no effect, or a wrong one, whatever the layout."""
     faults = []
     line, platform = given.get("recipe.line"), given.get("recipe.platform")
     if platform == "npu_emulated" and line != "a3":
         faults.append(f"recipe.platform=npu_emulated is for recipe.line=a3, found {line}")
-    for pattern in given.get("recipe.patches", ()):
-        if pattern[:1] not in ("+", "-") or len(pattern) < 2:
-            faults.append(f"recipe.patches holds {pattern!r}; expected +row.id or -row.id")
     if given.get("recipe.ray_port") is not None and given.get("recipe.ray_address") is not None:
         joins = "recipe.ray_address joins one; remove one of them"
         faults.append(f"recipe.ray_port is for a Ray that the run starts itself, but {joins}")
     if given.get("recipe.train.balanced_routing") and line != "a3":
         faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
-    if given.get("recipe.rollout.balanced_routing") and not as_npu(platform):
-        key = "recipe.rollout.balanced_routing"
-        faults.append(f"{key} is vllm-ascend's: it needs recipe.platform=npu, found {platform}")
-    if given.get("recipe.rollout.rebalance_every") is not None:
-        key, dp = "recipe.rollout.rebalance_every", given.get("recipe.rollout.dp", 1)
-        if not as_npu(platform):
-            faults.append(f"{key} is for vLLM's engine V1: it needs recipe.platform=npu, found {platform}")
-        if dp == 1:
-            faults.append(f"{key} moves requests between data-parallel ranks; recipe.rollout.dp is 1: set {key}=null")
+    if given.get("recipe.rollout.rebalance_every") is not None and given.get("recipe.rollout.dp", 1) == 1:
+        key = "recipe.rollout.rebalance_every"
+        faults.append(f"{key} moves requests between data-parallel ranks; recipe.rollout.dp is 1: set {key}=null")
     for key, item in recipe_keys():
-        section = key.startswith(("recipe.hccl.", _ASCEND))
-        if section and platform is not None and not as_npu(platform) and given.get(key, item.default) != item.default:
-            faults.append(f"{key} is Ascend's: it needs recipe.platform=npu, found {platform}")
-    faults += _ascend_contradictions(given)
-    faults += _phase_faults(given.get("recipe.profile.phases"))
-    base_port, last = given.get("recipe.hccl.base_port", 61000), 65535 - HCCL_PORTS + 1
-    if base_port > last:
-        faults.append(f"recipe.hccl.base_port is {base_port}; expected 1024 to {last}, as {HCCL_PORTS} ports are taken")
-    return faults
-
-
-def _ascend_contradictions(given: Mapping[str, Any]) -> list[str]:
-    """Options of vllm-ascend that would have no effect, or a wrong one, whatever the layout (config/ascend.py)."""
-    faults = []
-    for item in fields(RolloutAscend):
-        if item.name not in _OF_GRAPHS or given.get(f"{_ASCEND}graphs"):
-            continue
-        found = given.get(f"{_ASCEND}{item.name}", item.default)
-        if found != item.default:
-            faults.append(f"{_ASCEND}{item.name} is {found}: it acts in graphs only, set {_ASCEND}graphs=true")
+        value = given.get(key, item.default)
+        if value != item.default and key.startswith(_OF_NPU) and platform is not None and not as_npu(platform):
+            faults.append(f"{key} is for NPUs: it needs recipe.platform=npu, found {platform}")
+        if value != item.default and key in _OF_GRAPHS and not given.get(f"{_ASCEND}graphs"):
+            faults.append(f"{key} is {value}: it acts in graphs only, set {_ASCEND}graphs=true")
     if given.get(f"{_ASCEND}kv_nz"):
         faults.append(
             f"{_ASCEND}kv_nz is True; expected false: at the pin fresh prompts are written to the cache a second time, "
             "in the other format (vllm_ascend/attention/mla_v1.py:1192; vllm-ascend PR 3066)"
         )
     return faults
-
-
-def _phase_faults(phases: Any) -> Iterator[str]:
-    """One sentence for each of `phases` that is none, or that workers have no part in."""
-    for phase in phases or ():
-        if phase not in PROFILED:
-            why = "runs on the controller" if phase in ON_CONTROLLER else "is no phase of memory/schedule.py"
-            yield f"recipe.profile.phases: {phase!r} {why}; expected some of {', '.join(PROFILED)}"
 
 
 def unknown_key(

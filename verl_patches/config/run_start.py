@@ -2,7 +2,7 @@
 
     goes on        trainer.resume_mode=auto with a checkpoint of the run whose id the folder has, or resume_path to one:
                    the id stays, and so do the checkpoints
-    starts anew    anything else, also resume_path to another run's checkpoint: a new id. Checkpoints inside the run's
+    starts again   anything else, also resume_path to another run's checkpoint: a new id. Checkpoints inside the run's
                    folder move to earlier/N with the run that wrote them; in a folder elsewhere they are refused
 
 Whose a checkpoint is: weights/checkpoint_folders.py.

@@ -24,8 +24,7 @@ import psutil
 from omegaconf import DictConfig
 
 from verl_patches.config import hccl
-from verl_patches.config.checks import check_files
-from verl_patches.config.files import Need, disk_detail, disk_fault, disk_needs
+from verl_patches.config.files import Need, check_files, disk_detail, disk_fault, disk_needs
 from verl_patches.config.run_start import planned_start
 from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError, fault_of
@@ -380,8 +379,8 @@ def _ports(node: Node) -> Iterator[Result]:
     if not as_npu(config.recipe.platform):
         yield Result(True, "HCCL is not used on this platform")
         return
-    fits, said = hccl.check_ports(config, node.machine.proc)
-    yield Result(fits, said, name="HCCL, range")
+    ports = hccl.check_ports(config, node.machine.proc)
+    yield Result(ports.ok, ports.detail, name="HCCL, range")
     first, last = config.recipe.hccl.base_port, hccl.host_ports(config)[1]
     taken = [port for port in range(first, last + 1) if taken_by(port, ("127.0.0.1", ""))]
     found = f"taken: {', '.join(map(str, taken[:8]))}" if taken else f"{first} to {last} are free"

@@ -13,13 +13,13 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
-from verl_patches.values import Count, Natural, value_faults
+from verl_patches.values import Count, Natural, types_of, value_faults
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in; single tensors of it may be fp8
@@ -94,8 +94,10 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     for key in ("tie_word_embeddings", "attention_bias"):
         if config.get(key):
             raise ConfigError(f"{where}: {key} must be false for DeepSeek-V3, found {config[key]!r}")
-    values = {field.name: config[field.name] for field in fields(ModelShape) if config.get(field.name) is not None}
-    if faults := value_faults(ModelShape, values):
+    types = types_of(ModelShape)
+    required = dict.fromkeys(field.name for field in fields(ModelShape) if field.default is MISSING)
+    values = required | {key: value for key, value in config.items() if key in types and value is not None}
+    if faults := value_faults(types, values):
         raise ConfigError(f"{where}: {'; '.join(faults)}. Take sizes from the model's own config.json")
     shape = ModelShape(**values)
     if shape.torch_dtype not in MODEL_DTYPES:

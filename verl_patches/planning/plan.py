@@ -16,9 +16,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_patches.config import environment
-from verl_patches.config.checks import Check, check_config
+from verl_patches.config.checks import check_config
 from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of
 from verl_patches.config.ray_start import ray_start
+from verl_patches.errors import Check
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec

@@ -13,8 +13,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.config.checks import check_config, check_files
+from verl_patches.config.checks import check_config
 from verl_patches.config.compose import CONFIGS_DIR, compose, keys_of, model_shape_of
+from verl_patches.config.files import check_files
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import world_size
 from verl_patches.planning.memory_plan import exceeding, followed_peaks, host_limit, pinned_bytes
