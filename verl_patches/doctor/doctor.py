@@ -23,7 +23,6 @@ import psutil
 from omegaconf import OmegaConf
 
 from verl_patches.config.environment import REPOSITORY, switches_of
-from verl_patches.config.files import check_files
 from verl_patches.doctor import npu_checks
 from verl_patches.doctor.node_checks import (
     HOST_ROWS,
