@@ -69,7 +69,7 @@ SCHEDULER = Tests("memory/test_scheduler.py")
 BATCH, MICRO = Tests("batches/test_batch_plan.py"), Tests("batches/test_micro_batches.py", "not torch")
 CACHE = Tests("batches/test_tensor_cache.py")
 BOXES, EQUAL = Tests("rewards/test_maths.py", "closed"), Tests("rewards/test_equivalence.py", "as_the_file_says")
-TEX, TYPED = Tests("rewards/test_tex.py"), Tests("rewards/test_answer_text.py")
+TEX = Tests("rewards/test_tex.py")
 YAML = Tests("config/test_yaml_files.py")
 ENGINE, SPEC = Tests("patching/test_engine.py"), Tests("patching/test_spec.py")
 CLUSTER = Tests("cluster/test_hosts.py cluster/test_command.py cluster/test_node.py")
@@ -204,14 +204,14 @@ MUTANTS = (
     Mutant("equivalence-percent-of-small-numbers", "rewards/equivalence.py",
            "abs(float(bare_gold)) > 1 and", "abs(float(bare_gold)) > 0 and", EQUAL),
     Mutant("equivalence-two-numbers", "rewards/equivalence.py",
-           "has_adjacent_numbers(answer) or ", "", EQUAL),
+           " or has_adjacent_numbers(answer) or", " or", EQUAL),
     Mutant("tex-two-exponents", "rewards/tex.py", "if token in scripts:", "if False:", TEX),
     Mutant("tex-factors-are-mixed-numbers", "rewards/tex.py",
            "if token in _FRACTIONS and parts and self._multiplies(_FRACTIONS[token], parts):", "if False:", TEX),
     Mutant("equivalence-signs-together", "rewards/answer_text.py",
            'if not signs or is_set or len(signs) > MAX_SIGNS or (signs.count("pm") > 1 and "mp" in signs):',
-           "if not signs or is_set or len(signs) > MAX_SIGNS:", TYPED),
-    Mutant("equivalence-any-dollar", "rewards/equivalence.py", "_UNSAFE.search(answer) or ", "", TYPED),
+           "if not signs or is_set or len(signs) > MAX_SIGNS:", Tests("rewards/test_equivalence.py", "signs")),
+    Mutant("equivalence-any-dollar", "rewards/equivalence.py", "_UNSAFE.search(answer) or ", "", EQUAL),
     Mutant("compose-pays-without-form", "rewards/maths.py",
            "if not well_formed:", "if not well_formed and not correct:", Tests("rewards/test_maths.py")),
     Mutant("learnable-short-answers-pay", "rewards/learnable.py",

@@ -19,7 +19,7 @@ SMALL = (
     "planning.py",
     "rebalance.py",
     "reshard.py",
-    "start.py --smokes 0 --actors 1 2",
+    "start.py",
     "weights.py --only convert --pairs 1 --tiny",
     "weights.py --only save --mib 16",
     pytest.param("dispatch.py --prompts 256", marks=FULL),

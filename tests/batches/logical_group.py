@@ -34,13 +34,13 @@ class Serialised:
     def __enter__(self):
         from ray._private.serialization import SerializationContext
 
-        self.sizes, self._kept = [], SerializationContext.serialize
-        sizes, kept = self.sizes, self._kept
+        self.sizes, self._original = [], SerializationContext.serialize
+        sizes, original = self.sizes, self._original
 
         def serialize(context, value):
-            found = kept(context, value)
-            sizes.append(found.total_bytes)
-            return found
+            serialised = original(context, value)
+            sizes.append(serialised.total_bytes)
+            return serialised
 
         SerializationContext.serialize = serialize
         return self
@@ -48,4 +48,4 @@ class Serialised:
     def __exit__(self, *error):
         from ray._private.serialization import SerializationContext
 
-        SerializationContext.serialize = self._kept
+        SerializationContext.serialize = self._original

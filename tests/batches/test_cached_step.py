@@ -98,8 +98,8 @@ class Workers:
     def generate_sequences(self, prompts):
         return "verl's own"
 
-    def run_stage(self, stage, step, told=None):
-        self.calls.append((stage, told))
+    def run_stage(self, stage, step, payload=None):
+        self.calls.append((stage, payload))
         if stage == "update":
             return [{"metric": [1.0]}] * 2
         answers = [None]  # a rank that does not report for its replica
@@ -209,8 +209,8 @@ class Generating:
     def __init__(self):
         self.calls = []
 
-    def run_stage(self, stage, step, told=None):
-        self.calls.append((stage, step, told))
+    def run_stage(self, stage, step, payload=None):
+        self.calls.append((stage, step, payload))
         answers = [{name: np.array(each) for name, each in answer.items()} for answer in self.ANSWERS]
         return {"generate": answers, "place": self.REPORTS, "close": None}[stage]
 
@@ -231,7 +231,7 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
     assert set(found.keys()) == {*expected, "input_ids"}
     (_, _, asked), (stage, step, placed) = workers.calls
     assert (stage, step, asked["prompt_ids"].tolist()) == ("place", 6, [1, 2, 7])
-    assert {name: np.asarray(told).tolist() for name, told in placed.items()} == {
+    assert {name: np.asarray(payload).tolist() for name, payload in placed.items()} == {
         "prompts": [2, 2, 1, 1],
         "responses": [2, 3, 1, 3],
         "widths": [4, WIDTH],

@@ -9,7 +9,7 @@ from verl.utils.seqlen_balancing import get_reverse_idx, rearrange_micro_batches
 
 from tests.batches.lengths import lognormal_lengths
 from verl_patches.batches.batch_plan import plan_batch
-from verl_patches.batches.micro_batches import as_planned, following, pass_splits, planned, update_splits
+from verl_patches.batches.micro_batches import as_planned, planned
 from verl_patches.errors import RecipeError
 
 BUDGET, REPLICAS, MINI = 4096, 4, 64
@@ -90,11 +90,11 @@ def test_other_rows_than_planned_are_refused_and_the_plan_ends_with_them():
 def test_an_actor_that_does_not_ask_is_refused():
     with (
         pytest.raises(RecipeError, match="row update.micro_batches_as_planned must reach"),
-        following(update_splits(plan(), 0), [LENGTHS[s] for s in plan().placed[0]]),
+        planned("update", BUDGET, plan(), 0, LENGTHS),
     ):
         pass
 
 
 def test_the_plan_of_a_pass_is_made_for_its_own_budget():
-    few, many = (len(pass_splits(plan(), 0, LENGTHS, budget)[0]) for budget in (4 * BUDGET, BUDGET))
+    few, many = (len(run("log_prob", 0, [plan().placed[0]], budget)[0][1]) for budget in (4 * BUDGET, BUDGET))
     assert few < many / 3

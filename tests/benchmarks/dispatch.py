@@ -97,7 +97,7 @@ class Host:
         return DataProto(meta_info={"metrics": {f"actor/{n}": [0.0] for n in range(10)}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def run_stage(self, stage, step, told=None):
+    def run_stage(self, stage, step, payload=None):
         """batches/cached_stages.py, answers of every stage."""
         if stage == "generate":
             prompt, response = self._ids(len(self.lengths[0]) // WORLD, self._rank(stage))
@@ -120,12 +120,12 @@ class Host:
 @contextlib.contextmanager
 def our_row() -> Iterator[None]:
     """Row dispatch.put_once."""
-    kept = RayWorkerGroup.execute_all_async
-    RayWorkerGroup.execute_all_async = put_before_calling(kept)
+    original = RayWorkerGroup.execute_all_async
+    RayWorkerGroup.execute_all_async = put_before_calling(original)
     try:
         yield
     finally:
-        RayWorkerGroup.execute_all_async = kept
+        RayWorkerGroup.execute_all_async = original
 
 
 def cluster(store_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/log_prob.py [--tokens 512] [--upstream DIR]
 
-Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
+Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is reported only) and
 `peer` (verl's functions on the same logits, in the same run). Exits 1 where a bound is exceeded. One rank with logits
 [tokens, 129280]; with --upstream also beside MindSpeed's body of Megatron's cross entropy, which line a3 runs.
 

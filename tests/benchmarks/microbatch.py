@@ -2,7 +2,7 @@
 
     python tests/benchmarks/microbatch.py [--prompts 512] [--seeds 3]
 
-Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
+Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is reported only) and
 `peer` (other ways on the same lengths, in the same run). Exits 1 where a bound is exceeded. `prompts` x 16 responses,
 prompt <= 1024 and response <= 3072 tokens, lengths lognormal (tests/batches/lengths.py); figures are the worst of
 `seeds` draws. A value is sum(max over replicas) / sum(mean over replicas) of the tokens of each micro batch.

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/rebalance.py
 
-Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
+Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is reported only) and
 `peer`. Exits 1 where a bound is exceeded. Seconds of planning are measured. All else is modelled: decode steps are
 simulated for 8192 responses of lognormal length, 64 a rank, those of a prompt on one rank as verl gives them; a step
 costs what was published for its graph batch size (rollout/rebalance.py, STEP_S), an exchange what `Cost` says, the

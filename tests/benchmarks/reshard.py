@@ -2,7 +2,7 @@
 
     python tests/benchmarks/reshard.py
 
-Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
+Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is reported only) and
 `peer` (another way to do the same, with its source; null where there is none). Exits 1 where a bound is exceeded.
 """
 

@@ -1,11 +1,11 @@
-"""References of the functions that vllm-ascend calls: against each other and against plain torch, in fp64.
+"""References of vllm-ascend's decode functions against each other and plain torch, empty rows, and the device's memory.
 
-Rotary embedding and the writes and reads of a paged cache: each with a fault in whole engines, test_npu_emulated.py.
+The other functions, each with a fault, in whole engines: test_npu_emulated.py; of MC2: test_npu_emulated_mc2.py.
 """
 
 import torch
 
-from verl_patches.emulation.npu import attention_ops, device, expert_ops, memory_pool
+from verl_patches.emulation.npu import attention_ops, device, memory_pool
 from verl_patches.emulation.npu.npu_module import npu
 
 N, L, R, SIZE = 2, 8, 4, 4  # query heads, latent width, rotary width, block size
@@ -52,70 +52,6 @@ def test_decode_ops_agree_with_plain_attention():
     torch.testing.assert_close(found.squeeze(2), expected)
     other = table[[1, 0, 2]]  # the control: another sequence's blocks
     assert not torch.equal(attention_ops.npu_multi_head_latent_attention(*call[:4], other, *call[5:]), expected)
-
-
-def test_attention_in_parts_is_attention_at_once():
-    nope, rope, value = rand(5, N, L), rand(5, N, R), rand(5, N, L)
-    k_nope, k_rope, v = rand(9, N, L), rand(9, N, R), rand(9, N, L)
-    mask, seqlen = torch.ones(512, 512, dtype=torch.float64).triu(1), torch.tensor([5], dtype=torch.int32)
-    out, lse = torch.empty(5, N, L, dtype=torch.float64), torch.empty(N, 5, dtype=torch.float64)
-    options = {"head_num": N, "kv_head_num": N, "qk_scale": 0.3, "input_layout": "type_bsnd", "mask": mask}
-    options |= {"kernel_type": "kernel_type_high_precision", "output": out, "softmax_lse": lse}
-    first = {"calc_type": "calc_type_first_ring", "mask_type": "mask_type_triu", "seqlen": seqlen}
-    attention_ops.npu_ring_mla(
-        q_nope=nope, q_rope=rope, k_nope=nope, k_rope=rope, value=value, pre_out=None, prev_lse=None, **first, **options
-    )
-    both = torch.tensor([[5], [9]], dtype=torch.int32)
-    then = {"calc_type": "calc_type_default", "mask_type": "no_mask", "seqlen": both, "pre_out": out, "prev_lse": lse}
-    attention_ops.npu_ring_mla(q_nope=nope, q_rope=rope, k_nope=k_nope, k_rope=k_rope, value=v, **then, **options)
-    q, k = torch.cat((nope, rope), -1), torch.cat((torch.cat((k_nope, nope)), torch.cat((k_rope, rope))), -1)
-    hidden = torch.cat((torch.zeros(5, 9), torch.ones(5, 5).triu(1)), 1).bool()
-    scores = (0.3 * torch.einsum("qnd,knd->nqk", q, k)).masked_fill(hidden, -torch.inf)
-    torch.testing.assert_close(out, torch.einsum("nqk,knd->qnd", scores.softmax(-1), torch.cat((v, value))))
-
-
-def test_routing_and_back_is_the_sum_of_the_experts():
-    x, k, experts, weight = rand(6, 4), 2, 5, rand(5, 3, 4)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(6)]).to(torch.int32)
-    scales, numbers = rand(6, k), torch.arange(6 * k, dtype=torch.int32).view(k, 6).T.contiguous()
-    rows, places, ordered = expert_ops.npu_moe_init_routing(x, row_idx=numbers, expert_idx=ids, active_num=6)
-    ends = expert_ops.npu_moe_compute_expert_tokens(ordered, experts).long()
-    options = {"group_list": ends, "group_type": 0, "group_list_type": 0, "split_item": 2}
-    (made,) = expert_ops.npu_grouped_matmul(x=[rows], weight=[weight.transpose(1, 2)], **options)
-    back = (scales, places, ids)
-    found = expert_ops.npu_moe_finalize_routing(made, None, None, None, *back)
-    chosen = torch.einsum("tkoi,ti->tko", weight[ids.long()], x)
-    torch.testing.assert_close(found, (chosen * scales.unsqueeze(-1)).sum(1))
-    assert ends[0] > 0
-    (short,) = expert_ops.npu_grouped_matmul(
-        x=[rows], weight=[weight.transpose(1, 2)], **options | {"group_list": ends - ends[0]}
-    )
-    assert short[-int(ends[0]) :].isnan().all() and not short[: -int(ends[0])].isnan().any()
-
-
-def normed(x, gamma, epsilon):
-    return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma
-
-
-def test_flash_attention_is_causal_attention_of_each_sequence():
-    lengths, width = [5, 3], L + R
-    query, key, value, out = rand(8, N, width), rand(8, N, width), rand(8, N, L), rand(8, N, L)
-    mask, seq_len = torch.ones(9, 9, dtype=torch.float64).triu(1), torch.tensor(lengths, dtype=torch.int32)
-    attention_ops._npu_flash_attention(query, key, value, mask, seq_len, 0.3, N, N, out)
-    parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True)
-    plain = torch.nn.functional.scaled_dot_product_attention
-    expected = torch.cat([plain(*part, is_causal=True, scale=0.3) for part in parts], 1).transpose(0, 1)
-    torch.testing.assert_close(out, expected)
-    attention_ops._npu_flash_attention(query, key, value, mask * 0, seq_len, 0.3, N, N, out)
-    assert not torch.allclose(out, expected)  # the control: nothing is hidden
-
-
-def test_add_rms_norm_is_the_norm_of_the_sum():
-    x1, x2, gamma = rand(4, L), rand(4, L), rand(L)
-    y, rstd, total = expert_ops.npu_add_rms_norm(x1, x2, gamma, 0.1)
-    torch.testing.assert_close((y, total), (normed(x1 + x2, gamma, 0.1), x1 + x2))
-    torch.testing.assert_close(rstd, ((x1 + x2).square().mean(-1, keepdim=True) + 0.1).rsqrt())
 
 
 def test_the_driver_says_what_is_on_the_device():

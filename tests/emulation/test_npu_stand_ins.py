@@ -1,10 +1,8 @@
 """Line a3 on platform cpu: torch.npu in a process; test_cpu_rows.py tries each row, and imports each module."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from verl_patches.emulation.ascend import mindspeed_ops, packages
+from verl_patches.emulation.ascend import packages
 
 START = """
 import dataclasses
@@ -48,11 +46,6 @@ def test_stand_ins_in_a_process(run_python, line, code):
     run_python(f"LINE = {line!r}{START}{code}").check()
 
 
-def test_builders_load_the_references():
-    assert mindspeed_ops.load(SimpleNamespace(name="grouped_matmul")).npu_gmm is mindspeed_ops.npu_gmm
-
-
-def test_reasons_cover_what_lies_below_a_name():
-    assert "profiling" in packages.reason("torch_npu.profiler.ProfilerLevel.Level1")
-    assert packages.reason("torch_npu.npu_rms_norm") is None
-    assert packages.reason("torch_npu.npu.memory_statistics") is None
+def test_what_lies_below_a_listed_name_is_listed():
+    assert "profiling" in packages.listed("torch_npu.profiler.ProfilerLevel.Level1")[0]
+    assert packages.listed("torch_npu.npu_rms_norm") is packages.listed("torch_npu.npu.memory_statistics") is None

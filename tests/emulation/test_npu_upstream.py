@@ -43,10 +43,10 @@ def unknown(used):
     for name, places in used.items():
         if is_there(name):
             continue
-        if packages.reason(name) is None:
+        if (listed := packages.listed(name)) is None:
             found.append(f"{name}: not known, used at {', '.join(sorted(places))}")
         else:
-            elsewhere = [place for place in sorted(places) if not place.startswith(packages.users(name))]
+            elsewhere = [place for place in sorted(places) if not place.startswith(listed[1])]
             found += [f"{name}: listed, but used at {place}" for place in elsewhere]
     return sorted(found)
 
@@ -69,8 +69,7 @@ def test_a_new_name_or_a_new_place_would_be_seen():
 
 
 def test_the_list_has_no_name_that_is_not_used(used):
-    reasons = {packages.reason(name) for name in used if not is_there(name)}
-    assert {entry[0] for entry in packages.NAMES.values()} == reasons - {None}
+    assert set(packages.NAMES.values()) == {packages.listed(name) for name in used if not is_there(name)} - {None}
 
 
 def test_reading_finds_every_form(tmp_path):

@@ -1,4 +1,4 @@
-r"""TeX's arguments without braces: the reader, pairs of answers, and random expressions in both spellings."""
+r"""TeX's arguments without braces: the reader, and random expressions in both spellings; pairs: equal_pairs.txt."""
 
 from fractions import Fraction
 from math import comb
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_patches.rewards.equivalence import equivalent
-from verl_patches.rewards.tex import MAX_NESTING, TexError, braced
+from verl_patches.rewards.tex import TexError, braced
 
 # text -> with braces
 READ = r"""
@@ -29,22 +29,8 @@ e^-x -> e^{-x} ; 2^10 -> 2^{10} ; 4^.5 -> 4^{.5} ; 10^-7 -> 10^{-7} ; 2^(3+1) ->
 \sin\frac12 -> \sin\frac{1}{2} ; \{1,2\} -> \{1,2\}
 \begin{pmatrix}1\\\frac12\end{pmatrix} -> \begin{pmatrix}1\\\frac{1}{2}\end{pmatrix} ; \frac1 -> \frac{1}
 x^ -> x^"""
-NO_TEX = [
-    "x^2^3",
-    "x^{2^{3}}^2",
-    "x^2 ^3",
-    "x_1_2",
-    "x^2_1^3",
-    "{",
-    "}",
-    r"\frac{1}{2",
-    r"\frac{1}{2}}",
-    r"\sqrt(2",
-    r"\text{",
-    "5\\",
-    "x^_2",
-    "x^^2",
-]
+NO_TEX = r"""
+x^2^3 ; x^{2^{3}}^2 ; x^2 ^3 ; x_1_2 ; x^2_1^3 ; { ; } ; \frac{1}{2 ; \frac{1}{2}} ; \sqrt(2 ; \text{ ; x^_2 ; x^^2"""
 
 
 @pytest.mark.parametrize("pair", READ.strip().replace("\n", " ; ").split(" ; "))
@@ -54,42 +40,11 @@ def test_an_argument_is_one_group_one_command_or_one_character(pair):
     assert braced(expected).replace(r"\cdot \cdot ", r"\cdot ") == expected  # idempotent
 
 
-@pytest.mark.parametrize("text", NO_TEX)
+@pytest.mark.parametrize("text", [*NO_TEX.strip().split(" ; "), "5\\"])
 def test_what_is_no_tex_is_refused_and_equals_nothing(text):
     with pytest.raises(TexError):
         braced(text)
     assert not equivalent("5", text) and not equivalent("64", text)
-
-
-@pytest.mark.parametrize("unit", [r"\sqrt", "{", r"\frac1", "x^{", r"\sqrt("])
-def test_nesting_is_bounded_before_it_is_followed(unit):
-    closing = {"{": "}", "x^{": "}", r"\sqrt(": ")"}.get(unit, "")
-    shallow, deep = (unit * n + "2" + closing * n for n in (MAX_NESTING // 3, MAX_NESTING + 1))
-    assert braced(shallow)
-    with pytest.raises(TexError, match="levels"):
-        braced(deep)
-
-
-UNEQUAL = r"""
-\frac{12}{3} == \frac123 ; \frac{1}{23} == \frac123 ; \frac{1}{2} == \frac21 ; \frac{1}{72} == \frac{17}2
-\sqrt{12} == \sqrt12 ; \sqrt{\pi} == \sqrt2\pi ; \sqrt{\pi r} == \sqrt\pi r ; \sqrt{xy} == \sqrt xy
-\frac{\sqrt{3}}{2} == \sqrt{\frac32} ; \frac{\sqrt{3}}{2} == \frac3{\sqrt2} ; 2\sqrt[3]{3} == \sqrt[3]2
-\binom{5}{2} == \binom25 ; \binom{5}{23} == \binom523 ; 12 == 2\binom52 ; 5 == \frac42(3) ; 5 == \frac42\frac62
-5 == \binom21\binom31 ; 2.5 == (2)\frac12 ; 5 == (2)3 ; 6 == 2^3^1 ; 64 == 2^{3^{1}}^{2} ; e^{i\pi} == e^i\pi
-e^{2x} == e^2x ; x^{2y} == x^2y ; 2^{\frac{1}{2}} == 2^\frac13 ; 20 == 2^10 ; 8 == 2^(3+1)
-\log_{28} 2 == \log_28 ; \frac{\pi}{4} == \arctan 2 ; \frac{\pi}{4} == \frac4\pi
-\frac{\pi}{4} == \frac{\pi}{\arctan 4} ; \frac{\pi}{6} == \arcsin\frac13 ; \frac{\pi}{4} == \tan^{-1}2
-1 == \tan^{-1}1 ; \frac{\pi}{2} == \arctan 1 2 ; \frac\pi4 == \arccot 2 ; \frac{1}{2} == \frac{1} ; x^{A} == x^a
-x_{a}^{A} == x^A ; \frac{1}{2} == \frac{1}{2 ; \frac{1}{2} == \frac{1}{2}} ; \frac12 == 1\over2\over1"""
-
-
-def pairs(table):
-    return [tuple(pair.split(" == ")) for pair in table.strip().replace("\n", " ; ").split(" ; ")]
-
-
-@pytest.mark.parametrize(("gold", "answer"), pairs(UNEQUAL))
-def test_other_values_are_not_equal(gold, answer):
-    assert not equivalent(gold, answer) and not equivalent(answer, gold)
 
 
 # -- random expressions -----------------------------------------------------------------------------------------------

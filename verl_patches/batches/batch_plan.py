@@ -38,11 +38,11 @@ Replicas = list[list[list[int]]]  # [replica][micro batch] -> samples
 
 def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
     """Micro batches as verl cuts them: `share` has the samples of one mini batch by replica, in their order."""
-    size, counts = micro_batch_size, sorted(map(len, share))
-    if counts[0] != counts[-1] or counts[0] % size:
+    size = micro_batch_size
+    if len(share[0]) % size:
         raise ConfigError(
-            f"micro batches: replicas have {counts} samples of a mini batch; expected equally many on each, in "
-            f"multiples of the micro batch size {size}; change ppo_mini_batch_size x rollout.n"
+            f"micro batches: replicas have {len(share[0])} samples of a mini batch; expected a multiple of the micro "
+            f"batch size {size}; change ppo_mini_batch_size x rollout.n"
         )
     return [[list(samples[i : i + size]) for i in range(0, len(samples), size)] for samples in share]
 
@@ -66,10 +66,9 @@ def packed(share: Sequence[Samples], lengths: Sequence[int], token_budget: int, 
     """Micro batches of any number of samples and at most `token_budget` tokens, equally many on each replica.
 
     With `balance` a slot is packed for all replicas at once, by its longest sample; otherwise each replica packs its
-    own share. ConfigError for a sample longer than the budget, or replicas with unequally many samples.
+    own share. ConfigError for a sample longer than the budget.
     """
     own = [list(samples) for samples in share]
-    arrival(own, 1)  # for its check
     longest = max((lengths[sample] for samples in own for sample in samples), default=0)
     if longest > token_budget:
         raise ConfigError(
@@ -194,13 +193,8 @@ def plan_batch(
     micro batch: dynamic batch size). Without `balance` micro batches are those of arrival order. ConfigError where
     sizes do not divide each other.
     """
-    if (micro_batch_size is None) == (token_budget is None):
-        raise ConfigError("batch plan: expected micro_batch_size or token_budget, and not both")
-    numbers = sorted(set(replica_of))
-    if numbers != list(range(len(numbers))):
-        raise ConfigError(f"batch plan: train replicas are {numbers}; expected 0..{len(numbers) - 1}")
     by_mini = []
-    for share in mini_batches(len(lengths), len(numbers), mini_batch_size):
+    for share in mini_batches(len(lengths), len(set(replica_of)), mini_batch_size):
         if token_budget is not None:
             by_mini.append(packed(share, lengths, token_budget, balance=balance))
         elif balance:

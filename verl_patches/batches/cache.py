@@ -94,10 +94,6 @@ class TensorCache:
             )
         return ragged if list(places) == list(samples) else ragged.take([places[sample] for sample in samples])
 
-    def drop(self, name: str) -> None:
-        """Drop a tensor before the step ends; nothing if there is none of this name."""
-        self._tensors.pop(name, None)
-
     def redistribute(self, step: int, plan: BatchPlan, rank: int, specs: Mapping[str, TensorSpec]) -> None:
         """Replace the tensors of `specs` by those of the samples that `rank` computes by the plan; collective.
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, cycle, islice
+from contextlib import contextmanager
+from itertools import chain, cycle
 from typing import Any
 
 import torch
@@ -130,16 +130,19 @@ def equal_samples(agg_loss: Callable) -> Callable:
 
 
 class PlannedSplits:
-    """Micro batches of the stage in progress, batch by batch; repeated for each epoch."""
+    """Micro batches of the stage in progress, batch by batch; repeated for each epoch.
 
-    def __init__(self, splits: Sequence[MicroBatches], tokens: Sequence[Sequence[int]]):
-        self._splits = cycle(zip(splits, tokens, strict=True))
+    `batches`: (micro batches, tokens by row) of each.
+    """
+
+    def __init__(self, batches: Sequence[tuple[MicroBatches, list[int]]]):
+        self._batches = cycle(batches)
         self.reached = 0
 
     def next(self, tokens: list[int]) -> MicroBatches:
         """Micro batches of the next batch, with these tokens by row; RecipeError where the plan has other rows."""
-        parts, expected = next(self._splits)
-        if tokens != list(expected):
+        parts, expected = next(self._batches)
+        if tokens != expected:
             raise RecipeError(
                 f"micro batches: batch {self.reached} of this stage: {len(tokens)} rows of {sum(tokens)} tokens, the "
                 f"plan has {len(expected)} of {sum(expected)}, or another order"
@@ -151,44 +154,27 @@ class PlannedSplits:
 current_splits: Current[PlannedSplits] = Current()  # of the stage in progress
 
 
+@contextmanager
 def planned(
     stage: str, budget: int | None, plan: BatchPlan, replica: int, tokens: Sequence[int] | None
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """Context of a stage ("update" or a forward pass) in which dynamic micro batches of a replica are the plan's.
 
-    `tokens`: by sample. Without tokens, or without a budget (no dynamic batch size), micro batches are verl's.
+    `tokens`: by sample. A forward pass is one batch of all samples, packed for its own budget. Without tokens, or
+    without a budget (no dynamic batch size), micro batches are verl's. RecipeError if verl's actor did not ask.
     """
     if budget is None or tokens is None:
-        return nullcontext()
-    split = update_splits(plan, replica) if stage == "update" else pass_splits(plan, replica, tokens, budget)
-    return following(split, [tokens[sample] for sample in plan.placed[replica]])
-
-
-def update_splits(plan: BatchPlan, replica: int) -> list[MicroBatches]:
-    """[mini batch] -> its micro batches; the update has its samples in the order of the plan."""
-    return [_rows(mini, list(chain.from_iterable(mini))) for mini in plan.schedule[replica]]
-
-
-def pass_splits(plan: BatchPlan, replica: int, lengths: Sequence[int], token_budget: int) -> list[MicroBatches]:
-    """One batch of all samples of a replica, for a forward pass with a budget of its own."""
-    packed = batch_plan.packed(plan.placed, lengths, token_budget, balance=False)  # the plan has balanced replicas
-    return [_rows(packed[replica], plan.placed[replica])]
-
-
-def _rows(parts: Sequence[Sequence[int]], order: Sequence[int]) -> MicroBatches:
-    row_of = {sample: row for row, sample in enumerate(order)}
-    return [[row_of[sample] for sample in part] for part in parts]
-
-
-@contextmanager
-def following(splits: Sequence[MicroBatches], tokens: Sequence[int]) -> Iterator[None]:
-    """Context of a stage whose dynamic micro batches are `splits`; `tokens`: of the rows of all batches in order.
-
-    RecipeError if verl's actor did not ask for them.
-    """
-    rows = iter(tokens)
-    by_batch = [list(islice(rows, sum(map(len, parts)))) for parts in splits]
-    with current_splits.set(PlannedSplits(splits, by_batch)) as now:
+        yield
+        return
+    batches = plan.schedule[replica]
+    if stage != "update":
+        batches = [batch_plan.packed(plan.placed, tokens, budget, balance=False)[replica]]  # replicas are balanced
+    splits = []
+    for micros in batches:
+        order = list(chain.from_iterable(micros)) if stage == "update" else plan.placed[replica]
+        row_of = {sample: row for row, sample in enumerate(order)}
+        splits.append(([[row_of[sample] for sample in micro] for micro in micros], [tokens[s] for s in order]))
+    with current_splits.set(PlannedSplits(splits)) as now:
         yield
     if not now.reached:
         raise RecipeError(
@@ -198,7 +184,7 @@ def following(splits: Sequence[MicroBatches], tokens: Sequence[int]) -> Iterator
 
 
 def as_planned(rearrange_micro_batches: Callable) -> Callable:
-    """Row provider for verl's rearrange_micro_batches: (micro batches, rows), by the plan inside `following`.
+    """Row provider for verl's rearrange_micro_batches: (micro batches, rows), by the plan inside `planned`.
 
     verl packs the samples of each rank separately, into the least number of micro batches that the rank with the most
     tokens needs (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two

@@ -262,3 +262,28 @@ def demand_defaults(function: str, given: Mapping[str, Any]) -> None:
 def wide(x: torch.Tensor) -> torch.Tensor:
     """x in fp32, or in fp64 where it is fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def with_shapes(shapes: Callable[..., Any]) -> Callable[[Callable], Callable]:
+    """Decorator of a reference that reads values: `shapes`(the same arguments) gives empty outputs for fake tensors.
+
+    torch_npu registers a Meta kernel for each op, so that Dynamo sees it as one node of known shapes.
+    """
+
+    def decorate(reference: Callable) -> Callable:
+        @functools.wraps(reference)
+        def call(**given: Any) -> Any:
+            from torch._subclasses.fake_tensor import FakeTensor
+
+            tensors = (x[0] if isinstance(x, (list, tuple)) and len(x) else x for x in given.values())
+            fake = any(isinstance(x, FakeTensor) for x in tensors)
+            return shapes(**given) if fake else reference(**given)
+
+        return call
+
+    return decorate
+
+
+def no_values(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The empty tensor that an op gives for an output that was not asked for."""
+    return x.new_empty(0, dtype=dtype)

@@ -15,6 +15,7 @@ from typing import Any
 from verl_patches.patching.spec import PatchSpec
 
 _TORCH = "verl_patches.emulation.cpu.torch_on_cpu"
+_TORCH_NAMES = "verl_patches.emulation.npu.torch_names"
 _PACKAGES = "verl_patches.emulation.ascend.packages"
 _MINDSPEED_OPS = "verl_patches.emulation.ascend.mindspeed_ops"
 _MEGATRON = "verl_patches.emulation.cpu.megatron"
@@ -146,8 +147,9 @@ NPU: tuple[PatchSpec, ...] = (
     _ascend("platform.npu_jit_script", "torch.jit:script", "replace", "script_nothing",
          "torch_npu's transfer_to_npu turns it off, and MindSpeed puts it where torch.compile was "
          "(mindspeed/megatron_adaptor.py:131): what it cannot compile must run as it is"),
-    _npu("platform.npu_library", "torch.library:Library.impl", "wrap", "implement_on_cpu",
-         "grouped matmul is registered for PrivateUse1, the NPU's key, only (mindspeed/ops/gmm.py:153)"),
+    _npu("platform.npu_library", "torch.library:Library.impl", "wrap", "implement_on_host",
+         "grouped matmul is registered for PrivateUse1, the NPU's key, only (mindspeed/ops/gmm.py:153)",
+         module=_TORCH_NAMES),
     _ascend("platform.npu_tensor_type", "mindspeed.megatron_adaptor:type_wrapper", "wrap", "type_wrapper_on_cuda",
          "Megatron's optimizers take torch.cuda.FloatTensor and the like only "
          "(megatron/core/optimizer/distrib_optimizer.py:347); MindSpeed goes over Tensor.type itself",

@@ -197,8 +197,8 @@ def _content(path: Path, most: int | None, tail: int | None = None) -> bytes | N
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            kind = next(word for word, holds in _KINDS.items() if holds(mode))
-            raise ConfigError(f"{path}: expected a file as a run writes it, found a {kind}; give another run")
+            found = f"found {stat.filemode(mode)}, no regular file"
+            raise ConfigError(f"{path}: expected a file as a run writes it, {found}; give another run")
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             if most is not None and size > most:
@@ -209,9 +209,6 @@ def _content(path: Path, most: int | None, tail: int | None = None) -> bytes | N
         return None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a file as a run writes it") from None
-
-
-_KINDS = {"folder": stat.S_ISDIR, "FIFO": stat.S_ISFIFO, "socket": stat.S_ISSOCK, "device": lambda mode: True}
 
 
 def _damaged(path: Path, text: str) -> ConfigError:

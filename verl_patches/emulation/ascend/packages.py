@@ -64,17 +64,8 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def reason(name: str) -> str | None:
-    """Why a dotted name is not there, or None."""
-    return (_entry(name) or (None,))[0]
-
-
-def users(name: str) -> tuple[str, ...]:
-    """Beginnings of the paths of the files that may use it."""
-    return (_entry(name) or (None, ()))[1]
-
-
-def _entry(name: str) -> tuple[str, tuple[str, ...]] | None:
+def listed(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """(why a dotted name is not there, beginnings of the paths of the files that may use it); None if not in NAMES."""
     parts = name.split(".")
     above = (".".join(parts[:end]) + "." for end in range(len(parts), 0, -1))
     return next((NAMES[key] for key in (name, *above) if key in NAMES), None)
@@ -91,10 +82,9 @@ def refuse_unknown(real: str) -> Callable[[str], NoReturn]:
     """`__getattr__` of the stand-in for module `real`: AttributeError that says why, or where to add the name."""
 
     def __getattr__(name: str) -> NoReturn:
-        why = reason(f"{real}.{name}")
-        hint = f"not on our paths ({why})"
-        if why is None:
-            hint = f"nothing was seen to use it. If the pinned package has it and it is needed, add it to {__name__}"
+        hint = f"nothing was seen to use it. If the pinned package has it and it is needed, add it to {__name__}"
+        if entry := listed(f"{real}.{name}"):
+            hint = f"not on our paths ({entry[0]})"
         raise AttributeError(f"the stand-in for {real} has no {name!r}: {hint}", name=name)
 
     return __getattr__
@@ -250,16 +240,8 @@ _NO_RT = "CANN's own package. It has no rt: Ray counts devices through acl.rt, a
 acl = stand_in("acl", _NO_RT, get_soc_name=get_soc_name)
 
 
-class Tensor:
-    """A node of a graph; none is ever made here."""
-
-
-class TensorSpec:
-    """Shape and dtype of a node; none is ever made here."""
-
-
-class DataType:
-    """Element types of nodes; looked at only while a graph is compiled."""
+# classes in the signatures of converters; none is ever made here
+_NODES = {name: type(name, (), {}) for name in ("DataType", "Tensor", "TensorSpec")}
 
 
 def register_fx_node_ge_converter(aten_op: Any) -> Callable[[Callable], Callable]:
@@ -270,6 +252,5 @@ def register_fx_node_ge_converter(aten_op: Any) -> Callable[[Callable], Callable
 torchair = stand_in(
     "torchair", "Ascend's graph compiler: MindSpeed's op builders register converters while they are built.",
     register_fx_node_ge_converter=register_fx_node_ge_converter,
-    ge=stand_in("torchair.ge", "Names in the signatures of converters.", DataType=DataType, Tensor=Tensor,
-                TensorSpec=TensorSpec),
+    ge=stand_in("torchair.ge", "Names in the signatures of converters.", **_NODES),
 )  # fmt: skip

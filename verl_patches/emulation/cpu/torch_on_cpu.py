@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 
-
-def _is_accelerator(device: Any) -> bool:
-    """True for "cuda", "cuda:1", torch.device("cuda"), "npu", "npu:0"."""
-    return isinstance(device, (str, torch.device)) and str(device).split(":")[0] in ("cuda", "npu")
-
+from verl_patches.emulation.npu.torch_names import is_device
 
 # -- torch.cuda --------------------------------------------------------------------------------------------------------
 
@@ -149,7 +145,7 @@ def on_cpu(factory):
     @functools.wraps(factory)
     def make(*args, **kwargs):
         kwargs.pop("pin_memory", None)
-        if _is_accelerator(kwargs.get("device")):
+        if is_device(kwargs.get("device")):
             kwargs["device"] = "cpu"
         return factory(*args, **kwargs)
 
@@ -166,9 +162,9 @@ def to_on_cpu(original):
 
     @functools.wraps(original)
     def to(self, *args, **kwargs):
-        if args and _is_accelerator(args[0]):
+        if args and is_device(args[0]):
             args = ("cpu", *args[1:])
-        if _is_accelerator(kwargs.get("device")):
+        if is_device(kwargs.get("device")):
             kwargs["device"] = "cpu"
         return original(self, *args, **kwargs)
 
@@ -234,7 +230,7 @@ def init_device_mesh_on_cpu(original):
 
     @functools.wraps(original)
     def init_device_mesh(device_type, *args, **kwargs):
-        return original("cpu" if _is_accelerator(device_type) else device_type, *args, **kwargs)
+        return original("cpu" if is_device(device_type) else device_type, *args, **kwargs)
 
     return init_device_mesh
 
@@ -244,20 +240,6 @@ def script_nothing(
 ) -> Any:
     """torch.jit.script, which gives back what it is given."""
     return obj
-
-
-def implement_on_cpu(original):
-    """Wrap torch.library.Library.impl: what MindSpeed implements for the NPU is for the CPU here.
-
-    The NPU's dispatch key is PrivateUse1 (mindspeed/ops/gmm.py:153).
-    """
-
-    def impl(self, op_name, fn, dispatch_key="", **kwargs):
-        if self.ns == "mindspeed" and dispatch_key == "PrivateUse1":
-            dispatch_key = "CPU"
-        return original(self, op_name, fn, dispatch_key, **kwargs)
-
-    return impl
 
 
 def reduce_to_name(self: Any, protocol: int | None = None) -> tuple:

@@ -12,15 +12,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from verl_patches.emulation.ascend.ops import npu_rms_norm, rotate
-from verl_patches.emulation.npu.graph import no_values, with_shapes
 from verl_patches.emulation.op_schemas import (
     atb_op,
     demand,
     demand_defaults,
     demand_int32,
     demand_one_dtype,
+    no_values,
     torch_npu_op,
     wide,
+    with_shapes,
 )
 
 

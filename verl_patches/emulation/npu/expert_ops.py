@@ -11,14 +11,15 @@ import torch
 
 from verl_patches.emulation.ascend import ops
 from verl_patches.emulation.npu import hccl
-from verl_patches.emulation.npu.graph import no_values, with_shapes
 from verl_patches.emulation.op_schemas import (
     demand,
     demand_defaults,
     demand_int32,
     demand_one_dtype,
+    no_values,
     torch_npu_op,
     wide,
+    with_shapes,
 )
 
 

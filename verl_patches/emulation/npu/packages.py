@@ -16,19 +16,14 @@ import torch
 from verl_patches.emulation.ascend import packages as training
 from verl_patches.emulation.ascend.packages import stand_in
 from verl_patches.emulation.npu import attention_ops, expert_ops, hccl, memory_pool, profiler
-from verl_patches.emulation.npu.graph import Graph
-from verl_patches.emulation.npu.npu_module import SOC_VERSION, nothing, npu, with_more
+from verl_patches.emulation.npu.hccl import Graph
+from verl_patches.emulation.npu.npu_module import nothing, npu, with_more
 from verl_patches.emulation.op_schemas import ATB_FUNCTIONS, FUNCTIONS, WITH_EMULATION
 
 
 def npu_format_cast(input: torch.Tensor, acl_format: int) -> torch.Tensor:
     """A private format: refused, as nothing here would know how it is laid out."""
     raise RuntimeError(f"npu_format_cast to format {acl_format}: private formats are not emulated; leave NZ off")
-
-
-def get_soc_version() -> int:
-    """torch_npu._C's."""
-    return SOC_VERSION
 
 
 _OPS = {**vars(training.torch_npu), **vars(attention_ops), **vars(expert_ops)}
@@ -42,7 +37,7 @@ torch_npu = with_more(
     npu=npu, profiler=with_more(training.torch_npu.profiler, profile=profiler.profile,
                                 ProfilerActivity=profiler.ProfilerActivity,
                                 tensorboard_trace_handler=profiler.tensorboard_trace_handler),
-    _C=stand_in("torch_npu._C", "Process groups.", _npu_get_soc_version=get_soc_version,
+    _C=stand_in("torch_npu._C", "Process groups.", _npu_get_soc_version=npu.get_soc_version,
                 _distributed_c10d=stand_in("torch_npu._C._distributed_c10d", "HCCL.",
                                            ProcessGroupHCCL=hccl.ProcessGroupHCCL)),
     op_plugin=stand_in("torch_npu.op_plugin", "ATB.", atb=stand_in("torch_npu.op_plugin.atb", "ATB.", _atb_ops=stand_in(

