@@ -204,7 +204,7 @@ MUTANTS = (
     Mutant("equivalence-percent-of-small-numbers", "rewards/equivalence.py",
            "abs(float(bare_gold)) > 1 and", "abs(float(bare_gold)) > 0 and", EQUAL),
     Mutant("equivalence-two-numbers", "rewards/equivalence.py",
-           " or has_adjacent_numbers(answer) or", " or", EQUAL),
+           "has_adjacent_numbers(answer) or ", "", EQUAL),
     Mutant("tex-two-exponents", "rewards/tex.py", "if token in scripts:", "if False:", TEX),
     Mutant("tex-factors-are-mixed-numbers", "rewards/tex.py",
            "if token in _FRACTIONS and parts and self._multiplies(_FRACTIONS[token], parts):", "if False:", TEX),

@@ -222,6 +222,43 @@ def has_adjacent_numbers(answer: str) -> bool:
     return bool(_SIDE_BY_SIDE.search(answer.replace(r"\{", "(").replace(r"\}", ")")))
 
 
+# -- size -------------------------------------------------------------------------------------------------------------
+
+MAX_FACTORIAL = 10**4
+_INTEGER_POWER = re.compile(r"(\([0-9]+\)|[0-9]+)\s*\^\s*(?:\{\s*([0-9]+)\s*\}|\(\s*([0-9]+)\s*\)|([0-9]+))")
+_FACTORIAL = re.compile(r"([0-9]+)\s*\)?\s*!")
+_BINOMIAL = re.compile(r"\\binom\s*\{[^{}]*?([0-9]+)[^{}]*\}\s*\{([^{}]*)\}")
+_EXPONENT = re.compile(
+    r"\^\s*(?:\{[^{}]*?(?<![0-9.])|\([^{}()]*?(?<![0-9.]))?[0-9]{7,}|(?:\^\s*\{[^{}]*){4}"  # a million, or four levels
+)
+
+
+def is_too_large(answer: str) -> bool:
+    """Whether the answer has a power, factorial or binomial coefficient that takes too long: 10^{10^{10}}."""
+    before = None
+    while answer != before:  # powers of integers and factorials, the inner ones first
+        before = answer
+        for pattern, collapsed in ((_INTEGER_POWER, _collapsed), (_FACTORIAL, _collapsed_factorial)):
+            if any(int(match[1][:20]) > MAX_FACTORIAL for match in _FACTORIAL.finditer(answer)):
+                return True
+            if any(len(match[1]) > 5 and len(match[2].strip()) > 3 for match in _BINOMIAL.finditer(answer)):
+                return True
+            if _EXPONENT.search(answer):
+                return True
+            answer = pattern.sub(collapsed, answer)
+    return False
+
+
+def _collapsed(power: re.Match[str]) -> str:
+    """The value of a power of integers, or a number of 20 digits where it is larger."""
+    base, exponent = int(power[1].strip("()")[:20]), int((power[2] or power[3] or power[4])[:8])
+    return str(base**exponent) if exponent <= 60 and base**exponent < 10**20 else "9" * 20
+
+
+def _collapsed_factorial(match: re.Match[str]) -> str:
+    return match[0].replace("!", "") if int(match[1][:20]) <= 3 else "9" * 20
+
+
 # -- brackets and lists -----------------------------------------------------------------------------------------------
 
 _BRACKETS = ((r"\{", r"\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"))
@@ -238,6 +275,15 @@ MAX_SIGNS = 3  # of \pm and \mp in one item
 def depth(answer: str) -> int:
     """Number of brackets that are open at the end of the text."""
     return sum((char in "([{") - (char in ")]}") for char in answer)
+
+
+def deepest(answer: str) -> int:
+    """Largest number of nested brackets."""
+    level = most = 0
+    for char in answer:
+        level += (char in "([{") - (char in ")]}")
+        most = max(most, level)
+    return most
 
 
 def closes_early(inner: str) -> bool:

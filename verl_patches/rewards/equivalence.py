@@ -21,13 +21,17 @@ from verl_patches.rewards.answer_text import (
     OR,
     UNION,
     bracketed,
+    deepest,
     has_adjacent_numbers,
+    is_too_large,
     items,
     normalise,
     split,
 )
 from verl_patches.rewards.units import quantity
 
+MAX_DEPTH = 12  # of brackets; ANTLR's time grows steeply with depth
+MAX_ITEMS = 32  # of a list or set
 SIGNIFICANT_DIGITS = 6  # fewest of a rounded decimal that equals an exact value
 DIGITS = 200  # significant ones in which two irrational numbers agree
 POINTS, FEWEST_POINTS = 12, 4  # at which functions are compared
@@ -60,8 +64,12 @@ def equivalent(gold: str, answer: str) -> bool:
         return False
     if gold == answer:
         return True
-    if _UNSAFE.search(answer) or has_adjacent_numbers(answer) or has_adjacent_numbers(gold):
-        return False  # two numbers side by side are read by nobody in one way
+    if _UNSAFE.search(answer) or has_adjacent_numbers(answer) or deepest(answer) > MAX_DEPTH:
+        return False
+    if is_too_large(gold) or is_too_large(answer):
+        return False
+    if has_adjacent_numbers(gold):  # read by nobody in one way: equal as text only
+        return False
     return _equal(gold, answer)
 
 
@@ -166,7 +174,7 @@ def _named(parts: list[str]) -> list[tuple[str, str]] | None:
 def _same_items(gold_items: Sequence[str], answer_items: Sequence[str]) -> bool:
     """Whether every gold item equals an answer's item of its own, in any order."""
     left = list(answer_items)
-    if len(gold_items) != len(left):
+    if len(gold_items) != len(left) or len(left) > MAX_ITEMS:
         return False
     for gold in gold_items:
         equal = next((item for item in left if gold == item or _equal(gold, item)), None)
@@ -177,7 +185,7 @@ def _same_items(gold_items: Sequence[str], answer_items: Sequence[str]) -> bool:
 
 
 def _equal_brackets(gold: tuple[str, list[str]], answer: tuple[str, list[str]]) -> bool:
-    if gold[0] != answer[0]:
+    if gold[0] != answer[0] or max(len(gold[1]), len(answer[1])) > MAX_ITEMS:
         return False
     if gold[0] != r"\{\}":
         return len(gold[1]) == len(answer[1]) and all(map(_equal, gold[1], answer[1]))

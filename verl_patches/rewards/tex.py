@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 
+MAX_NESTING = 50  # of groups and of commands that are arguments
+
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\s+|.", re.DOTALL)
 _FRACTIONS = dict.fromkeys((rf"\{style}frac" for style in ("", "d", "t", "c")), r"\frac")
 _FRACTIONS |= dict.fromkeys((r"\nicefrac", r"\sfrac"), r"\frac")
@@ -39,7 +41,7 @@ def braced(text: str) -> str:
 
     A product without a sign beside a fraction or binomial gets \cdot, because math-verify adds such factors where both
     are rational, as if they were a mixed number. Only digits before \frac are one. Raises TexError for text that is no
-    TeX.
+    TeX or nests deeper than MAX_NESTING.
     """
     return _Reader(text).group("")
 
@@ -49,7 +51,13 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self.tokens = _TOKEN.findall(text)
-        self.at = 0
+        self.at = self.nesting = 0
+
+    def enter(self) -> None:
+        """Count one more level of groups and arguments."""
+        self.nesting += 1
+        if self.nesting > MAX_NESTING:
+            raise TexError(f"more than {MAX_NESTING} levels of groups and arguments")
 
     def peek(self) -> str:
         """The next token that is not a space; empty at the end."""
@@ -59,6 +67,7 @@ class _Reader:
 
     def group(self, closing: str, denominator: bool = False) -> str:
         r"""The text up to the token `closing`, which is read too; `denominator`: it stands behind an \over."""
+        self.enter()
         parts: list[str] = []
         scripts: set[str] = set()  # of the base that stands last
         while self.at < len(self.tokens):
@@ -73,6 +82,7 @@ class _Reader:
                 continue
             if token in _INFIX:
                 rest = self.group(closing, denominator=True)
+                self.nesting -= 1
                 return f"{_INFIX[token]}{{{''.join(parts).strip()}}}{{{rest.strip()}}}"
             if token in ("^", "_"):
                 if token in scripts:
@@ -89,6 +99,7 @@ class _Reader:
         else:
             if closing:
                 raise TexError(f"{closing} is missing")
+        self.nesting -= 1
         return "".join(parts)
 
     def _multiplies(self, name: str, parts: list[str]) -> bool:
@@ -133,7 +144,10 @@ class _Reader:
             self.at -= 1
             self.tokens[self.at] = token[1:]
             return f"{{{token[0]}}}"
-        return f"{{{self.item(token)}}}"
+        self.enter()
+        text = self.item(token)
+        self.nesting -= 1
+        return f"{{{text}}}"
 
     def script(self, sign: str, base: str) -> str:
         """`sign` (^ or _) with its argument."""
