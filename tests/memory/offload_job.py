@@ -194,7 +194,7 @@ def worker_of(chunks, optimizer, swap=False, offload=True):
     megatron = {"param_offload": True, "optimizer_offload": offload}
     recipe = {"line": "pypi", "platform": "cpu", "weight_sync": {"enabled": True}, "reshard": {"bucket_bytes": 8}}
     recipe |= {
-        "train": {"skip_old_log_prob": False, "swap_optimizer": swap},
+        "train": {"skip_old_log_prob": False, "swap_optimizer": swap, "use_remove_padding": True},
         "memory": {"ledger": "off"},
         "watch": {"action": "off"},
     }

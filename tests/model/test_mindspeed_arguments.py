@@ -62,6 +62,7 @@ ALONE = {  # switch of training -> where it alone differs from the plain run, wh
     "swap_optimizer": (PARITY, "swapped_optimizer"),
     "enable_gradient_checkpointing": (PARITY, "each_setting"),
     "grad_overlap": (UPDATE, "overlapped_exchanges"),
+    "use_remove_padding": (BATCHES, "padded_sequences"),
     "use_dynamic_bsz": (BATCHES, "dynamic_micro_batches"),
     "context_parallel_size": (BATCHES, "context_parallel_ranks"),
 }

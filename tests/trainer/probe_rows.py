@@ -72,7 +72,7 @@ class Upstream:
 
 def worker_uses_the_configured_dtype():
     settings = {"line": "pypi", "platform": "cpu", "dtype": "fp32", "memory": {"ledger": "off"}, "expert_load": False}
-    settings |= {"train": {"skip_old_log_prob": False}, "watch": {"action": "off"}}
+    settings |= {"train": {"skip_old_log_prob": False, "use_remove_padding": True}, "watch": {"action": "off"}}
     side = {"megatron": {"param_offload": True, "optimizer_offload": True}}
     recipe = {**settings, "weight_sync": {"enabled": True}}
     config = OmegaConf.create({"recipe": recipe, "actor": side, "ref": side, "rollout": {"enforce_eager": True}})

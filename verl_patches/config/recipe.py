@@ -66,6 +66,8 @@ class Train:
     whole experts over TP x EP ranks, which expert_model_parallel_size counts (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
     left out. Refused unless the update is one mini batch and one epoch (log_probs/on_policy.py).
+    use_remove_padding: pack the sequences of a micro batch without padding. false pads them to the longest, for
+    comparison, with the same gradients at more work (batches/packed_forward.py). Line pypi always packs.
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
     selects them again (replay/routing_replay.py); null: each pass routes by itself.
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
@@ -100,6 +102,7 @@ class Train:
     layers_per_stage: list[Count] | None = None
     expert_split: _one_of("etp", "tp_extend_ep") = "etp"
     skip_old_log_prob: bool = False
+    use_remove_padding: bool = True
     routing_replay: Annotated[str, Field(pattern="^R2$", description="R2")] | None = None
     swap_optimizer: bool = False
     swap_optimizer_times: Count = 16

@@ -33,6 +33,7 @@ from verl_patches.batches.cached_stages import CachedBatch, cached_batch
 from verl_patches.batches.exchange import is_metrics_rank
 from verl_patches.batches.limits import token_budget
 from verl_patches.batches.micro_batches import stage_budget
+from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
@@ -81,6 +82,7 @@ class RecipeWorker:
             super().__init__(config, role)
         self.recipe = config.get("recipe")
         if self.recipe is not None:
+            pads_sequences.value = not self.recipe.train.use_remove_padding
             self.memory = WorkerMemory(config, self.recipe)
             if self.memory.scheduled:  # then verl's own calls move nothing
                 self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
