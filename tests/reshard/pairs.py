@@ -49,14 +49,12 @@ def pairs(draw, worlds: Sequence[int]) -> Case:
                 local_parameters(case.inventory, layout, rank, library)
     except ConfigError:  # the tests of layouts and shards cover refusals
         return draw(pairs(worlds))
-    names = [p.name for p in case.inventory.parameters]
     return replace(
         case,
         train_library=libraries[0],
         rollout_library=libraries[1],
         rollout_dtype=draw(DTYPES),
         bucket_bytes=draw(st.sampled_from((400, 1 << 10, 1 << 13, 1 << 20))),
-        whole=tuple(draw(st.lists(st.sampled_from(names), max_size=2, unique=True))),
         seed=draw(st.integers(0, 99)),
     )
 
