@@ -85,8 +85,7 @@ def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> li
                 globals()[spec["spoil"]](engine.rebalancer, place)
         got = generate(llm, place, spec)
         if engine.rebalancer is not None:
-            held = engine.rebalancer.guests or engine.rebalancer.runner.requests.keys() & engine.rebalancer.origins
-            got |= {"moved": engine.rebalancer.moved, "left over": bool(held) or free() != before}
+            got |= {"moved": engine.rebalancer.moved, "left over": bool(engine.rebalancer.guests) or free() != before}
         if "error" in got:
             _forget_requests(engine)
         found.append(got)
