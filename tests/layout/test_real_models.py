@@ -9,12 +9,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.layout.native_parameters import native_parameters
-from verl_patches.errors import ConfigError
+from tests.layout.native_parameters import pack
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import local_parameters
+from verl_patches.layout.sharding import AXES, local_parameters
+from verl_patches.model.weights import parse_name
 
 pytestmark = pytest.mark.slow
 
@@ -62,13 +63,17 @@ def _train_layout(case):
     return ParallelLayout(case["world_size"], layers_per_stage=layers, **sizes)
 
 
-def _ours(inventory, layout, rank, library, chunk=0):
-    tensors = native_parameters(inventory, layout, rank, library, chunk)
-    return {name: [list(t.shape), t.dtype, t.shards[0].axis] for name, t in tensors.items()}
+def _ours(inventory, layout, rank):
+    """Of each chunk: {name: [shape, dtype, cut axis]}."""
+    tensors = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype), device="meta") for p in inventory.parameters}
+    return [
+        {name: [list(t.shape), str(t.dtype)[6:], AXES[parse_name(name).kinds[0]]] for name, t in chunk.items()}
+        for chunk in pack(tensors, inventory, layout, rank, "local")
+    ]
 
 
-def _first_word(inventory, layout, rank, library):
-    return local_parameters(inventory, layout, rank, library).shards["model.embed_tokens.weight"].start
+def _first_word(inventory, layout, rank):
+    return local_parameters(inventory, layout, rank, "megatron-local").shards["model.embed_tokens.weight"].start
 
 
 @pytest.mark.parametrize("name", MEGATRON)
@@ -77,28 +82,21 @@ def test_megatron_holds_what_we_say(name, megatron):
     layout, inventory = _train_layout(case), build_inventory(case["config"])
     assert [row["rank"] for row in megatron[name]] == case["ranks"]
     for row in megatron[name]:
-        assert len(row["chunks"]) == layout.vpp
+        assert _ours(inventory, layout, row["rank"]) == [megatrons["tensors"] for megatrons in row["chunks"]]
         for chunk, megatrons in enumerate(row["chunks"]):
-            assert _ours(inventory, layout, row["rank"], "megatron-local", chunk) == megatrons["tensors"]
             layers = layout.chunk_layers(inventory.model.num_hidden_layers)
             assert list(layers[chunk * layout.pp + layout.coordinates(row["rank"]).pp]) == megatrons["layers"]
             if megatrons["experts"] is not None:
                 experts = layout.local_experts(row["rank"], inventory.model.n_routed_experts)
                 assert list(experts) == megatrons["experts"]
             if megatrons["first_word"] is not None:
-                assert _first_word(inventory, layout, row["rank"], "megatron-local") == megatrons["first_word"]
+                assert _first_word(inventory, layout, row["rank"]) == megatrons["first_word"]
         for group, ranks in row["groups"].items():
             assert ranks in layout.groups(group) and row["rank"] in ranks, group
 
 
-def test_another_layout_or_library_is_noticed(megatron):
-    """Negative control: the same comparison fails for the wrong rank, layout or library."""
-    inventory = build_inventory(TINY)
-    megatrons = megatron["tp2ep2"][0]["chunks"][0]["tensors"]
-    right = ParallelLayout(2, tp=2, ep=2, etp=1)
-    assert _ours(inventory, right, 0, "megatron-local") == megatrons
-    assert _ours(inventory, ParallelLayout(2, tp=2), 0, "megatron-local") != megatrons
-    with pytest.raises(ConfigError, match="no table"):
-        native_parameters(inventory, right, 0, "mindspeed")
-    stage_1 = megatron["pp2"][1]["chunks"][0]["tensors"]
-    assert _ours(inventory, ParallelLayout(2, pp=2), 0, "megatron-local") != stage_1
+def test_another_layout_or_rank_is_noticed(megatron):
+    """Negative control: the same comparison fails for the wrong rank or layout."""
+    inventory, tensors_of = build_inventory(TINY), lambda row: [chunk["tensors"] for chunk in row["chunks"]]
+    assert _ours(inventory, ParallelLayout(2, tp=2), 0) != tensors_of(megatron["tp2ep2"][0])
+    assert _ours(inventory, ParallelLayout(2, pp=2), 0) != tensors_of(megatron["pp2"][1])
