@@ -17,8 +17,9 @@ import torch.distributed as dist
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
 from verl_patches.layout.sharding import Shard, local_parameters
-from verl_patches.reshard.destination import RolloutTensor
+from verl_patches.reshard.destination import Destinations, RolloutTensor
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
+from verl_patches.reshard.live_memory import named_tensors
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
 from verl_patches.reshard.region import Region, region_of
 from verl_patches.reshard.train_tensors import TrainTensor
@@ -70,6 +71,19 @@ def full_tensor(case: Case, name: str, seed: int | None = None) -> torch.Tensor:
 def part(whole: torch.Tensor, region: Region) -> torch.Tensor:
     """The region of its HF tensor."""
     return whole.narrow(region.axis, region.start, region.rows)
+
+
+def write_through(destinations: Destinations, tensors: Mapping[str, torch.Tensor]) -> None:
+    """As a weight sync: HF `tensors` into their places, over NaN in everything that is loaded."""
+    memory = named_tensors(destinations.model)
+    with torch.no_grad():
+        for name in destinations.views:
+            memory[name].fill_(float("nan"))
+        for name, places in destinations.tensors.items():
+            for place in places:
+                place.tensor.copy_(part(tensors[name], place.region))
+        for constant in destinations.constants:
+            constant.target.fill_(constant.value)
 
 
 def grow(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:

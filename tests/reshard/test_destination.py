@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.reshard.cases import write_through
 from verl_patches.errors import RecipeError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.reshard import destination
@@ -106,13 +107,7 @@ def check_map(model: nn.Module):
     hf = {p.name: torch.randn(p.shape, generator=generator).to(getattr(torch, p.dtype)) for p in PARAMETERS}
     model.load_weights(hf.items())
     expected = values(model)
-    for name in learnt.views:
-        model.state_dict()[name].fill_(float("nan"))
-    for name, places in learnt.tensors.items():
-        for place in places:
-            place.tensor.copy_(hf[name].narrow(place.region.axis, place.region.start, place.region.rows))
-    for constant in learnt.constants:
-        constant.target.fill_(constant.value)
+    write_through(learnt, hf)
     assert differing(model, expected) == []
     return learnt
 

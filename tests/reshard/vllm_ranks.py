@@ -10,6 +10,7 @@ import torch
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.models import utils as model_utils
 
+from tests.reshard.cases import write_through
 from verl_patches.errors import RecipeError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
@@ -87,13 +88,7 @@ def compare(learnt, model, inventory) -> dict:
     tensors = dict(hf_tensors(inventory))
     model.load_weights(tensors.items())
     expected = values(model)
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
-    for name, places in learnt.tensors.items():
-        for place in places:
-            place.tensor.copy_(tensors[name].narrow(place.region.axis, place.region.start, place.region.rows))
-    for constant in learnt.constants:
-        constant.target.fill_(constant.value)
+    write_through(learnt, tensors)
     differ = differing(model, expected)
     for place in [places[0] for name, places in learnt.tensors.items() if ".experts." in name][:1]:
         side = min(place.tensor.shape)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import psutil
 import torch
 
+from tests.emulation.emulated_engine import live_bytes, refused
 from tests.rollout import engine_rank
-from verl_patches.errors import RecipeError
 from verl_patches.memory import measure
 from verl_patches.reshard.live_memory import ABSORBED, post_load
 
 CYCLES, EVERY = 50, 10
-
-
-def live_bytes() -> int:
-    """Bytes of all storages below tensors that Python knows of."""
-    gc.collect()
-    storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def sampled(llm) -> list[list[int]]:
@@ -30,15 +22,6 @@ def sampled(llm) -> list[list[int]]:
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
     prompts = [{"prompt_token_ids": list(range(begin, begin + 9))} for begin in (3, 40, 77)]
     return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def refused(do) -> str:
-    """What the RecipeError says that `do` raises; empty if it does not."""
-    try:
-        do()
-    except RecipeError as error:
-        return str(error)
-    return ""
 
 
 def cycle(llm, weights: dict[str, torch.Tensor], sync: bool = True, derive: bool = True) -> None:
