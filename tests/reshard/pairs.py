@@ -34,11 +34,10 @@ def pairs(draw, worlds: Sequence[int]) -> Case:
     ep, etp = _factors(draw, world // pp, 2)
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     instances, split = _factors(draw, world, 2)
-    stages = split if draw(st.booleans()) else 1
-    sizes = instances, split // stages, world // instances // split, stages, draw(st.booleans())
+    sizes = instances, split, world // instances // split, draw(st.booleans())
     try:
         train = ParallelLayout(world, tp, cp, ep, etp, pp, vpp, _partition(draw, layers, pp * vpp))
-        rollout = replace(rollout_layout(*sizes), layers_per_stage=_partition(draw, layers, stages))
+        rollout = rollout_layout(*sizes)
         case = Case(model, train, rollout)
         libraries = [
             draw(st.sampled_from(("megatron-local", "megatron-te", "mindspeed"))),

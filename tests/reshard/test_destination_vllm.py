@@ -18,9 +18,9 @@ SQUARE = TINY | {"moe_intermediate_size": 128}  # as hidden_size: no shape tells
 RUINED = "model.layers.3.mlp.experts.0.down_proj.weight"
 
 
-def _case(config=TINY, instances=1, dp=1, tp=1, pp=1, expert_parallel=True, ruin=None, ranks=None, planned=None):
-    sizes = {"instances": instances, "dp": dp, "tp": tp, "pp": pp, "expert_parallel": expert_parallel}
-    ranks = ranks or list(range(instances * dp * tp * pp))
+def _case(config=TINY, instances=1, dp=1, tp=1, expert_parallel=True, ruin=None, ranks=None, planned=None):
+    sizes = {"instances": instances, "dp": dp, "tp": tp, "expert_parallel": expert_parallel}
+    ranks = ranks or list(range(instances * dp * tp))
     return {"config": config, "ruin": ruin, "ranks": ranks, "planned": planned or {}, **sizes}
 
 
@@ -31,7 +31,6 @@ RIGHT = {
     "dp2 ep": _case(dp=2),
     "2 x dp2 tp2 ep": _case(instances=2, dp=2, tp=2, ranks=[0, 3, 6]),
     "dp2 tp2 without ep": _case(dp=2, tp=2, expert_parallel=False),
-    "pp2 tp2 ep": _case(pp=2, tp=2),
     "no q_lora tp2": _case(TINY | {"q_lora_rank": None}, tp=2),
     "two shared tp2": _case(TINY | {"n_shared_experts": 2}, tp=2),
     "padded words tp4": _case(TINY | {"vocab_size": 400}, tp=4),
@@ -69,10 +68,10 @@ def test_written_through_the_map_is_what_load_weights_writes(name, learnt):
 @pytest.mark.parametrize("name", RIGHT)
 def test_groups_and_instances_are_vllms(name, learnt):
     case = CASES[name]
-    layout = rollout_layout(*(case[size] for size in ("instances", "dp", "tp", "pp", "expert_parallel")))
+    layout = rollout_layout(*(case[size] for size in ("instances", "dp", "tp", "expert_parallel")))
     for row in learnt[name]:
         rank, groups = row["rank"], row["groups"]
-        for group, ours in {"tp": "tp", "pp": "pp", "dp": "instance-dp", "ep": "ep"}.items():
+        for group, ours in {"tp": "tp", "dp": "instance-dp", "ep": "ep"}.items():
             if group != "ep" or case["expert_parallel"]:
                 assert groups[group] in layout.groups(ours) and rank in groups[group], group
         assert set(groups["ep"]) <= set(layout.groups("instance")[layout.coordinates(rank).edp])

@@ -55,7 +55,7 @@ def hf_tensors(inventory):
 
 def run_rank(case: dict, rank: int) -> dict:
     inventory, planned = build_inventory(case["config"]), {**case, **case["planned"]}
-    layout = rollout_layout(*(planned[size] for size in ("instances", "dp", "tp", "pp", "expert_parallel")))
+    layout = rollout_layout(*(planned[size] for size in ("instances", "dp", "tp", "expert_parallel")))
     with build_vllm.model_of(case, rank) as model:
         for parameter in model.parameters():
             parameter.data.normal_()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter
-from verl_patches.layout.parallel import VLLM_PIPELINE_ORDER, ParallelLayout
+from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, library_rule, shards_of
 from verl_patches.reshard.region import Region, align, region_of, row_bytes
 
@@ -160,14 +160,9 @@ def _check_pair(train: ParallelLayout, rollout: ParallelLayout) -> None:
             f"reshard plan: training has {train.world_size} ranks ({train}), rollout {rollout.world_size} ({rollout}); "
             "expected the same ranks on both sides: change the layouts until both name all of them"
         )
-    for axis in ("cp", "vpp"):
+    for axis in ("cp", "pp", "vpp"):
         if getattr(rollout, axis) > 1:
             raise ConfigError(
-                f"reshard plan: rollout {axis}={getattr(rollout, axis)} ({rollout}), but vLLM has no {axis}; "
-                f"expected {axis}=1: use tp, ep, pp or more instances"
+                f"reshard plan: rollout {axis}={getattr(rollout, axis)} ({rollout}), but a rollout has no {axis}; "
+                f"expected {axis}=1: use tp, ep or more instances"
             )
-    if rollout.pp > 1 and rollout.order != VLLM_PIPELINE_ORDER:
-        raise ConfigError(
-            f"reshard plan: rollout pp={rollout.pp} ({rollout}) numbers its ranks as Megatron does; expected vLLM's "
-            f"order={VLLM_PIPELINE_ORDER}: add it to the layout"
-        )
