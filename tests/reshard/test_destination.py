@@ -147,12 +147,6 @@ def test_casts_clones_and_copies_onto_itself_are_followed(loaders):
     check_map(Toy(loaders))
 
 
-def test_expert_that_the_loader_transposes():
-    model = Toy({"expert down": lambda m, n, w: load_expert("w2")(m, n, w.t())})
-    model.w2 = nn.Parameter(torch.rand(2, WIDTH, HIDDEN).bfloat16(), requires_grad=False)
-    assert check_map(model).tensors["expert.1.down"][0].tensor.shape == (HIDDEN, WIDTH)
-
-
 def test_strided_parameters():
     """As padding for ROCm leaves them (vLLM's _maybe_pad_weight)."""
     model = Toy()

@@ -41,27 +41,6 @@ FLAGS = 2  # collectives of one number in each sync
 _SIDES = (0, 1)  # send and receive, as BucketPlan has them
 
 
-class WireBuffer:
-    """Bytes on `device` that have memory between `open` and `close`; made open. Make views while it is open."""
-
-    def __init__(self, size_bytes: int, device: torch.device | str):
-        self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self.size_bytes = size_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that it has now."""
-        return self.tensor.untyped_storage().nbytes()
-
-    def open(self) -> None:
-        """Allocate the memory, uninitialised."""
-        self.tensor.untyped_storage().resize_(self.size_bytes)
-
-    def close(self) -> None:
-        """Free the memory."""
-        self.tensor.untyped_storage().resize_(0)
-
-
 @dataclass
 class Copies:
     """Pairs of views of equal shape, copied by one call; dtypes and strides may differ."""
@@ -111,10 +90,10 @@ class Compiler:
             for number, bucket in enumerate(plan.buckets)
             for side in _SIDES
         }
-        self.wire: dict[tuple[int, int], WireBuffer] = {}
+        self.wire: dict[tuple[int, int], torch.Tensor] = {}
         for parity, side in itertools.product((0, 1), _SIDES):
             sizes = [size for (number, of), size in self._sizes.items() if (number % 2, of) == (parity, side)]
-            self.wire[parity, side] = WireBuffer(max(sizes, default=0), device)
+            self.wire[parity, side] = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def problems(self) -> Iterator[str]:
         """One text for each part that is unmapped, written twice or never, or of a wrong shape: expected and found."""
@@ -159,7 +138,7 @@ class Compiler:
         return (region for bucket in self.plan.buckets for region in _regions(bucket[side]))
 
     def _bucket(self, number: int, plan: BucketPlan) -> Bucket:
-        send, receive = (self.wire[number % 2, side].tensor[: self._sizes[number, side]] for side in _SIDES)
+        send, receive = (self.wire[number % 2, side][: self._sizes[number, side]] for side in _SIDES)
         pack, unpack = Copies(), Copies()
         for region, view in self._on_wire(send, plan.send):
             self._read(pack, region, view)
@@ -246,7 +225,7 @@ class Executor:
     @property
     def held_bytes(self) -> int:
         """Bytes that wire buffers have now: 0 between two syncs."""
-        return sum(buffer.held_bytes for buffer in self._wire)
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._wire)
 
     @torch.no_grad()
     def run(self, before: Callable[[], Any] | None = None) -> SyncReport:
@@ -271,7 +250,7 @@ class Executor:
         self._step("memory", self._close_all)
         self._raise_on_any_rank("rollout weights are incomplete; stop, do not sample with them")
         self._seconds["total"] = time.perf_counter() - begin
-        peak = sum(buffer.size_bytes for buffer in self._wire)
+        peak = sum(buffer.nbytes for buffer in self._wire)
         return SyncReport(*self._traffic, len(self._buckets) + FLAGS, peak, self._seconds)
 
     def _exchange_all(self) -> None:
@@ -319,11 +298,11 @@ class Executor:
                 "the device, found them offloaded or asleep; load them before the sync"
             )
         for buffer in self._wire:
-            buffer.open()
+            buffer.untyped_storage().resize_(buffer.nbytes)
 
     def _close_all(self) -> None:
         for buffer in self._wire:
-            buffer.close()
+            buffer.untyped_storage().resize_(0)
 
 
 def build_executor(

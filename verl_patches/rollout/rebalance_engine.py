@@ -380,11 +380,9 @@ def _check(engine: Any) -> None:
         faults = ["it is not vLLM's V1 engine in this process"]
     else:
         config, scheduler = engine.vllm_config, type(core.scheduler).__name__
+        own = f"its scheduler is {scheduler}, expected vLLM's own (no ascend_scheduler_config)"
         unfit = (
-            (
-                scheduler != "Scheduler",
-                f"its scheduler is {scheduler}, expected vLLM's own (no ascend_scheduler_config)",
-            ),
+            (scheduler != "Scheduler", own),
             (config.parallel_config.data_parallel_size == 1, "it has one data-parallel rank"),
             (config.parallel_config.pipeline_parallel_size > 1, "it has pipeline stages"),
             (config.speculative_config is not None, "it decodes speculatively"),
