@@ -24,24 +24,49 @@ def prompts_of(lengths: Sequence[int], vocab: int = 512) -> list[list[int]]:
     return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
+Response = tuple[list[int], list[float]]  # tokens and their log-probs
+
+
+def responses_of(output: Any) -> list[Response]:
+    """All responses of one of vLLM's RequestOutputs."""
+    made = output.outputs
+    return [(list(o.token_ids), [s[t].logprob for s, t in zip(o.logprobs, o.token_ids, strict=True)]) for o in made]
+
+
+def reference_of(model: str) -> Any:
+    """The model in transformers, fp32."""
+    from transformers import AutoModelForCausalLM
+
+    eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(model, **eager).eval()
+
+
+def score(reference: Any, ids: list[int], responses: Sequence[Response]) -> tuple[float, bool]:
+    """(largest |dlogp| of the responses to a prompt, infinite where one is not finite; whether all are greedy)."""
+    import torch
+
+    longest = max(len(tokens) for tokens, _ in responses)
+    tokens = torch.tensor([made + [0] * (longest - len(made)) for made, _ in responses])  # padding is not compared
+    with torch.no_grad():
+        logits = reference(torch.cat([torch.tensor([ids] * len(responses)), tokens], 1)).logits[:, len(ids) - 1 : -1]
+    expected = logits.float().log_softmax(-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
+    worst, same = 0.0, True
+    for row, best, (made, log_probs) in zip(expected, logits.argmax(-1).tolist(), responses, strict=True):
+        difference = torch.tensor(log_probs) - row[: len(log_probs)]
+        worst = max(worst, float(difference.abs().nan_to_num(torch.inf).max()))
+        same = same and best[: len(made)] == made
+    return worst, same
+
+
 def compare(llm: Any, reference: Any, lengths: Sequence[int] = PROMPT_LENGTHS, tokens: int = TOKENS) -> dict[str, Any]:
     """Generate greedily, and score what was generated with `reference` (transformers, fp32)."""
-    import torch
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True)
     asked = prompts_of(lengths)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
-    worst, same = 0.0, True
-    for ids, output in zip(asked, outputs, strict=True):
-        made = list(output.outputs[0].token_ids)
-        found = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, made, strict=True)]
-        with torch.no_grad():
-            logits = reference(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1].float()
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(made).unsqueeze(1)).squeeze(1)
-        worst = max(worst, float((torch.tensor(found) - expected).abs().nan_to_num(torch.inf).max()))
-        same = same and logits.argmax(-1).tolist() == made
-    return {"worst": worst, "same": same}
+    scores = [score(reference, ids, responses_of(output)) for ids, output in zip(asked, outputs, strict=True)]
+    return {"worst": max(worst for worst, _ in scores), "same": all(same for _, same in scores)}
 
 
 def model_of(llm: Any) -> Any:
@@ -85,7 +110,7 @@ def sleep(llm: Any) -> dict[str, Any]:
 
     real = {name: getattr(camem, name) for name in ("python_unmap_and_release", "python_create_and_map")}
     vars(camem).update(dict.fromkeys(real, lambda *handle: None))
-    kept = _refused(lambda: llm.sleep(1))
+    kept = refused(lambda: llm.sleep(1))
     llm.wake_up()
     vars(camem).update(real)
     llm.sleep(1)
@@ -95,7 +120,7 @@ def sleep(llm: Any) -> dict[str, Any]:
     return {"poisoned": poisoned / len(parameters), "kept": kept}
 
 
-def _refused(do: Callable) -> str:
+def refused(do: Callable) -> str:
     """What the RecipeError says that `do` raises; empty if it does not."""
     from verl_patches.errors import RecipeError
 
@@ -129,7 +154,7 @@ def cycles(llm: Any) -> dict[str, Any]:
     def slept(measured: bool = False) -> None:
         llm.sleep(1)
         if measured:
-            found["asleep"].add(_live_bytes())
+            found["asleep"].add(live_bytes())
         other = [torch.full_like(tensor, torch.nan) for tensor in kept.values()]  # takes the place of the weights
         llm.wake_up()
         del other
@@ -148,7 +173,7 @@ def cycles(llm: Any) -> dict[str, Any]:
         slept(measured=cycle % 10 == 0)
         found["tokens"].add(tuple(answer()))
         if cycle % 10 == 0:
-            found["live"].append(_live_bytes())
+            found["live"].append(live_bytes())
         found["moved"] += any(t.data_ptr() != first[name] for name, t in weights_of(model_of(llm)).items())
     weights = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     answers = {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
@@ -166,7 +191,7 @@ def _kept(llm: Any, slept: Callable) -> str:
 
     empty_cache, torch.npu.empty_cache = torch.npu.empty_cache, lambda: None
     torch.npu.memory_reserved()
-    said = _refused(lambda: llm.sleep(1))
+    said = refused(lambda: llm.sleep(1))
     torch.npu.empty_cache = empty_cache
     slept()
     return said
@@ -187,7 +212,7 @@ def _frozen(llm: Any, options: Any, slept: Callable, answer: Callable) -> str:
     return f"none; the row has set it to {unset}"
 
 
-def _live_bytes() -> int:
+def live_bytes() -> int:
     """Of the storages of all tensors of this process."""
     import gc
 
@@ -273,14 +298,12 @@ def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
     # isort: split
     import torch
-    from transformers import AutoModelForCausalLM
     from vllm import LLM
 
     from verl_patches.worker.memory import checked_device
 
     checks: list[Callable] = [globals()[name] for name in options.pop("checks")]
-    eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
-    reference = AutoModelForCausalLM.from_pretrained(model, **eager).eval()
+    reference = reference_of(model)
     faults = FAULTS[options.pop("faults")] if "faults" in options else {}
     llm = LLM(model=model, **{**LIMITS, **options})
     checked_device.value = torch.npu  # as in verl's worker: each sleep is checked

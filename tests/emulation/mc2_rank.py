@@ -63,17 +63,15 @@ def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, A
     answer of each: ranks, name and options of the EP group's communicator and, of an engine that decodes, what
     `compare` gives, those of MC2's, how MC2 has used it, and whether it outlives vLLM's groups; else the error.
     """
-    from transformers import AutoModelForCausalLM
     from vllm.distributed import parallel_state
 
-    from tests.emulation.emulated_engine import compare
+    from tests.emulation.emulated_engine import compare, reference_of
     from tests.rollout.ascend_engine import without
     from tests.rollout.rebalance_rank import build
     from verl_patches.platform.npu.groups import small_groups_mib
 
     small_groups_mib.value = 64
-    eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
-    reference, found = AutoModelForCausalLM.from_pretrained(model, **eager).eval(), []
+    reference, found = reference_of(model), []
     for case in cases:
         options, answer, mc2 = {"refresh": True, **(GRAPHS if case["graphs"] else {})}, {}, None
         with without(case["without"]):

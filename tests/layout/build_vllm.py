@@ -58,14 +58,13 @@ def engine_config(case: dict, rank: int):
         dtype="bfloat16",
         max_model_len=64,
         tensor_parallel_size=case["tp"],
-        pipeline_parallel_size=case["pp"],
         enable_expert_parallel=case["expert_parallel"],
         distributed_executor_backend="external_launcher",
         enforce_eager=True,
     ).create_engine_config()
     # as an engine of several DP ranks in verl's processes sees it: EngineArgs would start vLLM's own DP bootstrap
     config.parallel_config.data_parallel_size = case["dp"]
-    config.parallel_config.data_parallel_rank = rank // (case["tp"] * case["pp"]) % case["dp"]
+    config.parallel_config.data_parallel_rank = rank // case["tp"] % case["dp"]
     return config
 
 
@@ -73,14 +72,14 @@ def engine_config(case: dict, rank: int):
 def model_of(case: dict, rank: int) -> Iterator[DeepseekV3ForCausalLM]:
     """vLLM's model of one rank, among its groups.
 
-    case: {config: HF config, instances, dp, tp, pp, expert_parallel}.
+    case: {config: HF config, instances, dp, tp, expert_parallel}.
     """
-    world_size = case["instances"] * case["dp"] * case["pp"] * case["tp"]
+    world_size = case["instances"] * case["dp"] * case["tp"]
     config = engine_config(case, rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with set_current_vllm_config(config):
         parallel_state._WORLD = parallel_state.init_world_group(list(range(world_size)), 0, "fake")
-        parallel_state.initialize_model_parallel(case["tp"], case["pp"], "fake")
+        parallel_state.initialize_model_parallel(case["tp"], backend="fake")
         torch.set_default_dtype(torch.bfloat16)
         model = DeepseekV3ForCausalLM(vllm_config=config)
         torch.set_default_dtype(torch.float32)
@@ -92,7 +91,7 @@ def model_of(case: dict, rank: int) -> Iterator[DeepseekV3ForCausalLM]:
 
 def groups() -> dict[str, list[int]]:
     """The ranks of this rank's groups, inside `model_of`."""
-    return {name: getattr(parallel_state, f"_{name.upper()}").ranks for name in ("tp", "pp", "dp", "ep")}
+    return {name: getattr(parallel_state, f"_{name.upper()}").ranks for name in ("tp", "dp", "ep")}
 
 
 dist.new_group = torch.distributed.new_group = fake_group

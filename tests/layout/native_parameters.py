@@ -1,89 +1,85 @@
-"""A library's own parameters of one rank: their names and shapes, and the HF shards that each is made of.
+"""HF tensors packed by hand as a training library holds them: its own names, joined and stacked, by rank and chunk.
 
-Megatron joins gate and up into `linear_fc1`; vLLM joins them into `gate_up_proj` and stacks all local experts into
-`w13_weight` and `w2_weight`. Names follow megatron-core 0.12.2's local spec with SequentialMLP, and vLLM 0.9.1's
-`deepseek_v2.py`; Megatron numbers layers and experts locally, vLLM numbers layers globally. Two libraries are
-described because two can be compared with real models on a CPU (test_real_models.py).
+Compared with real Megatron models in test_real_models.py. Megatron numbers layers and experts on each rank, and joins
+gate and up into `linear_fc1`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
-from verl_patches.errors import ConfigError
+import torch
+
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import MEGATRON_NAMES, Shard, local_parameters
+from verl_patches.layout.sharding import MEGATRON_NAMES, local_parameters
+from verl_patches.model.mindspeed.weights import NAMES as MINDSPEED_NAMES
+from verl_patches.model.weights import te_name
+from verl_patches.reshard.region import Region, region_of
 
-_VLLM_LAYER = "model.layers.{layer}."
-# kinds that are not named here keep their HF name
-_VLLM = {
-    "dense_mlp_gate": _VLLM_LAYER + "mlp.gate_up_proj.weight",
-    "dense_mlp_up": _VLLM_LAYER + "mlp.gate_up_proj.weight",
-    "shared_expert_gate": _VLLM_LAYER + "mlp.shared_experts.gate_up_proj.weight",
-    "shared_expert_up": _VLLM_LAYER + "mlp.shared_experts.gate_up_proj.weight",
-    "routed_expert_gate": _VLLM_LAYER + "mlp.experts.w13_weight",
-    "routed_expert_up": _VLLM_LAYER + "mlp.experts.w13_weight",
-    "routed_expert_down": _VLLM_LAYER + "mlp.experts.w2_weight",
+GATE, UP, DOWN = "routed_expert_gate", "routed_expert_up", "routed_expert_down"
+_EXPERTS = "decoder.layers.{layer}.mlp.experts."
+GROUPED = {GATE: f"{_EXPERTS}weight1", UP: f"{_EXPERTS}weight1", DOWN: f"{_EXPERTS}weight2"}
+# how parameters are stored -> library that cuts them, name of each kind's parameter
+STORAGES = {
+    "local": ("megatron-local", MEGATRON_NAMES),
+    "te": ("megatron-te", MEGATRON_NAMES),  # respelled below
+    "grouped": ("megatron-local", MEGATRON_NAMES | GROUPED),
+    "mindspeed": ("mindspeed", MINDSPEED_NAMES),
 }
-NATIVE_NAMES = {"megatron-local": MEGATRON_NAMES, "vllm": _VLLM}
+Stack = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-class NativeTensor(NamedTuple):
-    """One parameter (or buffer) of the library: its local shape and the shards it is made of, in order.
+def part(tensors: Mapping[str, torch.Tensor], region: Region) -> torch.Tensor:
+    """The region of its HF tensor."""
+    return tensors[region.name].narrow(region.axis, region.start, region.rows)
 
-    Shards are joined along axis 0. With `stacked`, the tensor has a leading axis of local experts and the shards of
-    each expert are joined along the next one.
+
+def pack(
+    tensors: Mapping[str, torch.Tensor],
+    inventory: Inventory,
+    layout: ParallelLayout,
+    rank: int,
+    storage: str,
+    stack_up: Stack | None = None,
+) -> list[dict[str, torch.Tensor]]:
+    """What `rank` holds of the HF `tensors`, by native name, chunk by chunk; on device meta only shapes are made.
+
+    stack_up: in place of the library's stack of all local experts' gate and up.
     """
-
-    shape: tuple[int, ...]
-    dtype: str
-    shards: tuple[Shard, ...]
-    stacked: bool = False
-
-
-def native_parameters(
-    inventory: Inventory, layout: ParallelLayout, rank: int, library: str, chunk: int = 0
-) -> dict[str, NativeTensor]:
-    """The library's own name -> tensor for `rank`; `chunk` picks the virtual pipeline chunk (0..vpp-1) of that rank.
-
-    Raises ConfigError for a library without a table here, and as `local_parameters`.
-    """
-    if library not in NATIVE_NAMES:
-        raise ConfigError(f"native names: no table for {library!r}; expected one of {', '.join(NATIVE_NAMES)}")
-    names = NATIVE_NAMES[library]
-    position = _positions(inventory, layout, rank, library, chunk)
-    first_expert = layout.local_experts(rank, inventory.model.n_routed_experts).start if library != "vllm" else 0
-    joined: dict[str, list[Shard]] = {}
-    for name, shard in local_parameters(inventory, layout, rank, library).shards.items():
-        parameter = shard.parameter
-        if not _in_chunk(parameter, position, layout, chunk):
-            continue
-        template = names.get(parameter.kind, name)
-        native = template.format(layer=position.get(parameter.layer), expert=(parameter.expert or 0) - first_expert)
-        joined.setdefault(native, []).append(shard)
-    return {native: _join(shards, library) for native, shards in joined.items()}
+    library, names = STORAGES[storage]
+    shards = local_parameters(inventory, layout, rank, library).shards.values()
+    first = layout.local_experts(rank, inventory.model.n_routed_experts).start
+    all_layers = layout.chunk_layers(inventory.model.num_hidden_layers)
+    chunks = []
+    for number in range(layout.vpp):
+        layers = all_layers[number * layout.pp + layout.coordinates(rank).pp]
+        joined: dict[str, dict[int | None, list[torch.Tensor]]] = {}
+        for shard in shards:
+            p = shard.parameter
+            if not _in_chunk(p, number, layers, layout):
+                continue
+            name = names[p.kind].format(layer=(p.layer or 0) - layers.start, expert=(p.expert or 0) - first)
+            name = te_name(name) if storage == "te" else name
+            joined.setdefault(name, {}).setdefault(p.expert, []).append(part(tensors, region_of(shard)))
+        of_name = {name: [torch.cat(pieces) for pieces in of_experts.values()] for name, of_experts in joined.items()}
+        chunks.append({name: _stack(name, pieces, stack_up) for name, pieces in of_name.items()})
+    return chunks
 
 
-def _positions(inventory: Inventory, layout: ParallelLayout, rank: int, library: str, chunk: int) -> dict[int, int]:
-    stage = layout.coordinates(rank).pp
-    if not 0 <= chunk < layout.vpp:
-        raise ConfigError(f"native names: chunk must be in 0..{layout.vpp - 1}, found {chunk}")
-    layers = layout.chunk_layers(inventory.model.num_hidden_layers)[chunk * layout.pp + stage]
-    return {layer: layer if library == "vllm" else layer - layers.start for layer in layers}
-
-
-def _in_chunk(parameter: Parameter, position: dict[int, int], layout: ParallelLayout, chunk: int) -> bool:
+def _in_chunk(parameter: Parameter, number: int, layers: range, layout: ParallelLayout) -> bool:
     if parameter.layer is not None:
-        return parameter.layer in position
-    return chunk == (0 if parameter.kind == "embedding" else layout.vpp - 1)
+        return parameter.layer in layers
+    return number == (0 if parameter.kind == "embedding" else layout.vpp - 1)
 
 
-def _join(shards: list[Shard], library: str) -> NativeTensor:
-    first = shards[0]
-    if library == "vllm" and first.parameter.expert is not None:
-        experts = len({s.parameter.expert for s in shards})
-        rows = sum(s.shape[0] for s in shards) // experts
-        return NativeTensor((experts, rows, *first.shape[1:]), first.dtype, tuple(shards), stacked=True)
-    rows = sum(s.shape[0] for s in shards)
-    return NativeTensor((rows, *first.shape[1:]), first.dtype, tuple(shards))
+def _stack(name: str, pieces: list[torch.Tensor], stack_up: Stack | None) -> torch.Tensor:
+    """Each expert's transposed matrix after the other in memory, in the shape that GroupedMLP gives it."""
+    if not name.endswith((".experts.weight1", ".experts.weight2")):
+        assert len(pieces) == 1, name
+        return pieces[0].clone()
+    up = name.endswith("weight1")
+    if up and stack_up is not None:
+        return stack_up(pieces)
+    flat = torch.cat([piece.t().flatten() for piece in pieces])
+    return flat.view(pieces[0].shape[1], -1) if up else flat.view(-1, pieces[0].shape[0])  # [H, e * 2F], [e * F, H]

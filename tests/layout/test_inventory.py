@@ -67,38 +67,29 @@ def test_variants_of_the_config():
     assert counts(build_inventory(TINY_CONFIG | {"n_shared_experts": None}))["shared_expert"] == 0
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    (MODELS / "absent.json", "no such file"),
-    (TINY_CONFIG | {"model_type": "llama"}, "found 'llama'"),
-    ({"model_type": "deepseek_v3", "hidden_size": 8}, "num_hidden_layers"),
-    (TINY_CONFIG | {"tie_word_embeddings": True}, "tie_word_embeddings must be false"),
-    (TINY_CONFIG | {"torch_dtype": "int3"}, "torch_dtype"),
-])  # fmt: skip
-def test_other_configs_are_refused(config, message):
-    with pytest.raises(ConfigError, match=message):
-        build_inventory(config)
-
-
 @pytest.mark.parametrize(("content", "words"), [
-    (b"", "cannot be read as JSON"), (b"{", "cannot be read as JSON"), (b"\xff\xfe\x00", "cannot be read as JSON"),
+    (b"", "cannot be read as JSON"), (b"\xff\xfe\x00", "cannot be read as JSON"),
     (b"[1]", "expected a JSON object, found list"), (b"[" * 100_000, "cannot be read as JSON"),
 ])  # fmt: skip
 def test_a_config_json_that_cannot_be_read_is_refused(tmp_path, content, words):
+    with pytest.raises(ConfigError, match="no such file"):
+        read_model_shape(tmp_path)
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         read_model_shape(tmp_path)
 
 
 @pytest.mark.parametrize(("change", "words"), [
+    ({"model_type": "llama"}, "found 'llama'"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings must be false"),
+    ({"torch_dtype": "int3"}, "torch_dtype"),
     ({"num_hidden_layers": -1}, "num_hidden_layers is -1; expected a whole number >= 1"),
-    ({"hidden_size": 0}, "hidden_size is 0; expected a whole number >= 1"),
     ({"hidden_size": "7168"}, "hidden_size is '7168'; expected a whole number >= 1"),
     ({"vocab_size": None}, "vocab_size is null; expected a whole number >= 1"),
-    ({"n_routed_experts": 1.5}, "n_routed_experts is 1.5; expected"),
     ({"kv_lora_rank": True}, "kv_lora_rank is True; expected"),
     ({"topk_method": 3}, "topk_method is 3; expected text"),
     ({"num_experts_per_tok": 10**6}, "num_experts_per_tok is 1000000; expected at most n_routed_experts"),
 ])  # fmt: skip
-def test_a_wrong_size_is_refused_by_its_key(change, words):
+def test_another_model_or_a_wrong_size_is_refused_by_its_key(change, words):
     with pytest.raises(ConfigError, match=words):
-        read_model_shape({**TINY_CONFIG, **change})
+        build_inventory(TINY_CONFIG | change)

@@ -1,104 +1,93 @@
 """Shards and groups against real Megatron models, rank by rank; vLLM's: tests/reshard/test_destination_vllm.py.
 
-GPTModels are built by upstream's own code in one fresh process, under torch's fake process group (build_megatron.py),
-so that 256-rank layouts are checked too. Tensors must match exactly: names, local shapes, dtypes; so must layer ids,
-expert ids and the first row of the embedding.
+GPTModels are built by upstream's own code in one process, under torch's fake process group (build_megatron.py), so that
+256-rank layouts are checked too. Tensors must match exactly: names, local shapes, dtypes; so must layer ids, expert ids
+and the first row of the embedding.
 """
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.layout.native_parameters import native_parameters
-from verl_patches.errors import ConfigError
+from tests.layout.native_parameters import pack
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import local_parameters
+from verl_patches.layout.parallel import ParallelLayout, parse_layout
+from verl_patches.layout.sharding import AXES, local_parameters
+from verl_patches.model.weights import parse_name
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 TINY = json.loads((HERE.parents[1] / "configs" / "model" / "deepseekv3_tiny.json").read_text())
-NO_Q_LORA = TINY | {"q_lora_rank": None}
-TWO_SHARED = TINY | {"n_shared_experts": 2}
 # the depth and the number of experts of the 671B model, everything else tiny
 DEEP = TINY | {"num_hidden_layers": 61, "first_k_dense_replace": 3, "n_routed_experts": 256, "n_group": 8}
+TRAIN = "tp4 pp8 ep32 etp1 @256 layers=7,8,8,8,8,8,8,6"
 
 
-def _megatron(config, world_size, ranks=None, layers=None, **sizes):
-    sizes = {"tp": 1, "cp": 1, "pp": 1, "vpp": 1, "ep": 1} | sizes
-    case = {"config": config, "world_size": world_size, "ranks": ranks or list(range(world_size)), "layers": layers}
-    return case | {"etp": sizes["tp"]} | sizes
+def _case(layout, config=TINY, ranks=None, **overrides):
+    layout = parse_layout(layout)
+    return config, layout, ranks or list(range(layout.world_size)), overrides
 
 
 MEGATRON = {
-    "tp1": _megatron(TINY, 1),
-    "pp2": _megatron(TINY, 2, pp=2),
-    "tp2ep2": _megatron(TINY, 2, tp=2, ep=2, etp=1),
-    "ep2pp2": _megatron(TINY, 4, ep=2, pp=2),
-    "tp4 etp2 ep2 dp2": _megatron(TINY, 8, tp=4, ep=2, etp=2),
-    "pp2 uneven": _megatron(TINY, 2, pp=2, layers=[1, None]),
-    "pp2 vpp2 tp2": _megatron(TINY, 4, tp=2, pp=2, vpp=2),
-    "cp2 ep4": _megatron(TINY, 4, cp=2, ep=4, etp=1),
-    "no q_lora tp2": _megatron(NO_Q_LORA, 2, tp=2),
-    "two shared tp2": _megatron(TWO_SHARED, 2, tp=2),
-    "256 dies": _megatron(DEEP, 256, tp=4, pp=8, ep=32, etp=1, layers=[7, 6], ranks=[0, 37, 130, 255]),
+    "tp1": _case("@1"),
+    "pp2": _case("pp2 @2"),
+    "tp2ep2": _case("tp2 ep2 etp1 @2"),
+    "ep2pp2": _case("ep2 pp2 @4"),
+    "tp4 etp2 ep2 dp2": _case("tp4 ep2 etp2 @8"),
+    "pp2 uneven": _case("pp2 @2 layers=1,3", num_layers_in_first_pipeline_stage=1),
+    "pp2 vpp2 tp2": _case("tp2 pp2 vpp2 @4"),
+    "cp2 ep4": _case("cp2 ep4 etp1 @4"),
+    "no q_lora tp2": _case("tp2 @2", TINY | {"q_lora_rank": None}),
+    "two shared tp2": _case("tp2 @2", TINY | {"n_shared_experts": 2}),
+    "256 dies": _case(
+        TRAIN, DEEP, [0, 37, 130, 255], num_layers_in_first_pipeline_stage=7, num_layers_in_last_pipeline_stage=6
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def megatron(run_ranks):
-    return run_ranks("tests.layout.build_megatron:held", MEGATRON, backend=None, timeout_s=400)[0]
+    options = {"patches": "line=pypi,platform=cpu", "backend": None, "timeout_s": 400}
+    return run_ranks("tests.layout.build_megatron:held", MEGATRON, **options)[0]
 
 
-def _train_layout(case):
-    layers = case["layers"]
-    if layers:  # of the first and the last stage (None: all the rest); the others share the rest
-        total, between = case["config"]["num_hidden_layers"], case["pp"] - 2
-        first, last = layers[0], layers[1] or total - layers[0]
-        layers = [first, *[(total - first - last) // max(1, between)] * between, last]
-    sizes = {name: case[name] for name in ("tp", "cp", "pp", "vpp", "ep", "etp")}
-    return ParallelLayout(case["world_size"], layers_per_stage=layers, **sizes)
+def _ours(inventory, layout, rank):
+    """Of each chunk: {name: [shape, dtype, cut axis]}."""
+    tensors = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype), device="meta") for p in inventory.parameters}
+    return [
+        {name: [list(t.shape), str(t.dtype)[6:], AXES[parse_name(name).kinds[0]]] for name, t in chunk.items()}
+        for chunk in pack(tensors, inventory, layout, rank, "local")
+    ]
 
 
-def _ours(inventory, layout, rank, library, chunk=0):
-    tensors = native_parameters(inventory, layout, rank, library, chunk)
-    return {name: [list(t.shape), t.dtype, t.shards[0].axis] for name, t in tensors.items()}
-
-
-def _first_word(inventory, layout, rank, library):
-    return local_parameters(inventory, layout, rank, library).shards["model.embed_tokens.weight"].start
+def _first_word(inventory, layout, rank):
+    return local_parameters(inventory, layout, rank, "megatron-local").shards["model.embed_tokens.weight"].start
 
 
 @pytest.mark.parametrize("name", MEGATRON)
 def test_megatron_holds_what_we_say(name, megatron):
-    case = MEGATRON[name]
-    layout, inventory = _train_layout(case), build_inventory(case["config"])
-    assert [row["rank"] for row in megatron[name]] == case["ranks"]
+    config, layout, ranks, _ = MEGATRON[name]
+    inventory = build_inventory(config)
+    assert [row["rank"] for row in megatron[name]] == ranks
     for row in megatron[name]:
-        assert len(row["chunks"]) == layout.vpp
+        assert _ours(inventory, layout, row["rank"]) == [megatrons["tensors"] for megatrons in row["chunks"]]
         for chunk, megatrons in enumerate(row["chunks"]):
-            assert _ours(inventory, layout, row["rank"], "megatron-local", chunk) == megatrons["tensors"]
             layers = layout.chunk_layers(inventory.model.num_hidden_layers)
             assert list(layers[chunk * layout.pp + layout.coordinates(row["rank"]).pp]) == megatrons["layers"]
             if megatrons["experts"] is not None:
                 experts = layout.local_experts(row["rank"], inventory.model.n_routed_experts)
                 assert list(experts) == megatrons["experts"]
             if megatrons["first_word"] is not None:
-                assert _first_word(inventory, layout, row["rank"], "megatron-local") == megatrons["first_word"]
+                assert _first_word(inventory, layout, row["rank"]) == megatrons["first_word"]
         for group, ranks in row["groups"].items():
             assert ranks in layout.groups(group) and row["rank"] in ranks, group
 
 
-def test_another_layout_or_library_is_noticed(megatron):
-    """Negative control: the same comparison fails for the wrong rank, layout or library."""
-    inventory = build_inventory(TINY)
-    megatrons = megatron["tp2ep2"][0]["chunks"][0]["tensors"]
-    right = ParallelLayout(2, tp=2, ep=2, etp=1)
-    assert _ours(inventory, right, 0, "megatron-local") == megatrons
-    assert _ours(inventory, ParallelLayout(2, tp=2), 0, "megatron-local") != megatrons
-    with pytest.raises(ConfigError, match="no table"):
-        native_parameters(inventory, right, 0, "mindspeed")
-    stage_1 = megatron["pp2"][1]["chunks"][0]["tensors"]
-    assert _ours(inventory, ParallelLayout(2, pp=2), 0, "megatron-local") != stage_1
+def test_another_layout_or_rank_is_noticed(megatron):
+    """Negative control: the same comparison fails for the wrong rank or layout."""
+    inventory, tensors_of = build_inventory(TINY), lambda row: [chunk["tensors"] for chunk in row["chunks"]]
+    assert _ours(inventory, ParallelLayout(2, tp=2), 0) != tensors_of(megatron["tp2ep2"][0])
+    assert _ours(inventory, ParallelLayout(2, pp=2), 0) != tensors_of(megatron["pp2"][1])

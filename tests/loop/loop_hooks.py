@@ -20,7 +20,6 @@ MODELS = {  # vLLM's and vllm-ascend's, of which a process makes one
     "vllm.model_executor.models.deepseek_v2": "DeepseekV2ForCausalLM",
     "vllm_ascend.models.deepseek_v2": "CustomDeepseekV2ForCausalLM",
 }
-O_PROJ = "model.layers.3.self_attn.o_proj.weight"
 EXPERT = "model.layers.2.mlp.experts.{}.down_proj.weight"
 
 
@@ -187,7 +186,7 @@ def move_requests():
     after_import("verl_patches.rollout.rebalance_engine", on_import)
 
 
-# -- spoilt destination maps: controls of the resharder's verification, and of load_weights for what it cannot map -----
+# -- spoilt destination maps: controls of the resharder's verification -------------------------------------------------
 
 
 def _on_learnt(change):
@@ -215,20 +214,6 @@ def swap_experts():
             places = [tensors[name][0].tensor for name in reversed(names)]
             for name, tensor in zip(names, places, strict=True):
                 object.__setattr__(tensors[name][0], "tensor", tensor)
-
-    _on_learnt(change)
-
-
-def unmap_o_proj():
-    """Rank 1 cannot follow the last layer's o_proj: as destination.py has it, so that load_weights must load it."""
-
-    def change(destinations):
-        from verl_patches.reshard.destination import Opaque  # not before: torch
-
-        if destinations.rank == 1:
-            destinations.unmapped[O_PROJ] = "spoilt"
-            unmapped = [Opaque(O_PROJ, "spoilt", place.tensor) for place in destinations.tensors.pop(O_PROJ)]
-            object.__setattr__(destinations, "opaque", (*destinations.opaque, *unmapped))
 
     _on_learnt(change)
 

@@ -41,10 +41,3 @@ def test_a_spoilt_map_stops_the_run_by_name(smoke):
     assert run.code == 1 and not run.steps
     for words in ("model.layers.2.mlp.experts.w2_weight", "loaded again", "expected", "found", "rank"):
         assert words in run.summary["exit"], run.summary["exit"]
-
-
-def test_a_tensor_that_one_rank_cannot_map_goes_through_load_weights(smoke):
-    """The others have mapped it, and get all of it too; the values are as right as through the map."""
-    run = smoke("--rollout-tp", "2", "--steps", "2", VERIFY, hook("unmap_o_proj"))
-    assert_weights_arrive(run, verified=True)
-    assert "weight sync of model.layers.3.self_attn.o_proj.weight goes through load_weights: spoilt" in run.log

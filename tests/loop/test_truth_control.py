@@ -1,6 +1,6 @@
 """The truth check stops the run at the step at which a weight sync is spoilt; line a3's runs: test_emulated_npu.py.
 
-A hook alone changes nothing: test_reshard.py has a run with one whose weights are right.
+A hook alone changes nothing: test_emulated_npu.py has runs with `move_requests`, whose log-probs are right.
 """
 
 import pytest

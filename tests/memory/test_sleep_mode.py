@@ -1,4 +1,4 @@
-"""Sleep modes of an engine: memory that sleep frees, and refusals. With a real engine: tests/rollout.
+"""Sleep modes of an engine: memory that sleep frees, and refusals. With real engines: tests/emulation.
 
 With graphs vLLM's own sleep mode runs, here its real allocator over host memory.
 """

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.reshard.cases import FIRST, Case, full_tensor, grow, part, rollout_memory, train_memory
 from tests.reshard.spoilt import message
 from verl_patches.patching.row import subclass_of
-from verl_patches.reshard import destination, weight_sync
+from verl_patches.reshard import weight_sync
 from verl_patches.reshard.destination import RolloutTensor
 from verl_patches.worker import sharding
 from verl_patches.worker.context import WorkerContext
@@ -32,12 +32,12 @@ BROKEN_RANK = 1
 class Engine(torch.nn.Module):
     """A rollout model in the memory of `case`. Its load_weights writes padding of the vocabulary too, as zeros.
 
-    `unmappable`: HF tensors on which it computes something. `loaded`: what it loaded.
+    `loaded`: what it loaded.
     """
 
-    def __init__(self, case: Case, rank: int, unmappable: tuple[str, ...]):
+    def __init__(self, case: Case, rank: int):
         super().__init__()
-        self.case, self.unmappable, self.loaded = case, unmappable, []
+        self.case, self.loaded = case, []
         self.places, live = rollout_memory(case, rank)
         grow(self, live)
 
@@ -52,7 +52,7 @@ class Engine(torch.nn.Module):
             for place in self.places.get(name, ()):
                 self.loaded.append(name)
                 values = part(whole, place.region)
-                self.view(place).copy_(values * 1 if name in self.unmappable else values)
+                self.view(place).copy_(values)
                 if name in (FIRST, "lm_head.weight"):
                     self.get_parameter(name).data[len(values) :].fill_(0)
 
@@ -94,10 +94,10 @@ class Sync(NamedTuple):
 class World:
     """One rank: training, engine and verl's sharding manager. `spoilt`: the step that raises on BROKEN_RANK."""
 
-    def __init__(self, case: Case, verify: str, unmappable: tuple[str, ...] = ()):
+    def __init__(self, case: Case, verify: str):
         self.case, self.rank, self.events, self.spoilt = case, dist.get_rank(), [], None
         self.sources, self.trained_is_valid = train_memory(case, self.rank), True
-        self.engine = Engine(case, self.rank, unmappable)
+        self.engine = Engine(case, self.rank)
         runner = SimpleNamespace(model_runner=SimpleNamespace(model=self.engine))
         executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=runner))
         config = {"model_type": "deepseek_v3", **vars(replace(case.model, torch_dtype="float32"))}
@@ -152,18 +152,15 @@ class World:
             spoil(weight_sync, "plan_reshard", "plan"),
             spoil(weight_sync, "post_load", "post_load"),
             spoil(weight_sync.Verifier, "poison", "poison"),
-            spoil(destination.Destinations, "check_covers", "learn"),
+            spoil(weight_sync, "learn_destinations", "learn"),
         ):
             yield self
 
 
-def syncs(case: Case, verify: str, unmappable_on: int | None = None) -> list[Sync]:
-    """Three syncs. Before each the rollout's memory has lost its values, padding too, as after sleep.
-
-    `unmappable_on`: the rank whose engine does not let FIRST be mapped.
-    """
+def syncs(case: Case, verify: str) -> list[Sync]:
+    """Three syncs. Before each the rollout's memory has lost its values, padding too, as after sleep."""
     results = []
-    with World(case, verify, (FIRST,) * (dist.get_rank() == unmappable_on)).stand_ins() as world:
+    with World(case, verify).stand_ins() as world:
         for seed in (1, 2, 3):
             for parameter in world.engine.parameters():
                 parameter.data.fill_(float("nan"))

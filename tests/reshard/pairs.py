@@ -34,11 +34,10 @@ def pairs(draw, worlds: Sequence[int]) -> Case:
     ep, etp = _factors(draw, world // pp, 2)
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     instances, split = _factors(draw, world, 2)
-    stages = split if draw(st.booleans()) else 1
-    sizes = instances, split // stages, world // instances // split, stages, draw(st.booleans())
+    sizes = instances, split, world // instances // split, draw(st.booleans())
     try:
         train = ParallelLayout(world, tp, cp, ep, etp, pp, vpp, _partition(draw, layers, pp * vpp))
-        rollout = replace(rollout_layout(*sizes), layers_per_stage=_partition(draw, layers, stages))
+        rollout = rollout_layout(*sizes)
         case = Case(model, train, rollout)
         libraries = [
             draw(st.sampled_from(("megatron-local", "megatron-te", "mindspeed"))),
@@ -49,14 +48,12 @@ def pairs(draw, worlds: Sequence[int]) -> Case:
                 local_parameters(case.inventory, layout, rank, library)
     except ConfigError:  # the tests of layouts and shards cover refusals
         return draw(pairs(worlds))
-    names = [p.name for p in case.inventory.parameters]
     return replace(
         case,
         train_library=libraries[0],
         rollout_library=libraries[1],
         rollout_dtype=draw(DTYPES),
         bucket_bytes=draw(st.sampled_from((400, 1 << 10, 1 << 13, 1 << 20))),
-        whole=tuple(draw(st.lists(st.sampled_from(names), max_size=2, unique=True))),
         seed=draw(st.integers(0, 99)),
     )
 

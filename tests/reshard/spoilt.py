@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.reshard.cases import FIRST, Case, Rank, grow, part
+from verl_patches.layout.parallel import rollout_layout
 from verl_patches.reshard.execute import Executor
 from verl_patches.reshard.plan import RankPlan
 from verl_patches.reshard.rank_errors import ReshardError
@@ -33,9 +34,13 @@ def with_plan(case: Case, spoil: str) -> str:
     return message(rank.build)
 
 
-def planned_differently(case: Case) -> str:
-    """Build, after rank 1 has planned with a bucket of 16 bytes more, which changes no region of this case."""
-    return message(Rank(replace(case, bucket_bytes=case.bucket_bytes + 16 * (dist.get_rank() == 1))).build)
+def planned_differently(case: Case, spoil: str) -> str:
+    """Build, after rank 1 has planned for another bucket or rollout."""
+    changes = {
+        "bucket": {"bucket_bytes": case.bucket_bytes + 16},  # the regions stay
+        "rollout": {"rollout": rollout_layout(2, dp=1, tp=2)},
+    }
+    return message(Rank(replace(case, **changes[spoil]) if dist.get_rank() == 1 else case).build)
 
 
 def _set_bucket(plans: list[RankPlan], rank: int, number: int, **sides: dict) -> None:
@@ -63,27 +68,11 @@ def _swap_ranks(plans: list[RankPlan]) -> None:
     plans[0], plans[1] = replace(plans[1], rank=0), replace(plans[0], rank=1)
 
 
-def _swap_receivers(plans: list[RankPlan]) -> None:
-    """One sender mixes up two of its receivers; sizes may be equal, so that the exchange alone would not notice."""
-    buckets = [(rank, number, b.send) for rank, plan in enumerate(plans) for number, b in enumerate(plan.buckets)]
-    rank, number, send = next(bucket for bucket in buckets if len(bucket[2]) > 1)
-    a, b = sorted(send)[:2]
-    _set_bucket(plans, rank, number, send={**send, a: send[b], b: send[a]})
-
-
-def _one_sender(plans: list[RankPlan]) -> None:
-    sender = next(plan.rank for plan in plans if any(bucket.send for bucket in plan.buckets))
-    _edit(plans, sender, "send", lambda regions: regions[1:])
-
-
 SPOILERS: dict[str, Callable[[list[RankPlan]], object]] = {
     "nothing": lambda plans: None,
     "removed": lambda plans: _both_ends(plans, lambda regions: regions[1:]),
     "duplicated": lambda plans: _both_ends(plans, lambda regions: (regions[0], *regions)),
-    "removed by the sender": _one_sender,
     "ranks swapped": _swap_ranks,
-    "receivers swapped": _swap_receivers,
-    "a bucket less": lambda plans: plans.__setitem__(2, replace(plans[2], buckets=plans[2].buckets[:-1])),
 }
 
 
@@ -107,13 +96,7 @@ def with_memory(case: Case, spoil: str) -> str:
 def while_running(case: Case, spoil: str) -> tuple[str, str, int]:
     """Two syncs, rank 1 failing in the first: (message of the first, of the second, bytes allocated afterwards)."""
     rank = Rank(case)
-    broken = rank.rank == 1
-
-    def load_whole(name: str, tensor: torch.Tensor) -> None:
-        if broken and spoil == "load":
-            raise KeyError(name)
-
-    executor = rank.build(load_whole)
+    broken, executor = rank.rank == 1, rank.build()
     packing, pack = executor._buckets[0].pack, executor._buckets[0].pack.run
 
     def run() -> None:
@@ -128,7 +111,7 @@ def while_running(case: Case, spoil: str) -> tuple[str, str, int]:
         storage.resize_(0)
     first, broken = message(executor.run), False
     storage.resize_(size)
-    return first, message(executor.run), executor._now + executor.held_bytes
+    return first, message(executor.run), executor.held_bytes
 
 
 def with_wrong_bytes(case: Case, spoil: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.reshard.cases import write_through
 from verl_patches.errors import RecipeError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.reshard import destination
@@ -102,19 +103,11 @@ def check_map(model: nn.Module):
     before = values(model)
     learnt = learn(model)
     assert differing(model, before) == []
-    learnt.check_covers(model)
     generator = torch.Generator().manual_seed(0)
     hf = {p.name: torch.randn(p.shape, generator=generator).to(getattr(torch, p.dtype)) for p in PARAMETERS}
     model.load_weights(hf.items())
     expected = values(model)
-    for live in learnt.live.values():
-        live.tensor.fill_(float("nan"))
-    for name, places in learnt.tensors.items():
-        for place in places:
-            place.tensor.copy_(hf[name].narrow(place.region.axis, place.region.start, place.region.rows))
-    for constant in learnt.constants:
-        constant.target.fill_(constant.value)
-    model.load_weights((name, hf[name]) for name in learnt.unmapped)
+    write_through(learnt, hf)
     assert differing(model, expected) == []
     return learnt
 
@@ -124,7 +117,7 @@ def test_regions_and_places():
     pointers = {n: p.data_ptr() for n, p in model.named_parameters()}
     learnt = check_map(model)
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == pointers
-    assert learnt.unmapped == {} and learnt.opaque == () and "table" not in learnt.live
+    assert "table" not in learnt.views
     places = {name: (place.region, place.parameter) for name, (place,) in learnt.tensors.items()}
     assert places == {
         "embed": (Region("embed", 0, 6, 10), "embed"),
@@ -151,22 +144,7 @@ def _deriving(model, name, weight):
     {"norm": _deriving},
 ])  # fmt: skip
 def test_casts_clones_and_copies_onto_itself_are_followed(loaders):
-    assert check_map(Toy(loaders)).unmapped == {}
-
-
-def test_expert_that_the_loader_transposes():
-    model = Toy({"expert down": lambda m, n, w: load_expert("w2")(m, n, w.t())})
-    model.w2 = nn.Parameter(torch.rand(2, WIDTH, HIDDEN).bfloat16(), requires_grad=False)
-    assert check_map(model).tensors["expert.1.down"][0].tensor.shape == (HIDDEN, WIDTH)
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_axes_swapped_after_loading_are_left_to_load_weights(copied):
-    model = Toy()
-    transposed = model.w13.data.transpose(1, 2)
-    model.w13.data = transposed.contiguous() if copied else transposed
-    unmapped = learn(model).unmapped
-    assert list(unmapped) == ["expert.1.up", "expert.2.up"] and "expanded size" in unmapped["expert.1.up"]
+    check_map(Toy(loaders))
 
 
 def test_strided_parameters():
@@ -188,9 +166,9 @@ def _branching(model, name, weight):
     model.norm.data.copy_(weight)
 
 
-def _filling(model, name, weight):
-    for place in range(HIDDEN):
-        model.norm.data[place].fill_(weight[place].item())
+def _doubling(model, name, weight):
+    model.norm.data.copy_(weight)
+    model.norm.data.mul_(2)
 
 
 def _repeating(model, name, weight):
@@ -202,16 +180,18 @@ def _repeating(model, name, weight):
     ("norm", lambda m, n, w: m.norm.data.copy_(w + 1), "aten.add.Tensor computes"),
     ("norm", _staging, "aten.copy_.default changes it"),
     ("norm", _branching, "item"),
-    ("norm", _filling, "item"),
     ("norm", _repeating, "repeats"),
     ("norm", lambda m, n, w: m.norm.data.view(torch.uint8).copy_(w.view(torch.uint8)), "another dtype"),
+    ("norm", _doubling, "aten.mul_.Tensor writes it"),
     ("bias", lambda m, n, w: m.bias.copy_(w.to(torch.float16)), "aten._to_copy.default computes"),
+    ("expert up", lambda m, n, w: m.w13.data[0].copy_(w.t()), "0.up: RuntimeError"),  # axes swapped
 ])  # fmt: skip
-def test_a_tensor_that_cannot_be_followed_is_left_to_load_weights(name, load, reason):
-    """That tensor only; where it goes is known all the same, else `check_covers` would raise."""
-    learnt = check_map(Toy({name: load}))
-    assert list(learnt.unmapped) == [name] and reason in learnt.unmapped[name]
-    assert name not in learnt.tensors and len(learnt.tensors) == 9
+def test_a_tensor_that_cannot_be_followed_is_refused_with_the_reason(name, load, reason):
+    model = Toy({name: load})
+    expected = values(model)
+    with pytest.raises(RecipeError, match=f"rank 1: .*{name.split()[0]}.*{reason}.*no weight sync can follow"):
+        learn(model)
+    assert differing(model, expected) == []
 
 
 def _twice(model, name, weight):
@@ -219,26 +199,20 @@ def _twice(model, name, weight):
     model.gate_up.data[1:2].copy_(weight[:1])
 
 
-def _doubling(model, name, weight):
-    model.norm.data.copy_(weight)
-    model.norm.data.mul_(2)
-
-
 @pytest.mark.parametrize(("name", "load", "message"), [
     ("up", _twice, r"gate_up: expected each of its 24 .* found \[1, 0\] written by gate\[2:4\] and by up\[0:1\]"),
-    ("norm", lambda m, n, w: None, "rank 1: norm: expected each of its 6 .* found none written"),
-    ("norm", _doubling, r"norm: expected each of its 6 .*\[0\] written by norm .*aten.mul_.Tensor.* and by norm"),
+    ("norm", lambda m, n, w: None, "rank 1: norm: expected each of its 6 .* found 6 not written"),
     ("down", lambda m, n, w: m.down.data[:, :1].copy_(w[:, 2:3]),
      r"rank 1: down: expected each of its 12 .* found 6 not written, the first at \[0, 1\]"),
 ])  # fmt: skip
 def test_a_loader_that_does_not_write_everything_once_is_named(name, load, message):
     model = Toy({name: load})
     with pytest.raises(RecipeError, match=message):
-        learn(model).check_covers(model)
+        learn(model)
 
 
 def _replacing(model, name, weight):
-    model.norm.data = weight.clone()
+    model.norm.data = torch.zeros(HIDDEN, dtype=torch.bfloat16)
 
 
 def _failing(model, weights):
@@ -252,8 +226,8 @@ def _finishing(model, weights):
 
 @pytest.mark.parametrize(("load_weights", "message"), [
     (None, "rank 1: load_weights gives norm other memory"),
-    (_failing, "cannot be traced.*no such parameter"),
-    (_finishing, "changes parameters after the last tensor.*mul_"),
+    (_failing, "before the first tensor: .*no such parameter"),
+    (_finishing, "after the last tensor: .*mul_"),
 ])  # fmt: skip
 def test_loaders_that_no_sync_can_follow_are_refused_and_undone(load_weights, message, monkeypatch):
     model = Toy({} if load_weights else {"norm": _replacing})
@@ -265,13 +239,13 @@ def test_loaders_that_no_sync_can_follow_are_refused_and_undone(load_weights, me
     assert differing(model, expected) == []
 
 
-def test_private_formats_are_left_to_load_weights(monkeypatch):
+def test_private_formats_are_refused(monkeypatch):
     """The decision alone: only an NPU has such formats."""
     model = Toy()
     nz = model.w13.untyped_storage().data_ptr()
     monkeypatch.setattr(destination, "private_format", lambda t: 29 if t.untyped_storage().data_ptr() == nz else None)
-    learnt = check_map(model)
-    assert learnt.unmapped == dict.fromkeys(["expert.1.up", "expert.2.up"], "w13 is kept in the private NPU format 29")
+    with pytest.raises(RecipeError, match="expert.1.up: w13 is kept in the private NPU format 29"):
+        learn(model)
 
 
 def test_memory_that_changed_is_noticed():
@@ -286,8 +260,6 @@ def test_memory_that_changed_is_noticed():
     original = model.w13.data
     model.w13.data = original.clone()
     assert not learnt.still_valid(model)
-    with pytest.raises(RecipeError, match="learn them again"):
-        learnt.check_covers(model)
     model.w13.data = original
     assert learnt.still_valid(model)
     model.w2 = nn.Parameter(model.w2.clone())

@@ -18,9 +18,9 @@ SQUARE = TINY | {"moe_intermediate_size": 128}  # as hidden_size: no shape tells
 RUINED = "model.layers.3.mlp.experts.0.down_proj.weight"
 
 
-def _case(config=TINY, instances=1, dp=1, tp=1, pp=1, expert_parallel=True, ruin=None, ranks=None, planned=None):
-    sizes = {"instances": instances, "dp": dp, "tp": tp, "pp": pp, "expert_parallel": expert_parallel}
-    ranks = ranks or list(range(instances * dp * tp * pp))
+def _case(config=TINY, instances=1, dp=1, tp=1, expert_parallel=True, ruin=None, ranks=None, planned=None):
+    sizes = {"instances": instances, "dp": dp, "tp": tp, "expert_parallel": expert_parallel}
+    ranks = ranks or list(range(instances * dp * tp))
     return {"config": config, "ruin": ruin, "ranks": ranks, "planned": planned or {}, **sizes}
 
 
@@ -31,7 +31,6 @@ RIGHT = {
     "dp2 ep": _case(dp=2),
     "2 x dp2 tp2 ep": _case(instances=2, dp=2, tp=2, ranks=[0, 3, 6]),
     "dp2 tp2 without ep": _case(dp=2, tp=2, expert_parallel=False),
-    "pp2 tp2 ep": _case(pp=2, tp=2),
     "no q_lora tp2": _case(TINY | {"q_lora_rank": None}, tp=2),
     "two shared tp2": _case(TINY | {"n_shared_experts": 2}, tp=2),
     "padded words tp4": _case(TINY | {"vocab_size": 400}, tp=4),
@@ -39,14 +38,17 @@ RIGHT = {
     "2 x dp64 tp2 ep": _case(WIDE, instances=2, dp=64, tp=2, ranks=[131]),
 }
 WRONG = {
-    **{ruin: _case(ruin=ruin) for ruin in ("twice", "skip", "compute", "transpose")},
-    "transpose square": _case(SQUARE, ruin="transpose"),
+    "twice": f"[0, 0, 0] written by {RUINED}[0:128] and by {RUINED}[0:128]",
+    "skip": "found 4096 not written, the first at [0, 0, 0]",
+    "compute": f"{RUINED}: aten.mul",
+    "transpose": f"{RUINED}: RuntimeError",
 }
 OTHER = {
+    "transpose square": _case(SQUARE, ruin="transpose"),
     "planned for tp2": _case(dp=2, ranks=[1], planned={"dp": 1, "tp": 2}),
     "planned for vllm-ascend": _case(tp=2, ranks=[0], planned={"library": "vllm-ascend"}),
 }
-CASES = {**RIGHT, **WRONG, **OTHER}
+CASES = {**RIGHT, **{ruin: _case(ruin=ruin) for ruin in WRONG}, **OTHER}
 
 
 @pytest.fixture(scope="module")
@@ -59,29 +61,26 @@ def learnt(run_ranks):
 def test_written_through_the_map_is_what_load_weights_writes(name, learnt):
     assert [row["rank"] for row in learnt[name]] == CASES[name]["ranks"]
     for row in learnt[name]:
-        assert (row["touched"], row["differ"], row["unmapped"]) == ([], [], {})
-        assert (row["covers"], row["plan"], row["dtypes"]) == (None, None, [])
+        assert row["touched"] == row["differ"] == row["plan"] == row["dtypes"] == []
         assert row["mapped"] > 0
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_groups_and_instances_are_vllms(name, learnt):
     case = CASES[name]
-    layout = rollout_layout(*(case[size] for size in ("instances", "dp", "tp", "pp", "expert_parallel")))
+    layout = rollout_layout(*(case[size] for size in ("instances", "dp", "tp", "expert_parallel")))
     for row in learnt[name]:
         rank, groups = row["rank"], row["groups"]
-        for group, ours in {"tp": "tp", "pp": "pp", "dp": "instance-dp", "ep": "ep"}.items():
+        for group, ours in {"tp": "tp", "dp": "instance-dp", "ep": "ep"}.items():
             if group != "ep" or case["expert_parallel"]:
                 assert groups[group] in layout.groups(ours) and rank in groups[group], group
         assert set(groups["ep"]) <= set(layout.groups("instance")[layout.coordinates(rank).edp])
 
 
 def test_another_plan_is_noticed(learnt):
-    message, embedding = learnt["planned for tp2"][0]["plan"], "model.embed_tokens.weight"
-    assert f"rank 1: {embedding} in {embedding}: expected {embedding}[256:512] by layout tp2" in message
-    assert f"found {embedding}[0:512] in load_weights" in message
-    message = learnt["planned for vllm-ascend"][0]["plan"]
-    assert "expected model.layers.1.mlp.shared_experts.gate_proj.weight[0:32]" in message
+    assert "model.embed_tokens.weight" in learnt["planned for tp2"][0]["plan"]
+    unlike = learnt["planned for vllm-ascend"][0]["plan"]
+    assert unlike and all(".shared_experts." in name for name in unlike)
 
 
 def test_counts_of_mapped_tensors(learnt):
@@ -102,22 +101,10 @@ def test_a_transposed_expert_would_be_seen(learnt):
         assert [name.endswith("mlp.experts.w13_weight") for name in row["transposed"]] == [True]
 
 
-def test_an_expert_loaded_twice_or_never_is_named(learnt):
-    message = learnt["twice"][0]["covers"]
-    assert "rank 0: model.layers.3.mlp.experts.w2_weight: expected each of its" in message
-    assert f"[0, 0, 0] written by {RUINED}[0:128] and by {RUINED}[0:128]" in message
-    row = learnt["skip"][0]
-    assert "found 4096 not written, the first at [0, 0, 0]" in row["covers"]
-    assert RUINED in row["plan"] and "found nothing in load_weights" in row["plan"]
-
-
-@pytest.mark.parametrize(("ruin", "reason"), [("compute", "aten.mul"), ("transpose", "RuntimeError")])
-def test_an_expert_that_cannot_be_followed_is_left_to_load_weights(ruin, reason, learnt):
-    row = learnt[ruin][0]
-    assert list(row["unmapped"]) == [RUINED] and reason in row["unmapped"][RUINED]
-    assert row["plan"] is None
+@pytest.mark.parametrize("ruin", WRONG)
+def test_an_expert_that_is_not_loaded_once_as_it_is_is_refused(ruin, learnt):
+    assert "rank 0: " in learnt[ruin][0]["error"] and WRONG[ruin] in learnt[ruin][0]["error"]
 
 
 def test_a_loader_that_transposes_is_followed(learnt):
-    row = learnt["transpose square"][0]
-    assert (row["unmapped"], row["differ"], row["covers"]) == ({}, [], None)
+    assert learnt["transpose square"][0]["differ"] == []

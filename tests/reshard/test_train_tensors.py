@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
+from tests.layout.native_parameters import GATE, STORAGES, UP, pack, part
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.layout.sharding import MEGATRON_NAMES, local_parameters
-from verl_patches.model.mindspeed.weights import NAMES as MINDSPEED_NAMES
+from verl_patches.layout.sharding import local_parameters
 from verl_patches.model.tiny import tiny_config
 from verl_patches.model.weights import te_name
 from verl_patches.reshard.live_memory import storage_id
@@ -19,19 +19,6 @@ from verl_patches.reshard.region import Region, region_of
 from verl_patches.reshard.train_tensors import are_views_of, storage_of, views_of
 
 INVENTORY = build_inventory(dataclasses.replace(read_model_shape(tiny_config()), torch_dtype="float32"))
-GATE, UP, DOWN = "routed_expert_gate", "routed_expert_up", "routed_expert_down"
-GROUPED = {
-    GATE: "decoder.layers.{layer}.mlp.experts.weight1",
-    UP: "decoder.layers.{layer}.mlp.experts.weight1",
-    DOWN: "decoder.layers.{layer}.mlp.experts.weight2",
-}
-# how parameters are stored -> library that cuts them, name of each kind's parameter
-STORAGES = {
-    "local": ("megatron-local", MEGATRON_NAMES),
-    "te": ("megatron-te", MEGATRON_NAMES),  # respelled below
-    "grouped": ("megatron-local", MEGATRON_NAMES | GROUPED),
-    "mindspeed": ("mindspeed", MINDSPEED_NAMES),
-}
 LAYOUTS = (
     "tp4 etp1 ep2 @4",
     "tp2 etp2 ep2 @4",
@@ -48,57 +35,14 @@ def weights() -> dict[str, torch.Tensor]:
     return {p.name: torch.randn(p.shape, generator=generator) for p in INVENTORY.parameters}
 
 
-def pack(weights, text: str, rank: int, storage: str, stack_up=None) -> list[dict[str, torch.Tensor]]:
-    """What `rank` would hold, by native name, chunk by chunk."""
-    layout, (library, names) = parse_layout(text), STORAGES[storage]
-    shards = local_parameters(INVENTORY, layout, rank, library).shards.values()
-    first = layout.local_experts(rank, INVENTORY.model.n_routed_experts).start
-    chunks = []
-    for number in range(layout.vpp):
-        stage = number * layout.pp + layout.coordinates(rank).pp
-        layers = layout.chunk_layers(INVENTORY.model.num_hidden_layers)[stage]
-        joined: dict[str, dict[int | None, list[torch.Tensor]]] = {}
-        for shard in shards:
-            p = shard.parameter
-            outer = {"embedding": 0, "head": layout.vpp - 1, "final_norm": layout.vpp - 1}
-            if (p.layer not in layers) if p.layer is not None else outer[p.kind] != number:
-                continue
-            local = {
-                "layer": None if p.layer is None else p.layer - layers.start,
-                "expert": None if p.expert is None else p.expert - first,
-            }
-            name = names[p.kind].format(**local)
-            name = te_name(name) if storage == "te" else name
-            joined.setdefault(name, {}).setdefault(p.expert, []).append(part(weights, region_of(shard)))
-        of_name = {name: [torch.cat(pieces) for pieces in of_experts.values()] for name, of_experts in joined.items()}
-        chunks.append({name: _stack(name, pieces, stack_up) for name, pieces in of_name.items()})
-    return chunks
-
-
-def _stack(name, pieces, stack_up):
-    """Each expert's transposed matrix after the other in memory, in the shape that GroupedMLP gives it."""
-    if name.endswith(".experts.weight1"):
-        if stack_up is not None:
-            return stack_up(pieces)
-        return torch.cat([piece.t().flatten() for piece in pieces]).view(pieces[0].shape[1], -1)  # [H, e * 2F]
-    if name.endswith(".experts.weight2"):
-        return torch.cat([piece.t().flatten() for piece in pieces]).view(-1, pieces[0].shape[0])  # [e * F, H]
-    assert len(pieces) == 1, name
-    return pieces[0].clone()
-
-
 def views(weights, text, rank, storage, **how):
-    native = pack(weights, text, rank, storage, **how)
+    native = pack(weights, INVENTORY, parse_layout(text), rank, storage, **how)
     return views_of(native, INVENTORY, parse_layout(text), rank, STORAGES[storage][0]), native
 
 
 def wrong(found, weights) -> list[str]:
     """HF names whose view is not that slice of the whole tensor."""
     return [name for name, t in found.items() if not torch.equal(t.tensor, part(weights, t.region))]
-
-
-def part(weights, region: Region) -> torch.Tensor:
-    return weights[region.name].narrow(region.axis, region.start, region.stop - region.start)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -161,7 +105,7 @@ def _renamed(old, new):
     (None, "rank 1 has 2 model chunks, layout .* has 1"),
 ])  # fmt: skip
 def test_parameters_that_are_not_the_layouts_are_refused(weights, change, message):
-    (chunk,) = native = pack(weights, "ep2 pp2 @4", 1, "local")
+    (chunk,) = native = pack(weights, INVENTORY, parse_layout("ep2 pp2 @4"), 1, "local")
     if change is None:
         native.append({})
     else:
@@ -186,7 +130,7 @@ def test_parts_of_a_view(weights):
 
 def test_views_outlive_offload_by_resize_but_not_other_memory(weights):
     """As verl offloads DDP: parameters are views of a buffer whose storage is freed and filled again."""
-    native = pack(weights, "@1", 0, "mindspeed")
+    native = pack(weights, INVENTORY, parse_layout("@1"), 0, "mindspeed")
     buffer = torch.cat([t.flatten() for t in native[0].values()])
     start = 0
     for name, tensor in native[0].items():

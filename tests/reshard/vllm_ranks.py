@@ -10,11 +10,13 @@ import torch
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.models import utils as model_utils
 
-from verl_patches.errors import ConfigError, RecipeError
+from tests.reshard.cases import write_through
+from verl_patches.errors import RecipeError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.destination import learn_destinations
+from verl_patches.reshard.region import region_of
 
 
 def ruined(loader, change):
@@ -51,24 +53,23 @@ def hf_tensors(inventory):
         yield p.name, torch.randn(p.shape, generator=generator).to(getattr(torch, p.dtype))
 
 
-def error_of(check, *args) -> str | None:
-    try:
-        check(*args)
-    except (RecipeError, ConfigError) as error:
-        return str(error)
-    return None
-
-
 def run_rank(case: dict, rank: int) -> dict:
     inventory, planned = build_inventory(case["config"]), {**case, **case["planned"]}
-    layout = rollout_layout(*(planned[size] for size in ("instances", "dp", "tp", "pp", "expert_parallel")))
+    layout = rollout_layout(*(planned[size] for size in ("instances", "dp", "tp", "expert_parallel")))
     with build_vllm.model_of(case, rank) as model:
         for parameter in model.parameters():
             parameter.data.normal_()
         model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
         before = values(model)
-        learnt = learn_destinations(model, inventory, rank=rank)
-        shards = local_parameters(inventory, layout, rank, "vllm").shards
+        try:
+            learnt = learn_destinations(model, inventory, rank=rank)
+        except RecipeError as error:
+            return {"error": str(error)}
+        shards = local_parameters(inventory, layout, rank, planned.get("library", "vllm")).shards
+        shapes = {parameter.name: parameter.shape for parameter in inventory.parameters}
+        regions = {name: region_of(shard).along(0, shapes[name]) for name, shard in shards.items()}
+        regions = {name: [region] for name, region in regions.items() if region.rows}
+        found = {name: [p.region.along(0, shapes[name]) for p in places] for name, places in learnt.tensors.items()}
         dtypes = {name: (shards[name].dtype, places[0].tensor.dtype) for name, places in learnt.tensors.items()}
         return {
             "rank": rank,
@@ -76,33 +77,18 @@ def run_rank(case: dict, rank: int) -> dict:
             "dtypes": [name for name, (ours, live) in dtypes.items() if f"torch.{ours}" != str(live)],
             "touched": differing(model, before),
             **compare(learnt, model, inventory),
-            "covers": error_of(learnt.check_covers, model),
-            "plan": error_of(learnt.check_against_plan, inventory, layout, planned.get("library", "vllm")),
-            "unmapped": learnt.unmapped,
+            "plan": sorted(name for name in regions | found if regions.get(name) != found.get(name)),
             "mapped": len(learnt.tensors),
             "constants": [[c.value, list(c.target.shape)] for c in learnt.constants],
         }
 
 
 def compare(learnt, model, inventory) -> dict:
-    """Parameters that differ between load_weights and writes through the map over NaN; and with an expert transposed.
-
-    Returns load_weights's error where it raises.
-    """
+    """Parameters that differ between load_weights and the map's writes over NaN; and with an expert transposed."""
     tensors = dict(hf_tensors(inventory))
-    try:
-        model.load_weights(tensors.items())
-    except RuntimeError as error:
-        return {"differ": [str(error)]}
+    model.load_weights(tensors.items())
     expected = values(model)
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
-    for name, places in learnt.tensors.items():
-        for place in places:
-            place.tensor.copy_(tensors[name].narrow(place.region.axis, place.region.start, place.region.rows))
-    for constant in learnt.constants:
-        constant.target.fill_(constant.value)
-    model.load_weights((name, tensors[name]) for name in learnt.unmapped)
+    write_through(learnt, tensors)
     differ = differing(model, expected)
     for place in [places[0] for name, places in learnt.tensors.items() if ".experts." in name][:1]:
         side = min(place.tensor.shape)
@@ -113,11 +99,10 @@ def compare(learnt, model, inventory) -> dict:
 def learnt(cases: dict[str, dict]) -> dict[str, list[dict]]:
     """{name: rows}; a case is as build_vllm.py takes it, with `ruin`: None or one of RUINS, and `planned`.
 
-    A row, of a rank: rank, groups, unmapped, mapped, constants
-        dtypes              tensors whose parameter has another dtype than layout/sharding.py says
+    A row, of a rank: rank, groups, mapped, constants, or only the error
+        dtypes, plan        tensors whose parameter has another dtype, or region, than layout/sharding.py says
         touched             parameters that learning changed
         differ, transposed  see `compare`
-        covers, plan        the messages of the two checks, or None
     """
     weight_loader, rows = FusedMoE.weight_loader, {}
     for name, case in cases.items():

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
-from tests.emulation.emulated_engine import LIMITS, PROMPT_LENGTHS, TOKENS, compare, model_of
+from tests.emulation.emulated_engine import LIMITS, PROMPT_LENGTHS, TOKENS, compare, model_of, reference_of, refused
 
 
 @contextlib.contextmanager
@@ -86,18 +86,12 @@ def sampled(llm: Any, reference: Any) -> dict[str, Any]:
 
 def slept(llm: Any, reference: Any) -> dict[str, Any]:
     """Sleep of level 2 by the row memory.sleep_mode, wake up, generate (`error`), and write the weights back."""
-    from verl_patches.errors import RecipeError
-
     llm.weights_written(last=False)
     with _weights_written_back(llm):
         llm.sleep(2)
         asleep = {"weights": _spoilt(model_of(llm).parameters()), "buffers": _spoilt(model_of(llm).buffers())}
         llm.wake_up()
-        error = ""
-        try:
-            llm.generate([{"prompt_token_ids": [3, 4]}], use_tqdm=False)
-        except RecipeError as refused:
-            error = str(refused)
+        error = refused(lambda: llm.generate([{"prompt_token_ids": [3, 4]}], use_tqdm=False))
     llm.weights_written(last=False)
     return {"asleep": asleep, "error": error}
 
@@ -149,14 +143,12 @@ def check_of(llm: Any, reference: Any, check: dict[str, Any]) -> dict[str, Any]:
 def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
     """The answer."""
     import torch
-    from transformers import AutoModelForCausalLM
     from vllm import LLM
     from vllm.model_executor.layers import rotary_embedding
 
     from verl_patches.worker.memory import checked_device
 
-    eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
-    references = {name: AutoModelForCausalLM.from_pretrained(path, **eager).eval() for name, path in models.items()}
+    references = {name: reference_of(path) for name, path in models.items()}
     found = {}
     for case in cases:
         options = {**LIMITS, **case["options"]}

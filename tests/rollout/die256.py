@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
+from tests.emulation.emulated_engine import Response, prompts_of, reference_of, responses_of, score
 
 SCALE = 4
 TOKENS = 6
@@ -45,7 +46,7 @@ def build(config: Any, model: str) -> Any:
     return made
 
 
-def generate(made: Any, prompts: list[list[int]], shrinks: bool = False) -> list[list[tuple[list[int], list[float]]]]:
+def generate(made: Any, prompts: list[list[int]], shrinks: bool = False) -> list[list[Response]]:
     """For each prompt its n responses: tokens and their log-probs, by verl's own sampling parameters.
 
     `shrinks`: 64 responses, of which 32, 16 and 8 go on two tokens longer each time.
@@ -56,30 +57,13 @@ def generate(made: Any, prompts: list[list[int]], shrinks: bool = False) -> list
         if shrinks:
             each.max_tokens, each.n = TOKENS + 2 * number, (32, 16, 8, 8)[number]
     outputs = made.inference_engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [[(list(o.token_ids), _log_probs(o)) for o in output.outputs] for output in outputs]
+    return [responses_of(output) for output in outputs]
 
 
-def _log_probs(output: Any) -> list[float]:
-    return [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
-
-
-def largest_difference(responses: Any, prompts: list[list[int]], model: str) -> float:
+def largest_difference(responses: list[list[Response]], prompts: list[list[int]], model: str) -> float:
     """The largest |dlogp| of sampled tokens against transformers in fp32; infinite where one is not finite."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
-    reference, worst = AutoModelForCausalLM.from_pretrained(model, **eager).eval(), 0.0
-    for ids, made in zip(prompts, responses, strict=True):
-        longest = max(len(tokens) for tokens, _ in made)
-        tokens = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in made])  # padding is not compared
-        with torch.no_grad():
-            logits = reference(torch.cat([torch.tensor([ids] * len(made)), tokens], 1)).logits[:, len(ids) - 1 : -1]
-        expected = logits.float().log_softmax(-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
-        for row, (_, log_probs) in zip(expected, made, strict=True):
-            difference = torch.tensor(log_probs) - row[: len(log_probs)]
-            worst = max(worst, float(difference.abs().nan_to_num(torch.inf).max()))
-    return worst
+    reference = reference_of(model)
+    return max(score(reference, ids, made)[0] for ids, made in zip(prompts, responses, strict=True))
 
 
 def batches_of(made: Any) -> list[tuple[int, int]]:
@@ -146,9 +130,9 @@ def addresses(model: Any) -> dict[str, int]:
 
 def sync(made: Any, folder: str) -> None:
     """The weights of `folder` through the map that the direct weight sync learns; all others would be NaN."""
-    import torch
     from verl.utils.vllm_utils import patch_vllm_moe_model_weight_loader
 
+    from tests.reshard.cases import write_through
     from tests.rollout.engine_rank import hf_tensors
     from verl_patches.layout.inventory import build_inventory
     from verl_patches.reshard.destination import learn_destinations
@@ -156,17 +140,7 @@ def sync(made: Any, folder: str) -> None:
 
     model, tensors = worker_of(made).model_runner.model, dict(hf_tensors(folder))
     patch_vllm_moe_model_weight_loader(model)
-    destinations = learn_destinations(model, build_inventory(folder), rank=0)
-    destinations.check_covers(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
-        for name, places in destinations.tensors.items():
-            for place in places:
-                region = place.region
-                place.tensor.copy_(tensors[name].narrow(region.axis, region.start, region.stop - region.start))
-        for constant in destinations.constants:
-            constant.target.fill_(constant.value)
+    write_through(learn_destinations(model, build_inventory(folder), rank=0), tensors)
     post_load(model)
     made.inference_engine.llm_engine.reset_prefix_cache()
 
@@ -188,8 +162,6 @@ def loads_of_experts() -> list[list[int]]:
 
 def prompts_for(config: Any) -> list[list[int]]:
     """As many prompts as fill the replica with their n responses; the longest is the configuration's, scaled."""
-    from tests.emulation.emulated_engine import prompts_of
-
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length // SCALE
     count = rollout.engine_kwargs.vllm.max_num_seqs // rollout.n
     return prompts_of([longest, longest - 100, 5, 1 + longest // 2][:count])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from tests.emulation.emulated_engine import responses_of
+
 
 def verl_rollout(model: str | Path, **overrides):
     """verl's vLLMRollout for the model folder, with verl's own config file and `overrides` of its rollout section."""
@@ -52,11 +54,8 @@ def generate_with(llm, requests: list) -> dict:
         return {"tokens": [], "logprobs": []}
     params = [SamplingParams(temperature=0.0, logprobs=0, max_tokens=length, ignore_eos=True) for _, length in requests]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], params, use_tqdm=False)
-    sampled = [list(zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True)) for out in outputs]
-    return {
-        "tokens": [[token for token, _ in sequence] for sequence in sampled],
-        "logprobs": [[step[token].logprob for token, step in sequence] for sequence in sampled],
-    }
+    responses = [responses_of(output)[0] for output in outputs]
+    return {"tokens": [tokens for tokens, _ in responses], "logprobs": [log_probs for _, log_probs in responses]}
 
 
 def watch_logits(llm) -> tuple[list[torch.Tensor], Callable[[], None]]:

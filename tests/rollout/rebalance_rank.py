@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from tests.emulation.emulated_engine import LIMITS, responses_of
+from tests.emulation.emulated_engine import prompts_of as random_prompts
 from verl_patches.errors import RecipeError
-
-TOKENS = 14
-LIMITS = {"max_model_len": 512, "max_num_seqs": 8, "gpu_memory_utilization": 0.5, "dtype": "float32", "seed": 0}
 
 
 def build(model: str, dp: int, tp: int, **options: Any) -> Any:
@@ -23,8 +22,6 @@ def build(model: str, dp: int, tp: int, **options: Any) -> Any:
 def prompts_of(place: int, spec: dict) -> tuple[list, list]:
     """The prompts of a DP rank and their parameters: two of three seeded, with a penalty and top-k."""
     from vllm import SamplingParams
-
-    from tests.emulation.emulated_engine import prompts_of as random_prompts
 
     lengths = spec["lengths"][place]
     params = []
@@ -44,9 +41,8 @@ def generate(llm: Any, place: int, spec: dict) -> dict:
     except RecipeError as error:
         return {"error": str(error)}
     of_prompts = [output.prompt_token_ids for output in outputs] == [each["prompt_token_ids"] for each in prompts]
-    samples = [output.outputs[0] for output in outputs]
-    steps = [[step[token].logprob for step, token in zip(s.logprobs, s.token_ids, strict=True)] for s in samples]
-    found = {"tokens": [list(s.token_ids) for s in samples], "log_probs": steps, "in order": of_prompts}
+    samples, responses = [output.outputs[0] for output in outputs], [responses_of(output)[0] for output in outputs]
+    found = {"tokens": [r[0] for r in responses], "log_probs": [r[1] for r in responses], "in order": of_prompts}
     return found | {"reasons": [s.finish_reason for s in samples], "widths": [len(s.logprobs[0]) for s in samples]}
 
 
@@ -85,8 +81,7 @@ def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> li
                 globals()[spec["spoil"]](engine.rebalancer, place)
         got = generate(llm, place, spec)
         if engine.rebalancer is not None:
-            held = engine.rebalancer.guests or engine.rebalancer.runner.requests.keys() & engine.rebalancer.origins
-            got |= {"moved": engine.rebalancer.moved, "left over": bool(held) or free() != before}
+            got |= {"moved": engine.rebalancer.moved, "left over": bool(engine.rebalancer.guests) or free() != before}
         if "error" in got:
             _forget_requests(engine)
         found.append(got)

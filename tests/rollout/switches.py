@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
+from tests.emulation.emulated_engine import Response, prompts_of, responses_of
 from tests.rollout import ascend_engine, die256
 
 LENGTHS, TOKENS, SEED = (5, 17, 1, 140, 64), 5, 7
@@ -21,20 +22,17 @@ REFRESH = (
 )
 
 
-def sample(llm: Any) -> list[tuple[list[int], list[float]]]:
-    """(tokens, log-probs) of each response, by top-k."""
+def sample(llm: Any) -> list[Response]:
+    """The response to each prompt, by top-k."""
     from vllm import SamplingParams
-
-    from tests.emulation.emulated_engine import prompts_of
 
     shared = {"temperature": 1.0, "top_k": 50, "max_tokens": TOKENS, "logprobs": 0, "ignore_eos": True}
     params = [SamplingParams(**shared, seed=SEED + number) for number in range(len(LENGTHS))]
     prompts = [{"prompt_token_ids": ids} for ids in prompts_of(LENGTHS)]
-    outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-    return [(list(output.token_ids), die256._log_probs(output)) for output in outputs]
+    return [responses_of(output)[0] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def answers(made: Any) -> list[tuple[list[int], list[float]]]:
+def answers(made: Any) -> list[Response]:
     """Of the three times."""
     llm = made.inference_engine
     found = sample(llm)

@@ -143,9 +143,5 @@ def test_a_higher_tier_is_taken_where_the_lowest_does_not_pay():
     assert plan(state_of(lengths, [0, 900, 900]), tiers, 128, 32, dear).after == 16
 
 
-def test_no_ranks_have_requests():
-    assert plan(state_of([[], []], [9, 9]), TIERS, BLOCK, RESERVE, FREE_OF_COST).moves == ()
-
-
 def test_step_seconds_are_those_published():
     assert (step_s(64), step_s(48), step_s(1)) == (0.076, pytest.approx(0.0715), 0.054)

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.reshard.test_train_tensors import INVENTORY, STORAGES, pack
+from tests.layout.native_parameters import STORAGES, pack
+from tests.reshard.test_train_tensors import INVENTORY
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
@@ -90,7 +91,7 @@ def ranges_of(native, layout, rank):
 def rank_state(whole, text, rank, storage, half, filled):
     """The state of one rank; not `filled`: as before a checkpoint is loaded, zeros and no moments."""
     layout = parse_layout(text)
-    packed = {role: pack(tensors, text, rank, storage) for role, tensors in whole.items()}
+    packed = {role: pack(tensors, INVENTORY, layout, rank, storage) for role, tensors in whole.items()}
     native = packed["weight"]
     if half:
         native = [{n: t if n.endswith(BIAS) else t.bfloat16() for n, t in chunk.items()} for chunk in native]

@@ -1,12 +1,12 @@
 """How a model is split over ranks: one type for the training side (Megatron) and the rollout side (vLLM).
 
 There are two views of the same ranks, exactly as `megatron.core.parallel_state.initialize_model_parallel` (0.12.2)
-builds them from one `order`: the dense view tp x cp x dp x pp, and the expert view etp x ep x edp x pp.
+builds them: the dense view tp x cp x dp x pp, and the expert view etp x ep x edp x pp, the fastest axis first.
 
 The rollout side fits in the same type: vLLM 0.9.1 (`vllm.distributed.parallel_state.initialize_model_parallel`)
-orders ranks as instance x dp x pp x tp, and its experts are split over all ranks of one instance. So an instance is
-an expert-data-parallel replica: `instances == edp`, and the instance of a rank is its `edp` coordinate. See
-`rollout_layout`.
+orders ranks as instance x dp x tp, tp fastest (pipeline stages are not used), and its experts are split over all ranks
+of one instance. So an instance is an expert-data-parallel replica: `instances == edp`, and the instance of a rank is
+its `edp` coordinate. See `rollout_layout`.
 
 The layouts of a configuration (verl's sections and `recipe:`): `train_layout_of` and `rollout_layout_of`, or with the
 ending `_in` from the sections that a worker has. No torch.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,7 @@ from typing import Any
 from verl_patches.errors import ConfigError
 
 MAX_RANKS = 1 << 14  # more than any cluster that a plan is made for; each rank costs time and memory
-MEGATRON_ORDER = "tp-cp-ep-dp-pp"
-VLLM_PIPELINE_ORDER = "tp-cp-ep-pp-dp"  # vLLM numbers stages inside replicas
-DENSE_AXES = ("tp", "cp", "dp", "pp")
+DENSE_AXES = ("tp", "cp", "dp", "pp")  # the fastest first
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 _SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
@@ -46,13 +45,12 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How many ranks a model is split over, along which axes, and in which order ranks are numbered.
+    """How many ranks a model is split over, and along which axes.
 
     Sizes count ranks. `ep`: ranks that experts are split over; `etp`: split inside one expert (None: `tp`, Megatron's
     rule). MindSpeed's "TP extends EP" at TP4 EP8 is ep=32, etp=1. `dp` and `edp` are derived. `vpp`: model chunks a
     stage holds. `layers_per_stage`: layers of each stage, or of each of the pp*vpp chunks in model order when vpp >
-    1; None splits evenly. `order`: names the fastest axis first, `tp` also standing for etp and `dp` for edp in the
-    expert view. Raises ConfigError where Megatron would, or where a list does not fit.
+    1; None splits evenly. Raises ConfigError where Megatron would, or where a list does not fit.
     """
 
     world_size: int
@@ -63,7 +61,6 @@ class ParallelLayout:
     pp: int = 1
     vpp: int = 1
     layers_per_stage: tuple[int, ...] | None = None
-    order: str = MEGATRON_ORDER
 
     def __post_init__(self):
         if self.etp is None:
@@ -76,25 +73,12 @@ class ParallelLayout:
                 raise ConfigError(f"layout: {name} must be a whole number >= 1, found {value!r}")
             if value > MAX_RANKS:
                 raise ConfigError(f"layout: {name} is {value}; expected at most {MAX_RANKS}, as a plan names each rank")
-        if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
-            raise ConfigError(
-                f"layout: order must name tp, cp, ep, dp, pp each once, as {MEGATRON_ORDER!r}, found {self.order!r}"
-            )
         for view, sizes in (("tp*cp*pp", (self.tp, self.cp, self.pp)), ("etp*ep*pp", (self.etp, self.ep, self.pp))):
             if self.world_size % math.prod(sizes):
                 raise ConfigError(
                     f"layout: {view} = {'*'.join(map(str, sizes))} = {math.prod(sizes)} must divide world_size "
                     f"{self.world_size}; change the sizes or the number of ranks"
                 )
-        self._check_pipeline()
-
-    def _check_pipeline(self):
-        same_stages = self._strides(DENSE_AXES)["pp"] == self._strides(EXPERT_AXES)["pp"]
-        if self.pp > 1 and not (same_stages and (self.order.endswith("pp") or self.dp == self.edp)):
-            raise ConfigError(
-                f"layout: with order {self.order!r} dense and expert layers would disagree on pipeline or data groups "
-                f"(tp*cp {self.tp * self.cp}, etp*ep {self.etp * self.ep}); put pp last, or make etp*ep equal to tp*cp"
-            )
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(f"layout: vpp={self.vpp} needs pp > 1; set vpp=1 or split the model over stages")
         if self.layers_per_stage is None:
@@ -120,15 +104,10 @@ class ParallelLayout:
         """Number of ranks along `axis`: one of tp, cp, dp, pp, etp, ep, edp."""
         return getattr(self, axis)
 
-    def _strides(self, family: tuple[str, ...]) -> dict[str, int]:
+    def _strides(self, view: tuple[str, ...]) -> dict[str, int]:
         """Axis of one view -> distance between neighbouring ranks along it."""
-        expert_names = {"tp": "etp", "dp": "edp"} if family is EXPERT_AXES else {}
-        strides, stride = {}, 1
-        for axis in (expert_names.get(axis, axis) for axis in self.order.split("-")):
-            if axis in family:
-                strides[axis] = stride
-                stride *= self.size(axis)
-        return strides
+        sizes = [self.size(axis) for axis in view]
+        return dict(zip(view, itertools.accumulate(sizes[:-1], operator.mul, initial=1), strict=True))
 
     def coordinates(self, rank: int) -> Coordinates:
         """Both views' coordinates of `rank`. Raises ConfigError outside 0..world_size-1."""
@@ -211,8 +190,6 @@ class ParallelLayout:
         words.append(f"@{self.world_size}")
         if self.layers_per_stage is not None:
             words.append("layers=" + ",".join(map(str, self.layers_per_stage)))
-        if self.order != MEGATRON_ORDER:
-            words.append(f"order={self.order}")
         return " ".join(words)
 
 
@@ -229,8 +206,8 @@ def _all_coordinates(layout: ParallelLayout) -> list[Coordinates]:
 def parse_layout(text: str) -> ParallelLayout:
     """Read the short form "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"; `str(layout)` writes it.
 
-    Words in any order: tp cp pp vpp ep etp with a size, @ranks (required), layers=..., order=... . Sizes left out are
-    1, etp left out is tp. Raises ConfigError for a word that is unknown, repeated, or unreadable.
+    Words in any order: tp cp pp vpp ep etp with a size, @ranks (required), layers=... . Sizes left out are 1, etp left
+    out is tp. Raises ConfigError for a word that is unknown, repeated, or unreadable.
     """
     values: dict[str, object] = {}
     for word in text.split():
@@ -238,8 +215,6 @@ def parse_layout(text: str) -> ParallelLayout:
             name, value = match[1].replace("@", "world_size"), int(match[2])
         elif match := re.fullmatch(r"layers=(\d+(?:,\d+)*)", word):
             name, value = "layers_per_stage", tuple(map(int, match[1].split(",")))
-        elif match := re.fullmatch(r"order=(\S+)", word):
-            name, value = "order", match[1]
         else:
             raise ConfigError(
                 f'layout {text!r}: cannot read {word!r}; expected words such as "tp4 pp8 ep32 etp1 @256 layers=7,8"'
@@ -252,22 +227,14 @@ def parse_layout(text: str) -> ParallelLayout:
     return ParallelLayout(**values)
 
 
-def rollout_layout(instances: int, dp: int, tp: int, pp: int = 1, expert_parallel: bool = True) -> ParallelLayout:
-    """The layout of `instances` vLLM instances, each of `dp` x `pp` x `tp` ranks, numbered as vLLM 0.9.1 numbers them.
+def rollout_layout(instances: int, dp: int, tp: int, expert_parallel: bool = True) -> ParallelLayout:
+    """The layout of `instances` vLLM instances, each of `dp` x `tp` ranks, numbered as vLLM 0.9.1 numbers them.
 
     With `expert_parallel` whole experts are split over the dp*tp ranks of an instance (ep = dp*tp, etp = 1); without
-    it every expert is cut over those ranks (ep = 1, etp = dp*tp; vLLM's `FusedMoEParallelConfig.make`). Raises
-    ConfigError for pp > 1 together with dp > 1, whose rank order in vLLM cannot be expressed as one of Megatron's.
+    it every expert is cut over those ranks (ep = 1, etp = dp*tp; vLLM's `FusedMoEParallelConfig.make`).
     """
-    split = dp * tp
-    sizes = {"ep": split, "etp": 1} if expert_parallel else {"ep": 1, "etp": split}
-    if pp > 1 and dp > 1:
-        raise ConfigError(
-            f"rollout layout: pp={pp} together with dp={dp} inside an instance is not supported; "
-            "use one of them, or more instances"
-        )
-    order = VLLM_PIPELINE_ORDER if pp > 1 else MEGATRON_ORDER
-    return ParallelLayout(world_size=instances * dp * pp * tp, tp=tp, pp=pp, order=order, **sizes)
+    ep, etp = (dp * tp, 1) if expert_parallel else (1, dp * tp)
+    return ParallelLayout(instances * dp * tp, tp=tp, ep=ep, etp=etp)
 
 
 def world_size(config: Any) -> int:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter
-from verl_patches.layout.parallel import VLLM_PIPELINE_ORDER, ParallelLayout
+from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, library_rule, shards_of
 from verl_patches.reshard.region import Region, align, region_of, row_bytes
 
@@ -25,15 +25,13 @@ DEFAULT_BUCKET_BYTES = 512 << 20
 class Block(NamedTuple):
     """Regions that are sent as one: each rank of `holders` has all of them, each rank of `receivers` needs all of them.
 
-    `row_bytes`: bytes of one row of each region. `owners`: the receivers that need the block by their layout alone,
-    and not only because a tensor is needed complete. Ranks are sorted; all holders are of one pipeline stage.
+    `row_bytes`: bytes of one row of each region. Ranks are sorted; all holders are of one pipeline stage.
     """
 
     regions: tuple[Region, ...]
     row_bytes: tuple[int, ...]
     holders: tuple[int, ...]
     receivers: tuple[int, ...]
-    owners: tuple[int, ...]
 
     @property
     def raw_bytes(self) -> int:
@@ -47,12 +45,12 @@ class Block(NamedTuple):
 
 
 class _Interval(NamedTuple):
-    """Rows [start, stop) along `axis`; `indices`: the tp (etp) indices that hold, need and own them (see Block)."""
+    """Rows [start, stop) along `axis`; `indices`: the tp (etp) indices that hold and that need them."""
 
     axis: int
     start: int
     stop: int
-    indices: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    indices: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def make_blocks(
@@ -62,15 +60,13 @@ def make_blocks(
     train_library: str,
     rollout_library: str,
     bucket_bytes: int,
-    whole: Collection[str] = (),
 ) -> list[Block]:
     """All blocks between two layouts, in the inventory's order of layers and experts.
 
-    `whole`: HF tensors that each rank which holds a part of it in rollout needs complete. Raises ConfigError for pairs
-    of layouts between which no plan can be made, as `local_parameters` does for either side, and where `bucket_bytes`
-    is too small for one row of some tensor.
+    Raises ConfigError for pairs of layouts between which no plan can be made, as `local_parameters` does for either
+    side, and where `bucket_bytes` is too small for one row of some tensor.
     """
-    _check_pair(inventory, train, rollout, whole)
+    _check_pair(train, rollout)
     sides = _Side(inventory, train, train_library), _Side(inventory, rollout, rollout_library)
     intervals: dict[tuple, list[_Interval]] = {}  # tensors of one kind and shape are cut alike
     blocks = []
@@ -80,11 +76,11 @@ def make_blocks(
     for tensors in units:
         alike: dict[tuple, list[tuple[Parameter, list[_Interval]]]] = defaultdict(list)
         for parameter in tensors:
-            key = parameter.kind, parameter.shape, parameter.name in whole
+            key = parameter.kind, parameter.shape
             if key not in intervals:
                 held = shards_of(inventory, train, train_library, parameter)
                 needed = shards_of(inventory, rollout, rollout_library, parameter)
-                intervals[key] = list(_intervals(held, needed, parameter.name in whole))
+                intervals[key] = list(_intervals(held, needed))
             indices = tuple(interval.indices for interval in intervals[key])
             alike[indices].append((parameter, intervals[key]))
         for members in alike.values():
@@ -98,7 +94,7 @@ def make_blocks(
     return blocks
 
 
-def _intervals(train: Sequence[Shard], rollout: Sequence[Shard], whole: bool) -> Iterable[_Interval]:
+def _intervals(train: Sequence[Shard], rollout: Sequence[Shard]) -> Iterable[_Interval]:
     """The intervals of one tensor; `train` and `rollout` are its shards by tp (etp) index."""
     parameter = train[0].parameter
     axes = {shard.axis for shard in (*train, *rollout)} - {None}
@@ -107,11 +103,10 @@ def _intervals(train: Sequence[Shard], rollout: Sequence[Shard], whole: bool) ->
     held, needed = ([region_of(s).along(axis, parameter.shape)[2:] for s in shards] for shards in (train, rollout))
     cuts = sorted({0, parameter.shape[axis]}.union(*held, *needed))
     for start, stop in itertools.pairwise(cuts):
-        holders, owners = (
+        holders, receivers = (
             tuple(i for i, (a, b) in enumerate(rows) if a <= start and stop <= b) for rows in (held, needed)
         )
-        receivers = tuple(range(len(needed))) if whole else owners
-        yield _Interval(axis, start, stop, (holders, receivers, owners))
+        yield _Interval(axis, start, stop, (holders, receivers))
 
 
 def _blocks(members: list[tuple[Parameter, list[_Interval]]], train: _Side, rollout: _Side) -> Iterable[Block]:
@@ -119,13 +114,12 @@ def _blocks(members: list[tuple[Parameter, list[_Interval]]], train: _Side, roll
     first, its_intervals = members[0]
     for number, interval in enumerate(its_intervals):
         regions = [(p, Region(p.name, *intervals[number][:3])) for p, intervals in members]
-        holders, receivers, owners = interval.indices
+        holders, receivers = interval.indices
         yield Block(
             tuple(region for _, region in regions),
             tuple(row_bytes(p, region.axis) for p, region in regions),
             train.ranks(first, holders),
             rollout.ranks(first, receivers),
-            rollout.ranks(first, owners),
         )
 
 
@@ -159,27 +153,16 @@ class _Side:
         return self._known[key]
 
 
-def _check_pair(inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, whole: Collection[str]) -> None:
+def _check_pair(train: ParallelLayout, rollout: ParallelLayout) -> None:
     """ConfigError for pairs of valid layouts between which no plan can be made."""
     if train.world_size != rollout.world_size:
         raise ConfigError(
             f"reshard plan: training has {train.world_size} ranks ({train}), rollout {rollout.world_size} ({rollout}); "
             "expected the same ranks on both sides: change the layouts until both name all of them"
         )
-    for axis in ("cp", "vpp"):
+    for axis in ("cp", "pp", "vpp"):
         if getattr(rollout, axis) > 1:
             raise ConfigError(
-                f"reshard plan: rollout {axis}={getattr(rollout, axis)} ({rollout}), but vLLM has no {axis}; "
-                f"expected {axis}=1: use tp, ep, pp or more instances"
+                f"reshard plan: rollout {axis}={getattr(rollout, axis)} ({rollout}), but a rollout has no {axis}; "
+                f"expected {axis}=1: use tp, ep or more instances"
             )
-    if rollout.pp > 1 and rollout.order != VLLM_PIPELINE_ORDER:
-        raise ConfigError(
-            f"reshard plan: rollout pp={rollout.pp} ({rollout}) numbers its ranks as Megatron does; expected vLLM's "
-            f"order={VLLM_PIPELINE_ORDER}: add it to the layout"
-        )
-    unknown = sorted(set(whole) - inventory.by_name.keys())
-    if unknown:
-        raise ConfigError(
-            f"reshard plan: {unknown[0]!r} is to be sent complete, but the model has no such tensor; "
-            f"expected HF names such as {inventory.parameters[0].name!r}"
-        )

@@ -77,8 +77,7 @@ def _check_written(plan: ReshardPlan, rank_plan: RankPlan) -> None:
             f"rollout layout ({plan.rollout}) does not hold it"
         )
     for name, shard in needed.items():
-        shape, regions = shard.parameter.shape, written.get(name, ())
-        expected = Region(name, 0, 0, shape[0]) if name in plan.whole else region_of(shard)
+        shape, regions, expected = shard.parameter.shape, written.get(name, ()), region_of(shard)
         outside = [region for region in regions if not contains(expected, region, shape)]
         never, twice = cover(expected, regions, shape) if not outside else ((), ())
         for fault, at in (("outside of it", outside), ("twice", twice), ("never", never)):
@@ -201,7 +200,7 @@ def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
         "dtype": parameter.dtype,
         "rank": rank,
         "holds_in_training": str(region_of(held)) if held else None,
-        "needs_in_rollout": (f"{name} (whole)" if name in plan.whole else str(region_of(needed))) if needed else None,
+        "needs_in_rollout": str(region_of(needed)) if needed else None,
         "holders": [
             {"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)}
             for block in plan.blocks

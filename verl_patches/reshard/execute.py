@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,34 +33,12 @@ from verl_patches.layout.inventory import Inventory
 from verl_patches.reshard.destination import RolloutTensor
 from verl_patches.reshard.live_memory import storage_id
 from verl_patches.reshard.plan import BucketPlan, RankPlan, ReshardPlan
-from verl_patches.reshard.rank_errors import ReshardError, catch_errors, check_peers, raise_on_any_rank
+from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather, raise_on_any_rank
 from verl_patches.reshard.region import Region, cover, overlap, part_of, row_bytes, wire_bytes
 from verl_patches.reshard.train_tensors import TrainTensor
 
-LoadWhole = Callable[[str, torch.Tensor], None]
 FLAGS = 2  # collectives of one number in each sync
 _SIDES = (0, 1)  # send and receive, as BucketPlan has them
-
-
-class ResizableBuffer:
-    """A tensor that has memory between `open` and `close`; made open. Views must be made while it is open."""
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str):
-        self.tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-        self.size_bytes = self.tensor.untyped_storage().nbytes()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has memory."""
-        return self.tensor.untyped_storage().nbytes() == self.size_bytes
-
-    def open(self) -> None:
-        """Allocate the memory, uninitialised."""
-        self.tensor.untyped_storage().resize_(self.size_bytes)
-
-    def close(self) -> None:
-        """Free the memory."""
-        self.tensor.untyped_storage().resize_(0)
 
 
 @dataclass
@@ -76,23 +54,9 @@ class Copies:
             torch._foreach_copy_(self.to, self.source)
 
 
-class Scratch(NamedTuple):
-    """Memory in which the complete HF tensor `name` is put together for vLLM's own load_weights.
-
-    `local` copies the part that this rank trains.
-    """
-
-    name: str
-    memory: ResizableBuffer
-    local: Copies
-
-
 @dataclass
 class Bucket:
-    """One exchange: `send` and `receive` are the bytes used of the wire buffers, splits are bytes by peer.
-
-    `opens` and `closes`: scratch tensors whose first, or last, part comes with this bucket.
-    """
+    """One exchange: `send` and `receive` are the bytes used of the wire buffers, splits are bytes by peer."""
 
     pack: Copies
     unpack: Copies
@@ -100,8 +64,6 @@ class Bucket:
     receive: torch.Tensor
     send_splits: list[int]
     receive_splits: list[int]
-    opens: list[Scratch] = field(default_factory=list)
-    closes: list[Scratch] = field(default_factory=list)
 
 
 class Compiler:
@@ -113,32 +75,25 @@ class Compiler:
         sources: Mapping[str, TrainTensor],
         destinations: Mapping[str, Sequence[RolloutTensor]],
         inventory: Inventory,
-        whole: Collection[str],
         world_size: int,
         device: torch.device | str,
     ):
         self.plan, self.sources, self.parameters = plan, sources, inventory.by_name
         self.world_size, self.device = world_size, device
-        self.destinations, self.scratch = dict(destinations), {}
+        self.destinations = destinations
         self.arriving: dict[str, list[Region]] = {}
         for region in (*plan.local, *self._exchanged(1)):
             self.arriving.setdefault(region.name, []).append(region)
-        for name in self.arriving.keys() & set(whole):
-            region = Region(name, 0, 0, self.parameters[name].shape[0])
-            memory = ResizableBuffer(self.parameters[name].shape, self._dtype(region), device)
-            memory.close()
-            self.scratch[name] = Scratch(name, memory, Copies())
-            self.destinations[name] = (RolloutTensor(region, memory.tensor, "(scratch memory for load_weights)"),)
         # bytes exchanged by (bucket, side); even and odd buckets have their own buffers
         self._sizes = {
             (number, side): sum(map(self._wire_bytes, _regions(bucket[side])))
             for number, bucket in enumerate(plan.buckets)
             for side in _SIDES
         }
-        self.wire: dict[tuple[int, int], ResizableBuffer] = {}
+        self.wire: dict[tuple[int, int], torch.Tensor] = {}
         for parity, side in itertools.product((0, 1), _SIDES):
             sizes = [size for (number, of), size in self._sizes.items() if (number % 2, of) == (parity, side)]
-            self.wire[parity, side] = ResizableBuffer((max(sizes, default=0),), torch.uint8, device)
+            self.wire[parity, side] = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
     def problems(self) -> Iterator[str]:
         """One text for each part that is unmapped, written twice or never, or of a wrong shape: expected and found."""
@@ -163,23 +118,16 @@ class Compiler:
                     yield f"{part.region} in {part.parameter}: expected shape {expected}, found {found}"
 
     def local(self) -> Copies:
-        """Copies from this rank's training memory to its rollout memory (those to scratch are its own `local`)."""
+        """Copies from this rank's training memory to its rollout memory."""
         copies = Copies()
         for region in self.plan.local:
-            into = self.scratch[region.name].local if region.name in self.scratch else copies
             for wanted, view in self._targets(region):
-                self._read(into, wanted, view)
+                self._read(copies, wanted, view)
         return copies
 
     def buckets(self) -> list[Bucket]:
         """Every exchange in order."""
-        buckets = [self._bucket(number, bucket) for number, bucket in enumerate(self.plan.buckets)]
-        for name, scratch in self.scratch.items():
-            numbers = [n for n, b in enumerate(self.plan.buckets) if name in {r.name for r in _regions(b.receive)}]
-            if numbers:
-                buckets[numbers[0]].opens.append(scratch)
-                buckets[numbers[-1]].closes.append(scratch)
-        return buckets
+        return [self._bucket(number, bucket) for number, bucket in enumerate(self.plan.buckets)]
 
     def traffic(self) -> tuple[int, int, int]:
         """Bytes of elements sent, received and copied on the rank."""
@@ -190,7 +138,7 @@ class Compiler:
         return (region for bucket in self.plan.buckets for region in _regions(bucket[side]))
 
     def _bucket(self, number: int, plan: BucketPlan) -> Bucket:
-        send, receive = (self.wire[number % 2, side].tensor[: self._sizes[number, side]] for side in _SIDES)
+        send, receive = (self.wire[number % 2, side][: self._sizes[number, side]] for side in _SIDES)
         pack, unpack = Copies(), Copies()
         for region, view in self._on_wire(send, plan.send):
             self._read(pack, region, view)
@@ -210,13 +158,10 @@ class Compiler:
             start += self._wire_bytes(region)
 
     def _read(self, copies: Copies, region: Region, to: torch.Tensor) -> None:
-        source, shape = self.sources.get(region.name), self.parameters[region.name].shape
-        if source is None or cover(region, [source.region], shape)[0]:
-            raise ReshardError(
-                f"reshard: rank {self.plan.rank} should send {region}, expected to train it, found that it trains "
-                f"{source.region if source else 'nothing of that tensor'}"
-            )
-        view, wire = source.read(region), self._dtype(region)
+        source, wire = self.sources.get(region.name), self._dtype(region)
+        if source is None:
+            raise ReshardError(f"reshard: rank {self.plan.rank} should send {region}, found nothing of it in training")
+        view = source.read(region)
         if tuple(view.shape) != tuple(to.shape) or torch.promote_types(view.dtype, wire) != wire:
             raise ReshardError(
                 f"reshard: {region} on training rank {self.plan.rank}: expected {wire} {tuple(to.shape)}, "
@@ -226,16 +171,12 @@ class Compiler:
         copies.source.append(view.detach())
 
     def _targets(self, region: Region) -> Iterator[tuple[Region, torch.Tensor]]:
-        """Each part of `region` that rollout or scratch memory takes, and its view there."""
-        shape, scratch = self.parameters[region.name].shape, self.scratch.get(region.name)
+        """Each part of `region` that rollout memory takes, and its view there."""
+        shape = self.parameters[region.name].shape
         for part in self.destinations.get(region.name, ()):
             wanted = overlap(part.region, region, shape)
             if wanted is not None:
-                if scratch:
-                    scratch.memory.open()
                 yield wanted, part_of(part.tensor.detach(), part.region, wanted, shape)
-                if scratch:
-                    scratch.memory.close()
 
     def _dtype(self, region: Region) -> torch.dtype:
         return getattr(torch, self.parameters[region.name].dtype)
@@ -255,10 +196,9 @@ def _regions(segments: Mapping[int, Sequence[Region]]) -> Iterator[Region]:
 class SyncReport:
     """What one sync did on this rank; bytes without alignment, seconds of the host's clock.
 
-    `seconds`: pack, exchange (only the waiting), unpack, local, memory (opening and closing buffers), load (what
-    `load_whole` took) and total, after which the weights are complete; on an accelerator only the total includes the
-    device's work, the others are time of the host. `peak_extra_bytes`: wire buffers and scratch tensors at their
-    highest.
+    `seconds`: pack, exchange (only the waiting), unpack, local, memory (opening and closing buffers), load (`before`
+    and `finish`) and total, after which the weights are complete; on an accelerator only the total includes the
+    device's work, the others are time of the host. `peak_extra_bytes`: wire buffers.
     """
 
     sent_bytes: int
@@ -272,27 +212,20 @@ class SyncReport:
 class Executor:
     """What one rank does at every sync. `build_executor` makes it, on all ranks at once."""
 
-    def __init__(self, compiler: Compiler, load_whole: LoadWhole, finish: Callable[[], Any]):
-        self.device, self._load_whole, self._finish = compiler.device, load_whole, finish
+    def __init__(self, compiler: Compiler, finish: Callable[[], Any]):
+        self.device, self._finish, self._traffic = compiler.device, finish, compiler.traffic()
         self._local, self._buckets, self._wire = compiler.local(), compiler.buckets(), list(compiler.wire.values())
-        self._traffic, self._scratch = compiler.traffic(), list(compiler.scratch.values())
-        received = {scratch.name for bucket in self._buckets for scratch in bucket.opens}
-        self._only_local = [scratch for scratch in self._scratch if scratch.name not in received]
         views = [(name, source.tensor) for name, source in compiler.sources.items()]
-        for name, parts in compiler.destinations.items():
-            views += [(part.parameter, part.tensor) for part in parts if name not in compiler.scratch]
+        views += [(part.parameter, part.tensor) for parts in compiler.destinations.values() for part in parts]
         self._storages = {storage_id(view): (name, view.untyped_storage()) for name, view in views if view.numel()}
-        for buffer in self._wire:
-            buffer.close()
-        self._now = self._peak = 0
+        self._close_all()
         self._problem: Exception | None = None
         self._seconds: dict[str, float] = {}
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that wire buffers and scratch tensors have now: 0 between two syncs."""
-        buffers = [*self._wire, *(scratch.memory for scratch in self._scratch)]
-        return sum(buffer.tensor.untyped_storage().nbytes() for buffer in buffers)
+        """Bytes that wire buffers have now: 0 between two syncs."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._wire)
 
     @torch.no_grad()
     def run(self, before: Callable[[], Any] | None = None) -> SyncReport:
@@ -303,7 +236,7 @@ class Executor:
         """
         begin = time.perf_counter()
         self._seconds = dict.fromkeys(("pack", "exchange", "unpack", "local", "memory", "load"), 0.0)
-        self._problem, self._peak = None, self._now
+        self._problem = None
         self._step("memory", self._open_all)
         if before:
             self._step("load", before)
@@ -317,12 +250,10 @@ class Executor:
         self._step("memory", self._close_all)
         self._raise_on_any_rank("rollout weights are incomplete; stop, do not sample with them")
         self._seconds["total"] = time.perf_counter() - begin
-        return SyncReport(*self._traffic, len(self._buckets) + FLAGS, self._peak, self._seconds)
+        peak = sum(buffer.nbytes for buffer in self._wire)
+        return SyncReport(*self._traffic, len(self._buckets) + FLAGS, peak, self._seconds)
 
     def _exchange_all(self) -> None:
-        for scratch in self._only_local:
-            self._step("local", self._open_scratch, scratch)
-            self._step("load", self._finish_scratch, scratch)
         if not self._buckets:
             self._step("local", self._local.run)
             return
@@ -337,24 +268,20 @@ class Executor:
             self._seconds["exchange"] += time.perf_counter() - begin
             if following:
                 under_way = self._exchange(following)
-            for scratch in bucket.opens:
-                self._step("local", self._open_scratch, scratch)
             self._step("unpack", bucket.unpack.run)
-            for scratch in bucket.closes:
-                self._step("load", self._finish_scratch, scratch)
 
     def _exchange(self, bucket: Bucket) -> dist.Work:
         return dist.all_to_all_single(
             bucket.receive, bucket.send, bucket.receive_splits, bucket.send_splits, async_op=True
         )
 
-    def _step(self, phase: str, do: Callable[..., None], *args: Any) -> None:
+    def _step(self, phase: str, do: Callable[[], Any]) -> None:
         """One local step. After a first error no more are taken, but exchanges go on: no rank waits for ever."""
         if self._problem is not None and phase != "memory":
             return
         begin = time.perf_counter()
         try:
-            do(*args)
+            do()
         except Exception as why:
             self._problem = self._problem or why
         self._seconds[phase] += time.perf_counter() - begin
@@ -362,14 +289,6 @@ class Executor:
     def _raise_on_any_rank(self, todo: str) -> None:
         problems = [] if self._problem is None else [f"{type(self._problem).__name__}: {self._problem}"]
         raise_on_any_rank(problems, None, self.device, todo)
-
-    def _open_scratch(self, scratch: Scratch) -> None:
-        self._open(scratch.memory)
-        scratch.local.run()
-
-    def _finish_scratch(self, scratch: Scratch) -> None:
-        self._load_whole(scratch.name, scratch.memory.tensor)
-        self._close(scratch.memory)
 
     def _open_all(self) -> None:
         freed = [name for name, storage in self._storages.values() if not storage.nbytes()]
@@ -379,24 +298,11 @@ class Executor:
                 "the device, found them offloaded or asleep; load them before the sync"
             )
         for buffer in self._wire:
-            if not buffer.is_open:
-                self._open(buffer)
+            buffer.untyped_storage().resize_(buffer.nbytes)
 
     def _close_all(self) -> None:
-        for scratch in self._scratch:
-            self._close(scratch.memory)
         for buffer in self._wire:
-            self._close(buffer)
-
-    def _open(self, buffer: ResizableBuffer) -> None:
-        buffer.open()
-        self._now += buffer.size_bytes
-        self._peak = max(self._peak, self._now)
-
-    def _close(self, buffer: ResizableBuffer) -> None:
-        if buffer.is_open:
-            buffer.close()
-            self._now -= buffer.size_bytes
+            buffer.untyped_storage().resize_(0)
 
 
 def build_executor(
@@ -405,30 +311,32 @@ def build_executor(
     sources: Mapping[str, TrainTensor],
     destinations: Mapping[str, Sequence[RolloutTensor]],
     *,
-    load_whole: LoadWhole,
     finish: Callable[[], Any],
     device: torch.device | str,
 ) -> Executor:
     """Compile `rank`'s part of the plan; collective over all ranks.
 
-    `sources`: HF name -> what this rank trains. `destinations`: HF name -> live rollout memory, but for the plan's
-    `whole` tensors: each of those is put together in scratch memory and given to `load_whole(name, tensor)`, which must
-    not keep it. `finish` is called at every sync once all weights are written. Raises ReshardError with the same
-    message on every rank: where memory and plan disagree (a parameter unmapped, written twice or never, of a wrong
-    shape), or two ranks.
+    `sources`: HF name -> what this rank trains. `destinations`: HF name -> live rollout memory. `finish` is called at
+    every sync once all weights are written. Raises ReshardError with the same message on every rank: where ranks have
+    unequal plans, or memory and plan disagree (a parameter unmapped, written twice or never, of a wrong shape).
     """
-    rank_plan = executor = None
+    digests = gather(plan.digest())
+    unlike = [f"rank {rank} has the digest {digest}" for rank, digest in enumerate(digests) if digest != digests[0]]
+    if unlike:
+        raise ReshardError(
+            f"reshard: ranks do not have the same plan: rank 0 has the digest {digests[0]}, {', '.join(unlike[:3])}; "
+            "look for unequal layouts or versions"
+        )
+    executor = None
 
     def make() -> list[str]:
-        nonlocal rank_plan, executor
-        rank_plan, world_size = plan.for_rank(rank), dist.get_world_size()
-        compiler = Compiler(rank_plan, sources, destinations, plan.inventory, plan.whole, world_size, device)
+        nonlocal executor
+        compiler = Compiler(plan.for_rank(rank), sources, destinations, plan.inventory, plan.world_size, device)
         problems = list(compiler.problems())
         if not problems:
-            executor = Executor(compiler, load_whole, finish)
+            executor = Executor(compiler, finish)
         return problems
 
     todo = "the plan does not fit the memory of these ranks; compare layouts and model"
     raise_on_any_rank(catch_errors(make), None, device, todo)
-    check_peers(rank_plan, plan.digest(), device)
     return executor

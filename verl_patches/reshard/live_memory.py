@@ -1,9 +1,9 @@
-"""Live memory of an engine's model: identity and owner of views, shapes while loading, and whether writes cover it."""
+"""Live memory of an engine's model: identity of views, whether writes cover it, and what follows new weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,43 +30,6 @@ def view_id(tensor: torch.Tensor) -> tuple:
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, each once, by the engine's own names."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-class Live(NamedTuple):
-    """A parameter or buffer at the time of mapping: a view of its memory, and the dict of its module that has it."""
-
-    tensor: torch.Tensor
-    view: tuple
-    holder: Mapping[str, torch.Tensor | None]
-    key: str
-
-    @classmethod
-    def of(cls, model: torch.nn.Module, name: str) -> Live:
-        """The parameter or buffer `name` of `model`."""
-        module, _, key = name.rpartition(".")
-        module = model.get_submodule(module)
-        holder = module._parameters if key in module._parameters else module._buffers
-        return cls(holder[key].detach(), view_id(holder[key]), holder, key)
-
-    def is_there(self) -> bool:
-        """Whether the module still has it, in the same memory."""
-        now = self.holder.get(self.key)
-        return now is not None and view_id(now) == self.view
-
-
-class Owners:
-    """Finds the parameter or buffer that a view of live memory belongs to."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        self._by_storage: dict[int, list[tuple[int, str]]] = {}
-        for name, tensor in tensors.items():
-            start = tensor.storage_offset() * tensor.element_size()
-            self._by_storage.setdefault(storage_id(tensor), []).append((start, name))
-
-    def of(self, view: torch.Tensor) -> str:
-        """The last one that begins at or before `view` in its storage."""
-        places, start = sorted(self._by_storage[storage_id(view)]), view.storage_offset() * view.element_size()
-        return next((name for begin, name in reversed(places) if begin <= start), places[0][1])
 
 
 def restore_memory(
@@ -102,53 +65,39 @@ def not_written_once(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple
     `writes`: (what is written there, view of a storage). No data is read, so meta tensors serve too; the cost follows
     the contiguous runs of the views, not their elements.
     """
-    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    by_storage: dict[int, list[tuple[str, np.ndarray]]] = {}
     for what, view in writes:
-        by_storage.setdefault(storage_id(view), []).append((what, view))
-    written = {storage: _Written(its_writes) for storage, its_writes in by_storage.items()}
+        by_storage.setdefault(storage_id(view), []).append((what, _runs(view)))
     problems = []
     for name, tensor in tensors.items():
-        storage = written.get(storage_id(tensor))
-        faults = storage.faults(tensor) if storage else ["none written"]
+        if not tensor.numel():
+            continue
         expected = f"{name}: expected each of its {tensor.numel()} elements to be written once, found"
-        problems += [f"{expected} {fault}" for fault in faults if tensor.numel()]
+        problems += [f"{expected} {fault}" for fault in _faults(tensor, by_storage.get(storage_id(tensor), ()))]
     return problems
 
 
-class _Written:
-    """The writes to one storage: intervals [start, stop) in bytes, in order of address."""
+def _faults(tensor: torch.Tensor, writes: Sequence[tuple[str, np.ndarray]]) -> Iterable[str]:
+    """Which element of `tensor` is written twice, by which writes, and how many elements are never written."""
+    own, written = _runs(tensor), np.concatenate([np.empty((0, 2), dtype=np.int64), *(runs for _, runs in writes)])
+    bounds = np.unique(np.concatenate([own, written]))  # none of these runs begins or ends between two of them
+    inside, depth = _depth(bounds, own) > 0, _depth(bounds, written)
+    doubled, missing = inside & (depth > 1), inside & (depth == 0)
+    if doubled.any():
+        place = bounds[doubled.argmax()]
+        names = [what for what, runs in writes if ((runs[:, 0] <= place) & (place < runs[:, 1])).any()]
+        yield f"{_index(tensor, place)} written by {' and by '.join(names)}"
+    if missing.any():
+        count = int(np.diff(bounds)[missing].sum()) // tensor.element_size()
+        yield f"{count} not written, the first at {_index(tensor, bounds[missing.argmax()])}"
 
-    def __init__(self, writes: list[tuple[str, torch.Tensor]]):
-        runs = [_runs(view) for _, view in writes]
-        writers = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
-        intervals = np.concatenate(runs)
-        order = np.argsort(intervals[:, 0], kind="stable")
-        self.names, self.writers = [what for what, _ in writes], writers[order]
-        self.starts, self.stops = intervals[order].T
-        reach = np.maximum.accumulate(self.stops)
-        self.again = np.flatnonzero(self.starts[1:] < reach[:-1]) + 1  # they begin inside an earlier one, and share:
-        self.shared = np.stack([self.starts[self.again], np.minimum(self.stops[self.again], reach[self.again - 1])], 1)
-        heads = np.flatnonzero(np.concatenate([[True], self.starts[1:] > reach[:-1]]))  # where a gap ends
-        self.merged = np.stack([self.starts[heads], reach[np.append(heads[1:] - 1, len(reach) - 1)]], axis=1)
 
-    def faults(self, tensor: torch.Tensor) -> list[str]:
-        """Which element of `tensor` is written twice, by which writes, and how many elements are never written."""
-        wanted, faults = _runs(tensor), []
-        doubled = np.flatnonzero(_below(wanted, self.shared[:, 1]) > _below(wanted, self.shared[:, 0]))
-        if len(doubled):
-            second, begin = self.again[doubled[0]], self.shared[doubled[0], 0]
-            place = max(begin, wanted[wanted[:, 1] > begin][0, 0])  # the first that is of this tensor
-            first = np.flatnonzero(self.stops[:second] > place)[0]
-            pair = f"{self.names[self.writers[first]]} and by {self.names[self.writers[second]]}"
-            faults.append(f"{_index(tensor, place)} written by {pair}")
-        missing = wanted[:, 1] - wanted[:, 0] - (_below(self.merged, wanted[:, 1]) - _below(self.merged, wanted[:, 0]))
-        if missing.any():
-            begin = wanted[np.flatnonzero(missing)[0], 0]
-            around = np.flatnonzero((self.merged[:, 0] <= begin) & (begin < self.merged[:, 1]))
-            first = self.merged[around[0], 1] if len(around) else begin
-            count = int(missing.sum()) // tensor.element_size()
-            faults.append(f"{count} not written, the first at {_index(tensor, first)}")
-        return faults
+def _depth(bounds: np.ndarray, runs: np.ndarray) -> np.ndarray:
+    """How many of `runs` hold each interval between two neighbouring `bounds`."""
+    changes = np.zeros(len(bounds), dtype=np.int64)
+    np.add.at(changes, np.searchsorted(bounds, runs[:, 0]), 1)
+    np.subtract.at(changes, np.searchsorted(bounds, runs[:, 1]), 1)
+    return changes[:-1].cumsum()
 
 
 def _runs(view: torch.Tensor) -> np.ndarray:
@@ -163,13 +112,6 @@ def _runs(view: torch.Tensor) -> np.ndarray:
     bytes_each = view.element_size()
     starts = np.sort(starts + view.storage_offset()) * bytes_each
     return np.stack([starts, starts + run * bytes_each], axis=1)
-
-
-def _below(intervals: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Bytes of the disjoint, sorted intervals that lie below each place."""
-    before = np.concatenate([[0], np.cumsum(intervals[:, 1] - intervals[:, 0])])
-    at = np.searchsorted(intervals[:, 0], places, side="right")
-    return before[at] - np.where(at > 0, np.maximum(intervals[at - 1, 1] - places, 0), 0)
 
 
 def _index(tensor: torch.Tensor, place: int) -> list[int]:

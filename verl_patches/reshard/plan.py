@@ -2,8 +2,7 @@
 
 Every rank computes the same plan from the same inputs (`digest` proves it): blocks of regions that are sent as one
 (blocks.py), a sender for each rank that needs one and buckets of bounded size. What a rank holds in training
-already is never sent to it, so it receives exactly its lower bound: what it needs minus what it has (tensors that are
-sent complete come on top).
+already is never sent to it, so it receives exactly its lower bound: what it needs minus what it has.
 
 Senders: for each rank that needs a block, one of the ranks that hold it. Blocks with one holder are assigned first,
 then those with a near holder (on the same card, then the same node), then the rest, each time to the holder that sends
@@ -25,7 +24,7 @@ import heapq
 import itertools
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -269,10 +268,7 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
-    """The plan of all ranks; `for_rank` is what a rank executes. Lists of figures are indexed by rank, sizes are bytes.
-
-    `whole`: HF tensors that are sent complete.
-    """
+    """The plan of all ranks; `for_rank` is what a rank executes. Lists are indexed by rank, sizes are bytes."""
 
     inventory: Inventory
     train: ParallelLayout
@@ -281,7 +277,6 @@ class ReshardPlan:
     rollout_library: str
     bucket_bytes: int
     topology: Topology
-    whole: frozenset[str]
     blocks: Sequence[Block]
     pieces: Sequence[Piece]
 
@@ -340,7 +335,7 @@ class ReshardPlan:
         bound = [0] * self.world_size
         for block in self.blocks:
             size = block.raw_bytes
-            for rank in set(block.owners).difference(block.holders):
+            for rank in set(block.receivers).difference(block.holders):
                 bound[rank] += size
         return bound
 
@@ -362,7 +357,7 @@ class ReshardPlan:
         """Hex digest of inputs and result: ranks that are to run this plan together must agree on it."""
         inputs = self.inventory.model, self.train, self.rollout, self.train_library, self.rollout_library
         digest = hashlib.sha256()
-        for part in (*inputs, self.bucket_bytes, self.topology, sorted(self.whole), *self.blocks):
+        for part in (*inputs, self.bucket_bytes, self.topology, *self.blocks):
             digest.update(repr(part).encode())
         digest.update(array("q", [number for piece in self.pieces for number in piece[:-1]]).tobytes())
         return digest.hexdigest()
@@ -393,18 +388,15 @@ def plan_reshard(
     rollout_library: str,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     topology: Topology = Topology(),
-    whole: Collection[str] = (),
 ) -> ReshardPlan:
     """The plan that moves `inventory` (dtypes: those sent) from `train` to `rollout`, equal for equal arguments.
 
     `*_library`: keys of layout/sharding.py's LIBRARIES. `bucket_bytes`: most that a rank sends, and receives, in one
-    bucket. `whole`: HF tensors that each rollout rank which holds a part of it gets complete. Raises ConfigError for
-    pairs of layouts that cannot be served, and for a bucket too small for one row of some tensor.
+    bucket. Raises ConfigError for pairs of layouts that cannot be served, and for a bucket too small for one row of
+    some tensor.
     """
-    whole = frozenset(whole)
-    blocks = make_blocks(inventory, train, rollout, train_library, rollout_library, bucket_bytes, whole)
+    blocks = make_blocks(inventory, train, rollout, train_library, rollout_library, bucket_bytes)
     stages = [train.coordinates(rank).pp for rank in range(train.world_size)]
     pieces = schedule(blocks, route(blocks, stages, topology), bucket_bytes)
-    return ReshardPlan(
-        inventory, train, rollout, train_library, rollout_library, bucket_bytes, topology, whole, blocks, pieces
-    )
+    sides = inventory, train, rollout, train_library, rollout_library
+    return ReshardPlan(*sides, bucket_bytes, topology, blocks, pieces)

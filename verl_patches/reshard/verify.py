@@ -22,7 +22,6 @@ from verl_patches.reshard.region import Region, overlap, part_of
 from verl_patches.reshard.train_tensors import TrainTensor
 
 _NONE = torch.iinfo(torch.int64).max  # of a rank that does not hold the region
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8)
 _TRAINING = "training"
 _SHOWN = 4  # wrong regions that a message explains
 
@@ -57,23 +56,20 @@ class Verifier:
         destinations: Mapping[str, Sequence[RolloutTensor]],
         device: torch.device | str,
     ):
-        self.rank, self.sources, self.device = rank, sources, device
-        self.destinations = {name: parts for name, parts in destinations.items() if name not in plan.whole}
+        self.rank, self.sources, self.destinations, self.device = rank, sources, destinations, device
         self.parameters = plan.inventory.by_name
         self.items = [
             (region, rank in block.holders, rank in block.receivers)
             for block in plan.blocks
             for region in block.regions
-            if region.name not in plan.whole
         ]
         self.dtypes = self._common_dtypes()
 
     def poison(self) -> None:
-        """Fill all live memory that the sync is to write: NaN, or all bits for integers."""
+        """Fill all live memory that the sync is to write with NaN."""
         with torch.no_grad():
             for part in (part for parts in self.destinations.values() for part in parts):
-                floating = part.tensor.is_floating_point()
-                part.tensor.fill_(float("nan") if floating else (255 if part.tensor.dtype == torch.uint8 else -1))
+                part.tensor.fill_(float("nan"))
 
     @torch.no_grad()
     def check(self) -> VerifyReport:
@@ -105,7 +101,7 @@ class Verifier:
             if trains:
                 wire = getattr(torch, self.parameters[region.name].dtype)
                 values = self.sources[region.name].read(region).detach().to(wire)
-                yield number, _TRAINING, values.to(self.dtypes[region.name])
+                yield number, _TRAINING, values.to(self.dtypes[self.parameters[region.name].kind])
             if receives:
                 yield from ((number, name, values) for name, values in self._live(region))
 
@@ -121,25 +117,19 @@ class Verifier:
             yield part.parameter, values
 
     def _common_dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype of each tensor in live memory, equal on all ranks: those that only train a tensor cast to it."""
-        names = list(dict.fromkeys(region.name for region, *_ in self.items))
-        ends = torch.full((2, len(names)), _NONE, dtype=torch.int64)  # lowest index in _DTYPES, highest negated
-        problems = []
-        for at, name in enumerate(names):
-            dtypes = {part.tensor.dtype for part in self.destinations.get(name, ())}
-            if dtypes - set(_DTYPES):
-                problems.append(f"{name}: expected one of {_DTYPES}, found {dtypes}")
-            elif dtypes:
-                codes = [_DTYPES.index(dtype) for dtype in dtypes]
-                ends[0, at], ends[1, at] = min(codes), -max(codes)
-        lowest, highest = self._minimum(ends).tolist()
-        problems += [
-            f"{name}: expected one dtype in live memory of all ranks, found none or several"
-            for name, low, high in zip(names, lowest, highest, strict=True)
-            if low != -high
-        ]
-        raise_on_any_rank(problems, None, self.device, "live rollout memory cannot be compared")
-        return {name: _DTYPES[code] for name, code in zip(names, lowest, strict=True)}
+        """Dtype in live memory of each kind of tensors; ranks that only train them cast to it."""
+        here = {
+            (self.parameters[name].kind, part.tensor.dtype)
+            for name, parts in self.destinations.items()
+            for part in parts
+        }
+        dtypes: dict[str, torch.dtype] = {}
+        for kind, dtype in sorted(set().union(*gather(here)), key=str):
+            if dtypes.setdefault(kind, dtype) != dtype:
+                raise ReshardError(
+                    f"reshard: {kind}: expected one dtype in live memory, found {dtypes[kind]} and {dtype}"
+                )
+        return dtypes
 
     def _unequal(self, copies: list[_Copy]) -> list[int]:
         """Numbers of the regions whose copies, over all ranks, do not have the same checksum and count of NaN."""
@@ -218,9 +208,7 @@ def checksum(tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> torc
 
 
 def count_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """How many elements are not a number: int64 scalar; 0 for integers."""
-    if not tensor.is_floating_point():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    """How many elements are not a number: int64 scalar."""
     return (tensor.detach() != tensor.detach()).sum()
 
 

@@ -100,43 +100,30 @@ class WorkerReshard:
         def learn():
             self.sources = train_tensors(self.chunks, self.inventory, self.settings.train, self.rank, self.library)
             self.destinations = learn_destinations(model, self.inventory, rank=self.rank)
-            self.destinations.check_covers(model)
 
         raise_on_any_rank(catch_errors(learn), None, self.device, "training or rollout weights cannot be mapped")
-        self._make_plan()
+        whole = any(gather(self._shared_experts_are_whole()))
+        problems = catch_errors(lambda: self._make_plan("vllm-ascend" if whole else "vllm"))
+        raise_on_any_rank(problems, None, self.device, "no weight sync can be planned")
         self.executor = build_executor(
             self.plan,
             self.rank,
             self.sources,
             self.destinations.tensors,
             device=self.device,
-            load_whole=lambda name, tensor: model.load_weights([(name, tensor)]),
             finish=functools.partial(post_load, model),
         )
         return True
 
-    def _make_plan(self) -> None:
-        """Plan for what all ranks mapped; a tensor that one of them cannot map is sent complete to all that need it."""
-        by_rank = gather((self.destinations.unmapped, self._shared_experts_are_whole()))
-        unmapped = {name: reason for names, _ in by_rank for name, reason in names.items()}
-        for name, reason in unmapped.items():
-            log.warning("weight sync of %s goes through load_weights: %s", name, reason)
-        library = "vllm-ascend" if any(whole for _, whole in by_rank) else "vllm"
-        settings = self.settings
-
-        def check():
-            self.plan = plan_reshard(
-                self.inventory,
-                settings.train,
-                settings.rollout,
-                train_library=self.library,
-                rollout_library=library,
-                bucket_bytes=settings.bucket_bytes,
-                whole=unmapped.keys(),
-            )
-            self.destinations.check_against_plan(self.inventory, settings.rollout, library)
-
-        raise_on_any_rank(catch_errors(check), None, self.device, "rollout weights are not laid out as planned")
+    def _make_plan(self, rollout_library: str) -> None:
+        self.plan = plan_reshard(
+            self.inventory,
+            self.settings.train,
+            self.settings.rollout,
+            train_library=self.library,
+            rollout_library=rollout_library,
+            bucket_bytes=self.settings.bucket_bytes,
+        )
 
     def _shared_experts_are_whole(self) -> bool:
         """Whether this engine has complete shared experts on every rank although it splits the rest by TP."""

@@ -84,7 +84,6 @@ class Rebalancer:
         self.tiers = sorted(self.runner.torchair_graph_batch_sizes) if graphs else list(range(1, self.most + 1))
         self.cost = cost or Cost(sum(map(_block_bytes, self._caches())), every)
         self.guests: dict[str, Result] = {}  # by local id: requests of other ranks, and what they have not got back yet
-        self.origins: dict[str, int] = {}
         self.steps, self.moved, self.returning, self.abroad = 0, 0, False, False
         self._counts = dict.fromkeys(COUNTS, 0)
         engine.engine_core.get_output = self._keep_guests(engine.engine_core.get_output)
@@ -210,13 +209,13 @@ class Rebalancer:
         leaving = {move.receiver: self._running(move) for move in moves if move.donor == self.rank}
         segments = []
         for rank in range(self.dp.world_size):
-            results = [result for id, result in self.guests.items() if self.origins[id] == rank and result.tokens]
+            results = [result for result in self.guests.values() if result.origin == rank and result.tokens]
             segments.append(pack(results, [self._moved(request) for request in leaving.get(rank, ())]))
-        for id, result in list(self.guests.items()):
-            if result.finish is not None:
-                del self.guests[id], self.origins[id]
-            else:
-                self.guests[id] = Result(result.id, result.columns)
+        self.guests = {
+            id: Result(result.id, result.origin, result.columns)
+            for id, result in self.guests.items()
+            if result.finish is None
+        }
         return segments
 
     def _running(self, move: Move) -> list[Any]:
@@ -227,7 +226,7 @@ class Rebalancer:
         generator = b"" if state.generator is None else state.generator.get_state().numpy().tobytes()
         return Moved(
             id=request.request_id if guest is None else guest.id,
-            origin=self.rank if guest is None else self.origins[request.request_id],
+            origin=self.rank if guest is None else guest.origin,
             prompt=list(request.prompt_token_ids),
             output=list(request.output_token_ids),
             params=request.sampling_params,
@@ -327,7 +326,6 @@ class Rebalancer:
             if place is not None:
                 places.append(place)
             self.guests.pop(id, None)
-            self.origins.pop(id, None)
         batch.condense(sorted(places, reverse=True))
         batch.refresh_sampling_metadata()
 
@@ -357,7 +355,7 @@ class Rebalancer:
         self.scheduler.running.append(request)
         if moved.origin != self.rank:
             columns = 0 if moved.params.logprobs is None else moved.params.logprobs + 1
-            self.guests[id], self.origins[id] = Result(moved.id, columns), moved.origin
+            self.guests[id] = Result(moved.id, moved.origin, columns)
 
 
 def _block_bytes(cache: torch.Tensor) -> int:
@@ -382,11 +380,9 @@ def _check(engine: Any) -> None:
         faults = ["it is not vLLM's V1 engine in this process"]
     else:
         config, scheduler = engine.vllm_config, type(core.scheduler).__name__
+        own = f"its scheduler is {scheduler}, expected vLLM's own (no ascend_scheduler_config)"
         unfit = (
-            (
-                scheduler != "Scheduler",
-                f"its scheduler is {scheduler}, expected vLLM's own (no ascend_scheduler_config)",
-            ),
+            (scheduler != "Scheduler", own),
             (config.parallel_config.data_parallel_size == 1, "it has one data-parallel rank"),
             (config.parallel_config.pipeline_parallel_size > 1, "it has pipeline stages"),
             (config.speculative_config is not None, "it decodes speculatively"),
