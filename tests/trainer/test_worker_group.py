@@ -14,13 +14,13 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.phases import VALIDATE
 from verl_patches.log_probs import truth_check
 from verl_patches.log_probs.of_rollout import CHECK
 from verl_patches.replay.recording import find_recording
 from verl_patches.trainer import worker_group
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import VALIDATE
 from verl_patches.watch.heartbeat import read
 
 LENGTH = 2

@@ -8,12 +8,12 @@ from verl_patches.catalog import ROWS
 from verl_patches.config import hccl
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.layout.phases import CALLS, START, VALIDATE
 from verl_patches.memory.schedule import SCHEDULE
 from verl_patches.planning import step_plan
 from verl_patches.planning.plan import patch_table
 from verl_patches.planning.step_model import PHASES
-from verl_patches.trainer.run import CALLS
-from verl_patches.watch.bounds import MODELLED, START, VALIDATE, Bounds
+from verl_patches.watch.bounds import MODELLED, Bounds
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
 from verl_patches.watch.stall import awaited_by, find_stall, start_of

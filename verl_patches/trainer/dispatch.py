@@ -27,8 +27,8 @@ from ray.experimental.locations import get_local_object_locations
 from verl.protocol import DataProto
 
 from verl_patches.current import Current
+from verl_patches.layout.phases import VALIDATE
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import VALIDATE
 
 # arguments whose sum over all workers is smaller are passed inline. Ray 2.42.1, 32 calls with 16 KB each: 35 ms in the
 # driver inline, 15 ms with one object in the store, the same as without an argument

@@ -19,6 +19,7 @@ from typing import Any
 from verl_patches.current import Current
 from verl_patches.errors import place_in
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
+from verl_patches.layout.phases import CALLS
 from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.on_policy import correction_of
 from verl_patches.patching import engine
@@ -41,13 +42,6 @@ from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # dead workers that an error names
-CALLS = {
-    "generate_sequences": "reshard, rollout",
-    "reward": "reward",
-    "compute_log_prob": "log-prob",
-    "compute_ref_log_prob": "ref log-prob",
-    "update_actor": "update",
-}
 _RAISED_IN = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
 active_run: Current[Run] = Current()
 

@@ -24,7 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from verl_patches.errors import RecipeError
-from verl_patches.watch.bounds import START, Bounds
+from verl_patches.layout.phases import START
+from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.heartbeat import ranks_text
 from verl_patches.watch.node import STOPPED, Seen
 

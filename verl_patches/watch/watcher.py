@@ -18,9 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl_patches.layout.phases import START
 from verl_patches.ray_nodes import living, on_node, results, said
 from verl_patches.watch import node
-from verl_patches.watch.bounds import START, Bounds
+from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.heartbeat import folder_of_run
 from verl_patches.watch.node import Seen
 from verl_patches.watch.stall import LostNodeError, Stall, StallError, find_stall, not_started, start_of

@@ -36,6 +36,7 @@ from verl_patches.batches.micro_batches import stage_budget
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
+from verl_patches.layout.phases import LAST_CHECKPOINT, START
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
@@ -51,7 +52,6 @@ from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.trainer.dispatch import take_starts
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import START
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import WorkerMemory, device_type
@@ -172,7 +172,7 @@ class RecipeWorker:
         """
         on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
         if self.checkpoint is not None:
-            heartbeat.phase("last checkpoint")
+            heartbeat.phase(LAST_CHECKPOINT)
             self.checkpoint.wait()  # what is being written must not change
         replaying = self.routing.replaying() if self.routing is not None else nullcontext()
         with context().phase("update"), replaying, self._micro_batches("update"):
