@@ -77,7 +77,6 @@ class Heartbeat:
         file = folder / name.replace(" ", "_")
         self._beat = Beat(name, rank, os.getpid(), started_at(os.getpid()), since_s=time.monotonic())
         self._group_names: dict[Any, str] = {}
-        self._unregistered: dict[Any, str] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._file = os.open(file.with_suffix(BEAT), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -155,21 +154,16 @@ class Heartbeat:
         c10d = sys.modules.get("torch.distributed.distributed_c10d")
         if c10d is None or not c10d.is_initialized():
             return {}
-        found = {}
         for group, name in list(c10d._world.pg_names.items()):
             ranks = c10d._world.pg_group_ranks.get(group)
             if ranks is not None and len(ranks) > 1 and group not in self._group_names:
-                self._group_names[group] = f"{name} {ranks_text(ranks)}"
-            if group in self._group_names and (number := _begun(group)) is not None:
-                found[self._group_names[group]] = number
-        for group, name in list(self._unregistered.items()):
-            if (number := _begun(group)) is not None:
-                found[name] = number
-        return found
+                self.count_group(group, name, ranks)
+        begun = {name: _begun(group) for group, name in list(self._group_names.items())}
+        return {name: number for name, number in begun.items() if number is not None}
 
     def count_group(self, group: Any, name: str, ranks: Any) -> None:
-        """Count the operations of a process group too that torch.distributed does not know."""
-        self._unregistered[group] = f"{name} {ranks_text(ranks)}"
+        """Count the operations of a process group; for those that torch.distributed does not know."""
+        self._group_names[group] = f"{name} {ranks_text(ranks)}"
 
 
 def _begun(group: Any) -> int | None:
