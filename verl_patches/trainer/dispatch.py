@@ -16,7 +16,7 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +104,7 @@ class _Sent:
         return self._reference(value) if not self._is_small([value] * workers) else value
 
     def _is_small(self, values: list[Any]) -> bool:
-        references = {value for value in values if isinstance(value, ray.ObjectRef)}
-        self.given |= references
+        self.given |= {value for value in values if isinstance(value, ray.ObjectRef)}
         size = _bytes_up_to(values, INLINE_BYTES)
         if size > INLINE_BYTES:
             return False
@@ -127,21 +126,10 @@ class _Sent:
         return Call(method, len(references), sum(sizes), self.inline_bytes)
 
 
-def _bytes_up_to(values: Iterable[Any], limit: int) -> int:
+def _bytes_up_to(values: list[Any], limit: int) -> int:
     """Approximate bytes of all values, repeated objects counted each time; exact only up to `limit`."""
-    total, of_object = 0, {}
-    for value in values:
-        if id(value) not in of_object:
-            of_object[id(value)] = _first_above(_sizes(value), limit)
-        total += of_object[id(value)]
-        if total > limit:
-            return total
-    return total
-
-
-def _first_above(sizes: Iterable[int], limit: int) -> int:
     total = 0
-    for size in sizes:
+    for size in _sizes(values):
         total += size
         if total > limit:
             break
@@ -240,18 +228,12 @@ def start_skew(workers: Sequence[Sequence[tuple[str, float]]]) -> dict[str, floa
 
     The n-th start of a method belongs to the same call in every worker; methods with unequal counts are left out.
     """
-    by_worker: list[dict[str, list[float]]] = []
-    for starts in workers:
-        of_method: dict[str, list[float]] = {}
-        for method, at in starts:
-            of_method.setdefault(method, []).append(at)
-        by_worker.append(of_method)
-    found = {}
-    for method in by_worker[0] if by_worker else ():
-        times = [of_method.get(method, []) for of_method in by_worker]
-        if len({len(each) for each in times}) == 1:
-            found[method] = round(max(max(call) - min(call) for call in zip(*times, strict=True)), 6)
-    return found
+    skew = {}
+    for name in dict.fromkeys(name for name, _ in workers[0]) if workers else ():
+        times = [[at for method, at in starts if method == name] for starts in workers]
+        if len({len(of_worker) for of_worker in times}) == 1:
+            skew[name] = round(max(max(call) - min(call) for call in zip(*times, strict=True)), 6)
+    return skew
 
 
 def dispatch_of_step(workers: list[list[tuple[str, float]]]) -> dict[str, Any]:
