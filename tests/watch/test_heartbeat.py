@@ -82,7 +82,7 @@ def test_a_process_that_has_died_is_gone(start, tmp_path, work, number):
         os.kill(process.pid, number)
     until(lambda: only(tmp_path).state == "gone")
     assert "has ended" in stacks(tmp_path, ["rank 1"])["rank 1"] and close(tmp_path, failed=True) == []
-    assert state_of(os.getpid(), started_at(os.getpid()) + 1)[0] == "gone"  # another process of the same pid
+    assert state_of(os.getpid(), started_at(os.getpid()) + 1) == "gone"  # another process of the same pid
 
 
 def test_the_end_kills_stopped_processes_too_and_no_others(start, tmp_path):

@@ -28,8 +28,8 @@ class Seen:
     """One process as its node sees it.
 
     beat: its last record; host: of the node; in_place_s: seconds in the present call and phase; silent_s: seconds since
-    its last beat; state: as in heartbeat.state_of; cpu_s: seconds of CPU so far; still_s: seconds since the last
-    call or phase, or operation of a process group, began; node: Ray's id of its node.
+    its last beat; state: as of processes.state_of; still_s: seconds since the last call or phase, or operation of a
+    process group, began; node: Ray's id of its node.
     """
 
     beat: Beat
@@ -37,7 +37,6 @@ class Seen:
     in_place_s: float
     silent_s: float
     state: str
-    cpu_s: float
     still_s: float = 0.0
     node: str = ""
 
@@ -52,9 +51,9 @@ def read_processes(folder: Path, node: str = "") -> list[Seen]:
     found, now, host = [], time.monotonic(), socket.gethostname()
     for file in folder.glob(f"*{BEAT}"):
         if (beat := read(file)) is not None:
-            state, cpu_s = state_of(beat.pid, beat.started)
+            state = state_of(beat.pid, beat.started)
             still_s = now - max(beat.since_s, beat.moved_s)
-            found.append(Seen(beat, host, now - beat.since_s, now - beat.at_s, state, cpu_s, still_s, node))
+            found.append(Seen(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node))
     return sorted(found, key=ranks_first)
 
 
