@@ -53,9 +53,6 @@ class WorkerDiedError(RuntimeError):
 class Run:
     """Wraps one RayPPOTrainer.fit()."""
 
-    checkpoints: Checkpoints | None = None
-    rates: Rates | None = None
-
     def __init__(self, trainer: Any):
         self.trainer, self.recipe = trainer, trainer.config.recipe
         self.folder = None if self.recipe.run is None else Path(self.recipe.output_root) / self.recipe.run
@@ -68,6 +65,7 @@ class Run:
             or self.recipe.tensor_cache.enabled
         )
         self.group: Any = None
+        self.checkpoints: Checkpoints | None = None  # none with row checkpoint.save off
         self.now: dict[str, Any] = {}
         self.coverage: tuple[dict[str, Any], list[str]] | None = None  # of an emulated device: data, lines
         self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
@@ -200,11 +198,10 @@ class Run:
         """Show what runs now, and write it to now.json: {step, steps, call, phase, since, step_since}."""
         heartbeat.controller_is_at(step, name)
         self.progress.say(f"{STEP}{step}/{self.trainer.total_training_steps}: {CALLS[name]}")
-        now, known = time.time(), self.now.get("step") == step
-        self.now = {"step": step, "steps": self.trainer.total_training_steps, "call": name, "phase": CALLS[name]} | {
-            "since": now,
-            "step_since": self.now["step_since"] if known else now,
-        }
+        now = time.time()
+        begun = self.now["step_since"] if self.now.get("step") == step else now
+        self.now = {"step": step, "steps": self.trainer.total_training_steps, "call": name, "phase": CALLS[name]}
+        self.now |= {"since": now, "step_since": begun}
         if self.folder is not None:
             write_json(self.folder / NOW, self.now)
 
@@ -232,7 +229,7 @@ class Run:
         if engine.is_on("dispatch.put_once"):
             record["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
         record |= group.end_step()
-        record["rates"] = self.rates and self.rates.of_step(group.lengths, record["tokens"], record["seconds"])
+        record["rates"] = self.rates.of_step(group.lengths, record["tokens"], record["seconds"])
         record["alarms"] = [vars(a) for a in alarms.alarms_of(record, self.summary.own_steps, metrics, recipe.alarms)]
         self.summary.add_step(record)
         self._show(record)
@@ -298,8 +295,6 @@ def fit_as_run(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def fit(trainer: Any) -> Any:
-        if trainer.config.get("recipe") is None:
-            return original(trainer)
         with active_run.set(Run(trainer)) as run:
             return run.around(lambda: original(trainer))
 
