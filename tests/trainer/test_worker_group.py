@@ -141,24 +141,18 @@ def test_chosen_steps_are_profiled_from_their_first_call_on(tmp_path):
     assert len(workers.profiled) == 1
 
 
-@pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
-def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta):
+@pytest.mark.parametrize(("meta", "place"), [({"validate": True}, (VALIDATE, 1)), ({"do_sample": False}, ("", 0))])
+def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, place):
+    """The controller is in validate from its first batch to the next step."""
     group, workers = group_of(tmp_path / "rollouts", logprob_check={"every": 1})
-    generate(group, prompts(**meta))
-    assert workers.generated == [meta] and group.step == 0 and not list(tmp_path.iterdir())
-    assert group.sampled_check.report is None
-
-
-def test_the_controller_is_in_validate_from_its_first_batch_to_the_next_step(tmp_path):
-    group, _ = group_of()
-    heartbeat.start(tmp_path, "controller")
+    heartbeat.start(tmp_path / "beats", "controller")
     try:
-        group._trainer.global_steps = 4
-        group.generate_sequences(prompts(validate=True))
-        beat = read(tmp_path / "controller.beat")
+        generate(group, prompts(**meta))
+        beat = read(tmp_path / "beats" / "controller.beat")
     finally:
         heartbeat.stop()
-    assert (beat.place, beat.step) == (VALIDATE, 4)
+    assert workers.generated == [meta] and group.step == 0 and not (tmp_path / "rollouts").exists()
+    assert group.sampled_check.report is None and (beat.place, beat.step) == place
 
 
 def test_every_nth_step_from_the_first_on_is_checked():
