@@ -96,7 +96,7 @@ class Controller:
         """Run verl's TaskRunner to its end."""
         if config.recipe.watch.action != "off":
             heartbeat.start_in_ray("controller")
-            heartbeat.controller_is_at(0, START)
+            heartbeat.here().controller_is_at(0, START)
         run_task_runner(config)
 
 

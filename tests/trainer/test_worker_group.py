@@ -145,12 +145,12 @@ def test_chosen_steps_are_profiled_from_their_first_call_on(tmp_path):
 def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, place):
     """The controller is in validate from its first batch to the next step."""
     group, workers = group_of(tmp_path / "rollouts", logprob_check={"every": 1})
-    heartbeat.start(tmp_path / "beats", "controller")
+    heartbeat.here().start(tmp_path / "beats", "controller")
     try:
         generate(group, prompts(**meta))
         beat = read(tmp_path / "beats" / "controller.beat")
     finally:
-        heartbeat.stop()
+        heartbeat.here().stop()
     assert workers.generated == [meta] and group.step == 0 and not (tmp_path / "rollouts").exists()
     assert group.sampled_check.report is None and (beat.place, beat.step) == place
 

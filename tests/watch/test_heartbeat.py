@@ -104,8 +104,8 @@ def test_a_late_stack_signal_does_not_end_a_process_whose_heartbeat_has_ended(tm
 import os, sys
 from pathlib import Path
 from verl_patches.watch import heartbeat
-heartbeat.start(Path(sys.argv[1]), "rank 0", 0)
-heartbeat.stop()
+heartbeat.here().start(Path(sys.argv[1]), "rank 0", 0)
+heartbeat.here().stop()
 os.kill(os.getpid(), heartbeat.STACK_SIGNAL)
 print("goes on")
 """
@@ -122,8 +122,9 @@ def test_with_a_full_disk_there_is_no_heartbeat_and_the_process_goes_on(start, t
 
 
 def test_a_damaged_record_is_none(tmp_path, monkeypatch):
-    beat = Heartbeat(tmp_path, "rank 0", 0)
-    beat.close()
+    beat = Heartbeat()
+    beat.start(tmp_path, "rank 0", 0)
+    beat.stop()
     (file,) = tmp_path.glob(f"*{BEAT}")
     assert isinstance(read(file), Beat)
     data = file.read_bytes()
@@ -144,12 +145,12 @@ def test_a_rank_that_validates_is_in_a_place_of_its_own(tmp_path, method, meta, 
         return only(tmp_path).beat.place
 
     worker = type("Worker", (), {method: called})()
-    heartbeat.start(tmp_path, "rank 0", 0)
+    heartbeat.here().start(tmp_path, "rank 0", 0)
     try:
         assert record_and_call(called, (worker, SimpleNamespace(meta_info=meta)), {}) == place
         assert only(tmp_path).beat.longest_s.keys() == {place}
     finally:
-        heartbeat.stop()
+        heartbeat.here().stop()
 
 
 def test_ranks_of_a_group_are_short():
@@ -158,8 +159,8 @@ def test_ranks_of_a_group_are_short():
 
 
 def test_without_a_heartbeat_nothing_happens(caplog):
-    with caplog.at_level(logging.WARNING), heartbeat.in_call("x"):
-        heartbeat.phase("y")
-        heartbeat.controller_is_at(1, "z")
-    heartbeat.stop()
+    with caplog.at_level(logging.WARNING), heartbeat.here().in_call("x"):
+        heartbeat.here().phase("y")
+        heartbeat.here().controller_is_at(1, "z")
+    heartbeat.here().stop()
     assert not caplog.records

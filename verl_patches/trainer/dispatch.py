@@ -34,7 +34,6 @@ from verl_patches.watch import heartbeat
 # driver inline, 15 ms with one object in the store, the same as without an argument
 INLINE_BYTES = 128 << 10
 
-
 SENT = ("calls", "puts", "put_bytes", "inline_bytes")  # names of what is counted
 sent: Current[Counter[str]] = Current(Counter())  # by this process
 # of this worker: (method, seconds since the epoch); bounded, as a trainer may never take them
@@ -190,7 +189,7 @@ def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, 
     starts.value.append((name, time.time()))
     in_a_call.value.running = True
     try:
-        with heartbeat.in_call(VALIDATE if _validates(name, args) else name):
+        with heartbeat.here().in_call(VALIDATE if _validates(name, args) else name):
             return method(*args, **kwargs)
     finally:
         in_a_call.value.running = False

@@ -71,7 +71,7 @@ class RecipeWorkerGroup:
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """The responses of this step. Validation and REMAX's greedy baseline are verl's own calls."""
         if prompts.meta_info.get("validate"):
-            heartbeat.controller_is_at(self._trainer.global_steps, VALIDATE)
+            heartbeat.here().controller_is_at(self._trainer.global_steps, VALIDATE)
             return self._group.generate_sequences(prompts)
         if not prompts.meta_info.get("do_sample", True):
             return self._group.generate_sequences(prompts)

@@ -72,7 +72,7 @@ class RecipeWorker:
         if config.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")
-        with counters.timed("start/groups"), heartbeat.in_call(START):
+        with counters.timed("start/groups"), heartbeat.here().in_call(START):
             if is_on("update.engine_start"):
                 from verl_patches.model.mindspeed import start
 
@@ -166,7 +166,7 @@ class RecipeWorker:
         """
         on_policy = OnPolicyUpdate.of(self.recipe) if is_on("update.on_policy") else None
         if self.checkpoint is not None:
-            heartbeat.phase(LAST_CHECKPOINT)
+            heartbeat.here().phase(LAST_CHECKPOINT)
             self.checkpoint.wait()  # what is being written must not change
         replaying = self.routing.replaying() if self.routing is not None else nullcontext()
         with context().phase("update"), replaying, self._micro_batches("update"):
