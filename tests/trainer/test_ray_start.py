@@ -97,10 +97,9 @@ def test_a_worker_on_another_die_is_refused(ray_job, case, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hook", "class", "init"])  # the last in a wait of verl's own
 def test_a_worker_that_cannot_start_ends_the_wait_with_its_own_error(ray_job, kind):
-    ended, error = ray_job["failed"][kind]
-    message, _, failed = error.rpartition(" at ")
-    assert message.startswith("Asked (pid ") and message.endswith("ConfigError: row a.b: has drifted")
-    assert "could not start" in message and ended - float(failed) < 10
+    error = ray_job["failed"][kind]
+    assert error.startswith("Asked (pid ") and error.endswith("ConfigError: row a.b: has drifted")
+    assert "could not start" in error
     assert ray_job["ended"] == [None, None]  # a wait is not ended by actors that were killed on purpose
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl_patches.watch import heartbeat
+from verl_patches.watch import heartbeat, node
 from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.node import read_processes, stacks
 from verl_patches.watch.stall import awaited_by, find_stall
@@ -47,7 +47,7 @@ def one_hangs(folder, how, by):
             _endless_loop(folder)
         dist.all_reduce(ones, group=halves[rank // 2])
         dist.all_reduce(ones)
-    ended.wait(60) if rank == 0 else None
+    ended.wait(240) if rank == 0 else None
     heartbeat.here().stop()
     return answers or None
 
@@ -65,6 +65,7 @@ def _watch(folder, bounds, answers, ended):
         seen = read_processes(folder)
         stall = find_stall(seen, bounds)
     names = [each.beat.name for each in stall.culprits] if stall else []
+    node.STACK_S = 60  # a busy machine may need longer than a run allows
     answers += [stall and stall.sentence, names, stacks(folder, [*names, "rank 3"]), awaited_by(seen)]
     (folder / "found").touch()
     ended.set()

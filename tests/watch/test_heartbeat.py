@@ -13,14 +13,15 @@ import pytest
 from tests.conftest import ROOT
 from verl_patches.processes import started_at, state_of
 from verl_patches.trainer.dispatch import record_and_call
-from verl_patches.watch import heartbeat
+from verl_patches.watch import heartbeat, node
 from verl_patches.watch.heartbeat import BEAT, Beat, Heartbeat, ranks_text, read
 from verl_patches.watch.node import close, read_processes, stacks
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, monkeypatch):
     """start(rank, work) -> pid of a process in phase update of update_actor; all are killed at the end."""
+    monkeypatch.setattr(node, "STACK_S", 120)  # a busy machine may need longer than a run allows
     started = []
 
     def run(rank, work):
