@@ -129,21 +129,19 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     Bytes are per rank, maximum and mean over ranks, summed over the step's syncs (a validation syncs too);
     collectives and seconds are summed as well, `peak_extra_bytes` is the highest of any rank.
     """
-    syncs = max(map(len, workers), default=0)
-    if not syncs:
+    every = [report for reports in workers for report in reports]
+    if not every:
         return None
-    found: dict[str, Any] = {"syncs": syncs}
-    for fact in ("verified", "learnt"):
-        found[fact] = any(report[fact] for reports in workers for report in reports)
+    found: dict[str, Any] = {"syncs": max(map(len, workers))}
+    found |= {fact: any(report[fact] for report in every) for fact in ("verified", "learnt")}
     for name in ("sent_bytes", "received_bytes", "local_bytes"):
         of_rank = [sum(report[name] for report in reports) for reports in workers]
         found[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
     found["collectives"] = max(sum(report["collectives"] for report in reports) for reports in workers)
-    found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for reports in workers for report in reports)
-    phases = {phase for reports in workers for report in reports for phase in report["seconds"]}
+    found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for report in every)
     found["seconds"] = {
         phase: round(max(sum(r["seconds"][phase] for r in reports) for reports in workers), 4)
-        for phase in sorted(phases)
+        for phase in sorted({phase for report in every for phase in report["seconds"]})
     }
     return found
 
