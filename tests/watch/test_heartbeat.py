@@ -89,6 +89,7 @@ def test_a_process_that_has_died_is_gone(start, tmp_path, work, number):
 def test_the_end_kills_stopped_processes_too_and_no_others(start, tmp_path):
     first, second, other = start(0, "waits"), start(1, "waits"), start(2, "waits")
     os.kill(second.pid, signal.SIGSTOP)
+    until(lambda: "T" in [seen.state for seen in read_processes(tmp_path)])
     (tmp_path / "rank_2.beat").unlink()  # as that of a process of another run, which has its beat elsewhere
     assert close(tmp_path, failed=True) == ["rank 0", "rank 1"]
     assert {first.wait(60), second.wait(60)} == {-signal.SIGKILL} and other.poll() is None
