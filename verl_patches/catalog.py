@@ -358,7 +358,7 @@ UPDATE: tuple[PatchSpec, ...] = (
     _row("update.recipe_worker", "subclass", _ACTOR, "verl_patches.worker.recipe_worker:RecipeWorker",
          "The step of a worker is written down in one class: phases of memory, weight sync, on-policy update, tensors "
          "that stay on the device, handshake and report.",
-         processes=_ALL),
+         processes=_ALL, needs=("update.recipe_by_default",)),
     _row("update.on_policy", "override", f"{_ACTOR}.update_actor",
          "verl_patches.worker.recipe_worker:RecipeWorker.update_actor",
          "verl computes old log-probs in a pass of its own (verl/trainer/ppo/ray_trainer.py) also where the update "

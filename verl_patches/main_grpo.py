@@ -16,11 +16,11 @@ from omegaconf import OmegaConf
 
 from verl_patches.config.environment import run_dir
 from verl_patches.layout.parallel import world_size
+from verl_patches.layout.phases import START
 from verl_patches.patching import engine
 from verl_patches.trainer import ray_start
 from verl_patches.trainer.record import Progress
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import START
 from verl_patches.watch.watcher import Watcher
 
 ENDED = "the controller has ended"
@@ -96,7 +96,7 @@ class Controller:
         """Run verl's TaskRunner to its end."""
         if config.recipe.watch.action != "off":
             heartbeat.start_in_ray("controller")
-            heartbeat.controller_is_at(0, START)
+            heartbeat.here().controller_is_at(0, START)
         run_task_runner(config)
 
 

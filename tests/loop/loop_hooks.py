@@ -174,7 +174,7 @@ def move_requests():
         plan = module.plan
 
         def to_the_next(state, *args):
-            print("watch counts", sorted(heartbeat._current.value._groups()))
+            print("watch counts", sorted(heartbeat.here()._groups()))
             places = [next((at for at, tokens in enumerate(row) if tokens > 0), None) for row in state.lengths]
             if None in places:
                 return plan(state, *args)

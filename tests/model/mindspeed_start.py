@@ -19,6 +19,7 @@ from verl_patches.patching.switches import from_environment
 # MindSpeed goes over Tensor.type itself; emulation/rows.py has this line's stand-in
 _NOT_HERE = {"platform.torch_tensor_type"}
 _WORKER = {
+    "update.recipe_by_default",
     "update.recipe_worker",
     "update.routing_samples",
     "update.routing_replay_mindspeed",
@@ -73,7 +74,7 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
 def rows():
     """The rows of this line that a rank without verl's loop needs."""
     shared = [row for row in (*catalog.NO_BUILD, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
-    shared += [row for row in (*catalog.MODEL, *catalog.UPDATE) if row.id in _WORKER]
+    shared += [row for row in (*catalog.CONTROLLER, *catalog.MODEL, *catalog.UPDATE) if row.id in _WORKER]
     shared += catalog.LOG_PROB
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
     return (*catalog.MINDSPEED, *cpu_rows.NPU, *shared)

@@ -106,13 +106,13 @@ def unfinished(flags: list[list[bool]], folder: str) -> dict:
     config.data_parallel_master_port = port
     config.get_next_dp_init_port = lambda: ParallelConfig.get_next_dp_init_port(config)
     group = ParallelConfig.stateless_init_dp_group(config)
-    heartbeat.start(Path(folder), f"rank {rank}", rank)
-    heartbeat.count_group(group, "vLLM's dp", range(size))
+    heartbeat.here().start(Path(folder), f"rank {rank}", rank)
+    heartbeat.here().count_group(group, "vLLM's dp", range(size))
     with Devices():
         told = [ParallelConfig.has_unfinished_dp(group, said[rank]) for said in flags]
-    heartbeat._current.value.beat()
+    heartbeat.here().beat()
     counted = next(seen for seen in read_processes(Path(folder)) if seen.beat.rank == rank).beat.groups
-    heartbeat.stop()
+    heartbeat.here().stop()
     return {
         "told": told,
         "counted": counted,

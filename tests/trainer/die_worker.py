@@ -1,4 +1,4 @@
-"""Workers that report which die Ray gave them and when they knew, and the program that starts Ray and asks them.
+"""Workers that report their die, when they knew it, and their interfaces; the program that starts Ray and asks them.
 
 No device is needed: Ray sets ASCEND_RT_VISIBLE_DEVICES for actors that ask for its resource NPU. `verl` is an empty
 module on PYTHONPATH, as only when it is imported matters here.
@@ -18,6 +18,7 @@ from verl_patches.trainer import ray_start
 
 AT_IMPORT = os.environ.get(npu.VISIBLE)
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}  # the variables of a worker of verl's
+INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 class Asked:
@@ -25,6 +26,10 @@ class Asked:
 
     def __new__(cls):  # as verl's Worker: Ray then handles a class that cannot be loaded in another way
         return super().__new__(cls)
+
+    def __init__(self):
+        if os.environ.get("FAIL") == "init":
+            raise ConfigError("row a.b: has drifted")
 
     def report(self, visible=1, moved=None):
         """What this process knows of its die. The runtime sees `visible` devices; `moved` sets the variable."""
@@ -36,7 +41,14 @@ class Asked:
             refused = str(error)
         now, prepared = os.environ.get(npu.VISIBLE), os.environ.get("PREPARED")
         early = {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT}
-        return {**early, "now": now, "prepared": prepared, "refused": refused}
+        early |= {name: os.environ.get(name) for name in INTERFACES}
+        return {
+            **early,
+            "head": ray.get_runtime_context().gcs_address,
+            "now": now,
+            "prepared": prepared,
+            "refused": refused,
+        }
 
 
 def hook():
@@ -50,7 +62,7 @@ def hook():
             os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(npu.VISIBLE)}"
 
         def fail(_=None):
-            raise ConfigError(f"row a.b: has drifted at {time.time()}")
+            raise ConfigError("row a.b: has drifted")
 
         engine_start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
         engine_start.prepare = prepare
@@ -68,7 +80,8 @@ def start():
     """Ray with two pretended dies; (makes an actor of Asked, task that sleeps)."""
     options = {"num_cpus": 4, "resources": {"NPU": 2}, "include_dashboard": False, "log_to_driver": False}
     switches = {"VERL_PATCHES": os.environ["VERL_PATCHES"]}
-    ray_start.start(switches, {"layers": 4}, **options, runtime_env={ray_start.HOOK: hook()})
+    network = {"nodes": 1, "interface": None}
+    ray_start.start(switches, {"layers": 4}, network, **options, runtime_env={ray_start.HOOK: hook()})
     asked = ray.remote(num_cpus=0)(Asked)
 
     def worker(npus=1, **env):
@@ -90,26 +103,30 @@ def dies():
     ray.kill(second)
     free, without = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1"), worker(npus=0)
     reports["not set"], reports["no die"] = ray.get([free.report.remote(), without.report.remote()])
-    ended = ray_start.result_of(wait.remote(3))
+    ended = [way(wait.remote(3)) for way in (ray_start.result_of, verls_wait)]
     ray.shutdown()
     return reports, ended
 
 
+def verls_wait(task):
+    """As verl itself waits."""
+    return ray_start.unless_start_fails(lambda: ray.get(task))
+
+
 def failure(kind):
-    """(when a wait of 100 s ended, its error) where a worker fails in its hook, or when its class is loaded."""
+    """The error that ends a wait of an hour where a worker fails in its hook, when its class is loaded or is made."""
     worker, wait = start()
-    failing = worker(npus=0, FAIL=kind)
+    failing, way = worker(npus=0, FAIL=kind), verls_wait if kind == "init" else ray_start.result_of
     try:
-        ended = ray_start.result_of(wait.remote(100))
+        ended = way(wait.remote(3600))
     except RuntimeError as error:
         ended = str(error)
-    when = time.time()
     del failing
     ray.shutdown()
-    return when, ended
+    return ended
 
 
 def answers():
-    """{"dies": {case: report of that worker}, "ended": None, "failed": {"hook" or "class": [time, error]}}."""
+    """{"dies": {case: report of that worker}, "ended": [None, None], "failed": {kind: error}}."""
     reports, ended = dies()
-    return {"dies": reports, "ended": ended, "failed": {kind: failure(kind) for kind in ("hook", "class")}}
+    return {"dies": reports, "ended": ended, "failed": {kind: failure(kind) for kind in ("hook", "class", "init")}}

@@ -128,13 +128,27 @@ def test_the_newest_complete_one_is_resumed_and_the_oldest_are_removed(saves, tm
     assert not folder_problems(tmp_path / "global_step_9", read_manifest(tmp_path / "global_step_9"))
 
 
-def test_other_models_and_folders_that_are_no_checkpoints_are_refused(saves, tmp_path):
+OTHER_MODEL = TINY.__class__(**{**vars(TINY), "n_routed_experts": 4})
+
+
+@pytest.mark.parametrize(("model", "total", "file", "words"), [
+    (OTHER_MODEL, 99, "trainer.json", r"another model: n_routed_experts 8 \(expected 4\)"),
+    (TINY, 2, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),  # which follows from the data
+    (TINY, 3, "trainer.json", "step 3 is complete.*trainer.total_training_steps"),
+    (TINY, 99, "trainer.pt", "of an older version"),  # a pickle, which is not read
+])  # fmt: skip
+def test_what_cannot_be_gone_on_with_is_refused_before_workers_read_it(saves, tmp_path, model, total, file, words):
     save(saves(), 3)
-    other = saves(**path_of(3, tmp_path))
-    other.model = TINY.__class__(**{**vars(TINY), "n_routed_experts": 4})
-    with pytest.raises(ConfigError, match=r"another model: n_routed_experts 8 \(expected 4\)"):
-        other.load()
-    assert other.trainer.actor_rollout_wg.loaded is None
+    (tmp_path / "global_step_3/trainer.json").rename(tmp_path / "global_step_3" / file)
+    run = saves(**path_of(3, tmp_path))
+    run.model, run.trainer.total_training_steps = model, total
+    with pytest.raises(ConfigError, match=words):
+        run.load()
+    assert run.trainer.actor_rollout_wg.loaded is None
+
+
+def test_folders_that_are_no_checkpoints_are_refused(saves, tmp_path):
+    save(saves(), 3)
     for given, words in ((str(tmp_path), "no manifest.json"), (None, "needs trainer.resume_from_path")):
         with pytest.raises(ConfigError, match=words):
             saves(resume_mode="resume_path", resume_from_path=given).load()
@@ -146,9 +160,9 @@ def test_other_models_and_folders_that_are_no_checkpoints_are_refused(saves, tmp
 def test_a_critic_and_a_remote_folder_are_refused(saves):
     run = saves()
     run.trainer.use_critic = True
-    with pytest.raises(ConfigError, match="a critic would not be saved"):
+    with pytest.raises(ConfigError, match="critic"):
         run.save()
-    with pytest.raises(ConfigError, match="default_hdfs_dir is set"):
+    with pytest.raises(ConfigError, match="default_hdfs_dir"):
         saves(default_hdfs_dir="hdfs://x").save()
 
 
@@ -368,17 +382,6 @@ def test_a_half_removed_checkpoint_does_not_get_its_name_back(saves, tmp_path):
     assert names(tmp_path) == [*others, "global_step_5"]
 
 
-def test_a_run_that_has_reached_its_total_is_not_gone_on_with(saves, tmp_path):
-    """Where the launcher cannot know it: the number of steps follows from the data."""
-    save(saves(), 3)
-    for total in (2, 3):
-        run = saves()
-        run.trainer.total_training_steps = total
-        with pytest.raises(ConfigError, match="step 3 is complete.*trainer.total_training_steps"):
-            run.load()
-        assert run.trainer.actor_rollout_wg.loaded is None
-
-
 # ---- the state of the data
 
 
@@ -445,32 +448,3 @@ def test_a_state_of_a_sampler_comes_back_with_its_tensors():
     value = {"a": [torch.arange(3), {"b": torch.tensor(2.5)}], "c": "text", "d": None, "/": True, "e": 1 << 70}
     found, tensors = data_state(loader(sampler=Sampler(value)))
     assert len(tensors) == 2 and json.loads(json.dumps(found)) == found
-
-
-def with_old_state(saves, folder, file, state):
-    """A checkpoint of step 3 with the state of the trainer as older versions pickled it."""
-    torch.save(state, file)
-    run = saves(folder)
-    run._trainer_files = lambda: {"trainer.pt": file.read_bytes()}
-    save(run, 3)
-
-
-def test_an_older_state_is_read_without_running_its_code(saves, tmp_path):
-    generators = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    state = {"dataloader": 5, "generators": generators}
-    with_old_state(saves, tmp_path / "a", tmp_path / "old.pt", state)
-    drawn = draw()
-    run = resumed(saves(tmp_path / "a"))
-    assert draw() == drawn
-    assert (run.trainer.train_dataloader.position, run.trainer.global_steps) == (5, 3)
-
-    class Hostile:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    with_old_state(saves, tmp_path / "b", tmp_path / "hostile.pt", {**state, "dataloader": Hostile()})
-    with pytest.raises(ConfigError, match="trainer.pt: holds more than"):
-        saves(tmp_path / "b").load()
-    assert not (tmp_path / "ran").exists()
-    torch.load(tmp_path / "hostile.pt", weights_only=False)  # control
-    assert (tmp_path / "ran").exists()

@@ -24,19 +24,9 @@ TensorDict.pop = pop
 def outcomes(upstream, verl, folder, *options):
     """{outcome: number} of verl's tests/test_protocol.py over the verl in folder `verl`."""
     test = upstream / "verl" / "tests" / "test_protocol.py"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-        *options,
-        test,
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
     env = {**os.environ, "PYTHONPATH": f"{verl}:{folder}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
+    done = subprocess.run([*command, *options, test], cwd=folder, capture_output=True, text=True, env=env)
     found = re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout.splitlines()[-1])
     assert found, done.stdout + done.stderr
     return {outcome: int(number) for number, outcome in found}

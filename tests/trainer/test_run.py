@@ -12,10 +12,18 @@ from verl_patches.config.recipe import Alarms
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
-from verl_patches.trainer import run, step_record
+from verl_patches.trainer import run
 from verl_patches.trainer.alarms import AlarmError, SkippedStepsError
 from verl_patches.trainer.record import Progress, Summary
 from verl_patches.trainer.step_record import NARROW, WIDE, header
+
+REPORT = {  # what a worker reports of a step in which nothing happened
+    **dict.fromkeys(("memory", "emulated", "rebalance", "skipped", "profile", "routing_replay")),
+    "seconds": {},
+    "sync": [],
+    "moves": [],
+    "expert_load": {"train": {"max_over_mean": 1.5}, "rollout": None},
+}
 
 
 @pytest.fixture
@@ -23,33 +31,20 @@ def made(tmp_path):
     """A Run that writes to tmp_path, with a group that runs step 7."""
     made = object.__new__(run.Run)
     made.summary, made.progress, made.places = Summary(tmp_path, {}), Progress(tmp_path), {}
-    made.coverage = None
-    made.group = SimpleNamespace(step=7)
+    made.coverage = made.checkpoints = None
+    made.rates = SimpleNamespace(of_step=lambda *measured: None)
+    made.group = SimpleNamespace(step=7, cache=None, sampled_check=None, end_step=dict, lengths=None)
     return made
 
 
-def after_steps(made, monkeypatch, *numbers, skipped=None, bounds=None):
-    """The progress lines of these steps, whose reports of workers are left out."""
-    for name in ("sync_of_step", "memory_of_step", "offload_of_step"):
-        monkeypatch.setattr(step_record, name, lambda reports: None)
-    report = {
-        "seconds": {},
-        "sync": [],
-        "memory": {},
-        "moves": {},
-        "emulated": None,
-        "rebalance": None,
-        "skipped": skipped,
-        "profile": None,
-        "routing_replay": None,
-        "expert_load": {"train": {"max_over_mean": 1.5}, "rollout": None},
-    }
+def after_steps(made, *numbers, skipped=None, **bounds):
+    """The progress lines of these steps; `bounds`: of recipe.alarms."""
+    report = {**REPORT, "skipped": skipped}
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
-    check = SimpleNamespace(action="report")
     train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
-    made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**(bounds or {})), platform="npu")
+    check = SimpleNamespace(action="report")
+    made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**bounds), platform="npu")
     made.workers_see_log_probs, made.not_compared = False, "not here"
-    made.group = SimpleNamespace(cache=None, sampled_check=None, end_step=dict, step=0)
     for number in numbers:
         metrics = made.after_step({"critic/score/mean": 0.5, "timing_s/step": 2.0}, number)
         assert metrics["recipe/expert_load/train"] == 1.5 and "recipe/expert_load/rollout" not in metrics
@@ -57,8 +52,8 @@ def after_steps(made, monkeypatch, *numbers, skipped=None, bounds=None):
 
 
 @pytest.mark.parametrize("first", [1, 29])
-def test_the_header_comes_before_the_first_row_of_the_process(made, monkeypatch, first):
-    lines = after_steps(made, monkeypatch, first, first + 1)
+def test_the_header_comes_before_the_first_row_of_the_process(made, first):
+    lines = after_steps(made, first, first + 1)
     for prefix, columns in (("- ", NARROW), ("+ ", WIDE)):
         title, *rows = [text[2:] for text in lines if text.startswith(prefix)]
         assert title == header(columns) and [int(row.split()[0]) for row in rows] == [first, first + 1]
@@ -66,16 +61,16 @@ def test_the_header_comes_before_the_first_row_of_the_process(made, monkeypatch,
     assert [step["step"] for step in steps] == [first, first + 1] and steps[0]["seconds"]["step"] == 2.0
 
 
-def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made, monkeypatch):
+def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made):
     fault = {"parameters": 2, "nearest": "decoder.layers.5.w"}
     skipped = {"skipped": 1, "in_a_row": 1, "stage": 3, "fault": fault}
-    lines = after_steps(made, monkeypatch, 4, skipped=skipped)
+    lines = after_steps(made, 4, skipped=skipped)
     assert [text.split()[3] for text in lines if text[:2] in ("- ", "+ ") and "reward" not in text] == ["skipped"] * 2
     assert any(text.startswith("| step 4: 1 optimizer step(s) skipped") for text in lines)
     (step,) = json.loads(made.summary.path.read_text())["steps"]
     assert (step["skipped"]["steps"], step["skipped"]["nearest"]["parameter"]) == (1, "decoder.layers.5.w")
     with pytest.raises(SkippedStepsError, match="step 5: .* rank 0, pipeline stage 3, decoder.layers.5.w"):
-        after_steps(made, monkeypatch, 5, skipped={**skipped, "in_a_row": 2})
+        after_steps(made, 5, skipped={**skipped, "in_a_row": 2})
     lines = made.summary.path.with_name("metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 5  # the step that ended the run
     made.recipe.train.max_skipped_steps = 3
@@ -84,13 +79,11 @@ def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(
     assert steps[-1]["grad_norm"] is None and metrics["actor/skipped_steps"] == 1
 
 
-def test_dead_workers_are_named_with_rank_pid_node_and_step(made, monkeypatch):
+def test_dead_workers_are_named_with_rank_pid_node_and_step(made):
     made.places = {rank: f"pid {100 + rank} on node-{rank // 2}" for rank in range(3)}
-    text = made.death_of([1])
-    assert "a worker process died in step 7" in text and "rank 1 (pid 101 on node-0)" in text and "rank 0" not in text
-    text = made.death_of([2, 5])
-    assert "2 worker processes died" in text and "rank 2 (pid 102 on node-1), rank 5 (pid unknown)" in text
-    assert "rank 15 (" in (text := made.death_of(list(range(40)))) and "rank 16" not in text and "and 24 more" in text
+    assert "a worker process died in step 7" in (one := made.death_of([1])) and "rank 1 (pid 101 on node-0)" in one
+    assert "2 worker processes died" in (two := made.death_of([2, 5])) and "(pid 102 on node-1), rank 5 (pid un" in two
+    assert "rank 15 (" in (many := made.death_of(list(range(40)))) and "rank 16" not in many and "24 more" in many
 
 
 def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made, monkeypatch):
@@ -123,17 +116,18 @@ def test_an_error_that_a_worker_raised_begins_with_its_rank(made):
     assert run.reason_of(raised[0], of_rank) == "rank 1 (pid 5 on two) in step 7: ValueError: expected 2, found 3"
 
 
-def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made, monkeypatch):
-    lines = after_steps(made, monkeypatch, 3, bounds={"expert_load": 1.4})
+def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made):
+    lines = after_steps(made, 3, expert_load=1.4)
     assert "| step 3: alarm expert_collapse: train: the busiest expert gets 1.5 times" in "\n".join(lines)
     (step,) = json.loads(made.summary.path.read_text())["steps"]
     (alarm,) = step["alarms"]
     assert (alarm["name"], alarm["value"], alarm["limit"]) == ("expert_collapse", 1.5, 1.4)
     metrics = json.loads(made.summary.metrics.read_text())
     assert metrics["recipe/alarms/expert_collapse"] == 1.0
-    assert not any("alarm" in text for text in after_steps(made, monkeypatch, 4)[len(lines) :])
-    with pytest.raises(AlarmError, match="step 5: alarm expert_collapse"):
-        after_steps(made, monkeypatch, 5, bounds={"expert_load": 1.4, "action": "stop"})
+    assert not any("alarm" in text for text in after_steps(made, 4)[len(lines) :])
+    after_steps(made, 5, action="stop")
+    with pytest.raises(AlarmError, match="step 6: alarm expert_collapse"):
+        after_steps(made, 6, expert_load=1.4, action="stop")
 
 
 @pytest.mark.parametrize("absolute", [True, False])

@@ -4,6 +4,9 @@ import math
 import os
 
 import pytest
+import torch
+
+from verl_patches.worker.step_guard import parameter_names
 
 NAN, INF = float("nan"), float("inf")
 STEPS = [None, (1, "dense1", NAN), None, (0, "expert", INF), (1, "dense3", -INF), None]
@@ -52,20 +55,9 @@ def test_without_clipping_the_guard_asks_for_the_norm_itself(run_ranks):
     assert [[step["moved"] for step in kind["steps"]] for kind in found[0].values()] == [[True, False]] * 4
 
 
-@pytest.mark.slow
-def test_layers_are_named_by_their_place_in_the_whole_model(run_warm):
-    code = """
-import torch
-from verl_patches.worker.step_guard import parameter_names
-layer = torch.nn.Module()
-layer.layer_number, layer.mlp = 6, torch.nn.Linear(2, 2, bias=False)
-chunk = torch.nn.Module()
-chunk.module = torch.nn.Module()
-chunk.module.module = torch.nn.Module()
-chunk.module.module.decoder = torch.nn.Module()
-chunk.module.module.decoder.layers = torch.nn.ModuleList([layer])
-chunk.module.module.output_layer = torch.nn.Linear(2, 2, bias=False)
-print(list(parameter_names(chunk).values()))
-"""
-    done = run_warm(code, patches="line=pypi,platform=cpu")
-    assert done.out.splitlines()[-1] == "['decoder.layers.5.mlp.weight', 'output_layer.weight']", done.err[-2000:]
+def test_layers_are_named_by_their_place_in_the_whole_model():
+    layer, model, decoder, chunk = (torch.nn.Module() for _ in range(4))
+    layer.layer_number, layer.mlp = 6, torch.nn.Linear(2, 2, bias=False)
+    chunk.module, model.decoder, decoder.layers = torch.nn.Module(), decoder, torch.nn.ModuleList([layer])
+    chunk.module.module, model.output_layer = model, torch.nn.Linear(2, 2, bias=False)
+    assert list(parameter_names(chunk).values()) == ["decoder.layers.5.mlp.weight", "output_layer.weight"]

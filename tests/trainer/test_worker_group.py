@@ -14,13 +14,13 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.phases import VALIDATE
 from verl_patches.log_probs import truth_check
 from verl_patches.log_probs.of_rollout import CHECK
 from verl_patches.replay.recording import find_recording
 from verl_patches.trainer import worker_group
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import VALIDATE
 from verl_patches.watch.heartbeat import read
 
 LENGTH = 2
@@ -141,24 +141,18 @@ def test_chosen_steps_are_profiled_from_their_first_call_on(tmp_path):
     assert len(workers.profiled) == 1
 
 
-@pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
-def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta):
+@pytest.mark.parametrize(("meta", "place"), [({"validate": True}, (VALIDATE, 1)), ({"do_sample": False}, ("", 0))])
+def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, place):
+    """The controller is in validate from its first batch to the next step."""
     group, workers = group_of(tmp_path / "rollouts", logprob_check={"every": 1})
-    generate(group, prompts(**meta))
-    assert workers.generated == [meta] and group.step == 0 and not list(tmp_path.iterdir())
-    assert group.sampled_check.report is None
-
-
-def test_the_controller_is_in_validate_from_its_first_batch_to_the_next_step(tmp_path):
-    group, _ = group_of()
-    heartbeat.start(tmp_path, "controller")
+    heartbeat.here().start(tmp_path / "beats", "controller")
     try:
-        group._trainer.global_steps = 4
-        group.generate_sequences(prompts(validate=True))
-        beat = read(tmp_path / "controller.beat")
+        generate(group, prompts(**meta))
+        beat = read(tmp_path / "beats" / "controller.beat")
     finally:
-        heartbeat.stop()
-    assert (beat.place, beat.step) == (VALIDATE, 4)
+        heartbeat.here().stop()
+    assert workers.generated == [meta] and group.step == 0 and not (tmp_path / "rollouts").exists()
+    assert group.sampled_check.report is None and (beat.place, beat.step) == place
 
 
 def test_every_nth_step_from_the_first_on_is_checked():

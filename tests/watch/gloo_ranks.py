@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl_patches.watch import heartbeat
+from verl_patches.watch import heartbeat, node
 from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.node import read_processes, stacks
 from verl_patches.watch.stall import awaited_by, find_stall
@@ -23,7 +23,7 @@ BOUNDS = {
 def one_hangs(folder, how, by):
     """On rank 0: [sentence of the stall or None, names of culprits, their stacks, who waits for whom]; else None."""
     rank, folder = dist.get_rank(), Path(folder)
-    heartbeat.start(folder, f"rank {rank}", rank)
+    heartbeat.here().start(folder, f"rank {rank}", rank)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     ones, ended = torch.ones(2), threading.Event()
     if rank == 0:
@@ -31,15 +31,15 @@ def one_hangs(folder, how, by):
     if rank == 1:
         dist.recv(ones, 0)
     for _ in range(2):  # the second call of a phase has the bound of the first
-        with heartbeat.in_call("update_actor"):
-            heartbeat.phase("update")
+        with heartbeat.here().in_call("update_actor"):
+            heartbeat.here().phase("update")
             dist.all_reduce(ones)
             dist.all_reduce(ones, group=halves[rank // 2])
     answers = []
     watch = threading.Thread(target=_watch, args=(folder, BOUNDS[by], answers, ended), daemon=True)
     watch.start() if rank == 0 else None
-    with heartbeat.in_call("update_actor"):
-        heartbeat.phase("update")
+    with heartbeat.here().in_call("update_actor"):
+        heartbeat.here().phase("update")
         dist.all_reduce(ones)
         if rank == 2 and how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)  # the watch, which wants its stacks, continues it
@@ -47,8 +47,8 @@ def one_hangs(folder, how, by):
             _endless_loop(folder)
         dist.all_reduce(ones, group=halves[rank // 2])
         dist.all_reduce(ones)
-    ended.wait(60) if rank == 0 else None
-    heartbeat.stop()
+    ended.wait(240) if rank == 0 else None
+    heartbeat.here().stop()
     return answers or None
 
 
@@ -65,6 +65,7 @@ def _watch(folder, bounds, answers, ended):
         seen = read_processes(folder)
         stall = find_stall(seen, bounds)
     names = [each.beat.name for each in stall.culprits] if stall else []
+    node.STACK_S = 60  # a busy machine may need longer than a run allows
     answers += [stall and stall.sentence, names, stacks(folder, [*names, "rank 3"]), awaited_by(seen)]
     (folder / "found").touch()
     ended.set()

@@ -14,7 +14,8 @@ def measure(groups: int, folder: str) -> dict[str, float]:
 
     for _ in range(groups - 1):
         dist.new_group([0, 1])
-    heartbeat = Heartbeat(Path(folder), f"rank {dist.get_rank()}", dist.get_rank())
+    heartbeat = Heartbeat()
+    heartbeat.start(Path(folder), f"rank {dist.get_rank()}", dist.get_rank())
     dist.barrier()
 
     def call() -> None:
@@ -27,6 +28,6 @@ def measure(groups: int, folder: str) -> dict[str, float]:
         for _ in range(TIMES):
             action()
         costs[name] = (time.process_time() - begun) / TIMES
-    heartbeat.close()
+    heartbeat.stop()
     dist.barrier()
     return costs

@@ -32,20 +32,20 @@ def raises():
 def has_a_full_disk():
     """Files of this process may have 4 KiB: as on a full disk, allocation fails."""
     is_there()
-    heartbeat.stop()
+    heartbeat.here().stop()
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    heartbeat.start(Path(sys.argv[1]), "rank 8", 8)
-    with heartbeat.in_call("update_actor"):
+    heartbeat.here().start(Path(sys.argv[1]), "rank 8", 8)
+    with heartbeat.here().in_call("update_actor"):
         print("went on", flush=True)
 
 
 def main():
     folder, rank, work = Path(sys.argv[1]), int(sys.argv[2]), globals()[sys.argv[3]]
-    heartbeat.start(folder, f"rank {rank}", rank)
-    with heartbeat.in_call("compute_log_prob"):
-        heartbeat.phase("old_log_prob")
-    with heartbeat.in_call("update_actor"):
-        heartbeat.phase("update")
+    heartbeat.here().start(folder, f"rank {rank}", rank)
+    with heartbeat.here().in_call("compute_log_prob"):
+        heartbeat.here().phase("old_log_prob")
+    with heartbeat.here().in_call("update_actor"):
+        heartbeat.here().phase("update")
         work()
 
 

@@ -27,7 +27,7 @@ DRILL_S = 120
 
 class Rank:
     def __init__(self, rank):
-        heartbeat.start(heartbeat.folder_of_run(), f"rank {rank}", rank)
+        heartbeat.here().start(heartbeat.folder_of_run(), f"rank {rank}", rank)
 
     def pid(self):
         return os.getpid()
@@ -39,8 +39,8 @@ class Rank:
         raise RuntimeError("NPU function error: aclrtSynchronizeStream\nERR00100 PTA call acl api failed")
 
     def update_actor(self):
-        with heartbeat.in_call("update_actor"):
-            heartbeat.phase("update")
+        with heartbeat.here().in_call("update_actor"):
+            heartbeat.here().phase("update")
             time.sleep(600)
 
 

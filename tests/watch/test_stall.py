@@ -8,12 +8,12 @@ from verl_patches.catalog import ROWS
 from verl_patches.config import hccl
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.layout.phases import CALLS, START, VALIDATE
 from verl_patches.memory.schedule import SCHEDULE
 from verl_patches.planning import step_plan
 from verl_patches.planning.plan import patch_table
 from verl_patches.planning.step_model import PHASES
-from verl_patches.trainer.run import CALLS
-from verl_patches.watch.bounds import MODELLED, START, VALIDATE, Bounds
+from verl_patches.watch.bounds import MODELLED, Bounds
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
 from verl_patches.watch.stall import awaited_by, find_stall, start_of
@@ -29,12 +29,12 @@ def rank(number, in_place_s=70.0, *, at=("update_actor", "update"), state="S", d
     before, silent_s, still_s = more.pop("before", {WORLD: 3}), more.pop("silent_s", 0.5), more.pop("still_s", 0.0)
     beat = Beat(f"rank {number}", number, 100 + number, 1, *at, longest_s=done, groups={WORLD: now, **more})
     beat.groups_before = before
-    return Seen(beat, f"host{number // 2}", in_place_s, silent_s, state, 1.0, still_s)
+    return Seen(beat, f"host{number // 2}", in_place_s, silent_s, state, still_s)
 
 
 def controller(in_place_s, call="update_actor", step=4):
     beat = Beat("controller", None, 99, 1, call, step=step, longest_s={"reward": 2.0, "update_actor": 11.0})
-    return Seen(beat, "host0", in_place_s, 0.5, "S", 1.0)
+    return Seen(beat, "host0", in_place_s, 0.5, "S")
 
 
 def named(*processes, bounds=BOUNDS):
@@ -189,9 +189,15 @@ def test_a_rank_that_others_wait_for_too_long_is_named_before_its_phase_is_overd
     assert named(rank(0, 900.0, now=5, **loads), rank(1, 900.0, now=4, **loads), bounds=bounds) is None
 
 
-def test_a_rank_that_never_came_to_the_call_is_named():
-    ranks = [rank(0, now=4), rank(1, 300.0, at=("", ""), now=3)]
-    assert named(*ranks) == ["rank 1"] and "is behind the others, in no call; rank 0 (pid" in sentence(*ranks)
+@pytest.mark.parametrize(("ranks", "names", "words"), [
+    ([rank(0, now=4), rank(1, 300.0, at=("", ""), now=3)], ["rank 1"], "behind the others, in no call; rank 0 (pid"),
+    ([rank(0, 65), rank(1, 2.0, at=("", ""))], ["rank 0"], "rank 0 (pid 100 on host0) is overdue"),
+    ([rank(number) for number in range(3)], ["rank 0", "rank 1", "rank 2"], "are overdue"),
+    ([rank(number) for number in range(40)], [f"rank {n}" for n in range(40)], "rank 7 (pid 107 on host3) and 32 more"),
+])  # fmt: skip
+def test_who_is_named(ranks, names, words):
+    """A rank that never came to the call; the one that is still in it; all where all are equal, of many the first."""
+    assert named(*ranks) == names and words in sentence(*ranks)
 
 
 def test_groups_whose_numbers_cannot_be_compared_say_nothing():
@@ -214,15 +220,6 @@ def test_the_state_of_a_process_comes_before_what_others_wait_for(what, words):
 
 def test_a_process_that_has_just_ended_is_left_to_ray():
     assert named(rank(0, 10), rank(1, 10, state="gone", silent_s=29.0)) is None
-
-
-def test_when_all_are_equal_all_are_named_and_of_many_the_first():
-    assert named(*(rank(number) for number in range(3))) == ["rank 0", "rank 1", "rank 2"]
-    assert "rank 7 (pid 107 on host3) and 32 more are overdue" in sentence(*(rank(number) for number in range(40)))
-
-
-def test_only_the_ranks_that_are_still_in_the_call_are_named():
-    assert named(rank(0, 65), rank(1, 2.0, at=("", ""))) == ["rank 0"]
 
 
 def test_the_controller_is_named_while_no_rank_is_in_a_call():
@@ -249,6 +246,6 @@ def test_of_gloo_ranks_the_one_that_hangs_is_named_with_its_stack(tmp_path, run_
     text, names, stacks, awaited = run_ranks("tests.watch.gloo_ranks:one_hangs", str(tmp_path), how, by, size=4)[0]
     assert names == ["rank 2"] and words in text and "in update_actor (update) for" in text, (text, awaited)
     assert {rank: set(waiting) for rank, waiting in awaited.items()} == {2: {3}}
-    assert ("where at most 10 s" in text) and ("waits in update_actor (update) for 1" in text) == (by == "wait")
+    assert ("where at most 10 s" in text) and ("waits in update_actor (update) for" in text) == (by == "wait")
     assert "in one_hangs" in stacks["rank 2"]
     assert "in all_reduce" in stacks["rank 3"] and "all_reduce" not in stacks["rank 2"]

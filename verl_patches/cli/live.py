@@ -29,6 +29,7 @@ from verl_patches.config.compose import output_root
 from verl_patches.errors import INTERRUPTED
 from verl_patches.evaluation.record import PLACES, find_run, last_lines, read_doing, read_summary
 from verl_patches.evaluation.report import in_step, medians, resumed
+from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.patching.switches import recorded_off, said_off
 from verl_patches.shared_files import LOCK, is_locked
 from verl_patches.values import printable
@@ -38,14 +39,6 @@ LINES = 5  # of progress.log, the last ones
 RUNNING = ("starting", "running", "ending")
 STYLES = {"failed": "bold red", "lost": "bold red", "ended": "green"}
 FIGURES = ("step s", "reward", "grad_norm", "|dlogp|", "tokens/s/rank", "TFLOP/s/rank", "MFU")
-# call of the trainer -> its phases in a step's seconds
-PHASES_OF = {
-    "generate_sequences": ("reshard", "rollout"),
-    "reward": ("reward",),
-    "compute_log_prob": ("log_prob",),
-    "compute_ref_log_prob": ("ref",),
-    "update_actor": ("update",),
-}
 LOST = "no launcher holds its lock: killed, or on a node whose locks this file system hides"
 
 
@@ -89,7 +82,7 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     facts |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed(steps)}
     facts |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
     if facts["state"] == "running" and doing:
-        before = [last.get("seconds", {}).get(phase) for phase in PHASES_OF.get(doing["call"], ())]
+        before = [last.get("seconds", {}).get(phase.name) for phase in STEP_PHASES if phase.call == doing["call"]]
         seconds = sum(filter(None, before)) if any(before) else None
         facts |= {"phase": doing["phase"], "phase_s": now - doing["since"], "phase_last_s": seconds}
         if middle["step s"] is not None:

@@ -348,7 +348,7 @@ def recorded_process(entry: Mapping[str, Any]) -> psutil.Process | None:
     """The process of a record {pid, started}, None where it has ended or another one has its number."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(entry["pid"])
-        return None if state_of(process.pid, entry["started"])[0] == "gone" else process
+        return None if state_of(process.pid, entry["started"]) == "gone" else process
     return None
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from verl_patches.errors import RecipeError
 from verl_patches.evaluation.record import SUMMARY, read_summary
+from verl_patches.layout.phases import STEP_PHASES
 
 ENDS = 5  # steps of the means at the start and at the end of a run
 FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
 SIDE_BY_SIDE = 2  # runs with a column each on a terminal; of more, each has a row
-PHASES = ("rollout", "reshard", "reward", "log_prob", "ref", "advantage", "update")
+PHASES = tuple(phase.name for phase in STEP_PHASES if phase.name != "offload")  # which lies in others
 # name -> where a step's record has it (trainer/step_record.py); docs/profile.md defines the rates
 IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "tokens": ("tokens", "total"),

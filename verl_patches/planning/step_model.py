@@ -35,6 +35,7 @@ from typing import NamedTuple
 from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops, layer_flops, layer_kinds, layer_sizes
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
 
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, NETWORK_EFFICIENCY = 0.7, 0.6, 0.7  # the first for decode and prefill
@@ -44,7 +45,7 @@ EMPTY_CACHE_S_PER_BYTE = 4 / 26e9  # quoted
 EAGER_LAYER_S = 0.0012  # assumed: about 120 kernel launches of 10 us; binds for short micro batches only
 HEAD_PASSES = 6  # assumed: reads and writes of the fp32 logits for log-softmax, entropy and their reductions
 _SEGMENTS = 64  # of the rollout's integral over response tokens
-PHASES = ("rollout", "old_log_prob", "ref", "reward", "advantage", "update", "reshard", "offload")
+PHASES = tuple(phase.planned for phase in STEP_PHASES)
 
 
 @dataclass(frozen=True)

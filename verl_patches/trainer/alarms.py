@@ -84,10 +84,9 @@ def _skipped(step: Mapping[str, Any]) -> Iterator[Alarm]:
 
 def _experts(step: Mapping[str, Any], limit: float | None) -> Iterator[Alarm]:
     for side, load in (step["expert_load"] or {}).items():
-        if load and limit is not None and load["max_over_mean"] > limit:
-            found = load["max_over_mean"]
-            text = f"{side}: the busiest expert gets {found:.1f} times the mean number of tokens; expected at most"
-            yield Alarm("expert_collapse", found, limit, f"{text} {limit:g}")
+        if load and limit is not None and (share := load["max_over_mean"]) > limit:
+            text = f"{side}: the busiest expert gets {share:.1f} times the mean number of tokens; expected at most"
+            yield Alarm("expert_collapse", share, limit, f"{text} {limit:g}")
 
 
 def _lengths(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
@@ -96,11 +95,9 @@ def _lengths(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], bounds
         return
     usual = _median(first, lambda record: (record["tokens"] or {}).get("response_mean"))
     if usual and bounds.length_share is not None and tokens["response_mean"] < bounds.length_share * usual:
-        found, limit = tokens["response_mean"], bounds.length_share * usual
-        text = (
-            f"responses have {found:.1f} tokens on average; expected at least {limit:.1f}, {bounds.length_share:g} of"
-        )
-        yield Alarm("length_collapse", found, limit, f"{text} the first steps' {usual:.1f}")
+        mean, limit = tokens["response_mean"], bounds.length_share * usual
+        text = f"responses have {mean:.1f} tokens on average; expected at least {limit:.1f}, {bounds.length_share:g}"
+        yield Alarm("length_collapse", mean, limit, f"{text} of the first steps' {usual:.1f}")
     if bounds.at_limit is not None and tokens["at_limit"] > bounds.at_limit:
         text = f"{tokens['at_limit']:.0%} of the responses end at the length limit; expected at most"
         yield Alarm("length_limit", tokens["at_limit"], bounds.at_limit, f"{text} {bounds.at_limit:.0%}")
@@ -110,16 +107,16 @@ def _dlogp(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], factor: 
     usual = _median(first, lambda record: (record["logprob_delta"] or {}).get("mean"))
     if factor is None or not usual or not step["logprob_delta"]:
         return
-    found, limit = step["logprob_delta"]["mean"], factor * usual
-    if found > limit:
-        text = f"mean |dlogp| is {found:.2e}; expected at most {limit:.2e}, {factor:g} times that of the first steps"
-        yield Alarm("dlogp_drift", found, limit, text)
+    mean, limit = step["logprob_delta"]["mean"], factor * usual
+    if mean > limit:
+        text = f"mean |dlogp| is {mean:.2e}; expected at most {limit:.2e}, {factor:g} times that of the first steps"
+        yield Alarm("dlogp_drift", mean, limit, text)
 
 
 def _median(records: Sequence[Mapping[str, Any]], value: Any) -> float | None:
     """Median of the values that are there; None without any."""
-    found = [each for each in map(value, records) if each is not None and math.isfinite(each)]
-    return median(found) if found else None
+    values = [each for each in map(value, records) if each is not None and math.isfinite(each)]
+    return median(values) if values else None
 
 
 def check(record: Mapping[str, Any], action: str) -> None:

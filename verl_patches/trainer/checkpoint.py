@@ -21,7 +21,6 @@ import hashlib
 import json
 import logging
 import operator
-import pickle
 import secrets
 import threading
 import time
@@ -29,7 +28,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from omegaconf import OmegaConf
@@ -41,7 +39,7 @@ from verl_patches.layout.parallel import train_layout_of, world_size
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.values import leaves, size_text
-from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators, text_of
+from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
 from verl_patches.weights.checkpoint_folders import (
     instead_of,
     newest,
@@ -59,7 +57,7 @@ from verl_patches.weights.writer import FileWriter, begin, complete
 
 log = logging.getLogger(__name__)
 
-STATE, TENSORS, _OLD_STATE = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors", f"{OF_TRAINER}pt"
+STATE, TENSORS = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
 _OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are copied beside the weights
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
 # keys of recipe that change no step
@@ -102,13 +100,9 @@ class Checkpoints:
     def _refuse(self) -> None:
         """ConfigError for what would be left out; config/checks.py says so before the start, with the launcher."""
         if getattr(self.trainer, "use_critic", False):
-            raise ConfigError(
-                "checkpoint: a critic would not be saved; expected an algorithm.adv_estimator without one"
-            )
+            raise ConfigError("checkpoint: a critic is not saved; expected an algorithm.adv_estimator without one")
         if self.config.trainer.get("default_hdfs_dir"):
-            raise ConfigError(
-                "checkpoint: trainer.default_hdfs_dir is set, expected null; files go to default_local_dir"
-            )
+            raise ConfigError("checkpoint: trainer.default_hdfs_dir is set, expected null; default_local_dir is used")
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written; raises what a worker or the completing thread raised."""
@@ -159,9 +153,8 @@ class Checkpoints:
         """config.json of the model as it is trained: its dtype, and nothing of how the folder stores weights."""
         from verl_patches.model.mindspeed.start import read_hf_config
 
-        found = {**read_hf_config(self.config.actor_rollout_ref)}
-        found.pop(QUANTIZATION, None)
-        return {**found, "torch_dtype": str(DTYPES[self.config.recipe.dtype]).removeprefix("torch.")}
+        config = {k: v for k, v in read_hf_config(self.config.actor_rollout_ref).items() if k != QUANTIZATION}
+        return {**config, "torch_dtype": str(DTYPES[self.config.recipe.dtype]).removeprefix("torch.")}
 
     def _model(self) -> Any:
         return read_model_shape(self._config())
@@ -170,14 +163,14 @@ class Checkpoints:
         """config.json, and the tokenizer and the like of the model's folder, which an export needs."""
         from verl.utils.fs import copy_to_local
 
-        found = {}
+        contents = {}
         for path in sorted(Path(copy_to_local(self.config.actor_rollout_ref.model.path)).iterdir()):
             name = path.name
             weights = name.endswith((".safetensors", ".safetensors.index.json")) or name == MANIFEST
             weights |= name.startswith((OF_RANK, OF_TRAINER))  # of a checkpoint
             if path.is_file() and not weights and path.stat().st_size <= _OF_MODEL_BYTES:
-                found[name] = path.read_bytes()
-        return {**found, "config.json": json.dumps(self._config(), indent=2).encode()}
+                contents[name] = path.read_bytes()
+        return {**contents, "config.json": json.dumps(self._config(), indent=2).encode()}
 
     def _trainer_files(self) -> dict[str, bytes]:
         """Position in the data and generators: JSON with null in place of tensors, and these by their path."""
@@ -227,11 +220,11 @@ class Checkpoints:
             if not isinstance(settings.resume_from_path, str):
                 raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
             return Path(settings.resume_from_path).absolute()
-        found = newest(self.folder, self.run)
+        own = newest(self.folder, self.run)
         self._say_once(saved_in(self.folder, self.run).ignored())
-        if found is None:
+        if own is None:
             self._say(f"trainer.resume_mode=auto: no checkpoint of this run in {self.folder}, starting from step 1")
-        return found
+        return own
 
     def _say_once(self, sentences: list[str]) -> None:
         for text in sentences:
@@ -248,12 +241,12 @@ class Checkpoints:
             faults.append(f"it is of another model: {unlike}")
         if manifest.facts.get("line", recipe.line) != recipe.line:
             faults.append(f"it is of line {manifest.facts['line']}, expected {recipe.line}")
+        if not manifest.covered or not (folder / STATE).is_file():
+            faults.append(f"it is of an older version, without a digest or a {STATE}; `weights export` reads it")
         if (step := manifest.facts["step"]) >= (total := self.trainer.total_training_steps):
             faults.append(f"step {step} is complete, and the run's total is {total} (trainer.total_training_steps)")
         if faults:
             raise ConfigError(f"{folder} cannot be resumed from: {'; '.join(faults)}")
-        if not manifest.covered:
-            self._say(f"{folder}: of an older version, whose manifest has no digest of itself; edits cannot be seen")
         now = settings_of(self.config)
         if manifest.facts["digest"] != now["digest"]:
             changed = changes(manifest.facts["settings"], now["settings"])
@@ -309,44 +302,28 @@ def data_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """{dataloader, generators} of a checkpoint, also of one with a trainer.pt; ConfigError for other content."""
-    if not (folder / STATE).exists() and (folder / _OLD_STATE).is_file():
-        return _read_old_state(folder / _OLD_STATE)
-    found = read_json_object(folder / STATE)
+    """{dataloader, generators} of a checkpoint; ConfigError for other content."""
+    state = read_json_object(folder / STATE)
     for path, tensor in safetensors.torch.load((folder / TENSORS).read_bytes()).items():
         *keys, last = ["dataloader", *json.loads(path)]
-        functools.reduce(operator.getitem, keys, found)[last] = tensor
-    return found
-
-
-def _read_old_state(path: Path) -> dict[str, Any]:
-    """Of versions that wrote a pickle; torch reads it without running code of it."""
-    array = np.empty(0, np.uint32)  # as in numpy's generator
-    try:
-        with torch.serialization.safe_globals([array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]):
-            found = torch.load(path, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ConfigError(f"{path}: holds more than tensors and plain values, so it is not read: {error}") from error
-    return {**found, "generators": {**found["generators"], "torch": text_of(found["generators"]["torch"])}}
+        functools.reduce(operator.getitem, keys, state)[last] = tensor
+    return state
 
 
 def save_as_recipe(original: Callable) -> Callable:
     """Row provider for RayPPOTrainer._save_checkpoint."""
-
-    @functools.wraps(original)
-    def save(trainer: Any) -> Any:
-        checkpoints = getattr(trainer, "recipe_checkpoints", None)
-        return original(trainer) if checkpoints is None else checkpoints.save()
-
-    return save
+    return _by_run(original, Checkpoints.save)
 
 
 def load_as_recipe(original: Callable) -> Callable:
     """Row provider for RayPPOTrainer._load_checkpoint."""
+    return _by_run(original, Checkpoints.load)
 
+
+def _by_run(original: Callable, ours: Callable[[Checkpoints], None]) -> Callable:
     @functools.wraps(original)
-    def load(trainer: Any) -> Any:
-        checkpoints = getattr(trainer, "recipe_checkpoints", None)
-        return original(trainer) if checkpoints is None else checkpoints.load()
+    def call(trainer: Any) -> Any:
+        checkpoints = getattr(trainer, "recipe_checkpoints", None)  # none with row checkpoint.save off
+        return original(trainer) if checkpoints is None else ours(checkpoints)
 
-    return load
+    return call

@@ -15,8 +15,8 @@ import functools
 import inspect
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,43 +27,33 @@ from ray.experimental.locations import get_local_object_locations
 from verl.protocol import DataProto
 
 from verl_patches.current import Current
+from verl_patches.layout.phases import VALIDATE
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import VALIDATE
 
 # arguments whose sum over all workers is smaller are passed inline. Ray 2.42.1, 32 calls with 16 KB each: 35 ms in the
 # driver inline, 15 ms with one object in the store, the same as without an argument
 INLINE_BYTES = 128 << 10
 
-
-@dataclass(frozen=True)
-class Call:
-    """One call to all workers: objects in Ray's store and their bytes, and bytes in the calls themselves."""
-
-    method: str
-    puts: int
-    put_bytes: int
-    inline_bytes: int
-
-
-# bounded, as a trainer may never take them
-calls: Current[deque[Call]] = Current(deque(maxlen=4096))  # that this process has sent
-starts: Current[deque[tuple[str, float]]] = Current(deque(maxlen=4096))  # of this worker: (method, s since the epoch)
+SENT = ("calls", "puts", "put_bytes", "inline_bytes")  # names of what is counted
+sent: Current[Counter[str]] = Current(Counter())  # by this process
+# of this worker: (method, seconds since the epoch); bounded, as a trainer may never take them
+starts: Current[deque[tuple[str, float]]] = Current(deque(maxlen=4096))
 in_a_call: Current[threading.local] = Current(threading.local())
 
 
-def take_calls() -> list[Call]:
-    """The calls of this process since the last take_calls()."""
-    return _taken(calls.value)
+def take_calls() -> dict[str, int]:
+    """{calls to all workers, puts: their objects in Ray's store, put_bytes: of these, inline_bytes: in the calls}.
+
+    Of this process since the last take_calls().
+    """
+    counted, sent.value = sent.value, Counter()
+    return {name: counted[name] for name in SENT}
 
 
 def take_starts() -> list[tuple[str, float]]:
     """(method, seconds since the epoch) of this process since the last take_starts(), in order."""
-    return _taken(starts.value)
-
-
-def _taken(records: deque[Any]) -> list[Any]:
-    taken = list(records)
-    records.clear()
+    taken = list(starts.value)
+    starts.value.clear()
     return taken
 
 
@@ -75,18 +65,18 @@ def put_before_calling(execute_all_async: Callable) -> Callable:
         workers = len(self._workers)
         given = [*args, *kwargs.values()]
         split = all(isinstance(each, list) and len(each) == workers for each in given)  # verl's own condition
-        sent = _Sent()
-        args = tuple(sent.each(arg) if split else sent.to_all(arg, workers) for arg in args)
-        kwargs = {name: sent.each(arg) if split else sent.to_all(arg, workers) for name, arg in kwargs.items()}
+        call = _Call()
+        args = tuple(call.each(arg) if split else call.to_all(arg, workers) for arg in args)
+        kwargs = {name: call.each(arg) if split else call.to_all(arg, workers) for name, arg in kwargs.items()}
         answers = execute_all_async(self, method_name, *args, **kwargs)
-        calls.value.append(sent.as_call(method_name))
+        sent.value.update(call.counts())
         return answers
 
     return execute
 
 
 @dataclass
-class _Sent:
+class _Call:
     """Arguments of one call; holds references in `puts` and `given` until the workers' calls do."""
 
     puts: dict[int, ray.ObjectRef] = field(default_factory=dict)
@@ -104,8 +94,7 @@ class _Sent:
         return self._reference(value) if not self._is_small([value] * workers) else value
 
     def _is_small(self, values: list[Any]) -> bool:
-        references = {value for value in values if isinstance(value, ray.ObjectRef)}
-        self.given |= references
+        self.given |= {value for value in values if isinstance(value, ray.ObjectRef)}
         size = _bytes_up_to(values, INLINE_BYTES)
         if size > INLINE_BYTES:
             return False
@@ -119,29 +108,18 @@ class _Sent:
             self.puts[id(value)] = ray.put(value)
         return self.puts[id(value)]
 
-    def as_call(self, method: str) -> Call:
-        """The record of this call; a reference from another process has no known size and counts 0."""
+    def counts(self) -> dict[str, int]:
+        """{name of SENT: of this call}; a reference from another process has no known size and counts 0."""
         references = [*self.puts.values(), *self.given]
-        found = get_local_object_locations(references) if references else {}
-        sizes = (each.get("object_size") or 0 for each in found.values())
-        return Call(method, len(references), sum(sizes), self.inline_bytes)
+        places = get_local_object_locations(references) if references else {}
+        sizes = sum(place.get("object_size") or 0 for place in places.values())
+        return dict(zip(SENT, (1, len(references), sizes, self.inline_bytes), strict=True))
 
 
-def _bytes_up_to(values: Iterable[Any], limit: int) -> int:
+def _bytes_up_to(values: list[Any], limit: int) -> int:
     """Approximate bytes of all values, repeated objects counted each time; exact only up to `limit`."""
-    total, of_object = 0, {}
-    for value in values:
-        if id(value) not in of_object:
-            of_object[id(value)] = _first_above(_sizes(value), limit)
-        total += of_object[id(value)]
-        if total > limit:
-            return total
-    return total
-
-
-def _first_above(sizes: Iterable[int], limit: int) -> int:
     total = 0
-    for size in sizes:
+    for size in _sizes(values):
         total += size
         if total > limit:
             break
@@ -211,7 +189,7 @@ def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, 
     starts.value.append((name, time.time()))
     in_a_call.value.running = True
     try:
-        with heartbeat.in_call(VALIDATE if _validates(name, args) else name):
+        with heartbeat.here().in_call(VALIDATE if _validates(name, args) else name):
             return method(*args, **kwargs)
     finally:
         in_a_call.value.running = False
@@ -240,18 +218,12 @@ def start_skew(workers: Sequence[Sequence[tuple[str, float]]]) -> dict[str, floa
 
     The n-th start of a method belongs to the same call in every worker; methods with unequal counts are left out.
     """
-    by_worker: list[dict[str, list[float]]] = []
-    for starts in workers:
-        of_method: dict[str, list[float]] = {}
-        for method, at in starts:
-            of_method.setdefault(method, []).append(at)
-        by_worker.append(of_method)
-    found = {}
-    for method in by_worker[0] if by_worker else ():
-        times = [of_method.get(method, []) for of_method in by_worker]
-        if len({len(each) for each in times}) == 1:
-            found[method] = round(max(max(call) - min(call) for call in zip(*times, strict=True)), 6)
-    return found
+    skew = {}
+    for name in dict.fromkeys(name for name, _ in workers[0]) if workers else ():
+        times = [[at for method, at in starts if method == name] for starts in workers]
+        if len({len(of_worker) for of_worker in times}) == 1:
+            skew[name] = round(max(max(call) - min(call) for call in zip(*times, strict=True)), 6)
+    return skew
 
 
 def dispatch_of_step(workers: list[list[tuple[str, float]]]) -> dict[str, Any]:
@@ -260,9 +232,5 @@ def dispatch_of_step(workers: list[list[tuple[str, float]]]) -> dict[str, Any]:
     {calls, puts, put_bytes, inline_bytes, start_skew_s: {max, by_call}}. Bytes are those that this process serialised:
     an object in Ray's store counts once, an inline argument once for each worker.
     """
-    sent, by_call = take_calls(), start_skew(workers)
-    return {
-        "calls": len(sent),
-        **{name: sum(getattr(call, name) for call in sent) for name in ("puts", "put_bytes", "inline_bytes")},
-        "start_skew_s": {"max": max(by_call.values(), default=0.0), "by_call": by_call},
-    }
+    by_call = start_skew(workers)
+    return {**take_calls(), "start_skew_s": {"max": max(by_call.values(), default=0.0), "by_call": by_call}}

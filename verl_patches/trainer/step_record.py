@@ -17,22 +17,15 @@ from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import world_size
+from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.log_probs.on_policy import needs_old_log_probs
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 
-TIMERS = {  # phase of the table -> verl's own timer around it
-    "rollout": "gen",
-    "reward": "reward",
-    "log_prob": "old_log_prob",
-    "ref": "ref",
-    "advantage": "adv",
-    "update": "update_actor",
-}
 # columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
 # memory; with --wide all of them
 NARROW = ("rollout s", "update s", "step s", "held MB")
-PHASES = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
+PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage"), "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
 WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
@@ -103,8 +96,8 @@ def phase_seconds(metrics: Mapping[str, float], workers: Sequence[Mapping[str, f
     it is not subtracted.
     """
     timers = {key.removeprefix("timing_s/"): float(v) for key, v in metrics.items() if key.startswith("timing_s/")}
-    found = {phase: timers[timer] for phase, timer in TIMERS.items() if timer in timers}
-    for phase in ("reshard", "offload"):
+    found = {phase.name: timers[phase.timer] for phase in STEP_PHASES if phase.timer in timers}
+    for phase in (phase.name for phase in STEP_PHASES if phase.timer is None):
         found[phase] = max(seconds.get(phase, 0.0) for seconds in workers)
     if "rollout" in found:
         found["rollout"] = max(found["rollout"] - found["reshard"], 0.0)
@@ -136,21 +129,19 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     Bytes are per rank, maximum and mean over ranks, summed over the step's syncs (a validation syncs too);
     collectives and seconds are summed as well, `peak_extra_bytes` is the highest of any rank.
     """
-    syncs = max(map(len, workers), default=0)
-    if not syncs:
+    every = [report for reports in workers for report in reports]
+    if not every:
         return None
-    found: dict[str, Any] = {"syncs": syncs}
-    for fact in ("verified", "learnt"):
-        found[fact] = any(report[fact] for reports in workers for report in reports)
+    found: dict[str, Any] = {"syncs": max(map(len, workers))}
+    found |= {fact: any(report[fact] for report in every) for fact in ("verified", "learnt")}
     for name in ("sent_bytes", "received_bytes", "local_bytes"):
         of_rank = [sum(report[name] for report in reports) for reports in workers]
         found[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
     found["collectives"] = max(sum(report["collectives"] for report in reports) for reports in workers)
-    found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for reports in workers for report in reports)
-    phases = {phase for reports in workers for report in reports for phase in report["seconds"]}
+    found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for report in every)
     found["seconds"] = {
         phase: round(max(sum(r["seconds"][phase] for r in reports) for reports in workers), 4)
-        for phase in sorted(phases)
+        for phase in sorted({phase for report in every for phase in report["seconds"]})
     }
     return found
 

@@ -21,12 +21,12 @@ import torch
 from verl import DataProto
 
 from verl_patches.batches.cached_step import SAMPLE, TensorCacheStages
+from verl_patches.layout.phases import VALIDATE
 from verl_patches.log_probs.sampled_check import SampledCheck
 from verl_patches.log_probs.truth_check import not_compared
 from verl_patches.patching.engine import is_on
 from verl_patches.replay.recording import find_recording, load_step, save_step
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import VALIDATE
 
 
 class RecipeWorkerGroup:
@@ -71,7 +71,7 @@ class RecipeWorkerGroup:
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """The responses of this step. Validation and REMAX's greedy baseline are verl's own calls."""
         if prompts.meta_info.get("validate"):
-            heartbeat.controller_is_at(self._trainer.global_steps, VALIDATE)
+            heartbeat.here().controller_is_at(self._trainer.global_steps, VALIDATE)
             return self._group.generate_sequences(prompts)
         if not prompts.meta_info.get("do_sample", True):
             return self._group.generate_sequences(prompts)

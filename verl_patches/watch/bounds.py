@@ -12,22 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from verl_patches.layout.phases import LAST_CHECKPOINT, OF_WORKERS, PROFILE, VALIDATE
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
 
-START, VALIDATE = "start", "validate"  # names of our own: until a process has started, and verl's validation
 # They wait for the slowest disk, or analyse a trace: what they took before says nothing, so Bounds.load_s holds
-SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {"last checkpoint", "profile"}
+SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
 WAIT_SHARE = 0.8  # of recipe.train.collective_timeout_minutes: the rest (216 s of 18 min) is left to collect stacks
 # phase of a rank, or call of the controller while no rank is in one: phases of the step model that its time is of
 MODELLED = {
-    "reshard": ("reshard", "offload"),
+    **{phase: (phase, "offload") for phase in OF_WORKERS},
     "wake_kv": ("offload",),
-    "rollout": ("rollout", "offload"),
     "sleep": ("offload",),
-    "old_log_prob": ("old_log_prob", "offload"),
-    "ref": ("ref", "offload"),
-    "update": ("update", "offload"),
     "reward": ("reward", "advantage"),
     "compute_log_prob": ("advantage",),
     "compute_ref_log_prob": ("advantage",),

@@ -70,32 +70,47 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes the beats of this process to `folder`/`name`.beat until `close`. OSError where the file cannot be made."""
+    """Where a process is; from `start` to `stop` a file says so, else its methods have no effect."""
 
-    def __init__(self, folder: Path, name: str, rank: int | None = None):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / name.replace(" ", "_")
-        self._beat = Beat(name, rank, os.getpid(), started_at(os.getpid()), since_s=time.monotonic())
+    def __init__(self) -> None:
+        self._beat, self._file = Beat("", None, 0, 0), -1
         self._group_names: dict[Any, str] = {}
-        self._unregistered: dict[Any, str] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._file = os.open(file.with_suffix(BEAT), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+
+    def start(self, folder: Path, name: str, rank: int | None = None) -> None:
+        """Write beats to `folder`/`name`.beat. Idempotent. Where that cannot be made, a warning says so."""
+        if self._file >= 0:
+            return
+        path, file = folder / name.replace(" ", "_"), -1
         try:
-            os.posix_fallocate(self._file, 0, FILE_BYTES)
-            self._stack = file.with_suffix(STACK).open("w")
-        except OSError:
-            os.close(self._file)
-            raise
+            folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(path.with_suffix(BEAT), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.posix_fallocate(file, 0, FILE_BYTES)
+            self._stack = path.with_suffix(STACK).open("w")
+        except OSError as error:
+            log.warning("watch: %s has no heartbeat, a stall of it is not found: %s: %s", name, folder, error.strerror)
+            if file >= 0:
+                os.close(file)
+            return
         faulthandler.register(STACK_SIGNAL, self._stack, all_threads=True)
+        self._beat = Beat(name, rank, os.getpid(), started_at(os.getpid()), since_s=time.monotonic())
+        self._file = file
+        self._ended.clear()
         self._write()
         self._thread = threading.Thread(target=self._run, name="verl_patches heartbeat", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Write no more beats. Stacks are written on: without a handler a late STACK_SIGNAL would end the process."""
-        self._ended.set()
-        self._thread.join()
-        os.close(self._file)
+    def stop(self) -> None:
+        """Write no more beats. Idempotent.
+
+        Stacks are written on: without a handler a late STACK_SIGNAL would end the process.
+        """
+        if self._file >= 0:
+            self._ended.set()
+            self._thread.join()
+            with self._lock:
+                os.close(self._file)
+                self._file = -1
 
     @contextmanager
     def in_call(self, name: str) -> Iterator[None]:
@@ -121,7 +136,7 @@ class Heartbeat:
     def _move(self, call: str, phase: str) -> None:
         with self._lock:
             beat, now = self._beat, time.monotonic()
-            if beat.call and not self._ended.is_set():
+            if beat.call:
                 beat.longest_s[beat.place] = max(beat.longest_s.get(beat.place, 0.0), now - beat.since_s)
             beat.call, beat.phase, beat.since_s = call, phase, now
             self._write()
@@ -137,13 +152,13 @@ class Heartbeat:
             self._write()
 
     def _count(self) -> None:
-        groups = self._groups()
+        groups = self._groups() if self._file >= 0 else {}
         with self._lock:
             if groups != self._beat.groups:
                 self._beat.groups, self._beat.moved_s = groups, time.monotonic()
 
     def _write(self) -> None:
-        if self._ended.is_set():
+        if self._file < 0:
             return
         self._beat.at_s = time.monotonic()
         text = json.dumps(vars(self._beat)).encode()
@@ -155,21 +170,16 @@ class Heartbeat:
         c10d = sys.modules.get("torch.distributed.distributed_c10d")
         if c10d is None or not c10d.is_initialized():
             return {}
-        found = {}
         for group, name in list(c10d._world.pg_names.items()):
             ranks = c10d._world.pg_group_ranks.get(group)
             if ranks is not None and len(ranks) > 1 and group not in self._group_names:
-                self._group_names[group] = f"{name} {ranks_text(ranks)}"
-            if group in self._group_names and (number := _begun(group)) is not None:
-                found[self._group_names[group]] = number
-        for group, name in list(self._unregistered.items()):
-            if (number := _begun(group)) is not None:
-                found[name] = number
-        return found
+                self.count_group(group, name, ranks)
+        begun = {name: _begun(group) for group, name in list(self._group_names.items())}
+        return {name: number for name, number in begun.items() if number is not None}
 
     def count_group(self, group: Any, name: str, ranks: Any) -> None:
-        """Count the operations of a process group too that torch.distributed does not know."""
-        self._unregistered[group] = f"{name} {ranks_text(ranks)}"
+        """Count the operations of a process group; for those that torch.distributed does not know."""
+        self._group_names[group] = f"{name} {ranks_text(ranks)}"
 
 
 def _begun(group: Any) -> int | None:
@@ -209,59 +219,19 @@ def read(file: Path) -> Beat | None:
     return None
 
 
-_current: Current[Heartbeat] = Current()  # of this process, which may have none
+_heartbeat: Current[Heartbeat] = Current(Heartbeat())
 
 
-def start(folder: Path, name: str, rank: int | None = None) -> None:
-    """Start this process's heartbeat. Idempotent. Where its file cannot be made, a warning says so: none is written."""
-    if _current.value is not None:
-        return
-    try:
-        _current.value = Heartbeat(folder, name, rank)
-    except OSError as error:
-        log.warning("watch: %s has no heartbeat, a stall of it is not found: %s: %s", name, folder, error.strerror)
+def here() -> Heartbeat:
+    """The heartbeat of this process."""
+    return _heartbeat.value
 
 
 def start_in_ray(name: str, rank: int | None = None) -> None:
-    """`start` in the folder of this Ray job; nothing outside of Ray."""
+    """`start` that of this process in the folder of this Ray job; nothing outside of Ray."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        start(folder_of_run(), name, rank)
-
-
-def stop() -> None:
-    """End this process's heartbeat. Idempotent."""
-    if _current.value is not None:
-        _current.value.close()
-        _current.value = None
-
-
-@contextmanager
-def in_call(name: str) -> Iterator[None]:
-    """`Heartbeat.in_call` of this process; nothing without a heartbeat."""
-    if _current.value is None:
-        yield
-        return
-    with _current.value.in_call(name):
-        yield
-
-
-def phase(name: str) -> None:
-    """`Heartbeat.phase` of this process; nothing without a heartbeat."""
-    if _current.value is not None:
-        _current.value.phase(name)
-
-
-def count_group(group: Any, name: str, ranks: Any) -> None:
-    """`Heartbeat.count_group` of this process; nothing without a heartbeat. ranks: global ranks of its members."""
-    if _current.value is not None:
-        _current.value.count_group(group, name, ranks)
-
-
-def controller_is_at(step: int, name: str) -> None:
-    """`Heartbeat.controller_is_at` of this process; nothing without a heartbeat."""
-    if _current.value is not None:
-        _current.value.controller_is_at(step, name)
+        here().start(folder_of_run(), name, rank)
 
 
 def folder_of_run() -> Path:

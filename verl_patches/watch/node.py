@@ -13,9 +13,8 @@ import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl_patches.processes import state_of
 from verl_patches.watch.heartbeat import BEAT, STACK, STACK_SIGNAL, Beat, folder_of_run, read
@@ -29,8 +28,8 @@ class Seen:
     """One process as its node sees it.
 
     beat: its last record; host: of the node; in_place_s: seconds in the present call and phase; silent_s: seconds since
-    its last beat; state: as in heartbeat.state_of; cpu_s: seconds of CPU so far; still_s: seconds since the last
-    call or phase, or operation of a process group, began; node: Ray's id of its node.
+    its last beat; state: as of processes.state_of; still_s: seconds since the last call or phase, or operation of a
+    process group, began; node: Ray's id of its node.
     """
 
     beat: Beat
@@ -38,7 +37,6 @@ class Seen:
     in_place_s: float
     silent_s: float
     state: str
-    cpu_s: float
     still_s: float = 0.0
     node: str = ""
 
@@ -48,15 +46,20 @@ class Seen:
         return f"{self.beat.name} (pid {self.beat.pid} on {self.host})"
 
 
-def read_processes(folder: Path) -> list[Seen]:
-    """All processes with a record in `folder`, ranks in order, then the controller."""
+def read_processes(folder: Path, node: str = "") -> list[Seen]:
+    """All processes of node `node` with a record in `folder`, ranks in order, then the controller."""
     found, now, host = [], time.monotonic(), socket.gethostname()
     for file in folder.glob(f"*{BEAT}"):
         if (beat := read(file)) is not None:
-            state, cpu_s = state_of(beat.pid, beat.started)
+            state = state_of(beat.pid, beat.started)
             still_s = now - max(beat.since_s, beat.moved_s)
-            found.append(Seen(beat, host, now - beat.since_s, now - beat.at_s, state, cpu_s, still_s))
-    return sorted(found, key=lambda seen: (seen.beat.rank is None, seen.beat.rank or 0))
+            found.append(Seen(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node))
+    return sorted(found, key=ranks_first)
+
+
+def ranks_first(seen: Seen) -> tuple[bool, int]:
+    """Key to sort by: ranks in order, then the controller."""
+    return seen.beat.rank is None, seen.beat.rank or 0
 
 
 def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
@@ -108,31 +111,27 @@ def _whole(file: Path, before: int) -> str:
         size = now
 
 
-def end(folder: Path) -> list[str]:
-    """Kill the run's processes here, stopped ones too; the names of those that were still there."""
-    alive = [seen for seen in read_processes(folder) if seen.state != "gone"]
+def close(folder: Path, failed: bool) -> list[str]:
+    """Remove the heartbeats; of a run that failed, first kill its processes here: the names of those still there."""
+    alive = [seen for seen in read_processes(folder) if failed and seen.state != "gone"]
     for seen in alive:
         with suppress(OSError):
-            os.kill(seen.beat.pid, signal.SIGKILL)
-    return [seen.beat.name for seen in alive]
-
-
-def close(folder: Path, failed: bool) -> list[str]:
-    """Remove the heartbeats; of a run that failed, `end` first, whose names are returned."""
-    ended = end(folder) if failed else []
+            os.kill(seen.beat.pid, signal.SIGKILL)  # stopped ones too
     shutil.rmtree(folder, ignore_errors=True)
-    return ended
+    return [seen.beat.name for seen in alive]
 
 
 class NodeAgent:
     """The same for a node that is not the driver's, as a Ray actor without resources."""
 
     def __init__(self) -> None:
-        self._folder = folder_of_run()
+        import ray
 
-    def processes(self) -> list[dict[str, Any]]:
-        """`read_processes`, as plain data."""
-        return [asdict(seen) for seen in read_processes(self._folder)]
+        self._folder, self._node = folder_of_run(), ray.get_runtime_context().get_node_id()
+
+    def processes(self) -> list[Seen]:
+        """`read_processes`."""
+        return read_processes(self._folder, self._node)
 
     def stacks(self, names: Collection[str]) -> dict[str, str]:
         """`stacks`."""
@@ -141,8 +140,3 @@ class NodeAgent:
     def close(self, failed: bool) -> list[str]:
         """`close`."""
         return close(self._folder, failed)
-
-
-def from_plain(seen: dict[str, Any], node: str = "") -> Seen:
-    """A Seen of what an agent answers."""
-    return Seen(**{**seen, "beat": Beat(**seen["beat"]), "node": node})

@@ -19,12 +19,14 @@ and receives too, so that the stages of a pipeline do not agree.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from verl_patches.errors import RecipeError
-from verl_patches.watch.bounds import START, Bounds
+from verl_patches.layout.phases import START
+from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.heartbeat import ranks_text
 from verl_patches.watch.node import STOPPED, Seen
 
@@ -166,17 +168,15 @@ def awaited_by(ranks: Iterable[Seen]) -> dict[int, dict[int, tuple[str, int, int
     for seen in ranks:
         for group in seen.beat.groups:
             members[group].append(seen)
-    found: defaultdict[int, dict[int, tuple[str, int, int]]] = defaultdict(dict)
+    waiting: defaultdict[int, dict[int, tuple[str, int, int]]] = defaultdict(dict)
     for group, of_group in members.items():
         if len({_before(seen, group) for seen in of_group}) != 1 or not _before(of_group[0], group):
             continue
-        most = max(of_group, key=lambda seen: seen.beat.groups[group])
-        for seen in of_group:
-            for other in of_group:
-                if seen.beat.groups[group] < other.beat.groups[group]:
-                    numbers = seen.beat.groups[group], most.beat.groups[group]
-                    found[seen.beat.rank].setdefault(other.beat.rank, (group, *numbers))
-    return dict(found)
+        most = max(seen.beat.groups[group] for seen in of_group)
+        for seen, other in itertools.permutations(of_group, 2):
+            if seen.beat.groups[group] < other.beat.groups[group]:
+                waiting[seen.beat.rank].setdefault(other.beat.rank, (group, seen.beat.groups[group], most))
+    return dict(waiting)
 
 
 def _before(seen: Seen, group: str) -> int:

@@ -14,13 +14,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl_patches.layout.phases import START
 from verl_patches.ray_nodes import living, on_node, results, said
 from verl_patches.watch import node
-from verl_patches.watch.bounds import START, Bounds
+from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.heartbeat import folder_of_run
 from verl_patches.watch.node import Seen
 from verl_patches.watch.stall import LostNodeError, Stall, StallError, find_stall, not_started, start_of
@@ -84,10 +84,10 @@ class Watcher:
     def processes(self) -> list[Seen]:
         """Ranks and controller of all nodes, as their nodes saw them last."""
         found = self._here() + [seen for other in self._others.values() for seen in other.seen]
-        return sorted(found, key=lambda seen: (seen.beat.rank is None, seen.beat.rank or 0))
+        return sorted(found, key=node.ranks_first)
 
     def _here(self) -> list[Seen]:
-        return [replace(seen, node=self._own) for seen in node.read_processes(self._folder)]
+        return node.read_processes(self._folder, self._own)
 
     def explain(self, error: BaseException) -> None:
         """LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
@@ -99,8 +99,7 @@ class Watcher:
         self._refuse_lost(error)
         others = [other for other in self._others.values() if not other.lost]
         for other, answer in zip(others, _answers([other.agent.processes.remote() for other in others]), strict=True):
-            if answer is not None:
-                other.seen = [node.from_plain(seen, other.name) for seen in answer]
+            other.seen = other.seen if answer is None else answer
         processes = self.processes()
         if any(seen.beat.call == START for seen in processes) and (late := not_started(processes, self._world)):
             log.warning("watch: when the start failed: %s", late)
@@ -159,15 +158,12 @@ class Watcher:
             if other.seen and (other.lost or other.unanswered_s() > LOST_S):
                 how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
                 yield other.address, other.seen, how
-        here = [
-            replace(seen, node=self._own) for seen in node.read_processes(self._folder) if seen.beat.rank is not None
-        ]
+        here = [seen for seen in self._here() if seen.beat.rank is not None]
         if own and here and (how := _raylets_end()):
             yield self._address, here, how
 
     def _end_at(self, stall: Stall) -> None:
-        asked = [*stall.culprits, *stall.waiting]
-        files = self._write_stacks(asked)
+        files = self._write_stacks([*stall.culprits, *stall.waiting])
         text = stall.sentence + (f". Python stacks: {', '.join(files)}" if files else "")
         self._record(stall.culprits, text, files)
         if self._stops:
@@ -185,12 +181,8 @@ class Watcher:
         files = []
         for name in (name for name in names if name in found):
             file = self._to / STACKS / f"{name.replace(' ', '_')}.txt"
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(found[name])
+            if _written(file, found[name]):
                 files.append(str(file))
-            except OSError as error:
-                log.warning("watch: %s cannot be written: %s", file, error.strerror)
         return files
 
     def _record(self, culprits: Sequence[Seen], sentence: str, files: Sequence[str], kind: str | None = None) -> None:
@@ -199,10 +191,17 @@ class Watcher:
         ]
         record = {"sentence": sentence, "culprits": entries, "stacks": list(files), "watched_on": socket.gethostname()}
         record["raised"] = kind
-        try:
-            (self._to / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-        except OSError as error:
-            log.warning("watch: %s cannot be written: %s", self._to / RECORD, error.strerror)
+        _written(self._to / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def _written(file: Path, text: str) -> bool:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as error:
+        log.warning("watch: %s cannot be written: %s", file, error.strerror)
+        return False
+    return True
 
 
 def _raylets_end() -> str | None:
@@ -245,8 +244,7 @@ class _Other:
             if not ray.wait([self._call], timeout=0)[0]:
                 return
             try:
-                self.seen = [node.from_plain(seen, self.name) for seen in ray.get(self._call)]
-                self._answered = time.monotonic()
+                self.seen, self._answered = ray.get(self._call), time.monotonic()
             except ray.exceptions.RayError as error:  # the agent is gone: another one, until the node is lost
                 log.warning("watch: no answer from node %s: %s", self.address, said(error))
                 self.agent = on_node(node.NodeAgent, self.name)

@@ -58,10 +58,11 @@ class WorkerMemory:
         if not self.scheduled:
             return
         handlers = {"ref_params": Params(chunks)} if optimizer is None else actor_handlers(chunks, optimizer)
-        for group in ("grads", "actor_params", "ref_params", "optimizer"):
+        if "grads" in handlers and "grads" not in self.stays:
+            handlers["grads"].free()
+        for group in ("actor_params", "ref_params", "optimizer"):
             if group in handlers and group not in self.stays:
-                handler = handlers[group]
-                handler.free() if group == "grads" else handler.offload()
+                handlers[group].offload()
 
     def start(self, worker: Any) -> None:
         """Register what `worker` has built with the ledger and the scheduler of this process."""
@@ -75,16 +76,13 @@ class WorkerMemory:
             self._watch(worker, here.ledger)
             here.ledger.take()  # records from building the engine belong to no step
         if here.scheduler is None:
-            here.scheduler = self._new_scheduler()
+            device = device_module(self.recipe.platform)
+            here.scheduler = Scheduler(self.schedule, None if device is None else device.empty_cache, self.stays)
         here.scheduler.ledger = here.ledger
         if worker._is_actor:
             here.scheduler.add(actor_handlers(worker.actor_module, worker.actor_optimizer))
         if worker._is_ref:
             here.scheduler.add({"ref_params": Params(worker.ref_module)})
-
-    def _new_scheduler(self) -> Scheduler:
-        device = device_module(self.recipe.platform)
-        return Scheduler(self.schedule, None if device is None else device.empty_cache, self.stays)
 
     def _watch(self, worker: Any, ledger: Ledger) -> None:
         if worker._is_actor:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from verl_patches.layout.phases import PROFILE
 from verl_patches.memory.ledger import Ledger
 from verl_patches.platform import as_npu
 from verl_patches.watch import heartbeat
@@ -53,7 +54,7 @@ class PhaseProfiler:
         """End the open trace, and begin that of `phase` if it is wanted; None begins none."""
         trace, self._trace = self._trace, None
         if trace is not None:
-            heartbeat.phase("profile")  # on npu the trace is analysed now, which may take minutes
+            heartbeat.here().phase(PROFILE)  # on npu the trace is analysed now, which may take minutes
             self._without_error(lambda: self._add(trace.stop()))
         if phase is not None and (self.phases is None or phase in self.phases):
             self._without_error(lambda: self._start(phase))

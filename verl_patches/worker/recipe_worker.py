@@ -12,7 +12,6 @@
     take_report               counters of the step
 
 Row update.recipe_worker installs the class. Rows that name one of its methods are features with a switch of their own.
-Without a `recipe:` section every method is verl's own.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +35,7 @@ from verl_patches.batches.micro_batches import stage_budget
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
+from verl_patches.layout.phases import LAST_CHECKPOINT, START
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
@@ -51,7 +51,6 @@ from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.trainer.dispatch import take_starts
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import START
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import WorkerMemory, device_type
@@ -60,9 +59,8 @@ from verl_patches.worker.step_guard import StepGuard
 
 
 class RecipeWorker:
-    """Methods over those of ActorRolloutRefWorker; `self.memory` is None without a `recipe:` section."""
+    """Methods over those of ActorRolloutRefWorker. A feature that is off in this worker is None."""
 
-    memory: WorkerMemory | None = None
     log_prob_moments: Mapping[str, Any] | None = None
     checkpoint: WorkerCheckpoint | None = None
     rebalancer: Rebalancer | None = None
@@ -71,45 +69,41 @@ class RecipeWorker:
     step_guard: StepGuard | None = None
 
     def __init__(self, config: Any, role: str) -> None:
-        if config.get("recipe") is not None and config.recipe.watch.action != "off":
+        if config.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")
-        with counters.timed("start/groups"), heartbeat.in_call(START):
+        with counters.timed("start/groups"), heartbeat.here().in_call(START):
             if is_on("update.engine_start"):
                 from verl_patches.model.mindspeed import start
 
                 start.start(config)  # makes process groups and arguments, which verl then uses
             super().__init__(config, role)
-        self.recipe = config.get("recipe")
-        if self.recipe is not None:
-            pads_sequences.value = not self.recipe.train.use_remove_padding
-            self.memory = WorkerMemory(config, self.recipe)
-            if self.memory.scheduled:  # then verl's own calls move nothing
-                self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
-            if is_on("checkpoint.parts"):
-                self.checkpoint = WorkerCheckpoint(self)
+        self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
+        pads_sequences.value = not self.recipe.train.use_remove_padding
+        if self.memory.scheduled:  # then verl's own calls move nothing
+            self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
+        if is_on("checkpoint.parts"):
+            self.checkpoint = WorkerCheckpoint(self)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """verl's, which builds models, optimizer and rollout; then the ledger and the schedule start."""
         with counters.timed("start/models"):
             super().init_model()
-        if self.memory is not None:
-            self.memory.start(self)
+        self.memory.start(self)
 
     def _build_model_optimizer(self, *args: Any, **kwargs: Any) -> tuple:
-        if self.recipe is not None and is_on("model.train_dtype"):
+        if is_on("model.train_dtype"):
             self.dtype = self.param_dtype = DTYPES[self.recipe.dtype]  # the first thing that reads them comes next
         built = super()._build_model_optimizer(*args, **kwargs)
-        if self.recipe is None:
-            return built
-        chunks, optimizer = built[0], built[1] if self._is_actor else None
-        if optimizer is not None and self.recipe.train.swap_optimizer and is_on("memory.swap_optimizer"):
-            swap_optimizer(optimizer, self.recipe.train.swap_optimizer_times, raise_peak=context().raise_peak)
-        if optimizer is not None and self.recipe.train.routing_replay and is_on("update.routing_samples"):
-            self.routing = RoutingReplay(chunks)
-        if optimizer is not None and is_on("update.skip_bad_steps"):
-            self.step_guard = StepGuard(chunks, optimizer)
+        train, chunks, optimizer = self.recipe.train, built[0], built[1] if self._is_actor else None
+        if optimizer is not None:
+            if train.swap_optimizer and is_on("memory.swap_optimizer"):
+                swap_optimizer(optimizer, train.swap_optimizer_times, raise_peak=context().raise_peak)
+            if train.routing_replay and is_on("update.routing_samples"):
+                self.routing = RoutingReplay(chunks)
+            if is_on("update.skip_bad_steps"):
+                self.step_guard = StepGuard(chunks, optimizer)
         self.memory.built(chunks, optimizer)
         if self.recipe.expert_load and self._is_actor:
             self.expert_loads = {"train": of_training(chunks), "rollout": None}
@@ -117,12 +111,12 @@ class RecipeWorker:
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
         rollout, manager = super()._build_rollout(*args, **kwargs)
-        if self.recipe is not None and self.recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
-            self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, self.recipe.rollout.rebalance_every)
-        if self.expert_loads and as_npu(self.recipe.platform) and is_on("rollout.count_mc2"):
+        recipe, world = self.recipe, dist.get_world_size()
+        if recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
+            self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, recipe.rollout.rebalance_every)
+        if self.expert_loads and as_npu(recipe.platform) and is_on("rollout.count_mc2"):
             self.expert_loads["rollout"] = of_rollout(vllm_worker(rollout.inference_engine).model_runner.model)
-        if self.recipe is not None and isinstance(manager, RecipeShardingManager):
-            recipe, world = self.recipe, dist.get_world_size()
+        if isinstance(manager, RecipeShardingManager):
             layouts = (layout(self.config, recipe, world) for layout in (train_layout_in, rollout_layout_in))
             manager.sync_enabled = recipe.weight_sync.enabled
             manager.settings = Settings(*layouts, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
@@ -170,9 +164,9 @@ class RecipeWorker:
 
         With recipe.train.routing_replay the recorded experts are replayed.
         """
-        on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
+        on_policy = OnPolicyUpdate.of(self.recipe) if is_on("update.on_policy") else None
         if self.checkpoint is not None:
-            heartbeat.phase("last checkpoint")
+            heartbeat.here().phase(LAST_CHECKPOINT)
             self.checkpoint.wait()  # what is being written must not change
         replaying = self.routing.replaying() if self.routing is not None else nullcontext()
         with context().phase("update"), replaying, self._micro_batches("update"):
@@ -189,8 +183,8 @@ class RecipeWorker:
 
     def _micro_batches(self, stage: str) -> AbstractContextManager[None]:
         """Line a3: dynamic micro batches of `stage` where its switch is on (batches/micro_batches.py)."""
-        ours = self.recipe is not None and is_on("update.dynamic_batches")
-        a3 = ours or (self.recipe is not None and self.recipe.line == "a3")  # verl 0.4.0 has dynamic batches of its own
+        ours = is_on("update.dynamic_batches")
+        a3 = ours or self.recipe.line == "a3"  # verl 0.4.0 has dynamic batches of its own
         budget = token_budget(self.config, stage) if a3 else None
         if budget is not None and not ours:
             raise ConfigError(
@@ -211,13 +205,13 @@ class RecipeWorker:
         """This rank's part, written in a thread (worker/checkpoint.py); verl's own with row checkpoint.parts off."""
         if self.checkpoint is not None:
             return self.checkpoint.save(checkpoint_path)
-        with self._all_on_device(writes=False):
+        with self.memory.all_on_device(self.actor_module, self.actor_optimizer, writes=False):
             return super().save_checkpoint(checkpoint_path, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
         """Weights and optimizer states of a checkpoint of any layout; verl's own with row checkpoint.parts off."""
-        with self._all_on_device(writes=True):
+        with self.memory.all_on_device(self.actor_module, self.actor_optimizer, writes=True):
             if self.checkpoint is not None:
                 self.checkpoint.load(checkpoint_path)
             else:
@@ -227,14 +221,6 @@ class RecipeWorker:
     def finish_checkpoint(self) -> None:
         """Wait until this rank's part of the last save is written."""
         self.checkpoint.wait()
-
-    @contextmanager
-    def _all_on_device(self, writes: bool) -> Iterator[None]:
-        if self.memory is None or not self._is_actor:
-            yield
-            return
-        with self.memory.all_on_device(self.actor_module, self.actor_optimizer, writes):
-            yield
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_profile(self, step: int, folder: str) -> None:

@@ -47,7 +47,7 @@ class RolloutEngine:
         self.by_vllm = by_vllm or not ours  # who frees the memory
         self.awake = set(_PHASE_OF_TAG)
         if (dp_group := getattr(self.llm_engine, "dp_group", None)) is not None:  # V1: it agrees in each decode step
-            heartbeat.count_group(dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config))
+            heartbeat.here().count_group(dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config))
         if ours:
             loaded = kwargs.get("load_format") != "dummy" or not direct_sync(engine.current().wanted)
             self.sleep_mode = (CumemSleepMode if by_vllm else ResizeSleepMode)(self, loaded=loaded)
