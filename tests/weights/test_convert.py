@@ -21,7 +21,7 @@ from verl_patches.weights import plan as plan_module
 from verl_patches.weights.convert import convert
 from verl_patches.weights.manifest import file_problems, folder_problems, read_manifest, recorded
 from verl_patches.weights.plan import costs, parse_part, plan_conversion
-from verl_patches.weights.reader import ShardReader
+from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
 LAYOUT = parse_layout("tp2 pp2 ep4 etp1 @8 layers=1,3")
@@ -60,12 +60,14 @@ def test_round_trip_of_random_models_and_layouts(tmp_path, seed, monkeypatch):
     assert done.manifest.layout == str(layout) and done.read_bytes == size
     stored = sum(tensor.size_bytes for file in done.manifest.files for tensor in file.tensors)
     assert stored == size  # no byte in two files
-    with ShardReader(tmp_path / "shards") as reader:
+    with WeightReader(open_source(tmp_path / "shards")) as reader:
         for rank in {0, layout.world_size // 2, layout.world_size - 1}:
             for name, at in rank_regions(config, layout, rank).items():
                 axis = next((axis for axis, part in enumerate(at) if part != slice(None)), 0)
                 start, stop, _ = at[axis].indices(expected[name].shape[axis])
-                assert torch.equal(reader.read(name, Region(name, axis, start, stop)), expected[name][at]), name
+                read = torch.empty_like(expected[name][at])
+                reader.copy(Region(name, axis, start, stop), read)
+                assert torch.equal(read, expected[name][at]), name
     run(tmp_path / "shards", tmp_path / "other", other)
     run(tmp_path / "other", tmp_path / "back")
     assert is_same(read_folder(tmp_path / "back"), expected)
@@ -244,14 +246,11 @@ SCALE = f"{DOWN}_scale_inv"
 FAULTS = {
     "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(DOWN)), f"1 tensors are missing, as {DOWN}"),
     "unknown tensor": (lambda f: rewrite(f, lambda t: t.update(x=torch.ones(1))), "not known to config.json, as x"),
-    "shape": (lambda f: rewrite(f, lambda t: t.update({HEAD: t[HEAD][1:]})), rf"{HEAD}: expected shape \(512, 128\)"),
-    "integers": (
-        lambda f: rewrite(f, lambda t: t.update({HEAD: t[HEAD].int()})),
-        f"{HEAD}: expected one of .*found I32",
-    ),
+    "shape": (lambda f: rewrite(f, lambda t: t.update({HEAD: t[HEAD][1:]})), rf"{HEAD}: expected .*\(512, 128\)"),
+    "integers": (lambda f: rewrite(f, lambda t: t.update({HEAD: t[HEAD].int()})), f"{HEAD}: expected .*found I32"),
     "fp8 head": (
         lambda f: rewrite(f, lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)})),
-        f"{HEAD}: expected one of F32, .*found F8_E4M3",
+        f"{HEAD}: expected F32, .*found F8_E4M3",
     ),
     "duplicate": (
         lambda f: (

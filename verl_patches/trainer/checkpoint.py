@@ -21,7 +21,6 @@ import hashlib
 import json
 import logging
 import operator
-import pickle
 import secrets
 import threading
 import time
@@ -29,7 +28,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from omegaconf import OmegaConf
@@ -41,7 +39,7 @@ from verl_patches.layout.parallel import train_layout_of, world_size
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.values import leaves, size_text
-from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators, text_of
+from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
 from verl_patches.weights.checkpoint_folders import (
     instead_of,
     newest,
@@ -59,7 +57,7 @@ from verl_patches.weights.writer import FileWriter, begin, complete
 
 log = logging.getLogger(__name__)
 
-STATE, TENSORS, _OLD_STATE = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors", f"{OF_TRAINER}pt"
+STATE, TENSORS = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
 _OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are copied beside the weights
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
 # keys of recipe that change no step
@@ -252,8 +250,6 @@ class Checkpoints:
             faults.append(f"step {step} is complete, and the run's total is {total} (trainer.total_training_steps)")
         if faults:
             raise ConfigError(f"{folder} cannot be resumed from: {'; '.join(faults)}")
-        if not manifest.covered:
-            self._say(f"{folder}: of an older version, whose manifest has no digest of itself; edits cannot be seen")
         now = settings_of(self.config)
         if manifest.facts["digest"] != now["digest"]:
             changed = changes(manifest.facts["settings"], now["settings"])
@@ -309,25 +305,12 @@ def data_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """{dataloader, generators} of a checkpoint, also of one with a trainer.pt; ConfigError for other content."""
-    if not (folder / STATE).exists() and (folder / _OLD_STATE).is_file():
-        return _read_old_state(folder / _OLD_STATE)
+    """{dataloader, generators} of a checkpoint; ConfigError for other content."""
     found = read_json_object(folder / STATE)
     for path, tensor in safetensors.torch.load((folder / TENSORS).read_bytes()).items():
         *keys, last = ["dataloader", *json.loads(path)]
         functools.reduce(operator.getitem, keys, found)[last] = tensor
     return found
-
-
-def _read_old_state(path: Path) -> dict[str, Any]:
-    """Of versions that wrote a pickle; torch reads it without running code of it."""
-    array = np.empty(0, np.uint32)  # as in numpy's generator
-    try:
-        with torch.serialization.safe_globals([array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]):
-            found = torch.load(path, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ConfigError(f"{path}: holds more than tensors and plain values, so it is not read: {error}") from error
-    return {**found, "generators": {**found["generators"], "torch": text_of(found["generators"]["torch"])}}
 
 
 def save_as_recipe(original: Callable) -> Callable:

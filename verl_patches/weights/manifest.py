@@ -10,9 +10,8 @@ complete tensor it is:
     flat      None, or the first element that is stored, of the region flattened in row-major order: a shard of a
               distributed optimizer holds such a range; `shape` is then (elements,)
     columns   with `flat`: the region is flattened column by column, as MindSpeed stores stacked experts
-    sha256    first 16 digits of the sha256 of the tensor's bytes, which who reads the whole tensor compares. The file's
-              own is that of its header and of these digests (`FileDigest`). A folder of version 1 has none, and the
-              plain sha256 of each file
+    sha256    first 16 digits of the sha256 of the tensor's bytes, compared where the whole tensor is read. The file's
+              own is that of its header and of these digests (`FileDigest`)
 
 HF names and regions, not Megatron's parameter names: Megatron's differ between its own modules, Transformer Engine's
 and MindSpeed's, join gate and up, stack experts and count layers from the stage's first. A region is the same for all
@@ -124,7 +123,6 @@ class Beside:
 
 
 FORMAT, VERSION = "verl_patches weights", 2
-WITHOUT_DIGESTS = 1  # the version before: read, but it has no digest of itself or of tensors
 SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES = "manifest.json", "manifest.d"
 CHECKPOINT = "checkpoint"
@@ -203,11 +201,6 @@ class FileEntry:
     def __post_init__(self):
         require_name(self.name, MANIFEST)
 
-    @property
-    def has_digests(self) -> bool:
-        """Whether each tensor has a digest of its own."""
-        return bool(self.tensors) and all(tensor.sha256 is not None for tensor in self.tensors)
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -216,7 +209,6 @@ class Manifest:
     `kind`: one of KINDS. `model`: the sizes that decide names and shapes. `layout`: text of `parse_layout`, None for a
     HF folder. `dtype`: what weights are stored in, "bf16", "fp8" or "keep". `identity`: digest of all that the folder
     is made from; only the same work resumes it. `expected`: names of all files. `facts`: further values of the writer.
-    `covered`: whether it was read with a digest of its own content.
     """
 
     kind: str
@@ -228,7 +220,6 @@ class Manifest:
     files: tuple[FileEntry, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
-    covered: bool = field(default=True, compare=False)
 
     @property
     def size_bytes(self) -> int:
@@ -318,13 +309,12 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
     if not there:
         raise ConfigError(f"{folder}: no {MANIFEST}; expected a folder of sharded weights")
     found = read_json_object(path, LARGEST_BYTES)
-    if found.get("format") != FORMAT or found.get("version") not in (VERSION, WITHOUT_DIGESTS):
+    if found.get("format") != FORMAT or found.get("version") != VERSION:
         raise ConfigError(
             f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
             f"{found.get('version')!r}; write the folder again with this version of the code"
         )
-    covered = found["version"] == VERSION
-    if covered and found.get("digest") != content_digest(found):
+    if found.get("digest") != content_digest(found):
         raise ConfigError(
             f"{path}: its digest is {str(found.get('digest'))[:12]}, expected {content_digest(found)[:12]} of its own "
             "content: it was edited or is damaged; copy the folder again"
@@ -334,15 +324,13 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
         files = tuple(_file_of(file) for file in found["files"])
         expected = tuple(require_name(name, str(path)) for name in found["expected"])
         plain = {name: found[name] for name in ("kind", "layout", "dtype", "identity", "facts")}
-        manifest = Manifest(
-            **plain, model=model, files=files, expected=expected, complete=found["state"] == "complete", covered=covered
-        )
+        manifest = Manifest(**plain, model=model, files=files, expected=expected, complete=found["state"] == "complete")
         digest = found["model"]["digest"]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error}); copy it again") from error
     if digest != model_digest(model):
         raise ConfigError(f"{path}: model.digest is {digest[:12]}, expected {model_digest(model)[:12]}; copy it again")
-    _check_facts(path, manifest)
+    _check_step(path, manifest)
     if manifest.complete:
         return replace(manifest, expected=tuple(file.name for file in files))
     if complete:
@@ -354,12 +342,9 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
     return manifest
 
 
-def _check_facts(path: Path, manifest: Manifest) -> None:
-    """ConfigError for a checkpoint under the name of another step, or with facts that its version does not have."""
-    facts = manifest.facts
-    if not isinstance(facts, dict) or (not manifest.covered and "id" in facts):
-        raise ConfigError(f"{path}: facts: expected those of version {VERSION}, with a digest; copy the folder again")
-    step, name = facts.get("step"), SAVED.match(path.absolute().parent.name)
+def _check_step(path: Path, manifest: Manifest) -> None:
+    """ConfigError for a checkpoint under the name of another step."""
+    step, name = manifest.facts.get("step"), SAVED.match(path.absolute().parent.name)
     if manifest.kind == CHECKPOINT and name and step != int(name[1]):
         raise ConfigError(
             f"{path}: is of step {step!r}, expected that of its folder {path.absolute().parent.name}; give the folder "
@@ -386,7 +371,12 @@ def in_data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
 
 
 def header_of(tensors: Sequence[TensorEntry], where: str) -> bytes:
-    """The head of a safetensors file: length, JSON, spaces up to 8 bytes. ConfigError for doubled or unaligned ones."""
+    """The head of a safetensors file: length, JSON, spaces up to 8 bytes; empty without tensors.
+
+    ConfigError for doubled or unaligned ones.
+    """
+    if not tensors:
+        return b""
     found, offset = {}, 0
     for tensor in tensors:
         if tensor.key in found:
@@ -425,9 +415,7 @@ def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int]
         return [Problem(entry.name, "", f"a file of {entry.size_bytes} bytes", "no file")]
     if (size := path.stat().st_size) != entry.size_bytes:
         return [Problem(entry.name, "", f"{entry.size_bytes} bytes", f"{size} bytes")]
-    head, sizes = b"", ()
-    if entry.has_digests:
-        head, sizes = header_of(entry.tensors, entry.name), [tensor.size_bytes for tensor in entry.tensors]
+    head, sizes = header_of(entry.tensors, entry.name), [tensor.size_bytes for tensor in entry.tensors]
     with path.open("rb", buffering=0) as file:
         if file.read(len(head)) != head:
             return [Problem(entry.name, "", "the header that was written", "another header")]
@@ -438,7 +426,7 @@ def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int]
             progress(count)
     found = [
         Problem(entry.name, tensor.key, f"sha256 {tensor.sha256}", f"sha256 {seen}")
-        for tensor, seen in zip(entry.tensors, digest.tensors, strict=False)
+        for tensor, seen in zip(entry.tensors, digest.tensors, strict=True)
         if tensor.sha256 != seen
     ]
     if digest.hexdigest() != entry.sha256:

@@ -149,7 +149,7 @@ class FileWriter:
         self._written, self._finished = 0, False
 
     def __enter__(self) -> FileWriter:
-        head = header_of(self.tensors, str(self.path)) if self.tensors else b""
+        head = header_of(self.tensors, str(self.path))
         try:
             self._file = lock_file(self.partial)
         except BlockingIOError:
