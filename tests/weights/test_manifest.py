@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -236,21 +237,11 @@ def test_an_entry_that_a_loss_of_power_emptied_only_costs_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, error, monkeypatch):
+def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, error):
     writer.begin(tmp_path, EMPTY)
-
-    class Full:
-        def __init__(self, file):
-            self.file = file
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def write(self, data):
-            raise OSError(error, os.strerror(error))
-
     with pytest.raises(RecipeError, match="notes.txt: cannot write 4 bytes .*finished files are kept"):
         with writer.FileWriter(tmp_path, "notes.txt") as file:
-            file._file = Full(file._file)
+            full = mock.Mock(side_effect=OSError(error, os.strerror(error)))
+            file._file = mock.Mock(wraps=file._file, write=full)
             file.write(b"text")
     assert not list(tmp_path.glob("notes.txt*")) and writer.complete(tmp_path) is None

@@ -82,9 +82,7 @@ def parse_name(name: str) -> ParsedName:
 
 def without_wrappers(name: str) -> str:
     """`name` without the prefixes ("module.") of DDP and Float16Module."""
-    while name.startswith("module."):
-        name = name[len("module.") :]
-    return name
+    return re.sub(r"^(module\.)*", "", name)
 
 
 NamePatterns = tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]

@@ -60,39 +60,29 @@ class FileDigest:
     def __init__(self, head: bytes, sizes: Sequence[int] = ()):
         self.tensors: list[str] = []
         self._file, self._sizes, self._plain = hashlib.sha256(head), list(sizes), not sizes
-        self._tensor, self._left = hashlib.sha256(), 0
-        self._begin()
-
-    def _begin(self) -> None:
-        """Go on to the next tensor that has bytes."""
-        while len(self.tensors) < len(self._sizes):
-            self._tensor, self._left = hashlib.sha256(), self._sizes[len(self.tensors)]
-            if self._left:
-                return
-            self._end()
-
-    def _end(self) -> None:
-        self._file.update(self._tensor.digest())
-        self.tensors.append(self._tensor.hexdigest()[:DIGITS])
+        self._tensor, self._done = hashlib.sha256(), 0  # of the tensor that comes next
+        self.update(memoryview(b""))  # a first tensor may be empty
 
     @property
     def missing(self) -> int:
         """Bytes of the tensors that were not given yet."""
-        return self._left + sum(self._sizes[len(self.tensors) + 1 :])
+        return sum(self._sizes[len(self.tensors) :]) - self._done
 
     def update(self, view: memoryview) -> int:
         """Add the next bytes; how many of them are more than the tensors have."""
         if self._plain:
             self._file.update(view)
             return 0
-        while len(view) and len(self.tensors) < len(self._sizes):
-            take = min(len(view), self._left)
-            self._tensor.update(view[:take])
-            self._left -= take
-            view = view[take:]
-            if not self._left:
-                self._end()
-                self._begin()
+        while len(self.tensors) < len(self._sizes):
+            left = self._sizes[len(self.tensors)] - self._done
+            self._tensor.update(view[:left])
+            if len(view) < left:
+                self._done += len(view)
+                return 0
+            view = view[left:]
+            self._file.update(self._tensor.digest())
+            self.tensors.append(self._tensor.hexdigest()[:DIGITS])
+            self._tensor, self._done = hashlib.sha256(), 0
         return len(view)
 
     def hexdigest(self) -> str:
@@ -242,7 +232,7 @@ def content_digest(content: dict[str, Any]) -> str:
 
 
 def to_json(manifest: Manifest) -> str:
-    """The text of manifest.json: one line a tensor, its digest at the end."""
+    """The text of manifest.json, with its digest."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -251,31 +241,27 @@ def to_json(manifest: Manifest) -> str:
         "model": {"digest": model_digest(manifest.model), "config": asdict(manifest.model)},
         **{name: getattr(manifest, name) for name in ("layout", "dtype", "identity", "facts")},
         "expected": [] if manifest.complete else list(manifest.expected),
+        "files": [file_fields(file) for file in manifest.files],
     }
-    head = json.dumps(content, indent=1)[:-2]
-    text = f'{head},\n "files": [{",".join(file_json(file) for file in manifest.files)}\n ]'
-    return f'{text},\n "digest": "{content_digest(json.loads(text + "}"))}"\n}}\n'
+    return json.dumps({**content, "digest": content_digest(content)}) + "\n"
 
 
-def file_json(file: FileEntry) -> str:
-    """The text of one entry."""
-    head = json.dumps({"name": file.name, "bytes": file.size_bytes, "sha256": file.sha256})[:-1]
-    tensors = ",\n   ".join(json.dumps(_tensor_fields(tensor)) for tensor in file.tensors)
-    return f'\n  {head}, "tensors": [{tensors}]}}'
+def file_fields(file: FileEntry) -> dict[str, Any]:
+    """One entry as JSON has it."""
+    tensors = [_tensor_fields(tensor) for tensor in file.tensors]
+    return {"name": file.name, "bytes": file.size_bytes, "sha256": file.sha256, "tensors": tensors}
 
 
 def _tensor_fields(tensor: TensorEntry) -> dict[str, Any]:
     """What is as for a complete weight of its own name is left out."""
     region = tensor.region
-    found = {"key": tensor.key, "dtype": tensor.dtype, "shape": tensor.shape}
+    content = {"key": tensor.key, "dtype": tensor.dtype, "shape": tensor.shape}
     if region.name != tensor.key:
-        found["of"] = region.name
+        content["of"] = region.name
     if tensor.flat is not None or tensor.shape != tensor.whole:
-        found |= {"whole": tensor.whole, "axis": region.axis, "start": region.start, "stop": region.stop}
-    found |= {key: getattr(tensor, key) for key in ("flat", "sha256") if getattr(tensor, key) is not None}
-    if tensor.columns:
-        found["columns"] = True
-    return found if tensor.role == WEIGHT else {**found, "role": tensor.role}
+        content |= {"whole": tensor.whole, "axis": region.axis, "start": region.start, "stop": region.stop}
+    defaults = {"role": WEIGHT, "flat": None, "sha256": None, "columns": False}
+    return content | {k: getattr(tensor, k) for k, usual in defaults.items() if getattr(tensor, k) != usual}
 
 
 def _tensor_of(found: dict[str, Any]) -> TensorEntry:

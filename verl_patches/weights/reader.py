@@ -44,7 +44,7 @@ from verl_patches.weights.manifest import (
     state_of_rank,
 )
 from verl_patches.weights.plan import block_rows
-from verl_patches.weights.source import BLOCK, Source, SourceTensor, StoredPart
+from verl_patches.weights.source import BLOCK, Source, SourceTensor, StoredPart, scale_shape
 
 BAND_BYTES = 16 << 20  # of stored values that are read at once
 _LEAST_BYTES = 4096  # columns of fewer bytes a row are not read one by one: whole rows are
@@ -119,7 +119,7 @@ class WeightReader:
     def read_bytes(self, region: Region) -> int:
         """Bytes that `copy` reads for the region, scales included."""
         tensor = self.source.tensors[region.name]
-        scales = math.prod(self.source.scale_shape(tensor)) * ITEM_BYTES["F32"] if tensor.scale else 0
+        scales = math.prod(scale_shape(tensor.shape, self.source.block)) * ITEM_BYTES["F32"] if tensor.scale else 0
         windows = self._windows(tensor, region)
         return scales + sum(len(w.rows) * len(w.read) for w in windows) * ITEM_BYTES[tensor.dtype]
 
@@ -209,7 +209,7 @@ class WeightReader:
     def _scales(self, tensor: SourceTensor) -> torch.Tensor | None:
         if tensor.scale is None:
             return None
-        scales = torch.empty(self.source.scale_shape(tensor))
+        scales = torch.empty(scale_shape(tensor.shape, self.source.block))
         rows, columns = map(range, scales.shape)
         self._read(_Window(tensor.scale, rows, columns, columns, len(columns)), rows, tensor_bytes(scales))
         fp8.require_scales(scales, tensor.scale.region.name)

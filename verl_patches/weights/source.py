@@ -117,10 +117,6 @@ class Source:
     identity: str
     files: tuple[FileEntry, ...] = ()
 
-    def scale_shape(self, tensor: SourceTensor) -> tuple[int, int]:
-        """Shape of the scales of a tensor in FP8."""
-        return scale_shape(tensor.shape, self.block)
-
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
     """Shape of the block scales of a weight of `shape`."""

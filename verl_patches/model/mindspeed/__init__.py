@@ -12,7 +12,7 @@ What differs from the pypi line, all of it:
 | correction bias in bf16 | fp32 in Megatron | stays fp32 here | compat.py |
 | names that verl imports | Megatron has them | some are absent from core_r0.8.0 | compat.py |
 | RoPE of packed sequences | Megatron's | MLA hands over another shape | compat.py |
-| weights for vLLM | verl's per_tensor_generator | a generator of ours: verl's needs what 0.8.0 lacks | weights.py |
+| weights for vLLM | verl's per_tensor_generator | one of ours: verl's needs what 0.8.0 lacks | worker/models.py |
 
 Shared: the inventory, the sharding table, reading of HF tensors, verl's forward, the tiny model.
 """
