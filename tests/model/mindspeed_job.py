@@ -18,8 +18,7 @@ from verl.utils.megatron_utils import get_model, unwrap_model
 
 from tests.model.parity_job import answers, in_bf16, run
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.weights import split_up
-from verl_patches.model.weights import named_weights
+from verl_patches.model.weights import named_weights, split_up
 from verl_patches.platform.npu import attention
 from verl_patches.weights.load import load_weights
 

@@ -3,7 +3,6 @@
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.weights import parse_name as parse_mindspeed
 from verl_patches.model.weights import local_name, parse_name, te_name
 
 SPELLINGS = [
@@ -25,21 +24,21 @@ SPELLINGS = [
 def test_spellings_are_each_others_inverse(local, te):
     assert te_name(local) == te
     assert local_name(te) == local
-    assert parse_name(local) == parse_name(f"module.module.{te}")
+    assert parse_name(local, "megatron-local") == parse_name(f"module.module.{te}", "megatron-te")
 
 
 @pytest.mark.parametrize(
-    ("parse", "name"),
+    ("library", "name"),
     [
-        (parse_name, "decoder.layers.1.mlp.experts.weight1"),
-        (parse_name, "decoder.layers.x.mlp.router.weight"),
-        (parse_name, "bias"),
-        (parse_mindspeed, "decoder.layers.0.self_attention.linear_q_down_proj.weight"),
-        (parse_mindspeed, "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"),
-        (parse_mindspeed, "decoder.layers.0.self_attention.linear_qk_nope.weight"),
-        (parse_mindspeed, "mtp_layers.0.final_layernorm.weight"),
+        ("megatron-local", "decoder.layers.1.mlp.experts.weight1"),
+        ("megatron-local", "decoder.layers.x.mlp.router.weight"),
+        ("megatron-local", "bias"),
+        ("mindspeed", "decoder.layers.0.self_attention.linear_q_down_proj.weight"),
+        ("mindspeed", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"),
+        ("mindspeed", "decoder.layers.0.self_attention.linear_qk_nope.weight"),
+        ("mindspeed", "mtp_layers.0.final_layernorm.weight"),
     ],
 )
-def test_names_of_other_models_libraries_and_modes_are_refused(parse, name):
+def test_names_of_other_models_libraries_and_modes_are_refused(library, name):
     with pytest.raises(ConfigError, match="not one of DeepSeek-V3's"):
-        parse(name)
+        parse_name(name, library)

@@ -94,8 +94,6 @@ def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
     with pytest.raises(ConfigError, match="not complete .1 of 3 files written."):
         m.read_manifest(tmp_path)
     assert writer.begin(tmp_path, EMPTY) == {"a.safetensors": first}  # goes on
-    with pytest.raises(ConfigError, match="another conversion .layout tp2 @2, expected tp1 @1"):
-        writer.begin(tmp_path, replace(EMPTY, layout="tp1 @1", identity="other"))
     with pytest.raises(RuntimeError, match="stop"), writer.FileWriter(tmp_path, "notes.txt") as file:
         file.write(b"some")
         raise RuntimeError("stop")
@@ -105,10 +103,6 @@ def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
     assert manifest.complete and writer.complete(tmp_path) == manifest
     writer.reopen(tmp_path, manifest.files[:2])
     assert writer.missing_files(tmp_path) == ["notes.txt"]
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").touch()
-    with pytest.raises(ConfigError, match="expected an empty or a new folder"):
-        writer.begin(tmp_path / "other", EMPTY)
 
 
 def test_every_kind_of_damage_is_named(tmp_path):

@@ -5,8 +5,8 @@ What differs from the pypi line, all of it:
 | what | pypi (megatron-core 0.12.2) | a3 | where |
 |---|---|---|---|
 | settings | fields of MLATransformerConfig | arguments that modules read by get_args() | arguments.py, start.py |
-| parameter names | Megatron's own | MLA has other names; q and kv down projections are one tensor | weights.py |
-| experts | one module an expert | weight1 and weight2 hold all local experts | weights.py |
+| parameter names | Megatron's own | MLA has other names; q and kv down projections are one tensor | ../weights.py |
+| experts | one module an expert | weight1 and weight2 hold all local experts | ../weights.py |
 | down projections | cut by TP | whole on every TP rank | layout/sharding.py, LIBRARIES["mindspeed"] |
 | attention | a stand-in, or Transformer Engine | torch_npu.npu_fusion_attention | model.py, platform/npu/attention.py |
 | correction bias in bf16 | fp32 in Megatron | stays fp32 here | compat.py |
