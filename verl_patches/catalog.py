@@ -244,7 +244,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "log-probs of padded sequences (verl/models/mcore/model_forward.py:54).",
         exit="verl cuts for Ulysses, and takes a logits processor for padded sequences"),
     _a3("model.mindspeed_converter", "register", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY",
-        f"{_MINDSPEED}.weights:weight_converters",
+        "verl_patches.worker.models:weight_converters",
         "verl has no DeepSeek-V3 names at this commit",
         exit=_VERL_HAS_IT),
     _a3("model.mindspeed_load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
@@ -265,7 +265,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "[T, N, D]",
         exit="MindSpeed-LLM's MLA takes packed sequences"),
     _a3("model.mindspeed_weights", "wrap", "verl.utils.megatron_utils:per_tensor_generator",
-        f"{_MINDSPEED}.weights:deepseekv3_generator",
+        "verl_patches.worker.models:deepseekv3_generator",
         "it reads fields that core_r0.8.0's TransformerConfig lacks, knows no stacked experts and leaves out the "
         "correction bias",
         exit="our own resharder takes this place",

@@ -16,10 +16,9 @@ from transformers import AutoConfig
 from verl.models.mcore import hf_to_mcore_config, init_mcore_model
 from verl.utils.megatron_utils import get_model, unwrap_model
 
-from tests.model.parity_job import answers, run
+from tests.model.parity_job import answers, in_bf16, run
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.weights import split_up
-from verl_patches.model.weights import named_weights
+from verl_patches.model.weights import named_weights, split_up
 from verl_patches.platform.npu import attention
 from verl_patches.weights.load import load_weights
 
@@ -49,16 +48,8 @@ def parity_job(folder: Path, config, args) -> dict:
 
 
 def bf16_job(folder: Path, config, args) -> dict:
-    """Correction biases after loading and after a step of a bf16 model, and its logits."""
-    batch = torch.load(folder / "batch.pt")
-    chunks, config, hf_config = build(folder / "model", args)
-    logits = run(chunks, config, hf_config, batch, backward=True)
-    weights = dict(named_weights(unwrap_model(chunks)[0]))
-    return {
-        "logits": logits,
-        "biases": {n: t.clone() for n, t in weights.items() if n.endswith("expert_bias")},
-        "dtypes": {str(t.dtype) for n, t in weights.items() if not n.endswith("expert_bias")},
-    }
+    """`in_bf16` of this line's model."""
+    return in_bf16(build(folder / "model", args), folder)
 
 
 def controls_job(folder: Path, config, args) -> dict:
@@ -163,6 +154,17 @@ def start_worker(folder: Path, config, role: str = "actor_rollout"):
     return worker, {name: t[share].contiguous() for name, t in tensors.items()}
 
 
+def update_of(worker, tensors) -> tuple[torch.Tensor, dict]:
+    """(log-probs before it, metrics) of one update by verl's actor, in micro batches of one."""
+    from verl import DataProto
+
+    data = DataProto.from_dict(dict(tensors))
+    data.meta_info["micro_batch_size"] = 1
+    log_probs, _ = worker.actor.compute_log_prob(data)
+    data.batch["old_log_probs"], data.batch["ref_log_prob"] = log_probs, log_probs.clone()
+    return log_probs, worker.actor.update_policy(worker.actor.make_minibatch_iterator(data))
+
+
 def worker_job(folder: Path, config, args) -> dict:
     """Two updates by verl's own worker and actor (no rollout): log-probs before each, and the actor's metrics.
 
@@ -175,20 +177,11 @@ def worker_job(folder: Path, config, args) -> dict:
     linear = _count(fused_weight_gradient_mlp_cuda, "wgrad_gemm_accum_fp32")
     grouped, attended = _count(mindspeed.ops.gmm, "npu_groupmatmul_add_fp32"), _count(attention, "fused_attention")
     overlapped = _count(grouped_mlp_with_comp_and_comm_overlap_all2all, "npu_groupmatmul_add_fp32")
-    from verl import DataProto
-
     worker, tensors = start_worker(folder, config)
-    found = {"log_probs": [], "metrics": []}
-    for _ in range(2):
-        data = DataProto.from_dict(dict(tensors))
-        data.meta_info["micro_batch_size"] = 1
-        log_probs, _ = worker.actor.compute_log_prob(data)
-        data.batch["old_log_probs"] = log_probs
-        data.batch["ref_log_prob"] = log_probs.clone()
-        found["log_probs"].append(log_probs)
-        found["metrics"].append(worker.actor.update_policy(worker.actor.make_minibatch_iterator(data)))
+    log_probs, metrics = zip(*(update_of(worker, tensors) for _ in range(2)), strict=True)
     unpadded = sum(value.shape[-1] != key.shape[-1] for _, (_, key, value) in attended)
     calls = {"fused_linear_wgrad": len(linear), "unpadded_attention": unpadded}
     calls["fused_expert_wgrad"] = len(grouped) + len(overlapped)
-    found["load"] = {side: load and load.take() for side, load in worker.expert_loads.items()}
-    return {**found, "calls": calls, "ids": tensors["input_ids"], "optimizer": type(worker.actor_optimizer).__name__}
+    loads = {side: load and load.take() for side, load in worker.expert_loads.items()}
+    found = {"log_probs": log_probs, "metrics": metrics, "load": loads, "calls": calls, "ids": tensors["input_ids"]}
+    return {**found, "optimizer": type(worker.actor_optimizer).__name__}

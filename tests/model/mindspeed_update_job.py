@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.model.mindspeed_job import start_worker
+from tests.model.mindspeed_job import start_worker, update_of
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.worker.step_guard import parameter_names
 
@@ -23,7 +23,7 @@ def update_job(folder: Path, config, bad_rank: int | None, args) -> dict:
     for number in range(2 if bad_rank is None else 4):
         hook = _spoil(chunk) if (number, bad_rank) == (2, args.rank) else None
         events.clear()
-        found["metrics"].append(_update(worker, tensors))
+        found["metrics"].append(update_of(worker, tensors)[1])
         found["skipped"].append(worker.step_guard.take())
         found["weights"].append([param.detach().clone() for param in chunk.parameters()])
         found["biases"].append([bias.clone() for name, bias in chunk.named_buffers() if name.endswith("expert_bias")])
@@ -34,16 +34,6 @@ def update_job(folder: Path, config, bad_rank: int | None, args) -> dict:
     found["tokens"] = tokens
     groups = [group for one in optimizers for group in one.optimizer.param_groups]
     return {**found, "adam": [(*group["betas"], group["eps"]) for group in groups]}
-
-
-def _update(worker, tensors) -> dict:
-    from verl import DataProto
-
-    data = DataProto.from_dict(dict(tensors))
-    data.meta_info["micro_batch_size"] = 1
-    data.batch["old_log_probs"], _ = worker.actor.compute_log_prob(data)
-    data.batch["ref_log_prob"] = data.batch["old_log_probs"].clone()
-    return worker.actor.update_policy(worker.actor.make_minibatch_iterator(data))
 
 
 def _watch(chunk, events: list[str]) -> None:

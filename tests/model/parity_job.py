@@ -119,18 +119,24 @@ def controls_job(folder: Path) -> dict:
 
 def bf16_job(folder: Path) -> dict:
     """Correction biases after loading and after a step of a bf16 model at TP2 x EP2; what TP without SP says."""
-    model, batch = folder / "model", torch.load(folder / "batch.pt")
+    model = folder / "model"
     start_parallel(ParallelLayout(torch.distributed.get_world_size(), tp=2, ep=2, etp=1))
-    chunks, config, hf_config = build_model(model, dtype=torch.bfloat16, wrap_with_ddp=True)
-    weights = dict(named_weights(unwrap_model(chunks)[0]))
-    loaded = {n: t.clone() for n, t in weights.items() if n.endswith("expert_bias")}
-    logits = run(chunks, config, hf_config, batch, backward=True)
-    after = {n: t.clone() for n, t in named_weights(unwrap_model(chunks)[0]) if n.endswith("expert_bias")}
-    dtypes = {str(t.dtype) for n, t in weights.items() if not n.endswith("expert_bias")}
+    found = in_bf16(build_model(model, dtype=torch.bfloat16, wrap_with_ddp=True), folder)
     start_parallel(ParallelLayout(torch.distributed.get_world_size(), tp=2))
     try:
         build_model(model, overrides={"sequence_parallel": False}, load=False)
-        refused = ""
+        return {**found, "refused": ""}
     except ConfigError as error:
-        refused = str(error)
-    return {"loaded": loaded, "after": after, "logits": logits, "dtypes": dtypes, "refused": refused}
+        return {**found, "refused": str(error)}
+
+
+def in_bf16(built, folder: Path) -> dict:
+    """Of a bf16 model: correction biases after loading and after a step, its logits, dtypes of all other weights."""
+    chunk, batch = unwrap_model(built[0])[0], torch.load(folder / "batch.pt")
+
+    def biases() -> dict[str, torch.Tensor]:
+        return {name: t.clone() for name, t in named_weights(chunk) if name.endswith("expert_bias")}
+
+    found = {"loaded": biases(), "logits": run(*built, batch, backward=True)}
+    dtypes = {str(t.dtype) for name, t in named_weights(chunk) if not name.endswith("expert_bias")}
+    return {**found, "after": biases(), "dtypes": dtypes}

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from tests.model.log_prob_cases import CASES
+from tests.model.log_prob_job import CASES, actor_batch
 
 PATCHES = "line=pypi,platform=cpu"
 JOB = "tests.model.log_prob_job"
@@ -56,8 +56,6 @@ def test_the_gradient_takes_the_place_of_the_logits(run_ranks):
 def loss_gradient(dtype, entropy_coeff):
     """Of the logits of `actor_update`, by verl's policy loss over the plain formula in float64."""
     from verl.trainer.ppo.core_algos import compute_policy_loss
-
-    from tests.model.log_prob_job import actor_batch
 
     logits, ids = actor_batch(dtype)
     logits, width = logits.double().requires_grad_(), ids.shape[1] // 2

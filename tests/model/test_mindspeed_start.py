@@ -19,12 +19,10 @@ FULL = [f"{_KWARGS}granularity=full", f"{_KWARGS}method=block", f"{_KWARGS}num_l
 SELECTIVE = [f"{_KWARGS}granularity=selective", f"{_KWARGS}method=block"]
 FUSED = ["fused_linear_wgrad=true", "fused_expert_wgrad=true", "collective_timeout_minutes=45"]
 OVERLAPS = ["grad_overlap=true", "grad_bucket_parameters=4000"]
-TINY, TRUE_WEIGHT = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
+TINY = "grpo_deepseekv3_tiny_cpu"
 # name -> (configuration, ranks, overrides, what upstream says); the first is what the process is prepared for
-ONCE = ("swap_optimizer", "alltoall_overlap")  # MindSpeed's adaptor reads them once a process
 CASES = {
     "base": (TINY, 2, TP2, None),
-    "die256": (TRUE_WEIGHT, 256, [f"recipe.train.{key}=false" for key in ONCE], None),
     "recompute": (TINY, 2, [*RECOMPUTE, *FULL], None),
     "layer_list": (TINY, 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,3]"], None),
     "fused_wgrad": (TINY, 2, [*TP2, *(f"recipe.train.{key}" for key in FUSED)], None),
@@ -78,13 +76,6 @@ def test_upstream_takes_the_rest(found, name):
     assert isinstance(found[name], dict), found[name]
 
 
-def test_256_dies_as_megatron_sees_them(found):
-    layout = {"data_parallel_size": 8, "expert_model_parallel_size": 8, "moe_tp_extend_ep": True, "num_layers": 61}
-    layout |= {"num_layer_list": "7,7,8,8,8,8,8,7", "recompute_num_layers": 8, "sequence_parallel": True}
-    optimizer = {"moe_router_bias_update_rate": 0.0, "adam_beta2": 0.95, "clip_grad": 1.0}
-    assert (layout | optimizer).items() <= found["die256"].items()
-
-
 def test_fused_weight_gradients_and_the_timeout_arrive(found):
     names = ("gradient_accumulation_fusion", "gemm_gradient_accumulation_fusion", "distributed_timeout_minutes")
     assert [found["fused_wgrad"][name] for name in names] == [True, True, 45]
@@ -108,6 +99,10 @@ def test_upstream_takes_both_256_die_configs_as_they_are(run):
     for argument in ("swap_optimizer", "moe_alltoall_overlap_comm", "gemm_gradient_accumulation_fusion"):
         assert [found[name][argument] for name in cases] == [True, True], argument
     assert [found[name]["fix_router"] for name in cases] == [True, False]
+    layout = {"data_parallel_size": 8, "expert_model_parallel_size": 8, "moe_tp_extend_ep": True, "num_layers": 61}
+    layout |= {"num_layer_list": "7,7,8,8,8,8,8,7", "recompute_num_layers": 8, "sequence_parallel": True}
+    optimizer = {"moe_router_bias_update_rate": 0.0, "adam_beta2": 0.95, "clip_grad": 1.0}
+    assert (layout | optimizer).items() <= found["learning"].items()
 
 
 def test_megatron_before_mindspeed_is_refused(run):

@@ -11,14 +11,24 @@ from safetensors.torch import save_file
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.model_folder import INDEX, QUANTIZATION
-from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import local_parameters
+from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.tiny import tiny_config
-from verl_patches.weights.manifest import CHECKPOINT, Manifest, whole_tensor
+from verl_patches.weights.convert import convert
+from verl_patches.weights.manifest import CHECKPOINT, Manifest, in_data_order, whole_tensor
+from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.reader import DTYPES, tensor_bytes
+from verl_patches.weights.source import open_source
 from verl_patches.weights.writer import FileWriter, begin, complete
 
 NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # of DeepSeek's own folder
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+SMALL = tiny_config() | {"num_hidden_layers": 2, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
+SMALL_LAYOUT = parse_layout("tp2 pp2 ep3 etp1 @12 layers=1,1")
+
+
+def run(source, destination, layout=None, dtype=None, file_bytes=100_000, **more):
+    """Convert a folder to shards of a layout, or to a HF folder."""
+    return convert(plan_conversion(open_source(source), layout, dtype, file_bytes), destination, **more)
 
 
 def random_case(seed):
@@ -140,27 +150,25 @@ def _bytes(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def rank_regions(config, layout, rank):
-    """{HF name: (slices of the complete tensor)} that a rank of Megatron's own modules holds."""
-    regions = {}
-    for name, shard in local_parameters(build_inventory(config), layout, rank, "megatron-local").shards.items():
-        at = [slice(None)] * len(shard.shape)
-        if shard.axis is not None:
-            at[shard.axis] = slice(shard.start, shard.start + shard.shape[shard.axis])
-        regions[name] = tuple(at)
-    return regions
-
-
 def make_checkpoint(folder, step, run, **facts):
-    """A whole checkpoint folder/global_step_N with one tensor, of the run with this id; None: as of before ids."""
-    path = folder / f"global_step_{step}"
-    facts = {"step": step, "line": "pypi", "digest": "d", "settings": {}, **facts}
-    entry = whole_tensor("weight/w", "F32", (4,), name="w")
-    names, model = ("rank_00000.safetensors", "config.json"), read_model_shape(tiny_config())
-    begin(path, Manifest(CHECKPOINT, model, "@1", "fp32", "x", names, facts={**facts, "id": run} if run else facts))
-    for name, tensors, content in ((names[0], (entry,), bytes(16)), (names[1], (), b"{}")):
-        with FileWriter(path, name, tensors) as file:
-            file.write(content)
+    """A whole checkpoint folder/global_step_N with one tensor, of the run with this id; None: without an id."""
+    facts = {"step": step, "line": "pypi", "digest": "d", "settings": {}, **facts, **({"id": run} if run else {})}
+    return write_checkpoint(folder / f"global_step_{step}", {"w": torch.zeros(4)}, tiny_config(), facts)
+
+
+def write_checkpoint(folder, weights, config, facts):
+    """The checkpoint of one rank with these whole weights."""
+    entries = [whole_tensor(f"weight/{n}", DTYPES[t.dtype], t.shape, name=n) for n, t in weights.items()]
+    tensors = "rank_00000.safetensors"
+    texts = {"config.json": json.dumps(config), "tokenizer.json": "{}"}
+    begin(folder, Manifest(CHECKPOINT, read_model_shape(config), "@1", "bf16", "x", (tensors, *texts), facts=facts))
+    with FileWriter(folder, tensors, in_data_order(entries)) as file:
+        for entry in file.tensors:
+            file.write(tensor_bytes(weights[entry.region.name]))
+        file.finish()
+    for name, text in texts.items():
+        with FileWriter(folder, name) as file:
+            file.write(text.encode())
             file.finish()
-    complete(path)
-    return path
+    complete(folder)
+    return folder

@@ -23,28 +23,29 @@ def _progress(key: str) -> LoadProgress:
     return LoadProgress("FOLDER", TOTAL, store, key, rank, dist.get_world_size())
 
 
-def _until_rank_0(key: str, done: bool = False) -> None:
-    """Return once rank 0 has called this with `done`: a rank that ended would be named for another reason."""
+def _until(key: str) -> None:
     store = dist.distributed_c10d._get_default_store()
-    if done:
-        store.set(key, "")
     while not store.check([key]):
         time.sleep(0.02)
 
 
 def wait_job() -> dict[str, object]:
     """Rank 0's error while rank 1 has read a third and rank 2 nothing; what all do if rank 1 fails, or is late."""
-    rank, found = dist.get_rank(), {}
+    rank, found, store = dist.get_rank(), {}, dist.distributed_c10d._get_default_store()
     load.PUBLISH_S = load.LOG_S = 0.0
-    if rank < 2:
+    if rank == 1:
+        _progress("late").add(TOTAL // 3)
+        store.set("rank 1 has read", "")
+    elif rank == 0:
         progress = _progress("late")
-        progress.add(TOTAL if rank == 0 else TOTAL // 3)
-    if rank == 0:
+        progress.add(TOTAL)
+        _until("rank 1 has read")
         try:
-            progress.wait(0.5)
+            progress.wait(0.1)
         except RecipeError as error:
             found["late"] = str(error)
-    _until_rank_0("late is over", done=rank == 0)
+        store.set("late is over", "")
+    _until("late is over")  # a rank that ended would be named for another reason
     progress = _progress("failed")
     if rank == 1:
         progress.fail(ConfigError("no such file"))
@@ -53,12 +54,13 @@ def wait_job() -> dict[str, object]:
             progress.wait(300)
         except RecipeError as error:
             found["failed"] = str(error)
-    progress, started = _progress("all"), time.monotonic()
+    progress = _progress("all")
+    progress.add(TOTAL)
     if rank == 1:
         time.sleep(0.5)
-    progress.add(TOTAL)
+        store.set("the last rank arrives", "")
     progress.wait(300)
-    found["waited"] = time.monotonic() - started
+    found["waited"] = store.check(["the last rank arrives"])
     return found
 
 

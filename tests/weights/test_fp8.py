@@ -76,17 +76,6 @@ def test_encode_takes_the_nearest_value_of_the_scaled_number(shape):
         assert VALUES[stored.view(torch.uint8)[row, column]] == VALUES[expected]
 
 
-def test_the_error_of_a_round_trip_is_within_the_format():
-    values = torch.randn(300, 260)
-    stored, scales = fp8.encode(values.bfloat16(), BLOCK)
-    found = fp8.decode(stored, scales, BLOCK, torch.float32)
-    peak = scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :260]
-    bound = torch.maximum(values.abs() / 16, peak * 2**-10) * (1 + 2**-7)  # half a step: normal, subnormal; bf16
-    error = (found - values.bfloat16().float()).abs()
-    assert (error <= bound).all() and error.max() > 0
-    assert not (error <= bound / 2).all()  # control: the bound is tight
-
-
 def test_zeros_have_scale_one_and_nan_is_refused():
     stored, scales = fp8.encode(torch.zeros(130, 4), BLOCK)
     assert (scales == 1).all() and (stored.float() == 0).all()

@@ -3,9 +3,8 @@
 import errno
 import json
 import os
-import signal
-import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from verl_patches.model.tiny import tiny_config
 from verl_patches.reshard.region import Region
 from verl_patches.weights import manifest as m
 from verl_patches.weights import writer
-from verl_patches.weights.reader import DTYPES, ShardReader, tensor_bytes
+from verl_patches.weights.reader import DTYPES, CheckpointReader, tensor_bytes
 
 W = torch.arange(48, dtype=torch.float32).view(8, 6)
 BIAS = torch.arange(5, dtype=torch.float32)
@@ -42,7 +41,7 @@ FILES = {
         (entry(COLUMNS[:, 2:], "c", 1, 2, (4, 6)), COLUMNS[:, 2:]),
     ],
 }
-EMPTY = m.Manifest("shards", MODEL, "tp2 @2", "keep", "id", (*FILES, "notes.txt"), facts={"step": 3})
+EMPTY = m.Manifest(m.CHECKPOINT, MODEL, "tp2 @2", "keep", "id", (*FILES, "notes.txt"), facts={"step": 3})
 
 
 def write(folder, name, pieces=1):
@@ -69,27 +68,23 @@ def test_what_is_written_is_read_back(tmp_path):
     assert m.folder_problems(folder, manifest) == [] and writer.missing_files(folder) == []
     with safe_open(folder / "b.safetensors", "pt") as plain:  # any reader of safetensors
         assert torch.equal(plain.get_tensor("w"), W[3:]) and plain.metadata() == {"format": "pt"}
-    with ShardReader(folder) as reader:
-        assert sorted(reader.names()) == ["bias", "c", "w"] and reader.names("exp_avg") == ["w"]
-        assert reader.shape("w") == (8, 6)
-        assert torch.equal(reader.read("w"), W) and torch.equal(reader.read("c"), COLUMNS)
-        assert torch.equal(reader.read("w", Region("w", 0, 2, 5)), W[2:5])
-        assert torch.equal(reader.read("w", Region("w", 0, 4, 5)), W[4:5])
-        assert torch.equal(reader.read("c", Region("c", 1, 1, 4)), COLUMNS[:, 1:4])
-        ((file, flat),) = reader.entries("w", "exp_avg")
-        assert flat.flat == 4 and torch.equal(reader.read_entry(file, flat.key), W[3:].reshape(-1)[4:11])
-        with pytest.raises(ConfigError, match="stored in flat ranges"):
-            reader.read("w", role="exp_avg")
-        with pytest.raises(ConfigError, match="holds no weight of 'x'"):
-            reader.read("x")
-
-
-def test_a_missing_part_is_named(tmp_path):
-    manifest = written(tmp_path)
-    only = replace(manifest, files=manifest.files[:1])
-    (tmp_path / m.MANIFEST).write_text(m.to_json(only))
-    with ShardReader(tmp_path) as reader, pytest.raises(ConfigError, match=r"w\[3:8\] \(weight\) is in no file"):
-        reader.read("w")
+    with CheckpointReader(folder) as reader:
+        assert reader.has("exp_avg") and not reader.has("main")
+        for axis, start, stop in ((0, 0, 8), (0, 2, 5), (0, 4, 5)):
+            assert torch.equal(reader.read(Region("w", axis, start, stop)), W[start:stop])
+        for start, stop in ((0, 6), (1, 4)):
+            assert torch.equal(reader.read(Region("c", 1, start, stop)), COLUMNS[:, start:stop])
+        flat = FILES["b.safetensors"][2][0]
+        assert torch.equal(reader.read_flat(flat), W[3:].reshape(-1)[4:11])
+        for wrong, words in (
+            (replace(flat, flat=3), "elements from 3 are"),
+            (replace(flat, role="main"), "no main of"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                reader.read_flat(wrong)
+    (folder / m.MANIFEST).write_text(m.to_json(replace(manifest, files=manifest.files[:1])))
+    with CheckpointReader(folder) as reader, pytest.raises(ConfigError, match=r"w\[3:8\] \(weight\) is in no file"):
+        reader.read(Region("w", 0, 0, 8))
 
 
 def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
@@ -99,8 +94,6 @@ def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
     with pytest.raises(ConfigError, match="not complete .1 of 3 files written."):
         m.read_manifest(tmp_path)
     assert writer.begin(tmp_path, EMPTY) == {"a.safetensors": first}  # goes on
-    with pytest.raises(ConfigError, match="another conversion .layout tp2 @2, expected tp1 @1"):
-        writer.begin(tmp_path, replace(EMPTY, layout="tp1 @1", identity="other"))
     with pytest.raises(RuntimeError, match="stop"), writer.FileWriter(tmp_path, "notes.txt") as file:
         file.write(b"some")
         raise RuntimeError("stop")
@@ -110,10 +103,6 @@ def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
     assert manifest.complete and writer.complete(tmp_path) == manifest
     writer.reopen(tmp_path, manifest.files[:2])
     assert writer.missing_files(tmp_path) == ["notes.txt"]
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "file").touch()
-    with pytest.raises(ConfigError, match="expected an empty or a new folder"):
-        writer.begin(tmp_path / "other", EMPTY)
 
 
 def test_every_kind_of_damage_is_named(tmp_path):
@@ -138,7 +127,7 @@ def test_every_kind_of_damage_is_named(tmp_path):
     path.write_bytes(whole.replace(b'"bias"', b'"biaz"'))
     assert problems()[0][:2] == ("b.safetensors", "") and "header" in str(m.folder_problems(tmp_path, manifest)[0])
     with pytest.raises(ConfigError, match="bias: expected .*F32.*found no such tensor"):
-        ShardReader(tmp_path)
+        CheckpointReader(tmp_path)
     path.write_bytes(whole[:-1])
     assert problems() == [("b.safetensors", "", str(len(whole)), str(len(whole) - 1))]
     path.unlink()
@@ -146,7 +135,7 @@ def test_every_kind_of_damage_is_named(tmp_path):
     assert [p[:2] for p in problems()] == [("b.safetensors", ""), ("extra.safetensors", "")]
     text = (tmp_path / m.MANIFEST).read_text()
     for damaged in (
-        text.replace('"version": 2', '"version": 3'),
+        text.replace('"version": 2', '"version": 1'),
         text.replace('"hidden_size": 128', '"hidden_size": 129'),
         text[: len(text) // 2],
         text.replace("sha256", "sha"),
@@ -176,27 +165,11 @@ def test_a_manifest_covers_itself(tmp_path, edit):
     path = tmp_path / m.MANIFEST
     found = json.loads(path.read_text())
     path.write_text(json.dumps(found, sort_keys=True))  # control: the same content
-    assert m.read_manifest(tmp_path).covered
+    m.read_manifest(tmp_path)
     edit(found)
     path.write_text(json.dumps(found))
     with pytest.raises(ConfigError, match=f"{m.MANIFEST}: its digest is"):
         m.read_manifest(tmp_path)
-
-
-def test_a_manifest_of_the_version_before_is_read_and_says_that_it_does_not_cover_itself(tmp_path):
-    manifest = written(tmp_path)
-    path = tmp_path / m.MANIFEST
-    found = json.loads(path.read_text()) | {"version": 1}
-    del found["digest"]
-    path.write_text(json.dumps(found))
-    assert m.read_manifest(tmp_path) == manifest and not m.read_manifest(tmp_path).covered
-    for edited, words in (
-        ({"model": {**found["model"], "digest": "0" * 64}}, "model.digest"),
-        ({"facts": {**found["facts"], "id": "0123456789abcdef"}}, "expected those of version 2"),  # which has a digest
-    ):
-        path.write_text(json.dumps({**found, **edited}))
-        with pytest.raises(ConfigError, match=words):
-            m.read_manifest(tmp_path)
 
 
 def test_a_writer_refuses_too_many_too_few_doubled_and_unaligned_bytes(tmp_path):
@@ -258,45 +231,11 @@ def test_an_entry_that_a_loss_of_power_emptied_only_costs_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, error, monkeypatch):
+def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, error):
     writer.begin(tmp_path, EMPTY)
-
-    class Full:
-        def __init__(self, file):
-            self.file = file
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def write(self, data):
-            raise OSError(error, os.strerror(error))
-
     with pytest.raises(RecipeError, match="notes.txt: cannot write 4 bytes .*finished files are kept"):
         with writer.FileWriter(tmp_path, "notes.txt") as file:
-            file._file = Full(file._file)
+            full = mock.Mock(side_effect=OSError(error, os.strerror(error)))
+            file._file = mock.Mock(wraps=file._file, write=full)
             file.write(b"text")
     assert not list(tmp_path.glob("notes.txt*")) and writer.complete(tmp_path) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_a_killed_writer_leaves_a_folder_that_goes_on(tmp_path, seed):
-    """Another process is killed after a random time; what it left is not complete, or all right."""
-    expected = written(tmp_path / "expected")
-    folder, random = tmp_path / "killed", torch.Generator().manual_seed(seed)
-    child = os.fork()
-    if not child:
-        try:
-            written(folder)
-        finally:
-            os._exit(0)
-    time.sleep(0.06 * torch.rand((), generator=random).item())
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    if m.has_manifest(folder):
-        for name, entry in writer.begin(folder, EMPTY).items():
-            assert m.file_problems(folder, entry) == [], name
-    manifest = m.read_manifest(folder, complete=False) if m.has_manifest(folder) else EMPTY
-    manifest = manifest if manifest.complete else written(folder)
-    assert [file.sha256 for file in manifest.files] == [file.sha256 for file in expected.files]
-    assert m.folder_problems(folder, manifest) == [] == json.loads((folder / m.MANIFEST).read_text())["expected"]

@@ -1,9 +1,16 @@
-"""DeepSeek-V3 weights in Megatron: parameter names, and what a model chunk holds that is loaded and saved.
+"""DeepSeek-V3 weights in Megatron and MindSpeed-LLM: parameter names, and what a model chunk holds.
 
-Names: Megatron has two spellings, that of its own modules ("local", tabulated in layout/sharding.py) and Transformer
-Engine's, which fuses norms into the next projection and stacks experts. verl's weight converter knows the second only.
-`parse_name` reads both, `te_name` turns the first into the second. Layer and expert numbers in Megatron names are local
-to the pipeline chunk and to the expert-parallel rank.
+Megatron has two spellings, that of its own modules ("local", tabulated in layout/sharding.py) and Transformer Engine's,
+which fuses norms into the next projection and stacks experts. verl's weight converter knows the second only. `te_name`
+turns the first into the second. Layer and expert numbers in Megatron names are local to the pipeline chunk and to the
+expert-parallel rank.
+
+MindSpeed-LLM 2.0.0: multi_head_latent_attention.py makes `linear_qkv` of q's and kv's down projections, rows of q
+first, and names the up projections linear_qb and linear_kvb and the norms q_layernorm and k_layernorm. Experts are
+Megatron's GroupedMLP: weight1 [H, e * 2F] (gate and up) and weight2 [e * F, H] (down) of all local experts. weight1 is
+read as `view(e, H, 2F)` (mindspeed/core/transformer/moe/experts.py, groupedmlp_forward), which is another order of the
+same memory than the shape says: an expert is a slice of the view, never a slice of columns. H hidden, F this rank's
+part of an expert's intermediate size, e local experts. Everything else has the name that megatron-core 0.12.2 gives it.
 
 Which parts of which HF tensors a parameter holds is in reshard/train_tensors.py.
 
@@ -14,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -34,6 +41,23 @@ _FROM_TE = (
     (r"(.*\.self_attention)\.linear_kv_up_proj\.layer_norm_weight", r"{0}.kv_layernorm.weight"),
     (r"(.*)\.mlp\.linear_fc1\.layer_norm_weight", r"{0}.pre_mlp_layernorm.weight"),  # dense layers
 )
+_ATTENTION, _EXPERTS = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp.experts."
+# kind -> MindSpeed's name in one pipeline stage; no q_proj: no low-rank q here (mindspeed/arguments.py)
+MINDSPEED_NAMES = {kind: name for kind, name in MEGATRON_NAMES.items() if kind != "q_proj"} | {
+    "q_a_proj": _ATTENTION + "linear_qkv.weight",
+    "kv_a_proj": _ATTENTION + "linear_qkv.weight",
+    "q_b_proj": _ATTENTION + "linear_qb.weight",
+    "kv_a_norm": _ATTENTION + "k_layernorm.weight",
+    "kv_b_proj": _ATTENTION + "linear_kvb.weight",
+    "routed_expert_gate": _EXPERTS + "weight1",
+    "routed_expert_up": _EXPERTS + "weight1",
+    "routed_expert_down": _EXPERTS + "weight2",
+}
+# library of layout/sharding.py -> (its names, what has others)
+NAMES = dict.fromkeys(
+    ("megatron-local", "megatron-te"),
+    (MEGATRON_NAMES, "a grouped GEMM without Transformer Engine (weight1, weight2): set moe_grouped_gemm=False"),
+) | {"mindspeed": (MINDSPEED_NAMES, "mla_mm_split, multi-token prediction and SequentialMLP")}
 
 
 # ---- parameter names
@@ -65,58 +89,38 @@ def _respell(name: str, spellings: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-def parse_name(name: str) -> ParsedName:
-    """What the parameter (or buffer) `name` of one GPTModel chunk is; either spelling, wrapper prefixes allowed.
+def parse_name(name: str, library: str) -> ParsedName:
+    """What the parameter or buffer `name` of one GPTModel chunk is; either spelling, wrapper prefixes allowed.
 
-    Raises ConfigError for a name that no DeepSeek-V3 parameter has.
+    Prefixes ("module.") are those of DDP and Float16Module. `library`: a key of NAMES. Raises ConfigError for a name
+    that no DeepSeek-V3 parameter of the library has.
     """
-    found = match_name(local_name(without_wrappers(name)), _patterns())
-    if found is None:
-        raise ConfigError(
-            f"Megatron parameter {name!r} is not one of DeepSeek-V3's: "
-            "expected names as decoder.layers.0.mlp.router.weight; a grouped GEMM without Transformer Engine "
-            "(weight1, weight2) is not supported here: set moe_grouped_gemm=False"
-        )
-    return found
+    bare = re.sub(r"^(module\.)*", "", name)
+    for pattern, kinds in _patterns(library):
+        match = pattern.fullmatch(bare if library == "mindspeed" else local_name(bare))
+        if match:
+            numbers = {key: int(value) for key, value in match.groupdict().items()}
+            return ParsedName(kinds, numbers.get("layer"), numbers.get("expert"))
+    names, others = NAMES[library]
+    raise ConfigError(
+        f"{library}: parameter {name!r} is not one of DeepSeek-V3's: expected names as {names['router']}; others are "
+        f"given by what is not supported here: {others}"
+    )
 
 
-def without_wrappers(name: str) -> str:
-    """`name` without the prefixes ("module.") of DDP and Float16Module."""
-    while name.startswith("module."):
-        name = name[len("module.") :]
-    return name
-
-
-NamePatterns = tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]
-
-
-def name_patterns(names: Mapping[str, str]) -> NamePatterns:
-    """(pattern, kinds) of each parameter, from kind -> name with {layer} and {expert}; kinds of one name are joined."""
+@functools.cache
+def _patterns(library: str) -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]:
+    """(pattern, kinds) of each parameter; kinds of one name are joined."""
     kinds: dict[str, tuple[str, ...]] = {}
-    for kind, template in names.items():
+    for kind, template in NAMES[library][0].items():
         kinds[template] = (*kinds.get(template, ()), kind)
-    found = []
+    patterns = []
     for template, joined in kinds.items():
         text = re.escape(template)
         for number in ("layer", "expert"):
             text = text.replace(re.escape("{" + number + "}"), rf"(?P<{number}>\d+)")
-        found.append((re.compile(text), joined))
-    return tuple(found)
-
-
-def match_name(name: str, patterns: NamePatterns) -> ParsedName | None:
-    """The first of `patterns` (of `name_patterns`) that is `name`; None if none is."""
-    for pattern, kinds in patterns:
-        match = pattern.fullmatch(name)
-        if match:
-            numbers = {key: int(value) for key, value in match.groupdict().items()}
-            return ParsedName(kinds, numbers.get("layer"), numbers.get("expert"))
-    return None
-
-
-@functools.cache
-def _patterns() -> NamePatterns:
-    return name_patterns(MEGATRON_NAMES)
+        patterns.append((re.compile(text), joined))
+    return tuple(patterns)
 
 
 def te_names_for_verl(normalize_model_name):
@@ -152,3 +156,13 @@ def keep_bias_fp32(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
+
+
+def split_up(weight1: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """[2F, H] of each of `count` experts in weight1 [H, e * 2F], rows of gate first and then of up, as views."""
+    return [expert.t() for expert in weight1.view(count, weight1.shape[0], -1)]
+
+
+def split_down(weight2: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """[H, F] of each of `count` experts in weight2 [e * F, H], as views."""
+    return [expert.t() for expert in weight2.view(count, -1, weight2.shape[1])]

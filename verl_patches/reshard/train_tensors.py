@@ -15,14 +15,14 @@ F this rank's part of an expert's intermediate size, e local experts.
     ...self_attention.linear_qkv               q_a, kv_a (all of both under TP)     as HF                   mindspeed
     every other one                            one kind, or gate and up             as HF                   all
 
-Sources: names are tabulated in layout/sharding.py, model/weights.py and model/mindspeed/weights.py. weight1 and weight2
+Sources: names are tabulated in layout/sharding.py and model/weights.py. weight1 and weight2
 are megatron-core's GroupedMLP: its forward in 0.12.2 (transformer/moe/experts.py:249) views them so, and so does
 MindSpeed (core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape does not say what is in its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,17 +34,12 @@ from verl_patches.layout.inventory import Inventory, build_inventory, read_model
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.model import weights as megatron
-from verl_patches.model.mindspeed import weights as mindspeed
 from verl_patches.reshard.live_memory import storage_id, view_id
 from verl_patches.reshard.region import Region, part_of, region_of
 
 Native = Mapping[str, torch.Tensor]  # parameter's own name -> tensor, of one model chunk
 PLAIN, UP_STACK, DOWN_STACK = "as HF", "[H, e * 2F] used as view(e, H, 2F)", "[e * F, H] used as view(e, F, H)"
 _STACKS = {".mlp.experts.weight1": UP_STACK, ".mlp.experts.weight2": DOWN_STACK}
-# library of layout/sharding.py -> what its parameters are, by name
-_PLACES: dict[str, Callable[[str], megatron.ParsedName]] = {
-    "megatron-local": megatron.parse_name, "megatron-te": megatron.parse_name, "mindspeed": mindspeed.parse_name,
-}  # fmt: skip
 
 
 class Storage(NamedTuple):
@@ -69,7 +64,7 @@ class Storage(NamedTuple):
         """
         if self.how == PLAIN:
             return [tensor]
-        return (mindspeed.split_up if self.how == UP_STACK else mindspeed.split_down)(tensor, count)
+        return megatron.split_up(tensor, count) if self.how == UP_STACK else megatron.split_down(tensor, count)
 
 
 def storage_of(name: str, library: str) -> Storage:
@@ -77,10 +72,11 @@ def storage_of(name: str, library: str) -> Storage:
 
     Raises ConfigError for a name that no DeepSeek-V3 parameter of `library` has, and for a library not in this table.
     """
-    if library not in _PLACES:
-        raise ConfigError(f"reshard: no training storage known for {library!r}; expected one of {', '.join(_PLACES)}")
+    if library not in megatron.NAMES:
+        known = ", ".join(megatron.NAMES)
+        raise ConfigError(f"reshard: no training storage known for {library!r}; expected one of {known}")
     how = next((how for end, how in _STACKS.items() if name.endswith(end)), PLAIN)
-    place = (mindspeed.parse_name if how != PLAIN else _PLACES[library])(name)  # one GroupedMLP, whatever the library
+    place = megatron.parse_name(name, "mindspeed" if how != PLAIN else library)  # one GroupedMLP, whatever the library
     return Storage(*place, how)
 
 

@@ -241,8 +241,8 @@ class Checkpoints:
             faults.append(f"it is of another model: {unlike}")
         if manifest.facts.get("line", recipe.line) != recipe.line:
             faults.append(f"it is of line {manifest.facts['line']}, expected {recipe.line}")
-        if not manifest.covered or not (folder / STATE).is_file():
-            faults.append(f"it is of an older version, without a digest or a {STATE}; `weights export` reads it")
+        if not (folder / STATE).is_file():
+            faults.append(f"it has no {STATE}")
         if (step := manifest.facts["step"]) >= (total := self.trainer.total_training_steps):
             faults.append(f"step {step} is complete, and the run's total is {total} (trainer.total_training_steps)")
         if faults:

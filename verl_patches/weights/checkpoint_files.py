@@ -20,6 +20,7 @@ import base64
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def problems_of_share(folder: str | Path, rank: int, world_size: int) -> list[st
 def load_state(state: TrainState, reader: CheckpointReader) -> None:
     """Fill this rank's weights, main parameters and moments, which must be on the device; makes moments if needed."""
     for piece in state.weights():
-        piece.places[0].of(piece.base).copy_(reader.read(piece.entry.region.name, piece.entry.region))
+        piece.places[0].of(piece.base).copy_(reader.read(piece.entry.region))
     for shard in optimizer_shards(state.optimizer):
         if reader.has(MOMENTS[0]):
             shard = _with_moments(shard)
@@ -89,7 +90,7 @@ def _with_moments(shard: OptimizerShard) -> OptimizerShard:
         return shard
     made = {role: torch.zeros_like(shard.key, dtype=torch.float32) for role in MOMENTS}
     shard.optimizer.optimizer.state[shard.key].update(made)
-    return OptimizerShard(**{**vars(shard), "states": {**shard.states, **made}})
+    return replace(shard, states={**shard.states, **made})
 
 
 # ---- generators of random numbers of a process, as JSON

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_patches.errors import ConfigError
+from verl_patches.shared_files import sync
 from verl_patches.weights.manifest import SAVED, check_headers, read_manifest
 
 EARLIER = "earlier"
@@ -131,11 +132,7 @@ def put_in_place(writing: Path, run: str) -> Path:
         old = unnamed(final, "replaced", run if own else None)
         os.rename(final, old)
     os.rename(writing, final)
-    handle = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(final.parent)
     if old is not None and own:
         shutil.rmtree(old)
     return final

@@ -23,7 +23,7 @@ from verl_patches.reshard.region import Region, overlap
 from verl_patches.weights import fp8
 from verl_patches.weights.manifest import FileEntry, Manifest, TensorEntry, file_problems, read_manifest
 from verl_patches.weights.plan import MOST_THREADS, ConversionPlan, Group, OutFile
-from verl_patches.weights.reader import COPY_AGAIN, TORCH_DTYPES, BlockReader, require_finite, tensor_bytes
+from verl_patches.weights.reader import COPY_AGAIN, TORCH_DTYPES, WeightReader, require_finite, tensor_bytes
 from verl_patches.weights.source import BLOCK, FP8, Source, scale_name
 from verl_patches.weights.writer import FileWriter, begin, complete, missing_files, reopen
 
@@ -56,7 +56,7 @@ def convert(
     small = [*plan.texts, *plan.copies] if part == 0 else []
     mine = {file.name: file for group in groups for file in group.files}
     _check_space(folder, mine.values())
-    _check_source(plan.source, groups, ["config.json", *small])
+    _check_small_files(plan.source, ["config.json", *small])
     recorded = begin(folder, plan.manifest)
     finished = _finished(folder, plan, recorded, [*mine, *small], progress)
     todo = [group for group in (_without(group, finished) for group in groups) if group.files]
@@ -104,14 +104,10 @@ def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
         )
 
 
-def _check_source(source: Source, groups: Iterable[Group], small: Iterable[str]) -> None:
-    """RecipeError where a file that is read is not the manifest's and its tensors have no digests of their own.
-
-    These are small ones, and those of an older format, which are read twice.
-    """
+def _check_small_files(source: Source, names: Iterable[str]) -> None:
+    """RecipeError where one of these files is not the manifest's; those of tensors are compared as they are read."""
     entries = {entry.name: entry for entry in source.files}
-    parts = (part for group in groups for name in group.names for part in source.tensors[name].stored)
-    for name in sorted(entries.keys() & {*small, *(part.file for part in parts if part.sha256 is None)}):
+    for name in sorted(entries.keys() & names):
         if problems := file_problems(source.folder, entries[name]):
             raise RecipeError(f"{source.folder / name}: {problems[0]}; {COPY_AGAIN}")
 
@@ -129,9 +125,10 @@ def _write_groups(folder: Path, plan: ConversionPlan, groups: Sequence[Group], p
 
     def work(group: Group) -> int:
         try:
-            with BlockReader(plan.source) as reader:
+            sizes: list[int] = []
+            with WeightReader(plan.source, sizes.append, sequential=True) as reader:
                 _write_group(folder, plan, group, reader, count, stop)
-                return reader.read_bytes
+            return sum(sizes)
         except BaseException:
             stop.set()
             raise
@@ -161,7 +158,7 @@ def _one_thread_each() -> Iterator[None]:
 
 
 def _write_group(
-    folder: Path, plan: ConversionPlan, group: Group, reader: BlockReader, progress: Progress, stop: threading.Event
+    folder: Path, plan: ConversionPlan, group: Group, reader: WeightReader, progress: Progress, stop: threading.Event
 ) -> None:
     """Write all files of a group in one pass over its tensors; they get their names together at the end.
 

@@ -35,7 +35,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.model.weights import keep_bias_fp32, named_weights
 from verl_patches.reshard.region import Region
 from verl_patches.reshard.train_tensors import layout_of_model, library_of, train_tensors
-from verl_patches.weights.reader import RegionReader
+from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class LoadProgress:
     ):
         self.what, self.total_bytes, self.rank, self.ranks = what, total_bytes, rank, ranks
         self.read_bytes, self._published = 0, 0
-        self._store, self._key = store or _OneRank(), key
+        self._store, self._key = store or dist.HashStore(), key
         self._begun = self._logged = self._published_at = time.monotonic()
         self._store.add(f"{key}/total", total_bytes)
         self._store.add(f"{key}/begun", 1)
@@ -156,26 +156,6 @@ class LoadProgress:
         )
 
 
-class _OneRank:
-    """The part of a store that is used here, for one rank."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-
-    def add(self, key: str, value: int) -> int:
-        self._values[key] = self._values.get(key, 0) + value
-        return self._values[key]
-
-    def set(self, key: str, value: str) -> None:
-        self._values[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return str(self._values[key]).encode()
-
-
 WAIT_S = 3600.0  # without recipe.timeouts.load_s
 
 
@@ -210,7 +190,7 @@ def load_weights(
         layout = layout or layout_of_model(chunks)  # collective: before what can fail on one rank alone
         source = open_source(folder)
         found = _regions(chunks, source.inventory, layout, line)
-        with RegionReader(source) as reader, torch.no_grad():
+        with WeightReader(source) as reader, torch.no_grad():
             found.sort(key=lambda item: reader.position(item[0]))
             progress = _progress(str(folder), sum(reader.read_bytes(region) for region, _ in found), key)
             reader.progress = progress.add

@@ -10,9 +10,8 @@ complete tensor it is:
     flat      None, or the first element that is stored, of the region flattened in row-major order: a shard of a
               distributed optimizer holds such a range; `shape` is then (elements,)
     columns   with `flat`: the region is flattened column by column, as MindSpeed stores stacked experts
-    sha256    first 16 digits of the sha256 of the tensor's bytes, which who reads the whole tensor compares. The file's
-              own is that of its header and of these digests (`FileDigest`). A folder of version 1 has none, and the
-              plain sha256 of each file
+    sha256    first 16 digits of the sha256 of the tensor's bytes, compared where the whole tensor is read. The file's
+              own is that of its header and of these digests (`FileDigest`)
 
 HF names and regions, not Megatron's parameter names: Megatron's differ between its own modules, Transformer Engine's
 and MindSpeed's, join gate and up, stack experts and count layers from the stage's first. A region is the same for all
@@ -61,39 +60,29 @@ class FileDigest:
     def __init__(self, head: bytes, sizes: Sequence[int] = ()):
         self.tensors: list[str] = []
         self._file, self._sizes, self._plain = hashlib.sha256(head), list(sizes), not sizes
-        self._tensor, self._left = hashlib.sha256(), 0
-        self._begin()
-
-    def _begin(self) -> None:
-        """Go on to the next tensor that has bytes."""
-        while len(self.tensors) < len(self._sizes):
-            self._tensor, self._left = hashlib.sha256(), self._sizes[len(self.tensors)]
-            if self._left:
-                return
-            self._end()
-
-    def _end(self) -> None:
-        self._file.update(self._tensor.digest())
-        self.tensors.append(self._tensor.hexdigest()[:DIGITS])
+        self._tensor, self._done = hashlib.sha256(), 0  # of the tensor that comes next
+        self.update(memoryview(b""))  # a first tensor may be empty
 
     @property
     def missing(self) -> int:
         """Bytes of the tensors that were not given yet."""
-        return self._left + sum(self._sizes[len(self.tensors) + 1 :])
+        return sum(self._sizes[len(self.tensors) :]) - self._done
 
     def update(self, view: memoryview) -> int:
         """Add the next bytes; how many of them are more than the tensors have."""
         if self._plain:
             self._file.update(view)
             return 0
-        while len(view) and len(self.tensors) < len(self._sizes):
-            take = min(len(view), self._left)
-            self._tensor.update(view[:take])
-            self._left -= take
-            view = view[take:]
-            if not self._left:
-                self._end()
-                self._begin()
+        while len(self.tensors) < len(self._sizes):
+            left = self._sizes[len(self.tensors)] - self._done
+            self._tensor.update(view[:left])
+            if len(view) < left:
+                self._done += len(view)
+                return 0
+            view = view[left:]
+            self._file.update(self._tensor.digest())
+            self.tensors.append(self._tensor.hexdigest()[:DIGITS])
+            self._tensor, self._done = hashlib.sha256(), 0
         return len(view)
 
     def hexdigest(self) -> str:
@@ -124,7 +113,6 @@ class Beside:
 
 
 FORMAT, VERSION = "verl_patches weights", 2
-WITHOUT_DIGESTS = 1  # the version before: read, but it has no digest of itself or of tensors
 SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES = "manifest.json", "manifest.d"
 CHECKPOINT = "checkpoint"
@@ -203,11 +191,6 @@ class FileEntry:
     def __post_init__(self):
         require_name(self.name, MANIFEST)
 
-    @property
-    def has_digests(self) -> bool:
-        """Whether each tensor has a digest of its own."""
-        return bool(self.tensors) and all(tensor.sha256 is not None for tensor in self.tensors)
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -216,7 +199,6 @@ class Manifest:
     `kind`: one of KINDS. `model`: the sizes that decide names and shapes. `layout`: text of `parse_layout`, None for a
     HF folder. `dtype`: what weights are stored in, "bf16", "fp8" or "keep". `identity`: digest of all that the folder
     is made from; only the same work resumes it. `expected`: names of all files. `facts`: further values of the writer.
-    `covered`: whether it was read with a digest of its own content.
     """
 
     kind: str
@@ -228,7 +210,6 @@ class Manifest:
     files: tuple[FileEntry, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
-    covered: bool = field(default=True, compare=False)
 
     @property
     def size_bytes(self) -> int:
@@ -251,7 +232,7 @@ def content_digest(content: dict[str, Any]) -> str:
 
 
 def to_json(manifest: Manifest) -> str:
-    """The text of manifest.json: one line a tensor, its digest at the end."""
+    """The text of manifest.json, with its digest."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -260,31 +241,27 @@ def to_json(manifest: Manifest) -> str:
         "model": {"digest": model_digest(manifest.model), "config": asdict(manifest.model)},
         **{name: getattr(manifest, name) for name in ("layout", "dtype", "identity", "facts")},
         "expected": [] if manifest.complete else list(manifest.expected),
+        "files": [file_fields(file) for file in manifest.files],
     }
-    head = json.dumps(content, indent=1)[:-2]
-    text = f'{head},\n "files": [{",".join(file_json(file) for file in manifest.files)}\n ]'
-    return f'{text},\n "digest": "{content_digest(json.loads(text + "}"))}"\n}}\n'
+    return json.dumps({**content, "digest": content_digest(content)}) + "\n"
 
 
-def file_json(file: FileEntry) -> str:
-    """The text of one entry."""
-    head = json.dumps({"name": file.name, "bytes": file.size_bytes, "sha256": file.sha256})[:-1]
-    tensors = ",\n   ".join(json.dumps(_tensor_fields(tensor)) for tensor in file.tensors)
-    return f'\n  {head}, "tensors": [{tensors}]}}'
+def file_fields(file: FileEntry) -> dict[str, Any]:
+    """One entry as JSON has it."""
+    tensors = [_tensor_fields(tensor) for tensor in file.tensors]
+    return {"name": file.name, "bytes": file.size_bytes, "sha256": file.sha256, "tensors": tensors}
 
 
 def _tensor_fields(tensor: TensorEntry) -> dict[str, Any]:
     """What is as for a complete weight of its own name is left out."""
     region = tensor.region
-    found = {"key": tensor.key, "dtype": tensor.dtype, "shape": tensor.shape}
+    content = {"key": tensor.key, "dtype": tensor.dtype, "shape": tensor.shape}
     if region.name != tensor.key:
-        found["of"] = region.name
+        content["of"] = region.name
     if tensor.flat is not None or tensor.shape != tensor.whole:
-        found |= {"whole": tensor.whole, "axis": region.axis, "start": region.start, "stop": region.stop}
-    found |= {key: getattr(tensor, key) for key in ("flat", "sha256") if getattr(tensor, key) is not None}
-    if tensor.columns:
-        found["columns"] = True
-    return found if tensor.role == WEIGHT else {**found, "role": tensor.role}
+        content |= {"whole": tensor.whole, "axis": region.axis, "start": region.start, "stop": region.stop}
+    defaults = {"role": WEIGHT, "flat": None, "sha256": None, "columns": False}
+    return content | {k: getattr(tensor, k) for k, usual in defaults.items() if getattr(tensor, k) != usual}
 
 
 def _tensor_of(found: dict[str, Any]) -> TensorEntry:
@@ -318,13 +295,12 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
     if not there:
         raise ConfigError(f"{folder}: no {MANIFEST}; expected a folder of sharded weights")
     found = read_json_object(path, LARGEST_BYTES)
-    if found.get("format") != FORMAT or found.get("version") not in (VERSION, WITHOUT_DIGESTS):
+    if found.get("format") != FORMAT or found.get("version") != VERSION:
         raise ConfigError(
             f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
             f"{found.get('version')!r}; write the folder again with this version of the code"
         )
-    covered = found["version"] == VERSION
-    if covered and found.get("digest") != content_digest(found):
+    if found.get("digest") != content_digest(found):
         raise ConfigError(
             f"{path}: its digest is {str(found.get('digest'))[:12]}, expected {content_digest(found)[:12]} of its own "
             "content: it was edited or is damaged; copy the folder again"
@@ -334,15 +310,13 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
         files = tuple(_file_of(file) for file in found["files"])
         expected = tuple(require_name(name, str(path)) for name in found["expected"])
         plain = {name: found[name] for name in ("kind", "layout", "dtype", "identity", "facts")}
-        manifest = Manifest(
-            **plain, model=model, files=files, expected=expected, complete=found["state"] == "complete", covered=covered
-        )
+        manifest = Manifest(**plain, model=model, files=files, expected=expected, complete=found["state"] == "complete")
         digest = found["model"]["digest"]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error}); copy it again") from error
     if digest != model_digest(model):
         raise ConfigError(f"{path}: model.digest is {digest[:12]}, expected {model_digest(model)[:12]}; copy it again")
-    _check_facts(path, manifest)
+    _check_step(path, manifest)
     if manifest.complete:
         return replace(manifest, expected=tuple(file.name for file in files))
     if complete:
@@ -354,12 +328,9 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
     return manifest
 
 
-def _check_facts(path: Path, manifest: Manifest) -> None:
-    """ConfigError for a checkpoint under the name of another step, or with facts that its version does not have."""
-    facts = manifest.facts
-    if not isinstance(facts, dict) or (not manifest.covered and "id" in facts):
-        raise ConfigError(f"{path}: facts: expected those of version {VERSION}, with a digest; copy the folder again")
-    step, name = facts.get("step"), SAVED.match(path.absolute().parent.name)
+def _check_step(path: Path, manifest: Manifest) -> None:
+    """ConfigError for a checkpoint under the name of another step."""
+    step, name = manifest.facts.get("step"), SAVED.match(path.absolute().parent.name)
     if manifest.kind == CHECKPOINT and name and step != int(name[1]):
         raise ConfigError(
             f"{path}: is of step {step!r}, expected that of its folder {path.absolute().parent.name}; give the folder "
@@ -386,7 +357,12 @@ def in_data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
 
 
 def header_of(tensors: Sequence[TensorEntry], where: str) -> bytes:
-    """The head of a safetensors file: length, JSON, spaces up to 8 bytes. ConfigError for doubled or unaligned ones."""
+    """The head of a safetensors file: length, JSON, spaces up to 8 bytes; empty without tensors.
+
+    ConfigError for doubled or unaligned ones.
+    """
+    if not tensors:
+        return b""
     found, offset = {}, 0
     for tensor in tensors:
         if tensor.key in found:
@@ -425,9 +401,7 @@ def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int]
         return [Problem(entry.name, "", f"a file of {entry.size_bytes} bytes", "no file")]
     if (size := path.stat().st_size) != entry.size_bytes:
         return [Problem(entry.name, "", f"{entry.size_bytes} bytes", f"{size} bytes")]
-    head, sizes = b"", ()
-    if entry.has_digests:
-        head, sizes = header_of(entry.tensors, entry.name), [tensor.size_bytes for tensor in entry.tensors]
+    head, sizes = header_of(entry.tensors, entry.name), [tensor.size_bytes for tensor in entry.tensors]
     with path.open("rb", buffering=0) as file:
         if file.read(len(head)) != head:
             return [Problem(entry.name, "", "the header that was written", "another header")]
@@ -438,7 +412,7 @@ def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int]
             progress(count)
     found = [
         Problem(entry.name, tensor.key, f"sha256 {tensor.sha256}", f"sha256 {seen}")
-        for tensor, seen in zip(entry.tensors, digest.tensors, strict=False)
+        for tensor, seen in zip(entry.tensors, digest.tensors, strict=True)
         if tensor.sha256 != seen
     ]
     if digest.hexdigest() != entry.sha256:

@@ -93,9 +93,7 @@ class ConversionPlan:
     manifest: Manifest
 
     def share(self, part: int, parts: int) -> tuple[Group, ...]:
-        """The groups of one of `parts` nodes, balanced by bytes; the same on every node. ConfigError for a bad part."""
-        if not 0 <= part < parts:
-            raise ConfigError(f"--part {part}/{parts}: expected I/N with 0 <= I < N, such as 0/{max(parts, 1)}")
+        """The groups of one of `parts` nodes, balanced by bytes; the same on every node."""
         loads, mine = [(0, number) for number in range(parts)], []
         order = sorted(range(len(self.groups)), key=lambda n: -self.groups[n].read_bytes - self.groups[n].write_bytes)
         for number in order:

@@ -1,13 +1,12 @@
 """Read tensors of a folder of weights; every file of tensors is read here, whatever wrote it.
 
-RegionReader, BlockReader    any folder (source.py), by pread: regions into live parameters, complete tensors in blocks
-ShardReader                  a folder with a manifest, by safetensors' memory maps: regions, and single entries
-CheckpointReader             the same, with the flat ranges of an optimizer's states
+WeightReader        weights of any folder (source.py), by pread: regions into live parameters, or blocks of rows
+CheckpointReader    weights and optimizer states of a checkpoint, by safetensors' memory maps
 
 pread, because host memory then does not depend on tensors or files, and a file that is cut off meanwhile is an error
-with a name, not a bus error: a RegionReader has one buffer of BAND_BYTES, and for FP8 twice that for the decoded band
-(65 MB measured, with tables; a row of more bytes than the buffer makes it longer). Memory maps for states, which a rank
-reads in full and once, and which are 6/7 of a checkpoint: a copy through a buffer made that slower.
+with a name, not a bus error: regions are read through one buffer of BAND_BYTES, and for FP8 twice that for the decoded
+band (65 MB measured, with tables; a row of more bytes than the buffer makes it longer). Memory maps for checkpoints,
+whose states a rank reads in full and once, and which are 6/7 of one: a copy through a buffer made that slower.
 
 FP8 is decoded to bf16, as DeepSeek's own converter does, so a folder in FP8 and its conversion to bf16 give equal
 parameters in any dtype.
@@ -45,7 +44,7 @@ from verl_patches.weights.manifest import (
     state_of_rank,
 )
 from verl_patches.weights.plan import block_rows
-from verl_patches.weights.source import BLOCK, Source, SourceTensor, StoredPart
+from verl_patches.weights.source import BLOCK, Source, SourceTensor, StoredPart, scale_shape
 
 BAND_BYTES = 16 << 20  # of stored values that are read at once
 _LEAST_BYTES = 4096  # columns of fewer bytes a row are not read one by one: whole rows are
@@ -76,52 +75,14 @@ def require_finite(value: torch.Tensor, name: str) -> None:
     )
 
 
-# ---- any folder, by pread
-
-
-class SourceFiles:
-    """Files of a source, each opened once, read with pread; a context manager. RecipeError where one is cut off.
-
-    pread and no memory map: a process holds what it asked for whatever the files' size, and a file that is cut off
-    meanwhile is an error with a name, not a bus error. `sequential`: they are read from start to end.
-    """
-
-    def __init__(self, folder: Path, sequential: bool = False):
-        self.folder, self.sequential = folder, sequential
-        self._handles: dict[str, int] = {}
-
-    def __enter__(self) -> SourceFiles:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
-
-    def read_into(self, view: memoryview, part: StoredPart, offset: int) -> None:
-        """Fill `view` with the bytes from `offset` on of the file that has `part`."""
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._handle(part.file), [view[done:]], offset + done)
-            if not count:
-                raise RecipeError(
-                    f"{self.folder / part.file}: ends inside {part.region.name}: it has changed since the start; check "
-                    "the file and start again"
-                )
-            done += count
-
-    def _handle(self, file: str) -> int:
-        if file not in self._handles:
-            handle = self._handles[file] = os.open(self.folder / file, os.O_RDONLY)
-            if self.sequential:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return self._handles[file]
+# ---- weights of any folder, by pread
 
 
 class _Window(NamedTuple):
-    """Rows and columns of one stored part that belong to a region; `read`: the columns that are read for them.
+    """What a stored part and a region of one tensor share; a tensor [R] is taken for [R, 1].
 
-    `width`: columns of the stored part. `shared`: the same values as a region of the complete tensor.
+    rows, columns: in the part. `read`: the columns that are read for them. `width`: all columns of the part.
+    row, column: where the region has the first of them.
     """
 
     part: StoredPart
@@ -129,32 +90,36 @@ class _Window(NamedTuple):
     columns: range
     read: range
     width: int
-    shared: Region
+    row: int = 0
+    column: int = 0
 
 
-class RegionReader:
-    """Regions of the tensors of `source`; a context manager: files stay open inside.
+class WeightReader:
+    """Weights of `source`; a context manager: files stay open inside.
 
-    `progress` gets the bytes of each read. RecipeError where a file has become shorter since `source` was opened, and
-    for NaN, infinity and scales of such values.
+    `progress` gets the bytes of each read. `sequential`: files are read from start to end. Raises RecipeError where a
+    file has become shorter since `source` was opened, for NaN in FP8, and for scales that no finite values have.
     """
 
-    def __init__(self, source: Source, progress: Callable[[int], None] = lambda _: None):
-        self.source, self.progress = source, progress
-        self._files = SourceFiles(source.folder)
+    def __init__(self, source: Source, progress: Callable[[int], None] = lambda _: None, sequential: bool = False):
+        self.source, self.progress, self.sequential = source, progress, sequential
+        self._open, self._beside = ExitStack(), Beside()
+        self._handles: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._digests: dict[StoredPart, Any] = {}
 
-    def __enter__(self) -> RegionReader:
+    def __enter__(self) -> WeightReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._files.__exit__(*exc)
+        self._beside.close()
+        self._open.close()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read_bytes(self, region: Region) -> int:
         """Bytes that `copy` reads for the region, scales included."""
         tensor = self.source.tensors[region.name]
-        scales = math.prod(self.source.scale_shape(tensor)) * ITEM_BYTES["F32"] if tensor.scale else 0
+        scales = math.prod(scale_shape(tensor.shape, self.source.block)) * ITEM_BYTES["F32"] if tensor.scale else 0
         windows = self._windows(tensor, region)
         return scales + sum(len(w.rows) * len(w.read) for w in windows) * ITEM_BYTES[tensor.dtype]
 
@@ -165,39 +130,70 @@ class RegionReader:
         return window.part.file, window.part.offset + window.rows.start * window.width * ITEM_BYTES[tensor.dtype]
 
     def copy(self, region: Region, target: torch.Tensor) -> None:
-        """Fill `target`, which has the region's shape, in its own dtype on its own device; it may be strided."""
+        """Fill `target`, which has the region's shape, in its own dtype on its own device; it may be strided.
+
+        FP8 is decoded. Raises RecipeError for NaN and infinity.
+        """
         tensor = self.source.tensors[region.name]
         scales = self._scales(tensor)
+        target = target.unsqueeze(1) if target.dim() == 1 else target
         for window in self._windows(tensor, region):
-            out = part_of(target, region, window.shared, tensor.shape)
+            columns = slice(window.column, window.column + len(window.columns))
             for rows in self._bands(tensor, window):
-                value = self._read(window, rows, TORCH_DTYPES[tensor.dtype])
-                if scales is not None:
-                    height, width = self.source.block
-                    of_band = scales[rows.start // height :, window.read.start // width :]
-                    value = fp8.decode(value, of_band, self.source.block, torch.bfloat16, tensor.name)
-                else:
+                size = len(rows) * len(window.read) * ITEM_BYTES[tensor.dtype]
+                if self._buffer.numel() < size:
+                    self._buffer = torch.empty(max(size, BAND_BYTES), dtype=torch.uint8)
+                value = self._values(tensor, window, rows, scales, self._buffer[:size])
+                if scales is None:
                     require_finite(value, tensor.name)
-                first = window.columns.start - window.read.start
-                value = value[:, first : first + len(window.columns)]
-                at = out.narrow(0, rows.start - window.rows.start, len(rows))
-                at.copy_(value.reshape(at.shape))
+                row = window.row + rows.start - window.rows.start
+                target[row : row + len(rows), columns].copy_(value)
+                del value  # before the next band is decoded
+
+    def blocks(self, tensor: SourceTensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, values [rows, columns]) of `tensor`, a block of rows at a time, each in memory of its own.
+
+        FP8 is decoded to bf16, else the stored dtype. Raises RecipeError, once the last block was taken, for bytes that
+        are not those of the manifest.
+        """
+        step = block_rows(tensor, (self.source.block or BLOCK)[0])
+        self._digests = {part: hashlib.sha256() for part in tensor.stored if part.sha256 is not None}
+        scales, columns = self._scales(tensor), math.prod(tensor.shape[1:])
+        for start in range(0, tensor.shape[0], step):
+            pieces = []
+            for window in self._windows(tensor, Region(tensor.name, 0, start, min(start + step, tensor.shape[0]))):
+                size = len(window.rows) * len(window.read) * ITEM_BYTES[tensor.dtype]
+                stored = torch.empty(size, dtype=torch.uint8)
+                pieces.append(self._values(tensor, window, window.rows, scales, stored))
+            yield start, pieces[0] if len(pieces) == 1 else torch.cat(pieces, int(pieces[0].shape[1] < columns))
+        self._compare()
+
+    def _compare(self) -> None:
+        """RecipeError unless the parts that were read have the digests of the manifest."""
+        self._beside.wait()
+        digests, self._digests = self._digests, {}
+        for part, digest in digests.items():
+            found = digest.hexdigest()[:DIGITS]
+            if found != part.sha256:
+                raise RecipeError(
+                    f"{self.source.folder / part.file}: {part.region}: expected sha256 {part.sha256} ({MANIFEST}), "
+                    f"found {found}; {COPY_AGAIN}"
+                )
 
     def _windows(self, tensor: SourceTensor, region: Region) -> Iterator[_Window]:
-        item = ITEM_BYTES[tensor.dtype]
+        wanted = _sides(region, tensor.shape)
         for part in tensor.parts:
-            shared = overlap(region, part.region, tensor.shape)
-            if shared is None:
+            held = _sides(part.region, tensor.shape)
+            first = [max(a.start, b.start) for a, b in zip(held, wanted, strict=True)]
+            last = [min(a.stop, b.stop) for a, b in zip(held, wanted, strict=True)]
+            if first[0] >= last[0] or first[1] >= last[1]:
                 continue
-            stored = part.region.shape_in(tensor.shape)
-            width, start = math.prod(stored[1:]), part.region.along(shared.axis, tensor.shape).start
-            wanted = range(shared.start - start, shared.stop - start)
-            rows, columns = (wanted, range(width)) if shared.axis == 0 else (range(stored[0]), wanted)
-            first = columns.start - (columns.start % self.source.block[1] if tensor.scale else 0)
-            read = range(first, columns.stop)
-            if len(read) * item < _LEAST_BYTES:
+            rows, columns = (range(first[i] - held[i].start, last[i] - held[i].start) for i in (0, 1))
+            width = len(held[1])
+            read = range(columns.start - (columns.start % self.source.block[1] if tensor.scale else 0), columns.stop)
+            if len(read) * ITEM_BYTES[tensor.dtype] < _LEAST_BYTES:
                 read = range(width)
-            yield _Window(part, rows, columns, read, width, shared)
+            yield _Window(part, rows, columns, read, width, first[0] - wanted[0].start, first[1] - wanted[1].start)
 
     def _bands(self, tensor: SourceTensor, window: _Window) -> Iterator[range]:
         """The rows of a window in bands; for FP8 each begins with a block, or lies in one."""
@@ -213,113 +209,82 @@ class RegionReader:
     def _scales(self, tensor: SourceTensor) -> torch.Tensor | None:
         if tensor.scale is None:
             return None
-        rows, width = self.source.scale_shape(tensor)
-        window = _Window(tensor.scale, range(rows), range(width), range(width), width, tensor.scale.region)
-        scales = self._read(window, window.rows, torch.float32).clone()
+        scales = torch.empty(scale_shape(tensor.shape, self.source.block))
+        rows, columns = map(range, scales.shape)
+        self._read(_Window(tensor.scale, rows, columns, columns, len(columns)), rows, tensor_bytes(scales))
         fp8.require_scales(scales, tensor.scale.region.name)
         return scales
 
-    def _read(self, window: _Window, rows: range, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, columns that are read] as stored: a view of the buffer, valid until the next read."""
-        row, length = window.width * dtype.itemsize, len(window.read) * dtype.itemsize
-        size = len(rows) * length
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(max(size, BAND_BYTES), dtype=torch.uint8)
-        out, at = self._buffer[:size], window.part.offset + rows.start * row + window.read.start * dtype.itemsize
-        view = tensor_bytes(out)
+    def _values(
+        self, tensor: SourceTensor, window: _Window, rows: range, scales: torch.Tensor | None, stored: torch.Tensor
+    ) -> torch.Tensor:
+        """[rows, columns] of a window, FP8 decoded to bf16, else a view of `stored`, the bytes that are read."""
+        self._read(window, rows, tensor_bytes(stored))
+        value = stored.view(TORCH_DTYPES[tensor.dtype]).view(len(rows), len(window.read))
+        if scales is not None:
+            height, width = self.source.block
+            of_rows = scales[rows.start // height :, window.read.start // width :]
+            value = fp8.decode(value, of_rows, self.source.block, torch.bfloat16, tensor.name)
+        first = window.columns.start - window.read.start
+        return value[:, first : first + len(window.columns)]
+
+    def _read(self, window: _Window, rows: range, view: memoryview) -> None:
+        """Fill `view` with `rows` of the columns that a window reads, as they are stored."""
+        length, part = len(view) // len(rows), window.part
+        item = length // len(window.read)
+        row, at = window.width * item, part.offset + rows.start * window.width * item + window.read.start * item
         if length == row:
-            self._files.read_into(view, window.part, at)
+            self._read_into(view, part, at)
         else:
             for number in range(len(rows)):
-                self._files.read_into(view[number * length : (number + 1) * length], window.part, at + number * row)
-        self.progress(size)
-        return out.view(dtype).view(len(rows), len(window.read))
-
-
-class BlockReader:
-    """Blocks of rows of source tensors; counts the bytes that it reads. Files stay open inside.
-
-    Raises RecipeError for a tensor whose bytes are not those of the manifest, once its last block was taken.
-    """
-
-    def __init__(self, source: Source):
-        self.source, self.read_bytes = source, 0
-        self._files = SourceFiles(source.folder, sequential=True)
-        self._beside, self._digests = Beside(), {}
-
-    def __enter__(self) -> BlockReader:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self._beside.close()
-        self._files.__exit__(*exc)
-
-    def blocks(self, tensor: SourceTensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, values) of `tensor`, a block of rows at a time; FP8 is decoded to bf16, else the stored dtype."""
-        step, scales = block_rows(tensor, (self.source.block or BLOCK)[0]), None
-        self._digests = {part: hashlib.sha256() for part in tensor.stored if part.sha256 is not None}
-        if tensor.scale:
-            shape = self.source.scale_shape(tensor)
-            scales = self._rows(tensor.scale, shape, torch.float32, 0, shape[0])
-            fp8.require_scales(scales, tensor.scale.region.name)
-        for start in range(0, tensor.shape[0], step):
-            stop = min(start + step, tensor.shape[0])
-            value = self._block(tensor, start, stop)
-            if scales is not None:
-                block = self.source.block
-                value = fp8.decode(value, scales[start // block[0] :], block, torch.bfloat16, tensor.name)
-            yield start, value
-        self._compare()
-
-    def _compare(self) -> None:
-        """RecipeError unless the parts that were read have the digests of the manifest."""
-        self._beside.wait()
-        for part, digest in self._digests.items():
-            found = digest.hexdigest()[:DIGITS]
-            if found != part.sha256:
-                raise RecipeError(
-                    f"{self.source.folder / part.file}: {part.region}: expected sha256 {part.sha256} ({MANIFEST}), "
-                    f"found {found}; {COPY_AGAIN}"
-                )
-
-    def _block(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop), joined from the parts that hold them."""
-        dtype, pieces, axis = TORCH_DTYPES[tensor.dtype], [], 0
-        for part in tensor.parts:
-            region = part.region
-            if region.axis == 1 and region.rows < tensor.shape[1]:
-                axis, first, last = 1, start, stop
-            else:
-                region = region.along(0, tensor.shape)
-                first, last = max(start, region.start) - region.start, min(stop, region.stop) - region.start
-            if first < last:
-                pieces.append(self._rows(part, part.region.shape_in(tensor.shape), dtype, first, last))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
-
-    def _rows(self, part: StoredPart, shape: Sequence[int], dtype: torch.dtype, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) of a part that is stored in `shape`."""
-        out = torch.empty((last - first, *shape[1:]), dtype=dtype)
-        row = out.nbytes // len(out)
-        view = tensor_bytes(out)
-        self._files.read_into(view, part, part.offset + first * row)
+                self._read_into(view[number * length : (number + 1) * length], part, at + number * row)
         if part in self._digests:
             self._beside.add(self._digests[part].update, view)
-        self.read_bytes += out.nbytes
-        return out
+        self.progress(len(view))
+
+    def _read_into(self, view: memoryview, part: StoredPart, offset: int) -> None:
+        """Fill `view` with the bytes from `offset` on of the file that has `part`."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._handle(part.file), [view[done:]], offset + done)
+            if not count:
+                raise RecipeError(
+                    f"{self.source.folder / part.file}: ends inside {part.region.name}: it has changed since the "
+                    "start; check the file and start again"
+                )
+            done += count
+
+    def _handle(self, file: str) -> int:
+        if file not in self._handles:
+            handle = self._handles[file] = os.open(self.source.folder / file, os.O_RDONLY)
+            self._open.callback(os.close, handle)
+            if self.sequential:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return self._handles[file]
 
 
-# ---- folders with a manifest, by memory maps
+def _sides(region: Region, shape: Sequence[int]) -> list[range]:
+    """The rows and the columns of a region of a tensor of `shape`."""
+    sides = [range(shape[0]), range(math.prod(shape[1:]))]
+    sides[region.axis] = range(region.start, region.stop)
+    return sides
 
 
-class ShardReader:
-    """The tensors of one complete folder. A context manager: files stay open inside.
+# ---- checkpoints, by memory maps
 
-    Raises ConfigError for a folder that is not complete, and for files that are missing, cut off or not the manifest's.
+
+class CheckpointReader:
+    """The tensors of a complete checkpoint, in whatever parts another layout wants them, as they are stored.
+
+    A context manager: files stay open inside. Raises ConfigError for a folder that is not a complete checkpoint, and
+    for files that are missing, cut off or not the manifest's.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.manifest: Manifest = read_manifest(folder)
+        if self.manifest.kind != CHECKPOINT:
+            raise ConfigError(f"{folder}: holds {self.manifest.kind!r}, expected a checkpoint of training")
         check_headers(folder, self.manifest)
         self._held: dict[tuple[str, str], list[tuple[str, TensorEntry]]] = {}
         for file in self.manifest.files:
@@ -327,75 +292,14 @@ class ShardReader:
                 self._held.setdefault((entry.role, entry.region.name), []).append((file.name, entry))
         self._open = ExitStack()
         self._handles: dict[str, Any] = {}
+        self._last = functools.lru_cache(maxsize=4)(self.read)
 
-    def __enter__(self) -> ShardReader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._open.close()
         self._handles.clear()
-
-    def names(self, role: str = WEIGHT) -> list[str]:
-        """Names of the complete tensors that have parts of this role."""
-        return [name for held_role, name in self._held if held_role == role]
-
-    def entries(self, name: str, role: str = WEIGHT) -> list[tuple[str, TensorEntry]]:
-        """(file, entry) of each part of the tensor `name`; ConfigError where there is none."""
-        if (role, name) not in self._held:
-            raise ConfigError(f"{self.folder}: holds no {role} of {name!r}")
-        return self._held[role, name]
-
-    def shape(self, name: str, role: str = WEIGHT) -> tuple[int, ...]:
-        """Shape of the complete tensor."""
-        return self.entries(name, role)[0][1].whole
-
-    def read_entry(self, file: str, key: str) -> torch.Tensor:
-        """The tensor `key` of one file, as it is stored."""
-        return self._handle(file).get_tensor(key)
-
-    def read(self, name: str, region: Region | None = None, role: str = WEIGHT) -> torch.Tensor:
-        """The complete tensor, or one region of it, in its stored dtype, on the CPU.
-
-        Raises ConfigError where parts are missing, or are flat ranges, which only `read_entry` reads.
-        """
-        held = self.entries(name, role)
-        if any(entry.flat is not None for _, entry in held):
-            raise ConfigError(f"{self.folder}: {role} of {name} is stored in flat ranges; read them one by one")
-        whole = held[0][1].whole
-        region = region or Region(name, 0, 0, whole[0])
-        missing, _ = cover(region, (entry.region for _, entry in held), whole)
-        if missing:
-            raise ConfigError(f"{self.folder}: {missing[0]} ({role}) is in no file")
-        pieces = [(overlap(region, entry.region, whole), file, entry) for file, entry in held]
-        pieces = [piece for piece in pieces if piece[0] is not None]
-        if len(pieces) == 1:
-            return self._part(*pieces[0])
-        out = torch.empty(region.shape_in(whole), dtype=TORCH_DTYPES[held[0][1].dtype])
-        for part, file, entry in pieces:
-            part_of(out, region, part, whole).copy_(self._part(part, file, entry))
-        return out
-
-    def _part(self, part: Region, file: str, entry: TensorEntry) -> torch.Tensor:
-        """The rows or columns of `part` in one stored tensor, whose region contains it."""
-        held = entry.region.along(part.axis, entry.whole)
-        start, stop = part.start - held.start, part.stop - held.start
-        stored = self._handle(file).get_slice(entry.key)
-        return stored[start:stop] if part.axis == 0 else stored[:, start:stop]
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._handles:
-            self._handles[file] = self._open.enter_context(safe_open(self.folder / file, "pt"))
-        return self._handles[file]
-
-
-class CheckpointReader(ShardReader):
-    """The tensors of a complete checkpoint, in whatever parts another layout wants them; a context manager."""
-
-    def __init__(self, folder: str | Path):
-        super().__init__(folder)
-        if self.manifest.kind != CHECKPOINT:
-            raise ConfigError(f"{folder}: holds {self.manifest.kind!r}, expected a checkpoint of training")
-        self._last = functools.lru_cache(maxsize=4)(self._region)
 
     def has(self, role: str) -> bool:
         """Whether there are tensors of this role."""
@@ -405,48 +309,73 @@ class CheckpointReader(ShardReader):
         """What `state_of_rank` holds of a rank of the layout that wrote."""
         return json.loads((self.folder / state_of_rank(rank)).read_text())
 
+    def read(self, region: Region, role: str = WEIGHT) -> torch.Tensor:
+        """A region, in its stored dtype, on the CPU: a view of the file, or joined from parts.
+
+        Raises ConfigError where parts are missing.
+        """
+        held = self._parts(region.name, role)
+        whole, regions = held[0][1].whole, dict.fromkeys(entry.region for _, entry in held)
+        missing, _ = cover(region, regions, whole)
+        if missing:
+            raise ConfigError(f"{self.folder}: {missing[0]} ({role}) is in no file")
+        pieces = []
+        for other in regions:
+            shared = overlap(region, other, whole)
+            if shared is not None:
+                stored = self._region([part for part in held if part[1].region == other])
+                pieces.append((shared, part_of(stored, other, shared, whole)))
+        if len(pieces) == 1:
+            return pieces[0][1]
+        out = torch.empty(region.shape_in(whole), dtype=pieces[0][1].dtype)
+        for shared, piece in pieces:
+            part_of(out, region, shared, whole).copy_(piece)
+        return out
+
     def read_flat(self, wanted: TensorEntry) -> torch.Tensor:
         """The elements [n] of a flat range, from the same region's ranges or from all regions that overlap it."""
-        name, start, stop = wanted.region.name, wanted.flat, wanted.flat + wanted.shape[0]
+        start, stop = wanted.flat, wanted.flat + wanted.shape[0]
         parts = [
             (file, entry)
-            for file, entry in self.entries(name, wanted.role)
+            for file, entry in self._parts(wanted.region.name, wanted.role)
             if entry.region == wanted.region and entry.columns == wanted.columns
         ]
         if parts:
-            return self._elements(wanted.role, parts, start, stop)
-        whole = self._last(name, wanted.role, wanted.region)
-        return (whole.t() if wanted.columns else whole).reshape(-1)[start:stop]
+            return self._elements(parts, start, stop)
+        region = self._last(wanted.region, wanted.role)
+        return (region.t() if wanted.columns else region).reshape(-1)[start:stop]
 
-    def _elements(self, role: str, parts: list[tuple[str, TensorEntry]], start: int, stop: int) -> torch.Tensor:
+    def _parts(self, name: str, role: str) -> list[tuple[str, TensorEntry]]:
+        """(file, entry) of each part of the tensor `name`."""
+        if (role, name) not in self._held:
+            raise ConfigError(f"{self.folder}: holds no {role} of {name!r}")
+        return self._held[role, name]
+
+    def _region(self, parts: list[tuple[str, TensorEntry]]) -> torch.Tensor:
+        """A stored region in HF's orientation, from the tensor that holds it or from flat ranges of it."""
+        file, entry = parts[0]
+        if entry.flat is None:
+            return self._handle(file).get_tensor(entry.key)
+        shape = entry.region.shape_in(entry.whole)
+        joined = self._elements(parts, 0, math.prod(shape))
+        return joined.view(shape[::-1]).t() if entry.columns else joined.view(shape)
+
+    def _elements(self, parts: list[tuple[str, TensorEntry]], start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a region from flat ranges of it."""
-        found, reached = [], start
+        pieces, reached = [], start
         for file, entry in sorted(parts, key=lambda part: part[1].flat):
             low, high = max(reached, entry.flat), min(stop, entry.flat + entry.shape[0])
             if low < high:
                 if low > reached:
                     break
-                found.append(self._handle(file).get_slice(entry.key)[low - entry.flat : high - entry.flat])
+                pieces.append(self._handle(file).get_slice(entry.key)[low - entry.flat : high - entry.flat])
                 reached = high
         if reached < stop:
-            raise ConfigError(f"{self.folder}: {role} of {parts[0][1].region}: elements from {reached} are in no file")
-        return found[0] if len(found) == 1 else torch.cat(found)
+            entry = parts[0][1]
+            raise ConfigError(f"{self.folder}: {entry.role} of {entry.region}: elements from {reached} are in no file")
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _region(self, name: str, role: str, region: Region) -> torch.Tensor:
-        """A region in HF's orientation, joined from flat ranges of other regions."""
-        held = self.entries(name, role)
-        whole, regions = held[0][1].whole, {entry.region: entry.columns for _, entry in held}
-        missing, _ = cover(region, regions, whole)
-        if missing:
-            raise ConfigError(f"{self.folder}: {missing[0]} ({role}) is in no file")
-        out = torch.empty(region.shape_in(whole))
-        for other, columns in regions.items():
-            shared = overlap(region, other, whole)
-            if shared is None:
-                continue
-            shape = other.shape_in(whole)
-            parts = [(file, entry) for file, entry in held if entry.region == other]
-            joined = self._elements(role, parts, 0, math.prod(shape))
-            joined = joined.view(shape[::-1]).t() if columns else joined.view(shape)
-            part_of(out, region, shared, whole).copy_(part_of(joined, other, shared, whole))
-        return out
+    def _handle(self, file: str) -> Any:
+        if file not in self._handles:
+            self._handles[file] = self._open.enter_context(safe_open(self.folder / file, "pt"))
+        return self._handles[file]

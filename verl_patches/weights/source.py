@@ -2,7 +2,8 @@
 
 A folder is a HF model folder (bf16, fp16, fp32, or FP8 with block scales), or one of this project's (manifest.py: a
 layout's shards, or a checkpoint, of which the weights are read). Only headers, indices and a few KB of each file are
-read here; digests of tensors, which a folder of this project's has, are compared by who reads their bytes (convert.py).
+read here; the digests that a folder of this project has of its tensors are compared where the bytes are read
+(WeightReader.blocks).
 Tensors of layers that config.json does not count (multi-token prediction) are left out. No torch.
 """
 
@@ -12,13 +13,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import Inventory, Parameter, build_inventory, differences, read_model_shape
+from verl_patches.layout.inventory import Inventory, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import (
     INDEX,
     QUANTIZATION,
@@ -116,10 +117,6 @@ class Source:
     identity: str
     files: tuple[FileEntry, ...] = ()
 
-    def scale_shape(self, tensor: SourceTensor) -> tuple[int, int]:
-        """Shape of the scales of a tensor in FP8."""
-        return scale_shape(tensor.shape, self.block)
-
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
     """Shape of the block scales of a weight of `shape`."""
@@ -129,6 +126,14 @@ def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, in
 def scale_name(name: str) -> str:
     """Name of the block scales of the weight `name`."""
     return name.removesuffix("weight") + SCALE
+
+
+class _Stored(NamedTuple):
+    """One part of a tensor of dtype `dtype` and shape `whole`, as a folder says; `part.region` names the tensor."""
+
+    part: StoredPart
+    dtype: str
+    whole: tuple[int, ...]
 
 
 def open_source(folder: str | Path, only_plan: bool = False) -> Source:
@@ -141,67 +146,116 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
     folder = Path(folder)
     if folder.is_dir():
         require_files(folder)
-    return _of_manifest(folder) if has_manifest(folder) else _of_hf(folder, only_plan)
+    manifest = read_manifest(folder) if has_manifest(folder) else None
+    model = read_model_shape(read_config(folder))
+    config, inventory = read_json_object(folder / "config.json"), build_inventory(model)
+    block = _block_of(folder, config)
+    index = None if manifest else _read_index(folder)
+    if manifest:
+        if unlike := differences(model, manifest.model):
+            raise ConfigError(f"{folder}: config.json is not of the model in {MANIFEST}: {unlike}; copy both again")
+        stored, identity = _of_manifest(folder, manifest), [(file.name, file.sha256) for file in manifest.files]
+    elif only_plan and index and not weight_files(folder):
+        stored, identity = _of_index(index, inventory, block), [repr(asdict(model))]
+    else:
+        headers = [_Header(folder / name) for name in _files_of(folder, index)]
+        _check_index(folder, index, headers)
+        stored, identity = _of_headers(headers), [header.identity() for header in headers]
+    by_name: dict[str, list[_Stored]] = {}
+    for each in stored:
+        by_name.setdefault(each.part.region.name, []).append(each)
+    left_out = tuple(sorted(name for name in by_name if _is_beyond(name, model.num_hidden_layers)))
+    for name in left_out:
+        del by_name[name]
+    tensors = _tensors(folder, inventory, block, by_name)
+    if not any(tensor.dtype == FP8 for tensor in tensors.values()):
+        block = None
+    kind, files = (manifest.kind, manifest.files) if manifest else ("hf", ())
+    return Source(folder, kind, config, inventory, tensors, block, left_out, _digest(identity), files)
 
 
-# ---- a folder with a manifest
-
-
-def _of_manifest(folder: Path) -> Source:
-    manifest = read_manifest(folder)
-    if manifest.kind == "hf":
-        return _of_hf(folder, only_plan=False, manifest=manifest)
-    check_headers(folder, manifest)
-    raw, inventory = _config_of(folder)
-    if unlike := differences(inventory.model, manifest.model):
-        raise ConfigError(f"{folder}: config.json is not of the model in {MANIFEST}: {unlike}; copy both again")
-    parts: dict[str, list[StoredPart]] = {}
-    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in manifest.files:
-        weights = [tensor for tensor in file.tensors if tensor.role == WEIGHT]
-        if not weights:
-            continue
-        header = _Header(folder / file.name)
-        for tensor in weights:
-            name, facts = tensor.region.name, (tensor.dtype, tensor.whole)
-            if tensor.flat is not None or stored.setdefault(name, facts) != facts:
-                raise ConfigError(
-                    f"{folder / file.name}: {tensor.key}: expected weights as regions of one dtype, shape"
-                )
-            part = StoredPart(file.name, header.offset(tensor.key), tensor.region, tensor.sha256)
-            parts.setdefault(name, []).append(part)
-    _check_names(folder, inventory, parts)
+def _tensors(
+    folder: Path, inventory: Inventory, block: tuple[int, int] | None, stored: dict[str, list[_Stored]]
+) -> dict[str, SourceTensor]:
+    """The inventory's tensors, each from its `stored` parts; ConfigError for what is not as config.json says."""
+    scales = {name for name in stored if name.endswith(SCALE)}
+    _check_names(folder, inventory, stored.keys() - scales)
     tensors = {}
     for parameter in inventory.parameters:
-        name, whole = parameter.name, Region(parameter.name, 0, 0, parameter.shape[0])
-        dtype, shape = stored[name]
-        if shape != parameter.shape:
-            raise ConfigError(f"{folder}: {name}: expected shape {parameter.shape} (config.json), found {shape}")
-        held = sorted(parts[name], key=lambda part: part.region[1:3])
-        missing, doubled = cover(whole, (part.region for part in held), parameter.shape)
-        if missing or doubled:
-            what = f"{missing[0]} is in no file" if missing else f"{doubled[0]} is in two files"
-            raise ConfigError(f"{folder}: {what}; write or copy the folder again")
-        tensors[name] = SourceTensor(name, dtype, parameter.shape, tuple(held))
-    return Source(folder, manifest.kind, raw, inventory, tensors, None, (), _identity(manifest), manifest.files)
+        dtypes = (FP8, *FLOATS) if parameter.kind in FP8_KINDS else FLOATS
+        tensor = _tensor(folder, parameter.name, parameter.shape, dtypes, stored[parameter.name])
+        if tensor.dtype == FP8:
+            name = scale_name(parameter.name)
+            _check_scale(folder, parameter.name, block, name in scales)
+            scale = _tensor(folder, name, scale_shape(parameter.shape, block), ("F32",), stored[name])
+            tensor = tensor._replace(scale=scale.parts[0])
+            scales.discard(name)
+        tensors[parameter.name] = tensor
+    if scales:
+        file = stored[min(scales)][0].part.file
+        raise ConfigError(
+            f"{folder / file}: {min(scales)} is the scale of no FP8 tensor; expected one of a weight in FP8"
+        )
+    return tensors
 
 
-def _identity(manifest: Manifest) -> str:
-    return _digest((file.name, file.sha256) for file in manifest.files)
+def _tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[str], stored: list[_Stored]):
+    """The tensor of these parts; ConfigError unless they are of one of `dtypes`, of `shape`, and cover it once."""
+    dtype = stored[0].dtype
+    for each in stored:
+        if (each.dtype, each.whole) != (dtype, shape) or dtype not in dtypes:
+            raise ConfigError(
+                f"{folder / each.part.file}: {name}: expected {', '.join(dtypes)} {shape} (config.json), "
+                f"found {each.dtype} {each.whole}"
+            )
+    parts = sorted((each.part for each in stored), key=lambda part: part.region[1:3])
+    missing, doubled = cover(Region(name, 0, 0, shape[0]), (part.region for part in parts), shape)
+    if missing or doubled:
+        what = f"{missing[0]} is in no file" if missing else f"{doubled[0]} is in two files"
+        raise ConfigError(f"{folder}: {what}; write or copy the folder again")
+    return SourceTensor(name, dtype, shape, tuple(parts))
 
 
-# ---- a HF folder
+# ---- what a folder says of its tensors
+
+
+def _of_manifest(folder: Path, manifest: Manifest) -> Iterator[_Stored]:
+    check_headers(folder, manifest)
+    for file in manifest.files:
+        header = _Header(folder / file.name) if file.tensors else None
+        for tensor in file.tensors:
+            if tensor.role != WEIGHT:
+                continue
+            if tensor.flat is not None:
+                raise ConfigError(f"{folder / file.name}: {tensor.key}: expected a region, found a flat range of it")
+            part = StoredPart(file.name, header.offset(tensor.key), tensor.region, tensor.sha256)
+            yield _Stored(part, tensor.dtype, tensor.whole)
+
+
+def _of_headers(headers: Iterable[_Header]) -> Iterator[_Stored]:
+    for header in headers:
+        for name, tensor in header.tensors.items():
+            shape = tuple(tensor["shape"])
+            region = Region(name, 0, 0, math.prod(shape[:1]))
+            yield _Stored(StoredPart(header.path.name, header.offset(name), region), tensor["dtype"], shape)
+
+
+def _of_index(index: Mapping[str, str], inventory: Inventory, block: tuple[int, int] | None) -> Iterator[_Stored]:
+    """To plan with before the files are there: dtypes and shapes as config.json gives them; offsets are not known."""
+    for name, file in index.items():
+        parameter = inventory.by_name.get(name.replace(SCALE, "weight"))
+        dtype, shape = ("F32", (1,)) if parameter is None else (_SAFETENSORS_NAMES[parameter.dtype], parameter.shape)
+        if block and parameter is not None and scale_name(parameter.name) in index and parameter.kind in FP8_KINDS:
+            is_scale = name.endswith(SCALE)
+            dtype, shape = ("F32", scale_shape(shape, block)) if is_scale else (FP8, shape)
+        yield _Stored(StoredPart(file, 0, Region(name, 0, 0, shape[0])), dtype, shape)
 
 
 class _Header:
-    """The header of one safetensors file, its tensors' sizes checked; with the digests that its `entry` has of them."""
+    """The header of one safetensors file, its tensors' sizes checked."""
 
-    def __init__(self, path: Path, entry: FileEntry | None = None):
+    def __init__(self, path: Path):
         self.path, self.tensors = path, safetensors_header(path)
-        self._sha256 = {tensor.key: tensor.sha256 for tensor in entry.tensors} if entry else {}
-        sizes = [tensor["data_offsets"][1] for tensor in self.tensors.values()]
-        self.data_bytes = max(sizes, default=0)
-        self.start = path.stat().st_size - self.data_bytes
         reached = 0
         for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1]["data_offsets"]):
             first, last = tensor["data_offsets"]
@@ -212,68 +266,19 @@ class _Header:
                     f"found {last - first} from {first} on; download the file again"
                 )
             reached = last
+        self.data_bytes, self.start = reached, path.stat().st_size - reached
 
     def offset(self, name: str) -> int:
         """Of the tensor's first byte in the file."""
         return self.start + self.tensors[name]["data_offsets"][0]
 
-    def part(self, name: str) -> StoredPart:
-        """Where the whole tensor `name` is."""
-        rows = self.tensors[name]["shape"][0]
-        return StoredPart(self.path.name, self.offset(name), Region(name, 0, 0, rows), self._sha256.get(name))
-
-    def sample(self) -> bytes:
-        """Bytes of the start and the end of the tensors: other weights of the same model have others."""
+    def identity(self) -> Any:
+        """Header and bytes of the start and the end of the tensors: other weights of the same model have others."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             first = file.read(_SAMPLE_BYTES)
             file.seek(max(self.start, self.start + self.data_bytes - _SAMPLE_BYTES))
-            return first + file.read(_SAMPLE_BYTES)
-
-
-def _config_of(folder: Path) -> tuple[dict[str, Any], Inventory]:
-    config = read_config(folder)
-    return read_json_object(folder / "config.json"), build_inventory(read_model_shape(config))
-
-
-def _of_hf(folder: Path, only_plan: bool, manifest: Manifest | None = None) -> Source:
-    raw, inventory = _config_of(folder)
-    block = _block_of(folder, raw)
-    index = _read_index(folder)
-    if only_plan and index and not weight_files(folder):
-        return _from_index(folder, raw, inventory, block, index)
-    entries = {file.name: file for file in manifest.files} if manifest else {}
-    headers = {name: _Header(folder / name, entries.get(name)) for name in _files_of(folder, index)}
-    where: dict[str, str] = {}
-    for file, header in headers.items():
-        for name in header.tensors:
-            if name in where:
-                raise ConfigError(f"{folder}: {name} is in {where[name]} and in {file}; delete the wrong one")
-            where[name] = file
-    if index is not None:
-        _check_index(folder, index, where)
-    counted = {name for name in where if not _is_beyond(name, inventory.model.num_hidden_layers)}
-    scales = {name for name in counted if name.endswith(SCALE)}
-    _check_names(folder, inventory, counted - scales)
-    tensors = {}
-    for parameter in inventory.parameters:
-        held = headers[where[parameter.name]]
-        tensor = _whole(held, parameter)
-        if tensor.dtype == FP8:
-            name = scale_name(parameter.name)
-            tensor = tensor._replace(scale=_scale(folder, tensor, name, headers, where, block))
-            scales.discard(name)
-        tensors[parameter.name] = tensor
-    if scales:
-        name = min(scales)
-        raise ConfigError(
-            f"{folder / where[name]}: {name} is the scale of no FP8 tensor; expected one of a weight in FP8"
-        )
-    samples = ((file, header.data_bytes, repr(header.tensors), header.sample()) for file, header in headers.items())
-    identity = _identity(manifest) if manifest else _digest(samples)
-    fp8 = block if any(tensor.dtype == FP8 for tensor in tensors.values()) else None
-    left_out = tuple(sorted(where.keys() - counted))
-    return Source(folder, "hf", raw, inventory, tensors, fp8, left_out, identity, tuple(entries.values()))
+            return self.path.name, self.data_bytes, repr(self.tensors), first + file.read(_SAMPLE_BYTES)
 
 
 def _block_of(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -321,8 +326,17 @@ def _files_of(folder: Path, index: dict[str, str] | None) -> list[str]:
     return sorted(named)
 
 
-def _check_index(folder: Path, index: Mapping[str, str], where: Mapping[str, str]) -> None:
-    for name in sorted(index.keys() | where.keys()):
+def _check_index(folder: Path, index: Mapping[str, str] | None, headers: Iterable[_Header]) -> None:
+    """ConfigError for a tensor in two files, or in another one than the index says."""
+    where: dict[str, str] = {}
+    for header in headers:
+        for name in header.tensors:
+            if name in where:
+                raise ConfigError(
+                    f"{folder}: {name} is in {where[name]} and in {header.path.name}; delete the wrong one"
+                )
+            where[name] = header.path.name
+    for name in sorted(index.keys() | where.keys()) if index is not None else ():
         if index.get(name) != where.get(name):
             raise ConfigError(
                 f"{folder}: {name}: {INDEX} says {index.get(name, 'nothing')}, it is in {where.get(name, 'no file')}; "
@@ -346,54 +360,18 @@ def _check_names(folder: Path, inventory: Inventory, found: Iterable[str]) -> No
             )
 
 
-def _whole(header: _Header, parameter: Parameter) -> SourceTensor:
-    found, name = header.tensors[parameter.name], parameter.name
-    shape = tuple(found["shape"])
-    if shape != parameter.shape:
-        raise ConfigError(f"{header.path}: {name}: expected shape {parameter.shape} (config.json), found {shape}")
-    allowed = (FP8, *FLOATS) if parameter.kind in FP8_KINDS else FLOATS
-    if found["dtype"] not in allowed:
-        raise ConfigError(f"{header.path}: {name}: expected one of {', '.join(allowed)}, found {found['dtype']}")
-    return SourceTensor(name, found["dtype"], shape, (header.part(name),))
-
-
-def _scale(folder: Path, tensor: SourceTensor, name: str, headers, where, block) -> StoredPart:
+def _check_scale(folder: Path, name: str, block: tuple[int, int] | None, is_there: bool) -> None:
+    """ConfigError unless the block of the FP8 weight `name` is known, and its scales are there."""
     if block is None:
         raise ConfigError(
-            f"{folder / 'config.json'}: no {QUANTIZATION}, but {tensor.name} is stored in FP8; expected "
+            f"{folder / 'config.json'}: no {QUANTIZATION}, but {name} is stored in FP8; expected "
             f"{json.dumps(QUANTIZATION_CONFIG)}: copy the config.json of these weights"
         )
-    if name not in where:
+    if not is_there:
         raise ConfigError(
-            f"{folder}: {name} is missing, the scales of {tensor.name}, which is stored in FP8; "
-            "download the folder again"
+            f"{folder}: {scale_name(name)} is missing, the scales of {name}, which is stored in FP8; download the "
+            "folder again"
         )
-    header, expected = headers[where[name]], scale_shape(tensor.shape, block)
-    found = header.tensors[name]
-    if (found["dtype"], tuple(found["shape"])) != ("F32", expected):
-        raise ConfigError(
-            f"{header.path}: {name}: expected F32 {expected} (blocks of {block[0]} x {block[1]}), "
-            f"found {found['dtype']} {tuple(found['shape'])}"
-        )
-    return header.part(name)
-
-
-def _from_index(folder: Path, raw, inventory: Inventory, block, index: Mapping[str, str]) -> Source:
-    """A source to plan with before its files are there: dtypes as config.json gives them; offsets are not known."""
-    beyond = {name for name in index if _is_beyond(name, inventory.model.num_hidden_layers)}
-    _check_names(folder, inventory, {name for name in index if name not in beyond and not name.endswith(SCALE)})
-    tensors = {}
-    for parameter in inventory.parameters:
-        name, scale = parameter.name, None
-        dtype = _SAFETENSORS_NAMES[parameter.dtype]
-        if scale_name(name) in index and block and parameter.kind in FP8_KINDS:
-            rows = scale_shape(parameter.shape, block)[0]
-            dtype, scale = FP8, StoredPart(index[scale_name(name)], 0, Region(scale_name(name), 0, 0, rows))
-        part = StoredPart(index[name], 0, Region(name, 0, 0, parameter.shape[0]))
-        tensors[name] = SourceTensor(name, dtype, parameter.shape, (part,), scale)
-    return Source(
-        folder, "hf", raw, inventory, tensors, block, tuple(sorted(beyond)), _digest([repr(asdict(inventory.model))])
-    )
 
 
 def _digest(items: Iterable[Any]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from verl_patches.weights.manifest import (
     FileEntry,
     Manifest,
     TensorEntry,
-    file_json,
+    file_fields,
     has_manifest,
     header_of,
     read_manifest,
@@ -99,7 +100,7 @@ def reopen(folder: str | Path, good: Sequence[FileEntry]) -> None:
 
 def record(folder: str | Path, entry: FileEntry) -> None:
     """Record a finished file of a folder that is being written; not durable, as a lost entry only costs the file."""
-    write_text(Path(folder) / ENTRIES / f"{entry.name}.json", file_json(entry).strip(), durable=False)
+    write_text(Path(folder) / ENTRIES / f"{entry.name}.json", json.dumps(file_fields(entry)), durable=False)
 
 
 def complete(folder: str | Path) -> Manifest | None:
@@ -149,7 +150,7 @@ class FileWriter:
         self._written, self._finished = 0, False
 
     def __enter__(self) -> FileWriter:
-        head = header_of(self.tensors, str(self.path)) if self.tensors else b""
+        head = header_of(self.tensors, str(self.path))
         try:
             self._file = lock_file(self.partial)
         except BlockingIOError:

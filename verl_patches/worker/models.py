@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from verl_patches.current import Current
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import ParallelLayout, train_layout_in
 from verl_patches.memory.offload import parameters_loaded
+from verl_patches.reshard.region import Region, part_of
+from verl_patches.reshard.train_tensors import inventory_and_library, layout_of_model, train_tensors
 from verl_patches.weights.load import WAIT_S, Loaded, copy_weights, difference, load_weights
 
 log = logging.getLogger("verl_patches.weights")  # its child in weights/load.py too
@@ -98,6 +100,53 @@ def _is_reference(chunks: Sequence[torch.nn.Module]) -> bool:
     from megatron.core.distributed import DistributedDataParallel
 
     return not any(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
+
+
+def deepseekv3_generator(per_tensor_generator: Callable) -> Callable:
+    """Row provider for verl's `per_tensor_generator` (line a3): `gathered_weights` for DeepSeek-V3.
+
+    verl's needs expert tensor groups and configuration fields that core_r0.8.0 does not have, takes experts for single
+    modules, and leaves out the correction bias.
+    """
+
+    @functools.wraps(per_tensor_generator)
+    def generate(actor_module, model_config, *args, **kwargs):
+        if _ARCHITECTURE in (model_config.architectures or ()):
+            return gathered_weights(actor_module, model_config)
+        return per_tensor_generator(actor_module, model_config, *args, **kwargs)
+
+    return generate
+
+
+def weight_converters() -> dict[Any, Callable]:
+    """Row provider: the entry for verl's MODEL_WEIGHT_CONVERTER_REGISTRY, which `gathered_weights` has no use for."""
+    from verl.models.mcore.registry import SupportedModel
+
+    return {SupportedModel.DEEPSEEK_V3: lambda hf_config, mcore_config: None}
+
+
+def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """HF name and whole tensor of every weight, on every rank, in training's dtype; collective over all ranks."""
+    rank, layout = dist.get_rank(), layout_of_model(chunks)
+    inventory, library = inventory_and_library(chunks, hf_config, "a3")
+    held = train_tensors(chunks, inventory, layout, rank, library)
+    regions: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(regions, [tensor.region for tensor in held.values()])
+    holders: dict[str, dict[Region, int]] = {}
+    for holder, of_rank in enumerate(regions):
+        for region in of_rank:
+            holders.setdefault(region.name, {}).setdefault(region, holder)
+    device = next(chunks[0].parameters()).device
+    for parameter in inventory.parameters:
+        like = {"dtype": getattr(torch, parameter.dtype), "device": device}
+        whole, complete = torch.empty(parameter.shape, **like), Region(parameter.name, 0, 0, parameter.shape[0])
+        for region, holder in holders[parameter.name].items():
+            part = torch.empty(region.shape_in(parameter.shape), **like)
+            if holder == rank:
+                part.copy_(held[parameter.name].tensor)
+            dist.broadcast(part, holder)
+            part_of(whole, complete, region, parameter.shape).copy_(part)
+        yield parameter.name, whole
 
 
 def overlapping_ddp(original: type) -> type:

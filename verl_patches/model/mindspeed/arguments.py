@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
+
 from verl_patches.errors import ConfigError
 from verl_patches.values import leaves
 
@@ -144,18 +146,12 @@ _A, _O, _R, _M = "actor.megatron.", "actor.optim.", "recipe.train.", "model.grad
 SECTIONS = ("actor.megatron", "actor.optim", "ref.megatron", "model.gradient_checkpointing_kwargs", "recipe.train")
 
 
-class Refusal(NamedTuple):
-    """What a conversion returns in place of arguments: the reason."""
-
-    why: str
-
-
 class Key(NamedTuple):
-    """One row: how `key` is treated; `to` is an argument, or function(value, get) -> arguments or Refusal.
+    """One row: how `key` is treated; `to` is an argument, or function(value, get) -> arguments.
 
-    how: value (`to` VALUE), switch (`to` if true), convert (the function), verl (read by verl), ours (read by our own
-    rows), with (another key's conversion reads it), same (must equal the actor's), only (`to` is the tuple of accepted
-    values; others are refused with `why`).
+    how: value (`to` VALUE), switch (`to` if true), convert (the function; its ConfigError is the reason of a refusal),
+    verl (read by verl), ours (read by our own rows), with (another key's conversion reads it), same (must equal the
+    actor's), only (`to` is the tuple of accepted values; others are refused with `why`).
     """
 
     key: str
@@ -165,18 +161,18 @@ class Key(NamedTuple):
     default: Any = None
 
 
-def _experts(ep: int, get: Get) -> list[str] | Refusal:
+def _experts(ep: int, get: Get) -> list[str]:
     tp = get("actor.megatron.tensor_model_parallel_size")
     etp = _number(get("actor.megatron.expert_tensor_parallel_size"))
     if get("recipe.train.expert_split") == "tp_extend_ep":
         if etp not in (None, 1):
-            return Refusal(f"tp_extend_ep keeps experts whole: expert_tensor_parallel_size is 1, not {etp}")
+            raise ConfigError(f"tp_extend_ep keeps experts whole: expert_tensor_parallel_size is 1, not {etp}")
         if ep % tp:
-            return Refusal(f"with expert_split=tp_extend_ep it counts TP x EP ranks, a multiple of TP {tp}")
+            raise ConfigError(f"with expert_split=tp_extend_ep it counts TP x EP ranks, a multiple of TP {tp}")
         arguments = ["--expert-model-parallel-size", str(ep // tp)]
         return [*arguments, "--moe-tp-extend-ep"] if tp > 1 else arguments
     if etp not in (None, tp):
-        return Refusal(
+        raise ConfigError(
             f"Megatron core_r0.8.0 cuts each expert by TP {tp}, not by expert_tensor_parallel_size {etp}; "
             "whole experts over TP x EP ranks are recipe.train.expert_split=tp_extend_ep"
         )
@@ -189,44 +185,44 @@ def _layers(counts: list[int] | None, get: Get) -> list[str]:
     return ["--num-layer-list", ",".join(map(str, counts))]
 
 
-def _sequence_parallel(on: bool, get: Get) -> list[str] | Refusal:
+def _sequence_parallel(on: bool, get: Get) -> list[str]:
     tp = get("actor.megatron.tensor_model_parallel_size")
     if tp > 1 and not on:
-        return Refusal(
+        raise ConfigError(
             "without it MindSpeed-LLM's MLA loses part of the rotary key's gradient under TP, and its "
             "router takes each token TP times"
         )
     return ["--sequence-parallel"] if tp > 1 else []
 
 
-def _packing(on: bool, get: Get) -> list[str] | Refusal:
+def _packing(on: bool, get: Get) -> list[str]:
     if not on and get("recipe.train.router_bias_update_rate"):
-        return Refusal("padding would count as tokens of its experts: set recipe.train.router_bias_update_rate=0")
+        raise ConfigError("padding would count as tokens of its experts: set recipe.train.router_bias_update_rate=0")
     return []
 
 
-def _context(size: int, get: Get) -> list[str] | Refusal:
+def _context(size: int, get: Get) -> list[str]:
     if size == 1:
         return ["--variable-seq-lengths"]
     if not get("recipe.train.use_remove_padding"):
-        return Refusal("parts are those of packed sequences: set recipe.train.use_remove_padding=true")
+        raise ConfigError("parts are those of packed sequences: set recipe.train.use_remove_padding=true")
     tokens = get("rollout.response_length") + get("rollout.prompt_length")
     if tokens % size:
-        return Refusal(f"MindSpeed-LLM wants prompt + response, {tokens} tokens, to be a multiple of it")
+        raise ConfigError(f"MindSpeed-LLM wants prompt + response, {tokens} tokens, to be a multiple of it")
     if get("recipe.train.routing_replay"):
-        return Refusal(
+        raise ConfigError(
             "a rank would record the experts of its own part of a micro batch, which is another one in the update: set "
             "recipe.train.routing_replay=null"
         )
     return ["--context-parallel-size", str(size), "--context-parallel-algo", "ulysses_cp_algo"]
 
 
-def _recompute(on: bool, get: Get) -> list[str] | Refusal:
+def _recompute(on: bool, get: Get) -> list[str]:
     if not on:
         return []
     values = {name: get(f"{_M}activations_checkpoint_{name}") for name in ("granularity", "method", "num_layers")}
     if not values["granularity"]:
-        return Refusal("activations_checkpoint_granularity must be full or selective")
+        raise ConfigError("activations_checkpoint_granularity must be full or selective")
     given = {f"--recompute-{name.replace('_', '-')}": value for name, value in values.items() if value is not None}
     return [word for argument, value in given.items() for word in (argument, str(value))]
 
@@ -236,33 +232,35 @@ def _fused_linear_wgrad(on: bool, get: Get) -> list[str]:
     return [] if on else ["--no-gradient-accumulation-fusion"]
 
 
-def _swap(on: bool, get: Get) -> list[str] | Refusal:
+def _swap(on: bool, get: Get) -> list[str]:
     if on and get("recipe.dtype") == "fp32":
-        return Refusal("MindSpeed makes no states for fp32 weights in its swap (swap_optimizer.py:562): use bf16")
+        raise ConfigError("MindSpeed makes no states for fp32 weights in its swap (swap_optimizer.py:562): use bf16")
     if on and get("actor.megatron.optimizer_offload"):
-        return Refusal(
+        raise ConfigError(
             "the states are on the host already, and verl's optimizer_offload looks for them on the device: "
             "set actor.megatron.optimizer_offload=false"
         )
     if on and not get("actor.megatron.use_distributed_optimizer"):
-        return Refusal("MindSpeed's swap is a distributed optimizer: set actor.megatron.use_distributed_optimizer=true")
+        raise ConfigError(
+            "MindSpeed's swap is a distributed optimizer: set actor.megatron.use_distributed_optimizer=true"
+        )
     return ["--swap-optimizer"] if on else []
 
 
-def _bucket(parameters: int | None, get: Get) -> list[str] | Refusal:
+def _bucket(parameters: int | None, get: Get) -> list[str]:
     if parameters is None:
         return []
     if not get("recipe.train.grad_overlap"):
-        return Refusal("without recipe.train.grad_overlap all gradients are one bucket")
+        raise ConfigError("without recipe.train.grad_overlap all gradients are one bucket")
     return ["--ddp-bucket-size", str(parameters)]
 
 
-def _schedule(style: str, get: Get) -> list[str] | Refusal:
+def _schedule(style: str, get: Get) -> list[str]:
     steps, lr = get("actor.optim.total_training_steps"), float(get("actor.optim.lr"))
     ratio, warmup = get("actor.optim.lr_warmup_steps_ratio") or 0.0, _number(get("actor.optim.lr_warmup_steps"))
     warmup = warmup if warmup is not None and warmup >= 0 else int(ratio * max(steps, 0))
     if steps > 0 and warmup >= steps:
-        return Refusal(f"{warmup} warm-up steps leave nothing of {steps}")
+        raise ConfigError(f"{warmup} warm-up steps leave nothing of {steps}")
     total = max(steps, warmup + 1)  # -1 until verl's trainer knows it
     minimum = lr * (get("actor.optim.min_lr_ratio") or 0.0)
     words = f"--lr-warmup-iters {warmup} --min-lr {minimum!r} --train-iters {total} --lr-decay-iters {total}"
@@ -334,7 +332,7 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "max_skipped_steps", "ours", None, "in a row, for NaN gradients (worker/step_guard.py)", 3),
     Key(_R + "grouped_gemm", "only", (None, True),
         "weights go by MindSpeed's stacked experts (weight1, weight2), which the grouped GEMM has; one module an "
-        "expert has other names (model/mindspeed/weights.py)"),
+        "expert has other names (model/weights.py)"),
     Key(_R + "fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED, True),
     Key(_R + "fused_swiglu", "switch", "--use-fused-swiglu", _FUSED, True),
     Key(_R + "fused_rope", "switch", "--use-fused-rotary-pos-emb", _FUSED, True),
@@ -384,7 +382,7 @@ def explain(config: Any, hf_config: Mapping[str, Any] | None = None) -> list[Set
     `config`: the whole configuration or its `actor_rollout_ref`. With `hf_config` (config.json as a mapping) the
     model's rows too. `arguments_of` turns the rows into a command line, or refuses.
     """
-    section = _plain(config)
+    section = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
     if "actor_rollout_ref" in section:
         section = {**section["actor_rollout_ref"], "recipe": section["recipe"]}
     given = dict(leaves(section, ends=lambda key: key.endswith("override_transformer_config")))
@@ -419,18 +417,12 @@ def _explain(row: Key, get: Get) -> Setting:
     if row.how == "only":
         return setting("mapped", why=f"as it must be: {row.why}") if value in row.to else setting("refused")
     if row.how == "convert":
-        found = row.to(value, get)
-        return setting("refused", why=found.why) if isinstance(found, Refusal) else setting("mapped", *found)
+        try:
+            return setting("mapped", *row.to(value, get))
+        except ConfigError as error:
+            return setting("refused", why=str(error))
     if row.how == "switch":
         return setting("mapped", row.to) if value else setting("mapped")
     if value is None:
         return setting("refused", why=f"{row.to} needs a value")
     return setting("mapped", row.to, str(value))
-
-
-def _plain(config: Any) -> Mapping[str, Any]:
-    if isinstance(config, Mapping):
-        return config
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(config, resolve=True)
