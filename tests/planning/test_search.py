@@ -11,7 +11,7 @@ from verl_patches.config.compose import CONFIGS_DIR, compose, model_shape_of
 from verl_patches.errors import ConfigError
 from verl_patches.planning import search as search_module
 from verl_patches.planning.expected import A3_SEEN_BYTES
-from verl_patches.planning.memory_plan import followed_peaks, recompute_keys
+from verl_patches.planning.memory_plan import followed_peaks, recomputation, recompute_keys
 from verl_patches.planning.plan import build_plan, patch_table
 from verl_patches.planning.search import (
     GRAPHS,
@@ -23,7 +23,7 @@ from verl_patches.planning.search import (
     seats_keys,
     train_keys,
 )
-from verl_patches.planning.step_plan import Workload, recomputed_layers, step_sections
+from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
@@ -109,11 +109,11 @@ def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies, layers):
     model, on = model_shape_of(config), rows_on(config)
     for row in search(config, on, dies, Workload(), top=2):
         listed = compose("grpo_deepseekv3_128die", row["overrides"])
-        assert recomputed_layers(listed) == row["recompute_layers"] and model.num_hidden_layers == layers
-        assert followed_peaks(listed, model, on)["peak_bytes"] == row["peak_bytes"] <= A3_SEEN_BYTES
+        assert recomputation(listed)[0] == row["recompute_layers"] and model.num_hidden_layers == layers
+        assert followed_peaks(listed, on)["peak_bytes"] == row["peak_bytes"] <= A3_SEEN_BYTES
         if fewer := row["recompute_layers"]:  # one less does not fit
             less = changed(listed, recompute_keys(fewer - 1))
-            assert followed_peaks(less, model, on)["peak_bytes"] > A3_SEEN_BYTES
+            assert followed_peaks(less, on)["peak_bytes"] > A3_SEEN_BYTES
     assert {row["recompute_layers"] for row in search(config, on, dies, Workload(), top=4)} != {layers}
 
 

@@ -85,7 +85,7 @@ def build_plan(
     sections = dict.fromkeys(("step", "traffic", "ports"))
     if train and rollout and all(ok[name] for name in _SIZED):
         on = [row["id"] for row in patches if row["on"]]
-        memory = memory_plan(config, model, on)
+        memory = memory_plan(config, on)
         checks += [_memory(memory), *_host_memory(memory)]
         if ok.get("weight sync", True):
             sections = step_sections(config, on, workload)
@@ -190,7 +190,7 @@ def commands(config: DictConfig, config_name: str, overrides: Sequence[str], tre
 
 def peak_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
     """Modelled bytes of the worst rank at the peak of a step, in the order that the run follows."""
-    return followed_peaks(config, model_shape_of(config), _on(config, rows))["peak_bytes"]
+    return followed_peaks(config, _on(config, rows))["peak_bytes"]
 
 
 def host_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
@@ -200,7 +200,7 @@ def host_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
     Ray's object store come on top.
     """
     of_node = states_bytes if config.recipe.platform in NO_DEVICE else pinned_bytes
-    return of_node(config, model_shape_of(config), _on(config, rows))
+    return of_node(config, _on(config, rows))
 
 
 def _on(config: DictConfig, rows: Iterable[PatchSpec]) -> list[str]:

@@ -98,11 +98,10 @@ def nearest_preset(
             config = compose(name)
         except ConfigError:
             continue  # what presets share is no config by itself
-        model = model_shape_of(config)
-        short = exceeding(followed_peaks(config, model, rows)["phases"])
-        pinned = pinned_bytes(config, model, rows)
+        short = exceeding(followed_peaks(config, rows)["phases"])
+        pinned = pinned_bytes(config, rows)
         if all(check.ok for check in check_config(config)) and not short and pinned <= (host_bytes or pinned):
-            return name, sizes[name], model.num_hidden_layers
+            return name, sizes[name], model_shape_of(config).num_hidden_layers
     return None
 
 
