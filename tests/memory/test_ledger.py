@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.errors import ConfigError
 from verl_patches.memory.ledger import Ledger, MemoryLedgerError, memory_of_process, memory_of_step, said_of
 from verl_patches.memory.measure import held_bytes, optimizer_full_bytes, optimizer_tensors
 from verl_patches.memory.schedule import SCHEDULE, make_schedule
@@ -150,19 +149,6 @@ def test_a_group_that_varies_may_stay_until_the_schedule_releases_it():
     for phase in ("wake_kv", "update"):  # left by the step before
         with pytest.raises(MemoryLedgerError, match=r"tensor_cache .* holds 3 bytes, expected 0"):
             ledger.enter(phase)
-
-
-@pytest.mark.parametrize(("use", "words"), [
-    (lambda ledger: ledger.register("gards", int), "'gards' is none of actor_params"),
-    (lambda ledger: ledger.register("grads", int), "'grads' is registered already"),
-    (lambda ledger: ledger.enter("upadte"), "has no phase 'upadte'"),
-    (lambda ledger: Ledger(SCHEDULE, action="warn"), "expected one of report, strict"),
-])  # fmt: skip
-def test_wrong_use_is_refused(use, words):
-    ledger = Ledger(SCHEDULE)
-    ledger.register("grads", lambda: 0)
-    with pytest.raises(ConfigError, match=words):
-        use(ledger)
 
 
 def test_storages_count_once_and_only_on_the_device():
