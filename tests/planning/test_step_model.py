@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_patches.layout.flops import forward_flops, layer_sizes
+from verl_patches.layout.flops import forward_flops
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.layout.sharding import local_parameters, static_bytes
@@ -32,8 +32,6 @@ from verl_patches.planning.step_model import (
     verl_sync,
 )
 
-PUBLISHED_S = {"rollout": 318.27, "ref": 104.7, "reward": 13.7, "advantage": 0.188, "update": 328.8, "reshard": 11.18}
-PUBLISHED_S |= {"offload": 24.45}
 # the phases that each constant may move, and no others
 MOVES = {
     "train_efficiency": {"ref", "update"},
@@ -54,21 +52,14 @@ def total(run, constants=FITTED):
 # the published rows
 
 
-def test_the_published_run_is_predicted_within_5_percent_and_its_long_phases_within_10():
-    found = step_time(published(), FITTED)
-    assert set(found) == set(PHASES) and found["old_log_prob"] == 0
-    assert abs(sum(found.values()) / sum(PUBLISHED_S.values()) - 1) < 0.05
-    for phase, seconds in PUBLISHED_S.items():
-        assert seconds < 20 or abs(found[phase] / seconds - 1) < 0.10, phase
-    assert tokens_per_s_per_die(published(), calibration.TOTAL_S) * 2 == pytest.approx(250.2, rel=1e-6)
-
-
-def test_every_row_is_within_5_percent_also_those_that_fix_nothing():
+def test_every_published_row_is_predicted_within_5_percent_also_those_that_fix_nothing():
+    assert set(step_time(published(), FITTED)) == set(PHASES)
     found = {row["row"]: row["error"] for row in errors()}
     assert len(found) == len(ROWS) and max(abs(error) for error in found.values()) < 0.05
     assert sum(row.fixes is None for row in ROWS) >= 10 and set(MOVES) == {field.name for field in fields(FITTED)}
     wrong = replace(FITTED, train_efficiency=0.25)  # the control
     assert max(abs(row["error"]) for row in errors(wrong)) > 0.1
+    assert tokens_per_s_per_die(published(), calibration.TOTAL_S) * 2 == pytest.approx(250.2, rel=1e-6)
 
 
 @pytest.mark.parametrize("constant", MOVES)
@@ -92,15 +83,6 @@ def test_the_modelled_bytes_are_the_quoted_ones():
 # sizes and FLOPs
 
 
-def test_layer_sizes_are_those_of_deepseek_v3():
-    moe = layer_sizes(published().model, True, "mindspeed")
-    assert moe.expert == moe.shared == 44_040_192
-    assert moe.split + moe.whole == 187_107_328 + 256 * 7168 + 2 * 7168  # attention, router, norms
-    dense = layer_sizes(published().model, False, "mindspeed")
-    assert (dense.expert, dense.shared) == (0, 0)
-    assert dense.split + dense.whole == 187_107_328 + 1_189_085_184 // 3 + 2 * 7168
-
-
 @pytest.mark.parametrize(("side", "library"), [("train", "mindspeed"), ("rollout", "vllm-ascend"), ("rollout", "vllm")])
 def test_elements_of_a_stage_are_those_of_the_sharding(side, library):
     run = published()
@@ -112,14 +94,6 @@ def test_elements_of_a_stage_are_those_of_the_sharding(side, library):
         assert dense + routed == pytest.approx(trained, rel=1e-5)  # but for the final norm
     if side == "train":
         assert 4 * (dense + routed) == pytest.approx(static_bytes(inventory, layout, 255).grad_bytes, rel=1e-5)
-
-
-def test_forward_flops_are_two_a_parameter_and_token_and_scores_grow_with_the_length():
-    model, tokens = published().model, 1000
-    active = 37_552_297_472 - 926_679_040  # the embedding is looked up
-    assert forward_flops(model, tokens, 0) == pytest.approx(2 * active * tokens, rel=1e-3)
-    at_4k, at_8k = (forward_flops(model, tokens, length) / (2 * active * tokens) for length in (4096, 8192))
-    assert 1.05 < at_4k < 1.2 and at_8k - 1 == pytest.approx(2 * (at_4k - 1), rel=0.02)
 
 
 def test_training_flops_of_a_step_take_the_share_of_the_dies_that_is_stated():

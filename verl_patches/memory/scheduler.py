@@ -45,7 +45,7 @@ class Scheduler:
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Make the moves before the work of `phase`; first ends the phase before it, also after an error.
 
-        `by_vllm` is called once, in place of the moves that vLLM makes. ConfigError for an unknown phase.
+        `by_vllm` is called once, in place of the moves that vLLM makes. KeyError for an unknown phase.
         """
         enter = self.schedule.phase(phase).enter
         self.end()
