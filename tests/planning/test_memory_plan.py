@@ -60,12 +60,8 @@ def test_the_followed_order_depends_on_the_rows_that_are_on():
     assert back["orders"][1]["peak_bytes"] > back["hbm_bytes"]  # the cache comes before training weights have gone
     gathered, direct = (plan(BIG, rows=rows)["orders"][2]["phases"][0]["bytes"] for rows in (("memory.order",), ON))
     assert gathered["reshard_buffers"] != direct["reshard_buffers"]
-    rows = (*ON, "memory.sleep_mode")
-    eager = "graphs=false multistream_mla=false multistream_moe=false view_optimize=true".split()
-    for own in (plan(BIG, *(f"recipe.rollout.ascend.{option}" for option in eager), rows=rows), plan(BIG, rows=rows)):
-        assert own["followed"] == "ours" and len(own["orders"]) == 2
-    kept = plan(BIG, BY_VLLM, "recipe.weight_sync.enabled=false", rows=rows)
-    assert kept["followed"] == "ours, with vLLM's sleep mode"  # weights that no sync brings again are copied
+    own = plan(BIG, rows=(*ON, "memory.sleep_mode"))
+    assert own["followed"] == "ours" and len(own["orders"]) == 2
 
 
 def bytes_of(group, *overrides, **options):
