@@ -122,26 +122,22 @@ def test_a_host_copy_is_found_in_all_of_its_pieces():
     assert torch.equal(storage.on_host(place.dtype, place.shape, place.stride(), at), expected)
 
 
-def test_the_summary_of_a_step_is_that_of_the_busiest_rank():
-    one = [
-        record("load", "actor_params", 100, copied_bytes=100),
-        record("alloc", "grads", 200),
-        record("offload", "actor_params", 100, copied_bytes=100),
-    ]
-    other = [record("load", "actor_params", 60, copied_bytes=120, host_allocations=2, host_bytes=60, peak_bytes=7)]
-    found = offload_of_step([one, other])
+def test_the_summary_of_a_step_is_that_of_the_busiest_rank_and_lists_orders_of_moves_once():
+    load = record("load", "actor_params", 100, copied_bytes=100)
+    alloc, back, empty = (
+        record(*each) for each in (("alloc", "grads", 200), ("offload", "actor_params", 100), ("empty_cache", "", 0))
+    )
+    back["copied_bytes"] = 100
+    other = record("load", "actor_params", 60, copied_bytes=120, host_allocations=2, host_bytes=60, peak_bytes=7)
+    found = offload_of_step([[load, alloc, back], [other], [other]])
     assert found["moves"]["load actor_params"] == {"count": 1, "bytes": 100, "copied_bytes": 100}
-    assert found["to_device_bytes"] == {"max": 120, "mean": 110} and found["to_host_bytes"] == {"max": 100, "mean": 50}
+    assert found["sequences"] == [["load actor_params", "alloc grads", "offload actor_params"], ["load actor_params"]]
+    assert found["to_device_bytes"] == {"max": 120, "mean": 113} and found["to_host_bytes"] == {"max": 100, "mean": 33}
     assert found["copies_per_byte"] == 2 and (found["host_allocations"], found["host_bytes"]) == (2, 60)
-    assert found["swap_peak_bytes"] == 7 and offload_of_step([[], []]) is None
-
-
-def test_orders_of_moves_are_listed_once():
-    load, empty = record("load", "actor_params", 1), record("empty_cache", "", 0)
+    assert found["swap_peak_bytes"] == 7 and offload_of_step([[], []]) is offload_of_step([[empty]]) is None
     found = offload_of_step([[load, load, empty], [empty, empty, load], [load, empty]])
     orders = [["load actor_params", "empty_cache"], ["empty_cache", "empty_cache", "load actor_params"]]
     assert found["sequences"] == orders and found["moves"]["load actor_params"]["count"] == 2
-    assert offload_of_step([[empty]]) is None
 
 
 def test_a_move_without_bytes_is_not_recorded():

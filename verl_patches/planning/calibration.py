@@ -119,10 +119,10 @@ ROWS = (
 
 def errors(constants: Constants = FITTED) -> list[dict[str, Any]]:
     """[{row, quoted_s, modelled_s, error, fixes}] of all rows; error is a share of the quoted figure."""
-    found = []
+    figures = []
     for row in ROWS:
         modelled = row.predict(constants)
         error = modelled / row.quoted_s - 1
         values = {"quoted_s": row.quoted_s, "modelled_s": round(modelled, 4), "error": round(error, 4)}
-        found.append({"row": row.name, **values, "fixes": row.fixes})
-    return found
+        figures.append({"row": row.name, **values, "fixes": row.fixes})
+    return figures

@@ -244,7 +244,7 @@ def host_bytes(
     if swapped:
         on_host.add("optimizer")
     groups = ("actor_params", "ref_params", "optimizer", "rollout_weights")
-    found = {group: sizes[group] for group in groups if group in on_host}
+    copies = {group: sizes[group] for group in groups if group in on_host}
     if saves:
-        found["checkpoint"] = sum(sizes[group] for group in ("actor_params", "optimizer") if group not in on_host)
-    return {group: size for group, size in found.items() if size}
+        copies["checkpoint"] = sum(sizes[group] for group in ("actor_params", "optimizer") if group not in on_host)
+    return {group: size for group, size in copies.items() if size}

@@ -159,7 +159,7 @@ def _choices(config: DictConfig, setting: Setting) -> dict[str, list[tuple[dict[
     longest = config.data.max_prompt_length + config.data.max_response_length
     train, number = setting.train, setting.inventory.model.num_hidden_layers
     layers = max(len(train.stage_layers(stage, number)) for stage in range(train.pp))
-    found = {
+    choices = {
         "update": [
             (recompute_keys(number), {"recompute_layers": number, "recompute_together": 1})
             for number in range(layers + 1)
@@ -169,8 +169,8 @@ def _choices(config: DictConfig, setting: Setting) -> dict[str, list[tuple[dict[
         key = f"actor_rollout_ref.{side}.log_prob_micro_batch_size_per_gpu"
         given = OmegaConf.select(config, key) or 1
         halves = [given >> n for n in range(given.bit_length())]
-        found[phase] = [({key: size}, {tokens: size * longest}) for size in halves]
-    return found
+        choices[phase] = [({key: size}, {tokens: size * longest}) for size in halves]
+    return choices
 
 
 def recompute_keys(layers: int) -> dict[str, Any]:
@@ -216,14 +216,14 @@ def _inventory(model: ModelShape, dtype: str) -> Inventory:
 
 
 def _not_modelled(setting: Setting, npu: bool, graphs: int) -> list[str]:
-    found = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
+    parts = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
     if setting.passes is None:
-        found.append("activations (line a3 only)")
+        parts.append("activations (line a3 only)")
     if npu:
-        found.append(f"{graphs} captured graphs of the rollout engine (its activations: in gpu_memory_utilization)")
+        parts.append(f"{graphs} captured graphs of the rollout engine (its activations: in gpu_memory_utilization)")
     else:
-        found.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
-    return found
+        parts.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
+    return parts
 
 
 def _communicators(config: DictConfig, model: ModelShape) -> list[dict[str, Any]]:

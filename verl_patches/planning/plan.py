@@ -144,15 +144,15 @@ def engine_checks(config: DictConfig) -> list[Check]:
 def _ranks(
     layout: ParallelLayout, axes: tuple[str, ...], experts: int | None, rest_on_last: bool = False
 ) -> list[dict[str, Any]]:
-    found = []
+    entries = []
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         entry: dict[str, Any] = {"rank": rank, **{axis: getattr(place, axis) for axis in axes}}
         if experts is not None:
             held = layout.local_experts(rank, experts, rest_on_last)
             entry["experts"] = [held.start, held.stop - 1]
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str, Any]]:
@@ -172,20 +172,20 @@ def commands(config: DictConfig, config_name: str, overrides: Sequence[str], tre
     `ray start` gets this checkout and the upstream trees (the same paths on every node) before the node's own
     PYTHONPATH: its workers import verl_patches, and without trees they import the image's upstream packages.
     """
-    found, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
+    lines, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
     places = [str(environment.REPOSITORY), *map(str, trees.folders)]
     here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))}${{PYTHONPATH:+:$PYTHONPATH}} "
     if config.recipe.ray_address is not None:
         device = {"NPU" if config.trainer.device == "npu" else "GPU": dies}
-        found.append(("head node", here + shlex.join(ray_start("HEAD", "HEAD", True, device))))
+        lines.append(("head node", here + shlex.join(ray_start("HEAD", "HEAD", True, device))))
         if nodes > 1:
             other = shlex.join(ray_start("HEAD", "NODE", False, device))
-            found.append((f"each of the other {nodes - 1} nodes", here + other))
+            lines.append((f"each of the other {nodes - 1} nodes", here + other))
     train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *trees.option, *overrides]
-    found.append(("head node" if found else "this machine", here + shlex.join(train)))
+    lines.append(("head node" if lines else "this machine", here + shlex.join(train)))
     driver = shlex.join(driver_command(environment.run_dir(config) / environment.COMPOSED))
-    found.append(("started by the last one, not to be typed", driver))
-    return [{"where": where, "command": command} for where, command in found]
+    lines.append(("started by the last one, not to be typed", driver))
+    return [{"where": where, "command": command} for where, command in lines]
 
 
 def peak_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:

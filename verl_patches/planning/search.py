@@ -190,7 +190,7 @@ def _best_pairs(
 
 def train_sides(run: StepInput, passes: Passes, dies: int) -> list[Side]:
     """Training layouts that split the model and the batch and fit a die, with the fewest recomputed layers."""
-    model, found = run.model, []
+    model, sides = run.model, []
     for tp, pp, ep in train_sizes(model, dies):
         layers = balanced_layers(model, pp)
         if min(layers) == 0:
@@ -215,8 +215,8 @@ def train_sides(run: StepInput, passes: Passes, dies: int) -> list[Side]:
                 updates = train_keys(tp, pp, ep, layers)
                 updates["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] = micro
                 fastest = Side(updates, seconds, params + states, states)
-        found += [fastest] if fastest else []
-    return found
+        sides += [fastest] if fastest else []
+    return sides
 
 
 def _states_bytes(run: StepInput, layout: ParallelLayout, dense: float, routed: float) -> float:
@@ -274,7 +274,7 @@ def expert_splits(model: ModelShape, ranks: int) -> list[int]:
 
 def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
     """Rollout layouts whose weights and KV cache of at least one response a replica fit, in any order."""
-    model, found = run.model, []
+    model, sides = run.model, []
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization * A3_SEEN_BYTES
     longest = run.lengths.prompt + run.lengths.longest
     size = DTYPE_BYTES[model.torch_dtype]
@@ -300,8 +300,8 @@ def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
                 updates |= of_seats
             if (config.recipe.logprob_check.sequences or 0) % (dies // tp):
                 updates["recipe.logprob_check.sequences"] = None  # one a replica
-            found.append(Side(updates, seconds, weights, weights + kv / 2))  # settings_that_fit keeps half
-    return found
+            sides.append(Side(updates, seconds, weights, weights + kv / 2))  # settings_that_fit keeps half
+    return sides
 
 
 def seats_keys(config: DictConfig, seats: int) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants)
     tokens = micro_batch * length
     passes = {moe: _layer_s(run, moe, tokens, length, constants) for moe in (False, True)}
     row = model.hidden_size * DTYPE_BYTES[model.torch_dtype] * tokens / layout.tp / layout.cp
-    found = []
+    of_stages = []
     for stage in range(layout.pp):
         seconds = network_s(row) * (2 if train else 1) if layout.pp > 1 else 0.0
         for number, layer in enumerate(layout.stage_layers(stage, model.num_hidden_layers)):
@@ -263,8 +263,8 @@ def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants)
             head = compute_s(flops, constants.train_efficiency)
             logits = memory_s(HEAD_PASSES * 4 * tokens * model.vocab_size / layout.tp / layout.cp)
             seconds += (3 * head + 2 * logits) if train else head + logits
-        found.append(seconds)
-    return found
+        of_stages.append(seconds)
+    return of_stages
 
 
 def padded_length(run: StepInput, micro_batch: int) -> float:
