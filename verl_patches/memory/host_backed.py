@@ -46,17 +46,17 @@ class HostBackedStorage:
 
     def check(self, tensor: torch.Tensor) -> None:
         """RecipeError unless `tensor` lies in this storage, and the storage has the size that was set here."""
-        found, expected = tensor.untyped_storage(), 0 if self.offloaded else self.size_bytes
-        if found._cdata != self.storage._cdata:
+        storage, expected = tensor.untyped_storage(), 0 if self.offloaded else self.size_bytes
+        if storage._cdata != self.storage._cdata:
             raise RecipeError(
                 f"offload: {self.name}: expected the storage that was there before, of {self.size_bytes:,} bytes, "
-                f"found another one of {found.nbytes():,} bytes on {found.device}: other code has replaced it"
+                f"found another one of {storage.nbytes():,} bytes on {storage.device}: other code has replaced it"
             )
-        if found.nbytes() != expected:
+        if storage.nbytes() != expected:
             state = "which is offloaded" if self.offloaded else "which is on the device"
             raise RecipeError(
                 f"offload: {self.name}, {state}: expected a storage of {expected:,} bytes, found "
-                f"{found.nbytes():,}: other code has resized it"
+                f"{storage.nbytes():,}: other code has resized it"
             )
 
     def offload(self, copy: bool) -> None:

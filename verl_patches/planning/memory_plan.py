@@ -183,12 +183,6 @@ def recompute_keys(layers: int) -> dict[str, Any]:
     return {checkpointing: True, **{prefix + name: value for name, value in kwargs.items()}}
 
 
-def too_much(plan: dict[str, Any]) -> list[str]:
-    """`exceeding` of the followed order of a `memory_plan`."""
-    (order,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
-    return [] if plan["hbm_bytes"] is None else exceeding(order["phases"])
-
-
 def exceeding(phases: Iterable[dict[str, Any]]) -> list[str]:
     """Of phases that a die does not hold: one sentence for those of one die with the same largest terms.
 

@@ -22,7 +22,7 @@ from verl_patches.config.ray_start import ray_start
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.planning.memory_plan import followed_peaks, memory_plan, pinned_bytes, states_bytes, too_much
+from verl_patches.planning.memory_plan import exceeding, followed_peaks, memory_plan, pinned_bytes, states_bytes
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
@@ -111,10 +111,11 @@ def _verl(line: str, trees: Trees) -> Check:
 
 def _memory(plan: dict[str, Any]) -> Check:
     """The memory plan as a check of the dry run; it does not refuse a start, as it is a model with assumptions."""
-    if short := too_much(plan):
-        return Check("memory", False, f"modelled: {'; '.join(short)}")
     if plan["hbm_bytes"] is None:
         return Check("memory", True, "modelled, with no die to compare with on this platform")
+    (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
+    if short := exceeding(followed["phases"]):
+        return Check("memory", False, f"modelled: {'; '.join(short)}")
     return Check("memory", True, f"modelled: no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die")
 
 
