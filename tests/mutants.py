@@ -131,9 +131,9 @@ MUTANTS = (
            "(layout.dp * layout.cp)", "layout.dp", Tests("layout/test_sharding.py")),
     # memory
     Mutant("memory-schedule-every-move-counts", "memory/schedule.py",
-           "does = loads != (move.group in now)", "does = True", SCHEDULE),
+           "does = size > 0 and loads != (move.group in now)", "does = size > 0", SCHEDULE),
     Mutant("memory-schedule-peak-of-the-first-step-only", "memory/schedule.py",
-           "highest = max(moment, before, key=lambda each: each.peak_bytes)", "highest = before", SCHEDULE),
+           "highest = max(moment, first[name], key=lambda each: each.peak_bytes)", "highest = first[name]", SCHEDULE),
     Mutant("ledger-growth-past-full", "memory/ledger.py",
            "(there and entry.grows and held < wanted)", "(there and entry.grows)", LEDGER),
     Mutant("ledger-variable-bytes-never-leave", "memory/ledger.py",

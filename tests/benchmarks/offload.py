@@ -47,7 +47,7 @@ def count(functions: str) -> list[dict[str, Any]]:
     from verl_patches.memory.schedule import SCHEDULE, simulate
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    job.found([])  # starts Megatron
+    job.failures([])  # starts Megatron
     chunks, optimizer = job.trained(torch.bfloat16)
     reference = [torch.nn.Linear(40, 50)]
     job.step(chunks, optimizer, 0)

@@ -9,18 +9,18 @@ import pytest
 from loop_runs import OFFLOAD, ROOT, hook
 
 from tests.memory.test_schedule import moves_of_a_step
+from tests.planning.test_expected import padding_bytes
 from verl_patches.evaluation.plots import memory_figure
 from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency, staying
-from verl_patches.planning.expected import Setting, group_bytes, padding_bytes
+from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency
+from verl_patches.planning.expected import Setting, group_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STRICT = ("--steps", "2", "recipe.memory.ledger=strict", *OFFLOAD)
 PROFILE = ("recipe.profile.steps=[2]", "recipe.profile.ranks=[1]", "recipe.profile.phases=[update]")
 TINY = read_model_shape(ROOT / "configs/model/deepseekv3_tiny.json")
 MODEL = build_inventory(replace(TINY, torch_dtype="float32"))
-STAYS = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True, own_sleep_mode=True)
 TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
 LATER = {"free ref_params": "", "free grads": "free grads, free ref_params"}  # the reference stays for the update
 
@@ -36,10 +36,10 @@ def one_changed():
 def assert_carried_out(run):
     """Simulated and executed are one table; training weights are copied once a direction."""
     first, second = (step["offload"] for step in run.steps)
-    done = moves_of_a_step(SCHEDULE, STAYS, TRAINING)
+    done = moves_of_a_step(SCHEDULE, (), TRAINING)
     assert second["sequences"] == [done]
     assert first["sequences"][0][:2] == ["load actor_params", "free actor_params"]  # nothing has written to them yet
-    assert moves_of_a_step(one_changed(), STAYS, TRAINING) not in second["sequences"]  # negative control
+    assert moves_of_a_step(one_changed(), (), TRAINING) not in second["sequences"]  # negative control
     for way in ("load", "offload"):
         moved = second["moves"][f"{way} actor_params"]
         assert moved["count"] == 1 and moved["copied_bytes"] == moved["bytes"] > 0
@@ -49,18 +49,18 @@ def assert_carried_out(run):
 
 def assert_as_planned(run, library):
     layouts = [parse_layout(run.summary["layout"][side]) for side in ("train", "rollout")]
-    expected = residency(SCHEDULE, STAYS)
+    expected = residency(SCHEDULE)
     assert all("rollout_weights" not in expected[name] for name in ("sleep", "old_log_prob", "ref", "update"))
     memory = run.steps[1]["memory"]
     assert run.summary["exit"] == "ok" and all(s["memory"]["violations"]["count"] == 0 for s in run.steps)
     assert set(memory["phases"]) == {"reshard", "wake_kv", "rollout", "sleep", "old_log_prob", "ref", "update"}
     for name, found in memory["phases"].items():
-        setting = Setting(library, kv_bytes=1, absorbed_copies=library == "mindspeed")
-        planned = group_bytes(MODEL, *layouts, found["rank"], setting)
+        setting = Setting(MODEL, *layouts, library, absorbed_copies=library == "mindspeed")
+        planned = group_bytes(setting, found["rank"])
         for group in ("rollout_weights", "ref_params"):  # one tensor a parameter: no alignment
             assert found["bytes"][group] == planned[group] * (group in expected[name]), (name, group)
         for group in ("actor_params", "grads", "optimizer"):
-            there, bound = group in expected[name], padding_bytes(MODEL, layouts[0], found["rank"], library, 4)
+            there, bound = group in expected[name], padding_bytes(setting, found["rank"])
             seen = found["bytes"][group]
             spare = 2 * bound if group == "optimizer" else bound  # two moments a value
             assert abs(seen - planned[group]) <= spare if there else seen == 0, (name, group)

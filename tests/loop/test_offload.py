@@ -3,7 +3,7 @@
 import pytest
 from loop_runs import OFFLOAD
 
-from verl_patches.memory.schedule import schedule_followed, simulate, staying
+from verl_patches.memory.schedule import SCHEDULE, simulate
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STRICT = ("--steps", "2", "recipe.memory.ledger=strict")
@@ -22,11 +22,9 @@ def assert_one_copy_and_no_new_host_memory(run, line):
     assert moves["free grads"]["copied_bytes"] == moves["free ref_params"]["copied_bytes"] == 0
     assert "offload ref_params" not in moves and "free actor_params" not in moves  # they stay after old_log_prob
     assert moves["load optimizer"] == moves["offload optimizer"]
-    stays = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True, own_sleep_mode=True)
     sizes = run.steps[1]["memory"]["phases"]["update"]["bytes"]
     sizes = {**sizes, "ref_params": run.steps[1]["memory"]["phases"]["ref"]["bytes"]["ref_params"]}
-    schedule = schedule_followed(skip_old_log_prob=False, own_sleep_mode=True)
-    moments = simulate(schedule, sizes, stays).values()
+    moments = simulate(SCHEDULE, sizes).values()
     for way in ("to_device_bytes", "to_host_bytes"):  # ranks' shares of the optimizer differ by a few hundred bytes
         assert second[way]["max"] / sum(getattr(moment, way) for moment in moments) == pytest.approx(1, abs=1e-3)
 

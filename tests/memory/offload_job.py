@@ -1,10 +1,12 @@
-"""Offload of Megatron's real DDP and Adam on gloo ranks, under the rows of VERL_PATCHES and without MindSpeed.
+"""Tests of offload over Megatron's real DDP and Adam: functions that test_offload.py runs on gloo ranks.
 
-Each part is a function; `found` runs several and returns plain data.
+Under the rows of VERL_PATCHES and without MindSpeed. Each raises if what its name says does not hold.
 """
 
 import contextlib
+import traceback
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -27,11 +29,11 @@ from tests.memory.offload_objects import (
     trained,
     weights,
 )
-from tests.memory.swap_parts import counting_by_group, swap_controls, swapped  # noqa: F401  (parts)
 from verl_patches.memory import counters
+from verl_patches.memory.host_backed import HostBackedStorage
 from verl_patches.memory.ledger import Ledger
 from verl_patches.memory.offload import Grads, Optimizer, Params
-from verl_patches.memory.schedule import SCHEDULE
+from verl_patches.memory.schedule import MEMORY_GROUPS, SCHEDULE
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.patching.row import subclass_of
 from verl_patches.weights.train_state import Piece, Place, optimizer_shards
@@ -39,71 +41,91 @@ from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 
 
-def models():
+def failures(names):
+    """{name: traceback of that function, "" if it holds}."""
+    parallel_state.initialize_model_parallel()
+    texts = {}
+    for name in names:
+        counters.take_moves()
+        try:
+            globals()[name]()
+            texts[name] = ""
+        except Exception:
+            texts[name] = traceback.format_exc()
+    return texts
+
+
+def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
     """Two chunks of an actor and a reference: offloaded, loaded for log-probs, then for training."""
     torch.manual_seed(0)
     chunks, reference = [chunk(), chunk(experts=False)], torch.nn.Linear(2, 3)
-    both = Params([*chunks, reference])
+    both, full = Params([*chunks, reference]), sizes(chunks)
     views, before, of_reference = [p.view(-1) for p in chunks[0].parameters()], weights(chunks), weights([reference])
-    found = {"at first": sizes(chunks)}
     Grads(chunks).free()
     both.offload()
-    offload(chunks)
-    found["offloaded"] = sizes(chunks)
-    found["reference"] = sum(p.untyped_storage().nbytes() for p in reference.parameters())
-    found["first moves"] = counters.take_moves()
+    offload(chunks)  # idempotent
+    assert all(full.values()) and not any(sizes(chunks).values())
+    assert not any(p.untyped_storage().nbytes() for p in reference.parameters())
+    recorded = counters.take_moves()
     both.load()
-    found["for log-probs"] = sizes(chunks)
-    found["weights are back"] = same(weights(chunks), before) and same(weights([reference]), of_reference)
+    assert sizes(chunks) == {name: 0 if name.endswith("grad_data") else size for name, size in full.items()}
+    assert same(weights(chunks), before) and same(weights([reference]), of_reference)
     both.offload()
-    found["moves for log-probs"] = counters.take_moves()
+    read = counters.take_moves()
+    groups = ["actor_params", "actor_params", "ref_params"]
+    assert [f"{m['verb']} {m['group']}" for m in read] == [f"{verb} {g}" for verb in ("load", "free") for g in groups]
+
+    def gradients():
+        return {p.main_grad.abs().sum().item() for each in chunks for p in each.parameters()}
+
     load(chunks)
-    found["loaded"] = sizes(chunks)
-    found["gradients"] = [p.main_grad.abs().sum().item() for each in chunks for p in each.parameters()]
-    found["views are of the same memory"] = same(views, [p.view(-1) for p in chunks[0].parameters()])
+    assert sizes(chunks) == full and gradients() == {0}
+    assert same(views, [p.view(-1) for p in chunks[0].parameters()])  # of the same memory
     with torch.no_grad():
         for parameter in (p for each in chunks for p in each.parameters()):
             parameter.add_(1)
             parameter.main_grad.fill_(7)
     offload(chunks)
     load(chunks)
-    found["training is kept"] = same(weights(chunks), [weight + 1 for weight in before])
-    found["gradients"] += [p.main_grad.abs().sum().item() for each in chunks for p in each.parameters()]
-    found["moves of training"] = counters.take_moves()
-    return found
+    assert same(weights(chunks), [weight + 1 for weight in before]) and gradients() == {0}
+    training = counters.take_moves()
+    names = {f"{move['verb']} {move['group']}" for move in training}
+    assert names == {"load actor_params", "alloc grads", "free grads", "offload actor_params"}
+    assert sum(move["host_bytes"] for move in training) == 0
+    for move in recorded + read + training:
+        assert move["copied_bytes"] == (move["bytes"] if move["verb"] in counters.COPYING else 0)
 
 
-def verl_alone():
-    """Control: bytes that verl's own offload leaves."""
+def verls_own_offload_leaves_the_experts():
+    """Negative control, at 54c9b736."""
     from verl.utils import megatron_utils as verl
 
     chunks = [chunk()]
     verl.offload_megatron_model_to_cpu(chunks)
-    return sizes(chunks)
+    left = [name for name, size in sizes(chunks).items() if size]
+    assert left == ["expert_parallel_buffers param_data", "expert_parallel_buffers grad_data"]
 
 
-def optimizers():
-    """Every kind of optimizer, three steps with everything offloaded between them, against the same without."""
-    found = {}
-    for name, dtype in (("fp32", FP32), ("bf16", BF16), ("plain fp32", FP32), ("plain bf16", BF16)):
-        plain, offloaded = (trained(dtype, not name.startswith("plain")) for _ in range(2))
-        equal, steps = [], []
+def an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte():
+    """Three steps with everything offloaded between them, against the same without."""
+    for dtype in (FP32, BF16):
+        plain, offloaded, steps = trained(dtype), trained(dtype), []
         counters.take_moves()
         for number in range(3):
             norm = step(*plain, number)
             load(*offloaded)
-            equal.append(step(*offloaded, number) == norm and same(weights(plain[0]), weights(offloaded[0])))
+            assert step(*offloaded, number) == norm and same(weights(plain[0]), weights(offloaded[0]))
             offload(*offloaded)
             steps.append(counters.offload_of_step([counters.take_moves()]))
-        left = [s.untyped_storage().nbytes() for state in states_of(offloaded[1]) for s in state.values() if s.dim()]
-        classes = sorted({type(one).__name__ for one in offloaded[1].chained_optimizers})
-        found[name] = {"classes": classes, "equal": equal, "steps": steps, "left": sum(left)}
-    return found
+        assert state_bytes(offloaded[1]) == 0
+        assert [each["copies_per_byte"] for each in steps] == [1, 1, 1] and steps[0]["host_bytes"] > 0
+        assert [each["host_allocations"] for each in steps[1:]] == [0, 0]
+        moved = steps[2]["moves"]
+        assert moved["load optimizer"]["bytes"] == moved["offload optimizer"]["bytes"] > 0
+        assert moved["free grads"] == {**moved["alloc grads"], "copied_bytes": 0}
 
 
-def spoilt():
-    """Each way in which other code can spoil an offload, and its error."""
-
+def a_storage_that_other_code_changed_is_refused_by_name():
     def away():
         chunks = [chunk()]
         offload(chunks)
@@ -134,11 +156,6 @@ def spoilt():
             reference.bias.add_(1)
         params.offload()
 
-    def gradient_without_ddp():
-        reference = torch.nn.Linear(2, 3)
-        reference(torch.ones(2)).sum().backward()
-        Params([reference]).offload()
-
     def state_of_other_size():
         chunks, optimizer = trained()
         step(chunks, optimizer, 0)
@@ -146,21 +163,26 @@ def spoilt():
         states_of(optimizer)[0]["exp_avg_sq"].untyped_storage().resize_(4)
         Optimizer(optimizer).load()
 
-    cases = (other_storage, other_size, emptied, written_reference, gradient_without_ddp, state_of_other_size)
-    return {case.__name__: refused(case) for case in cases}
+    for case, words in (
+        (other_storage, ("expert_parallel_buffers[0].param_data", "of 512 bytes", "another one of 512 bytes")),
+        (other_size, ("buffers[0].param_data, which is offloaded", "of 0 bytes, found 12")),
+        (emptied, ("grads, buffers[0].grad_data", "at least 1,536 bytes, found 0")),
+        (written_reference, ("ref_params, bias", "host copy is stale")),
+        (state_of_other_size, ("group 0, parameter 0, exp_avg_sq", "of 0 bytes, found 4")),
+    ):
+        error = refused(case)
+        assert error.startswith("RecipeError: offload: ") and all(word in error for word in words), error
 
 
-def counted():
-    """[(seen, recorded, planned bytes; seen, recorded host bytes)] of steps, and of a control that copies gradients."""
-    found = {}
-    for copied in (False, True):
+def recorded_bytes_are_those_of_tensor_calls():
+    """`Counted` sees each copy and allocation; the control copies gradients too, which nothing records."""
+    for control in (False, True):
         chunks, optimizer = trained()
         step(chunks, optimizer, 0)
-        found[str(copied)] = steps = []
         for number in (1, 2, 3):
             counters.take_moves()
             with Counted() as seen:
-                if copied:
+                if control:
                     _ = [buffer.grad_data.cpu() for each in chunks for buffer in each.buffers]
                 offload(chunks, optimizer)
                 load(chunks, optimizer)
@@ -168,8 +190,11 @@ def counted():
             own = counters.take_moves()
             recorded, host = (sum(move[key] for move in own) for key in ("copied_bytes", "host_bytes"))
             planned = sum(move["bytes"] for move in own if move["verb"] in counters.COPYING)
-            steps.append((seen.copied_bytes, recorded, planned, seen.host_bytes, host))
-    return found
+            if control:
+                assert seen.copied_bytes > planned and seen.host_bytes > host
+            else:
+                assert seen.copied_bytes == recorded == planned > 0
+                assert seen.host_bytes == host and (host == 0) == (number > 1)
 
 
 class Upstream:
@@ -215,69 +240,46 @@ def started(worker):
         context().scheduler = context().ledger = None
 
 
-def checkpoints():
-    """Checkpoints of a worker that verl moves: states are offloaded before and after."""
+def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
+    """Row memory.order: loaded weights are copied to the host, weights that were saved are not."""
     chunks, optimizer = trained(BF16)
-    step(chunks, optimizer, 0)
-    states = states_of(optimizer)
-    before = [state["exp_avg"].clone() for state in states]
-    Optimizer(optimizer).offload()
-    worker, found = worker_of(chunks, optimizer), {}  # nothing started: no scheduler in this process
+    worker, before = worker_of(chunks, optimizer), weights(chunks)
+    loads, offloads = (
+        ["load actor_params"] * 2 + ["load optimizer"],
+        ["offload actor_params"] * 2 + ["offload optimizer"],
+    )
 
     def save():
-        found["saved"] = same([state["exp_avg"] for state in states], before)
+        assert same(weights(chunks), before)
 
-    def load():
-        for state in states:
-            state["exp_avg"] = state["exp_avg"] * 2
-
-    worker.save, worker.load = save, load
-    worker.save_checkpoint("here")
-    found["held"] = sum(state["exp_avg"].untyped_storage().nbytes() for state in states)
-    counters.take_moves()
-    worker.load_checkpoint("here")
-    found["new host memory"] = sum(move["host_bytes"] for move in counters.take_moves())
-    Optimizer(optimizer).load()
-    found["loaded"] = same([state["exp_avg"] for state in states], [tensor * 2 for tensor in before])
-    return found
-
-
-def checkpoints_as_scheduled():
-    """With our schedule, offloaded weights are loaded for a checkpoint and offloaded again."""
-    chunks, optimizer = trained(BF16)
-    worker, found, before = worker_of(chunks, optimizer), {}, weights(chunks)
-
-    def save():
-        found["saved"] = same(weights(chunks), before)
-
-    def load():
+    def double():
         for parameter in chunks[0].parameters():
             parameter.data.mul_(2)
 
-    worker.save, worker.load = save, load
-    found["verl moves"] = [getattr(worker, f"_is_offload_{what}") for what in ("param", "optimizer")]
+    worker.save, worker.load = save, double
+    assert not worker._is_offload_param and not worker._is_offload_optimizer  # verl moves nothing
     moves()
     worker.memory.built(chunks, optimizer)
-    found["built"] = moves()
+    assert moves() == ["free grads"] * 2 + offloads
     with started(worker) as scheduler:
-        for name in ("save", "load"):
-            getattr(worker, f"{name}_checkpoint")("here")
-            found[name] = moves()
-        found["held"] = sizes(chunks)
+        worker.save_checkpoint("here")
+        assert moves() == [*loads, "free actor_params", "free actor_params", "offload optimizer"]
+        worker.load_checkpoint("here")
+        assert moves() == loads + offloads and not any(sizes(chunks).values())
         scheduler.begin("update")
         doubled = len(list(chunks[0].parameters()))
-        found["loaded"] = same(weights(chunks), [weight * 2 for weight in before[:doubled]] + before[doubled:])
+        assert same(weights(chunks), [weight * 2 for weight in before[:doubled]] + before[doubled:])
         moves()
         worker.save = lambda: None
         worker.save_checkpoint("here")
-        found["save while all is on the device"] = moves()
-    return found
+        assert moves() == []  # all is on the device
 
 
-def checkpoints_without_states_before():
-    """{case: bytes of states in load_checkpoint, after it, in the update}: a resume in fp32, which makes the states."""
+def states_that_a_resume_makes_are_offloaded_too():
+    """In fp32: load_checkpoint makes the states."""
 
     def bytes_of(case):
+        """Bytes of states in load_checkpoint, after it, in the update."""
         chunks, optimizer = trained(FP32)
         worker, held = worker_of(chunks, optimizer, offload=case == "moved"), []
 
@@ -300,13 +302,18 @@ def checkpoints_without_states_before():
                 held.append(sum(float(tensor.sum()) * 4 for tensor in ones))
         return held
 
-    return {case: bytes_of(case) for case in ("moved", "stays", "swapped")}
+    full = bytes_of("stays")[0]
+    assert full and bytes_of("stays") == [full, full, full]  # negative control: optimizer_offload=false
+    assert bytes_of("moved") == [full, 0, full] and bytes_of("swapped") == [full, 0]
 
 
-def checkpoint_copies():
-    """What a checkpoint finds on the host after an update that the schedule ended, and what it changes."""
+def a_checkpoint_uses_the_host_copies_of_the_schedule():
+    """Only weights, which the schedule leaves on the device after an update, are copied: instead of at their offload.
+
+    What the checkpoint reads stays until that update's states are offloaded, which is why an update waits for it.
+    """
     chunks, optimizer = trained(BF16)
-    worker, found = worker_of(chunks, optimizer), {}
+    worker = worker_of(chunks, optimizer)
     checkpoint = WorkerCheckpoint(worker)
     worker.memory.built(chunks, optimizer)
     with started(worker) as scheduler:
@@ -320,17 +327,20 @@ def checkpoint_copies():
         places = [(t, Place(tuple(t.shape), t.stride(), 0)) for t in checkpointed(chunks, optimizer)]
         pieces = [Piece(SimpleNamespace(key=n), t, (place,)) for n, (t, place) in enumerate(places)]
         contents = checkpoint._contents(pieces, storages)
-        params = sum(b.numel * 2 for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers))
-        found["copied"] = copied == params
-        found["as trained"] = same([next(contents(piece)) for piece in pieces], before)
+
+        def as_before():
+            return same([next(contents(piece)) for piece in pieces], before)
+
+        assert copied == sum(b.numel * 2 for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers))
+        assert as_before()
         scheduler.begin("reshard")
         scheduler.begin("update")
-        found["moves"] = moves()
+        of_weights = [move for move in moves() if "actor_params" in move]
+        assert of_weights == ["free actor_params"] * 2 + ["load actor_params"] * 2
         step(chunks, optimizer, 2)
-        found["while the update runs"] = same([next(contents(piece)) for piece in pieces], before)
+        assert as_before()  # while the update runs
         scheduler.end()
-        found["after it"] = same([next(contents(piece)) for piece in pieces], before)
-    return found
+        assert not as_before()
 
 
 def checkpointed(chunks, optimizer):
@@ -339,10 +349,10 @@ def checkpointed(chunks, optimizer):
     return [*(p.detach() for each in chunks for p in each.parameters()), *shards]
 
 
-def watched():
-    """The groups that WorkerMemory registers, with an unswapped and a swapped optimizer, and memory that is left."""
-
-    def watch(swap):
+def every_group_of_a_worker_is_watched():
+    """Also memory that a sync or a swapped step leaves behind; with an unswapped and a swapped optimizer."""
+    in_update = []
+    for swap in (False, True):
         chunks, optimizer = trained(BF16)
         attention = torch.nn.Linear(4, 6, bias=False)
         attention.impl = SimpleNamespace(W_UV=attention.weight.data.clone(), W_UK_T=attention.weight.data.t())
@@ -356,33 +366,86 @@ def watched():
         worker.rollout, worker.ref_module = SimpleNamespace(inference_engine=engine), [torch.nn.Linear(2, 3)]
         worker.sharding_manager = SimpleNamespace(resharder=SimpleNamespace(executor=executor))
         stays = {"actor_params", "grads", "optimizer", "rollout_weights", "kv_cache", "ref_params"}
-        ledger = context().ledger = Ledger(SCHEDULE, stays, "strict")
-        if swap:
-            swap_optimizer(optimizer, 4, raise_peak=context().raise_peak)
-        worker.memory._watch(worker, ledger)
-        ledger.enter("reshard")
-        ledger.enter("update")
-        step(chunks, optimizer, 0)
-        record = ledger.take()["records"][-1]
-        found = {"bytes": record["bytes"], "in the update": record["peak_bytes"] - record["total_bytes"]}
-        ledger.enter("reshard")
-        executor.held_bytes = 5
-        found["sync"] = refused(lambda: ledger.enter("wake_kv"))
-        executor.held_bytes = 0
-        if swap:
-            optimizer.chained_optimizers[0].recipe_offload_state.load()
-        found["states"] = refused(lambda: ledger.enter("wake_kv"))
-        model_config.enable_sleep_mode, engine.awake = True, {"weights"}
-        found["unmapped"] = refused(lambda: ledger.enter("wake_kv"))
-        return found
+        with mock.patch.object(context(), "ledger", Ledger(SCHEDULE, stays, "strict")):
+            ledger = context().ledger
+            if swap:
+                swap_optimizer(optimizer, 4, raise_peak=context().raise_peak)
+            worker.memory._watch(worker, ledger)
+            ledger.enter("reshard")
+            ledger.enter("update")
+            step(chunks, optimizer, 0)
+            record = ledger.take()["records"][-1]
+            in_update.append(record["peak_bytes"] - record["total_bytes"])
+            assert set(record["bytes"]) == set(MEMORY_GROUPS) - {"tensor_cache"}  # the batch's
+            assert record["bytes"]["rollout_weights"] == 2 * 4 * 6 * 4  # W_UK_T is a view of the weight, W_UV a copy
+            ledger.enter("reshard")
+            executor.held_bytes = 5
+            error = refused(lambda ledger=ledger: ledger.enter("wake_kv"))
+            assert "reshard_buffers" in error and "holds 5 bytes, expected 0" in error
+            executor.held_bytes = 0
+            if swap:
+                optimizer.chained_optimizers[0].recipe_offload_state.load()
+            error = refused(lambda ledger=ledger: ledger.enter("wake_kv"))
+            assert "swap_window" in error if swap else not error
+            model_config.enable_sleep_mode, engine.awake = True, {"weights"}  # unmapped; storages still exist
+            error = refused(lambda ledger=ledger: ledger.enter("wake_kv"))
+            assert "kv_cache" in error and "holds 0 bytes" in error
+    assert 0 < in_update[1] < in_update[0]
 
-    try:
-        return {"unswapped": watch(False), "swapped": watch(True)}
-    finally:
-        context().ledger = None
+
+# the swapped step
 
 
-def found(parts):
-    """{part: its result}."""
-    parallel_state.initialize_model_parallel()
-    return {part: globals()[part]() for part in parts}
+def steps(plain, other):
+    """Yields, step by step, whether norms and weights are equal; an error in `other` counts as unequal."""
+    for number in range(3):
+        norm, norms = step(*plain, number), []
+        refused(lambda number=number, norms=norms: norms.append(step(*other, number)))
+        yield norms == [norm] and same(weights(plain[0]), weights(other[0]))
+
+
+def a_swapped_step_equals_the_unswapped_one_and_has_one_piece_on_the_device():
+    """Row memory.swap_optimizer."""
+    for dtype, times in ((FP32, 3), (FP32, 1), (BF16, 100)):
+        plain, other = trained(dtype), trained(dtype)
+        swaps = swap_optimizer(other[1], times)
+        assert (not counters.take_moves()) == (dtype == FP32)  # fp32 has no main parameters to offload
+        for number, equal in enumerate(steps(plain, other)):
+            summary = counters.offload_of_step([counters.take_moves()])
+            assert equal and summary["copies_per_byte"] == 1 and (summary["host_bytes"] > 0) == (number == 0)
+            assert 0 < summary["swap_peak_bytes"] <= max(swap.limit_bytes for swap in swaps)
+        total = summary["moves"]["load optimizer"]["bytes"]
+        assert summary["moves"]["offload optimizer"]["bytes"] == total > 0
+        assert (summary["swap_peak_bytes"] < total / 2) == (times > 1)
+        other[1].reload_model_params()
+
+
+def a_step_that_does_not_write_a_state_back_differs():
+    """Negative control."""
+    plain, other, offload_all = trained(), trained(), HostBackedStorage.offload
+    swap_optimizer(other[1], 4)
+    with mock.patch.object(
+        HostBackedStorage, "offload", lambda self, copy: offload_all(self, copy and "exp_avg_sq" not in self.name)
+    ):
+        assert list(steps(plain, other)) == [True, False, False]
+
+
+def an_adam_that_counts_by_group_counts_a_step_once():
+    """By group and call, as apex's FusedAdam does, swapped and not."""
+
+    class FusedAdam(torch.optim.Optimizer):
+        def step(self):
+            for group in (group for group in self.param_groups if group["params"]):
+                group["step"] = group.get("step", 0) + 1
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state.setdefault("exp_avg", torch.zeros_like(parameter)).add_(parameter.grad)
+                    parameter.data.sub_(state["exp_avg"] * group["lr"] / group["step"])
+
+    plain, other = trained(), trained()
+    for one in (*plain[1].chained_optimizers, *other[1].chained_optimizers):
+        one.optimizer.__class__ = FusedAdam
+    swap_optimizer(other[1], 4)
+    assert list(steps(plain, other)) == [True] * 3
+    counts = [group.get("step") for one in other[1].chained_optimizers for group in one.optimizer.param_groups]
+    assert counts == [3, 3]

@@ -5,57 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.errors import ConfigError
 from verl_patches.memory.ledger import Ledger, MemoryLedgerError, memory_of_process, memory_of_step, said_of
 from verl_patches.memory.measure import held_bytes, optimizer_full_bytes, optimizer_tensors
-from verl_patches.memory.schedule import SCHEDULE, make_schedule
-
-SIZES = {
-    "actor_params": 400,
-    "grads": 800,
-    "optimizer": 2400,
-    "ref_params": 400,
-    "rollout_weights": 600,
-    "kv_cache": 1000,
-}
+from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency
 
 
-class Device:
-    """One storage per memory group, which the schedule's moves resize."""
-
-    def __init__(self, schedule=SCHEDULE, action="strict", **options):
-        self.tensors = {group: torch.zeros(size, dtype=torch.int8) for group, size in SIZES.items()}
-        self.ledger = Ledger(schedule, action=action, **options)
-        for group, tensor in self.tensors.items():
-            tensor.untyped_storage().resize_(0)
-            self.ledger.register(group, lambda tensor=tensor: held_bytes([tensor], "cpu"), full_bytes=SIZES[group])
-
-    def resize(self, group, size):
-        self.tensors[group].untyped_storage().resize_(size)
-
-    def move(self, moves):
-        for verb, group in moves:
-            if group in self.tensors:
-                self.resize(group, SIZES[group] if verb in ("load", "alloc") else 0)
-
-    def step(self, until=None):
-        for phase in SCHEDULE.phases:
-            self.move(phase.enter)
-            if phase.name == until:
-                return
-            self.ledger.enter(phase.name)
-            self.move(phase.leave)
-
-
-def test_two_steps_as_planned():
-    device = Device()
-    device.step()
-    device.step()
-    taken = device.ledger.take()
-    assert taken["violations"] == [] and [r["phase"] for r in taken["records"]] == 2 * [p.name for p in SCHEDULE.phases]
-    by_phase = {record["phase"]: record for record in taken["records"]}
-    assert by_phase["update"]["total_bytes"] == 400 + 800 + 2400 and by_phase["wake_kv"]["bytes"]["kv_cache"] == 1000
-    assert device.ledger.take() == {"records": [], "violations": []}
+def begin(scheduler, until):
+    for phase in scheduler.schedule.phases:
+        scheduler.begin(phase.name)
+        if phase.name == until:
+            return
 
 
 @pytest.mark.parametrize(("phase", "group", "size", "words"), [
@@ -65,39 +24,34 @@ def test_two_steps_as_planned():
     ("rollout", "rollout_weights", 599, "released or never loaded"),
     ("rollout", "kv_cache", 0, "released or never loaded"),
 ])  # fmt: skip
-def test_a_group_with_other_bytes_is_named_with_the_move_that_should_have_released_it(phase, group, size, words):
-    device = Device()
-    device.step()
-    device.step(until=phase)
-    device.resize(group, size)
+def test_a_group_with_other_bytes_is_named_with_the_move_that_should_have_released_it(made, phase, group, size, words):
+    scheduler, _, handlers = made()
+    begin(scheduler, "update")
+    begin(scheduler, phase)
+    handlers[group].resize(size)
     with pytest.raises(MemoryLedgerError, match=words):
-        device.ledger.enter(phase)
-    (violation,) = device.ledger.take()["violations"]
+        scheduler.ledger.enter(phase)
+    (violation,) = scheduler.ledger.take()["violations"]
     assert (violation["phase"], violation["group"], violation["bytes"]) == (phase, group, size)
 
 
-def test_a_wrong_table_fails():
+def test_a_wrong_table_fails(made):
     rows = [(p.name, ", ".join(map(str, p.enter)), ", ".join(map(str, p.leave))) for p in SCHEDULE.phases]
-    rows = [(name, enter.replace("load ref_params", ""), leave) for name, enter, leave in rows]
-    wrong = make_schedule("wrong", *rows)
+    wrong = make_schedule(
+        "wrong", *((name, enter.replace("load ref_params", ""), leave) for name, enter, leave in rows)
+    )
+    scheduler, _, _ = made()
+    scheduler.ledger.schedule, scheduler.ledger._expected = wrong, residency(wrong)
     with pytest.raises(MemoryLedgerError, match="ref: ref_params .*'wrong'"):
-        Device(wrong).step()
+        begin(scheduler, "update")
 
 
-def test_a_group_that_stays_is_expected_everywhere():
-    device = Device(stays={"ref_params"})
-    with pytest.raises(MemoryLedgerError, match="reshard: ref_params .* 0 bytes.* 400"):
-        device.step()
-    device.resize("ref_params", 400)
-    device.ledger.enter("reshard")
-
-
-def test_report_continues_and_records_the_violation():
-    device = Device(action="report", rank=3)
-    device.step(until="rollout")
-    device.resize("grads", 8)
-    device.ledger.enter("rollout")
-    memory = memory_of_step([{"rank": 3, **device.ledger.take()}, None])
+def test_report_continues_and_records_the_violation(made):
+    scheduler, _, handlers = made(action="report", rank=3)
+    begin(scheduler, "rollout")
+    handlers["grads"].resize(8)
+    scheduler.ledger.enter("rollout")
+    memory = memory_of_step([{"rank": 3, **scheduler.ledger.take()}, None])
     assert memory["violations"]["count"] == 1 and memory["violations"]["first"][0]["rank"] == 3
     assert "rank 3, rollout: grads holds 8 bytes, expected 0" in said_of(memory["violations"])
     assert said_of({"count": 0, "first": []}) == "" and memory_of_step([None, None]) is None
@@ -150,19 +104,6 @@ def test_a_group_that_varies_may_stay_until_the_schedule_releases_it():
     for phase in ("wake_kv", "update"):  # left by the step before
         with pytest.raises(MemoryLedgerError, match=r"tensor_cache .* holds 3 bytes, expected 0"):
             ledger.enter(phase)
-
-
-@pytest.mark.parametrize(("use", "words"), [
-    (lambda ledger: ledger.register("gards", int), "'gards' is none of actor_params"),
-    (lambda ledger: ledger.register("grads", int), "'grads' is registered already"),
-    (lambda ledger: ledger.enter("upadte"), "has no phase 'upadte'"),
-    (lambda ledger: Ledger(SCHEDULE, action="warn"), "expected one of report, strict"),
-])  # fmt: skip
-def test_wrong_use_is_refused(use, words):
-    ledger = Ledger(SCHEDULE)
-    ledger.register("grads", lambda: 0)
-    with pytest.raises(ConfigError, match=words):
-        use(ledger)
 
 
 def test_storages_count_once_and_only_on_the_device():

@@ -1,147 +1,67 @@
 """Offload of Megatron's real DDP and optimizers, on both lines: contents, moves, host memory and refusals."""
 
+import functools
+import os
+
 import pytest
 import torch
 
 from verl_patches.catalog import ROWS
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.memory import host_backed
 from verl_patches.memory.counters import TALLY, Moved, move, note_empty_cache, offload_of_step, take_moves
 from verl_patches.memory.host_backed import HostBackedStorage, load_storages, offload_storages
-from verl_patches.memory.schedule import MEMORY_GROUPS
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 
-PARTS = (
-    "models optimizers spoilt counted checkpoints checkpoints_as_scheduled checkpoints_without_states_before watched "
-    "checkpoint_copies"
-).split()
+ON_BOTH_LINES = """
+    nothing_stays_on_the_device_and_only_what_was_written_is_copied
+    an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte
+    a_storage_that_other_code_changed_is_refused_by_name
+    recorded_bytes_are_those_of_tensor_calls
+    a_checkpoint_has_weights_and_states_which_are_offloaded_again
+    states_that_a_resume_makes_are_offloaded_too
+    a_checkpoint_uses_the_host_copies_of_the_schedule
+    every_group_of_a_worker_is_watched
+""".split()
+SWAPPED = "a_swapped_step_equals_the_unswapped_one_and_has_one_piece_on_the_device"
+CASES = {  # (line, ranks): functions of offload_job.py
+    ("pypi", 1): [
+        *ON_BOTH_LINES,
+        SWAPPED,
+        "a_step_that_does_not_write_a_state_back_differs",
+        "an_adam_that_counts_by_group_counts_a_step_once",
+    ],
+    ("pypi", 2): [SWAPPED],
+    ("a3", 1): [*ON_BOTH_LINES, "verls_own_offload_leaves_the_experts"],
+}
+MARKS = {"pypi": (), "a3": (pytest.mark.upstream,)}
 
 
-@pytest.fixture(params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
-def found(request, offload_job):
-    return offload_job(*PARTS, line=request.param)[0]
+@pytest.fixture(scope="module")
+def failures(run_ranks, a3_sources):
+    """failures(line, ranks): {function: its traceback, "" if it holds} on each rank."""
 
+    @functools.cache
+    def run(line, ranks):
+        env = {"PYTHONPATH": os.pathsep.join(map(str, a3_sources("verl", "Megatron-LM")))} if line == "a3" else None
+        off = ("-update.engine_start", "-update.grad_overlap") if line == "a3" else ()  # no MindSpeed on this path
+        patches = ",".join((f"line={line},platform=cpu", *off))
+        call = "tests.memory.offload_job:failures", CASES[line, ranks]
+        return run_ranks(*call, size=ranks, patches=patches, env=env)
 
-def names(moved):
-    return [f"{each['verb']} {each['group']}" for each in moved]
+    return run
 
 
 @pytest.mark.slow
-def test_nothing_stays_on_the_device_and_contents_come_back(found):
-    models = found["models"]
-    assert models["at first"] == models["loaded"] and all(models["loaded"].values())
-    assert not any(models["offloaded"].values()) and models["reference"] == 0
-    for check in ("weights are back", "views are of the same memory", "training is kept"):
-        assert models[check], check
-    grads = {name: 0 for name in models["loaded"] if name.endswith("grad_data")}
-    assert models["for log-probs"] == {**models["loaded"], **grads} and set(models["gradients"]) == {0}
-
-
-@pytest.mark.slow
-def test_gradients_and_weights_that_were_only_read_are_not_copied(found):
-    models = found["models"]
-    groups = ["actor_params", "actor_params", "ref_params"]
-    assert names(models["moves for log-probs"]) == [f"{verb} {group}" for verb in ("load", "free") for group in groups]
-    training = {"load actor_params", "alloc grads", "free grads", "offload actor_params"}
-    assert set(names(models["moves of training"])) == training
-    for each in models["first moves"] + models["moves for log-probs"] + models["moves of training"]:
-        assert each["copied_bytes"] == (each["bytes"] if each["verb"] in ("load", "offload") else 0)
-    assert sum(each["host_bytes"] for each in models["moves of training"]) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "cls"), [
-    ("fp32", "DistributedOptimizer"),
-    ("bf16", "DistributedOptimizer"),
-    ("plain fp32", "FP32Optimizer"),
-    ("plain bf16", "Float16OptimizerWithFloat16Params"),
+@pytest.mark.parametrize(("line", "ranks", "name"), [
+    pytest.param(line, ranks, name, marks=MARKS[line]) for (line, ranks), names in CASES.items() for name in names
 ])  # fmt: skip
-def test_an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte(found, kind, cls):
-    seen = found["optimizers"][kind]
-    assert seen["equal"] == [True] * 3 and seen["left"] == 0 and seen["classes"] == [cls]
-    assert [step["copies_per_byte"] for step in seen["steps"]] == [1, 1, 1]
-    assert seen["steps"][0]["host_bytes"] > 0
-    assert [step["host_allocations"] for step in seen["steps"][1:]] == [0, 0]
-    moved = seen["steps"][2]["moves"]
-    assert moved["load optimizer"]["bytes"] == moved["offload optimizer"]["bytes"] > 0
-    assert moved["free grads"] == {**moved["alloc grads"], "copied_bytes": 0}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "words"), [
-    ("other_storage", ("expert_parallel_buffers[0].param_data", "of 512 bytes", "another one of 512 bytes")),
-    ("other_size", ("buffers[0].param_data, which is offloaded", "expected a storage of 0 bytes, found 12")),
-    ("emptied", ("grads, buffers[0].grad_data", "at least 1,536 bytes, found 0")),
-    ("written_reference", ("ref_params, bias", "host copy is stale", "allocate gradients")),
-    ("gradient_without_ddp", ("weight of a model without DDP has a gradient",)),
-    ("state_of_other_size", ("group 0, parameter 0, exp_avg_sq", "expected a storage of 0 bytes, found 4")),
-])  # fmt: skip
-def test_a_storage_that_other_code_changed_is_refused_by_name(found, case, words):
-    error = found["spoilt"][case]
-    assert error.startswith("RecipeError: offload: ") and all(word in error for word in words), error
-
-
-@pytest.mark.slow
-def test_recorded_bytes_are_those_of_tensor_calls(found):
-    """`Counted` sees each copy and allocation; the control copies gradients too, which nothing records."""
-    for number, (seen, recorded, planned, seen_host, host) in enumerate(found["counted"]["False"]):
-        assert seen == recorded == planned > 0 and seen_host == host and (host == 0) == (number > 0)
-    for seen, _, planned, seen_host, host in found["counted"]["True"]:
-        assert seen > planned and seen_host > host
-
-
-@pytest.mark.slow
-def test_a_checkpoint_uses_the_host_copies_of_the_schedule(found):
-    """Only weights, which the schedule leaves on the device after an update, are copied: instead of at their offload.
-
-    What the checkpoint reads stays until that update's states are offloaded, which is why an update waits for it.
-    """
-    seen = found["checkpoint_copies"]
-    assert seen["copied"] and seen["as trained"] and seen["while the update runs"] and not seen["after it"]
-    assert [move for move in seen["moves"] if "actor_params" in move] == ["free actor_params"] * 2 + [
-        "load actor_params"
-    ] * 2
-
-
-@pytest.mark.slow
-def test_checkpoints_have_weights_and_states_which_are_offloaded_again(found):
-    """Row memory.order: loaded weights are copied to the host, weights that were saved are not."""
-    assert found["checkpoints"] == {"held": 0, "saved": True, "new host memory": 0, "loaded": True}
-    scheduled = found["checkpoints_as_scheduled"]
-    assert scheduled["saved"] and scheduled["loaded"] and not any(scheduled["held"].values())
-    assert scheduled["verl moves"] == [False, False] and scheduled["save while all is on the device"] == []
-    load, offload = ["load actor_params"] * 2 + ["load optimizer"], ["offload optimizer"]
-    assert scheduled["built"] == ["free grads"] * 2 + ["offload actor_params"] * 2 + offload
-    assert scheduled["save"] == load + ["free actor_params"] * 2 + offload
-    assert scheduled["load"] == load + ["offload actor_params"] * 2 + offload
-    states = found["checkpoints_without_states_before"]
-    full = states["stays"][0]
-    assert states["moved"] == [full, 0, full] and states["swapped"] == [full, 0]
-    assert states["stays"] == [full, full, full] and full  # negative control: optimizer_offload=false
-
-
-@pytest.mark.slow
-def test_every_group_of_a_worker_is_watched(found):
-    """Also memory that a sync or a swapped step leaves behind is seen."""
-    unswapped, swapped = found["watched"]["unswapped"], found["watched"]["swapped"]
-    assert set(unswapped["bytes"]) == set(swapped["bytes"]) == set(MEMORY_GROUPS) - {"tensor_cache"}  # CachedBatch's
-    assert unswapped["bytes"]["rollout_weights"] == 2 * 4 * 6 * 4  # W_UK_T is a view of the weight, W_UV a copy
-    assert "reshard_buffers" in unswapped["sync"] and "holds 5 bytes, expected 0" in unswapped["sync"]
-    assert "swap_window" in swapped["states"] and unswapped["states"] == ""
-    assert 0 < swapped["in the update"] < unswapped["in the update"]
-    assert "kv_cache" in unswapped["unmapped"] and "holds 0 bytes" in unswapped["unmapped"]  # storages still exist
-
-
-@pytest.mark.slow
-@pytest.mark.upstream
-def test_verl_54c9b736_alone_leaves_the_experts(offload_job):
-    """Negative control."""
-    left = offload_job("verl_alone", line="a3")[0]["verl_alone"]
-    assert [name for name, size in left.items() if size] == [
-        "expert_parallel_buffers param_data",
-        "expert_parallel_buffers grad_data",
-    ]
+def test_on_ranks(failures, line, ranks, name):
+    for found in failures(line, ranks):
+        assert not found[name], found[name]
 
 
 @pytest.mark.parametrize("line", ["pypi", "a3"])
@@ -202,26 +122,22 @@ def test_a_host_copy_is_found_in_all_of_its_pieces():
     assert torch.equal(storage.on_host(place.dtype, place.shape, place.stride(), at), expected)
 
 
-def test_the_summary_of_a_step_is_that_of_the_busiest_rank():
-    one = [
-        record("load", "actor_params", 100, copied_bytes=100),
-        record("alloc", "grads", 200),
-        record("offload", "actor_params", 100, copied_bytes=100),
-    ]
-    other = [record("load", "actor_params", 60, copied_bytes=120, host_allocations=2, host_bytes=60, peak_bytes=7)]
-    found = offload_of_step([one, other])
+def test_the_summary_of_a_step_is_that_of_the_busiest_rank_and_lists_orders_of_moves_once():
+    load = record("load", "actor_params", 100, copied_bytes=100)
+    alloc, back, empty = (
+        record(*each) for each in (("alloc", "grads", 200), ("offload", "actor_params", 100), ("empty_cache", "", 0))
+    )
+    back["copied_bytes"] = 100
+    other = record("load", "actor_params", 60, copied_bytes=120, host_allocations=2, host_bytes=60, peak_bytes=7)
+    found = offload_of_step([[load, alloc, back], [other], [other]])
     assert found["moves"]["load actor_params"] == {"count": 1, "bytes": 100, "copied_bytes": 100}
-    assert found["to_device_bytes"] == {"max": 120, "mean": 110} and found["to_host_bytes"] == {"max": 100, "mean": 50}
+    assert found["sequences"] == [["load actor_params", "alloc grads", "offload actor_params"], ["load actor_params"]]
+    assert found["to_device_bytes"] == {"max": 120, "mean": 113} and found["to_host_bytes"] == {"max": 100, "mean": 33}
     assert found["copies_per_byte"] == 2 and (found["host_allocations"], found["host_bytes"]) == (2, 60)
-    assert found["swap_peak_bytes"] == 7 and offload_of_step([[], []]) is None
-
-
-def test_orders_of_moves_are_listed_once():
-    load, empty = record("load", "actor_params", 1), record("empty_cache", "", 0)
+    assert found["swap_peak_bytes"] == 7 and offload_of_step([[], []]) is offload_of_step([[empty]]) is None
     found = offload_of_step([[load, load, empty], [empty, empty, load], [load, empty]])
     orders = [["load actor_params", "empty_cache"], ["empty_cache", "empty_cache", "load actor_params"]]
     assert found["sequences"] == orders and found["moves"]["load actor_params"]["count"] == 2
-    assert offload_of_step([[empty]]) is None
 
 
 def test_a_move_without_bytes_is_not_recorded():
@@ -231,3 +147,13 @@ def test_a_move_without_bytes_is_not_recorded():
             moved.bytes = size
     note_empty_cache()
     assert take_moves() == [record("load", "grads", 5), record("empty_cache", "", 0)] and take_moves() == []
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    ("actor_rollout_ref.actor.megatron.optimizer_offload=true", "actor.megatron.optimizer_offload=false"),
+    ("recipe.train.swap_optimizer_times=4", ""),
+])  # fmt: skip
+def test_a_swap_is_refused_where_the_configuration_contradicts_itself(override, words):
+    config = compose("grpo_deepseekv3_tiny_cpu", ["recipe.train.swap_optimizer=true", override])
+    (check,) = [c for c in check_config(config) if c.name == "swap optimizer"]
+    assert check.ok == (not words) and words in check.detail

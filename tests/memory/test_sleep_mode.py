@@ -14,15 +14,13 @@ from verl_patches.emulation.npu import memory_pool
 from verl_patches.emulation.npu.npu_module import npu
 from verl_patches.errors import RecipeError
 from verl_patches.memory import sleep_mode
-from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, dropped, segments_of, weights_of
+from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, weights_of
 from verl_patches.patching import engine as patches
 from verl_patches.patching.row import subclass_of
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
 from verl_patches.worker.memory import WorkerMemory, checked_device
 from verl_patches.worker.rollout_engine import RolloutEngine, weights_move, with_addresses_read
-
-SEGMENT = 4096
 
 
 class Attention(torch.nn.Module):
@@ -348,32 +346,6 @@ def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
     assert phases == ["look", "sleep", "reshard", "wake_kv", "rollout", "look"]
 
 
-def test_a_segment_is_released_only_if_no_other_block_is_in_use():
-    used, free, waits = "active_allocated", "inactive", "active_pending_free"
-    segments = {
-        0: [(0, used), (8, used), (9, free)],
-        16: [(16, used), (24, used)],
-        32: [(32, used), (40, waits)],
-        48: [(48, free)],
-        64: [(64, waits)],
-    }
-    snapshot = [
-        {"address": segment, "blocks": [{"address": block, "state": state} for block, state in blocks]}
-        for segment, blocks in segments.items()
-    ]
-    assert segments_of(snapshot, {0, 8, 16, 32}) == {0, 48}
-    assert segments_of(snapshot, {0, 8, 16, 24, 32, 40, 64}) == {0, 16, 32, 48, 64}
-
-
-def test_other_tags_are_unchanged_and_tags_come_back_after_an_error():
-    tags = ["weights", "kv_cache", "weights"]
-    pieces = {address: SimpleNamespace(tag=tag) for address, tag in enumerate(tags)}
-    with pytest.raises(ZeroDivisionError), dropped(pieces, {0, 1}):
-        assert pieces[0].tag not in tags and [pieces[1].tag, pieces[2].tag] == tags[1:]
-        1 / 0  # noqa: B018
-    assert [each.tag for each in pieces.values()] == tags
-
-
 def test_an_unknown_allocator_is_refused(monkeypatch):
     monkeypatch.setattr(sleep_mode, "_ALLOCATORS", (("no.such.module", "CaMemAllocator"),))
     with pytest.raises(RecipeError, match="CaMemAllocator.*-memory.sleep_mode"):
@@ -381,35 +353,9 @@ def test_an_unknown_allocator_is_refused(monkeypatch):
     assert "memory.sleep_mode" in {row.id for row in ROWS}
 
 
-@pytest.fixture(scope="module", params=["vllm", pytest.param("vllm_ascend", marks=pytest.mark.upstream)])
-def found(request, run_ranks, pytestconfig):
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("vllm_ascend", marks=pytest.mark.upstream)])
+def test_only_memory_that_the_sync_does_not_write_is_copied_and_outlives_vllms_sleep(engine, run_ranks, pytestconfig):
     file = "vllm-ascend/vllm_ascend/device_allocator/camem.py"
-    arguments = [str(pytestconfig.getoption("--upstream") / file)] if request.param == "vllm_ascend" else []
-    return run_ranks("tests.memory.sleep_mode:sleeps", *arguments, backend=None)[0]
-
-
-@pytest.mark.slow
-def test_only_memory_that_the_sync_does_not_write_is_copied_and_outlives_sleep(found):
-    """Six segments of weights; in three others are in use: an expert map, a buffer, a block that waits for a stream."""
-    assert found["weights"] == 6 * SEGMENT
-    assert found["bytes"] == [6 * SEGMENT, 3 * SEGMENT, 6 * SEGMENT]  # as loaded, after a sync, after the last one
-    assert found["tags"] == [["kv_cache", "weights"]] * 3
-    lost = "up down kv_b_proj W_UV".split()
-    expected = {name: [True, name not in lost, True] for name in [*lost, *"gate expert_map table shared head".split()]}
-    assert found["kept"] == expected
-
-
-@pytest.mark.slow
-def test_generating_asleep_or_without_a_sync_is_refused(found):
-    asleep, half, as_loaded = found["refused"][:3]
-    assert "kv_cache and weights of the engine are asleep" in asleep
-    assert half.startswith("rollout: kv_cache of") and not as_loaded
-    assert "no weight sync has written" in found["refused"][5] and not found["refused"][8]
-    assert "weights of the engine are asleep" in found["refused"][9]  # after an error inside vLLM's sleep
-
-
-@pytest.mark.slow
-def test_calls_without_effect_do_not_reach_vllm_and_a_half_awake_engine_is_woken_before_it_sleeps(found):
-    """vLLM's executor sleeps and wakes all tags: it would forget one of two tags, or all of a sleep."""
-    half = ["wake weights", "wake kv_cache"]
-    assert found["calls"] == ["sleep", *half, "sleep", *half, "sleep"]
+    arguments = [str(pytestconfig.getoption("--upstream") / file)] if engine == "vllm_ascend" else []
+    run_ranks("tests.memory.sleep_mode:sleeps", *arguments, backend=None)

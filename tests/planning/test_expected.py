@@ -12,8 +12,19 @@ from tests.layout.native_parameters import pack
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
-from verl_patches.memory.schedule import MEMORY_GROUPS, SCHEDULE, VERL
-from verl_patches.planning.expected import Setting, group_bytes, padding_bytes, peaks
+from verl_patches.layout.sharding import local_parameters
+from verl_patches.memory.schedule import MEMORY_GROUPS, SCHEDULE, VERL, in_sleep_mode
+from verl_patches.planning.activations import Passes
+from verl_patches.planning.expected import (
+    CONTEXT_BYTES,
+    Setting,
+    always_bytes,
+    group_bytes,
+    host_bytes,
+    peaks,
+    record_bytes,
+    work_bytes,
+)
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG = build_inventory(MODELS / "deepseekv3_671b.json")
@@ -22,7 +33,9 @@ IN_FP32 = build_inventory(replace(TINY.model, torch_dtype="float32"))
 TRAIN = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
 ONE = rollout_layout(1, 128, 2)
 HBM = 64 << 30
-SWAPPED = Setting(swap_pieces=16, kv_share=0.8)
+SHARE = int(0.8 * HBM)
+DIE256 = Setting(BIG, TRAIN, ONE, vllm_bytes=SHARE)
+SWAPPED = replace(DIE256, swap_pieces=16)
 # GB of weights, gradients and optimizer state on a die of each stage, as published for the 256-die run
 STATIC_GB = {0: (4.79, 9.59, 18.39), 1: (5.93, 11.85, 30.34), 7: (6.39, 12.78, 30.69)}
 STATIC_GB |= dict.fromkeys(range(2, 7), (6.77, 13.55, 34.67))
@@ -34,50 +47,46 @@ def gb(size):
 
 def test_published_bytes_of_every_stage():
     for stage in range(8):
-        found = group_bytes(BIG, TRAIN, ONE, stage * 32, Setting())
+        found = group_bytes(DIE256, stage * 32)
         assert tuple(gb(found[t]) for t in ("actor_params", "grads", "optimizer")) == STATIC_GB[stage]
         assert found["ref_params"] == found["actor_params"] and set(found) == set(MEMORY_GROUPS)
 
 
 def test_rollout_weights_and_the_caches_share():
     """25.81 GB a die: the published figure for EP256, shared experts whole as in vllm-ascend's graph mode."""
-    found = group_bytes(BIG, TRAIN, ONE, 0, Setting(rollout_library="vllm-ascend", kv_share=0.8))
+    found = group_bytes(replace(DIE256, rollout_library="vllm-ascend"), 0)
     assert gb(found["rollout_weights"]) == 25.81
-    assert found["rollout_weights"] + found["kv_cache"] == int(0.8 * HBM)
-    assert group_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, kv_bytes=7))["kv_cache"] == 7
-    assert group_bytes(BIG, TRAIN, ONE, 0, Setting())["kv_cache"] == 0
+    assert found["rollout_weights"] + found["kv_cache"] == SHARE
+    assert group_bytes(replace(DIE256, vllm_bytes=0), 0)["kv_cache"] == 0
 
 
 def test_absorbed_projections_that_the_engine_copies():
     """As large as kv_b_proj, 61 layers of 128 heads of 128 + 128 by 512 in bf16, half a die's at TP 2."""
-    views, copies = (
-        group_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, absorbed_copies=more)) for more in (False, True)
-    )
+    views, copies = (group_bytes(replace(DIE256, absorbed_copies=more), 0) for more in (False, True))
     assert copies["rollout_weights"] - views["rollout_weights"] == 61 * 128 * 256 * 512 * 2 // 2
-    assert copies["rollout_weights"] + copies["kv_cache"] == int(0.8 * HBM)
+    assert copies["rollout_weights"] + copies["kv_cache"] == SHARE
     assert copies["reshard_buffers"] == views["reshard_buffers"]  # derived here, never sent
 
 
 def test_peaks_of_the_256_die_run_in_our_schedule():
-    found = peaks(SCHEDULE, BIG, TRAIN, ONE, SWAPPED)
+    found = peaks(SCHEDULE, SWAPPED)
     phases = {p["phase"]: gb(p["peak_bytes"]) for p in found["phases"]}
     assert phases["update"] == round(20.32 + gb(8 * 2 * 2048 * 7168 * 12), 2)  # published, plus one layer's experts
     assert phases["old_log_prob"] == 6.77 and phases["ref"] == 13.55 and phases["rollout"] == gb(0.8 * HBM)
     assert found["peak_bytes"] < HBM and found["empty_cache_calls"] == 2
     moved = found["to_device_bytes"]["mean"] + found["to_host_bytes"]["mean"]
     assert round(moved / 1e9, 1) == 19.1  # published as the least that a step moves: actor in and out, reference in
-    assert gb(peaks(SCHEDULE, BIG, TRAIN, ONE, Setting(kv_share=0.8))["peak_bytes"]) == 54.99  # published, not swapped
+    assert gb(peaks(SCHEDULE, DIE256)["peak_bytes"]) == 54.99  # published, not swapped
 
 
 def test_peaks_of_the_256_die_run_in_verls_schedules():
     """Modelled: verl 54c9b736 wakes the KV cache beside training weights and gradients: more than a die has."""
-    of_verl = Setting(swap_pieces=16, kv_share=0.8, bucket_bytes=None)
-    old, new = (peaks(VERL[line], BIG, TRAIN, ONE, of_verl) for line in ("a3", "pypi"))
+    old, new = (peaks(VERL[line], replace(SWAPPED, bucket_bytes=None)) for line in ("a3", "pypi"))
     (wake,) = (p for p in old["phases"] if p["phase"] == "wake_kv")
     assert old["peak_bytes"] == wake["peak_bytes"] > HBM > new["peak_bytes"]
     assert wake["peak_bytes"] == sum(wake["bytes"].values())
     assert set(wake["bytes"]) == {"actor_params", "grads", "rollout_weights", "kv_cache"}
-    ours = peaks(SCHEDULE, BIG, TRAIN, ONE, SWAPPED)
+    ours = peaks(SCHEDULE, SWAPPED)
     for verl in (old, new):
         by_phase = {p["phase"]: p["peak_bytes"] for p in verl["phases"]}
         assert by_phase["reshard"] > 1.4 * ours["phases"][0]["peak_bytes"]
@@ -99,11 +108,11 @@ def layouts(draw):
 @settings(max_examples=60, deadline=None)
 @given(pair=layouts(), swap=st.sampled_from([None, 1, 4]), dtype=st.sampled_from(["bfloat16", "float32"]))
 def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dtype):
-    train, rollout = pair
+    train, _ = pair
     model = IN_FP32 if dtype == "float32" else TINY
-    setting = Setting("megatron-local", swap_pieces=swap, kv_bytes=1 << 20, bucket_bytes=1 << 16)
+    setting = Setting(model, *pair, "megatron-local", swap_pieces=swap, vllm_bytes=1 << 28, bucket_bytes=1 << 16)
     ranks = range(train.world_size)
-    every = [group_bytes(model, train, rollout, rank, setting) for rank in ranks]
+    every = [group_bytes(setting, rank) for rank in ranks]
     trainable = sum(p.count for p in model.parameters if p.trainable)
     once = [r for r in ranks if train.coordinates(r).dp == 0]
     if train.tp == 1 and train.ep == 1:
@@ -114,7 +123,7 @@ def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dty
         assert (sizes["optimizer"] == 0) == (swap is not None) == (sizes["swap_window"] > 0)
     found = {}
     for name, schedule in {"ours": SCHEDULE, **VERL}.items():
-        found[name] = peaks(schedule, model, train, rollout, setting)
+        found[name] = peaks(schedule, setting)
         for phase in found[name]["phases"]:
             assert phase["peak_bytes"] == sum(phase["bytes"].values())
             assert all(every[phase["rank"]][t] == size for t, size in phase["bytes"].items())
@@ -125,14 +134,25 @@ def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dty
 
 def test_the_worst_rank_is_worst_over_all_ranks():
     """Negative control for looking at one rank of each kind only."""
-    setting = Setting("megatron-local", kv_bytes=100)
-    train, rollout = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1), rollout_layout(2, 2, 2)
-    model = IN_FP32
-    found = peaks(SCHEDULE, model, train, rollout, setting)
+    train = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1)
+    setting = Setting(IN_FP32, train, rollout_layout(2, 2, 2), "megatron-local")
+    found = peaks(SCHEDULE, setting)
     update = next(p for p in found["phases"] if p["phase"] == "update")
-    every = [group_bytes(model, train, rollout, rank, setting) for rank in range(8)]
+    every = [group_bytes(setting, rank) for rank in range(8)]
     sums = [s["actor_params"] + s["grads"] + s["optimizer"] for s in every]
     assert update["peak_bytes"] == max(sums) and min(sums) < max(sums) and update["rank"] == sums.index(max(sums))
+
+
+def padding_bytes(setting, rank):
+    """Most bytes that Megatron's alignment adds to an fp32 buffer of `rank`, by which the ledger may exceed the plan.
+
+    It starts each parameter of a buffer at a multiple of 64 elements and ends it at one of 128 and dp
+    (megatron/core/distributed/param_and_grad_buffer.py, _pad_start_of_param_if_needed, _pad_end_of_bucket_if_needed).
+    """
+    train = setting.train
+    held = local_parameters(setting.inventory, train, rank, setting.train_library).shards.values()
+    ends = 2 * 128 * train.dp * train.cp
+    return 4 * (ends + sum(-shard.count % 64 for shard in held if shard.parameter.trainable))
 
 
 @pytest.mark.parametrize("train", ["@2 ep2 etp1", "@4 tp2 ep2 etp1", "@4 ep2 pp2", "@2 tp2 etp2"])
@@ -150,10 +170,49 @@ def test_alignment_is_bounded(train):
         for expert, counts in buffers.items():
             ends = 128 * (train.edp if expert else train.dp * train.cp)
             total += 4 * -(-sum(-(-n // 64) * 64 for n in counts) // ends) * ends
-        planned = group_bytes(model, train, alone, rank, Setting("megatron-local"))["actor_params"]
-        assert planned <= total <= planned + padding_bytes(model, train, rank, "megatron-local", 4)
+        setting = Setting(model, train, alone, "megatron-local")
+        planned = group_bytes(setting, rank)["actor_params"]
+        assert planned <= total <= planned + padding_bytes(setting, rank)
 
 
 def test_ranks_must_be_the_same():
     with pytest.raises(ConfigError, match="training has 256 ranks, rollout 2"):
-        peaks(SCHEDULE, BIG, TRAIN, rollout_layout(2, 1, 1), Setting())
+        peaks(SCHEDULE, replace(DIE256, rollout=rollout_layout(2, 1, 1)))
+
+
+SIZES = {"actor_params": 2, "grads": 4, "optimizer": 12, "ref_params": 3, "rollout_weights": 5, "swap_window": 1}
+
+
+def test_the_record_of_routed_experts_by_stage_and_phase():
+    """1,024 samples of 4,096 tokens; the first stage has three dense layers. Control: nothing without a record."""
+    model, tokens = BIG.model, 1024 * 4096
+    assert [record_bytes(model, TRAIN, stage, tokens) for stage in (0, 2)] == [tokens * 32, tokens * 64]
+    wide = replace(model, n_routed_experts=512)
+    assert record_bytes(wide, TRAIN, 2, tokens) == tokens * 128
+    passes = Passes(4096, 4096, 4096, micro_batches=64, recorded_tokens=tokens)
+    setting = replace(DIE256, passes=passes)
+    last = [work_bytes(setting, 255, phase) for phase in ("old_log_prob", "ref", "update", "rollout")]
+    assert [terms.get("routing_record") for terms in last] == [112 * tokens, 56 * tokens, 56 * tokens, None]
+    without = work_bytes(replace(DIE256, passes=replace(passes, recorded_tokens=0)), 255, "update")
+    assert without["routing_record"] == 0
+
+
+def test_the_kv_caches_share_has_the_rollouts_buffers_and_the_context():
+    setting = replace(DIE256, hccl={"train": 7, "rollout": 5})
+    assert always_bytes(setting, kv_cache=True) == {"hccl_buffers": 7}
+    assert always_bytes(setting, kv_cache=False) == {"hccl_buffers": 12, "cann_context": CONTEXT_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stays", "options", "expected"),
+    [
+        (SCHEDULE, {"optimizer"}, {"swapped": True}, {"actor_params": 2, "ref_params": 3, "optimizer": 12}),
+        (SCHEDULE, {"optimizer"}, {}, {"actor_params": 2, "ref_params": 3}),
+        (SCHEDULE, {"optimizer"}, {"saves": True}, {"actor_params": 2, "ref_params": 3, "checkpoint": 12}),
+        (SCHEDULE, {"actor_params", "grads", "ref_params"}, {"saves": True}, {"optimizer": 12, "checkpoint": 2}),
+        (in_sleep_mode(copied=True), {"optimizer"}, {}, {"actor_params": 2, "ref_params": 3, "rollout_weights": 5}),
+        (VERL["a3"], set(), {}, {"actor_params": 2, "ref_params": 3, "optimizer": 12, "rollout_weights": 5}),
+    ],
+)
+def test_what_is_loaded_has_a_copy_on_the_host(schedule, stays, options, expected):
+    assert host_bytes(SIZES, schedule, stays, **{"swapped": False, "saves": False, **options}) == expected

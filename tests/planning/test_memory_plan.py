@@ -5,7 +5,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_patches.cli.output import memory_rows, other_memory_rows
-from verl_patches.config.compose import compose, model_shape_of
+from verl_patches.config.compose import compose
 from verl_patches.planning import memory_plan as memory_plan_module
 from verl_patches.planning.expected import A3_SEEN_BYTES
 from verl_patches.planning.memory_plan import exceeding, followed_peaks, host_limit, memory_plan, settings_that_fit
@@ -34,7 +34,7 @@ def composed(name, *overrides, skip=False):
 
 def plan(name, *overrides, rows=ON, skip=False):
     config = composed(name, *overrides, skip=skip)
-    return memory_plan(config, model_shape_of(config), rows)
+    return memory_plan(config, rows)
 
 
 def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
@@ -60,12 +60,8 @@ def test_the_followed_order_depends_on_the_rows_that_are_on():
     assert back["orders"][1]["peak_bytes"] > back["hbm_bytes"]  # the cache comes before training weights have gone
     gathered, direct = (plan(BIG, rows=rows)["orders"][2]["phases"][0]["bytes"] for rows in (("memory.order",), ON))
     assert gathered["reshard_buffers"] != direct["reshard_buffers"]
-    rows = (*ON, "memory.sleep_mode")
-    eager = "graphs=false multistream_mla=false multistream_moe=false view_optimize=true".split()
-    for own in (plan(BIG, *(f"recipe.rollout.ascend.{option}" for option in eager), rows=rows), plan(BIG, rows=rows)):
-        assert own["followed"] == "ours" and len(own["orders"]) == 2
-    kept = plan(BIG, BY_VLLM, "recipe.weight_sync.enabled=false", rows=rows)
-    assert kept["followed"] == "ours, with vLLM's sleep mode"  # weights that no sync brings again are copied
+    own = plan(BIG, rows=(*ON, "memory.sleep_mode"))
+    assert own["followed"] == "ours" and len(own["orders"]) == 2
 
 
 def bytes_of(group, *overrides, **options):
@@ -164,27 +160,27 @@ SHORT = {
 @pytest.mark.parametrize("case", SHORT)
 def test_settings_that_fit_are_the_first_that_do(big, case):
     given, expected = SHORT[case]
-    config, model = changed(big, given), model_shape_of(big)
-    assert exceeding(followed_peaks(config, model, RUN)["phases"])
-    found, phases = settings_that_fit(config, model, RUN)
+    config = changed(big, given)
+    assert exceeding(followed_peaks(config, RUN)["phases"])
+    found, phases = settings_that_fit(config, RUN)
     assert not exceeding(phases)
     mended = changed(config, found)
-    assert followed_peaks(mended, model, RUN)["phases"] == phases
+    assert followed_peaks(mended, RUN)["phases"] == phases
     for key, (enough, before) in expected.items():
         assert found[key] == enough
-        assert exceeding(followed_peaks(changed(mended, {key: before}), model, RUN)["phases"]), key
+        assert exceeding(followed_peaks(changed(mended, {key: before}), RUN)["phases"]), key
 
 
 def test_settings_that_are_not_enough_leave_phases_that_exceed_a_die(big):
     config = changed(big, {"recipe.reshard.bucket_bytes": 1 << 34})
-    (said,) = exceeding(settings_that_fit(config, model_shape_of(config), RUN)[1])
+    (said,) = exceeding(settings_that_fit(config, RUN)[1])
     assert said.startswith("reshard: die ") and "GB of 65.79; largest: reshard_buffers 68.72" in said
 
 
 def test_host_memory_is_compared_with_the_key_and_with_a_machine_that_has_dies(big, monkeypatch, tmp_path):
     config = changed(big, {"recipe.memory.host_gib": 512})
     assert host_limit(config) == 512 << 30
-    found = memory_plan(config, model_shape_of(config), RUN)
+    found = memory_plan(config, RUN)
     assert "TOO MUCH" in other_memory_rows(found)[2][0][2]
     monkeypatch.setattr(memory_plan_module, "DEVICES", tmp_path)
     assert host_limit(big) is None

@@ -11,7 +11,7 @@ from verl_patches.config.compose import CONFIGS_DIR, compose, model_shape_of
 from verl_patches.errors import ConfigError
 from verl_patches.planning import search as search_module
 from verl_patches.planning.expected import A3_SEEN_BYTES
-from verl_patches.planning.memory_plan import followed_peaks, recompute_keys
+from verl_patches.planning.memory_plan import followed_peaks, recomputation, recompute_keys
 from verl_patches.planning.plan import build_plan, patch_table
 from verl_patches.planning.search import (
     GRAPHS,
@@ -23,7 +23,7 @@ from verl_patches.planning.search import (
     seats_keys,
     train_keys,
 )
-from verl_patches.planning.step_plan import Workload, recomputed_layers, step_sections
+from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
@@ -103,18 +103,19 @@ def test_graphs_of_a_listed_layout_go_up_to_its_requests(rows):
     assert plan["ok"] and plan["step"]["total_s"] == row["total_s"]
 
 
-@pytest.mark.parametrize(("dies", "layers"), [(256, 61), (128, 61)])
-def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies, layers):
+@pytest.mark.parametrize("dies", [256, 128])
+def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
     config = compose("grpo_deepseekv3_128die")
-    model, on = model_shape_of(config), rows_on(config)
-    for row in search(config, on, dies, Workload(), top=2):
+    on = rows_on(config)
+    layouts = search(config, on, dies, Workload(), top=4)
+    assert {row["recompute_layers"] for row in layouts} != {61}
+    for row in layouts[:2]:
         listed = compose("grpo_deepseekv3_128die", row["overrides"])
-        assert recomputed_layers(listed) == row["recompute_layers"] and model.num_hidden_layers == layers
-        assert followed_peaks(listed, model, on)["peak_bytes"] == row["peak_bytes"] <= A3_SEEN_BYTES
+        assert recomputation(listed)[0] == row["recompute_layers"]
+        assert followed_peaks(listed, on)["peak_bytes"] == row["peak_bytes"] <= A3_SEEN_BYTES
         if fewer := row["recompute_layers"]:  # one less does not fit
             less = changed(listed, recompute_keys(fewer - 1))
-            assert followed_peaks(less, model, on)["peak_bytes"] > A3_SEEN_BYTES
-    assert {row["recompute_layers"] for row in search(config, on, dies, Workload(), top=4)} != {layers}
+            assert followed_peaks(less, on)["peak_bytes"] > A3_SEEN_BYTES
 
 
 def test_fewer_recomputed_layers_make_the_search_faster_than_all_of_them(config, rows, found):
@@ -227,20 +228,16 @@ def test_the_first_layers_of_a_model_are_planned_as_a_model_of_only_these(tmp_pa
         assert cut[part] == short[part] != plan_of(BIG)[part] or part == "rollout"
 
 
-def test_a_plan_has_the_bounds_of_the_watch_unless_it_is_off():
-    text = plan_of(BIG)["step"]["watch"]
-    assert "modelled: rollout" in text and text.endswith("of a rank that waits for another in a process group: 864 s")
-    assert "watch" not in plan_of(BIG, "recipe.watch.action=off")["step"]
-
-
-def test_a_plan_has_traffic_hosts_and_ports():
+def test_a_plan_has_traffic_hosts_ports_and_the_watchs_bounds():
     plan = plan_of(BIG)
     sync = plan["traffic"]["weight_sync"]
     assert sync["received_mean_bytes"] == pytest.approx(24.95e9, rel=1e-3)  # as `reshard-plan`
     assert sync["sent_bytes"] == pytest.approx(32.87e9, rel=2e-3) and 60 <= sync["collectives"] <= 64
-    assert plan["memory"]["host"]["node_bytes"] > 700e9
-    assert plan["ports"]["all"] == [61000, 61143]
+    assert plan["memory"]["host"]["node_bytes"] > 700e9 and plan["ports"]["all"] == [61000, 61143]
     assert set(plan["traffic"]["dispatch_bytes"]) == {"ref", "update"}
+    assert (
+        "modelled: rollout" in plan["step"]["watch"] and "watch" not in plan_of(BIG, "recipe.watch.action=off")["step"]
+    )
 
 
 def test_the_settings_of_the_published_run_give_its_rows_through_a_config():

@@ -1,26 +1,27 @@
 """The step model: its error on the published rows, what fixes its constants, and how its terms must move."""
 
-import math
 from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_patches.layout.flops import forward_flops, layer_sizes
+from verl_patches.layout.flops import forward_flops
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.layout.sharding import local_parameters, static_bytes
 from verl_patches.planning import calibration
-from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, ROWS, errors, fitted, published, without_cache
+from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, ROWS, errors, published, without_cache
 from verl_patches.planning.step_model import (
+    FLOPS_PER_S,
     PHASES,
-    Hardware,
     Lengths,
     Offload,
     SyncTraffic,
     decode_s,
     driver_bytes,
+    memory_s,
+    network_s,
     pipeline_s,
     reshard_s,
     stage_elements,
@@ -31,10 +32,6 @@ from verl_patches.planning.step_model import (
     verl_sync,
 )
 
-DIE = Hardware()
-PUBLISHED_S = {"rollout": 318.27, "ref": 104.7, "reward": 13.7, "advantage": 0.188, "update": 328.8, "reshard": 11.18}
-PUBLISHED_S |= {"offload": 24.45}
-FIXED_BY = {row.fixes: row for row in ROWS if row.fixes}
 # the phases that each constant may move, and no others
 MOVES = {
     "train_efficiency": {"ref", "update"},
@@ -55,41 +52,24 @@ def total(run, constants=FITTED):
 # the published rows
 
 
-def test_the_published_run_is_predicted_within_5_percent_and_its_long_phases_within_10():
-    found = step_time(published(), FITTED)
-    assert set(found) == set(PHASES) and found["old_log_prob"] == 0
-    assert abs(sum(found.values()) / sum(PUBLISHED_S.values()) - 1) < 0.05
-    for phase, seconds in PUBLISHED_S.items():
-        assert seconds < 20 or abs(found[phase] / seconds - 1) < 0.10, phase
+def test_every_published_row_is_predicted_within_5_percent_also_those_that_fix_nothing():
+    assert set(step_time(published(), FITTED)) == set(PHASES)
+    found = {row["row"]: row["error"] for row in errors()}
+    assert len(found) == len(ROWS) and max(abs(error) for error in found.values()) < 0.05
+    assert sum(row.fixes is None for row in ROWS) >= 10 and set(MOVES) == {field.name for field in fields(FITTED)}
+    wrong = replace(FITTED, train_efficiency=0.25)  # the control
+    assert max(abs(row["error"]) for row in errors(wrong)) > 0.1
     assert tokens_per_s_per_die(published(), calibration.TOTAL_S) * 2 == pytest.approx(250.2, rel=1e-6)
 
 
-def test_every_row_is_within_5_percent_also_those_that_fix_nothing():
-    found = {row["row"]: row["error"] for row in errors()}
-    assert len(found) == len(ROWS) and max(abs(error) for error in found.values()) < 0.05
-    assert sum(row.fixes is None for row in ROWS) >= 10
-    wrong = replace(FITTED, train_efficiency=0.25)  # the control
-    assert max(abs(row["error"]) for row in errors(wrong)) > 0.1
-
-
-def test_each_constant_is_fixed_by_one_row_and_is_what_that_row_gives():
-    assert set(FIXED_BY) == {field.name for field in fields(FITTED)}
-    again = fitted()
-    for name in FIXED_BY:
-        assert getattr(FITTED, name) == pytest.approx(getattr(again, name), rel=2e-3), name
-
-
-@pytest.mark.parametrize("left_out", FIXED_BY)
-def test_without_a_row_the_other_constants_stay(left_out):
-    """A row that is 10 % longer moves its own constant only; so do all phases that the constant does not belong to."""
-    row = FIXED_BY[left_out]
-    longer = tuple(replace(r, quoted_s=1.1 * r.quoted_s) if r is row else r for r in ROWS)
-    moved = fitted(FITTED, longer)
-    changed = {name for name in FIXED_BY if not math.isclose(getattr(moved, name), getattr(FITTED, name), rel_tol=2e-3)}
-    assert changed == {left_out}
-    one = replace(FITTED, **{left_out: getattr(moved, left_out)})
-    before, after = step_time(published(), FITTED), step_time(published(), one)
-    assert {phase for phase in PHASES if not math.isclose(before[phase], after[phase])} == MOVES[left_out]
+@pytest.mark.parametrize("constant", MOVES)
+def test_each_constant_is_fixed_by_one_row_and_moves_its_own_phases_only(constant):
+    (row,) = (row for row in ROWS if row.fixes == constant)
+    wrong = replace(FITTED, **{constant: 1.02 * getattr(FITTED, constant)})
+    assert row.predict(FITTED) == pytest.approx(row.quoted_s, rel=2e-4)
+    assert row.predict(wrong) != pytest.approx(row.quoted_s, rel=2e-4)  # the control
+    before, after = step_time(published(), FITTED), step_time(published(), wrong)
+    assert {phase for phase in PHASES if before[phase] != after[phase]} == MOVES[constant]
 
 
 def test_the_modelled_bytes_are_the_quoted_ones():
@@ -101,15 +81,6 @@ def test_the_modelled_bytes_are_the_quoted_ones():
 
 
 # sizes and FLOPs
-
-
-def test_layer_sizes_are_those_of_deepseek_v3():
-    moe = layer_sizes(published().model, True, "mindspeed")
-    assert moe.expert == moe.shared == 44_040_192
-    assert moe.split + moe.whole == 187_107_328 + 256 * 7168 + 2 * 7168  # attention, router, norms
-    dense = layer_sizes(published().model, False, "mindspeed")
-    assert (dense.expert, dense.shared) == (0, 0)
-    assert dense.split + dense.whole == 187_107_328 + 1_189_085_184 // 3 + 2 * 7168
 
 
 @pytest.mark.parametrize(("side", "library"), [("train", "mindspeed"), ("rollout", "vllm-ascend"), ("rollout", "vllm")])
@@ -125,20 +96,12 @@ def test_elements_of_a_stage_are_those_of_the_sharding(side, library):
         assert 4 * (dense + routed) == pytest.approx(static_bytes(inventory, layout, 255).grad_bytes, rel=1e-5)
 
 
-def test_forward_flops_are_two_a_parameter_and_token_and_scores_grow_with_the_length():
-    model, tokens = published().model, 1000
-    active = 37_552_297_472 - 926_679_040  # the embedding is looked up
-    assert forward_flops(model, tokens, 0) == pytest.approx(2 * active * tokens, rel=1e-3)
-    at_4k, at_8k = (forward_flops(model, tokens, length) / (2 * active * tokens) for length in (4096, 8192))
-    assert 1.05 < at_4k < 1.2 and at_8k - 1 == pytest.approx(2 * (at_4k - 1), rel=0.02)
-
-
 def test_training_flops_of_a_step_take_the_share_of_the_dies_that_is_stated():
     """6 N D of forward and backward, over seconds and dies: below the efficiency by recompute, bubble and exchanges."""
     run = replace(published(), recompute_layers=0)
     length = MEAN_PROMPT + 3072
     flops = 3 * forward_flops(run.model, run.responses * length, length)
-    share = flops / update_s(run, FITTED, DIE) / 256 / DIE.flops_per_s
+    share = flops / update_s(run, FITTED) / 256 / FLOPS_PER_S
     assert 0.7 * FITTED.train_efficiency < share < FITTED.train_efficiency
 
 
@@ -165,10 +128,10 @@ def test_more_micro_batches_make_a_smaller_bubble(stages, few, more):
 def test_a_second_epoch_is_a_second_update_and_no_smaller_mini_batch():
     """Control: two mini batches split the batch, and add one optimizer step and one fill of the pipeline."""
     run = published()
-    once = update_s(run, FITTED, DIE)
+    once = update_s(run, FITTED)
     sent = driver_bytes(run, 3) / FITTED.driver_bytes_per_s
-    assert update_s(replace(run, epochs=2), FITTED, DIE) == pytest.approx(2 * once - sent)
-    assert update_s(replace(run, mini_batches=2), FITTED, DIE) < 1.2 * once
+    assert update_s(replace(run, epochs=2), FITTED) == pytest.approx(2 * once - sent)
+    assert update_s(replace(run, mini_batches=2), FITTED) < 1.2 * once
 
 
 # how a step must move
@@ -238,18 +201,18 @@ def test_gloo_costs_the_quoted_difference_at_each_of_two_calls_of_a_step():
 def test_two_instances_read_one_expert_more_and_decode_slower():
     one = published()
     two = replace(one, rollout=rollout_layout(2, 64, 2))
-    more = decode_s(two, 64, 1600, 64, FITTED, DIE) - decode_s(one, 64, 1600, 64, FITTED, DIE)
-    assert more == pytest.approx(DIE.memory_s(5.11e9), rel=0.05)  # 5.11 GB of experts; a little less is sent
+    more = decode_s(two, 64, 1600, 64, FITTED) - decode_s(one, 64, 1600, 64, FITTED)
+    assert more == pytest.approx(memory_s(5.11e9), rel=0.05)  # 5.11 GB of experts; a little less is sent
 
 
 def test_a_decode_step_grows_with_batch_context_and_the_padded_size():
     def at(running, context, tier):
-        return decode_s(published(), running, context, tier, FITTED, DIE)
+        return decode_s(published(), running, context, tier, FITTED)
 
     assert at(1, 0, 1) < at(1, 0, 64) < at(64, 0, 64) + 1e-12 < at(64, 3000, 64)
-    assert at(64, 2000, 64) - at(64, 1000, 64) == pytest.approx(DIE.memory_s(64 * 1000 * 1152 * 61))  # KV of MLA
+    assert at(64, 2000, 64) - at(64, 1000, 64) == pytest.approx(memory_s(64 * 1000 * 1152 * 61))  # KV of MLA
     eager = replace(published(), graph_sizes=())
-    assert decode_s(eager, 1, 0, 1, FITTED, DIE) > at(1, 0, 1)
+    assert decode_s(eager, 1, 0, 1, FITTED) > at(1, 0, 1)
 
 
 def test_responses_that_end_early_shorten_the_tail_but_the_longest_decides():
@@ -280,8 +243,8 @@ def test_arrival_order_costs_what_the_longest_of_eight_replicas_costs():
 
 
 def test_seconds_scale_with_what_they_are_of():
-    assert reshard_s(SyncTraffic(0, 0, 1000), FITTED, DIE) == pytest.approx(1000 * FITTED.collective_s)
-    wire = reshard_s(SyncTraffic(25e9, 25e9, 0), FITTED, DIE)
+    assert reshard_s(SyncTraffic(0, 0, 1000), FITTED) == pytest.approx(1000 * FITTED.collective_s)
+    wire = reshard_s(SyncTraffic(25e9, 25e9, 0), FITTED)
     assert wire == pytest.approx(25e9 / (196e9 * 0.7) + 4 * 25e9 / (1.6 * 2**40 * 0.6))
     run = published()
     offload = replace(run, offload=Offload(released_bytes=26e9))
@@ -294,8 +257,8 @@ def test_context_parallel_ranks_share_a_layer_and_exchange_heads():
     """Ulysses: 128 heads, q and k of 192, v and output of 128 elements; half of a rank's tokens go to the other."""
     run = published()
     both = replace(run, train=replace(run.train, world_size=512, cp=2))
-    alone, shared = (stage_s(each, 1, False, FITTED, DIE) for each in (run, both))
+    alone, shared = (stage_s(each, 1, False, FITTED) for each in (run, both))
     tokens = run.lengths.prompt + run.lengths.mean_of_longest()
-    exchanged = DIE.network_s(128 / 4 * (192 + 192 + 128 + 128) * 2 * tokens / 2 / 2)
+    exchanged = network_s(128 / 4 * (192 + 192 + 128 + 128) * 2 * tokens / 2 / 2)
     assert shared[1] == pytest.approx(alone[1] / 2 + 7 * exchanged, rel=1e-9)
     assert shared[7] == pytest.approx(alone[7] / 2 + 7 * exchanged, rel=1e-9)  # with the logits

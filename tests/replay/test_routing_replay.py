@@ -175,7 +175,7 @@ def check(reference, ranks, layout):
         assert 0 < rank["counts"]["equal"] < 0.9 * rank["counts"]["of"]
         assert all(shape[0] == len(rank["layers"]) for shape in rank["shapes"]) and len(rank["shapes"]) == 3
         tokens, topk = sum(shape[1] for shape in rank["shapes"]), rank["shapes"][0][2]
-        assert rank["counts"]["bytes"] == tokens * len(rank["layers"]) * topk  # as planning/other_memory.py models them
+        assert rank["counts"]["bytes"] == tokens * len(rank["layers"]) * topk  # as planning/expected.py models them
         said = "samples of a micro batch have no recorded experts"
         assert layout.startswith("pp2") or said in rank["dropped"]
     # control: with the spoilt biases a pass by itself is another model's

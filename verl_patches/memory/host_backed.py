@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import RecipeError
 from verl_patches.memory.counters import move, note_copy, note_host_allocation
 
 # torch's allocator of pinned memory rounds each piece up to a power of two (ATen/core/CachingHostAllocator.h)
@@ -46,23 +46,23 @@ class HostBackedStorage:
 
     def check(self, tensor: torch.Tensor) -> None:
         """RecipeError unless `tensor` lies in this storage, and the storage has the size that was set here."""
-        found, expected = tensor.untyped_storage(), 0 if self.offloaded else self.size_bytes
-        if found._cdata != self.storage._cdata:
+        storage, expected = tensor.untyped_storage(), 0 if self.offloaded else self.size_bytes
+        if storage._cdata != self.storage._cdata:
             raise RecipeError(
                 f"offload: {self.name}: expected the storage that was there before, of {self.size_bytes:,} bytes, "
-                f"found another one of {found.nbytes():,} bytes on {found.device}: other code has replaced it"
+                f"found another one of {storage.nbytes():,} bytes on {storage.device}: other code has replaced it"
             )
-        if found.nbytes() != expected:
+        if storage.nbytes() != expected:
             state = "which is offloaded" if self.offloaded else "which is on the device"
             raise RecipeError(
                 f"offload: {self.name}, {state}: expected a storage of {expected:,} bytes, found "
-                f"{found.nbytes():,}: other code has resized it"
+                f"{storage.nbytes():,}: other code has resized it"
             )
 
     def offload(self, copy: bool) -> None:
         """Free the device memory; `copy`: after copying the contents to the host."""
-        for device, host in self._pairs() if copy else ():
-            _copy(host, device)
+        if copy:
+            self.copy_to_host()
         self.storage.resize_(0)
         self.offloaded = True
 
@@ -88,12 +88,12 @@ class HostBackedStorage:
         A view of the host memory; a copy where it lies in several pieces of it.
         """
         reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        start, stop, at, found = offset * dtype.itemsize, (offset + reach) * dtype.itemsize, 0, []
+        start, stop, at, parts = offset * dtype.itemsize, (offset + reach) * dtype.itemsize, 0, []
         for piece in self.host:
             if at < stop and start < at + piece.numel():
-                found.append(piece[max(0, start - at) : stop - at])
+                parts.append(piece[max(0, start - at) : stop - at])
             at += piece.numel()
-        whole = (found[0] if len(found) == 1 else torch.cat(found)).view(dtype)
+        whole = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(dtype)
         return whole.as_strided(shape, strides, whole.storage_offset())
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -103,10 +103,7 @@ class HostBackedStorage:
 
 def offload_storages(storages: Iterable[HostBackedStorage], copy: bool = True) -> int:
     """Offload the storages that are on the device; returns their bytes. A first offload always copies."""
-    here = [storage for storage in dict.fromkeys(storages) if not storage.offloaded and storage.size_bytes]
-    fresh = [storage for storage in here if not storage.host]
-    if fresh:
-        _make_host_memory(fresh)
+    here, fresh = _on_device(storages)
     with torch.no_grad():
         for storage in here:
             storage.offload(copy or storage in fresh)
@@ -124,13 +121,20 @@ def load_storages(storages: Iterable[HostBackedStorage]) -> int:
 
 def copy_storages_to_host(storages: Iterable[HostBackedStorage]) -> int:
     """Make the host copies of the storages that are on the device current; returns their bytes."""
-    here = [storage for storage in dict.fromkeys(storages) if not storage.offloaded and storage.size_bytes]
-    if fresh := [storage for storage in here if not storage.host]:
-        _make_host_memory(fresh)
+    here, _ = _on_device(storages)
     with torch.no_grad():
         for storage in here:
             storage.copy_to_host()
     return sum(storage.size_bytes for storage in here)
+
+
+def _on_device(storages: Iterable[HostBackedStorage]) -> tuple[list[HostBackedStorage], list[HostBackedStorage]]:
+    """(storages on the device, those of them that had no host memory before: now they have)."""
+    here = [storage for storage in dict.fromkeys(storages) if not storage.offloaded and storage.size_bytes]
+    fresh = [storage for storage in here if not storage.host]
+    if fresh:
+        _make_host_memory(fresh)
+    return here, fresh
 
 
 def synchronise(storages: Iterable[HostBackedStorage]) -> None:
@@ -185,7 +189,7 @@ class ModelOffloadState:
         self.group = "actor_params" if in_ddp else "ref_params"
         self.weights = list(chunk.named_parameters())
         kinds = ("buffers", "expert_parallel_buffers") if in_ddp else ()
-        self.buffers = [(f"{kind}[{i}]", buffer) for kind in kinds for i, buffer in enumerate(getattr(chunk, kind))]
+        self.buffers = {f"{kind}[{i}]": buffer for kind in kinds for i, buffer in enumerate(getattr(chunk, kind))}
         self.params = self._storages(self.group, self._param_tensors())
         self.grads = self._storages("grads", self._grad_tensors())
         self.written = True  # whether the device may hold values that the host copy does not
@@ -202,22 +206,26 @@ class ModelOffloadState:
             by_name[name] = by_storage[key]
         return by_name
 
-    def _param_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, buffer in self.buffers:
-            if buffer.param_data is not None:
-                yield f"{name}.param_data", buffer.param_data
-            else:  # without a distributed optimizer parameters have memory of their own
-                yield from ((f"{name}.param_index_map[{i}]", p) for i, p in enumerate(buffer.param_index_map))
-        if not self.buffers:
-            yield from self.weights
+    def _param_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        in_buffers = [(f"{name}.param_data", buffer.param_data) for name, buffer in self.buffers.items()]
+        return in_buffers or self.weights
 
-    def _grad_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((f"{name}.grad_data", buffer.grad_data) for name, buffer in self.buffers)
+    def _grad_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [(f"{name}.grad_data", buffer.grad_data) for name, buffer in self.buffers.items()]
 
-    @staticmethod
-    def _check(storages: dict[str, HostBackedStorage], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in tensors:
-            storages[name].check(tensor)
+    def _checked_params(self) -> Iterable[HostBackedStorage]:
+        for name, tensor in self._param_tensors():
+            self.params[name].check(tensor)
+        return self.params.values()
+
+    def _checked_grads(self) -> Iterable[HostBackedStorage]:
+        for name, tensor in self._grad_tensors():
+            self.grads[name].check(tensor)
+        return self.grads.values()
+
+    def _host_copy_is_current(self) -> None:
+        self.written = False
+        self.versions = {name: parameter._version for name, parameter in self.weights}
 
     @property
     def offloaded(self) -> bool:
@@ -226,35 +234,30 @@ class ModelOffloadState:
 
     def load_params(self) -> None:
         """Load the parameters, for reading only."""
-        self._check(self.params, self._param_tensors())
         with move("load", self.group) as moved:
-            moved.bytes = load_storages(self.params.values())
+            moved.bytes = load_storages(self._checked_params())
         if moved.bytes:
-            self.written = False
-            self.versions = {name: parameter._version for name, parameter in self.weights}
+            self._host_copy_is_current()
 
     def offload_params(self) -> None:
         """Offload the parameters; a copy is made only if they may have been written since they were loaded."""
-        self._check(self.params, self._param_tensors())
+        params = self._checked_params()
         self._refuse_unknown_writes()
         written, self.written = self.written, False
         with move("offload" if written else "free", self.group) as moved:
-            moved.bytes = offload_storages(self.params.values(), copy=written)
+            moved.bytes = offload_storages(params, copy=written)
 
     def copy_params_to_host(self) -> int:
         """Make the host copy of the parameters current, which the next `offload_params` need not; returns the bytes."""
-        self._check(self.params, self._param_tensors())
-        copied = copy_storages_to_host(self.params.values())
+        copied = copy_storages_to_host(self._checked_params())
         if copied:
-            self.written = False
-            self.versions = {name: parameter._version for name, parameter in self.weights}
+            self._host_copy_is_current()
         return copied
 
     def alloc_grads(self) -> None:
         """Allocate the gradients and set them to zero; from now on training may write to the parameters."""
-        self._check(self.grads, self._grad_tensors())
         self.written = True
-        offloaded = [storage for storage in self.grads.values() if storage.offloaded]
+        offloaded = [storage for storage in self._checked_grads() if storage.offloaded]
         with move("alloc", "grads") as moved, torch.no_grad():
             for storage in offloaded:
                 storage.allocate()
@@ -264,8 +267,7 @@ class ModelOffloadState:
 
     def free_grads(self) -> None:
         """Free the gradients; nothing is copied."""
-        self._check(self.grads, self._grad_tensors())
-        here = [storage for storage in self.grads.values() if not storage.offloaded]
+        here = [storage for storage in self._checked_grads() if not storage.offloaded]
         with move("free", "grads") as moved:
             for storage in here:
                 storage.offload(copy=False)
@@ -274,11 +276,6 @@ class ModelOffloadState:
     def _refuse_unknown_writes(self) -> None:
         """RecipeError for a write that the parameter's version shows; the module's docstring names the others."""
         for name, parameter in self.weights:
-            if not self.buffers and parameter.grad is not None:
-                raise RecipeError(
-                    f"offload: {name} of a model without DDP has a gradient, which would stay on the device: "
-                    "expected none, as in a reference model"
-                )
             if not self.written and parameter._version != self.versions.get(name, parameter._version):
                 raise RecipeError(
                     f"offload: {self.group}, {name}: expected the weights that were loaded from the host, found them "
@@ -294,26 +291,17 @@ def offload_state_of_model(chunk: torch.nn.Module) -> ModelOffloadState:
     return chunk.recipe_offload_state
 
 
-_MAIN_GROUPS = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
-
-
 class OptimizerOffloadState:
-    """fp32 main parameters of 16-bit parameters, and the states, of one Megatron optimizer; not its step counts.
+    """fp32 main parameters of 16-bit parameters, and the states, of a DistributedOptimizer; not its step counts.
 
-    For DistributedOptimizer, Float16OptimizerWithFloat16Params and FP32Optimizer of megatron-core 0.8 and 0.12. fp32
-    parameters have no main copy: their shards are views of the model's. Adam makes its states in the first step; they
-    are added here when they are first seen. ConfigError for HybridDeviceOptimizer, which offloads by itself.
+    verl makes no other optimizer. fp32 parameters have no main copy: their shards are views of the model's. Adam makes
+    its states in the first step; they are added here when they are first seen.
     """
 
     def __init__(self, megatron: Any):
-        if type(megatron.optimizer).__name__ == "HybridDeviceOptimizer":
-            raise ConfigError(
-                "offload: Megatron's optimizer_cpu_offload keeps part of this optimizer on the host: "
-                "set actor.megatron.optimizer_offload=false"
-            )
         self.megatron = megatron
         self.swapped = False  # then only swap_optimizer.py loads it, in pieces during a step
-        self.mains = {id(main) for name in _MAIN_GROUPS for group in getattr(megatron, name, ()) for main in group}
+        self.mains = {id(main) for group in megatron.shard_fp32_from_float16_groups for main in group}
         self.storages: dict[str, HostBackedStorage] = {}
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -330,10 +318,10 @@ class OptimizerOffloadState:
         return [self._storage(f"{name}, {key}", tensor) for key, tensor in owned.items()]
 
     def _storage(self, name: str, tensor: torch.Tensor) -> HostBackedStorage:
-        known, found = self.storages.get(name), tensor.untyped_storage()
+        known, storage = self.storages.get(name), tensor.untyped_storage()
         if known is None:
             self.storages[name] = HostBackedStorage(f"optimizer, {name}", tensor)
-        elif not known.offloaded and found._cdata != known.storage._cdata and found.nbytes() == known.size_bytes:
+        elif not known.offloaded and storage._cdata != known.storage._cdata and storage.nbytes() == known.size_bytes:
             self.storages[name] = HostBackedStorage(known.name, tensor)  # a checkpoint was loaded
             self.storages[name].host = known.host
         else:

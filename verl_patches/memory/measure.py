@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from verl_patches.memory.host_backed import single_optimizers
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -42,7 +44,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
     fp32 parameters have no main copy: their shards are views of the parameters.
     """
-    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for single in single_optimizers(optimizer):
         yield from tensors_in(single.shard_fp32_from_float16_groups)
         for state in single.optimizer.state.values():
             yield from (state[name] for name in MOMENTS if name in state)
@@ -51,7 +53,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 def optimizer_full_bytes(optimizer: Any) -> int:
     """Bytes of `optimizer_tensors` once the moments have been made."""
     total = 0
-    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for single in single_optimizers(optimizer):
         main = sum(tensor.numel() for tensor in tensors_in(single.shard_fp32_from_float16_groups))
         own = sum(tensor.numel() for tensor in tensors_in(single.shard_fp32_groups))
         total += 4 * (len(MOMENTS) * (main + own) + main)

@@ -8,7 +8,6 @@ schedule does. Errors are those of memory/host_backed.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from verl_patches.memory.counters import move
 from verl_patches.memory.host_backed import (
     ModelOffloadState,
-    OptimizerOffloadState,
     offload_state_of_model,
     offload_state_of_optimizer,
     single_optimizers,
@@ -30,8 +28,7 @@ class _OfModel:
     def __init__(self, chunks: Sequence[torch.nn.Module]):
         self._chunks = chunks
 
-    @functools.cached_property  # not before the first move: a group that stays has no state
-    def _states(self) -> list[ModelOffloadState]:
+    def _states(self) -> list[ModelOffloadState]:  # none before the first move: a group that stays has no state
         return [offload_state_of_model(chunk) for chunk in self._chunks]
 
 
@@ -40,20 +37,20 @@ class Params(_OfModel):
 
     def load(self) -> None:
         """Load the parameters, for reading; `Grads.alloc` permits writes."""
-        for state in self._states:
+        for state in self._states():
             state.load_params()
         self._synchronise()
 
     def offload(self) -> None:
         """Offload the parameters; copied only if they may have been written."""
-        for state in self._states:
+        for state in self._states():
             state.offload_params()
         self._synchronise()
 
     free = offload
 
     def _synchronise(self) -> None:
-        synchronise(storage for state in self._states for storage in state.params.values())
+        synchronise(storage for state in self._states() for storage in state.params.values())
 
 
 @contextmanager
@@ -76,12 +73,12 @@ class Grads(_OfModel):
 
     def alloc(self) -> None:
         """Allocate zero gradients; from now on the parameters may be written."""
-        for state in self._states:
+        for state in self._states():
             state.alloc_grads()
 
     def free(self) -> None:
         """Free the gradients."""
-        for state in self._states:
+        for state in self._states():
             state.free_grads()
 
 
@@ -90,10 +87,6 @@ class Optimizer:
 
     def __init__(self, optimizer: Any):
         self._optimizer = optimizer
-
-    @functools.cached_property
-    def _states(self) -> list[OptimizerOffloadState]:
-        return [offload_state_of_optimizer(one) for one in single_optimizers(self._optimizer)]
 
     def load(self) -> None:
         """Load everything."""
@@ -104,9 +97,10 @@ class Optimizer:
         self._move("offload")
 
     def _move(self, verb: str) -> None:
+        states = [offload_state_of_optimizer(one) for one in single_optimizers(self._optimizer)]
         with move(verb, "optimizer") as moved:
-            moved.bytes = sum(getattr(state, verb)() for state in self._states)
-        synchronise(storage for state in self._states for storage in state.storages.values())
+            moved.bytes = sum(getattr(state, verb)() for state in states)
+        synchronise(storage for state in states for storage in state.storages.values())
 
 
 def actor_handlers(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, Any]:

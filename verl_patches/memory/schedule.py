@@ -13,11 +13,9 @@ the memory plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
-
-from verl_patches.errors import ConfigError
 
 MEMORY_GROUPS = {
     "actor_params": "parameters of the actor: Megatron's param buffers",
@@ -45,39 +43,35 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """One row: the moves before and after the phase's work."""
+    """One row: the moves before and after the phase's work. `rare`: only some steps have it."""
 
     name: str
     enter: tuple[Move, ...] = ()
     leave: tuple[Move, ...] = ()
+    rare: bool = False
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The phases of a step. A step begins with no group on the device but those that never move.
-
-    `complete`: the schedule from which this one was made by leaving out phases. Such a phase may still run in some
-    steps (the pass of the truth check); the groups that it loads are freed when it ends.
-    """
+    """The phases of a step. A step begins with no group on the device but those that never move."""
 
     name: str
     phases: tuple[Phase, ...]
-    complete: Schedule | None = None
 
     def phase(self, name: str) -> Phase:
-        """The phase of that name, also one that was left out; ConfigError for an unknown name."""
-        for phase in self.phases:
-            if phase.name == name:
-                return phase
-        if self.complete is not None:
-            return self.complete.phase(name)
-        names = ", ".join(phase.name for phase in self.phases)
-        raise ConfigError(f"schedule {self.name!r} has no phase {name!r}; it has {names}")
+        """The phase of that name; KeyError for an unknown name."""
+        return {phase.name: phase for phase in self.phases}[name]
 
     def without(self, name: str) -> Schedule:
-        """The schedule of runs that leave out a phase: old_log_prob with recipe.train.skip_old_log_prob."""
-        phases = tuple(phase for phase in self.phases if phase is not self.phase(name))
-        return Schedule(f"{self.name}, without {name}", phases, complete=self)
+        """The schedule of runs that leave out a phase: old_log_prob with recipe.train.skip_old_log_prob.
+
+        Some steps may still have it (the pass of the truth check): it frees the groups that it loads when it ends.
+        """
+        row = self.phase(name)
+        frees = (Move("free", move.group) for move in row.enter if move.verb in LOADS)
+        rare = replace(row, leave=(*row.leave, *frees), rare=True)
+        phases = tuple(rare if phase is row else phase for phase in self.phases)
+        return Schedule(f"{self.name}, without {name}", phases)
 
     def releases(self, group: str, phase: str) -> bool:
         """Whether `phase` offloads or frees `group`, before or after its work."""
@@ -89,22 +83,18 @@ class Schedule:
 
         The step before counts too.
         """
-        if self.complete is not None and self.phase(phase) not in self.phases:
-            return self.complete.released_by(group, phase)
-        moments = list(_moments(self))
-        last = max(i for i, (row, where, _) in enumerate(moments) if row.name == phase and where != "leave")
-        for row, where, move in reversed([*moments[last + 1 :], *moments[: last + 1]]):
-            if move.group == group and move.verb in RELEASES:
-                return f"{'at the start of' if where == 'enter' else 'after'} {row.name} ({move.verb})"
+        own = self.phase(phase)
+        at = self.phases.index(own)
+        moments = [("after", own, own.leave)]
+        for row in (*self.phases[at + 1 :], *self.phases[:at]):
+            if not row.rare:
+                moments += [("at the start of", row, row.enter), ("after", row, row.leave)]
+        moments.append(("at the start of", own, own.enter))
+        for when, row, moves in reversed(moments):
+            for move in moves:
+                if move.group == group and move.verb in RELEASES:
+                    return f"{when} {row.name} ({move.verb})"
         return None
-
-
-def _moments(schedule: Schedule) -> Iterator[tuple[Phase, str, Move]]:
-    """(phase, enter | work | leave, move) in order; the work is a moment without a move."""
-    for phase in schedule.phases:
-        yield from ((phase, "enter", move) for move in phase.enter)
-        yield phase, "work", Move("work")
-        yield from ((phase, "leave", move) for move in phase.leave)
 
 
 def _moves(text: str) -> tuple[Move, ...]:
@@ -112,13 +102,8 @@ def _moves(text: str) -> tuple[Move, ...]:
 
 
 def make_schedule(name: str, *rows: tuple[str, str, str]) -> Schedule:
-    """A schedule of rows (phase, enter, leave), moves separated by ", ". ConfigError for an unknown move or group."""
-    schedule = Schedule(name, tuple(Phase(phase, _moves(enter), _moves(leave)) for phase, enter, leave in rows))
-    for phase, _, move in _moments(schedule):
-        known = not move.group if move.verb in ("empty_cache", "work") else move.group in MEMORY_GROUPS
-        if move.verb not in (*LOADS, *RELEASES, "empty_cache", "work") or not known:
-            raise ConfigError(f"schedule {name!r}, phase {phase.name}: {move!s} is no move; see memory/schedule.py")
-    return schedule
+    """A schedule of rows (phase, enter, leave), moves separated by ", "."""
+    return Schedule(name, tuple(Phase(phase, _moves(enter), _moves(leave)) for phase, enter, leave in rows))
 
 
 # Training weights stay from the update to the weight sync. Rollout weights are allocated before the KV cache, which is
@@ -141,79 +126,80 @@ SCHEDULE = make_schedule(
 )  # fmt: skip
 
 
-class Moment(NamedTuple):
+@dataclass
+class Moment:
     """Memory of one phase: groups on the device during its work, highest sum and its groups, and copied bytes.
 
     `moves`: those that have an effect, and empty_cache.
     """
 
-    phase: str
-    resident: frozenset[str]
-    peak_bytes: int
-    at_peak: frozenset[str]
-    to_device_bytes: int
-    to_host_bytes: int
-    empty_cache_calls: int
-    moves: tuple[Move, ...]
+    resident: frozenset[str] = frozenset()
+    peak_bytes: int = 0
+    at_peak: frozenset[str] = frozenset()
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+    empty_cache_calls: int = 0
+    moves: list[Move] = field(default_factory=list)
 
 
-def simulate(schedule: Schedule, sizes: Mapping[str, int], stays: Collection[str] = ()) -> dict[str, Moment]:
+def simulate(
+    schedule: Schedule, sizes: Mapping[str, int], stays: Collection[str] = (), rare: bool = False
+) -> dict[str, Moment]:
     """{phase: Moment} of every step but the first; peaks are the highest of all steps.
 
     `sizes`: bytes of each memory group on this rank; 0 or missing for a group that the rank does not have. `stays`:
-    groups that never leave the device. ConfigError if a phase of the first step holds other groups than later.
+    groups that never leave the device. `rare`: with the phases that only some steps have. Every phase of the first step
+    must hold the same groups as in later ones: its entry names all that change.
     """
-    sizes = {group: sizes.get(group, 0) for group in MEMORY_GROUPS}
-    now = {group for group in stays if sizes[group]}
-    first = _step(schedule, sizes, now, frozenset(stays))
-    later = _step(schedule, sizes, now, frozenset(stays))
+    phases = [phase for phase in schedule.phases if rare or not phase.rare]
+    moving = {group: size for group, size in sizes.items() if size and group not in stays}
+    now = {group: size for group, size in sizes.items() if size and group in stays}
+    first, later = (_step(phases, moving, now) for _ in range(2))
     for name, moment in later.items():
-        before = first[name]
-        if before.resident != moment.resident:
-            groups = [", ".join(sorted(m.resident)) or "nothing" for m in (before, moment)]
-            raise ConfigError(
-                f"schedule {schedule.name!r}: {name} holds {groups[0]} in the first step and {groups[1]} later; "
-                "name every group that changes at its entry"
-            )
-        highest = max(moment, before, key=lambda each: each.peak_bytes)
-        later[name] = moment._replace(peak_bytes=highest.peak_bytes, at_peak=highest.at_peak)
+        highest = max(moment, first[name], key=lambda each: each.peak_bytes)
+        moment.peak_bytes, moment.at_peak = highest.peak_bytes, highest.at_peak
     return later
 
 
-def _step(schedule: Schedule, sizes: Mapping[str, int], now: set[str], stays: frozenset[str]) -> dict[str, Moment]:
-    """One step; `now`, the groups on the device, is changed in place."""
-    moments: dict[str, Moment] = {}
-    for phase, where, move in _moments(schedule):
-        moment = moments.setdefault(phase.name, Moment(phase.name, frozenset(), 0, frozenset(), 0, 0, 0, ()))
-        copied, does = 0, move.verb == "empty_cache"
-        if move.group and move.group not in stays and sizes[move.group]:
-            loads = move.verb in LOADS
-            does = loads != (move.group in now)
-            copied = sizes[move.group] if does else 0
-            if loads:
-                now.add(move.group)
-            else:
-                now.discard(move.group)
-        total = sum(sizes[group] for group in now)
-        if total > moment.peak_bytes:
-            moment = moment._replace(peak_bytes=total, at_peak=frozenset(now))
-        if where == "work":
-            moment = moment._replace(resident=frozenset(now))
-        if move.verb == "load":
-            moment = moment._replace(to_device_bytes=moment.to_device_bytes + copied)
-        elif move.verb == "offload":
-            moment = moment._replace(to_host_bytes=moment.to_host_bytes + copied)
-        elif move.verb == "empty_cache":
-            moment = moment._replace(empty_cache_calls=moment.empty_cache_calls + 1)
-        moments[phase.name] = moment._replace(moves=(*moment.moves, move)) if does else moment
+def _step(phases: Sequence[Phase], sizes: Mapping[str, int], now: dict[str, int]) -> dict[str, Moment]:
+    """One step. `sizes`: of the groups that move; `now`: {group: bytes} on the device, changed in place."""
+    moments = {phase.name: Moment() for phase in phases}
+    for phase in phases:
+        moment = moments[phase.name]
+        for move in phase.enter:
+            _make(move, moment, sizes, now)
+        moment.resident = frozenset(now)
+        _note_peak(moment, now)
+        for move in phase.leave:
+            _make(move, moment, sizes, now)
     return moments
 
 
+def _make(move: Move, moment: Moment, sizes: Mapping[str, int], now: dict[str, int]) -> None:
+    size, loads = sizes.get(move.group, 0), move.verb in LOADS
+    does = size > 0 and loads != (move.group in now)
+    if does and loads:
+        now[move.group] = size
+        moment.to_device_bytes += size if move.verb == "load" else 0
+    elif does:
+        del now[move.group]
+        moment.to_host_bytes += size if move.verb == "offload" else 0
+    moment.empty_cache_calls += move.verb == "empty_cache"
+    if does or move.verb == "empty_cache":
+        moment.moves.append(move)
+    _note_peak(moment, now)
+
+
+def _note_peak(moment: Moment, now: Mapping[str, int]) -> None:
+    total = sum(now.values())
+    if total > moment.peak_bytes:
+        moment.peak_bytes, moment.at_peak = total, frozenset(now)
+
+
 def residency(schedule: Schedule, stays: Collection[str] = ()) -> dict[str, frozenset[str]]:
-    """{phase: groups on the device during its work}, which the ledger expects. ConfigError as `simulate`."""
-    left_out = {} if schedule.complete is None else residency(schedule.complete, stays)
-    moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), stays)
-    return left_out | {name: moment.resident for name, moment in moments.items()}
+    """{phase: groups on the device during its work}, which the ledger expects."""
+    moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), stays, rare=True)
+    return {name: moment.resident for name, moment in moments.items()}
 
 
 # After the weight sync both of verl's schedules are the same: verl/workers/megatron_workers.py, its compute_log_prob,
@@ -248,32 +234,23 @@ _VERL_54C9B736 = make_schedule(
 VERL = {"pypi": _VERL_0_4_0, "a3": _VERL_54C9B736}
 
 
-def in_sleep_mode(schedule: Schedule, copied: bool = True) -> Schedule:
-    """`schedule`, ours, where vLLM's sleep mode moves the rollout weights, in memory outside torch's pool.
+def in_sleep_mode(copied: bool) -> Schedule:
+    """Our schedule where vLLM's sleep mode moves the rollout weights, in memory outside torch's pool.
 
     `copied`: to the host and back; else weights that a weight sync writes are not copied (memory/sleep_mode.py).
     """
     load, release = ("load", "offload") if copied else ("alloc", "free")
+    changed = {
+        Move("alloc", "rollout_weights"): (Move("empty_cache"), Move(load, "rollout_weights")),
+        Move("free", "rollout_weights"): (Move(release, "rollout_weights"),),
+    }
+
+    def replaced(moves: tuple[Move, ...]) -> tuple[Move, ...]:
+        return tuple(each for move in moves for each in changed.get(move, (move,)))
+
+    phases = tuple(Phase(row.name, replaced(row.enter), replaced(row.leave)) for row in SCHEDULE.phases)
     how = "with vLLM's sleep mode" if copied else "addresses kept by vLLM"
-    enter, leave = f"empty_cache, {load} rollout_weights", f"{release} rollout_weights"
-    return _with_moves(
-        f"{schedule.name}, {how}", schedule, {"alloc rollout_weights": enter, "free rollout_weights": leave}
-    )
-
-
-def _with_moves(name: str, schedule: Schedule, changed: Mapping[str, str]) -> Schedule:
-    def replaced(moves: tuple[Move, ...]) -> str:
-        return ", ".join(changed.get(str(move), str(move)) for move in moves)
-
-    return make_schedule(name, *((p.name, replaced(p.enter), replaced(p.leave)) for p in schedule.phases))
-
-
-def switches_of(rows: Collection[str], *, vllm_sleep: bool, synced: bool) -> dict[str, bool]:
-    """{own_sleep_mode, vllm_sleep} for `schedule_followed`, by the ids of the rows that are on.
-
-    `vllm_sleep`: see `sleeps_by_vllm`; weights that no sync writes then keep vLLM's copy. `synced`: see `staying`.
-    """
-    return {"own_sleep_mode": "memory.sleep_mode" in rows and (synced or not vllm_sleep), "vllm_sleep": vllm_sleep}
+    return Schedule(f"{SCHEDULE.name}, {how}", phases)
 
 
 def sleeps_by_vllm(rollout: Any, recipe: Any) -> bool:
@@ -289,36 +266,33 @@ def direct_sync(rows: Collection[str]) -> bool:
     return "reshard.direct" in rows
 
 
-def schedule_followed(*, skip_old_log_prob: bool, own_sleep_mode: bool = False, vllm_sleep: bool = False) -> Schedule:
-    """The schedule that a run with row memory.order follows.
+def schedule_of(
+    section: Any, recipe: Any, rows: Collection[str], one_memory: bool = False
+) -> tuple[Schedule, frozenset[str]]:
+    """(schedule, memory groups that are never moved) of a run with verl's `section` actor_rollout_ref.
 
-    `own_sleep_mode`: rollout weights are not copied to the host; with `vllm_sleep` vLLM's sleep mode still moves them.
+    `rows`: ids of the rows that are on; without memory.order it is verl's own order. `one_memory`: host and device
+    share their memory (a CPU), where vLLM's sleep does not move the rollout weights.
+
+    Groups of verl's three offload switches that are off stay; verl frees gradients with the parameters and never reads
+    its grad_offload. Row memory.sleep_mode does not copy rollout weights that a direct sync writes: with vLLM's sleep
+    mode others are copied, else they stay.
     """
-    schedule = SCHEDULE if own_sleep_mode and not vllm_sleep else in_sleep_mode(SCHEDULE, copied=not own_sleep_mode)
-    return schedule.without("old_log_prob") if skip_old_log_prob else schedule
-
-
-def staying(
-    *,
-    param_offload: bool,
-    optimizer_offload: bool,
-    ref_offload: bool,
-    one_memory: bool = False,
-    own_sleep_mode: bool = False,
-    synced: bool = True,
-) -> frozenset[str]:
-    """Memory groups that a run never moves: those of verl's three offload switches that are off, and some others.
-
-    verl frees gradients with the parameters and never reads its grad_offload. `one_memory`: host and device share
-    their memory (a CPU), where vLLM's sleep does not move the rollout weights. With `own_sleep_mode` they are moved
-    everywhere unless not `synced`: no weight sync writes new ones (recipe.weight_sync.enabled), or none that proves to
-    write all (`direct_sync`).
-    """
-    stays = set() if param_offload else {"actor_params", "grads"}
-    if not optimizer_offload:
+    synced, by_vllm = recipe.weight_sync.enabled and direct_sync(rows), sleeps_by_vllm(section.rollout, recipe)
+    dropped = "memory.sleep_mode" in rows and (synced or not by_vllm)
+    if "memory.order" not in rows:
+        schedule = VERL[recipe.line]
+    elif dropped and not by_vllm:
+        schedule = SCHEDULE
+    else:
+        schedule = in_sleep_mode(copied=not dropped)
+    if recipe.train.skip_old_log_prob:
+        schedule = schedule.without("old_log_prob")
+    stays = set() if section.actor.megatron.param_offload else {"actor_params", "grads"}
+    if not section.actor.megatron.optimizer_offload:
         stays.add("optimizer")
-    if not ref_offload:
+    if not section.ref.megatron.param_offload:
         stays.add("ref_params")
-    if not synced if own_sleep_mode else one_memory:
+    if (dropped and not synced) or (not dropped and one_memory):
         stays.add("rollout_weights")
-    return frozenset(stays)
+    return schedule, frozenset(stays)

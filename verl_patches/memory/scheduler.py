@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from verl_patches.errors import ConfigError
 from verl_patches.memory.counters import note_empty_cache, timed
 from verl_patches.memory.ledger import Ledger
-from verl_patches.memory.schedule import LOADS, MEMORY_GROUPS, Move, Schedule
+from verl_patches.memory.schedule import LOADS, Move, Schedule
 
 _MOVED_BY_VLLM = ("rollout_weights", "kv_cache")  # one call of its own moves them
 
@@ -31,12 +30,8 @@ class Scheduler:
     def add(self, handlers: Mapping[str, Any]) -> None:
         """Add offload handlers by memory group (memory/offload.py); a handler has the verbs used for its group.
 
-        Groups without a handler are moved by other code. ConfigError for an unknown group.
+        Groups without a handler are moved by other code.
         """
-        unknown = [group for group in handlers if group not in MEMORY_GROUPS]
-        if unknown:
-            known = ", ".join(MEMORY_GROUPS)
-            raise ConfigError(f"memory schedule: handlers for {', '.join(unknown)}; expected some of {known}")
         self._handlers |= {group: handler for group, handler in handlers.items() if group not in self._stays}
 
     def moves(self, group: str) -> bool:
@@ -50,7 +45,7 @@ class Scheduler:
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Make the moves before the work of `phase`; first ends the phase before it, also after an error.
 
-        `by_vllm` is called once, in place of the moves that vLLM makes. ConfigError for an unknown phase.
+        `by_vllm` is called once, in place of the moves that vLLM makes. KeyError for an unknown phase.
         """
         enter = self.schedule.phase(phase).enter
         self.end()
@@ -67,8 +62,6 @@ class Scheduler:
         if self.ledger is not None:
             self.ledger.raise_peak()
         self._carry_out(phase.leave)
-        if phase not in self.schedule.phases:  # the next phase of the schedule does not expect its groups
-            self._carry_out(Move("free", move.group) for move in phase.enter if move.verb in LOADS)
 
     def _carry_out(self, moves: Iterable[Move], by_vllm: Callable[[], Any] | None = None) -> None:
         """Make `moves`. After a first error, which is raised at the end, groups are released but not loaded."""

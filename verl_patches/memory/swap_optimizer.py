@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from verl_patches.errors import ConfigError
 from verl_patches.memory.counters import move
 from verl_patches.memory.host_backed import (
     HostBackedStorage,
@@ -27,7 +26,6 @@ from verl_patches.memory.host_backed import (
 from verl_patches.memory.measure import MOMENTS
 
 _GROUPS = ("shard_fp32_from_float16_groups", "model_float16_groups", "shard_fp32_groups", "model_fp32_groups")
-_REFUSED = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step")
 Named = list[tuple[str, torch.Tensor]]
 
 
@@ -36,7 +34,7 @@ def swap_optimizer(
 ) -> list[SwappedOptimizer]:
     """Swap one optimizer, or each of a chain; pieces of two optimizers are never on the device together.
 
-    `raise_peak` is called while a piece is on the device (the ledger's). ConfigError as `SwappedOptimizer`.
+    `raise_peak` is called while a piece is on the device (the ledger's).
     """
     return [SwappedOptimizer(one, times, raise_peak) for one in single_optimizers(optimizers)]
 
@@ -44,11 +42,10 @@ def swap_optimizer(
 class SwappedOptimizer:
     """One Megatron DistributedOptimizer whose step is swapped: replaces `step` and the copies from and to the model.
 
-    ConfigError for an optimizer that cannot be swapped, and for `times` below 1.
+    On line pypi verl makes no other one: with torch's AdamW or FusedAdam of apex or Transformer Engine.
     """
 
     def __init__(self, megatron: Any, times: int, raise_peak: Callable[[], None]):
-        _refuse(megatron, times)
         self.megatron, self.inner, self._raise_peak = megatron, megatron.optimizer, raise_peak
         self.states = offload_state_of_optimizer(megatron)
         self.states.swapped = True
@@ -150,24 +147,3 @@ class SwappedOptimizer:
                 group["params"] = parameters
             for name, value in lists.items():
                 setattr(megatron, name, value)
-
-
-def _refuse(megatron: Any, times: int) -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    inner, faults = megatron.optimizer, []
-    if not isinstance(megatron, DistributedOptimizer):
-        faults.append(f"{type(megatron).__name__} is no DistributedOptimizer")
-    if not isinstance(inner, torch.optim.Adam) and type(inner).__name__ != "FusedAdam":
-        faults.append(f"{type(inner).__name__} is none of Adam, AdamW, FusedAdam")
-    if any(group.get("capturable") or group.get("amsgrad") for group in getattr(inner, "param_groups", ())):
-        faults.append("capturable or amsgrad is set")
-    if any(getattr(megatron.config, name, False) for name in _REFUSED):
-        faults.append(f"one of {', '.join(_REFUSED)} is set")
-    if times < 1:
-        faults.append(f"swap_optimizer_times is {times}, expected at least 1")
-    if faults:
-        raise ConfigError(
-            f"recipe.train.swap_optimizer cannot swap: {'; '.join(faults)}; set it to false: "
-            "actor.megatron.optimizer_offload=true takes states off the device between updates"
-        )

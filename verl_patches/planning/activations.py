@@ -126,11 +126,10 @@ def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: in
         saved += 2 * hidden  # input of the final norm, and of the head
     working = max((sum(sum(layer.values()) for layer in group) for group in groups), default=0)
     working += max((_half(layer) for layer in terms), default=0) + _dispatch(model, tokens, layout, passes, layers)
-    logits = logits_bytes(model, tokens, layout, passes, gradient=True) if last else 0
+    logits = logits_bytes(model, tokens, layout, passes, gradient=True, entropy=passes.entropy) if last else 0
     return {
         "kept_activations": min(layout.pp - stage, passes.micro_batches) * saved,
-        "working_activations": working if working >= logits else 0,
-        "logits": logits if logits > working else 0,
+        **_larger(working, logits),
         "weight_gradient": _weight_gradient(model, layout, stage, held, passes),
     }
 
@@ -144,17 +143,15 @@ def forward_bytes(
     working = max((_half(layer) for layer in terms), default=0) + _dispatch(model, tokens, layout, passes, layers)
     last = stage == layout.pp - 1
     logits = logits_bytes(model, tokens, layout, passes, gradient=False, entropy=entropy) if last else 0
+    return _larger(working, logits)
+
+
+def _larger(working: int, logits: int) -> dict[str, int]:
     return {"working_activations": working if working >= logits else 0, "logits": logits if logits > working else 0}
 
 
 def logits_bytes(
-    model: ModelShape,
-    tokens: int,
-    layout: ParallelLayout,
-    passes: Passes,
-    *,
-    gradient: bool,
-    entropy: bool | None = None,
+    model: ModelShape, tokens: int, layout: ParallelLayout, passes: Passes, *, gradient: bool, entropy: bool
 ) -> int:
     """Bytes of the last stage's logits, with the gathered input of the head and what the log-probs take beside them.
 
@@ -165,8 +162,8 @@ def logits_bytes(
     """
     size = DTYPE_BYTES[model.torch_dtype]
     values = tokens * -(-model.vocab_size // layout.tp)
-    with_entropy = passes.entropy if entropy is None else entropy
-    beside = (2 + 2 * with_entropy) * CHUNK_BYTES if passes.chunked_logits else 4 * values * (1 + with_entropy)
+    passed = 2 if entropy else 1
+    beside = 2 * passed * CHUNK_BYTES if passes.chunked_logits else passed * 4 * values
     both = values * (4 + (size if size < 4 else 0))
     more = 0 if passes.chunked_logits or not gradient or size == 4 else 4 * values  # gradient of the fp32 logits
     return both + beside + more + size * tokens * model.hidden_size

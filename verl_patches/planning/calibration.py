@@ -1,7 +1,8 @@
 """The published rows that the step model is fitted to, and its error on each. No torch.
 
 All rows are of docs/plan.md: the public recipe's run on 256 dies (random weights, forced responses of 3072 tokens) and
-its single measurements. A row fixes at most one constant; the other rows check the model.
+its single measurements. A row fixes at most one constant, with which the model gives its figure; the other rows check
+the model.
 """
 
 from __future__ import annotations
@@ -14,16 +15,7 @@ from typing import Any
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
-from verl_patches.planning.step_model import (
-    Constants,
-    Hardware,
-    Lengths,
-    Offload,
-    StepInput,
-    SyncTraffic,
-    decode_s,
-    step_time,
-)
+from verl_patches.planning.step_model import Constants, Lengths, Offload, StepInput, SyncTraffic, decode_s, step_time
 
 TOTAL_S = 801.29  # sum of the published phases
 # tokens of a prompt: 250.2 tokens/s of each of 128 cards over the step's seconds, less the 3072 of its response
@@ -92,7 +84,7 @@ def _phase(name: str, run: Callable[[], StepInput] = published) -> Callable[[Con
 
 
 def _decode(batch: int) -> Callable[[Constants], float]:
-    return lambda constants: decode_s(published(), batch, _CONTEXT, batch, constants, Hardware())
+    return lambda constants: decode_s(published(), batch, _CONTEXT, batch, constants)
 
 
 def _total(constants: Constants) -> float:
@@ -125,39 +117,12 @@ ROWS = (
 )  # fmt: skip
 
 
-def fitted(start: Constants = FITTED, rows: tuple[Row, ...] = ROWS) -> Constants:
-    """The constants that make each row with `fixes` exact, the others as in `start`: FITTED, to its digits."""
-    found = {}
-    for row in rows:
-        if row.fixes:
-            found[row.fixes] = _solve(row, start)
-    return replace(start, **found)
-
-
-def _solve(row: Row, start: Constants) -> float:
-    """The value of the row's constant, by bisection over four decades around `start`; predictions are monotonic."""
-    at = getattr(start, row.fixes)
-    low, high = at / 100, at * 100
-
-    def over(value: float) -> bool:
-        return row.predict(replace(start, **{row.fixes: value})) > row.quoted_s
-
-    rising = over(high)
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        if over(middle) == rising:
-            high = middle
-        else:
-            low = middle
-    return (low * high) ** 0.5
-
-
 def errors(constants: Constants = FITTED) -> list[dict[str, Any]]:
     """[{row, quoted_s, modelled_s, error, fixes}] of all rows; error is a share of the quoted figure."""
-    found = []
+    figures = []
     for row in ROWS:
         modelled = row.predict(constants)
         error = modelled / row.quoted_s - 1
         values = {"quoted_s": row.quoted_s, "modelled_s": round(modelled, 4), "error": round(error, 4)}
-        found.append({"row": row.name, **values, "fixes": row.fixes})
-    return found
+        figures.append({"row": row.name, **values, "fixes": row.fixes})
+    return figures

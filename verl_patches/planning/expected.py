@@ -1,7 +1,17 @@
-"""Modelled bytes of each memory group of a rank, and the peak of every phase, for any pair of layouts. No torch.
+"""Modelled bytes on a rank and its host, and the peak of every phase, for any pair of layouts. No torch.
 
-Weights, gradients and optimizer follow layout/sharding.py. What is beside the memory groups is counted where the
-setting has it: activations by planning/activations.py, HCCL's buffers and CANN's context by planning/other_memory.py.
+Weights, gradients and optimizer follow layout/sharding.py, activations planning/activations.py.
+
+HCCL: a communicator exists from its group's first collective to the end of the process, so the buffers of all groups
+that communicate are counted in every phase (config/hccl.py).
+
+CANN: `CONTEXT_BYTES` is an assumption. Two out-of-memory messages of one-process runs on 64 GiB devices leave 0.55 and
+0.89 GiB that are neither free nor torch's (zai-org/CogVideo issue 63, hiyouga/LlamaFactory issue 5491).
+
+While the KV cache is on the device, the rollout's communicators and the context are inside vLLM's share: its profile
+run takes from gpu_memory_utilization what a dummy batch needs at most, and all memory of the process that is not of
+torch (vllm-ascend f20869ef, worker_v1.py, determine_available_memory). So activations of the rollout never come on
+top. Graphs are captured after that; their memory is not modelled.
 """
 
 from __future__ import annotations
@@ -11,91 +21,88 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import DTYPE_BYTES, Inventory
+from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES, LocalParameters, local_parameters, static_bytes
+from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES, local_parameters, static_bytes
 from verl_patches.memory.schedule import Moment, Schedule, simulate
-from verl_patches.planning.activations import Passes
-from verl_patches.planning.other_memory import always_bytes, work_bytes
+from verl_patches.planning.activations import Passes, forward_bytes, update_bytes
 
-A3_DIE_BYTES = 64 << 30
-# What a process sees of it (mem_get_info): the rest is the driver's. sgl-project/sglang issue 29838, on Atlas A3
+# What a process sees of the 64 GiB of a die (mem_get_info): the rest is the driver's. sgl-project/sglang issue 29838,
+# on Atlas A3
 A3_SEEN_BYTES = int(61.27 * (1 << 30))
-# Megatron starts each parameter of a buffer at a multiple of 64 elements and ends it at one of 128 and dp
-# (megatron/core/distributed/param_and_grad_buffer.py, _pad_start_of_param_if_needed, _pad_end_of_bucket_if_needed)
-_PARAM_ALIGN, _BUFFER_ALIGN = 64, 128
+CONTEXT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that change the bytes, besides model and layouts.
+    """Model, layouts and settings of a run, from which all bytes follow; the model's dtype is the inventory's.
 
     `bucket_bytes`: recipe.reshard.bucket_bytes, four such buffers exist in a weight sync; None: verl's own path.
-    `swap_pieces`: recipe.train.swap_optimizer_times, None if the optimizer is not swapped. The KV cache is `kv_bytes`,
-    or else follows from `hbm_bytes` and `kv_share` (vLLM's gpu_memory_utilization). `absorbed_copies`: the engine has
-    copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend (attention/mla_v1.py:669), and vLLM where
-    MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of kv_b_proj.
-    `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out HCCL and CANN.
+    `swap_pieces`: recipe.train.swap_optimizer_times, None if the optimizer is not swapped. `vllm_bytes`: vLLM's share
+    of a die (gpu_memory_utilization), of which the KV cache takes what the weights leave. `absorbed_copies`: the engine
+    has copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend (attention/mla_v1.py:669), and vLLM
+    where MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of
+    kv_b_proj. `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out
+    HCCL and CANN.
     """
 
+    inventory: Inventory
+    train: ParallelLayout
+    rollout: ParallelLayout
     train_library: str = "mindspeed"
     rollout_library: str = "vllm"
     bucket_bytes: int | None = 512 << 20
     swap_pieces: int | None = None
-    hbm_bytes: int = A3_DIE_BYTES
-    kv_share: float = 0.0
-    kv_bytes: int | None = None
+    vllm_bytes: int = 0
     tensor_cache_bytes: int = 0
     absorbed_copies: bool = False
     passes: Passes | None = None
     hccl: dict[str, int] | None = None
 
 
-def group_bytes(
-    inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, rank: int, setting: Setting
-) -> dict[str, int]:
-    """Bytes of each memory group of `rank` while it is on the device; the model's dtype is the inventory's.
+def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
+    """Bytes of each memory group of `rank` while it is on the device.
 
-    Without Megatron's alignment (`padding_bytes`) and without the correction bias, a buffer that never moves. In fp32
+    Without Megatron's alignment of its buffers and without the correction bias, a buffer that never moves. In fp32
     parameters have no main copies, so the optimizer has Adam's two moments only.
     """
-    held = local_parameters(inventory, train, rank, setting.train_library)
+    inventory, train, rollout = setting.inventory, setting.train, setting.rollout
     static = static_bytes(inventory, train, rank, setting.train_library)
     dtype = inventory.model.torch_dtype
     per_value = OPTIMIZER_BYTES - GRAD_BYTES * (dtype == "float32")
-    optimizer = static.optimizer_bytes // OPTIMIZER_BYTES * per_value
     params = static.grad_bytes // GRAD_BYTES * DTYPE_BYTES[dtype]
     served = local_parameters(inventory, rollout, rank, setting.rollout_library)
-    absorbed = [s for s in served.shards.values() if s.parameter.kind == "kv_b_proj" and setting.absorbed_copies]
-    weights = served.size_bytes() + sum(s.count * DTYPE_BYTES[s.dtype] for s in absorbed)
-    swapped = setting.swap_pieces is not None
-    kv = setting.kv_bytes if setting.kv_bytes is not None else int(setting.kv_share * setting.hbm_bytes) - weights
+    weights = served.size_bytes()
     if setting.bucket_bytes is None:
         buffers = _gathered(inventory, train)
     else:  # two buckets to receive into and two to send from (reshard/execute.py), at most the bytes that there are
-        received, sent = served.size_bytes(), served.size_bytes() * (rollout.world_size - 1)
-        buffers = 2 * min(setting.bucket_bytes, received) + 2 * min(setting.bucket_bytes, sent)
+        buffers = 2 * min(setting.bucket_bytes, weights)
+        buffers += 2 * min(setting.bucket_bytes, weights * (rollout.world_size - 1))
+    if setting.absorbed_copies:
+        projections = (shard for shard in served.shards.values() if shard.parameter.kind == "kv_b_proj")
+        weights += sum(shard.count * DTYPE_BYTES[shard.dtype] for shard in projections)
+    swapped = setting.swap_pieces is not None
     return {
         "actor_params": params,
         "grads": static.grad_bytes,
-        "optimizer": 0 if swapped else optimizer,
-        "swap_window": _window(held, train, setting, per_value) if swapped else 0,
+        "optimizer": 0 if swapped else static.optimizer_bytes // OPTIMIZER_BYTES * per_value,
+        "swap_window": _window(setting, rank, per_value) if swapped else 0,
         "ref_params": params,
         "rollout_weights": weights,
-        "kv_cache": max(kv, 0),
+        "kv_cache": max(setting.vllm_bytes - weights, 0),
         "tensor_cache": setting.tensor_cache_bytes,
         "reshard_buffers": buffers,
     }
 
 
-def _window(held: LocalParameters, train: ParallelLayout, setting: Setting, per_value: int) -> int:
+def _window(setting: Setting, rank: int, per_value: int) -> int:
     """Bytes of one swapped piece: the rank's share in `swap_pieces` parts, but at least one tensor.
 
     As mindspeed/core/optimizer/swap_optimizer.py, swap_adamw_step: a piece is whole tensors, and one piece at a time is
     on the device. MindSpeed stacks all local experts of a layer into two tensors, gate and up being the larger.
     """
-    largest, total, stacks = 0, 0, {}
-    for shard in held.shards.values():
+    train, largest, total, stacks = setting.train, 0, 0, {}
+    for shard in local_parameters(setting.inventory, train, rank, setting.train_library).shards.values():
         parameter = shard.parameter
         if not parameter.trainable:
             continue
@@ -121,26 +128,40 @@ def _gathered(inventory: Inventory, train: ParallelLayout) -> int:
     return max(experts, 2 * others if train.tp > 1 else others)
 
 
-def _at_peak(
-    inventory: Inventory, train: ParallelLayout, rank: int, setting: Setting, sizes: dict[str, int], moment: Moment
-) -> dict[str, int]:
-    """{memory group or term: bytes} when `rank` has most in a phase: as it moves groups, or in its work."""
-    moments = []
-    passes = setting.passes
-    work = {} if passes is None else work_bytes(inventory, train, rank, moment.phase, passes)
-    for groups, terms in ((moment.at_peak, {}), (moment.resident, work)):
-        held = {group: sizes[group] for group in sizes if group in groups} | {t: n for t, n in terms.items() if n}
-        if setting.hccl is not None:
-            held |= always_bytes(setting.hccl, kv_cache=bool(held.get("kv_cache")))
-        moments.append(held)
-    return max(moments, key=lambda held: sum(held.values()))
+def always_bytes(setting: Setting, kv_cache: bool) -> dict[str, int]:
+    """{term: bytes} that a rank has throughout a phase, with or without the KV cache on the device."""
+    if setting.hccl is None:
+        return {}
+    if kv_cache:
+        return {"hccl_buffers": setting.hccl["train"]}
+    return {"hccl_buffers": setting.hccl["train"] + setting.hccl["rollout"], "cann_context": CONTEXT_BYTES}
 
 
-def padding_bytes(inventory: Inventory, train: ParallelLayout, rank: int, library: str, bytes_per_value: int) -> int:
-    """Most bytes that Megatron's alignment adds to a buffer of `rank`, by which the ledger may exceed the plan."""
-    held = local_parameters(inventory, train, rank, library).shards.values()
-    ends = 2 * _BUFFER_ALIGN * train.dp * train.cp
-    return bytes_per_value * (ends + sum(-shard.count % _PARAM_ALIGN for shard in held if shard.parameter.trainable))
+def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
+    """{term: bytes} of activations and recorded experts on `rank`; empty for phases without a pass of the model."""
+    model, train, passes = setting.inventory.model, setting.train, setting.passes
+    stage = train.coordinates(rank).pp
+    if passes is None or phase not in ("update", "old_log_prob", "ref"):
+        return {}
+    if phase == "update":
+        work = update_bytes(model, train, stage, len(train.local_experts(rank, model.n_routed_experts)), passes)
+    elif phase == "old_log_prob":
+        work = forward_bytes(model, train, stage, passes.log_prob_tokens, passes, entropy=True)
+    else:
+        work = forward_bytes(model, train, stage, passes.ref_tokens, passes, entropy=False)
+    # by micro batch and, at the end of the pass that records, by sample too
+    copies = 2 if phase == "old_log_prob" else 1
+    return work | {"routing_record": copies * record_bytes(model, train, stage, passes.recorded_tokens)}
+
+
+def record_bytes(model: ModelShape, train: ParallelLayout, stage: int, tokens: int) -> int:
+    """Bytes of the routed experts of `tokens` in a stage's layers (replay/routing_replay.py).
+
+    Each rank of a replica has all its tokens: context parallelism is refused.
+    """
+    layers = sum(model.is_moe(layer) for layer in train.stage_layers(stage, model.num_hidden_layers))
+    one = 1 if model.n_routed_experts <= 256 else 2
+    return tokens * layers * model.num_experts_per_tok * one
 
 
 @dataclass(frozen=True)
@@ -152,63 +173,52 @@ class Alike:
     moments: dict[str, Moment]
 
 
-def simulated(
-    schedule: Schedule,
-    inventory: Inventory,
-    train: ParallelLayout,
-    rollout: ParallelLayout,
-    setting: Setting,
-    stays: Collection[str] = (),
-) -> list[Alike]:
+def simulated(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> list[Alike]:
     """A step of `schedule` on all ranks. ConfigError as `local_parameters`, and if the world sizes differ."""
+    train, rollout = setting.train, setting.rollout
     if train.world_size != rollout.world_size:
         raise ConfigError(
             f"memory: training has {train.world_size} ranks, rollout {rollout.world_size}; "
             "both must be all ranks of the run"
         )
-    groups: dict[tuple, list[int]] = {}
+    alike: dict[tuple, list[int]] = {}
     for rank in range(train.world_size):
-        experts = rollout.local_experts(rank, inventory.model.n_routed_experts, rest_on_last=True)
+        experts = rollout.local_experts(rank, setting.inventory.model.n_routed_experts, rest_on_last=True)
         key = train.coordinates(rank).pp, rollout.coordinates(rank).pp, len(experts)
-        groups.setdefault(key, []).append(rank)
-    found = []
-    for ranks in groups.values():
-        sizes = group_bytes(inventory, train, rollout, ranks[0], setting)
-        found.append(Alike(ranks, sizes, simulate(schedule, sizes, stays)))
-    return found
+        alike.setdefault(key, []).append(rank)
+    sizes = {ranks[0]: group_bytes(setting, ranks[0]) for ranks in alike.values()}
+    return [Alike(ranks, sizes[ranks[0]], simulate(schedule, sizes[ranks[0]], stays)) for ranks in alike.values()]
 
 
-def phase_peak(
-    phase: str, step: Collection[Alike], inventory: Inventory, train: ParallelLayout, setting: Setting
-) -> dict[str, Any]:
+def phase_peak(phase: str, step: Collection[Alike], setting: Setting) -> dict[str, Any]:
     """{phase, peak_bytes, rank, bytes: {memory group or term: bytes at the peak}} of the worst rank, the lowest."""
-    held = {
-        each.ranks[0]: _at_peak(inventory, train, each.ranks[0], setting, each.sizes, each.moments[phase])
-        for each in step
-    }
+    held = {each.ranks[0]: _at_peak(phase, each, setting) for each in step}
     rank = max(held, key=lambda r: (sum(held[r].values()), -r))
     return {"phase": phase, "peak_bytes": sum(held[rank].values()), "rank": rank, "bytes": held[rank]}
 
 
-def peaks(
-    schedule: Schedule,
-    inventory: Inventory,
-    train: ParallelLayout,
-    rollout: ParallelLayout,
-    setting: Setting,
-    stays: Collection[str] = (),
-) -> dict[str, Any]:
+def _at_peak(phase: str, each: Alike, setting: Setting) -> dict[str, int]:
+    """{memory group or term: bytes} when these ranks have most in a phase: as they move groups, or in its work."""
+    moment, moments = each.moments[phase], []
+    for groups, terms in ((moment.at_peak, {}), (moment.resident, work_bytes(setting, each.ranks[0], phase))):
+        held = {group: each.sizes[group] for group in each.sizes if group in groups}
+        held |= {term: size for term, size in terms.items() if size}
+        moments.append(held | always_bytes(setting, kv_cache=bool(held.get("kv_cache"))))
+    return max(moments, key=lambda held: sum(held.values()))
+
+
+def peaks(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> dict[str, Any]:
     """Peak memory of a step of `schedule` as plain data: `phase_peak` of each phase, and the copied bytes.
 
     `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. ConfigError as `simulated`.
     """
-    step = simulated(schedule, inventory, train, rollout, setting, stays)
-    phases = [phase_peak(phase.name, step, inventory, train, setting) for phase in schedule.phases]
+    step = simulated(schedule, setting, stays)
+    phases = [phase_peak(phase, step, setting) for phase in step[0].moments]
 
     def mean_and_max(name: str) -> dict[str, int]:
         sums = [sum(getattr(moment, name) for moment in each.moments.values()) for each in step]
         total = sum(size * len(each.ranks) for size, each in zip(sums, step, strict=True))
-        return {"mean": round(total / train.world_size), "max": max(sums)}
+        return {"mean": round(total / setting.train.world_size), "max": max(sums)}
 
     return {
         "order": schedule.name,
@@ -218,3 +228,23 @@ def peaks(
         "to_host_bytes": mean_and_max("to_host_bytes"),
         "empty_cache_calls": sum(moment.empty_cache_calls for moment in step[0].moments.values()),
     }
+
+
+def host_bytes(
+    sizes: dict[str, int], schedule: Schedule, stays: Collection[str], *, swapped: bool, saves: bool
+) -> dict[str, int]:
+    """{memory group: bytes} of pinned host memory of a rank.
+
+    `sizes`: bytes of each group, `optimizer` whole. A group that is loaded has a host copy (gradients are allocated and
+    freed, so they have none). `swapped`: the optimizer lives on the host. `saves`: checkpoints copy what never leaves
+    the device into host memory that they keep (docs/checkpoints.md); the others are read where they are.
+    """
+    moves = [move for phase in schedule.phases for move in (*phase.enter, *phase.leave)]
+    on_host = {move.group for move in moves if move.verb == "load"} - set(stays)
+    if swapped:
+        on_host.add("optimizer")
+    groups = ("actor_params", "ref_params", "optimizer", "rollout_weights")
+    copies = {group: sizes[group] for group in groups if group in on_host}
+    if saves:
+        copies["checkpoint"] = sum(sizes[group] for group in ("actor_params", "optimizer") if group not in on_host)
+    return {group: size for group, size in copies.items() if size}

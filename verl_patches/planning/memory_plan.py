@@ -1,6 +1,6 @@
 """The memory of a run as plain data: the worst die of each phase, the fullest node, and the settings that fit a die.
 
-Everything is modelled: planning/expected.py (groups), planning/activations.py and planning/other_memory.py (the rest).
+Everything is modelled, in planning/expected.py and planning/activations.py.
 """
 
 from __future__ import annotations
@@ -8,153 +8,158 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import hccl
-from verl_patches.config.compose import graph_arguments, rollout_library
+from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
-from verl_patches.memory.schedule import (
-    SCHEDULE,
-    VERL,
-    Schedule,
-    direct_sync,
-    schedule_followed,
-    sleeps_by_vllm,
-    staying,
-    switches_of,
-)
+from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
 from verl_patches.planning.activations import UNBALANCED, Passes
-from verl_patches.planning.expected import A3_SEEN_BYTES, Alike, Setting, group_bytes, peaks, phase_peak, simulated
-from verl_patches.planning.other_memory import host_bytes
+from verl_patches.planning.expected import (
+    A3_SEEN_BYTES,
+    Alike,
+    Setting,
+    group_bytes,
+    host_bytes,
+    peaks,
+    phase_peak,
+    simulated,
+)
 from verl_patches.upstream.checkouts import LINE
 
 DEVICES = Path("/dev")
 
 
-def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
+class RunMemory(NamedTuple):
+    """What a run's memory follows from: its sizes, its order of a step, and the memory groups that never move.
+
+    `setting`: with buffers of verl's own weight sync where that one runs.
+    """
+
+    setting: Setting
+    schedule: Schedule
+    stays: frozenset[str]
+
+
+def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
+    """By `rows`, the ids of the rows that are on. ConfigError where sizes do not divide."""
+    recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
+    train, inventory = train_layout_of(config), _inventory(model_shape_of(config), VLLM_DTYPES[recipe.dtype])
+    npu = recipe.platform == "npu"
+    setting = Setting(
+        inventory,
+        train,
+        rollout_layout_of(config),
+        train_library="mindspeed" if recipe.line == LINE else "megatron-local",
+        rollout_library=rollout_library(config),
+        bucket_bytes=recipe.reshard.bucket_bytes if direct_sync(rows) else None,
+        swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
+        vllm_bytes=int(rollout.gpu_memory_utilization * A3_SEEN_BYTES) if npu else 0,
+        tensor_cache_bytes=cached_bytes(config) // train.dp if recipe.tensor_cache.enabled else 0,
+        absorbed_copies=npu or recipe.line == LINE,  # MindSpeed's view on the CPU too
+        passes=passes_of(config, train.dp, rows) if recipe.line == LINE else None,
+        hccl=hccl.buffer_bytes(config, inventory.model) if npu else None,
+    )
+    return RunMemory(setting, *schedule_of(config.actor_rollout_ref, recipe, rows))
+
+
+def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
     """{modelled, hbm_bytes, followed, swapped, orders, communicators, host, not_modelled}: bytes of the worst rank.
 
-    `orders` holds memory.expected's `peaks` for our order of a step, for verl's on this line with verl's own weight
-    sync, and for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows that are on.
-    Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is what a process
-    sees of an A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group,
-    node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
+    `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
+    for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows that are on. Activations
+    are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is what a process sees of an
+    A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group, node_bytes,
+    limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
     """
-    inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
-    setting, schedule, stays = _setting(config, inventory, layouts, rows), _followed(config, rows), _stays(config, rows)
-    direct, skip = direct_sync(rows), config.recipe.train.skip_old_log_prob
-    gathered = replace(setting, bucket_bytes=None)
+    run, npu, skip = run_memory(config, rows), config.recipe.platform == "npu", config.recipe.train.skip_old_log_prob
+    ours = replace(run.setting, bucket_bytes=config.recipe.reshard.bucket_bytes)
     compared = [
-        (order.without("old_log_prob") if skip else order, each)
-        for order, each in ((SCHEDULE, setting), (VERL[config.recipe.line], gathered))
+        (order.without("old_log_prob") if skip else order, setting)
+        for order, setting in ((SCHEDULE, ours), (VERL[config.recipe.line], replace(ours, bucket_bytes=None)))
     ]
-    if schedule.name not in (order.name for order, _ in compared):
-        compared.append((schedule, setting if direct else gathered))
-    npu = config.recipe.platform == "npu"
+    if run.schedule.name not in (order.name for order, _ in compared):
+        compared.append((run.schedule, run.setting))
     return {
         "modelled": True,
         "hbm_bytes": A3_SEEN_BYTES if npu else None,
-        "followed": schedule.name,
-        "orders": [peaks(order, inventory, *layouts, each, stays) for order, each in compared],
+        "followed": run.schedule.name,
+        "orders": [peaks(order, setting, run.stays) for order, setting in compared],
         "swapped": config.recipe.train.swap_optimizer,
-        "communicators": _communicators(config, model) if npu else [],
-        "host": _host(config, inventory, layouts, setting, schedule, stays),
-        "not_modelled": _not_modelled(setting, npu, len(graph_arguments(config).get("graph_batch_sizes") or ())),
+        "communicators": _communicators(config, model_shape_of(config)) if npu else [],
+        "host": _host(config, run),
+        "not_modelled": _not_modelled(run.setting, npu, len(graph_arguments(config).get("graph_batch_sizes") or ())),
     }
 
 
-def followed_schedule(
-    config: DictConfig, model: ModelShape, rows: Collection[str]
-) -> tuple[Schedule, frozenset[str], Setting]:
-    """The run's own order, the memory groups that never move, and the setting of its bytes."""
-    inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
-    return _followed(config, rows), _stays(config, rows), _setting(config, inventory, layouts, rows)
+def followed_peaks(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
+    """Only `expected.peaks` of the run's own order."""
+    setting, schedule, stays = run_memory(config, rows)
+    return peaks(schedule, setting, stays)
 
 
-def followed_peaks(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
-    """Only memory.expected's `peaks` of the run's own order."""
-    schedule, stays, setting = _own_order(config, model, rows)
-    return peaks(schedule, _inventory(model, VLLM_DTYPES[config.recipe.dtype]), *_layouts(config), setting, stays)
-
-
-def _own_order(
-    config: DictConfig, model: ModelShape, rows: Collection[str]
-) -> tuple[Schedule, frozenset[str], Setting]:
-    """`followed_schedule`, without buffers of our weight sync where verl's own runs."""
-    schedule, stays, setting = followed_schedule(config, model, rows)
-    return schedule, stays, setting if direct_sync(rows) else replace(setting, bucket_bytes=None)
-
-
-def settings_that_fit(
-    config: DictConfig, model: ModelShape, rows: Collection[str]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def settings_that_fit(config: DictConfig, rows: Collection[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """({key: value} with which the configuration's own layout fits a die, its phases with them, as `peaks` has them).
 
     The fewest recomputed layers of a stage, and where it is needed smaller micro batches of log-probs and a smaller
     share for vLLM, of whose KV cache at least half stays. Where these are not enough a phase exceeds the die.
     """
-    schedule, stays, setting = _own_order(config, model, rows)
-    inventory, (train, rollout) = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
-    step = simulated(schedule, inventory, train, rollout, setting, stays)
-    choices = {} if setting.passes is None else _choices(config, model, train)
-    found, phases = {}, []
-    for phase in schedule.phases:
-        options = choices.get(phase.name, [({}, {})])
-        peak = functools.partial(_peak, phase.name, step, inventory, train, setting, options)
-        place = _first(peak, len(options))
-        found |= options[place][0]
-        phases.append(peak(place))
+    setting, schedule, stays = run_memory(config, rows)
+    step = simulated(schedule, setting, stays)
+    choices = {} if setting.passes is None else _choices(config, setting)
+    keys, phases = {}, []
+    for phase in step[0].moments:
+        chosen, peak = _first_that_fits(phase, step, setting, choices.get(phase, [({}, {})]))
+        keys |= chosen
+        phases.append(peak)
     cached = [peak for peak in phases if "kv_cache" in peak["bytes"]]
     over = max((peak["peak_bytes"] - A3_SEEN_BYTES for peak in cached), default=0)
     if 0 < 2 * over <= min(peak["bytes"]["kv_cache"] for peak in cached):
-        smaller, share = config.copy(), setting.kv_share - math.ceil(100 * over / A3_SEEN_BYTES) / 100
-        found["actor_rollout_ref.rollout.gpu_memory_utilization"] = round(share, 2)
+        smaller = config.copy()
+        share = smaller.actor_rollout_ref.rollout.gpu_memory_utilization - math.ceil(100 * over / A3_SEEN_BYTES) / 100
+        keys["actor_rollout_ref.rollout.gpu_memory_utilization"] = round(share, 2)
         smaller.actor_rollout_ref.rollout.gpu_memory_utilization = round(share, 2)
-        return found, settings_that_fit(smaller, model, rows)[1]
-    return found, phases
+        return keys, settings_that_fit(smaller, rows)[1]
+    return keys, phases
 
 
-def _peak(
-    phase: str,
-    step: Collection[Alike],
-    inventory: Inventory,
-    train: ParallelLayout,
-    setting: Setting,
-    options: Sequence[tuple[dict[str, Any], dict[str, int]]],
-    place: int,
-) -> dict[str, Any]:
-    """`phase_peak` with the option at `place`."""
-    changes = options[place][1]
-    passes = replace(setting.passes, **changes) if changes else setting.passes
-    return phase_peak(phase, step, inventory, train, replace(setting, passes=passes))
+def _first_that_fits(
+    phase: str, step: Collection[Alike], setting: Setting, options: Sequence[tuple[dict[str, Any], dict[str, int]]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(keys, peak) of the first option with which a die holds the phase, else of the last; from 1 on peaks only fall.
 
+    `options`: (keys, what they change in `Passes`).
+    """
 
-def _first(peak: Callable[[int], dict[str, Any]], number: int) -> int:
-    """The first of `number` places whose peak a die holds, else the last; from place 1 on peaks only fall."""
+    def peak(place: int) -> dict[str, Any]:
+        changes = options[place][1]
+        passes = replace(setting.passes, **changes) if changes else setting.passes
+        return phase_peak(phase, step, replace(setting, passes=passes))
 
     def fits(place: int) -> bool:
         return peak(place)["peak_bytes"] <= A3_SEEN_BYTES
 
-    if fits(0):
-        return 0
-    return bisect.bisect_left(range(number), True, lo=1, key=fits) if fits(number - 1) else number - 1
+    place, last = 0, len(options) - 1
+    if not fits(0):
+        place = bisect.bisect_left(range(last), True, lo=min(1, last), key=fits)
+    return options[place][0], peak(place)
 
 
-def _choices(
-    config: DictConfig, model: ModelShape, train: ParallelLayout
-) -> dict[str, list[tuple[dict[str, Any], dict[str, int]]]]:
+def _choices(config: DictConfig, setting: Setting) -> dict[str, list[tuple[dict[str, Any], dict[str, int]]]]:
     """{phase: [(keys, what they change in `Passes`)]}, the fastest first."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    layers = max(len(train.stage_layers(stage, model.num_hidden_layers)) for stage in range(train.pp))
-    found = {
+    train, number = setting.train, setting.inventory.model.num_hidden_layers
+    layers = max(len(train.stage_layers(stage, number)) for stage in range(train.pp))
+    choices = {
         "update": [
             (recompute_keys(number), {"recompute_layers": number, "recompute_together": 1})
             for number in range(layers + 1)
@@ -164,8 +169,8 @@ def _choices(
         key = f"actor_rollout_ref.{side}.log_prob_micro_batch_size_per_gpu"
         given = OmegaConf.select(config, key) or 1
         halves = [given >> n for n in range(given.bit_length())]
-        found[phase] = [({key: size}, {tokens: size * longest}) for size in halves]
-    return found
+        choices[phase] = [({key: size}, {tokens: size * longest}) for size in halves]
+    return choices
 
 
 def recompute_keys(layers: int) -> dict[str, Any]:
@@ -176,12 +181,6 @@ def recompute_keys(layers: int) -> dict[str, Any]:
     kwargs = {"granularity": "full", "method": "block", "num_layers": layers}
     prefix = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
     return {checkpointing: True, **{prefix + name: value for name, value in kwargs.items()}}
-
-
-def too_much(plan: dict[str, Any]) -> list[str]:
-    """`exceeding` of the followed order of a `memory_plan`."""
-    (order,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
-    return [] if plan["hbm_bytes"] is None else exceeding(order["phases"])
 
 
 def exceeding(phases: Iterable[dict[str, Any]]) -> list[str]:
@@ -210,65 +209,15 @@ def _inventory(model: ModelShape, dtype: str) -> Inventory:
     return build_inventory(replace(model, torch_dtype=dtype))
 
 
-def _layouts(config: DictConfig) -> tuple[ParallelLayout, ParallelLayout]:
-    return train_layout_of(config), rollout_layout_of(config)
-
-
 def _not_modelled(setting: Setting, npu: bool, graphs: int) -> list[str]:
-    found = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
+    parts = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
     if setting.passes is None:
-        found.append("activations (line a3 only)")
+        parts.append("activations (line a3 only)")
     if npu:
-        found.append(f"{graphs} captured graphs of the rollout engine (its activations: in gpu_memory_utilization)")
+        parts.append(f"{graphs} captured graphs of the rollout engine (its activations: in gpu_memory_utilization)")
     else:
-        found.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
-    return found
-
-
-def _switches(config: DictConfig, rows: Collection[str]) -> tuple[dict[str, bool], bool]:
-    recipe = config.recipe
-    synced = recipe.weight_sync.enabled and direct_sync(rows)
-    vllm_sleep = sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe)
-    return switches_of(rows, vllm_sleep=vllm_sleep, synced=synced), synced
-
-
-def _followed(config: DictConfig, rows: Collection[str]) -> Schedule:
-    skip = config.recipe.train.skip_old_log_prob
-    if "memory.order" in rows:
-        return schedule_followed(skip_old_log_prob=skip, **_switches(config, rows)[0])
-    schedule = VERL[config.recipe.line]
-    return schedule.without("old_log_prob") if skip else schedule
-
-
-def _stays(config: DictConfig, rows: Collection[str]) -> frozenset[str]:
-    actor, ref = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
-    switches, synced = _switches(config, rows)
-    return staying(
-        param_offload=actor.param_offload,
-        optimizer_offload=actor.optimizer_offload or config.recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload,
-        own_sleep_mode=switches["own_sleep_mode"],
-        synced=synced,
-    )
-
-
-def _setting(
-    config: DictConfig, inventory: Inventory, layouts: tuple[ParallelLayout, ParallelLayout], rows: Collection[str]
-) -> Setting:
-    recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
-    npu, replicas = recipe.platform == "npu", layouts[0].dp
-    return Setting(
-        train_library="mindspeed" if recipe.line == LINE else "megatron-local",
-        rollout_library=rollout_library(config),
-        bucket_bytes=recipe.reshard.bucket_bytes,
-        swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
-        hbm_bytes=A3_SEEN_BYTES,
-        kv_share=rollout.gpu_memory_utilization if npu else 0.0,
-        tensor_cache_bytes=cached_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
-        absorbed_copies=npu or recipe.line == LINE,  # MindSpeed's view on the CPU too
-        passes=passes_of(config, replicas, rows) if recipe.line == LINE else None,
-        hccl=hccl.buffer_bytes(config, inventory.model) if npu else None,
-    )
+        parts.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
+    return parts
 
 
 def _communicators(config: DictConfig, model: ModelShape) -> list[dict[str, Any]]:
@@ -284,24 +233,32 @@ def _communicators(config: DictConfig, model: ModelShape) -> list[dict[str, Any]
     ]
 
 
+def recomputation(config: DictConfig) -> tuple[int, int]:
+    """(layers of each stage whose forward pass is computed again, how many at once); selective counts as none."""
+    model = config.actor_rollout_ref.model
+    given = model.get("gradient_checkpointing_kwargs") or {}
+    if not model.enable_gradient_checkpointing or given.get("activations_checkpoint_granularity") != "full":
+        return 0, 1
+    number = given.get("activations_checkpoint_num_layers") or 1
+    if given.get("activations_checkpoint_method") == "uniform":
+        return model_shape_of(config).num_hidden_layers, number
+    return number, 1
+
+
 def passes_of(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:
     """Activations are those of the longest samples; micro batches of verl at this line are of a number of samples."""
     data, section, train = config.data, config.actor_rollout_ref, config.recipe.train
     longest, actor = data.max_prompt_length + data.max_response_length, section.actor
-    kwargs, checkpointing = section.model.get("gradient_checkpointing_kwargs") or {}, {}
-    for name in ("granularity", "method", "num_layers"):
-        checkpointing[name] = kwargs.get(f"activations_checkpoint_{name}")
-    full = section.model.enable_gradient_checkpointing and checkpointing["granularity"] == "full"
-    number, uniform = checkpointing["num_layers"] or 1, checkpointing["method"] == "uniform"
     samples = actor.ppo_mini_batch_size * section.rollout.n // replicas
     size = actor.ppo_micro_batch_size_per_gpu or 1  # null is refused by another check
+    layers, together = recomputation(config)
     return Passes(
         update_tokens=size * longest,
         log_prob_tokens=(section.rollout.log_prob_micro_batch_size_per_gpu or 1) * longest,
         ref_tokens=(section.ref.log_prob_micro_batch_size_per_gpu or 1) * longest,
         micro_batches=max(1, samples // size),
-        recompute_layers=(10**6 if uniform else number) if full else 0,
-        recompute_together=number if uniform else 1,
+        recompute_layers=layers,
+        recompute_together=together,
         imbalance=1.0 if train.balanced_routing else UNBALANCED,
         unpadded=train.unpadded_attention,
         entropy=bool(actor.entropy_coeff),
@@ -328,57 +285,43 @@ def cached_bytes(config: DictConfig) -> int:
     return 4 * data.train_batch_size * config.actor_rollout_ref.rollout.n * tokens
 
 
-def pinned_bytes(config: DictConfig, model: ModelShape, rows: Collection[str]) -> int:
+def pinned_bytes(config: DictConfig, rows: Collection[str]) -> int:
     """Bytes that the workers of the fullest node pin."""
-    inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
-    setting = _setting(config, inventory, layouts, rows)
-    found = _host(config, inventory, layouts, setting, _followed(config, rows), _stays(config, rows))
-    return found["node_bytes"]
+    return _host(config, run_memory(config, rows))["node_bytes"]
 
 
-def states_bytes(config: DictConfig, model: ModelShape, rows: Collection[str]) -> int:
+def states_bytes(config: DictConfig, rows: Collection[str]) -> int:
     """Bytes of all memory groups of the fullest node, where dies are emulated or absent."""
-    inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
-    setting = _setting(config, inventory, layouts, rows)
-    nodes = _of_nodes(config, layouts, lambda rank: group_bytes(inventory, *layouts, rank, setting))
+    setting = replace(run_memory(config, rows).setting, bucket_bytes=config.recipe.reshard.bucket_bytes)
+    nodes = _of_nodes(config, setting.train, lambda rank: group_bytes(setting, rank))
     return max(sum(node.values()) for node in nodes)
 
 
 def _of_nodes(
-    config: DictConfig, layouts: tuple[ParallelLayout, ParallelLayout], of_rank: Callable[[int], dict[str, int]]
+    config: DictConfig, train: ParallelLayout, of_rank: Callable[[int], dict[str, int]]
 ) -> list[dict[str, int]]:
     """{memory group: bytes} of each node, which has consecutive ranks; `of_rank` is called once for each stage."""
     dies, of_stage, nodes = config.trainer.n_gpus_per_node, {}, []
-    for rank in range(layouts[0].world_size):
-        stage = layouts[0].coordinates(rank).pp
+    for rank in range(train.world_size):
+        stage = train.coordinates(rank).pp
         if stage not in of_stage:
             of_stage[stage] = of_rank(rank)
         if rank % dies == 0:
-            nodes.append({})
-        for group, size in of_stage[stage].items():
-            nodes[-1][group] = nodes[-1].get(group, 0) + size
+            nodes.append(Counter())
+        nodes[-1].update(of_stage[stage])
     return nodes
 
 
-def _host(
-    config: DictConfig,
-    inventory: Inventory,
-    layouts: tuple[ParallelLayout, ParallelLayout],
-    setting: Setting,
-    schedule: Schedule,
-    stays: Collection[str],
-) -> dict[str, Any]:
+def _host(config: DictConfig, run: RunMemory) -> dict[str, Any]:
     """The node whose workers pin most. The parts of a host copy are equal within a stage."""
-    whole, swapped = replace(setting, swap_pieces=None), setting.swap_pieces is not None
-    saves = config.trainer.save_freq > 0
+    whole, swapped = replace(run.setting, swap_pieces=None), run.setting.swap_pieces is not None
 
     def of_rank(rank: int) -> dict[str, int]:
-        sizes = group_bytes(inventory, *layouts, rank, whole)
-        return host_bytes(sizes, schedule, stays, swapped=swapped, saves=saves)
+        sizes = group_bytes(whole, rank)
+        return host_bytes(sizes, run.schedule, run.stays, swapped=swapped, saves=config.trainer.save_freq > 0)
 
-    nodes = _of_nodes(config, layouts, of_rank)
-    fullest = max(nodes, key=lambda node: sum(node.values()))
-    return {"bytes": fullest, "node_bytes": sum(fullest.values()), "limit_bytes": host_limit(config)}
+    fullest = max(_of_nodes(config, run.setting.train, of_rank), key=lambda node: sum(node.values()))
+    return {"bytes": dict(fullest), "node_bytes": sum(fullest.values()), "limit_bytes": host_limit(config)}
 
 
 def host_limit(config: DictConfig) -> int | None:

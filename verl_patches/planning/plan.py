@@ -23,7 +23,7 @@ from verl_patches.errors import Check
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.planning.memory_plan import followed_peaks, memory_plan, pinned_bytes, states_bytes, too_much
+from verl_patches.planning.memory_plan import exceeding, followed_peaks, memory_plan, pinned_bytes, states_bytes
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
@@ -86,7 +86,7 @@ def build_plan(
     sections = dict.fromkeys(("step", "traffic", "ports"))
     if train and rollout and all(ok[name] for name in _SIZED):
         on = [row["id"] for row in patches if row["on"]]
-        memory = memory_plan(config, model, on)
+        memory = memory_plan(config, on)
         checks += [_memory(memory), *_host_memory(memory)]
         if ok.get("weight sync", True):
             sections = step_sections(config, on, workload)
@@ -112,10 +112,11 @@ def _verl(line: str, trees: Trees) -> Check:
 
 def _memory(plan: dict[str, Any]) -> Check:
     """The memory plan as a check of the dry run; it does not refuse a start, as it is a model with assumptions."""
-    if short := too_much(plan):
-        return Check("memory", False, f"modelled: {'; '.join(short)}")
     if plan["hbm_bytes"] is None:
         return Check("memory", True, "modelled, with no die to compare with on this platform")
+    (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
+    if short := exceeding(followed["phases"]):
+        return Check("memory", False, f"modelled: {'; '.join(short)}")
     return Check("memory", True, f"modelled: no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die")
 
 
@@ -145,15 +146,15 @@ def engine_checks(config: DictConfig) -> list[Check]:
 def _ranks(
     layout: ParallelLayout, axes: tuple[str, ...], experts: int | None, rest_on_last: bool = False
 ) -> list[dict[str, Any]]:
-    found = []
+    entries = []
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         entry: dict[str, Any] = {"rank": rank, **{axis: getattr(place, axis) for axis in axes}}
         if experts is not None:
             held = layout.local_experts(rank, experts, rest_on_last)
             entry["experts"] = [held.start, held.stop - 1]
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str, Any]]:
@@ -173,25 +174,25 @@ def commands(config: DictConfig, config_name: str, overrides: Sequence[str], tre
     `ray start` gets this checkout and the upstream trees (the same paths on every node) before the node's own
     PYTHONPATH: its workers import verl_patches, and without trees they import the image's upstream packages.
     """
-    found, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
+    lines, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
     places = [str(environment.REPOSITORY), *map(str, trees.folders)]
     here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))}${{PYTHONPATH:+:$PYTHONPATH}} "
     if config.recipe.ray_address is not None:
         device = {"NPU" if config.trainer.device == "npu" else "GPU": dies}
-        found.append(("head node", here + shlex.join(ray_start("HEAD", "HEAD", True, device))))
+        lines.append(("head node", here + shlex.join(ray_start("HEAD", "HEAD", True, device))))
         if nodes > 1:
             other = shlex.join(ray_start("HEAD", "NODE", False, device))
-            found.append((f"each of the other {nodes - 1} nodes", here + other))
+            lines.append((f"each of the other {nodes - 1} nodes", here + other))
     train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *trees.option, *overrides]
-    found.append(("head node" if found else "this machine", here + shlex.join(train)))
+    lines.append(("head node" if lines else "this machine", here + shlex.join(train)))
     driver = shlex.join(driver_command(environment.run_dir(config) / environment.COMPOSED))
-    found.append(("started by the last one, not to be typed", driver))
-    return [{"where": where, "command": command} for where, command in found]
+    lines.append(("started by the last one, not to be typed", driver))
+    return [{"where": where, "command": command} for where, command in lines]
 
 
 def peak_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
     """Modelled bytes of the worst rank at the peak of a step, in the order that the run follows."""
-    return followed_peaks(config, model_shape_of(config), _on(config, rows))["peak_bytes"]
+    return followed_peaks(config, _on(config, rows))["peak_bytes"]
 
 
 def host_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
@@ -201,7 +202,7 @@ def host_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
     Ray's object store come on top.
     """
     of_node = states_bytes if config.recipe.platform in NO_DEVICE else pinned_bytes
-    return of_node(config, model_shape_of(config), _on(config, rows))
+    return of_node(config, _on(config, rows))
 
 
 def _on(config: DictConfig, rows: Iterable[PatchSpec]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.checks import check_config
-from verl_patches.config.compose import model_shape_of, vllm_arguments
+from verl_patches.config.compose import vllm_arguments
 from verl_patches.config.engine_options import rewrite_engine_options
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
@@ -29,10 +29,16 @@ from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
 from verl_patches.planning.activations import Passes, update_bytes
 from verl_patches.planning.calibration import FITTED
 from verl_patches.planning.expected import A3_SEEN_BYTES
-from verl_patches.planning.memory_plan import exceeding, host_limit, passes_of, pinned_bytes, settings_that_fit
+from verl_patches.planning.memory_plan import (
+    exceeding,
+    host_limit,
+    passes_of,
+    pinned_bytes,
+    recomputation,
+    settings_that_fit,
+)
 from verl_patches.planning.plan import engine_checks
 from verl_patches.planning.step_model import (
-    Hardware,
     Offload,
     StepInput,
     direct_sync_bound,
@@ -43,7 +49,7 @@ from verl_patches.planning.step_model import (
     stage_elements,
     update_s,
 )
-from verl_patches.planning.step_plan import Workload, recomputed_layers, step_input, step_sections
+from verl_patches.planning.step_plan import Workload, step_input, step_sections
 
 DIES = range(16, 1025)
 NODE_DIES = 16
@@ -184,7 +190,7 @@ def _best_pairs(
 
 def train_sides(run: StepInput, passes: Passes, dies: int) -> list[Side]:
     """Training layouts that split the model and the batch and fit a die, with the fewest recomputed layers."""
-    model, die, found = run.model, Hardware(), []
+    model, sides = run.model, []
     for tp, pp, ep in train_sizes(model, dies):
         layers = balanced_layers(model, pp)
         if min(layers) == 0:
@@ -203,14 +209,14 @@ def train_sides(run: StepInput, passes: Passes, dies: int) -> list[Side]:
                 continue
             one = replace(run, train=layout, micro_batch=micro, recompute_layers=recomputed)
             copied = Offload(2 * params, params, params * (1 + GRAD_BYTES / 2), 2)
-            seconds = update_s(one, FITTED, die) + offload_s(copied, FITTED, die)
-            seconds += sum(log_prob_s(one, n, FITTED, die) for n in (run.ref_micro_batch, run.old_micro_batch) if n)
+            seconds = update_s(one, FITTED) + offload_s(copied, FITTED)
+            seconds += sum(log_prob_s(one, n, FITTED) for n in (run.ref_micro_batch, run.old_micro_batch) if n)
             if fastest is None or seconds < fastest.seconds:
                 updates = train_keys(tp, pp, ep, layers)
                 updates["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] = micro
                 fastest = Side(updates, seconds, params + states, states)
-        found += [fastest] if fastest else []
-    return found
+        sides += [fastest] if fastest else []
+    return sides
 
 
 def _states_bytes(run: StepInput, layout: ParallelLayout, dense: float, routed: float) -> float:
@@ -268,7 +274,7 @@ def expert_splits(model: ModelShape, ranks: int) -> list[int]:
 
 def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
     """Rollout layouts whose weights and KV cache of at least one response a replica fit, in any order."""
-    model, die, found = run.model, Hardware(), []
+    model, sides = run.model, []
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization * A3_SEEN_BYTES
     longest = run.lengths.prompt + run.lengths.longest
     size = DTYPE_BYTES[model.torch_dtype]
@@ -278,7 +284,7 @@ def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
             if ranks % tp or ranks == 1:
                 continue
             layout = rollout_layout(dies // ranks, ranks // tp, tp)
-            dense, routed = stage_elements(model, layout, 0, "vllm-ascend" if run.shared_whole else "vllm")
+            dense, routed = stage_elements(model, layout, 0, run.rollout_library)
             weights = size * (dense + routed)
             kv = share - weights
             if kv < longest * token:
@@ -288,14 +294,14 @@ def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
             graphs = tuple(of_seats.get(GRAPHS, (seats,))) if run.graph_sizes else ()
             one = replace(run, rollout=layout, seats=seats, graph_sizes=graphs, kv_bytes=kv)
             sync = direct_sync_bound(model, one, config.recipe.reshard.bucket_bytes)
-            seconds = rollout_s(one, FITTED, die) + reshard_s(sync, FITTED, die)
+            seconds = rollout_s(one, FITTED) + reshard_s(sync, FITTED)
             updates = rollout_keys(tp, ranks)
             if vllm_arguments(config).get("max_num_seqs") not in (None, seats):
                 updates |= of_seats
             if (config.recipe.logprob_check.sequences or 0) % (dies // tp):
                 updates["recipe.logprob_check.sequences"] = None  # one a replica
-            found.append(Side(updates, seconds, weights, weights + kv / 2))  # settings_that_fit keeps half
-    return found
+            sides.append(Side(updates, seconds, weights, weights + kv / 2))  # settings_that_fit keeps half
+    return sides
 
 
 def seats_keys(config: DictConfig, seats: int) -> dict[str, Any]:
@@ -319,19 +325,18 @@ def _verified(
         checks = [*check_config(tried), *engine_checks(tried)]
         if failed := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
             return failed[0]
-        model, train = model_shape_of(tried), train_layout_of(tried)
-        fitting, phases = settings_that_fit(tried, model, rows)
+        fitting, phases = settings_that_fit(tried, rows)
     except ConfigError as error:
         return str(error)
     if short := exceeding(phases):
         return f"memory: {'; '.join(short)}"
     limit = host_limit(tried)
-    if limit is not None and pinned_bytes(tried, model, rows) > limit:
+    if limit is not None and pinned_bytes(tried, rows) > limit:
         return f"host memory: workers of a node pin more than its {limit >> 30} GiB"
     for key, value in fitting.items():
         OmegaConf.update(tried, key, value, force_add=True)
     step = step_sections(tried, rows, workload)["step"]
-    rollout = tried.recipe.rollout
+    train, rollout = train_layout_of(tried), tried.recipe.rollout
     tp = tried.actor_rollout_ref.rollout.tensor_model_parallel_size
     return {
         "total_s": step["total_s"],
@@ -339,7 +344,7 @@ def _verified(
         "train": str(train),
         "rollout": f"{train.world_size // (rollout.dp * tp)} x (DP{rollout.dp} TP{tp} EP{rollout.dp * tp})",
         "micro_batch": tried.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,
-        "recompute_layers": recomputed_layers(tried),
+        "recompute_layers": recomputation(tried)[0],
         "peak_bytes": max(phase["peak_bytes"] for phase in phases),
         "update_bytes": next(phase["peak_bytes"] for phase in phases if phase["phase"] == "update"),
         "phases": step["phases"],

@@ -1,7 +1,7 @@
 """Modelled seconds of one GRPO step by phase, from sizes, layouts and a few constants. No torch; nothing is measured.
 
 Every phase is a sum of terms in seconds. FLOPs and bytes follow from the model's shape and the layouts; a rate is a
-figure of the die (`Hardware`) times an efficiency. Letters: T tokens of a micro batch on one TP group, H hidden, M
+figure of an A3 die times an efficiency. Letters: T tokens of a micro batch on one TP group, H hidden, M
 micro batches of a replica, b responses that decode on a replica, c tokens of context.
 
 rollout      steps x decode + prefill, until the longest response ends; b falls with the lengths' tail. One decode step:
@@ -38,6 +38,10 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
 
+# Of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host. The host link's
+# rate is not published: 25 GB/s is the lowest of the range 25, 40, 64.
+FLOPS_PER_S, MEMORY_BYTES_PER_S = PEAK_FLOPS_PER_S["npu"], 1.6 * 2**40
+NETWORK_BYTES_PER_S, HOST_BYTES_PER_S = 196e9, 25e9
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, NETWORK_EFFICIENCY = 0.7, 0.6, 0.7  # the first for decode and prefill
 DP_SYNC_S = {"hccl": 0.003, "gloo": 0.014}  # of one call, quoted
 DP_SYNCS = 2  # calls of a decode step
@@ -49,33 +53,8 @@ PHASES = tuple(phase.planned for phase in STEP_PHASES)
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """Rates of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host.
-
-    The host link's rate is not published: 25 GB/s is the lowest of the range 25, 40, 64.
-    """
-
-    flops_per_s: float = PEAK_FLOPS_PER_S["npu"]
-    memory_bytes_per_s: float = 1.6 * 2**40
-    network_bytes_per_s: float = 196e9
-    host_bytes_per_s: float = 25e9
-
-    def memory_s(self, size_bytes: float) -> float:
-        """Seconds to move bytes through the die's memory."""
-        return size_bytes / (self.memory_bytes_per_s * MEMORY_EFFICIENCY)
-
-    def network_s(self, size_bytes: float) -> float:
-        """Seconds to send or receive bytes."""
-        return size_bytes / (self.network_bytes_per_s * NETWORK_EFFICIENCY)
-
-    def compute_s(self, flops: float, efficiency: float = COMPUTE_EFFICIENCY) -> float:
-        """Seconds of FLOPs."""
-        return flops / (self.flops_per_s * efficiency)
-
-
-@dataclass(frozen=True)
 class Constants:
-    """What is fitted, each to the one row that planning/calibration.py names; `calibration.fitted` computes them.
+    """What is fitted, each to the one row that planning/calibration.py names.
 
     train_efficiency: share of the die's FLOP/s that a layer reaches in training. decode_layer_s: seconds of a layer in
     a decode graph that do not depend on the batch, beyond reading its weights. engine_step_s: seconds of a decode step
@@ -183,8 +162,28 @@ class StepInput:
         """Responses of a step."""
         return self.prompts * self.samples
 
+    @property
+    def rollout_library(self) -> str:
+        """The rules by which the rollout's tensors are cut (layout/sharding.py)."""
+        return "vllm-ascend" if self.shared_whole else "vllm"
 
-# sizes
+
+# sizes and rates
+
+
+def memory_s(size_bytes: float) -> float:
+    """Seconds to move bytes through the die's memory."""
+    return size_bytes / (MEMORY_BYTES_PER_S * MEMORY_EFFICIENCY)
+
+
+def network_s(size_bytes: float) -> float:
+    """Seconds to send or receive bytes."""
+    return size_bytes / (NETWORK_BYTES_PER_S * NETWORK_EFFICIENCY)
+
+
+def compute_s(flops: float, efficiency: float = COMPUTE_EFFICIENCY) -> float:
+    """Seconds of FLOPs."""
+    return flops / (FLOPS_PER_S * efficiency)
 
 
 @functools.lru_cache(4096)
@@ -220,21 +219,21 @@ class _Pass(NamedTuple):
         return max(2 * EAGER_LAYER_S, 2 * self.compute + self.network)
 
 
-def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants: Constants, die: Hardware) -> _Pass:
+def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants: Constants) -> _Pass:
     """One layer of one micro batch: compute and exposed communication of a forward pass, in seconds."""
     model, layout = run.model, run.train
     sizes, top_k, size = layer_sizes(model, moe, "vllm"), model.num_experts_per_tok, DTYPE_BYTES[model.torch_dtype]
     efficiency = constants.train_efficiency
-    compute = die.compute_s(layer_flops(model, moe, tokens, length) / layout.tp / layout.cp, efficiency)
+    compute = compute_s(layer_flops(model, moe, tokens, length) / layout.tp / layout.cp, efficiency)
     row = model.hidden_size * size * tokens / layout.cp
-    gathered = die.network_s(4 * (layout.tp - 1) / layout.tp * row)
+    gathered = network_s(4 * (layout.tp - 1) / layout.tp * row)
     heads = 2 * (model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim) * model.num_attention_heads
-    gathered += die.network_s((layout.cp - 1) / layout.cp**2 * heads / layout.tp * size * tokens)  # Ulysses
+    gathered += network_s((layout.cp - 1) / layout.cp**2 * heads / layout.tp * size * tokens)  # Ulysses
     exchanged = 0.0
     if moe and layout.ep > 1:
-        exchanged = die.network_s(2 * row / layout.tp * top_k * (layout.ep - 1) / layout.ep)
+        exchanged = network_s(2 * row / layout.tp * top_k * (layout.ep - 1) / layout.ep)
         if run.alltoall_overlap:  # behind the shared experts
-            behind = die.compute_s(2 * sizes.shared * tokens / layout.tp / layout.cp, efficiency)
+            behind = compute_s(2 * sizes.shared * tokens / layout.tp / layout.cp, efficiency)
             exchanged = max(0.0, exchanged - behind)
     return _Pass(compute, gathered + exchanged)
 
@@ -245,16 +244,16 @@ def pipeline_s(stages: list[float], micro_batches: float, virtual: int = 1) -> f
     return micro_batches * slowest + (sum(stages) - slowest) / virtual
 
 
-def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants, die: Hardware) -> list[float]:
+def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants) -> list[float]:
     """Seconds of each stage for one micro batch: forward, or with `train` forward, backward and recompute."""
     model, layout = run.model, run.train
     length = padded_length(run, micro_batch)
     tokens = micro_batch * length
-    passes = {moe: _layer_s(run, moe, tokens, length, constants, die) for moe in (False, True)}
+    passes = {moe: _layer_s(run, moe, tokens, length, constants) for moe in (False, True)}
     row = model.hidden_size * DTYPE_BYTES[model.torch_dtype] * tokens / layout.tp / layout.cp
-    found = []
+    of_stages = []
     for stage in range(layout.pp):
-        seconds = die.network_s(row) * (2 if train else 1) if layout.pp > 1 else 0.0
+        seconds = network_s(row) * (2 if train else 1) if layout.pp > 1 else 0.0
         for number, layer in enumerate(layout.stage_layers(stage, model.num_hidden_layers)):
             one = passes[model.is_moe(layer)]
             seconds += one.forward
@@ -262,11 +261,11 @@ def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants,
                 seconds += one.backward + (one.forward if number < run.recompute_layers * layout.vpp else 0.0)
         if stage == layout.pp - 1:
             flops = 2 * model.vocab_size * model.hidden_size * tokens / layout.tp / layout.cp
-            head = die.compute_s(flops, constants.train_efficiency)
-            logits = die.memory_s(HEAD_PASSES * 4 * tokens * model.vocab_size / layout.tp / layout.cp)
+            head = compute_s(flops, constants.train_efficiency)
+            logits = memory_s(HEAD_PASSES * 4 * tokens * model.vocab_size / layout.tp / layout.cp)
             seconds += (3 * head + 2 * logits) if train else head + logits
-        found.append(seconds)
-    return found
+        of_stages.append(seconds)
+    return of_stages
 
 
 def padded_length(run: StepInput, micro_batch: int) -> float:
@@ -277,22 +276,22 @@ def padded_length(run: StepInput, micro_batch: int) -> float:
     return run.lengths.prompt + run.lengths.mean_of_longest(draws)
 
 
-def log_prob_s(run: StepInput, micro_batch: int, constants: Constants, die: Hardware) -> float:
+def log_prob_s(run: StepInput, micro_batch: int, constants: Constants) -> float:
     """Seconds of one forward pass over the batch, and of its way through the driver."""
     batches = run.responses / run.train.dp / micro_batch
-    stages = stage_s(run, micro_batch, False, constants, die)
+    stages = stage_s(run, micro_batch, False, constants)
     return pipeline_s(stages, batches, run.train.vpp) + driver_bytes(run, 0) / constants.driver_bytes_per_s
 
 
-def update_s(run: StepInput, constants: Constants, die: Hardware) -> float:
+def update_s(run: StepInput, constants: Constants) -> float:
     """Seconds of the update: pipeline, gradients, optimizer, the batch's way through the driver."""
     batches = run.responses / run.train.dp / run.micro_batch / run.mini_batches
-    stages = stage_s(run, run.micro_batch, True, constants, die)
-    once = pipeline_s(stages, batches, run.train.vpp) + _optimizer_s(run, die)
+    stages = stage_s(run, run.micro_batch, True, constants)
+    once = pipeline_s(stages, batches, run.train.vpp) + _optimizer_s(run)
     return run.epochs * run.mini_batches * once + driver_bytes(run, 3) / constants.driver_bytes_per_s
 
 
-def _optimizer_s(run: StepInput, die: Hardware) -> float:
+def _optimizer_s(run: StepInput) -> float:
     """Gradients to their owners, states through memory (and over the host link if swapped), parameters back."""
     model, layout = run.model, run.train
     worst = 0.0
@@ -301,10 +300,10 @@ def _optimizer_s(run: StepInput, die: Hardware) -> float:
         replicas = layout.dp * layout.cp
         sent = dense * (replicas - 1) / replicas + routed * (layout.edp - 1) / layout.edp
         owned = dense / replicas + routed / layout.edp
-        seconds = die.network_s(sent * (GRAD_BYTES + DTYPE_BYTES[model.torch_dtype]))
-        seconds += die.memory_s(owned * 2 * OPTIMIZER_BYTES + (dense + routed) * GRAD_BYTES)
+        seconds = network_s(sent * (GRAD_BYTES + DTYPE_BYTES[model.torch_dtype]))
+        seconds += memory_s(owned * 2 * OPTIMIZER_BYTES + (dense + routed) * GRAD_BYTES)
         if run.swap_optimizer:
-            seconds += 2 * owned * OPTIMIZER_BYTES / die.host_bytes_per_s
+            seconds += 2 * owned * OPTIMIZER_BYTES / HOST_BYTES_PER_S
         worst = max(worst, seconds)
     return worst
 
@@ -325,27 +324,26 @@ def driver_bytes(run: StepInput, float_columns: int) -> float:
 # rollout
 
 
-def decode_s(run: StepInput, running: float, context: float, tier: float, constants: Constants, die: Hardware) -> float:
+def decode_s(run: StepInput, running: float, context: float, tier: float, constants: Constants) -> float:
     """Seconds of the model's part of a decode step: `tier` rows are computed, the KV of `running` of them is read."""
     model, layout = run.model, run.rollout
     size, layers = DTYPE_BYTES[model.torch_dtype], model.num_hidden_layers
-    library = "vllm-ascend" if run.shared_whole else "vllm"
-    dense, routed = stage_elements(model, layout, 0, library)
+    dense, routed = stage_elements(model, layout, 0, run.rollout_library)
     read = dense + routed - model.vocab_size * model.hidden_size / layout.tp  # not the embedding
     flops, sent = 2 * model.vocab_size * model.hidden_size / layout.tp, 0.0
     reduced = 4 * (layout.tp - 1) / layout.tp  # two all-reduces
     for moe, count in layer_kinds(model):
-        sizes, top_k = layer_sizes(model, moe, library), model.num_experts_per_tok if moe else 0
+        sizes, top_k = layer_sizes(model, moe, run.rollout_library), model.num_experts_per_tok if moe else 0
         shared = sizes.shared / (1 if run.shared_whole else layout.tp)
         flops += 2 * count * (sizes.whole + shared + (sizes.split + top_k * sizes.expert) / layout.tp)
         sent += count * model.hidden_size * size * (reduced + 2 * top_k / layout.tp * (layout.ep - 1) / layout.ep)
     kv = (model.kv_lora_rank + model.qk_rope_head_dim) * size * layers * context * running
     latency = constants.decode_layer_s if run.graph_sizes else max(EAGER_LAYER_S, constants.decode_layer_s)
-    seconds = die.memory_s(read * size + kv) + die.compute_s(flops * tier) + die.network_s(sent * tier)
+    seconds = memory_s(read * size + kv) + compute_s(flops * tier) + network_s(sent * tier)
     return seconds + layers * latency
 
 
-def rollout_s(run: StepInput, constants: Constants, die: Hardware) -> float:
+def rollout_s(run: StepInput, constants: Constants) -> float:
     """Seconds until the longest response of the batch ends."""
     layout, lengths = run.rollout, run.lengths
     replica = run.responses / (layout.world_size / layout.tp)  # layouts have pp 1 here
@@ -355,9 +353,9 @@ def rollout_s(run: StepInput, constants: Constants, die: Hardware) -> float:
 
     def step(running: float, context: float) -> float:
         tier = next((size for size in sorted(run.graph_sizes) if size >= running), running)
-        return decode_s(run, running, context, tier, constants, die) + fixed
+        return decode_s(run, running, context, tier, constants) + fixed
 
-    seconds = _prefill_s(run, replica, constants, die)
+    seconds = _prefill_s(run, replica, constants)
     if replica > seats:  # a finished response gives its seat to a waiting one
         seconds += (replica - seats) / seats * mean * step(seats, lengths.prompt + mean / 2)
     width = last / _SEGMENTS
@@ -376,15 +374,15 @@ def _kv_seats(run: StepInput, mean: float) -> float:
     return run.kv_bytes / token / (run.lengths.prompt + mean)
 
 
-def _prefill_s(run: StepInput, replica: float, constants: Constants, die: Hardware) -> float:
+def _prefill_s(run: StepInput, replica: float, constants: Constants) -> float:
     """Prompts of a replica in pieces of the token budget; eager, each piece reads the weights once."""
     model, layout = run.model, run.rollout
     tokens = replica * run.lengths.prompt / (run.samples if run.prefix_caching else 1)
     pieces = math.ceil(tokens / run.token_budget)
-    dense, routed = stage_elements(model, layout, 0, "vllm-ascend" if run.shared_whole else "vllm")
-    read = die.memory_s((dense + routed) * DTYPE_BYTES[model.torch_dtype])
+    dense, routed = stage_elements(model, layout, 0, run.rollout_library)
+    read = memory_s((dense + routed) * DTYPE_BYTES[model.torch_dtype])
     flops = forward_flops(model, tokens / max(1, pieces), run.lengths.prompt) / layout.tp
-    one = max(model.num_hidden_layers * EAGER_LAYER_S, read + die.compute_s(flops)) + constants.engine_step_s
+    one = max(model.num_hidden_layers * EAGER_LAYER_S, read + compute_s(flops)) + constants.engine_step_s
     return pieces * one
 
 
@@ -408,40 +406,39 @@ def verl_sync(model: ModelShape, train: ParallelLayout) -> SyncTraffic:
 
 def direct_sync_bound(model: ModelShape, run: StepInput, bucket_bytes: int) -> SyncTraffic:
     """Our sync, as an upper bound that needs no plan: every die receives all weights that it serves."""
-    dense, routed = stage_elements(model, run.rollout, 0, "vllm-ascend" if run.shared_whole else "vllm")
+    dense, routed = stage_elements(model, run.rollout, 0, run.rollout_library)
     served = (dense + routed) * DTYPE_BYTES[model.torch_dtype]
     busiest = max(len(run.train.stage_layers(stage, model.num_hidden_layers)) for stage in range(run.train.pp))
     sent = served * busiest * run.train.pp / model.num_hidden_layers
     return SyncTraffic(served, sent, math.ceil(max(served, sent) / bucket_bytes))
 
 
-def reshard_s(sync: SyncTraffic, constants: Constants, die: Hardware) -> float:
+def reshard_s(sync: SyncTraffic, constants: Constants) -> float:
     """Seconds of one weight sync; packing reads and writes what is sent, unpacking what is received."""
-    wire = die.network_s(max(sync.received_bytes, sync.sent_bytes))
-    packed = die.memory_s(2 * (sync.received_bytes + sync.sent_bytes))
+    wire = network_s(max(sync.received_bytes, sync.sent_bytes))
+    packed = memory_s(2 * (sync.received_bytes + sync.sent_bytes))
     return wire + packed + sync.collectives * constants.collective_s
 
 
-def offload_s(moved: Offload, constants: Constants, die: Hardware) -> float:
+def offload_s(moved: Offload, constants: Constants) -> float:
     """Seconds of the step's copies between host and device, and of returning cached blocks."""
-    copied = (moved.to_device_bytes + moved.to_host_bytes) / die.host_bytes_per_s
+    copied = (moved.to_device_bytes + moved.to_host_bytes) / HOST_BYTES_PER_S
     return copied + moved.released_bytes * EMPTY_CACHE_S_PER_BYTE + moved.empty_cache_calls * constants.empty_cache_s
 
 
-def step_time(run: StepInput, constants: Constants, die: Hardware | None = None) -> dict[str, float]:
+def step_time(run: StepInput, constants: Constants) -> dict[str, float]:
     """{phase: modelled seconds} of a step; phases that the run leaves out are 0."""
-    die = die or Hardware()
     tokens = run.responses * run.lengths.mean_of_longest()
     passes = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch}
     sync = run.sync or verl_sync(run.model, run.train)
     return {
-        "rollout": rollout_s(run, constants, die),
-        **{name: log_prob_s(run, size, constants, die) if size else 0.0 for name, size in passes.items()},
+        "rollout": rollout_s(run, constants),
+        **{name: log_prob_s(run, size, constants) if size else 0.0 for name, size in passes.items()},
         "reward": tokens * constants.reward_s,
         "advantage": tokens * constants.advantage_s,
-        "update": update_s(run, constants, die),
-        "reshard": reshard_s(sync, constants, die),
-        "offload": offload_s(run.offload, constants, die),
+        "update": update_s(run, constants),
+        "reshard": reshard_s(sync, constants),
+        "offload": offload_s(run.offload, constants),
     }
 
 

@@ -9,19 +9,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_patches.config import hccl
 from verl_patches.config.checks import sync_blocks
 from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library, seats_of
 from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.inventory import ModelShape, build_inventory
+from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
-from verl_patches.memory.schedule import Moment, Schedule, direct_sync, simulate
+from verl_patches.memory.schedule import Moment, direct_sync, simulate
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
-from verl_patches.planning.expected import Setting, group_bytes
-from verl_patches.planning.memory_plan import followed_schedule
+from verl_patches.planning.expected import group_bytes
+from verl_patches.planning.memory_plan import recomputation, run_memory
 from verl_patches.planning.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
@@ -103,7 +103,7 @@ def step_input(
         old_micro_batch=None if recipe.train.skip_old_log_prob else rollout.log_prob_micro_batch_size_per_gpu or micro,
         mini_batches=max(1, train_batch // actor.ppo_mini_batch_size),
         epochs=actor.ppo_epochs,
-        recompute_layers=recomputed_layers(config),
+        recompute_layers=recomputation(config)[0],
         alltoall_overlap=recipe.train.alltoall_overlap,
         swap_optimizer=recipe.train.swap_optimizer or actor.megatron.optimizer_offload,
         balanced_lengths=config.trainer.balance_batch,
@@ -122,7 +122,7 @@ def step_input(
     if sync is None:
         direct = direct_sync_bound(run.model, run, recipe.reshard.bucket_bytes)
         sync = direct if direct_sync(rows) else verl_sync(run.model, train)
-    return StepInput(**{**vars(run), "sync": sync})
+    return replace(run, sync=sync)
 
 
 def bounds_of(config: DictConfig, rows: Collection[str]) -> Bounds:
@@ -141,7 +141,7 @@ def bounds_of(config: DictConfig, rows: Collection[str]) -> Bounds:
 
 def _longest_step(config: DictConfig, rows: Collection[str]) -> dict[str, float]:
     """{phase: modelled seconds} of a step whose prompts and responses are as long as they may be."""
-    offload, kv_bytes = offload_of(config, *followed_schedule(config, model_shape_of(config), rows))
+    offload, kv_bytes = offload_of(config, rows)
     run = step_input(config, rows, offload=offload, kv_bytes=kv_bytes or None)
     lengths = Lengths(config.data.max_prompt_length, config.data.max_response_length)
     return step_time(replace(run, lengths=lengths), FITTED)
@@ -149,8 +149,7 @@ def _longest_step(config: DictConfig, rows: Collection[str]) -> dict[str, float]
 
 def model_in_dtype(config: DictConfig) -> ModelShape:
     """The model's sizes in the dtype of the run."""
-    shape = model_shape_of(config)
-    return type(shape)(**{**vars(shape), "torch_dtype": VLLM_DTYPES[config.recipe.dtype]})
+    return replace(model_shape_of(config), torch_dtype=VLLM_DTYPES[config.recipe.dtype])
 
 
 def _lengths(config: DictConfig, workload: Workload) -> Lengths:
@@ -158,16 +157,6 @@ def _lengths(config: DictConfig, workload: Workload) -> Lengths:
     prompt = min(data.max_prompt_length, MEAN_PROMPT if workload.prompt_tokens is None else workload.prompt_tokens)
     mean = RESPONSE_TOKENS if workload.response_tokens is None else workload.response_tokens
     return Lengths(prompt, data.max_response_length, None if forced else mean)
-
-
-def recomputed_layers(config: DictConfig) -> int:
-    """Layers of a stage (of a model chunk) whose forward pass is computed again; selective recompute counts none."""
-    model = config.actor_rollout_ref.model
-    given = OmegaConf.to_container(model.get("gradient_checkpointing_kwargs") or OmegaConf.create())
-    if not model.enable_gradient_checkpointing or given.get("activations_checkpoint_granularity") != "full":
-        return 0
-    block = given.get("activations_checkpoint_method") == "block"
-    return (given.get("activations_checkpoint_num_layers") or 1) if block else model_shape_of(config).num_hidden_layers
 
 
 def step_sections(config: DictConfig, rows: Collection[str], workload: Workload) -> dict[str, Any]:
@@ -180,7 +169,7 @@ def step_sections(config: DictConfig, rows: Collection[str], workload: Workload)
     if direct_sync(rows):
         blocks = sync_blocks(config, train, rollout, model_shape_of(config))
         sync, spread = direct_traffic(blocks, train, config.recipe.reshard.bucket_bytes)
-    offload, kv_bytes = offload_of(config, *followed_schedule(config, model_shape_of(config), rows))
+    offload, kv_bytes = offload_of(config, rows)
     run = step_input(config, rows, workload, sync, offload, kv_bytes or None)
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch, "update": run.micro_batch}
@@ -234,11 +223,13 @@ def direct_traffic(
     return traffic, {"received_mean_bytes": sum(received) // len(received)}
 
 
-def offload_of(config: DictConfig, schedule: Schedule, stays: Collection[str], setting: Setting) -> tuple[Offload, int]:
+def offload_of(config: DictConfig, rows: Collection[str]) -> tuple[Offload, int]:
     """(copies and releases of the die with the most training weights, bytes of its KV cache)."""
-    train, rollout, model = train_layout_of(config), rollout_layout_of(config), model_in_dtype(config)
-    fullest = max(range(train.pp), key=lambda stage: sum(stage_elements(model, train, stage, setting.train_library)))
-    sizes = group_bytes(build_inventory(model), train, rollout, fullest * train.world_size // train.pp, setting)
+    setting, schedule, stays = run_memory(config, rows)
+    setting, train = replace(setting, bucket_bytes=config.recipe.reshard.bucket_bytes), setting.train
+    model, library = setting.inventory.model, setting.train_library
+    fullest = max(range(train.pp), key=lambda stage: sum(stage_elements(model, train, stage, library)))
+    sizes = group_bytes(setting, fullest * train.world_size // train.pp)
     moments = simulate(schedule, sizes, stays)
     moved = Offload(
         sum(moment.to_device_bytes for moment in moments.values()),

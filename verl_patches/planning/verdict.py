@@ -44,9 +44,9 @@ def conclude(
         text = f"does not fit: {len(failed)} of {len(checks)} checks failed: {names}"
         of_files = {"hooks", *(check.name for check in check_files(config, keys_of(overrides)) if not check.ok)}
         given = [config_name, *trees.option, *workload.option, *overrides]
-        found = [] if set(failed) <= of_files else _ways_on(plan, config, given, workload)
+        ways = [] if set(failed) <= of_files else _ways_on(plan, config, given, workload)
         named = "it names" if len(failed) == 1 else "they name"
-        return {"verdict": text if found else f"{text}; next: change what {named}", "next": found}
+        return {"verdict": text if ways else f"{text}; next: change what {named}", "next": ways}
     text = f"fits: all {len(checks)} checks hold"
     for check in checks:
         if check["detail"].startswith("a start is refused"):
@@ -76,12 +76,12 @@ def _ways_on(
         what, dies = f"no layout of this model fits on {dies} dies, some do on {error.dies}", error.dies
     except ConfigError:
         return []  # every layout is refused for another reason, which a check names
-    found = [{"what": what, "command": shlex.join([*_PLAN, *given, "--search", "--dies", str(dies)])}]
+    ways = [{"what": what, "command": shlex.join([*_PLAN, *given, "--search", "--dies", str(dies)])}]
     preset = nearest_preset(given[0], asked, host_limit(config), rows)
     if preset is not None:
         what = f"nearest shipped preset, {preset[1]} dies and {preset[2]} layers"
-        found.append({"what": what, "command": shlex.join([*_PLAN, preset[0]])})
-    return found
+        ways.append({"what": what, "command": shlex.join([*_PLAN, preset[0]])})
+    return ways
 
 
 def nearest_preset(
@@ -99,11 +99,10 @@ def nearest_preset(
             config = compose(name)
         except ConfigError:
             continue  # what presets share is no config by itself
-        model = model_shape_of(config)
-        short = exceeding(followed_peaks(config, model, rows)["phases"])
-        pinned = pinned_bytes(config, model, rows)
+        short = exceeding(followed_peaks(config, rows)["phases"])
+        pinned = pinned_bytes(config, rows)
         if all(check.ok for check in check_config(config)) and not short and pinned <= (host_bytes or pinned):
-            return name, sizes[name], model.num_hidden_layers
+            return name, sizes[name], model_shape_of(config).num_hidden_layers
     return None
 
 

@@ -17,7 +17,7 @@ from verl_patches.memory import measure, sleep_mode
 from verl_patches.memory.host_backed import offload_state_of_model, offload_state_of_optimizer, single_optimizers
 from verl_patches.memory.ledger import Ledger, memory_of_process
 from verl_patches.memory.offload import Optimizer, Params, actor_handlers
-from verl_patches.memory.schedule import direct_sync, schedule_followed, sleeps_by_vllm, staying, switches_of
+from verl_patches.memory.schedule import schedule_of
 from verl_patches.memory.scheduler import Scheduler
 from verl_patches.patching import engine
 from verl_patches.platform import NO_DEVICE, device_module
@@ -39,19 +39,9 @@ class WorkerMemory:
         self.checked = recipe.memory.ledger != "off" and engine.is_on("memory.ledger")
         if self.checked:
             checked_device.value = device_module(recipe.platform)
-        rows, actor = engine.current().wanted, config.actor.megatron
-        synced = recipe.weight_sync.enabled and direct_sync(rows)
-        switches = switches_of(rows, vllm_sleep=sleeps_by_vllm(config.rollout, recipe), synced=synced)
+        rows = engine.current().wanted
         self.scheduled = "memory.order" in rows
-        self.schedule = schedule_followed(skip_old_log_prob=recipe.train.skip_old_log_prob, **switches)
-        self.stays = staying(
-            param_offload=actor.param_offload,
-            optimizer_offload=actor.optimizer_offload,
-            ref_offload=config.ref.megatron.param_offload,
-            one_memory=recipe.platform in NO_DEVICE,
-            own_sleep_mode=switches["own_sleep_mode"],
-            synced=synced,
-        )
+        self.schedule, self.stays = schedule_of(config, recipe, rows, one_memory=recipe.platform in NO_DEVICE)
 
     def built(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
         """Offload a model that verl has just built, as verl would; it is the actor's if it has an optimizer."""
