@@ -7,6 +7,7 @@ Versions of Ascend software come from the files that the installers of CANN 8 wr
 
 from __future__ import annotations
 
+import glob
 import os
 import platform
 import re
@@ -94,16 +95,6 @@ def _package(name: str, pinned: str, machine: Machine) -> Finding:
     return Finding(name, "problem", "", pinned, found or "not installed", todo)
 
 
-# where Ascend software leaves its version: files by pattern below its home, then keys in order of preference
-_COMPONENTS = {
-    "driver": ("driver", "version.info", ("package_version", "Version")),
-    "firmware": ("firmware", "version.info", ("package_version", "Version")),
-    "cann_toolkit": ("toolkit", "*-linux/ascend_toolkit_install.info", ("version",)),
-    "cann_kernels": ("toolkit", "opp_kernel/version.info", ("version_dir", "Version")),
-    "cann_nnal": ("nnal", "version.info", ("Ascend-cann-atb",)),
-}
-
-
 def _ascend(name: str, pinned: str, machine: Machine) -> Finding:
     found, where = _ascend_version(name, machine)
     if found and found.lower() == pinned.lower():
@@ -121,23 +112,26 @@ def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
 
     ASCEND_HOME_PATH and ATB_HOME_PATH (.../atb/cxx_abi_0), where set, name the homes of toolkit and NNAL.
     """
-    root, atb, (home, pattern, keys) = machine.ascend, machine.environ.get("ATB_HOME_PATH"), _COMPONENTS[name]
-    homes = {
-        "driver": root / "driver",
-        "firmware": root / "firmware",
-        "toolkit": Path(machine.environ.get("ASCEND_HOME_PATH") or root / "ascend-toolkit/latest"),
-        "nnal": Path(atb).parent.parent if atb else root / "nnal/atb/latest",
-    }
-    for file in sorted(homes[home].glob(pattern)):
+    root, atb = machine.ascend, machine.environ.get("ATB_HOME_PATH")
+    toolkit = Path(machine.environ.get("ASCEND_HOME_PATH") or root / "ascend-toolkit/latest")
+    nnal = Path(atb).parent.parent if atb else root / "nnal/atb/latest"
+    pattern, keys = {  # a file, and its keys in order of preference
+        "driver": (root / "driver/version.info", ("package_version", "Version")),
+        "firmware": (root / "firmware/version.info", ("package_version", "Version")),
+        "cann_toolkit": (toolkit / "*-linux/ascend_toolkit_install.info", ("version",)),
+        "cann_kernels": (toolkit / "opp_kernel/version.info", ("version_dir", "Version")),
+        "cann_nnal": (nnal / "version.info", ("Ascend-cann-atb",)),
+    }[name]
+    for file in sorted(glob.glob(str(pattern))):
         try:
-            lines = file.read_text(errors="replace").splitlines()
+            lines = Path(file).read_text(errors="replace").splitlines()
         except OSError:
             continue
-        found = dict(match.groups() for line in lines if (match := _VERSION_LINE.match(line)))
-        version = next((found[key] for key in keys if key in found), None)
+        values = dict(match.groups() for line in lines if (match := _VERSION_LINE.match(line)))
+        version = next((values[key] for key in keys if key in values), None)
         if version:
-            return version.strip('"'), str(file)
-    return None, str(homes[home] / pattern)
+            return version.strip('"'), file
+    return None, str(pattern)
 
 
 def _sources(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
