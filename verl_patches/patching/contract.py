@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.bindings import Import, SourceFile, find_bindings, read_tree
 from verl_patches.patching.fingerprint import Statement
@@ -47,31 +46,19 @@ def installed_root(package: str) -> Path | None:
     return Path(places[0]).resolve().parent if places else None
 
 
-def installed_roots(line: str) -> dict[str, Path]:
-    """Where this interpreter has the upstream packages of a line; ConfigError lists those that it lacks."""
-    roots = {package: installed_root(package) for package in PACKAGES[line]}
-    missing = [package for package, root in roots.items() if root is None]
-    if missing:
-        raise ConfigError(
-            f"line {line}: this interpreter has no {', '.join(missing)}; give the sources with --upstream DIR"
-        )
-    return roots
-
-
 @dataclass(frozen=True)
 class Sources:
     """Where the sources of one line are.
 
     `roots`: {top-level package: the folder that holds it}; other packages (torch, tensordict) are those of this
-    interpreter. `installed`: the roots are this interpreter's too. `versions`: {distribution: pinned version}.
-    `absent`: packages of the line that `roots` lack; rows that name them are not checked. `verified`: {top-level
-    package: its source and version}, where all its files are as pinned.
+    interpreter, and rows that name a package of the line which `roots` lack are not checked. `installed`: the roots are
+    this interpreter's too. `versions`: {distribution: pinned version}. `verified`: {top-level package: its source and
+    version}, where all its files are as pinned.
     """
 
     roots: Mapping[str, Path]
     installed: bool = True
     versions: Mapping[str, str] = field(default_factory=dict)
-    absent: frozenset[str] = frozenset()
     verified: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -86,7 +73,9 @@ def check(specs: Iterable[PatchSpec], line: str, sources: Sources) -> Report:
 
 
 def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Finding]:
-    absent = {spec.id: ", ".join(sorted(_packages_of(spec) & sources.absent)) for spec in rows}
+    without = set(PACKAGES[line]) - set(sources.roots)
+    named_by = {spec.id: {_package(place) for place in (spec.target, *spec.bindings)} for spec in rows}
+    absent = {name: ", ".join(sorted(packages & without)) for name, packages in named_by.items()}
     present = [spec for spec in rows if not absent[spec.id]]
     tree = read_tree(sources.roots)
     named = {split(place)[0] for spec in present if not spec.is_module_stub for place in (spec.target, *spec.bindings)}
@@ -112,10 +101,6 @@ def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Fi
 
 def _package(place: str) -> str:
     return place.partition(":")[0].partition(".")[0]
-
-
-def _packages_of(spec: PatchSpec) -> set[str]:
-    return {_package(place) for place in (spec.target, *spec.bindings)}
 
 
 def _can_be_bound(spec: PatchSpec) -> bool:
