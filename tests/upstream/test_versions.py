@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tests.upstream.small_upstream import commit, git, install
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
-from verl_patches.upstream import versions
+from verl_patches.upstream import modified, versions
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import Machine, compare
@@ -58,9 +58,10 @@ def machine(ascend, clones, monkeypatch):
     places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}
 
     monkeypatch.setattr(versions, "load_pins", lambda: pins)
-    holds = {"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": packages.get, "root": places.get}
+    holds = {"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": packages.get}
 
-    def report(line="a3", trees=None, **changes):
+    def report(line="a3", trees=None, root=places.get, **changes):
+        monkeypatch.setattr(modified, "installed_root", root)
         return compare(line, Machine(**{**holds, **changes}), trees)
 
     def problems(**changes):

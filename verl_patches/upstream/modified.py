@@ -12,7 +12,7 @@ import base64
 import csv
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,13 +55,10 @@ def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
     return {f.name: [*(f.details or (f.found,))] for f in found}
 
 
-def roots_of(line: str, trees: Trees, find: Callable[[str], Path | None] | None = None) -> dict[str, Path]:
-    """{top-level package of `line`: the folder that holds it}: of a tree, else what `find` gives, else left out.
-
-    find: default this interpreter (`installed_root`).
-    """
+def roots_of(line: str, trees: Trees) -> dict[str, Path]:
+    """{top-level package of `line`: the folder that holds it}: of a tree, else of this interpreter, else left out."""
     of_tree = {package: folder for folder in trees.folders for package in PACKAGES[line] if (folder / package).is_dir()}
-    roots = {package: of_tree.get(package) or (find or installed_root)(package) for package in PACKAGES[line]}
+    roots = {package: of_tree.get(package) or installed_root(package) for package in PACKAGES[line]}
     return {package: root for package, root in roots.items() if root is not None}
 
 

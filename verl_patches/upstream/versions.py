@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from verl_patches.patching.contract import PACKAGES, installed_root
+from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.upstream.checkouts import FETCH, Trees
@@ -42,7 +42,6 @@ class Machine:
     ascend: Path = Path("/usr/local/Ascend")
     python: str = platform.python_version()
     distribution: Callable[[str], str | None] = _distribution
-    root: Callable[[str], Path | None] = installed_root
 
 
 def compare(line: str | None = None, machine: Machine | None = None, trees: Trees | None = None) -> Report:
@@ -53,7 +52,7 @@ def compare(line: str | None = None, machine: Machine | None = None, trees: Tree
     machine, pins = machine or Machine(), load_pins()
     name, why = (line, "--line") if line else _line_of(machine.environ)
     pinned = pins.line(name)
-    sources = [*_sources(name, pinned, roots_of(name, trees or Trees(), machine.root))]
+    sources = [*_sources(name, pinned, roots_of(name, trees or Trees()))]
     compared = {finding.name for finding in sources}
     found = [Finding("line", "fine", why, "", name), _python(pinned, machine)]
     found += [_package(key, version, machine) for key, version in pinned.packages.items() if key not in compared]
