@@ -103,25 +103,25 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     bindings = [place.partition("@") for place in spec.bindings]
     needs = [name.partition("@") for name in spec.needs]
     places = (spec.target, spec.provider, *(place for place, _, _ in bindings))
-    holds_method = any(by_id[need].kind == "subclass" for need, _, _ in needs if need in by_id)
+    is_module, holders = spec.is_module_stub, [by_id[need] for need, _, _ in needs if need in by_id]
+    without_class = spec.kind == "override" and all(holder.kind != "subclass" for holder in holders)
     wrong = {
         "id must look like stage.verb, lower case": not _ID.match(spec.id),
         f"kind is {spec.kind!r}, expected one of {', '.join(KINDS)}": spec.kind not in KINDS,
         **{f"{place!r} is not of the form module:qualname": not _PLACE.match(place) for place in places},
-        "a target without ':' is a module: kind must be stub, no bindings, and it can need no row": spec.is_module_stub
-        and bool(spec.kind != "stub" or bindings or needs),
-        f"provider {spec.provider!r} must be module:qualname": not spec.is_module_stub and ":" not in spec.provider,
+        "a target without ':' is a module: kind must be stub": is_module and spec.kind != "stub",
+        "a module stub has no bindings and can need no row": is_module and bool(bindings or needs),
+        f"provider {spec.provider!r} must be module:qualname": not is_module and ":" not in spec.provider,
         "why and exit must not be empty": not spec.why or not spec.exit,
         "a registered entry has no bindings": spec.kind == "register" and bool(bindings),
-        "an override must name the subclass row that it is a method of in needs": spec.kind == "override"
-        and not holds_method,
+        "an override must name the subclass row that it is a method of in needs": without_class,
         **{f"needs names {other!r}, which is no row": other not in by_id for other, _, _ in needs},
     }
     for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):
         given = getattr(spec, field)
         wrong[f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}"] = not given or given - set(allowed)
     for name, at, only in (*bindings, *needs):
-        wrong[f"{name}@{only} is for a line that the row is not for"] = at and only not in spec.lines
+        wrong[f"{name!r} is for line {only!r}, which the row is not for"] = at and only not in spec.lines
     return [fault for fault, is_wrong in wrong.items() if is_wrong]
 
 
