@@ -1,7 +1,4 @@
-"""A slot's value inside `set`, after errors, and on another thread."""
-
-import threading
-from contextvars import ContextVar
+"""A slot's value inside `set` and after errors."""
 
 import pytest
 
@@ -17,14 +14,3 @@ def test_a_value_is_set_inside_and_the_one_before_it_comes_back():
     with pytest.raises(ZeroDivisionError), slot.set(4):
         1 / 0  # noqa: B018
     assert slot.value == 3
-
-
-def test_every_thread_sees_it():
-    """The control: a ContextVar is empty on a thread that was started inside."""
-    slot, variable, seen = Current(), ContextVar("variable", default=None), []
-    variable.set(1)
-    with slot.set(1):
-        thread = threading.Thread(target=lambda: seen.extend((slot.value, variable.get())))
-        thread.start()
-        thread.join()
-    assert seen == [1, None]

@@ -10,13 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import python_with_prelude
 from verl_patches.boot import install_prelude
 from verl_patches.boot.install_prelude import INSIDE, LINE, insert_line, remove_line
 from verl_patches.errors import ConfigError
@@ -74,18 +74,13 @@ def test_the_line_is_inserted_once_before_the_first_import_and_removed_byte_for_
     assert names(file.parent) == [file.name]  # no temporary file is left
 
 
+HEADS = ["", "#!/usr/bin/python\n", "# -*- coding: utf-8 -*-\n", '"""Doc."""\n', "\n\n", "'''d\n'''\n"]
+FUTURES = ["", "from __future__ import division\n", "from __future__ import (\n annotations,\n)\n"]
+BODIES = ["import torch\n", "from os import (\n path,\n)\nimport torch\n", "X = 1\nimport torch, os\n"]
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-@given(
-    head=st.sampled_from(
-        ["", "#!/usr/bin/python\n", "# -*- coding: utf-8 -*-\n", '"""Doc."""\n', "\n\n", "'''d\n'''\n"]
-    ),
-    future=st.sampled_from(["", "from __future__ import division\n", "from __future__ import (\n annotations,\n)\n"]),
-    body=st.sampled_from(
-        ["import torch\n", "from os import (\n path,\n)\nimport torch\n", "X = 1\nimport torch, os\n"]
-    ),
-    newline=st.sampled_from(["\n", "\r\n", "\r"]),
-    tail=st.sampled_from(["", "\n", "# é\n"]),
-)
+@given(*map(st.sampled_from, (HEADS, FUTURES, BODIES, ["\n", "\r\n", "\r"], ["", "\n", "# é\n"])))
 def test_any_recognised_file_survives_there_and_back(tmp_path_factory, head, future, body, newline, tail):
     text = head + future + body + "class ActorRolloutRefWorker: pass" + tail
     data = text.replace("\n", newline).encode()
@@ -98,15 +93,6 @@ def test_any_recognised_file_survives_there_and_back(tmp_path_factory, head, fut
     compile(new, "worker", "exec")  # __future__ imports are still first
     assert remove_line(root).state == "removed"
     assert file.read_bytes() == data
-
-
-def test_finds_the_installed_verl_without_importing_it(tmp_path, monkeypatch):
-    file = make_tree(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "verl", raising=False)
-    assert insert_line().file == file
-    assert "verl" not in sys.modules
-    assert remove_line().state == "removed"
 
 
 @pytest.mark.parametrize("line", ["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
@@ -154,23 +140,17 @@ def test_an_unknown_file_is_refused(tmp_path, text, words):
     assert names(file.parent) == [file.name]
 
 
-def test_refuses_a_link_out_of_the_tree(tmp_path):
-    inside, outside = make_tree(tmp_path / "checkout"), tmp_path / "cache.py"
-    inside.rename(outside)
-    inside.symlink_to(outside)
-    with pytest.raises(ConfigError, match="found a link"):
-        insert_line(tmp_path / "checkout")
-    assert outside.read_text() == WORKER
-
-
-def test_keeps_the_mode_and_leaves_other_hard_links_alone(tmp_path):
+def test_a_link_out_of_the_tree_is_refused_and_other_hard_links_keep_their_text(tmp_path):
     file, cache = make_tree(tmp_path / "checkout"), tmp_path / "cache.py"
     file.chmod(0o640)
     os.link(file, cache)
     insert_line(tmp_path / "checkout")
-    assert LINE in file.read_text()
+    assert LINE in file.read_text() and cache.read_text() == WORKER and file.stat().st_mode & 0o777 == 0o640
+    file.unlink()
+    file.symlink_to(cache)
+    with pytest.raises(ConfigError, match="found a link"):
+        insert_line(tmp_path / "checkout")
     assert cache.read_text() == WORKER
-    assert file.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_read_only_file_and_a_failed_write_leave_the_file_unchanged(tmp_path, monkeypatch):
@@ -190,9 +170,13 @@ def test_a_read_only_file_and_a_failed_write_leave_the_file_unchanged(tmp_path, 
     assert names(file.parent) == [file.name]
 
 
-def test_without_verl_the_error_names_the_option(tmp_path, monkeypatch):
+def test_verl_is_found_without_importing_it_and_one_that_is_not_there_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="--verl-path DIR"):
         insert_line(tmp_path)
+    file = make_tree(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "verl", raising=False)
+    assert insert_line().file == file and "verl" not in sys.modules
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="found none in this Python"):
         insert_line()
@@ -217,11 +201,8 @@ class Python:
         self.workers = self.upstream / "verl" / INSIDE
         self.workers.parent.mkdir()
         self.workers.write_text(WORKERS)
-        subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", folder / "venv"], check=True)
-        self.executable = folder / "venv" / "bin" / "python"
-        self.site = Path(self.run("import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
-        (self.site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
-        self.pth = self.site / install_prelude.NAME
+        self.executable = python_with_prelude(folder)
+        (self.pth,) = folder.rglob(install_prelude.NAME)
 
     def run(self, *code, patches=None, before=""):
         """The finished process of `-c code`, or of `code` as arguments; `before`: a folder that goes first."""
@@ -245,8 +226,7 @@ def bare(tmp_path_factory):
 @pytest.fixture
 def python(bare):
     bare.prelude()
-    yield bare
-    bare.pth.unlink(missing_ok=True)
+    return bare
 
 
 @pytest.mark.slow
@@ -254,6 +234,7 @@ def test_both_go_in_and_come_out_again(bare):
     def both(state):
         return {"line": (bare.workers, state), "pth": (bare.pth, state)}
 
+    bare.prelude("--undo")
     assert bare.prelude() == both("installed") and bare.prelude() == both("already installed")
     assert LINE in bare.workers.read_text() and bare.pth.read_text().count("\n") == 1
     assert bare.pth.stat().st_mode & 0o777 == 0o644
@@ -261,7 +242,7 @@ def test_both_go_in_and_come_out_again(bare):
     assert bare.prelude()["pth"][1] == "installed" and bare.pth.read_text() == install_prelude.TEXT
     assert bare.prelude("--undo") == both("removed") and bare.prelude("--undo") == both("not installed")
     assert bare.workers.read_text() == WORKERS
-    assert [file.name for file in bare.site.iterdir() if file.is_file()] == ["base.pth"]
+    assert [file.name for file in bare.pth.parent.iterdir() if file.is_file()] == ["base.pth"]
 
 
 @pytest.mark.slow
@@ -303,18 +284,14 @@ for _ in range(2):
 
 def test_where_the_file_cannot_be_written_the_line_is_not_left_either(tmp_path, monkeypatch):
     file = make_tree(tmp_path, WORKERS)
-    monkeypatch.setattr(install_prelude, "_pth_file", lambda: tmp_path / "no folder" / install_prelude.NAME)
-    with pytest.raises(ConfigError, match="no folder"):
-        install_prelude.install_prelude(tmp_path)
-    assert file.read_text() == WORKERS
-    assert install_prelude.insert_line(tmp_path).state == "installed"
-    with pytest.raises(ConfigError, match="no folder"):
-        install_prelude.install_prelude(tmp_path)
-    assert LINE in file.read_text()  # it was there before
-
-
-def test_without_site_packages_on_the_path_it_is_refused(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    with monkeypatch.context() as patch:
+        patch.setattr(install_prelude, "_pth_file", lambda: tmp_path / "no folder" / install_prelude.NAME)
+        for text in (WORKERS, f"{LINE}\n{WORKERS}"):  # a line that was there before stays
+            file.write_text(text)
+            with pytest.raises(ConfigError, match="no folder"):
+                install_prelude.install_prelude(tmp_path)
+            assert file.read_text() == text
+    monkeypatch.setattr(sys, "path", [str(ROOT)])  # site-packages are not read
     with pytest.raises(ConfigError, match="-S"):
         install_prelude.write_pth()
 

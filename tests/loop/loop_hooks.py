@@ -50,7 +50,7 @@ def other_switches():
 
         text = engine.current().switches.text()
         engine.current().revert()
-        engine._CURRENT = None
+        engine.of_process.value = None
         engine.start(all_rows(), parse(f"{text},-reshard.direct")).apply()
 
 

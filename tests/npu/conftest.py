@@ -13,13 +13,18 @@ ROOT = HERE.parent.parent
 QUIET = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
 
 
-def run_job(python: str, mode: str, out: Path, **env: str) -> dict:
-    """The JSON of `job.py MODE`; the test fails with the end of its words if it does."""
-    full_env = {k: v for k, v in os.environ.items() if k not in ("VERL_PATCHES", "LD_LIBRARY_PATH")}
-    full_env |= {"PYTHONPATH": str(ROOT), **env}
-    done = subprocess.run([python, HERE / "job.py", mode, out], env=full_env, timeout=900, **QUIET)
+def run_program(python: str, *command: str | Path, env: dict[str, str]) -> subprocess.CompletedProcess:
+    """A program of this folder that has ended well; the test fails with the end of its words if it did not."""
+    done = subprocess.run([python, *command], env=env, timeout=900, **QUIET)
     if done.returncode:
-        pytest.fail(f"job.py {mode} ended with {done.returncode}:\n{done.stderr[-6000:]}")
+        pytest.fail(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stderr[-6000:]}")
+    return done
+
+
+def run_job(python: str, mode: str, out: Path, **env: str) -> dict:
+    """The JSON of `job.py MODE`."""
+    full_env = {k: v for k, v in os.environ.items() if k not in ("VERL_PATCHES", "LD_LIBRARY_PATH")}
+    run_program(python, HERE / "job.py", mode, out, env=full_env | {"PYTHONPATH": str(ROOT), **env})
     return json.loads(out.read_text())
 
 

@@ -1,7 +1,6 @@
 """Whether a provider accepts what its target accepts, from text."""
 
 import ast
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -13,17 +12,6 @@ from verl_patches.patching.spec import PatchSpec
 
 def of(text):
     return signatures.of_function(ast.parse(f"def f({text}): pass").body[0])
-
-
-@pytest.mark.parametrize("text", ["", "a, b=1", "a, /, b, *, c, d=2", "a, *rest, c=1, **more"])
-def test_a_signature_read_from_text_is_pythons_own(text):
-    spaces = {}
-    exec(f"def f({text}): pass", spaces)
-    found, known = of(text).parameters, inspect.signature(spaces["f"]).parameters
-    assert [(p.name, p.kind, p.default is p.empty) for p in found.values()] == [
-        (p.name, p.kind, p.default is p.empty) for p in known.values()
-    ]
-    assert signatures.refused_calls(of(text), of(text)) == signatures.refused_calls(of(text), of("*a, **k")) == []
 
 
 @pytest.mark.parametrize(
@@ -40,6 +28,8 @@ def test_a_signature_read_from_text_is_pythons_own(text):
         ("a, *rest", "a", "too many positional"),
         ("a, **more", "a", "unexpected keyword"),
         ("a", "a, /", "'a'"),
+        ("a, /, b, *, c, d=2", "a, /, b, *, c, d=2", None),
+        ("a, *rest, c=1, **more", "*a, **k", None),
         ("a, b", "a, b, c=1", None),
         ("a, b=1", "a, *args, **kwargs", None),
         ("a, /", "other", None),
@@ -126,57 +116,46 @@ def faults(tmp_path, monkeypatch):
     return of_row
 
 
-FITTING = """
-    wrap f wrap_good
-    wrap f wrap_called
-    replace f plain_y
-    replace Shape Good
-    replace Held.s plain
-    replace Held.s rest_too
-    replace Held.c of_class
-    replace Held.p fget
-    register made entries
-    stub Held.__reduce_ex__ plain_y
-    wrap contextlib wrap_unseen
-"""
-
-
-@pytest.mark.parametrize("row", FITTING.strip().splitlines(), ids=str.strip)
-def test_providers_of_every_kind_are_accepted(faults, row):
-    assert faults(*row.split()) == []
+NO_SIGNATURE = "no signature: "
 
 
 @pytest.mark.parametrize(
-    ("kind", "target", "provider", "fault"),
+    ("row", "fault"),
     [
-        ("wrap", "f", "wrap_bad", "too many positional"),
-        ("replace", "f", "plain", "too many positional"),
-        ("replace", "Shape", "Bad", "too many positional"),
-        ("replace", "Held.s", "fget", "'self'"),
-        ("wrap", "contextlib", "wrap_without_argument", "provider(original)"),
-        ("register", "made", "plain", "'x'"),
-        ("wrap", "f", "wrap_forgets", "no replacement"),
-        ("wrap", "f", "wrap_gives_back", "no replacement"),
-        ("wrap", "f", "wrap_calls_one_that_forgets", "no replacement"),
+        ("wrap f wrap_good", None),
+        ("wrap f wrap_called", None),
+        ("replace f plain_y", None),
+        ("replace Shape Good", None),
+        ("replace Held.s plain", None),
+        ("replace Held.s rest_too", None),
+        ("replace Held.c of_class", None),
+        ("replace Held.p fget", None),
+        ("register made entries", None),
+        ("stub Held.__reduce_ex__ plain_y", None),
+        ("wrap contextlib wrap_unseen", None),
+        ("wrap f wrap_bad", "too many positional"),
+        ("replace f plain", "too many positional"),
+        ("replace Shape Bad", "too many positional"),
+        ("replace Held.s fget", "'self'"),
+        ("wrap contextlib wrap_without_argument", "provider(original)"),
+        ("register made plain", "'x'"),
+        ("wrap f wrap_forgets", "no replacement"),
+        ("wrap f wrap_gives_back", "no replacement"),
+        ("wrap f wrap_calls_one_that_forgets", "no replacement"),
+        ("wrap f wrap_unseen", f"{NO_SIGNATURE}wrap_unseen returns functools.partial"),
+        ("replace made plain_y", f"{NO_SIGNATURE}sig_upstream:made is assigned"),
+        ("replace Heir Good", f"{NO_SIGNATURE}sig_upstream:Heir is"),
+        ("replace gone plain", f"{NO_SIGNATURE}sig_upstream:gone has no Python text"),
+        ("replace f absent", f"{NO_SIGNATURE}sig_ours:absent has no Python text"),
     ],
 )
-def test_providers_that_refuse_a_call_are_reported(faults, kind, target, provider, fault):
-    assert any(fault in found for found in faults(kind, target, provider))
-
-
-@pytest.mark.parametrize(
-    ("kind", "target", "provider", "reason"),
-    [
-        ("wrap", "f", "wrap_unseen", "functools.partial"),
-        ("replace", "made", "plain_y", "assigned"),
-        ("replace", "Heir", "Good", "__init__"),
-        ("replace", "gone", "plain", "no Python text"),
-        ("replace", "f", "absent", "absent"),
-    ],
-)
-def test_an_unknown_signature_has_a_reason(faults, kind, target, provider, reason):
-    with pytest.raises(signatures.UnknownSignature, match=reason):
-        faults(kind, target, provider)
+def test_providers_of_every_kind(faults, row, fault):
+    """Accepted, reported, or with the reason why its signature is not known."""
+    try:
+        found = faults(*row.split())
+    except signatures.UnknownSignature as reason:
+        found = [f"{NO_SIGNATURE}{reason}"]
+    assert found == [] if fault is None else any(fault in text for text in found), found
 
 
 @pytest.mark.parametrize(("name", "count"), [("OurThing", 0), ("Narrow", 1)])

@@ -28,7 +28,6 @@ FILES = {
     """,
     "up/user.py": "from up.base import f\n",
     "up/other.py": "def h(x): return x\nclass Thing: pass\n",
-    "up/worker.py": "import ours_prelude\ndef work(x): return x\n",
     "ours.py": """
         import functools
         from verl_patches.patching.engine import is_on
@@ -99,8 +98,8 @@ FEATURE = row("t.feature", "up.base:Thing.m", "override", "ours:OurThing.m", nee
 
 def engine(*rows, text=""):
     """An engine with the switches `text`, as the process's own."""
-    engines._CURRENT = Engine(rows, parse(f"line=pypi,platform=cpu,{text}"))
-    return engines._CURRENT
+    engines.of_process.value = Engine(rows, parse(f"line=pypi,platform=cpu,{text}"))
+    return engines.of_process.value
 
 
 def drift(*targets):
@@ -117,10 +116,10 @@ def states(e):
 
 
 def tried(action):
-    """The error that a call raises, as text; None without one. SystemExit is not expected."""
+    """The error that a call raises, as text; None without one."""
     try:
         action()
-    except (PatchError, ImportError, ValueError) as error:
+    except (PatchError, ImportError, ValueError, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
 
 

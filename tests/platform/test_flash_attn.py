@@ -22,29 +22,20 @@ def tokens(mask):
 
 @pytest.mark.parametrize("trailing", [(), (1,), (2, 3)], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_unpadding_and_padding_follow_the_definition(mask, trailing):
+def test_unpadding_and_padding_follow_the_definition_and_have_gradients(mask, trailing):
     given, (batch, length) = torch.tensor(mask), (len(mask), len(mask[0]))
-    values = torch.randn(batch, length, *trailing, dtype=torch.float64)
+    values = torch.randn(batch, length, *trailing, dtype=torch.float64, requires_grad=True)
     packed, indices, ends, longest = unpad_input(values, given)
     assert torch.equal(packed, torch.stack([values[place] for place in tokens(mask)]))
     assert indices.tolist() == [row * length + column for row, column in tokens(mask)]
     assert ends.dtype == torch.int32 and ends.tolist() == [sum(map(sum, mask[:n])) for n in range(batch + 1)]
     assert longest == max(map(sum, mask)) and type(longest) is int
-    expected = torch.zeros_like(values)
-    for place in tokens(mask):
-        expected[place] = values[place]
-    assert torch.equal(pad_input(packed, indices, batch, length), expected)
+    there = given.reshape(batch, length, *[1] * len(trailing))
+    assert torch.equal(pad_input(packed, indices, batch, length), values * there)
     assert torch.equal(index_first_axis(rearrange(values, "b s ... -> (b s) ..."), indices), packed)
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_gradients(mask):
-    given = torch.tensor(mask)
-    values = torch.randn(*given.shape, 2, dtype=torch.float64, requires_grad=True)
-    rows = torch.randn(int(given.sum()), 2, dtype=torch.float64, requires_grad=True)
-    indices = unpad_input(values, given)[1]
+    rows = torch.randn(int(given.sum()), *trailing, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: unpad_input(x, given)[0], values)
-    assert torch.autograd.gradcheck(lambda x: pad_input(x, indices, *given.shape), rows)
+    assert torch.autograd.gradcheck(lambda x: pad_input(x, indices, batch, length), rows)
     assert torch.autograd.gradcheck(lambda x: index_first_axis(x.flatten(0, 1), torch.tensor([1, 0, 1])), values)
 
 

@@ -29,16 +29,6 @@ def found():
     return {name: os.environ[name] for name in SOCKETS}
 
 
-def others() -> dict[str, str]:
-    """{interface: IPv4 address} of this machine, without the loopback."""
-    return {
-        name: a.address
-        for name, held in psutil.net_if_addrs().items()
-        for a in held
-        if a.family == socket.AF_INET and not a.address.startswith("127.")
-    }
-
-
 def test_one_node_may_use_the_loopback_and_several_may_not():
     set_interface(1, head=LOOPBACK)
     assert found() == {"HCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
@@ -50,9 +40,9 @@ def test_one_node_may_use_the_loopback_and_several_may_not():
 
 
 def test_the_interface_is_that_of_the_route():
-    assert others() or towards(LOOPBACK) == "lo"
-    for name, address in others().items():
-        assert towards(f"{address}:6379") == name
+    held = psutil.net_if_addrs().items()
+    addresses = {a.address: name for name, all_of in held for a in all_of if a.family == socket.AF_INET}
+    assert {address: towards(f"{address}:6379") for address in addresses} == addresses
 
 
 def test_the_configured_interface_must_be_on_the_node():
@@ -74,12 +64,9 @@ def test_what_the_node_sets_goes_before_the_configuration(node):
         set_interface(16, None, LOOPBACK)
 
 
-def test_a_head_that_cannot_be_reached_is_named():
+def test_without_a_head_that_can_be_asked_it_is_refused_and_no_ray_is_started():
     with pytest.raises(ConfigError, match=r"no\.such\.host\.invalid:6379"):
         set_interface(16, head="no.such.host.invalid:6379")
-
-
-def test_a_process_outside_of_ray_is_refused_and_starts_no_ray():
     assert not ray.is_initialized()
     with pytest.raises(ConfigError, match="recipe.hccl.interface.*HCCL_"):
         set_interface(1)

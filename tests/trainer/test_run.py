@@ -158,7 +158,7 @@ def prove(monkeypatch):
     row = PatchSpec("a.b", "no_such_module_here:f", "wrap", "o:f", "w", "e", processes=frozenset({"worker"}))
     current = engine.Engine([row, off], Switches("pypi", "cpu", ("-a.off",), drift="skip"))
     current.apply()
-    monkeypatch.setattr(engine, "_CURRENT", current)
+    monkeypatch.setattr(engine.of_process, "value", current)
 
     def prove(*states):
         proof = {"where": "here", "error": None, "cpu_s": 1.0, "digest": current.digest(), "intent": current.intent()}

@@ -58,9 +58,7 @@ def test_the_arguments_are_the_pins():
     assert set(re.findall(r"(?<![\w.])\d+\.\d+[\w.]*", rest)) == {"65.7.0"}  # setuptools of apex
 
 
-CAN_IMPORT_TORCH = re.compile(
-    r"\bpython|\bpip\b|\.sh\b"
-)  # Python, or a script: NNAL's set_env.sh does, apex's build.sh
+CAN_IMPORT_TORCH = re.compile(r"\bpython|\bpip\b|\.sh\b")  # a script: NNAL's set_env.sh does, apex's build.sh
 
 
 def unprotected(found):

@@ -140,33 +140,28 @@ def test_all_missing_mirrors_are_listed_with_the_commands_that_make_them(upstrea
     assert "has no commit " + "1" * 40 in found["verl"].found and "update the mirror" in found["verl"].todo
 
 
-@pytest.fixture
-def silent():
-    """A git:// address that accepts and never answers; the list gets one entry for each connection."""
+def test_with_a_mirror_the_pins_url_is_not_contacted_and_a_command_ends_at_its_limit(upstream, dest):
+    contacted = []
     with socket.create_server(("127.0.0.1", 0)) as server:
-        contacted = []
 
         def accept():
-            try:
-                while True:
-                    contacted.append(server.accept()[0])
-            except OSError:  # closed
-                return
+            while True:
+                try:
+                    connection = server.accept()[0]
+                except OSError:  # shut down
+                    return
+                contacted.append(connection.close())
 
-        threading.Thread(target=accept, daemon=True).start()
-        yield contacted, f"git://127.0.0.1:{server.getsockname()[1]}/owner/verl.git"
+        thread = threading.Thread(target=accept)
+        thread.start()
+        url = f"git://127.0.0.1:{server.getsockname()[1]}/owner/verl.git"
+        pin = upstream.pin(upstream.first, ref="main").model_copy(update={"urls": (url,)})
+        assert run(dest, pin, mirror=str(upstream.bare.parent))[0].exit_code == 0 and contacted == []
+        assert run(dest.with_name("other"), pin)[0].exit_code == 1 and contacted  # the control
         server.shutdown(socket.SHUT_RDWR)
-
-
-def test_with_a_mirror_the_pins_url_is_not_contacted_and_a_silent_server_ends(upstream, dest, silent, monkeypatch):
-    contacted, url = silent
-    pin = upstream.pin(upstream.first, ref="main").model_copy(update={"urls": (url,)})
-    assert run(dest, pin, mirror=str(upstream.bare.parent))[0].exit_code == 0
-    assert contacted == []
-    monkeypatch.setattr(fetch_module, "FETCH_S", 2)
-    report, found = run(dest.with_name("other"), pin)  # the control: without a mirror it is contacted
-    assert report.exit_code == 1 and "did not end within 2 s" in found["verl"].found and contacted
-    assert not (dest.with_name("other") / "verl").exists()
+        thread.join()
+    with pytest.raises(RecipeError, match="did not end within 0 s"):
+        checkouts.git(dest, "version", limit_s=0)
 
 
 def test_personal_git_settings_change_nothing_and_are_not_changed(upstream, dest, tmp_path, monkeypatch):
@@ -197,16 +192,13 @@ def test_two_at_once_and_wrong_use_are_refused(upstream, dest, tmp_path):
         run(tmp_path / "file", upstream.pin(upstream.first))
 
 
-def test_a_problem_of_the_check_is_a_problem_of_the_fetch(upstream, dest):
+def test_the_check_runs_over_all_repositories_of_a_line_and_its_problems_are_those_of_the_fetch(upstream, dest):
     row, note = Finding("a.row", "problem", "f.py:3", details=("statement",)), Finding("b", "note")
     report, found = run(dest, upstream.pin(upstream.first), check=lambda *_: Report("check", "test", (row, note)))
     assert report.exit_code == 1 and found["a.row"] == row and "b" not in found
     assert found["check"].state == "problem" and "check --upstream" in found["check"].todo
     report, found = run(dest, upstream.pin(upstream.first), check=lambda *_: Report("check", "test", (note,)))
     assert report.exit_code == 0 and found["check"].state == "fine"
-
-
-def test_the_check_runs_only_over_all_repositories_of_a_line(upstream, dest):
     pins = {"verl": upstream.pin(upstream.first), "second": upstream.pin(upstream.second, packages=[])}
     report = fetch_upstream("test", line_of(**pins), dest, None, only=["verl"])
     assert report.exit_code == 0

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tests.upstream.small_upstream import commit, git, install
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
-from verl_patches.upstream import versions
+from verl_patches.upstream import modified, versions
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import Machine, compare
@@ -58,9 +58,10 @@ def machine(ascend, clones, monkeypatch):
     places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}
 
     monkeypatch.setattr(versions, "load_pins", lambda: pins)
-    holds = {"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": packages.get, "root": places.get}
+    holds = {"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": packages.get}
 
-    def report(line="a3", trees=None, **changes):
+    def report(line="a3", trees=None, root=places.get, **changes):
+        monkeypatch.setattr(modified, "installed_root", root)
         return compare(line, Machine(**{**holds, **changes}), trees)
 
     def problems(**changes):
@@ -72,6 +73,8 @@ def machine(ascend, clones, monkeypatch):
 def test_a_machine_that_holds_the_line_is_fine(machine):
     report = machine.report()
     assert machine.problems() == {} and report.exit_code == 0 and report.state == "fine"
+    trees = Trees(folders=tuple({machine.places[name] for name in ("verl", "megatron", "mindspeed", "mindspeed_llm")}))
+    assert set(machine.problems(trees=trees, root=lambda _: None)) == {"vllm", "vllm-ascend"}  # given ones come first
     fine, notes = ([f.name for f in report.findings if f.state == state] for state in ("fine", "note"))
     assert {*notes} >= {"not supported", *(entry.key for entry in load_pins().unsupported_on("a3"))}
     assert {*fine} >= {"python", *machine.a3.packages, *machine.a3.system, *machine.a3.repositories}
@@ -149,13 +152,6 @@ def test_a_wheel_inside_another_repository_is_compared_with_its_record(machine, 
     assert set(machine.problems(root={**machine.places, "mindspeed": site}.get)) == {"MindSpeed"}
 
 
-def test_trees_that_are_given_precede_importable_packages(machine, clones):
-    folders = tuple(clones[0] / name for name in machine.a3.repositories if not name.startswith("vllm"))
-    trees = Trees(("--upstream", str(clones[0])), folders, folders[0])
-    wrong = machine.problems(trees=trees, root=lambda package: None)
-    assert set(wrong) == {"vllm", "vllm-ascend"}
-
-
 @pytest.mark.parametrize(
     ("given", "switches", "line", "why"),
     [
@@ -176,16 +172,13 @@ def call(monkeypatch):
     return lambda *arguments: CliRunner().invoke(app, ["versions", *arguments])
 
 
-def test_the_command_on_the_installed_line(call):
+def test_the_command_on_the_installed_line_and_on_one_that_is_not(call):
     done = call("--line", "pypi", "--json")
     data = json.loads(done.stdout)
     assert (done.exit_code, data["command"], data["line"], data["state"]) == (0, "versions", "pypi", "fine"), data
     assert {row["name"] for row in data["rows"]} >= set(load_pins().line("pypi").packages)
     table = call("--line", "pypi").stdout
     assert "megatron-core" in table and "0 problem" in table
-
-
-def test_the_command_where_a3_is_not_installed_and_for_an_unknown_line(call):
     done = call("--json")
     assert done.exit_code == 1 and json.loads(done.stdout)["line"] == "a3"
     assert isinstance(call("--line", "a2").exception, ConfigError)

@@ -21,32 +21,40 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.switches import VARIABLE
 
 PRELUDE = "verl_patches.prelude_patch"
-_SEARCHES: set[tuple[int, str]] = set()  # (thread, module) of the searches that run through the other finders
 
 
-def prelude_first(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """The spec of a module of an upstream package, with a loader that runs the prelude before the module's code.
+class PreludeFinder:
+    """Finds modules of upstream packages through the other finders; their code runs after the prelude."""
 
-    None, so that other finders decide, once the prelude has run, and, where VERL_PATCHES is not set, for packages other
-    than verl: a process that imports vLLM or Megatron by themselves is not a run of ours. Also None for the inner
-    search: Python reads the `.pth` files of a venv twice, so there may be two finders of ours. A namespace package has
-    no loader and is returned unchanged.
-    """
-    search = (get_ident(), name)
-    without_switches = VARIABLE not in os.environ and name.partition(".")[0] != "verl"
-    if PRELUDE in sys.modules or without_switches or search in _SEARCHES:
-        return None
-    _SEARCHES.add(search)
-    try:
-        for other in sys.meta_path:
-            spec = other.find_spec(name, path, target) if hasattr(other, "find_spec") else None  # old finders have none
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader.exec_module = functools.partial(_execute, spec.loader)
-                return spec
-        return None
-    finally:
-        _SEARCHES.discard(search)
+    def __init__(self):
+        self._searches: set[tuple[int, str]] = set()  # (thread, module) of those that run through the other finders
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module of an upstream package, with a loader that runs the prelude before the module's code.
+
+        None, so that other finders decide, once the prelude has run, and, where VERL_PATCHES is not set, for packages
+        other than verl: a process that imports vLLM or Megatron by themselves is not a run of ours. Also None for the
+        inner search: Python reads the `.pth` files of a venv twice, so it may call this twice for one import. A
+        namespace package has no loader and is returned unchanged.
+        """
+        search = (get_ident(), name)
+        without_switches = VARIABLE not in os.environ and name.partition(".")[0] != "verl"
+        if PRELUDE in sys.modules or without_switches or search in self._searches:
+            return None
+        self._searches.add(search)
+        try:
+            finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]  # old ones have none
+            spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        finally:
+            self._searches.discard(search)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(_execute, spec.loader)
+        return spec
+
+
+prelude_first = PreludeFinder().find_spec  # what the `.pth` file of each Python calls
 
 
 def _execute(loader: Any, module: ModuleType) -> None:

@@ -18,6 +18,7 @@ import re
 import stat
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +73,7 @@ def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
     new = b"".join((*before, LINE.encode("ascii"), newline, *after))
     if _parse(found.file, new).present != first:
         raise AssertionError(f"{found.file}: the prelude line is not at line {first}")
-    _replace(found.file, new)
+    _write(found.file, new)
     return PreludeResult(found.file, first, "installed")
 
 
@@ -82,7 +83,7 @@ def remove_line(verl_path: str | Path | None = None) -> PreludeResult:
     if found.present is None:
         return PreludeResult(found.file, None, "not installed")
     del found.lines[found.present - 1]
-    _replace(found.file, b"".join(found.lines))
+    _write(found.file, b"".join(found.lines))
     return PreludeResult(found.file, found.present, "removed")
 
 
@@ -113,16 +114,20 @@ def find_worker_file(verl_path: str | Path | None = None) -> Path:
     return real
 
 
-def _read(file: Path) -> bytes:
+@contextlib.contextmanager
+def _refused(file: Path, action: str) -> Iterator[None]:
+    """An error of the file system inside is a ConfigError."""
     try:
-        return file.read_bytes()
+        yield
     except OSError as why:
-        raise ConfigError(f"{file}: cannot be read ({why.strerror}). Run this as a user who may.") from why
+        raise ConfigError(f"{file}: cannot be {action} ({why.strerror}). Run this as a user who may.") from why
 
 
 def _worker_file(verl_path: str | Path | None) -> _WorkerFile:
     file = find_worker_file(verl_path)
-    return _parse(file, _read(file))
+    with _refused(file, "read"):
+        data = file.read_bytes()
+    return _parse(file, data)
 
 
 def _parse(file: Path, data: bytes) -> _WorkerFile:
@@ -176,32 +181,19 @@ def _first_import(file: Path, tree: ast.Module) -> int:
     return imports[0].lineno
 
 
-def _replace(file: Path, data: bytes) -> None:
-    """Write over a file that may be written, with its mode and owner; other hard links keep the old text."""
-    info = file.stat()
-    if not info.st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+def _write(file: Path, data: bytes) -> None:
+    """Write whole or not at all, with the mode and owner of the file there; other hard links to that keep its text."""
+    before = file.stat() if file.exists() else None
+    if before is not None and not before.st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             f"{file}: expected a file that may be written, found it read-only. chmod u+w it, then run this again."
         )
-    _write_whole(file, data, stat.S_IMODE(info.st_mode), (info.st_uid, info.st_gid))
-
-
-def _write_whole(file: Path, data: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
-    """Write beside the file and rename over it: whole or not at all; ConfigError where that cannot be done.
-
-    owner: user and group id, set where this user may.
-    """
-    try:
-        with replacing(file, durable=True) as new:
-            new.write_bytes(data)
-            new.chmod(mode)
-            if owner is not None:
-                with contextlib.suppress(PermissionError):  # only root may keep another owner
-                    os.chown(new, *owner)
-    except OSError as why:
-        raise ConfigError(
-            f"{file}: cannot be replaced ({why.strerror}). Run this as a user who may write its folder."
-        ) from why
+    with _refused(file, "replaced"), replacing(file, durable=True) as new:
+        new.write_bytes(data)
+        new.chmod(0o644 if before is None else stat.S_IMODE(before.st_mode))
+        if before is not None:
+            with contextlib.suppress(PermissionError):  # only root may keep another owner
+                os.chown(new, before.st_uid, before.st_gid)
 
 
 NAME = "verl_patches_prelude.pth"
@@ -249,9 +241,10 @@ def remove_prelude(verl_path: str | Path | None = None) -> dict[str, PreludeResu
 def write_pth() -> PreludeResult:
     """Write the `.pth` file into this Python's site-packages, whole or not at all; ConfigError where it cannot."""
     file = _pth_file()
-    if file.exists() and _read(file) == TEXT.encode():
-        return PreludeResult(file, None, "already installed")
-    _write_whole(file, TEXT.encode(), 0o644)
+    with _refused(file, "read"):
+        if file.exists() and file.read_bytes() == TEXT.encode():
+            return PreludeResult(file, None, "already installed")
+    _write(file, TEXT.encode())
     return PreludeResult(file, None, "installed")
 
 
@@ -260,12 +253,8 @@ def remove_pth() -> PreludeResult:
     file = _pth_file()
     if not file.exists():
         return PreludeResult(file, None, "not installed")
-    try:
+    with _refused(file, "removed"):
         file.unlink()
-    except OSError as why:
-        raise ConfigError(
-            f"{file}: cannot be removed ({why.strerror}). Run this as a user who may write its folder."
-        ) from why
     return PreludeResult(file, None, "removed")
 
 

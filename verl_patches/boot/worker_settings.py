@@ -107,7 +107,8 @@ def prelude_then(
             importlib.import_module("verl_patches.platform.npu").set_interface(**network)
         is_worker = os.environ.keys() >= VERLS_WORKERS
         if engine is not None and is_worker:
-            prepare_with_verl(engine)
+            start = "verl_patches.model.mindspeed.start"  # with verl: the die is visible, Megatron is not imported
+            hooks.after_import("verl", lambda _: importlib.import_module(start).prepare(engine))
         hook = user_hook
         if isinstance(hook, str):
             module, _, name = hook.rpartition(".")
@@ -118,18 +119,6 @@ def prelude_then(
             importlib.import_module("verl_patches.platform.npu").refuse_early_device_runtime()
 
     return prelude_hook  # Ray requires a function with a name, not a partial
-
-
-def prepare_with_verl(engine: Mapping[str, Any]) -> None:
-    """Prepare line a3's engine when this process imports verl: the die is visible, Megatron is not imported.
-
-    Errors of `model.mindspeed.start.prepare` become errors of the import of verl.
-    """
-
-    def prepare(_: Any) -> None:
-        importlib.import_module("verl_patches.model.mindspeed.start").prepare(engine)
-
-    hooks.after_import("verl", prepare)
 
 
 def _key() -> str:

@@ -13,13 +13,13 @@ from verl_patches.cli.patches import switches_here
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
-from verl_patches.patching.contract import PACKAGES, Sources, check, installed_roots
+from verl_patches.patching.contract import PACKAGES, Sources, check
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import from_environment
-from verl_patches.upstream.checkouts import FETCH, LINE, trees_of
+from verl_patches.upstream.checkouts import FETCH, LINE, Trees, trees_of
 from verl_patches.upstream.fetch import DEFAULT_DEST, fetch_upstream
-from verl_patches.upstream.modified import source_findings
+from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import compare
 
@@ -96,18 +96,21 @@ def run_check(upstream: Path | None, line: str | None) -> Report:
     """The report on one line; ConfigError for folders and lines that do not exist."""
     name = line or from_environment().line
     pins = load_pins().line(name)
-    here = installed_roots(name) if upstream is None else _roots(upstream, name, part=True)
-    absent = frozenset(PACKAGES[name]) - set(here)
+    here = roots_of(name, Trees()) if upstream is None else _roots(upstream, name, part=True)
+    lacking = [package for package in PACKAGES[name] if package not in here]
+    if upstream is None and lacking:
+        raise ConfigError(
+            f"line {name}: this interpreter has no {', '.join(lacking)}; give the sources with --upstream DIR"
+        )
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
-    report = check(catalog.all_rows(), name, Sources(here, upstream is None, pins.packages, absent, verified))
+    report = check(catalog.all_rows(), name, Sources(here, upstream is None, pins.packages, verified))
     expected = "a clone of every repository of the line"
     todo = f"{FETCH}; a run needs no clone of what pip has installed (check --installed looks at that)"
     missing = []
-    for package in PACKAGES[name]:
-        if package in absent:
-            found = f"absent: the rows of {package} were not checked"
-            missing.append(Finding(f"package {package}", "problem", str(upstream), expected, found, todo))
+    for package in lacking:
+        found = f"absent: the rows of {package} were not checked"
+        missing.append(Finding(f"package {package}", "problem", str(upstream), expected, found, todo))
     return Report("check", name, (*missing, *compared.values(), *report.findings))
 
 

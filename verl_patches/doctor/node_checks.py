@@ -30,7 +30,7 @@ from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError, fault_of
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.launch.run_folder import require_lasting_folders, require_output_folder
-from verl_patches.patching.contract import PACKAGES, Sources, check
+from verl_patches.patching.contract import Sources, check
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.planning.plan import host_bytes
@@ -250,8 +250,7 @@ def _drift(node: Node) -> Iterator[Result]:
     roots, pins = roots_of(line, node.trees), load_pins().line(line)
     of_package = dict(zip(roots, source_findings(pins, roots), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in of_package.items() if f.state == "fine"}
-    absent = frozenset(PACKAGES[line]) - set(roots)
-    sources = Sources(roots, not node.trees.folders, versions=pins.packages, absent=absent, verified=verified)
+    sources = Sources(roots, not node.trees.folders, versions=pins.packages, verified=verified)
     yield from _folded(check(node.rows, line, sources).findings, "as reviewed", "check", shown=("problem",))
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from verl_patches.patching.fingerprint import BLOCKS, FUNCTIONS, import_origin
 from verl_patches.patching.spec import split
 
-_FROM = re.compile(rb"\bfrom\b([.\w\s\\]*?)\bimport\b(?=[ \t]*(\([^)]*\)|[^\n]*))")
-_LAST_PART = re.compile(rb"\w*(?=[\s\\]*\Z)")
+_FROM = re.compile(rb"\bfrom\b[.\w\s\\]*?(\w*)[\s\\]*\bimport\b")
 _FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
@@ -37,16 +36,18 @@ class SourceFile:
 
     def __init__(self, module: str, path: Path):
         self.module, self.path, self.unread = module, path, ""
-        self._words = _imported_words(path.read_bytes())
+        self._text = path.read_bytes()
+        self._modules = frozenset(_FROM.findall(self._text))  # their last parts; empty for `from . import`
 
     def may_import(self, module: str, name: str) -> bool:
         """False only where no from-import of `name` from `module` can be: cheap, and no parsing."""
-        last = module.rpartition(".")[2]
-        return any(name in words or "*" in words for words in (self._words.get(last, ()), self._words.get("", ())))
+        if self._modules.isdisjoint((module.rpartition(".")[2].encode(), b"")):
+            return False
+        return re.search(rb"\b%s\b|\bimport\s*\*" % name.encode(), self._text) is not None
 
     def _tree(self) -> ast.Module:
         try:
-            return ast.parse(self.path.read_bytes(), filename=str(self.path))
+            return ast.parse(self._text, filename=str(self.path))
         except (SyntaxError, ValueError) as error:  # this Python cannot import it either
             self.unread = str(error)
             return ast.Module([], [])
@@ -54,13 +55,13 @@ class SourceFile:
     @cached_property
     def imports(self) -> list[Import]:
         """Every from-import that runs while the module is imported."""
-        found = []
+        imports = []
         for prefix, node in _from_imports(self._tree(), ""):
             origin = import_origin(node, self.module, self.path.name == "__init__.py")
             for alias in node.names:
                 place = f"{self.module}:{prefix}{alias.asname or alias.name}"
-                found.append(Import(place, origin, alias.name, node.lineno))
-        return found
+                imports.append(Import(place, origin, alias.name, node.lineno))
+        return imports
 
     def exports(self, name: str) -> bool:
         """Whether `from this import *` brings `name`; an __all__ that is not one literal list may bring anything."""
@@ -77,33 +78,21 @@ class SourceFile:
             return True
 
 
-def _imported_words(text: bytes) -> dict[str, frozenset[str]]:
-    """{last part of a module, "" for `from . import`: words imported from it}; "*" where the text alone cannot say."""
-    found: dict[str, frozenset[str]] = {}
-    for head, rest in _FROM.findall(text):
-        goes_on = rest.rstrip().endswith(b"\\") or rest[:1] == b"(" and b")" not in rest
-        unsure = goes_on or b"*" in rest or b"#" in rest
-        words = {"*"} if unsure else {word.decode("utf-8", "replace") for word in re.findall(rb"\w+", rest)}
-        end = _LAST_PART.search(head)[0].decode("utf-8", "replace")
-        found[end] = found.get(end, frozenset()) | words
-    return found
-
-
 def read_tree(packages: Mapping[str, Path]) -> dict[str, SourceFile]:
     """{dotted module: its file} of all Python files in {top-level package: the folder that holds it}."""
-    found = {}
+    files = {}
     for package, root in packages.items():
         for path in sorted((root / package).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[module] = SourceFile(module, path)
-    return found
+            files[module] = SourceFile(module, path)
+    return files
 
 
 def find_bindings(targets: Iterable[str], tree: Mapping[str, SourceFile]) -> dict[str, dict[str, Import]]:
     """{target: {place that imports it: the import there}} for "module:name" targets, re-exports followed."""
-    found: dict[str, dict[str, Import]] = {target: {} for target in targets}
-    for target, places in found.items():
+    bindings: dict[str, dict[str, Import]] = {target: {} for target in targets}
+    for target, places in bindings.items():
         waiting = [target]
         while waiting:
             module, name = split(waiting.pop())
@@ -111,7 +100,7 @@ def find_bindings(targets: Iterable[str], tree: Mapping[str, SourceFile]) -> dic
                 if item.place not in places and item.place != target:
                     places[item.place] = item
                     waiting.append(item.place)
-    return found
+    return bindings
 
 
 def _imports_of(module: str, name: str, tree: Mapping[str, SourceFile]) -> Iterator[Import]:

@@ -1,10 +1,9 @@
 """`check`: compares what every row of one line expects of upstream with upstream's sources.
 
-For each row: the target's body is the reviewed one, and nothing compiled takes its place; the provider accepts every
-call that the target accepts (of a wrap, `provider(original) -> replacement`, the functions that it returns are
-compared); all bindings are listed. Sources are read as text from {top-level package: the folder that holds it}; nothing
-of upstream is imported. Bindings are searched in the upstream packages of the line, and in those modules of other
-packages (torch) that rows name.
+For each row: the target's body is the reviewed one; the provider accepts every call that the target accepts (of a wrap,
+`provider(original) -> replacement`, the functions that it returns are compared); all bindings are listed. Sources are
+read as text from {top-level package: the folder that holds it}; nothing of upstream is imported. Bindings are searched
+in the upstream packages of the line, and in those modules of other packages (torch) that rows name.
 """
 
 from __future__ import annotations
@@ -13,17 +12,13 @@ import ast
 import difflib
 import importlib.metadata
 import importlib.util
-import marshal
-import struct
 import sys
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
 
-from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.bindings import Import, SourceFile, find_bindings, read_tree
 from verl_patches.patching.fingerprint import Statement
@@ -51,31 +46,19 @@ def installed_root(package: str) -> Path | None:
     return Path(places[0]).resolve().parent if places else None
 
 
-def installed_roots(line: str) -> dict[str, Path]:
-    """Where this interpreter has the upstream packages of a line; ConfigError lists those that it lacks."""
-    roots = {package: installed_root(package) for package in PACKAGES[line]}
-    missing = [package for package, root in roots.items() if root is None]
-    if missing:
-        raise ConfigError(
-            f"line {line}: this interpreter has no {', '.join(missing)}; give the sources with --upstream DIR"
-        )
-    return roots
-
-
 @dataclass(frozen=True)
 class Sources:
     """Where the sources of one line are.
 
     `roots`: {top-level package: the folder that holds it}; other packages (torch, tensordict) are those of this
-    interpreter. `installed`: the roots are this interpreter's too. `versions`: {distribution: pinned version}.
-    `absent`: packages of the line that `roots` lack; rows that name them are not checked. `verified`: {top-level
-    package: its source and version}, where all its files are as pinned.
+    interpreter, and rows that name a package of the line which `roots` lack are not checked. `installed`: the roots are
+    this interpreter's too. `versions`: {distribution: pinned version}. `verified`: {top-level package: its source and
+    version}, where all its files are as pinned.
     """
 
     roots: Mapping[str, Path]
     installed: bool = True
     versions: Mapping[str, str] = field(default_factory=dict)
-    absent: frozenset[str] = frozenset()
     verified: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -90,7 +73,9 @@ def check(specs: Iterable[PatchSpec], line: str, sources: Sources) -> Report:
 
 
 def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Finding]:
-    absent = {spec.id: ", ".join(sorted(_packages_of(spec) & sources.absent)) for spec in rows}
+    without = set(PACKAGES[line]) - set(sources.roots)
+    named_by = {spec.id: {_package(place) for place in (spec.target, *spec.bindings)} for spec in rows}
+    absent = {name: ", ".join(sorted(packages & without)) for name, packages in named_by.items()}
     present = [spec for spec in rows if not absent[spec.id]]
     tree = read_tree(sources.roots)
     named = {split(place)[0] for spec in present if not spec.is_module_stub for place in (spec.target, *spec.bindings)}
@@ -116,10 +101,6 @@ def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Fi
 
 def _package(place: str) -> str:
     return place.partition(":")[0].partition(".")[0]
-
-
-def _packages_of(spec: PatchSpec) -> set[str]:
-    return {_package(place) for place in (spec.target, *spec.bindings)}
 
 
 def _can_be_bound(spec: PatchSpec) -> bool:
@@ -168,31 +149,38 @@ class RowCheck:
         )
 
     def _parts(self) -> Iterator[Part]:
-        spec = self.spec
+        spec, pinned, here = self.spec, self.sources.versions.get(self.top), _version(self.top)
+        is_outside = self.root is None and not self.sources.installed
         if spec.is_module_stub:
             if fp.source_file(split(spec.provider)[0]) is None:
                 yield Part("problem", f"our module {split(spec.provider)[0]} is not there")
             yield Part("fine", "replaces a whole module where that is missing")
-        elif self.file is None:
-            if self.root is None and not self.sources.installed and importlib.util.find_spec(self.top) is None:
-                yield Part("note", f"not checked: {self.top} is neither in this tree nor in this interpreter")
-                return
+            return
+        if self.file is None and is_outside and importlib.util.find_spec(self.top) is None:
+            yield Part("note", f"not checked: {self.top} is neither in this tree nor in this interpreter")
+            return
+        if self.file is None:
             near = difflib.get_close_matches(spec.target_module, self.tree, n=3)
             details = tuple(f"near: {module}" for module in near)
             yield Part("problem", f"there is no module {spec.target_module}", _NEW_PLACE, details)
+            return
+        try:
+            self.statements = fp.statements(spec.target, self.root)
+        except SyntaxError as error:
+            yield Part("problem", f"this Python cannot read {self._at(self.file, error.lineno)}: {error.msg}")
+            return
+        if is_outside:
+            yield Part("fine", f"{self.top} {here} of this interpreter was checked")
+        if is_outside and pinned and _public(pinned) != _public(here):
+            yield Part("note", f"body not compared: the pin is {self.top} {pinned}")
+        elif not self._exists():
+            yield self._missing()
+            return
         else:
-            try:
-                self.statements = fp.statements(spec.target, self.root)
-            except SyntaxError as error:
-                yield Part("problem", f"this Python cannot read {self._at(self.file, error.lineno)}: {error.msg}")
-                return
-            if instead := _imported_instead(self.file):
-                yield Part("problem", f"Python imports {instead} instead, which is not compiled from it", "remove it")
-            exists = yield from self._body()
-            if exists and spec.kind != "extend":
-                yield self._signature()
-            if exists:
-                yield from self._bindings()
+            yield self._body(pinned, here)
+        if spec.kind != "extend":
+            yield self._signature()
+        yield from self._bindings()
 
     def _where(self) -> str:
         if self.file is None:
@@ -204,43 +192,28 @@ class RowCheck:
         short = str(file.relative_to(_root_of(self.file, self.spec.target_module)))
         return short if line is None else f"{short}:{line}"
 
-    def _body(self) -> Generator[Part, None, bool]:
-        """Compare with the reviewed body; returns False where the target does not exist."""
-        pinned, here = self.sources.versions.get(self.top), _version(self.top)
-        if self.root is None and not self.sources.installed:
-            yield Part("fine", f"{self.top} {here} of this interpreter was checked")
-            if pinned and _public(pinned) != _public(here):
-                yield Part("note", f"body not compared: the pin is {self.top} {pinned}")
-                return True
-        found = fp.whole_hash(self.statements)
-        if self.spec.kind == "extend":
-            return (yield from self._new_name())
-        if not self.statements:
-            if self.reviewed != fp.NO_SOURCE:
-                yield self._missing()
-                return False
-            yield self._without_source(pinned, here)
-        elif self.reviewed is None:
-            todo = f"review it, then `{self._review_command()}`"
-            yield Part("problem", f"its fingerprint {found} was never reviewed", todo)
-        elif self.reviewed != found:
-            yield self._drift(found)
-        else:
-            yield Part("fine", "body as reviewed")
-        return True
-
-    def _new_name(self) -> Generator[Part, None, bool]:
+    def _exists(self) -> bool:
+        """Whether the target is there; of an `extend`, what gets the new name."""
+        if self.spec.kind != "extend":
+            return bool(self.statements) or self.reviewed == fp.NO_SOURCE
         module, qualname = split(self.spec.target)
         holder = qualname.rpartition(".")[0]
-        if self.statements:
+        return not holder or bool(fp.definitions(f"{module}:{holder}", self.root))
+
+    def _body(self, pinned: str | None, here: str) -> Part:
+        """The target compared with the reviewed one."""
+        if self.spec.kind == "extend":
+            if not self.statements:
+                return Part("fine", "upstream has no such name, as expected")
             todo = "compare the two; make the row a wrap or replace, or delete it"
-            yield Part("problem", "upstream has this name now", todo)
-        elif holder and not fp.definitions(f"{module}:{holder}", self.root):
-            yield self._missing()
-            return False
-        else:
-            yield Part("fine", "upstream has no such name, as expected")
-        return True
+            return Part("problem", "upstream has this name now", todo)
+        if not self.statements:
+            return self._without_source(pinned, here)
+        found = fp.whole_hash(self.statements)
+        if self.reviewed is None:
+            todo = f"review it, then `{self._review_command()}`"
+            return Part("problem", f"its fingerprint {found} was never reviewed", todo)
+        return Part("fine", "body as reviewed") if self.reviewed == found else self._drift(found)
 
     def _missing(self) -> Part:
         qualname = split(self.spec.target)[1]
@@ -312,33 +285,6 @@ class RowCheck:
 def _root_of(file: Path, module: str) -> Path:
     """The folder that holds the top-level package of a module's file."""
     return file.parents[module.count(".") + (file.name == "__init__.py")]
-
-
-def _imported_instead(file: Path) -> str:
-    """The file that this interpreter imports in place of the text of `file`; empty where that is compiled from it.
-
-    An extension module beside it, or byte code that passes for that of the text (of its time and size, of its hash, or
-    marked as unchecked) and holds other code.
-    """
-    for suffix in EXTENSION_SUFFIXES:
-        if (beside := file.with_name(file.stem + suffix)).exists():
-            return beside.name
-    cached = Path(importlib.util.cache_from_source(file))
-    if not cached.is_file():
-        return ""
-    content, text, facts = cached.read_bytes(), file.read_bytes(), file.stat()
-    head, flags = content[:16], int.from_bytes(content[4:8], "little")
-    if flags & 1:
-        is_used = not flags & 2 or head[8:] == importlib.util.source_hash(text)
-    else:
-        is_used = head[8:] == struct.pack("<LL", int(facts.st_mtime) & 0xFFFFFFFF, facts.st_size & 0xFFFFFFFF)
-    if not is_used or head[:4] != importlib.util.MAGIC_NUMBER:
-        return ""
-    try:
-        is_same = marshal.loads(content[16:]) == compile(text, str(file), "exec", dont_inherit=True)
-    except (EOFError, ValueError, TypeError):
-        is_same = False
-    return "" if is_same else f"{cached.parent.name}/{cached.name}"
 
 
 def _version(package: str) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+from verl_patches.current import Current
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import hooks
 from verl_patches.patching.row import MISSING, NOT_AS_REVIEWED, Prepared, Row, log_outcome, prepare, refusal
@@ -179,9 +180,9 @@ class Engine:
     def status(self) -> list[dict[str, str]]:
         """One {id, state, target, reason} per row, in catalogue order; every place is checked again."""
         with self._lock:
-            found = [(row.spec, *self._observed(row)) for row in self._rows.values()]
+            observed = [(row.spec, *self._observed(row)) for row in self._rows.values()]
         return [
-            {"id": spec.id, "state": state, "target": spec.target, "reason": reason} for spec, state, reason in found
+            {"id": spec.id, "state": state, "target": spec.target, "reason": reason} for spec, state, reason in observed
         ]
 
     def _observed(self, row: Row) -> tuple[str, str]:
@@ -258,17 +259,17 @@ class Engine:
         """
         from verl_patches.patching import fingerprint
 
-        line, found = self.switches.line, {"verl_patches": fingerprint.package_hash()}
+        line, hashes = self.switches.line, {"verl_patches": fingerprint.package_hash()}
         for name in sorted(self.specs):
             spec = self.specs[name]
             if name not in self.wanted:
-                found[name] = "off"
+                hashes[name] = "off"
                 continue
             provider = fingerprint.source_file(split(spec.provider)[0])
             source = fingerprint.file_hash(provider) if provider else "missing"
             target = "module" if spec.is_module_stub else fingerprint.current(line, spec.target)
-            found[name] = f"on:{source}:{target}:{fingerprint.reviewed_hash(line, spec.target) or 'never reviewed'}"
-        return found
+            hashes[name] = f"on:{source}:{target}:{fingerprint.reviewed_hash(line, spec.target) or 'never reviewed'}"
+        return hashes
 
     def digest(self) -> str:
         """64 hex digits over `intent()`, line, platform and policy: equal in processes that apply the same patches."""
@@ -279,29 +280,26 @@ class Engine:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-_CURRENT: Engine | None = None
-_CURRENT_LOCK = threading.Lock()
+of_process: Current[Engine] = Current()  # set by the import of the prelude, which Python runs once
 
 
 def start(specs: Iterable[PatchSpec], switches: Switches) -> Engine:
     """This process's engine, created at the first call; the prelude calls this, then apply()."""
-    global _CURRENT
-    with _CURRENT_LOCK:
-        if _CURRENT is None:
-            _CURRENT = Engine(specs, switches)
-        return _CURRENT
+    if of_process.value is None:
+        of_process.value = Engine(specs, switches)
+    return of_process.value
 
 
 def is_on(row: str) -> bool:
     """Whether the row of this id is wanted in this process; False without a prelude."""
-    return _CURRENT is not None and row in _CURRENT.wanted
+    return of_process.value is not None and row in of_process.value.wanted
 
 
 def current() -> Engine:
     """The engine that the prelude started in this process; PatchError where the prelude has not run."""
-    if _CURRENT is None:
+    if of_process.value is None:
         raise PatchError(
             "the prelude has not run in this process: `from verl_patches import prelude_patch` must come "
             "first (run `python -m verl_patches install-prelude`, or start through our own entry point)"
         )
-    return _CURRENT
+    return of_process.value

@@ -268,12 +268,8 @@ class Statement:
 
     def source(self) -> list[str]:
         """Its lines as they stand in the file."""
-        return source_lines(self.file)[self.line - 1 : self.end_line]
-
-
-def source_lines(file: Path) -> list[str]:
-    """The lines of a file as Python counts them: a form feed, for one, ends none."""
-    return file.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = self.file.read_text(encoding="utf-8", errors="replace").split("\n")  # a form feed, for one, ends none
+        return lines[self.line - 1 : self.end_line]
 
 
 def flatten(node: ast.AST, file: Path) -> list[Statement]:

@@ -27,21 +27,23 @@ def signature_faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
     `root`: the folder that holds the target's top-level package. A registered provider is called without arguments; a
     name by which a module imports another (`import torch`) is not called.
     """
-    if spec.kind == "register":
-        return refused_calls(Signature(), of_function(_function(spec.provider)))
-    if spec.kind == "wrap":
-        original = Signature([Parameter("original", Parameter.POSITIONAL_ONLY)])
-        if faults := refused_calls(original, of_function(_function(spec.provider))):
-            return [f"provider(original): {fault}" for fault in faults]
+    if spec.kind in ("register", "wrap"):
+        call = [Parameter("original", Parameter.POSITIONAL_ONLY)] if spec.kind == "wrap" else []
+        faults = [f for provider, _ in _signatures(spec.provider) for f in refused_calls(Signature(call), provider)]
+        if faults or spec.kind == "register":
+            return [f"provider({'original' if call else ''}): {fault}" for fault in faults]
     if names_a_module(spec.target, root):
         return []
     if spec.kind == "subclass":
         return _method_faults(spec, root)
-    providers = _of_provider(spec)
+    if spec.kind == "wrap":
+        providers = [of_function(node) for node in _returned(fp.definitions(spec.provider)[-1], 0)]
+    else:
+        providers = [provider for provider, _ in _signatures(spec.provider)]
     if not providers:
         return ["returns no replacement"]
     try:
-        targets = _of_target(spec.target, root)
+        targets = _signatures(spec.target, root)
     except UnknownSignature:
         if all(_takes_all(provider, "." in split(spec.target)[1]) for provider in providers):
             return []
@@ -121,53 +123,26 @@ def names_a_module(target: str, root: Path | None) -> bool:
     return any(name == (a.asname or a.name.partition(".")[0]) for node in imports for a in node.names)
 
 
-def _of_target(place: str, root: Path | None) -> list[tuple[Signature, bool]]:
-    """The signatures of a target, and whether callers never name the first parameter (self, cls)."""
+def _signatures(place: str, root: Path | None = None) -> list[tuple[Signature, bool]]:
+    """How what is defined at a place is called, and whether callers never name its first parameter (self, cls)."""
     qualname = split(place)[1]
-    definitions, found = fp.definitions(place, root), []
+    definitions, signatures = fp.definitions(place, root), []
     if not definitions:
         of_object = getattr(object, qualname.rpartition(".")[2], None) if "." in qualname else None
         if of_object is None:
-            raise UnknownSignature("the target has no Python text")
+            raise UnknownSignature(f"{place} has no Python text")
         return [(inspect.signature(of_object), True)]
     for node in (definition.node for definition in definitions):
         if isinstance(node, ast.ClassDef):
-            found += [(signature, False) for signature in _of_class(node)]
-        elif isinstance(node, FUNCTIONS) and not _marks(node) & {"overload", "setter", "deleter"}:
-            found.append((of_function(node), "." in qualname and "staticmethod" not in _marks(node)))
-    if not found:
-        raise UnknownSignature("the target is assigned, not defined")
-    return found
-
-
-def _of_class(node: ast.ClassDef) -> list[Signature]:
-    """How a class is called: its own __init__ and __new__ without their first parameter."""
-    makers = [child for child in node.body if isinstance(child, FUNCTIONS) and child.name in ("__init__", "__new__")]
-    if not makers:
-        raise UnknownSignature(f"class {node.name} defines no __init__ of its own")
-    return [Signature(list(of_function(maker).parameters.values())[1:]) for maker in makers]
-
-
-def _function(place: str) -> Function:
-    definitions = fp.definitions(place)
-    if not definitions or not isinstance(definitions[-1].node, FUNCTIONS):
-        raise UnknownSignature(f"{place} is not defined by def")
-    return definitions[-1].node
-
-
-def _marks(node: Function) -> set[str]:
-    """The last names of a function's decorators."""
-    return {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
-
-
-def _of_provider(spec: PatchSpec) -> list[Signature]:
-    """The signatures of the replacement; none where a wrap returns nothing, or its original only."""
-    definitions = fp.definitions(spec.provider)
-    if definitions and spec.kind == "wrap":
-        return [of_function(node) for node in _returned(definitions[-1], 0)]
-    if definitions and isinstance(definitions[-1].node, ast.ClassDef):
-        return _of_class(definitions[-1].node)
-    return [of_function(_function(spec.provider))]
+            makers = [m for m in node.body if isinstance(m, FUNCTIONS) and m.name in ("__init__", "__new__")]
+            signatures += [(Signature(list(of_function(maker).parameters.values())[1:]), False) for maker in makers]
+        elif isinstance(node, FUNCTIONS):
+            marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
+            if not marks & {"overload", "setter", "deleter"}:
+                signatures.append((of_function(node), "." in qualname and "staticmethod" not in marks))
+    if not signatures:
+        raise UnknownSignature(f"{place} is assigned, or a class without an __init__ of its own")
+    return signatures
 
 
 def _returned(maker: Definition, depth: int) -> Iterator[Function]:

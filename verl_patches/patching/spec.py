@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
-from itertools import combinations
 
 from verl_patches.errors import ConfigError
 
@@ -89,7 +88,7 @@ def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
         faults += [f"row {spec.id!r}: {fault}" for fault in _faults(spec, by_id)]
     for line in LINES:
         rows = {spec.id: spec.on_line(line) for spec in specs if line in spec.lines}
-        faults += _absent_needs(rows, by_id, line) or _need_cycles(rows) or _shared_targets(rows)
+        faults += _absent_needs(rows, by_id, line) or _need_cycles(rows) or _place_faults(rows)
     if faults:
         raise ConfigError("catalogue is not valid, nothing was applied:\n  " + "\n  ".join(dict.fromkeys(faults)))
     return by_id
@@ -101,40 +100,29 @@ def _of_line(entries: Iterable[str], line: str) -> tuple[str, ...]:
 
 
 def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
-    faults = []
-    if not _ID.match(spec.id):
-        faults.append("id must look like stage.verb, lower case")
-    if spec.kind not in KINDS:
-        faults.append(f"kind is {spec.kind!r}, expected one of {', '.join(KINDS)}")
-    for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):
-        given = getattr(spec, field)
-        if not given or not given <= set(allowed):
-            faults.append(f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}")
     bindings = [place.partition("@") for place in spec.bindings]
     needs = [name.partition("@") for name in spec.needs]
-    faults += [
-        f"{field} entry {name!r} is for line {only!r}, which the row is not for"
-        for field, entries in (("bindings", bindings), ("needs", needs))
-        for name, at, only in entries
-        if at and only not in spec.lines
-    ]
-    for place in (spec.target, spec.provider, *(place for place, _, _ in bindings)):
-        if not _PLACE.match(place):
-            faults.append(f"{place!r} is not of the form module:qualname")
-    if spec.is_module_stub and (spec.kind != "stub" or spec.bindings):
-        faults.append("a target without ':' is a module: kind must be stub, no bindings")
-    if not spec.is_module_stub and ":" not in spec.provider:
-        faults.append(f"provider {spec.provider!r} must be module:qualname")
-    if not spec.why or not spec.exit:
-        faults.append("why and exit must not be empty")
-    if spec.kind == "register" and spec.bindings:
-        faults.append("a registered entry has no bindings")
-    if spec.kind == "override" and not any(by_id[need].kind == "subclass" for need, _, _ in needs if need in by_id):
-        faults.append("an override must name the subclass row that it is a method of in needs")
-    if spec.is_module_stub and spec.needs:
-        faults.append("a module stub can need no row")
-    faults += [f"needs names {other!r}, which is no row" for other, _, _ in needs if other not in by_id]
-    return faults
+    places = (spec.target, spec.provider, *(place for place, _, _ in bindings))
+    is_module, holders = spec.is_module_stub, [by_id[need] for need, _, _ in needs if need in by_id]
+    without_class = spec.kind == "override" and all(holder.kind != "subclass" for holder in holders)
+    wrong = {
+        "id must look like stage.verb, lower case": not _ID.match(spec.id),
+        f"kind is {spec.kind!r}, expected one of {', '.join(KINDS)}": spec.kind not in KINDS,
+        **{f"{place!r} is not of the form module:qualname": not _PLACE.match(place) for place in places},
+        "a target without ':' is a module: kind must be stub": is_module and spec.kind != "stub",
+        "a module stub has no bindings and can need no row": is_module and bool(bindings or needs),
+        f"provider {spec.provider!r} must be module:qualname": not is_module and ":" not in spec.provider,
+        "why and exit must not be empty": not spec.why or not spec.exit,
+        "a registered entry has no bindings": spec.kind == "register" and bool(bindings),
+        "an override must name the subclass row that it is a method of in needs": without_class,
+        **{f"needs names {other!r}, which is no row": other not in by_id for other, _, _ in needs},
+    }
+    for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):
+        given = getattr(spec, field)
+        wrong[f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}"] = not given or given - set(allowed)
+    for name, at, only in (*bindings, *needs):
+        wrong[f"{name!r} is for line {only!r}, which the row is not for"] = at and only not in spec.lines
+    return [fault for fault, is_wrong in wrong.items() if is_wrong]
 
 
 def _absent_needs(rows: dict[str, PatchSpec], by_id: dict[str, PatchSpec], line: str) -> list[str]:
@@ -154,47 +142,40 @@ def _need_cycles(by_id: dict[str, PatchSpec]) -> list[str]:
     return []
 
 
-def _shared_targets(by_id: dict[str, PatchSpec]) -> list[str]:
+def _place_faults(rows: dict[str, PatchSpec]) -> list[str]:
     """Faults of rows that can be on together and touch one place: their order must be known, and seen from both."""
-    by_target: dict[str, list[PatchSpec]] = {}
-    for spec in by_id.values():
-        by_target.setdefault(spec.target, []).append(spec)
     faults = []
-    for first, second in (pair for rows in by_target.values() for pair in combinations(rows, 2)):
-        independent = "register" in (first.kind, second.kind) or first.kind == second.kind == "override"
-        if first.all_platforms & second.all_platforms and not independent:
-            faults.append(_order_fault(by_id, first, second))
-    for spec in by_id.values():
-        faults += [
-            _inside_fault(by_id, outer, spec)
-            for place in _holders(spec.target)
-            for outer in by_target.get(place, ())
-            if outer.all_platforms & spec.all_platforms
-        ]
-        faults += [
-            f"row {spec.id!r}: its binding {place} is the target of row {other.id!r}; patch one of the two"
-            for place in spec.bindings
-            for other in by_target.get(place, ())
-            if other.kind != "register" and spec.all_platforms & other.all_platforms
-        ]
-    return [fault for fault in faults if fault]
+    for outer in rows.values():
+        inside = f"{outer.target}."
+        for inner in rows.values():
+            fault = ""
+            if inner.target == outer.target and inner.id < outer.id:
+                fault = _order_fault(rows, inner, outer)
+            elif inner.target.startswith(inside) and not outer.is_module_stub:
+                fault = _inside_fault(rows, outer, inner)
+            elif outer.target in inner.bindings and outer.kind != "register":
+                fault = f"row {inner.id!r}: its binding {outer.target} is the target of row {outer.id!r}; patch one"
+            if fault and outer.all_platforms & inner.all_platforms:
+                faults.append(fault)
+    return faults
 
 
-def _order_fault(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> str:
-    upper = _upper(by_id, first, second)
+def _order_fault(rows: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> str:
+    """Two rows on one target. Entries of a registry, and features of one method, do not lie over each other."""
+    if "register" in (first.kind, second.kind) or first.kind == second.kind == "override":
+        return ""
+    both, upper = f"rows {first.id!r} and {second.id!r} are both on {first.target}", _upper(rows, first, second)
     if upper is None or upper.kind != "wrap":
         return (
-            f"rows {first.id!r} and {second.id!r} are both on {first.target}: the one that goes over the other "
-            "must be a wrap and name it in needs, or be restricted to different lines or platforms"
+            f"{both}: the one that goes over the other must be a wrap and name it in needs, or be restricted to "
+            "different lines or platforms"
         )
-    if set(first.bindings) != set(second.bindings):
-        return f"rows {first.id!r} and {second.id!r} are both on {first.target}: they must list the same bindings"
-    return ""
+    return "" if set(first.bindings) == set(second.bindings) else f"{both}: they must list the same bindings"
 
 
-def _inside_fault(by_id: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec) -> str:
+def _inside_fault(rows: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec) -> str:
     """A class and something in it: with the order of the table alone, one of the two could silently lose its effect."""
-    upper = _upper(by_id, outer, inner)
+    upper = _upper(rows, outer, inner)
     if upper is None:
         return (
             f"row {inner.id!r} is on {inner.target}, inside {outer.target} of row {outer.id!r}: one must name the "
@@ -211,14 +192,6 @@ def _inside_fault(by_id: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpe
 def _upper(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> PatchSpec | None:
     """The one of two rows that goes over the other, because it needs it."""
     return next((a for a, b in ((second, first), (first, second)) if b.id in _all_needs(by_id, a.id)), None)
-
-
-def _holders(place: str) -> Iterator[str]:
-    """m:A.B and m:A for m:A.B.c."""
-    module, qualname = split(place)
-    while "." in qualname:
-        qualname = qualname.rpartition(".")[0]
-        yield f"{module}:{qualname}"
 
 
 def _all_needs(by_id: dict[str, PatchSpec], name: str) -> set[str]:

@@ -3,7 +3,7 @@
 git compares with an index made for this, so what a clone's own index says (assume-unchanged) hides no edit. Of an
 installed package the RECORD itself is compared first: the pin file has the digest of that of each pinned wheel.
 Not counted: the prelude line, __pycache__, executable bits, files that the pin file lists as `generated`, and files
-that git ignores, unless Python could import them, or would in place of a pinned file (outside build/ and dist/).
+that git ignores, unless they are Python's (outside build/ and dist/).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import base64
 import csv
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,13 +55,10 @@ def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
     return {f.name: [*(f.details or (f.found,))] for f in found}
 
 
-def roots_of(line: str, trees: Trees, find: Callable[[str], Path | None] | None = None) -> dict[str, Path]:
-    """{top-level package of `line`: the folder that holds it}: of a tree, else what `find` gives, else left out.
-
-    find: default this interpreter (`installed_root`).
-    """
+def roots_of(line: str, trees: Trees) -> dict[str, Path]:
+    """{top-level package of `line`: the folder that holds it}: of a tree, else of this interpreter, else left out."""
     of_tree = {package: folder for folder in trees.folders for package in PACKAGES[line] if (folder / package).is_dir()}
-    roots = {package: of_tree.get(package) or (find or installed_root)(package) for package in PACKAGES[line]}
+    roots = {package: of_tree.get(package) or installed_root(package) for package in PACKAGES[line]}
     return {package: root for package, root in roots.items() if root is not None}
 
 
@@ -125,41 +122,38 @@ def tree_changes(folder: Path, commit: str, generated: tuple[str, ...] = ()) -> 
         pinned = set(listed("ls-files"))
         ignored = set(listed("ls-files", "--others", "--ignored", "--exclude-standard"))
         extra = listed("ls-files", "--others", "--exclude=__pycache__/")
-    found = []
+    changes = set()
     for line in changed:
         added, removed, path = line.split("\t", 2)
         if not (folder / path).exists() and not (folder / path).is_symlink():
-            found.append(f"{path} (deleted)")
-        elif (added, removed) != ("1", "0") or not _has_prelude(path, (folder / path).read_bytes()):
-            found.append(f"{path} (modified)")
+            changes.add(f"{path} (deleted)")
+        elif (added, removed) != ("1", "0") or _without_prelude(path, data := (folder / path).read_bytes()) == data:
+            changes.add(f"{path} (modified)")
     for path in extra:
-        if path not in generated and (path not in ignored or _can_be_imported(folder, path, pinned)):
-            found.append(f"{path} (extra)")
-    return sorted(set(found))
+        if path not in generated and (path not in ignored or _can_be_imported(path, pinned)):
+            changes.add(f"{path} (extra)")
+    return sorted(changes)
 
 
-def _has_prelude(path: str, data: bytes) -> bool:
-    """Whether `path` is verl's worker file and `data`, its contents, has the prelude line."""
-    return path == WORKER_FILE.as_posix() and install_prelude.LINE.encode() in data.splitlines()
+def _without_prelude(path: str, data: bytes) -> bytes:
+    """`data`, the contents of `path`: of verl's worker file without the (first) prelude line."""
+    lines, prelude = data.splitlines(keepends=True), f"{install_prelude.LINE}\n".encode()
+    if path == WORKER_FILE.as_posix() and prelude in lines:
+        lines.remove(prelude)
+    return b"".join(lines)
 
 
-def _can_be_imported(root: Path, path: str, pinned: AbstractSet[str]) -> bool:
-    """Whether Python could import a file of `root` beside the `pinned` ones; not below build/ and dist/.
+def _can_be_imported(path: str, pinned: AbstractSet[str]) -> bool:
+    """Whether a file beside the `pinned` ones is a module, or an extension module in the place of a pinned one.
 
-    A module, a link to a folder (or another clone) that may hold some, byte code without its source, an extension
-    module that takes the place of a pinned module. Other extension modules are what building writes (Megatron's
-    helpers, vllm-ascend's ops).
+    Other extension modules are what building writes (Megatron's helpers, vllm-ascend's ops).
     """
-    *folders, name = path.rstrip("/").split("/")
+    *folders, name = path.split("/")
     if folders[:1] in (["build"], ["dist"]) or not all(map(str.isidentifier, folders)):
         return False
-    module = "/".join((*folders, name.partition(".")[0]))
-    if name.endswith(".pyc"):
-        return f"{module}.py" not in pinned
-    if name.endswith(".so"):
-        package = module.removesuffix("/__init__")
-        return not pinned.isdisjoint((f"{package}.py", f"{package}/__init__.py"))
-    return name.endswith(".py") or (name.isidentifier() and (root / path).is_dir())
+    module = "/".join((*folders, name.partition(".")[0])).removesuffix("/__init__")
+    in_place = not pinned.isdisjoint((f"{module}.py", f"{module}/__init__.py"))
+    return name.endswith(".py") or (name.endswith(".so") and in_place)
 
 
 def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
@@ -213,22 +207,15 @@ def _recorded(package: str, record: Path) -> dict[str, str]:
 
 def record_changes(package: str, root: Path, record: Path) -> list[str]:
     """As `tree_changes`: the files of a package in `root` against the hashes of its RECORD; extra ones if Python."""
-    wanted, found = _recorded(package, record), []
+    wanted, changes = _recorded(package, record), []
     for path, digest in wanted.items():
-        if not (root / path).is_file():
-            found.append(f"{path} (deleted)")
-            continue
-        data = (root / path).read_bytes()
-        if _has_prelude(path, data) and digest != _record_hash(data):
-            data = data.replace(f"{install_prelude.LINE}\n".encode(), b"", 1)
-        if digest != _record_hash(data):
-            found.append(f"{path} (modified)")
-    for file in (root / package).rglob("*"):
-        path = file.relative_to(root).as_posix()
-        plain = path in wanted or "__pycache__" in file.parts or (file.is_dir() and not file.is_symlink())
-        if not plain and _can_be_imported(root, path, wanted.keys()):
-            found.append(f"{path} (extra)")
-    return sorted(found)
+        data = (root / path).read_bytes() if (root / path).is_file() else None
+        if data is None:
+            changes.append(f"{path} (deleted)")
+        elif digest not in (_record_hash(data), _record_hash(_without_prelude(path, data))):
+            changes.append(f"{path} (modified)")
+    others = {file.relative_to(root).as_posix() for file in (root / package).rglob("*")} - wanted.keys()
+    return sorted([*changes, *(f"{path} (extra)" for path in others if _can_be_imported(path, wanted.keys()))])
 
 
 def _record_hash(data: bytes) -> str:

@@ -7,6 +7,7 @@ Versions of Ascend software come from the files that the installers of CANN 8 wr
 
 from __future__ import annotations
 
+import glob
 import os
 import platform
 import re
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from verl_patches.patching.contract import PACKAGES, installed_root
+from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.upstream.checkouts import FETCH, Trees
@@ -41,7 +42,6 @@ class Machine:
     ascend: Path = Path("/usr/local/Ascend")
     python: str = platform.python_version()
     distribution: Callable[[str], str | None] = _distribution
-    root: Callable[[str], Path | None] = installed_root
 
 
 def compare(line: str | None = None, machine: Machine | None = None, trees: Trees | None = None) -> Report:
@@ -52,7 +52,7 @@ def compare(line: str | None = None, machine: Machine | None = None, trees: Tree
     machine, pins = machine or Machine(), load_pins()
     name, why = (line, "--line") if line else _line_of(machine.environ)
     pinned = pins.line(name)
-    sources = [*_sources(name, pinned, roots_of(name, trees or Trees(), machine.root))]
+    sources = [*_sources(name, pinned, roots_of(name, trees or Trees()))]
     compared = {finding.name for finding in sources}
     found = [Finding("line", "fine", why, "", name), _python(pinned, machine)]
     found += [_package(key, version, machine) for key, version in pinned.packages.items() if key not in compared]
@@ -94,16 +94,6 @@ def _package(name: str, pinned: str, machine: Machine) -> Finding:
     return Finding(name, "problem", "", pinned, found or "not installed", todo)
 
 
-# where Ascend software leaves its version: files by pattern below its home, then keys in order of preference
-_COMPONENTS = {
-    "driver": ("driver", "version.info", ("package_version", "Version")),
-    "firmware": ("firmware", "version.info", ("package_version", "Version")),
-    "cann_toolkit": ("toolkit", "*-linux/ascend_toolkit_install.info", ("version",)),
-    "cann_kernels": ("toolkit", "opp_kernel/version.info", ("version_dir", "Version")),
-    "cann_nnal": ("nnal", "version.info", ("Ascend-cann-atb",)),
-}
-
-
 def _ascend(name: str, pinned: str, machine: Machine) -> Finding:
     found, where = _ascend_version(name, machine)
     if found and found.lower() == pinned.lower():
@@ -121,23 +111,26 @@ def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
 
     ASCEND_HOME_PATH and ATB_HOME_PATH (.../atb/cxx_abi_0), where set, name the homes of toolkit and NNAL.
     """
-    root, atb, (home, pattern, keys) = machine.ascend, machine.environ.get("ATB_HOME_PATH"), _COMPONENTS[name]
-    homes = {
-        "driver": root / "driver",
-        "firmware": root / "firmware",
-        "toolkit": Path(machine.environ.get("ASCEND_HOME_PATH") or root / "ascend-toolkit/latest"),
-        "nnal": Path(atb).parent.parent if atb else root / "nnal/atb/latest",
-    }
-    for file in sorted(homes[home].glob(pattern)):
+    root, atb = machine.ascend, machine.environ.get("ATB_HOME_PATH")
+    toolkit = Path(machine.environ.get("ASCEND_HOME_PATH") or root / "ascend-toolkit/latest")
+    nnal = Path(atb).parent.parent if atb else root / "nnal/atb/latest"
+    pattern, keys = {  # a file, and its keys in order of preference
+        "driver": (root / "driver/version.info", ("package_version", "Version")),
+        "firmware": (root / "firmware/version.info", ("package_version", "Version")),
+        "cann_toolkit": (toolkit / "*-linux/ascend_toolkit_install.info", ("version",)),
+        "cann_kernels": (toolkit / "opp_kernel/version.info", ("version_dir", "Version")),
+        "cann_nnal": (nnal / "version.info", ("Ascend-cann-atb",)),
+    }[name]
+    for file in sorted(glob.glob(str(pattern))):
         try:
-            lines = file.read_text(errors="replace").splitlines()
+            lines = Path(file).read_text(errors="replace").splitlines()
         except OSError:
             continue
-        found = dict(match.groups() for line in lines if (match := _VERSION_LINE.match(line)))
-        version = next((found[key] for key in keys if key in found), None)
+        values = dict(match.groups() for line in lines if (match := _VERSION_LINE.match(line)))
+        version = next((values[key] for key in keys if key in values), None)
         if version:
-            return version.strip('"'), str(file)
-    return None, str(homes[home] / pattern)
+            return version.strip('"'), file
+    return None, str(pattern)
 
 
 def _sources(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
