@@ -164,13 +164,13 @@ def is_secret(key: str, value: Any) -> bool:
 
 def secret_options(words: Iterable[str]) -> list[str]:
     """The names of secrets among the words of a command: NAME=value, --name=value, --name value."""
-    found, option = [], ""
+    options, option = [], ""
     for word in words:
-        found += [given[1].strip("-") for given in _GIVEN.finditer(word) if is_secret(given[1], given[2])]
+        options += [given[1].strip("-") for given in _GIVEN.finditer(word) if is_secret(given[1], given[2])]
         if is_secret(option, word) and "=" not in word:
-            found.append(option.strip("-") or "a word")
+            options.append(option.strip("-") or "a word")
         option = word if word.startswith("-") and "=" not in word else ""
-    return found
+    return options
 
 
 def _words_of(name: str) -> list[str]:

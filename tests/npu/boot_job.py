@@ -221,7 +221,7 @@ def production_calls() -> dict[str, Any]:
     from verl_patches.model.mindspeed.compat import lengths_of
     from verl_patches.model.mindspeed.model import CausalMlaAttention
 
-    global_vars.set_args(start._features)
+    global_vars.set_args(start.adaptor_features.value)
     packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 40, 64], dtype=torch.int32))
     lengths_of(packed.cu_seqlens_q)
     calls = record_calls(torch_npu)

@@ -76,8 +76,8 @@ class _Columns:
 
     def means(self, name: str, lacking: float = NAN, of: Callable = statistics.fmean) -> list[float]:
         """Of a name of evaluation/report.py in each column; `lacking` where its steps do not have it."""
-        found = [reduced(steps, name, of) if steps else NAN for steps in self.steps]
-        return [lacking if value is None else value for value in found]
+        values = [reduced(steps, name, of) if steps else NAN for steps in self.steps]
+        return [lacking if value is None else value for value in values]
 
     def label(self, axes: Axes) -> None:
         """Whole steps below the axes, and a line where the run was resumed."""
@@ -160,10 +160,10 @@ def memory_figure(summary: Mapping[str, Any]) -> Figure:
         figure.suptitle(f"{_text(str(summary['run']))}: no step has a memory ledger")
         return figure
     columns = _Columns({**summary, "steps": [step for step in summary["steps"] if step.get("memory")]})
-    highest = {step: max(found.values(), key=_peak) for step, found in phases.items()}
+    highest = {step: max(of_step.values(), key=_peak) for step, of_step in phases.items()}
     shown = max(phases, key=lambda step: (_peak(highest[step]), step))
     unit, scale = ("GB", 1e9) if _peak(highest[shown]) >= 1e9 else ("MB", 1e6)
-    sizes = [found["bytes"] for each in phases.values() for found in each.values()]
+    sizes = [of_step["bytes"] for each in phases.values() for of_step in each.values()]
     groups = [name for name in MEMORY_GROUPS if any(size.get(name) for size in sizes)]
     groups += sorted({name for size in sizes for name in size if size[name]} - MEMORY_GROUPS.keys())
     of_columns = [max((highest[step["step"]] for step in steps), key=_peak, default=None) for steps in columns.steps]

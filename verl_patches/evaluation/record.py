@@ -177,11 +177,11 @@ def _checked(adapter: TypeAdapter, path: Path) -> dict[str, Any]:
     content = _content(path, MOST_BYTES)
     with suppress(ValidationError):
         return adapter.validate_json(content or b"")  # in one pass; it allows neither NaN nor all that `_object` does
-    found = _object(content, path)
-    if not found:
+    parsed = _object(content, path)
+    if not parsed:
         return {}
     try:
-        return adapter.validate_python(found)
+        return adapter.validate_python(parsed)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place, (begin, *rest) = ".".join(map(str, first["loc"])), first["msg"]

@@ -78,15 +78,15 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
 def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     """{(name, what it is over the steps): value, None where the run does not have it}, always in the same order."""
     steps, delta = summary["steps"], summary.get("logprob_delta") or {}
-    found = {(name, "median"): value for name, value in medians(steps, IN_STEP).items()}
-    found |= {(name, "largest"): reduced(steps, name, max) for name in ("held MB", "sync MB")}
-    found["reward", FIRST] = reduced(steps[:ENDS], "reward", statistics.fmean)
-    found["reward", LAST] = reduced(steps[-ENDS:], "reward", statistics.fmean)
-    whole, named = found["step s", "median"], sum(found[f"{phase} s", "median"] or 0.0 for phase in PHASES)
-    found["other s", "median"] = None if whole is None else max(whole - named, 0.0)
-    found["|dlogp|", "mean"], found["|dlogp|", "largest of a token"] = delta.get("mean"), delta.get("max")
-    found["PSS MB", "largest"] = _mb(summary.get("peak_pss_bytes", {}).get("total"))
-    return {row: found[row] for row in _ROWS}
+    values = {(name, "median"): value for name, value in medians(steps, IN_STEP).items()}
+    values |= {(name, "largest"): reduced(steps, name, max) for name in ("held MB", "sync MB")}
+    values["reward", FIRST] = reduced(steps[:ENDS], "reward", statistics.fmean)
+    values["reward", LAST] = reduced(steps[-ENDS:], "reward", statistics.fmean)
+    whole, named = values["step s", "median"], sum(values[f"{phase} s", "median"] or 0.0 for phase in PHASES)
+    values["other s", "median"] = None if whole is None else max(whole - named, 0.0)
+    values["|dlogp|", "mean"], values["|dlogp|", "largest of a token"] = delta.get("mean"), delta.get("max")
+    values["PSS MB", "largest"] = _mb(summary.get("peak_pss_bytes", {}).get("total"))
+    return {row: values[row] for row in _ROWS}
 
 
 def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
@@ -97,10 +97,10 @@ def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[st
 
 def in_step(step: Mapping[str, Any], name: str) -> float | None:
     """The value of one step for a name of IN_STEP; None where its record does not have it."""
-    found: Any = step
+    value: Any = step
     for key in IN_STEP[name]:
-        found = (found or {}).get(key)
-    return _mb(found) if name.endswith(" MB") else found
+        value = (value or {}).get(key)
+    return _mb(value) if name.endswith(" MB") else value
 
 
 def reduced(steps: Iterable[Mapping[str, Any]], name: str, by: Callable[[list[float]], float]) -> float | None:
@@ -135,9 +135,9 @@ def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     MFU is left out where no run has it: a CPU has no peak rate.
     """
-    rows, found = [], [figures(summary) for summary in summaries]
-    for name, over in found[0]:
-        values = [each[name, over] for each in found]
+    rows, runs = [], [figures(summary) for summary in summaries]
+    for name, over in runs[0]:
+        values = [each[name, over] for each in runs]
         if not name.startswith("MFU") or any(values):
             ratios = [_ratio(value, values[0]) for value in values[1:]]
             rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
@@ -145,8 +145,8 @@ def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
-    found = above / below if above is not None and below else math.inf
-    return found if math.isfinite(found) else None
+    ratio = above / below if above is not None and below else math.inf
+    return ratio if math.isfinite(ratio) else None
 
 
 def texts(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[str]]:

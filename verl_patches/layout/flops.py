@@ -122,5 +122,5 @@ def passes(*, rollout: bool, ref: bool, old_log_prob: bool, epochs: int) -> dict
     `rollout`: responses are sampled, not replayed; `ref`: there is a reference; `old_log_prob`: the update cannot take
     its own log-probs as old ones.
     """
-    found = {"rollout": int(rollout), "log_prob": int(old_log_prob), "ref": int(ref), "update": 3 * epochs}
-    return {phase: count for phase, count in found.items() if count}
+    counts = {"rollout": int(rollout), "log_prob": int(old_log_prob), "ref": int(ref), "update": 3 * epochs}
+    return {phase: count for phase, count in counts.items() if count}

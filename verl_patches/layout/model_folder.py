@@ -158,8 +158,8 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
     return tensors
 
 
-def _is_tensor(found: Any) -> bool:
+def _is_tensor(entry: Any) -> bool:
     """Whether an entry of a header has the types of one; TypeError, LookupError for others."""
-    numbers = [*found["shape"], *found["data_offsets"]]
-    sizes = len(found["data_offsets"]) == 2 and all(type(number) is int and number >= 0 for number in numbers)
-    return sizes and isinstance(found["dtype"], str)
+    numbers = [*entry["shape"], *entry["data_offsets"]]
+    sizes = len(entry["data_offsets"]) == 2 and all(type(number) is int and number >= 0 for number in numbers)
+    return sizes and isinstance(entry["dtype"], str)

@@ -35,9 +35,9 @@ def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
         generate_of_engine = engine.generate
 
         def record_samples(*args: Any, **options: Any) -> Any:
-            found = generate_of_engine(*args, **options)
-            requests.extend(found)
-            return found
+            finished = generate_of_engine(*args, **options)
+            requests.extend(finished)
+            return finished
 
         engine.generate = record_samples
         try:

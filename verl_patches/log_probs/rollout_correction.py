@@ -84,12 +84,12 @@ def moments(
 
     All [B, S_response], nats; no sequence may be split between parts.
     """
-    found: Moments = {"sum": {}, "max": {}}
+    total: Moments = {"sum": {}, "max": {}}
     for at in range(0, len(mask), _ROWS):
         rows = slice(at, at + _ROWS)
         part = [t[rows].detach().float().cpu().double() for t in (rollout, actor)]  # devices may lack fp64
-        found = merged([found, _moments(*part, mask[rows].cpu().bool(), correction)])
-    return found
+        total = merged([total, _moments(*part, mask[rows].cpu().bool(), correction)])
+    return total
 
 
 def merged(parts: Iterable[Moments | None]) -> Moments:
@@ -167,16 +167,16 @@ def add_to_metrics(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def compute(batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found, tensors = original(batch, *args, **kwargs), batch.batch
+        reported, tensors = original(batch, *args, **kwargs), batch.batch
         if "rollout_log_probs" in tensors.keys() and "old_log_probs" in tensors.keys():
             sides = [tensors[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")]
-            found.update(metrics(moments(*sides)))
-        return found
+            reported.update(metrics(moments(*sides)))
+        return reported
 
     return compute
 
 
-def metrics(found: Moments, correction: Correction | None = None) -> dict[str, float]:
+def metrics(of_batch: Moments, correction: Correction | None = None) -> dict[str, float]:
     """The step's metrics by name: none without a valid token; the count and NaN if any log-prob is not finite.
 
     recipe/logprob_delta_{mean,std,max}: of |actor - rollout| in nats; PEARSON: correlation of both. KL, K3_KL: the k1
@@ -184,7 +184,7 @@ def metrics(found: Moments, correction: Correction | None = None) -> dict[str, f
     0 where the actor's perplexity is higher. Standard deviations divide by n - 1, rollout_is_std by n; undefined
     values are left out.
     """
-    sums, highest = found["sum"], found["max"]
+    sums, highest = of_batch["sum"], of_batch["max"]
     tokens = sums.get("tokens")
     if not tokens:
         return {}

@@ -138,10 +138,10 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor, rows: _Rows) -> torch
     targets = labels - parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
     elsewhere = (targets < 0) | (targets >= logits.shape[1])
     rows.targets = targets.masked_fill(elsewhere, -1)
-    found = logits.gather(1, rows.targets.clamp(min=0)[:, None])[:, 0].float() - rows.maximum
-    found.masked_fill_(elsewhere, 0.0)
-    dist.all_reduce(found, group=parallel_state.get_tensor_model_parallel_group())
-    return found - rows.log_sum
+    target_logits = logits.gather(1, rows.targets.clamp(min=0)[:, None])[:, 0].float() - rows.maximum
+    target_logits.masked_fill_(elsewhere, 0.0)
+    dist.all_reduce(target_logits, group=parallel_state.get_tensor_model_parallel_group())
+    return target_logits - rows.log_sum
 
 
 def _write_gradient(logits: torch.Tensor, of: _Rows, *grads: torch.Tensor | None) -> None:

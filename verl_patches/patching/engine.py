@@ -113,23 +113,23 @@ class Engine:
             if need.spec.target_module == row.spec.target_module and not need.spec.is_module_stub:
                 self._install(need, need.applied, module)  # in any order of hooks, a row wraps what it needs
         policy = self.switches.drift
-        found = self._unmet(row.spec) or prepare(row.spec, module, self.switches.line, policy)
+        prepared = self._unmet(row.spec) or prepare(row.spec, module, self.switches.line, policy)
         with self._lock:
             if self._is_done(row, nth, module):
                 return
-            found = self._unmet(row.spec) or found
+            prepared = self._unmet(row.spec) or prepared
             row.take_out()  # of an earlier copy of the module, which was dropped when patching it failed
-            if found.place is not None:
-                found = row.put(found)
-            row.state, row.reason = found.state, found.reason or row.decided
-            stops = found.state == "failed" or (found.state != "active" and policy == "strict")
+            if prepared.place is not None:
+                prepared = row.put(prepared)
+            row.state, row.reason = prepared.state, prepared.reason or row.decided
+            stops = prepared.state == "failed" or (prepared.state != "active" and policy == "strict")
             if not stops:
                 row.module = module
                 self._leave_dependents(row)
             in_place = row.in_place
         if stops:
-            raise PatchError(refusal(row.spec, found, self.switches.line)) from found.error
-        log_outcome(row.spec, found, in_place)
+            raise PatchError(refusal(row.spec, prepared, self.switches.line)) from prepared.error
+        log_outcome(row.spec, prepared, in_place)
         for binding in row.spec.bindings if in_place else ():
             name, _ = split(binding)
             if hooks.is_half_built(sys.modules.get(name)):

@@ -47,8 +47,8 @@ def fingerprint(place: str, root: Path | None = None) -> str:
 
     `root`: the folder that holds the top-level package; default: where this interpreter would import it from.
     """
-    found = statements(place, root)
-    return whole_hash(found) if found else NO_SOURCE
+    parts = statements(place, root)
+    return whole_hash(parts) if parts else NO_SOURCE
 
 
 def statements(place: str, root: Path | None = None) -> list[Statement]:
@@ -237,17 +237,17 @@ def _tree(path: str, _version: tuple[int, int]) -> ast.Module:
 @functools.lru_cache(maxsize=512)
 def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[tuple[ast.AST, ...], ...]:
     """(classes around it ..., statement) of each that binds a qualname; a from-import of the first name ends it."""
-    found: list[tuple[ast.AST, ...]] = [(_tree(path, version),)]
+    paths: list[tuple[ast.AST, ...]] = [(_tree(path, version),)]
     for step in qualname.split("."):
-        found = [(*outer, node) for outer in found for node in _named(outer[-1], step)]
-    return tuple(nodes[1:] for nodes in found)
+        paths = [(*outer, node) for outer in paths for node in _named(outer[-1], step)]
+    return tuple(nodes[1:] for nodes in paths)
 
 
 def _named(node: ast.AST, name: str) -> list[ast.AST]:
     if isinstance(node, ast.ImportFrom):
         return [node]
     is_holder = isinstance(node, (ast.Module, ast.ClassDef))
-    return [found for names, found in bindings_of(node) if name in names] if is_holder else []
+    return [nodes for names, nodes in bindings_of(node) if name in names] if is_holder else []
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

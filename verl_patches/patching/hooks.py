@@ -154,14 +154,14 @@ def _module_at(provider: str, name: str) -> ModuleType | None:
     """Our module "m", or the module object at "m:a.b"; None if there is none. HookError: ours cannot be imported."""
     module, _, path = provider.partition(":")
     try:
-        found = importlib.import_module(module)
+        obj = importlib.import_module(module)
     except ImportError as error:
         raise HookError(f"{module}, which stands in for {name}, cannot be imported: {error}") from error
     for step in filter(None, path.split(".")):
-        found = vars(found).get(step)
-        if not isinstance(found, ModuleType):
+        obj = vars(obj).get(step)
+        if not isinstance(obj, ModuleType):
             return None
-    return found
+    return obj
 
 
 _CARRIED_OVER = ("__doc__", "__file__", "__getattr__", "__version__")

@@ -54,8 +54,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: {command, line or job, state, counts, rows}."""
-        found = [finding.state for finding in self.findings]
-        counts = {state: found.count(state) for state in (*STATES, *([NOT_RUN] if NOT_RUN in found else []))}
+        states = [finding.state for finding in self.findings]
+        counts = {state: states.count(state) for state in (*STATES, *([NOT_RUN] if NOT_RUN in states else []))}
         rows = [asdict(finding) for finding in self.findings]
         about = {"job": self.job} if self.job else {"line": self.line}
         return {"command": self.command, **about, "state": self.state, "counts": counts, "rows": rows}

@@ -181,25 +181,25 @@ class Row:
         """True where upstream is not as reviewed and this row was not applied."""
         return self.state == "unsupported" or (self.state == "drifted" and not self.in_place)
 
-    def put(self, found: Prepared) -> Prepared:
+    def put(self, prepared: Prepared) -> Prepared:
         """Change upstream and the bindings that exist so far; a place that cannot be set makes it unsupported."""
-        place = found.place
+        place = prepared.place
         try:
             if self.spec.kind == "register":
-                entries = {key: (place.found.get(key, MISSING), value) for key, value in found.new.items()}
-                place.found.update(found.new)
+                entries = {key: (place.found.get(key, MISSING), value) for key, value in prepared.new.items()}
+                place.found.update(prepared.new)
                 self.registry, self.entries = place.found, entries
             elif self.spec.kind == "override":
                 self.place, self.installed = place, place.found  # stands there since the subclass does
             else:
-                installed = rewrap(place.found, found.new)
+                installed = rewrap(place.found, prepared.new)
                 setattr(place.holder, place.attribute, installed)
                 self.place, self.installed = place, installed
         except Exception as error:
             return Prepared("unsupported", _text(error), error=error)
         for binding in self.spec.bindings:
             self.rebind(binding)
-        return found
+        return prepared
 
     def rebind(self, binding: str) -> None:
         """Set a binding that holds the original to our object; a binding that holds another object is not changed."""
@@ -300,42 +300,42 @@ def subclass_of(upstream: type, ours: type) -> type:
     return type(upstream)(upstream.__name__, (ours, upstream), named)
 
 
-def refusal(spec: PatchSpec, found: Prepared, line: str) -> str:
+def refusal(spec: PatchSpec, prepared: Prepared, line: str) -> str:
     """The message of a run that stops at this row: reason and remedy."""
     from verl_patches.patching.fingerprint import review_command
 
     off = f"switch the row off with -{spec.id}"
-    if found.state == "failed":
+    if prepared.state == "failed":
         return (
             f"row {spec.id}: cannot {spec.kind} {spec.target}, because its provider {spec.provider} failed: "
-            f"{found.reason}. That is a fault of this recipe; to run without it {off}"
+            f"{prepared.reason}. That is a fault of this recipe; to run without it {off}"
         )
     policy = "or set drift=warn (apply it where possible) or drift=skip (leave upstream alone) in VERL_PATCHES"
-    if found.state == "unsupported":
+    if prepared.state == "unsupported":
         return (
             f"row {spec.id}: cannot {spec.kind} {spec.target}, because upstream here does not take it: "
-            f"{found.reason}. Install the pinned version, {off}, {policy}"
+            f"{prepared.reason}. Install the pinned version, {off}, {policy}"
         )
     return (
-        f"row {spec.id}: {spec.target} has drifted: {found.reason}. Install the pinned version, or review the "
+        f"row {spec.id}: {spec.target} has drifted: {prepared.reason}. Install the pinned version, or review the "
         f"change and run `{review_command(spec.id, line)}`, {off}, {policy}"
     )
 
 
-def log_outcome(spec: PatchSpec, found: Prepared, in_place: bool) -> None:
+def log_outcome(spec: PatchSpec, prepared: Prepared, in_place: bool) -> None:
     """One log line: debug for an active row, a warning for one that is not as reviewed."""
     import logging  # not needed to start the prelude
 
     log = logging.getLogger(__name__)
-    if found.state == "active":
+    if prepared.state == "active":
         log.debug("patch %s active at %s", spec.id, spec.target)
     else:
         log.warning(
             "patch %s is %s at %s: %s; it was %s",
             spec.id,
-            found.state,
+            prepared.state,
             spec.target,
-            found.reason,
+            prepared.reason,
             "applied all the same (drift=warn)" if in_place else "not applied",
         )
 

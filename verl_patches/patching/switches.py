@@ -89,9 +89,9 @@ def nearest(name: str, known: Iterable[str], places: Mapping[str, str] | None = 
 
     part, names = name.strip("*.").lower(), sorted(known)
     texts = ({key: key for key in names}, places or {})
-    found = [key for text in texts for key in names if part and part in text.get(key, "").lower()]
-    found += difflib.get_close_matches(name, names, n=_NEAREST)
-    unique = list(dict.fromkeys(found))[:_NEAREST]
+    matches = [key for text in texts for key in names if part and part in text.get(key, "").lower()]
+    matches += difflib.get_close_matches(name, names, n=_NEAREST)
+    unique = list(dict.fromkeys(matches))[:_NEAREST]
     return f"; nearest: {', '.join(unique)}" if unique else ""
 
 

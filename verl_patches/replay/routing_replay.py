@@ -78,14 +78,14 @@ class RoutingReplay:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]):
-        found = [
+        moe_layers = [
             layer for chunk in chunks for layer in chunk.modules() if hasattr(getattr(layer, "mlp", None), "router")
         ]
-        self.layers = [layer.layer_number for layer in found]
+        self.layers = [layer.layer_number for layer in moe_layers]
         self.dtype = torch.uint8  # of the recorded ids
-        for index, layer in enumerate(found):
+        for index, layer in enumerate(moe_layers):
             router = layer.mlp.router
-            if router.score_function != "sigmoid" or len(set(self.layers)) < len(found):
+            if router.score_function != "sigmoid" or len(set(self.layers)) < len(moe_layers):
                 raise ConfigError(
                     f"{_KEY}: layer {layer.layer_number} scores experts by {router.score_function} (layers: "
                     f"{self.layers}); expected sigmoid, as in DeepSeek-V3, and layers of different numbers"

@@ -312,8 +312,8 @@ def split(answer: str, separator: re.Pattern[str]) -> list[str]:
 def items(answer: str) -> list[str]:
     r"""The items of a list: split at commas, semicolons, "and", "or"; 1 \pm 2 has two items."""
     parts = split(answer, _ITEM)
-    found = [part for part in parts if part] if len(parts) > 1 else [answer]
-    return [item for part in found for item in _signed(part)]
+    pieces = [part for part in parts if part] if len(parts) > 1 else [answer]
+    return [item for part in pieces for item in _signed(part)]
 
 
 def _signed(part: str) -> list[str]:

@@ -286,12 +286,12 @@ def _equal_relations(gold: str, answer: str, gold_items: list[str], answer_items
 
 def _intersection(parts: list[str]) -> _Interval | None:
     """The interval that one inequality describes, or two with one variable: a lower and an upper bound."""
-    found = [_interval(part) for part in parts]
-    if len(found) == 1 or None in found:
-        return found[0]
-    if len(found) > 2 or found[0].variable is None or found[0].variable != found[1].variable:
+    intervals = [_interval(part) for part in parts]
+    if len(intervals) == 1 or None in intervals:
+        return intervals[0]
+    if len(intervals) > 2 or intervals[0].variable is None or intervals[0].variable != intervals[1].variable:
         return None
-    low, high = found if found[0].high == r"\infty" else found[::-1]
+    low, high = intervals if intervals[0].high == r"\infty" else intervals[::-1]
     bounds_differ = low.high == r"\infty" and high.low == r"-\infty"
     return low._replace(high=high.high, right=high.right) if bounds_differ else None
 

@@ -148,11 +148,11 @@ def _place_level(needs: np.ndarray, loads: np.ndarray, free: np.ndarray, tier: i
     level = low = 1 + int(np.searchsorted(room, len(needs)))  # mostly it fits
     high, placed = tier, None
     while low <= high:
-        found = _place(needs, np.maximum(level - loads, 0), free)
-        if found is None:
+        placement = _place(needs, np.maximum(level - loads, 0), free)
+        if placement is None:
             low = level + 1  # a lower level leaves less room
         else:
-            placed, high = found, level - 1
+            placed, high = placement, level - 1
         level = (low + high) // 2
     return placed
 
@@ -197,10 +197,10 @@ def _search(
             continue
         tried.add((room[rank], free[rank]))
         room[rank], free[rank], placed[at] = room[rank] - 1, free[rank] - needs[at], rank
-        found = _search(needs, order, room, free, depth + 1, placed)
+        placement = _search(needs, order, room, free, depth + 1, placed)
         room[rank], free[rank] = room[rank] + 1, free[rank] + needs[at]
-        if found is not None:
-            return found
+        if placement is not None:
+            return placement
     return None
 
 

@@ -388,7 +388,7 @@ def _check(engine: Any) -> None:
             (config.speculative_config is not None, "it decodes speculatively"),
             (len(core.scheduler.kv_cache_config.kv_cache_groups) > 1, "its layers have several kinds of KV cache"),
         )
-        faults = [text for found, text in unfit if found]
+        faults = [text for holds, text in unfit if holds]
     if faults:
         raise ConfigError(
             f"recipe.rollout.rebalance_every is set, but the rollout engine cannot move requests: {'; '.join(faults)}; "

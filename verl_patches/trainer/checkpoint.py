@@ -256,9 +256,9 @@ class Checkpoints:
 
 def settings_of(config: Any) -> dict[str, Any]:
     """{digest, settings}: what a resumed run is compared with. The digest is of settings and active patches."""
-    found = OmegaConf.to_container(config, resolve=True)
-    sections = {name: found[name] for name in ("recipe", "actor_rollout_ref", "algorithm", "data")}
-    sections["recipe"] = {k: v for k, v in found["recipe"].items() if k not in _NOT_COMPARED}
+    resolved = OmegaConf.to_container(config, resolve=True)
+    sections = {name: resolved[name] for name in ("recipe", "actor_rollout_ref", "algorithm", "data")}
+    sections["recipe"] = {k: v for k, v in resolved["recipe"].items() if k not in _NOT_COMPARED}
     mirrored = "actor_rollout_ref.recipe."
     settings = {k: v for k, v in leaves(sections) if v != {} and not k.startswith(mirrored)}
     patches = engine.current().digest()

@@ -205,10 +205,10 @@ def _validates(name: str, args: Sequence[Any]) -> bool:
 def _name(method: Callable, cls: type | None) -> str:
     """The attribute name of `method`: verl's own decorators name several methods of a worker `f`."""
     for name in dir(cls) if cls else ():
-        found = inspect.getattr_static(cls, name)
-        while found is not None and found is not method:
-            found = getattr(found, "__wrapped__", None)
-        if found is method:
+        attribute = inspect.getattr_static(cls, name)
+        while attribute is not None and attribute is not method:
+            attribute = getattr(attribute, "__wrapped__", None)
+        if attribute is method:
             return name
     return method.__name__
 

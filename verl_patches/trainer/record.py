@@ -34,14 +34,14 @@ _VERSION_MODULES = {"verl": "verl", "megatron-core": "megatron.core"}
 
 def versions() -> dict[str, str]:
     """{package: version} of imported or installed packages, python included."""
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
-            found[name] = getattr(sys.modules.get(_VERSION_MODULES.get(name)), "__version__", found[name])
+            known[name] = importlib.metadata.version(name)
+            known[name] = getattr(sys.modules.get(_VERSION_MODULES.get(name)), "__version__", known[name])
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return known
 
 
 @contextmanager
@@ -170,9 +170,9 @@ def _steps_of(folder: Path, run: str | None) -> list[dict[str, Any]]:
     """The steps of the record that is there of the run of this id; another run's record moves to earlier/N."""
     record = folder / "summary.json"
     try:
-        found = json.loads(record.read_text())
-        if found.get("id") == run:
-            return [step for step in found["steps"] if isinstance(step["step"], int)]
+        summary = json.loads(record.read_text())
+        if summary.get("id") == run:
+            return [step for step in summary["steps"] if isinstance(step["step"], int)]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -190,8 +190,8 @@ def _cut(metrics: Path, step: int) -> None:
     at = 0
     with writing(metrics), metrics.open("r+b") as file:
         for line in file:
-            found = _LINE.match(line)
-            if found is None or int(found[1]) >= step:
+            match = _LINE.match(line)
+            if match is None or int(match[1]) >= step:
                 break
             at += len(line)
         file.truncate(at)

@@ -185,13 +185,13 @@ class Run:
 
     def raised_by(self, error: BaseException) -> str:
         """ "rank 1 (pid 12 on host) in step 3: " for an error that a worker raised, else ""."""
-        found = _RAISED_IN.search(str(error))  # Ray writes it into the text of a task's error
-        if found is None or self.group is None:
+        match = _RAISED_IN.search(str(error))  # Ray writes it into the text of a task's error
+        if match is None or self.group is None:
             return ""
         actors = [actor._actor_id.hex() for actor in self.group._workers]
-        if found[1] not in actors:
+        if match[1] not in actors:
             return ""
-        rank = actors.index(found[1])
+        rank = actors.index(match[1])
         return f"rank {rank} ({self.places.get(rank, 'pid unknown')}) in step {self.step}: "
 
     def show_call(self, step: int, name: str) -> None:

@@ -65,15 +65,15 @@ def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[s
 
 def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
     """{name: value} of the record's figures that verl's metrics do not have."""
-    found = {f"recipe/seconds/{phase}": seconds for phase, seconds in record["seconds"].items()}
-    found |= _rates_by_name(record["rates"])
+    metrics = {f"recipe/seconds/{phase}": seconds for phase, seconds in record["seconds"].items()}
+    metrics |= _rates_by_name(record["rates"])
     loads = (record["expert_load"] or {}).items()
-    found |= {f"recipe/expert_load/{side}": load["max_over_mean"] for side, load in loads if load}
+    metrics |= {f"recipe/expert_load/{side}": load["max_over_mean"] for side, load in loads if load}
     if record["routing_replay"]:
-        found["recipe/routing_agreement"] = record["routing_replay"]["agreement"]
+        metrics["recipe/routing_agreement"] = record["routing_replay"]["agreement"]
     if record["skipped"]:
-        found[SKIPPED_STEPS] = record["skipped"]["steps"]
-    return found | {f"{ALARMS}/{alarm['name']}": 1.0 for alarm in record["alarms"]}
+        metrics[SKIPPED_STEPS] = record["skipped"]["steps"]
+    return metrics | {f"{ALARMS}/{alarm['name']}": 1.0 for alarm in record["alarms"]}
 
 
 def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
@@ -96,13 +96,13 @@ def phase_seconds(metrics: Mapping[str, float], workers: Sequence[Mapping[str, f
     it is not subtracted.
     """
     timers = {key.removeprefix("timing_s/"): float(v) for key, v in metrics.items() if key.startswith("timing_s/")}
-    found = {phase.name: timers[phase.timer] for phase in STEP_PHASES if phase.timer in timers}
+    of_phase = {phase.name: timers[phase.timer] for phase in STEP_PHASES if phase.timer in timers}
     for phase in (phase.name for phase in STEP_PHASES if phase.timer is None):
-        found[phase] = max(seconds.get(phase, 0.0) for seconds in workers)
-    if "rollout" in found:
-        found["rollout"] = max(found["rollout"] - found["reshard"], 0.0)
-    found["step"] = timers.get("step", 0.0)
-    return {phase: round(seconds, 4) for phase, seconds in found.items()}
+        of_phase[phase] = max(seconds.get(phase, 0.0) for seconds in workers)
+    if "rollout" in of_phase:
+        of_phase["rollout"] = max(of_phase["rollout"] - of_phase["reshard"], 0.0)
+    of_phase["step"] = timers.get("step", 0.0)
+    return {phase: round(seconds, 4) for phase, seconds in of_phase.items()}
 
 
 def tokens_of_step(metrics: Mapping[str, float]) -> dict[str, float] | None:
@@ -132,25 +132,25 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     every = [report for reports in workers for report in reports]
     if not every:
         return None
-    found: dict[str, Any] = {"syncs": max(map(len, workers))}
-    found |= {fact: any(report[fact] for report in every) for fact in ("verified", "learnt")}
+    sync: dict[str, Any] = {"syncs": max(map(len, workers))}
+    sync |= {fact: any(report[fact] for report in every) for fact in ("verified", "learnt")}
     for name in ("sent_bytes", "received_bytes", "local_bytes"):
         of_rank = [sum(report[name] for report in reports) for reports in workers]
-        found[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
-    found["collectives"] = max(sum(report["collectives"] for report in reports) for reports in workers)
-    found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for report in every)
-    found["seconds"] = {
+        sync[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
+    sync["collectives"] = max(sum(report["collectives"] for report in reports) for reports in workers)
+    sync["peak_extra_bytes"] = max(report["peak_extra_bytes"] for report in every)
+    sync["seconds"] = {
         phase: round(max(sum(r["seconds"][phase] for r in reports) for reports in workers), 4)
         for phase in sorted({phase for report in every for phase in report["seconds"]})
     }
-    return found
+    return sync
 
 
 def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
     """What moved between data-parallel rollout ranks: requests, bytes, seconds of the slowest rank; None where off."""
-    found = [each for each in counts if each is not None]
-    sums = {name: sum(each[name] for each in found) for name in ("requests", "bytes")}
-    return {**sums, "seconds": max(each["seconds"] for each in found)} if found else None
+    present = [each for each in counts if each is not None]
+    sums = {name: sum(each[name] for each in present) for name in ("requests", "bytes")}
+    return {**sums, "seconds": max(each["seconds"] for each in present)} if present else None
 
 
 def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -159,14 +159,14 @@ def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None
     agreement: share of replayed experts that routers chose too; experts: number of them, each tensor-parallel rank that
     sees a token counts it; bytes: recorded on the rank with the most.
     """
-    found = [each for each in counts if each is not None]
-    experts = sum(each["of"] for each in found)
+    present = [each for each in counts if each is not None]
+    experts = sum(each["of"] for each in present)
     if not experts:
         return None
     return {
-        "agreement": sum(each["equal"] for each in found) / experts,
+        "agreement": sum(each["equal"] for each in present) / experts,
         "experts": experts,
-        "bytes": max(each["bytes"] for each in found),
+        "bytes": max(each["bytes"] for each in present),
     }
 
 
@@ -213,8 +213,10 @@ def said_of_skipped(skipped: Mapping[str, Any]) -> str:
 
 def profile_of_step(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """{files, faults} of a profiled step from every worker's report (worker/profile.py); None where none was."""
-    found = [worker for worker in workers if worker is not None]
-    return {key: [entry for worker in found for entry in worker[key]] for key in ("files", "faults")} if found else None
+    present = [worker for worker in workers if worker is not None]
+    if not present:
+        return None
+    return {key: [entry for worker in present for entry in worker[key]] for key in ("files", "faults")}
 
 
 def said_of_profile(profile: Mapping[str, Any]) -> str:
@@ -240,8 +242,8 @@ def start_of_workers(
     parts = {name: [worker.get(f"start/{name}", 0.0) for worker in seconds] for name in ("imports", "groups", "models")}
     parts["cpu"] = [proof["cpu_s"] for proof in proofs]
     return {
-        name: {"max_s": max(found), "mean_s": sum(found) / len(found), "rank": found.index(max(found))}
-        for name, found in parts.items()
+        name: {"max_s": max(each), "mean_s": sum(each) / len(each), "rank": each.index(max(each))}
+        for name, each in parts.items()
     }
 
 
@@ -274,9 +276,9 @@ class Rates:
         """
         if not lengths or tokens is None or not seconds["step"]:
             return None
-        found: dict[str, Any] = {"tokens_per_s_per_rank": tokens["total"] / seconds["step"] / self.ranks}
+        measured: dict[str, Any] = {"tokens_per_s_per_rank": tokens["total"] / seconds["step"] / self.ranks}
         generated = tokens["responses"] / seconds["rollout"] / self.ranks if seconds.get("rollout") else None
-        found |= {"generated_per_s_per_rank": generated, "tflops_per_s_per_rank": None, "mfu": None}
+        measured |= {"generated_per_s_per_rank": generated, "tflops_per_s_per_rank": None, "mfu": None}
         if self.model is not None:
             forward = forward_flops_of(self.model, lengths)
             counts = {**self.passes, "step": sum(self.passes.values())}
@@ -285,19 +287,19 @@ class Rates:
                 for phase, count in counts.items()
                 if seconds.get(phase)
             }
-            found["tflops_per_s_per_rank"] = {phase: rate / 1e12 for phase, rate in rates.items()}
+            measured["tflops_per_s_per_rank"] = {phase: rate / 1e12 for phase, rate in rates.items()}
             if self.peak_flops_per_s:
-                found["mfu"] = {phase: rate / self.peak_flops_per_s for phase, rate in rates.items()}
-        return found
+                measured["mfu"] = {phase: rate / self.peak_flops_per_s for phase, rate in rates.items()}
+        return measured
 
 
 def _rates_by_name(rates: Mapping[str, Any] | None) -> dict[str, float]:
     if rates is None:
         return {}
-    found = {f"recipe/{name}": rate for name, rate in rates.items() if isinstance(rate, float)}
+    metrics = {f"recipe/{name}": rate for name, rate in rates.items() if isinstance(rate, float)}
     for name in ("tflops_per_s_per_rank", "mfu"):
-        found |= {f"recipe/{name}/{phase}": rate for phase, rate in (rates[name] or {}).items()}
-    return found
+        metrics |= {f"recipe/{name}/{phase}": rate for phase, rate in (rates[name] or {}).items()}
+    return metrics
 
 
 def _model_of(section: Any) -> ModelShape | None:

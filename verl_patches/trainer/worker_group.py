@@ -115,9 +115,9 @@ class RecipeWorkerGroup:
 
     def end_step(self) -> dict[str, Any]:
         """{tensor_cache: bytes that its exchange moved, logprob_check: report}, each where the run has it."""
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if self.cache is not None:
-            found["tensor_cache"] = self.cache.end_step()
+            facts["tensor_cache"] = self.cache.end_step()
         if self.sampled_check is not None:
-            found["logprob_check"] = self.sampled_check.report
-        return found
+            facts["logprob_check"] = self.sampled_check.report
+        return facts

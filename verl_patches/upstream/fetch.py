@@ -102,18 +102,18 @@ def sources(needed: Mapping[str, Repository], mirror: str | None) -> dict[str, t
         if not re.match(r"[A-Za-z][\w+.-]*://|[\w.@-]+:", mirror):
             raise ConfigError(f"--mirror {mirror}: expected a folder of git mirrors or a URL, found neither")
         return {name: (f"{mirror.rstrip('/')}/{name}.git",) for name in needed}
-    found = {}
+    of_repository = {}
     for name in needed:
         places = [folder / f"{name}.git", folder / name]
-        found[name] = tuple(str(p) for p in places if (p / ".git").exists() or (p / "HEAD").is_file())[:1]
-    missing = [name for name, place in found.items() if not place]
+        of_repository[name] = tuple(str(p) for p in places if (p / ".git").exists() or (p / "HEAD").is_file())[:1]
+    missing = [name for name, place in of_repository.items() if not place]
     if missing:
         commands = [f"git clone --mirror {needed[name].urls[0]} {folder / name}.git" for name in missing]
         raise ConfigError(
             f"--mirror {folder}: found no NAME.git or NAME of {', '.join(missing)}; nothing was fetched. "
             "Make them on a machine with network and copy them here, or give --only:\n  " + "\n  ".join(commands)
         )
-    return found
+    return of_repository
 
 
 def _repository(name: str, pin: Repository, path: Path, places: Sequence[str], log: Log) -> Iterator[Finding]:

@@ -44,15 +44,15 @@ def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
             f"{', '.join(absent)}: expected in this Python or in the folder of --upstream, found in "
             f"neither; run this in the image of the line; {FETCH}"
         )
-    found = [f for f in source_findings(line, roots) if f.state == "problem"]
-    if found and recipe.drift == "strict":
+    problems = [f for f in source_findings(line, roots) if f.state == "problem"]
+    if problems and recipe.drift == "strict":
         raise ConfigError(
             "the upstream sources are not as pinned, so this run is not started:\n  "
-            + "\n  ".join(f"{f.name} ({f.where}): {f.found}; {f.todo}" for f in found)
+            + "\n  ".join(f"{f.name} ({f.where}): {f.found}; {f.todo}" for f in problems)
             + "\nrecipe.drift=warn (without the launcher: drift=warn in VERL_PATCHES) starts the run "
             "and records it as dirty"
         )
-    return {f.name: [*(f.details or (f.found,))] for f in found}
+    return {f.name: [*(f.details or (f.found,))] for f in problems}
 
 
 def roots_of(line: str, trees: Trees) -> dict[str, Path]:

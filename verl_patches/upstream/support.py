@@ -25,13 +25,13 @@ def refused_keys(config: DictConfig) -> list[tuple[Unsupported, Any]]:
 
     Keys of the rollout section that the pin file does not list get an entry made here.
     """
-    found = []
+    keys = []
     entries = load_pins().unsupported_on(config.recipe.line)
     for entry in (*entries, *_rollout_entries(config, {entry.key for entry in entries})):
         value = OmegaConf.select(config, entry.key)
         if value is not None and value not in entry.neutral:
-            found.append((entry, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
-    return found
+            keys.append((entry, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
+    return keys
 
 
 def refusal_of(config: DictConfig, key: str) -> str | None:

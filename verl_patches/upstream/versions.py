@@ -54,16 +54,16 @@ def compare(line: str | None = None, machine: Machine | None = None, trees: Tree
     pinned = pins.line(name)
     sources = [*_sources(name, pinned, roots_of(name, trees or Trees()))]
     compared = {finding.name for finding in sources}
-    found = [Finding("line", "fine", why, "", name), _python(pinned, machine)]
-    found += [_package(key, version, machine) for key, version in pinned.packages.items() if key not in compared]
-    found += [_ascend(key, version, machine) for key, version in pinned.system.items()]
-    found += sources
-    found += shell_findings(name, machine.environ)
-    found += [Finding("not supported", "note", "", "", limit) for limit in pinned.limits]
+    findings = [Finding("line", "fine", why, "", name), _python(pinned, machine)]
+    findings += [_package(key, version, machine) for key, version in pinned.packages.items() if key not in compared]
+    findings += [_ascend(key, version, machine) for key, version in pinned.system.items()]
+    findings += sources
+    findings += shell_findings(name, machine.environ)
+    findings += [Finding("not supported", "note", "", "", limit) for limit in pinned.limits]
     for entry in pins.unsupported_on(name):
         neutral = " or ".join("unset" if value is None else str(value) for value in entry.neutral)
-        found.append(Finding(entry.key, "note", "config", neutral, "", f"{entry.why}; {entry.instead}"))
-    return Report("versions", name, tuple(found))
+        findings.append(Finding(entry.key, "note", "config", neutral, "", f"{entry.why}; {entry.instead}"))
+    return Report("versions", name, tuple(findings))
 
 
 def installed_line(machine: Machine | None = None) -> str | None:

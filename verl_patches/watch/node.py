@@ -48,13 +48,13 @@ class Seen:
 
 def read_processes(folder: Path, node: str = "") -> list[Seen]:
     """All processes of node `node` with a record in `folder`, ranks in order, then the controller."""
-    found, now, host = [], time.monotonic(), socket.gethostname()
+    processes, now, host = [], time.monotonic(), socket.gethostname()
     for file in folder.glob(f"*{BEAT}"):
         if (beat := read(file)) is not None:
             state = state_of(beat.pid, beat.started)
             still_s = now - max(beat.since_s, beat.moved_s)
-            found.append(Seen(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node))
-    return sorted(found, key=ranks_first)
+            processes.append(Seen(beat, host, now - beat.since_s, now - beat.at_s, state, still_s, node))
+    return sorted(processes, key=ranks_first)
 
 
 def ranks_first(seen: Seen) -> tuple[bool, int]:
@@ -68,14 +68,14 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
     A stopped process is continued, as it would not take the signal: ask only of a run that is to be ended.
     """
     asked: dict[str, tuple[Path, int]] = {}
-    found: dict[str, str] = {}
+    of_process: dict[str, str] = {}
     for seen in read_processes(folder):
         beat = seen.beat
         if beat.name not in names:
             continue
         file = folder / beat.name.replace(" ", "_")
         if seen.state == "gone":
-            found[beat.name] = "no stacks: the process has ended"
+            of_process[beat.name] = "no stacks: the process has ended"
             continue
         with suppress(OSError):
             asked[beat.name] = file.with_suffix(STACK), file.with_suffix(STACK).stat().st_size
@@ -86,8 +86,8 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
     for name, (file, before) in asked.items():
         while not (text := _whole(file, before)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        found[name] = text or f"no stacks within {STACK_S:g} s: the process does not take signals (in the kernel)"
-    return found
+        of_process[name] = text or f"no stacks within {STACK_S:g} s: the process does not take signals (in the kernel)"
+    return of_process
 
 
 def _signal_main_thread(pid: int, number: int) -> None:

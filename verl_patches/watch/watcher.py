@@ -83,8 +83,8 @@ class Watcher:
 
     def processes(self) -> list[Seen]:
         """Ranks and controller of all nodes, as their nodes saw them last."""
-        found = self._here() + [seen for other in self._others.values() for seen in other.seen]
-        return sorted(found, key=node.ranks_first)
+        seen_here = self._here() + [seen for other in self._others.values() for seen in other.seen]
+        return sorted(seen_here, key=node.ranks_first)
 
     def _here(self) -> list[Seen]:
         return node.read_processes(self._folder, self._own)
@@ -128,7 +128,7 @@ class Watcher:
         import ray
 
         try:
-            alive = {found["id"]: found["address"] for found in living()}
+            alive = {living_node["id"]: living_node["address"] for living_node in living()}
         except ray.exceptions.RayError as error:  # the head is busy, or gone: then Ray ends the driver
             log.warning("watch: Ray's head does not list its nodes: %s", error)
             return
@@ -175,13 +175,13 @@ class Watcher:
         names = [seen.beat.name for seen in asked]
         nodes = {seen.node for seen in asked}
         calls = [other.agent.stacks.remote(names) for name, other in self._others.items() if name in nodes]
-        found = node.stacks(self._folder, names) if self._own in nodes else {}
+        stacks = node.stacks(self._folder, names) if self._own in nodes else {}
         for answer in _answers(calls):
-            found |= answer or {}
+            stacks |= answer or {}
         files = []
-        for name in (name for name in names if name in found):
+        for name in (name for name in names if name in stacks):
             file = self._to / STACKS / f"{name.replace(' ', '_')}.txt"
-            if _written(file, found[name]):
+            if _written(file, stacks[name]):
                 files.append(str(file))
         return files
 
@@ -257,8 +257,8 @@ class _Other:
 
 def _answers(calls: Sequence[Any]) -> list[Any]:
     """The result of each call, None where it has none within ASK_S."""
-    found = results(calls, ASK_S)
-    for error in found:
+    answers = results(calls, ASK_S)
+    for error in answers:
         if isinstance(error, Exception):
             log.warning("watch: a node did not answer: %s", said(error))
-    return [None if isinstance(answer, Exception) else answer for answer in found]
+    return [None if isinstance(answer, Exception) else answer for answer in answers]

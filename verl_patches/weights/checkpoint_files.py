@@ -102,13 +102,13 @@ def generators() -> dict[str, Any]:
     return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": text_of(torch.get_rng_state())}
 
 
-def set_generators(found: Mapping[str, Any]) -> None:
-    """Set what `generators` found."""
-    version, words, gauss = found["python"]
+def set_generators(states: Mapping[str, Any]) -> None:
+    """Set what `generators` states."""
+    version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = found["numpy"]
+    name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state_of(found["torch"]))
+    torch.set_rng_state(state_of(states["torch"]))
 
 
 def text_of(state: torch.Tensor) -> str:
@@ -126,15 +126,15 @@ def state_of(text: str) -> torch.Tensor:
 
 def step_counts(optimizer: Any) -> dict[str, Any]:
     """{state: count in Adam's states (torch), group: count in its groups (apex, MindSpeed)}; None for none."""
-    found: dict[str, Any] = {"state": None, "group": None}
+    counts: dict[str, Any] = {"state": None, "group": None}
     for shard in optimizer_shards(optimizer):
         inner = shard.optimizer.optimizer
         step = inner.state.get(shard.key, {}).get("step")
         if step is not None:
-            found["state"] = {"count": float(step), "dtype": str(step.dtype), "on_cpu": step.device.type == "cpu"}
+            counts["state"] = {"count": float(step), "dtype": str(step.dtype), "on_cpu": step.device.type == "cpu"}
         steps = [group["step"] for group in inner.param_groups if "step" in group]
-        found["group"] = int(steps[0]) if steps else found["group"]
-    return found
+        counts["group"] = int(steps[0]) if steps else counts["group"]
+    return counts
 
 
 def set_step_counts(optimizer: Any, counts: Mapping[str, Any]) -> None:

@@ -44,9 +44,9 @@ class Saved:
 
     def ignored(self) -> list[str]:
         """A sentence about each thing that the run leaves alone."""
-        found = [f"{path}: of run {owner or '(no id)'}" for path, owner in self.others.items()]
-        found += [f"{path}: no folder" for path in self.files]
-        return [f"{text}; left alone" for text in [*found, *self.damaged.values()]]
+        sentences = [f"{path}: of run {owner or '(no id)'}" for path, owner in self.others.items()]
+        sentences += [f"{path}: no folder" for path in self.files]
+        return [f"{text}; left alone" for text in [*sentences, *self.damaged.values()]]
 
     def after(self, step: int) -> dict[int, Path]:
         """{step: folder} of what is newer than `step`: the run's own checkpoints, and damaged ones."""
@@ -61,22 +61,22 @@ def step_of(path: Path) -> int:
 
 def saved_in(folder: Path, run: str | None) -> Saved:
     """What `folder` holds for the run of this id; reads manifests."""
-    found = Saved()
+    saved = Saved()
     named = (path for path in folder.glob("global_step_*") if SAVED.fullmatch(path.name))
     for path in sorted(named, key=step_of):
         try:
             if not path.is_dir():
-                found.files.append(path)
+                saved.files.append(path)
                 continue
             owner = read_manifest(path).facts.get("id")
         except (ConfigError, OSError) as error:
-            found.damaged[path] = str(error)
+            saved.damaged[path] = str(error)
             continue
         if run is not None and owner == run:
-            found.own[step_of(path)] = path
+            saved.own[step_of(path)] = path
         else:
-            found.others[path] = owner
-    return found
+            saved.others[path] = owner
+    return saved
 
 
 def newest(folder: Path, run: str) -> Path | None:

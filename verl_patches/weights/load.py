@@ -189,12 +189,12 @@ def load_weights(
             keep_bias_fp32(chunk)
         layout = layout or layout_of_model(chunks)  # collective: before what can fail on one rank alone
         source = open_source(folder)
-        found = _regions(chunks, source.inventory, layout, line)
+        regions = _regions(chunks, source.inventory, layout, line)
         with WeightReader(source) as reader, torch.no_grad():
-            found.sort(key=lambda item: reader.position(item[0]))
-            progress = _progress(str(folder), sum(reader.read_bytes(region) for region, _ in found), key)
+            regions.sort(key=lambda item: reader.position(item[0]))
+            progress = _progress(str(folder), sum(reader.read_bytes(region) for region, _ in regions), key)
             reader.progress = progress.add
-            for region, view in found:
+            for region, view in regions:
                 reader.copy(region, view)
     except Exception as error:
         (progress or _progress(str(folder), 0, key)).fail(error)

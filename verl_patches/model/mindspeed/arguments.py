@@ -94,24 +94,26 @@ _KNOWN_HF_KEYS = {*SIZES, *(key for key, _, _ in ONLY), *IGNORED, "num_key_value
 def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     """Explained rows of the HF config (its config.json as a mapping); a refused row has its reason in `why`."""
     hf = dict(hf_config)
-    found = [_size(key, argument, hf) for key, argument in SIZES.items()]
-    found += [_only(key, expected, arguments, hf.get(key)) for key, expected, arguments in ONLY]
+    settings = [_size(key, argument, hf) for key, argument in SIZES.items()]
+    settings += [_only(key, expected, arguments, hf.get(key)) for key, expected, arguments in ONLY]
     unknown = {key: value for key, value in hf.items() if key not in _KNOWN_HF_KEYS}
-    found += [_refused(*item, "model/mindspeed/arguments.py does not map it") for item in unknown.items()]
+    settings += [_refused(*item, "model/mindspeed/arguments.py does not map it") for item in unknown.items()]
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
-        found.append(_refused("num_key_value_heads", kv_heads, f"MLA has one key for each of {heads} heads"))
+        settings.append(_refused("num_key_value_heads", kv_heads, f"MLA has one key for each of {heads} heads"))
     yarn = hf.get("rope_scaling") or {}
     if (yarn.get("type") or yarn.get("rope_type")) != "yarn":
-        found.append(_refused("rope_scaling", yarn or None, "MindSpeed-LLM sizes MLA's rotary part by its yarn only"))
+        settings.append(
+            _refused("rope_scaling", yarn or None, "MindSpeed-LLM sizes MLA's rotary part by its yarn only")
+        )
     else:
         prefixed = {f"rope_scaling.{key}": value for key, value in yarn.items() if key not in ("type", "rope_type")}
         sizes = {f"rope_scaling.{key}": argument for key, argument in YARN.items()}
-        found += [_size(key, argument, prefixed) for key, argument in sizes.items()]
+        settings += [_size(key, argument, prefixed) for key, argument in sizes.items()]
         unknown = {key: value for key, value in prefixed.items() if key not in sizes}
-        found += [_refused(*item, "MindSpeed-LLM's yarn has no such setting") for item in unknown.items()]
-    found += [Setting("always", None, "fixed", arguments, why) for arguments, why in MODEL_FIXED]
-    return [row._replace(key=f"HF {row.key}") if row.key != "always" else row for row in found]
+        settings += [_refused(*item, "MindSpeed-LLM's yarn has no such setting") for item in unknown.items()]
+    settings += [Setting("always", None, "fixed", arguments, why) for arguments, why in MODEL_FIXED]
+    return [row._replace(key=f"HF {row.key}") if row.key != "always" else row for row in settings]
 
 
 def arguments_of(settings: list[Setting]) -> list[str]:

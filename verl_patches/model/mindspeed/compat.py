@@ -84,14 +84,14 @@ def lengths_of(cu_seqlens: torch.Tensor) -> Lengths:
     verl makes one such tensor per forward, which every layer gets, recomputed ones too: the host waits for the device
     once, not in every layer.
     """
-    found = getattr(cu_seqlens, _LENGTHS, None)
-    if found is None:
+    lengths = getattr(cu_seqlens, _LENGTHS, None)
+    if lengths is None:
         ends = cu_seqlens[1:].tolist()
         tokens = torch.arange(ends[-1], device=cu_seqlens.device)
         starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=ends[-1])
-        found = Lengths(ends, tokens - starts)
-        setattr(cu_seqlens, _LENGTHS, found)
-    return found
+        lengths = Lengths(ends, tokens - starts)
+        setattr(cu_seqlens, _LENGTHS, lengths)
+    return lengths
 
 
 def packed_rope(apply_rotary_pos_emb_thd):

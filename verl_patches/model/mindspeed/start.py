@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from verl_patches.current import Current
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
@@ -38,7 +39,7 @@ from verl_patches.platform.npu.groups import small_groups_mib
 
 log = logging.getLogger(__name__)
 
-_features: Namespace | None = None  # what the adaptor read in this process
+adaptor_features: Current[Namespace] = Current()  # what the adaptor read in this process
 _PARSED_FURTHER = {"num_layer_list"}  # validators turn it from text into what modules read
 # What the adaptor branches on and our table sets (mindspeed_llm/tasks/megatron_adaptor.py)
 _ADAPTOR_FEATURES = (
@@ -52,9 +53,8 @@ def prepare(config: Any) -> None:
 
     Raises ConfigError where a key is refused, where Megatron was imported first, or for a second, different call.
     """
-    global _features
     words = arguments_of(explain(config))
-    if _features is not None:
+    if adaptor_features.value is not None:
         _same_features(words)
         return
     early = [name for name in ("megatron.core", "megatron.training") if name in sys.modules]
@@ -66,7 +66,7 @@ def prepare(config: Any) -> None:
     compile_of_torch = torch.compile
     with _command_line(words), _quiet("MindSpeed-LLM's adaptor"):
         importlib.import_module("mindspeed_llm")
-        _features = _read_features()
+        adaptor_features.value = _read_features()
     torch.compile = compile_of_torch
 
 
@@ -78,7 +78,7 @@ def start(config: Any) -> Namespace:
     or validator refuses, or where a validator changes a value of the configuration. That MindSpeed has replaced none of
     our patches is proven before step 1 (worker/recipe_worker.py, prove_patches).
     """
-    if _features is None:
+    if adaptor_features.value is None:
         prepare(config)
     section = config.actor_rollout_ref if "actor_rollout_ref" in config else config
     words = arguments_of(explain(section, read_hf_config(section)))
@@ -170,7 +170,7 @@ def _same_features(words: list[str]) -> None:
     """ConfigError where `words` need other features than the adaptor patched Megatron for."""
     with _command_line(words):
         now = vars(_read_features())
-    prepared = vars(_features)
+    prepared = vars(adaptor_features.value)
     mixed = [name for name in _ADAPTOR_FEATURES if now.get(name) != prepared.get(name)]
     if mixed:
         changes = ", ".join(f"{name} {prepared[name]!r}, now {now[name]!r}" for name in mixed)

@@ -99,7 +99,7 @@ def towards(address: str) -> str:
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.partition("%")[0] == ip for found in addresses):
+        if any(each.address.partition("%")[0] == ip for each in addresses):
             return name
     raise ConfigError(
         f"{_here()} reaches Ray's head {address} from {ip}, which is none of its interfaces' addresses; "
