@@ -76,6 +76,16 @@ def test_encode_takes_the_nearest_value_of_the_scaled_number(shape):
         assert VALUES[stored.view(torch.uint8)[row, column]] == VALUES[expected]
 
 
+def test_the_error_of_a_round_trip_is_half_a_step_of_the_format():
+    values = torch.randn(300, 260).bfloat16().float()
+    stored, scales = fp8.encode(values, BLOCK)
+    error = (fp8.decode(stored, scales, BLOCK, torch.float32) - values).abs()
+    scales = scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :260]
+    bound = torch.maximum(values.abs() / 16, scales * 2**-10)  # of 3 bits of mantissa: normal and subnormal numbers
+    assert (error <= bound * (1 + 1e-6)).all()
+    assert not (error <= bound / 2).all()  # control
+
+
 def test_zeros_have_scale_one_and_nan_is_refused():
     stored, scales = fp8.encode(torch.zeros(130, 4), BLOCK)
     assert (scales == 1).all() and (stored.float() == 0).all()
