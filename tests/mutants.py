@@ -1,6 +1,6 @@
 """Mutation test of planners, memory schedule, tensor cache, rewards, patches, cluster, watch, checkpoints; run by hand.
 
-    .venv/bin/python tests/mutants.py [--only NAME ...] [--json]
+    .venv/bin/python tests/mutants.py [--only NAME ...]
 
 Copies the repository to a temporary folder and applies one mutant of MUTANTS after another there; its tests must pass
 without it (the control) and are run with it. The working tree is never written to. Each run is a fork of this process,
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import json
 import multiprocessing
 import os
 import shutil
@@ -441,7 +440,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [mutant.name for mutant in MUTANTS]
     only = "this mutant alone; may be given several times"
     parser.add_argument("--only", metavar="NAME", action="append", choices=names, help=only)
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of lines")
     given = parser.parse_args(arguments)
     chosen = [mutant for mutant in MUTANTS if not given.only or mutant.name in given.only]
     check_all_apply(chosen)
@@ -457,15 +455,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             started = time.monotonic()
             check_control(copy, mutant.tests)
             verdicts[mutant.name] = verdict(copy, mutant)
-            if not given.json:
-                bar.write(f"{verdicts[mutant.name]:8}  {time.monotonic() - started:5.1f} s  {mutant.name}")
+            bar.write(f"{verdicts[mutant.name]:8}  {time.monotonic() - started:5.1f} s  {mutant.name}")
     counts = {word: list(verdicts.values()).count(word) for word in ("killed", "survived")}
     rate = counts["killed"] / max(1, counts["killed"] + counts["survived"])
-    if given.json:
-        print(json.dumps({"mutants": verdicts, **counts, "rate": rate}))
-    else:
-        numbers = ", ".join(f"{count} {word}" for word, count in counts.items())
-        print(f"mutants: {numbers}: {100 * rate:.1f} % killed")
+    numbers = ", ".join(f"{count} {word}" for word, count in counts.items())
+    print(f"mutants: {numbers}: {100 * rate:.1f} % killed")
     return 0 if rate >= LEAST_KILLED else 1
 
 

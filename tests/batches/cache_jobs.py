@@ -1,6 +1,6 @@
 """Functions of gloo ranks for test_redistribute.py. A sample's values follow from its number: all ranks know them."""
 
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,6 +12,7 @@ from verl_patches.batches.batch_plan import plan_batch
 from verl_patches.batches.cache import TensorCache
 from verl_patches.batches.exchange import Ragged, TensorSpec, wire_bytes
 
+COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather", "all_gather_object", "broadcast", "send", "recv")
 DTYPES = {
     "prompts": torch.int32,
     "responses": torch.int32,
@@ -43,9 +44,9 @@ def ragged_of(name, samples, specs):
 def redistribute(arguments):
     """(arrived as planned, collectives, bytes by wire_bytes, names left after close)."""
     rank, plan, specs = dist.get_rank(), plan_batch(**arguments), specs_of(arguments["lengths"])
-    cache, calls = TensorCache(), []
+    cache = TensorCache()
     cache.open(3)
-    with Collectives(calls), closing(cache):
+    with collectives() as calls, closing(cache):
         for name in specs:
             cache.put(3, name, plan.held[rank], ragged_of(name, plan.held[rank], specs))
         cache.redistribute(3, plan, rank, specs)
@@ -56,25 +57,20 @@ def redistribute(arguments):
     return arrived, calls, list(wire_bytes(plan, rank, specs)), cache.names
 
 
-class Collectives:
-    """Records every collective of torch.distributed, with the bytes of both sides of an AlltoAllV."""
+@contextmanager
+def collectives():
+    """Every collective of torch.distributed meanwhile, with the bytes of both sides of an AlltoAllV."""
+    calls = []
 
-    NAMES = ("all_to_all_single", "all_reduce", "all_gather", "all_gather_object", "broadcast", "send", "recv")
+    def noted(name, real):
+        def call(*args, **options):
+            calls.append([name, args[1].nbytes, args[0].nbytes] if name == "all_to_all_single" else [name])
+            return real(*args, **options)
 
-    def __init__(self, calls):
-        self.calls = calls
+        return call
 
-    def __enter__(self):
-        self.real = {name: getattr(dist, name) for name in self.NAMES}
-        for name in self.NAMES:
-            setattr(dist, name, lambda *a, name=name, **k: self.note(name, a) or self.real[name](*a, **k))
-
-    def note(self, name, arguments):
-        self.calls.append([name, arguments[1].nbytes, arguments[0].nbytes] if name == "all_to_all_single" else [name])
-
-    def __exit__(self, *_):
-        for name, real in self.real.items():
-            setattr(dist, name, real)
+    with mock.patch.multiple(dist, **{name: noted(name, getattr(dist, name)) for name in COLLECTIVES}):
+        yield calls
 
 
 def spoilt(arguments, how, on_rank):

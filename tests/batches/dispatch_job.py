@@ -8,7 +8,7 @@ import torch
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from tests.batches.logical_group import Serialised, group_of
+from tests.batches.logical_group import group_of, serialised_sizes
 from verl_patches import prelude_patch
 from verl_patches.trainer import dispatch, ray_start
 from verl_patches.trainer.dispatch import take_calls
@@ -88,10 +88,10 @@ def facts(group):
     found = {}
     take_calls()
     for name, call in cases(group).items():
-        with Serialised() as seen:
+        with serialised_sizes() as sizes:
             answers = call()
-        large = sum(size > 1e6 for size in seen.sizes)
-        found[name] = {"answers": answers, "large": large, "bytes": sum(seen.sizes), "row": take_calls()}
+        large = sum(size > 1e6 for size in sizes)
+        found[name] = {"answers": answers, "large": large, "bytes": sum(sizes), "row": take_calls()}
     try:
         group.fail(np.arange(LARGE))
     except ValueError as error:

@@ -1,5 +1,8 @@
 """verl's RayWorkerGroup over logical workers: several in one actor, with the ranks of a Megatron layout."""
 
+from contextlib import contextmanager
+from unittest import mock
+
 import ray
 from verl.single_controller.base.megatron.worker import DistGlobalInfo, DistRankInfo
 from verl.single_controller.base.megatron.worker_group import MegatronWorkerGroup
@@ -28,24 +31,17 @@ def group_of(cls, actors, workers):
     return group, made
 
 
-class Serialised:
-    """Counts what Ray serialises in this process while it is entered: {objects, bytes}."""
+@contextmanager
+def serialised_sizes():
+    """A list of the bytes of each object that Ray serialises in this process meanwhile."""
+    from ray._private.serialization import SerializationContext
 
-    def __enter__(self):
-        from ray._private.serialization import SerializationContext
+    sizes, original = [], SerializationContext.serialize
 
-        self.sizes, self._original = [], SerializationContext.serialize
-        sizes, original = self.sizes, self._original
+    def serialize(context, value):
+        serialised = original(context, value)
+        sizes.append(serialised.total_bytes)
+        return serialised
 
-        def serialize(context, value):
-            serialised = original(context, value)
-            sizes.append(serialised.total_bytes)
-            return serialised
-
-        SerializationContext.serialize = serialize
-        return self
-
-    def __exit__(self, *error):
-        from ray._private.serialization import SerializationContext
-
-        SerializationContext.serialize = self._original
+    with mock.patch.object(SerializationContext, "serialize", serialize):
+        yield sizes

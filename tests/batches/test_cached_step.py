@@ -125,8 +125,7 @@ def rows(order, **tensors):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_entropy_loss_is_that_of_all_tokens(mode):
-    group, workers = make()
-    batch = rows(ORDER)
+    (group, workers), batch = make(), rows(ORDER)
     outputs, mask = group.compute_log_prob(batch).batch, batch.batch["response_mask"]
     assert list(outputs.keys()) == ["entropys"]  # log-probs stay
     expected = agg_loss(workers.values[ORDER], mask, mode)
@@ -184,12 +183,8 @@ def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
         "position_ids": [[0, 0, 0, 1], [0, 0, 0, 0]],
     }
     assert found.meta_info == {}
-
-
-def test_every_rank_takes_its_own_prompts():
-    sent = cached_step._prompt_payload(prompts(), 0)
     ids = [padded_prompts(sent, rank, 2).batch["input_ids"].tolist() for rank in (0, 1)]
-    assert ids == [[[0, 0, 1, 2]], [[0, 0, 0, 7]]]
+    assert ids == [[[0, 0, 1, 2]], [[0, 0, 0, 7]]]  # each rank's own
     with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
         padded_prompts(sent, 0, 3)
 
@@ -201,10 +196,7 @@ class Generating:
         {"prompt_length": [2, 2], "response_length": [2, 3], "response_ids": [11, 12, 21, 22, 23]},
         {"prompt_length": [1, 1], "response_length": [1, 3], "response_ids": [31, 41, 42, 43]},
     ]
-    REPORTS = [
-        {"sent_bytes": 8, "received_bytes": 4, "balance": 1.25},
-        {"sent_bytes": 2, "received_bytes": 6, "balance": 1.25},
-    ]
+    REPORTS = [{"sent_bytes": a, "received_bytes": b, "balance": 1.25} for a, b in ((8, 4), (2, 6))]
 
     def __init__(self):
         self.calls = []
@@ -231,13 +223,8 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
     assert set(found.keys()) == {*expected, "input_ids"}
     (_, _, asked), (stage, step, placed) = workers.calls
     assert (stage, step, asked["prompt_ids"].tolist()) == ("place", 6, [1, 2, 7])
-    assert {name: np.asarray(payload).tolist() for name, payload in placed.items()} == {
-        "prompts": [2, 2, 1, 1],
-        "responses": [2, 3, 1, 3],
-        "widths": [4, WIDTH],
-        "pad": 0,
-        "balance": True,
-    }
+    sizes = {"prompts": [2, 2, 1, 1], "responses": [2, 3, 1, 3], "widths": [4, WIDTH]}
+    assert {name: np.asarray(value).tolist() for name, value in placed.items()} == {**sizes, "pad": 0, "balance": True}
     assert group.end_step() == {"sent_bytes": 8, "received_bytes": 6, "balance": 1.25}
     assert workers.calls[-1][:2] == ("close", 6)
 

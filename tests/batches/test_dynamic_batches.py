@@ -1,5 +1,7 @@
 """Dynamic micro batches of line a3 without ranks: order of outputs, weights of samples, and when nothing is changed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -37,10 +39,8 @@ def test_a_sample_weighs_the_same_in_every_packing(packed, mode):
     from verl.trainer.ppo.core_algos import agg_loss
 
     single = loss_of(PACKINGS[0], mode, agg_loss)
-    aggregate = equal_samples(agg_loss)
-    assert (
-        loss_of(PACKINGS[1], mode, aggregate) == loss_of(PACKINGS[1], mode, agg_loss) != single
-    )  # outside, and without
+    aggregate, control = equal_samples(agg_loss), loss_of(PACKINGS[1], mode, agg_loss)
+    assert loss_of(PACKINGS[1], mode, aggregate) == control != single  # outside a pass
     for rows in PACKINGS:
         packed(rows)
         assert loss_of(rows, mode, aggregate) == pytest.approx(float(single), rel=1e-6)
@@ -56,11 +56,6 @@ def test_outputs_come_back_in_the_order_of_the_batch(rows):
     assert now.in_order([]) == []  # not the last stage
 
 
-class Data:
-    def __init__(self):
-        self.meta_info = {"micro_batch_size": None}
-
-
 def test_only_a_stage_with_a_budget_is_packed(monkeypatch):
     from verl.utils import seqlen_balancing
 
@@ -72,14 +67,14 @@ def test_only_a_stage_with_a_budget_is_packed(monkeypatch):
         seen.append((split("batch", data.meta_info["micro_batch_size"]), current_packing.value))
         return "outputs"
 
-    run = packing(forward_backward_batch)
-    assert run(None, Data(), False) == "outputs" and seen.pop() == (("verl's", None), None)
+    run, data = packing(forward_backward_batch), SimpleNamespace(meta_info={"micro_batch_size": None})
+    assert run(None, data, False) == "outputs" and seen.pop() == (("verl's", None), None)
     with stage_budget.set(300):
-        assert run(None, Data(), False) == "outputs"
+        assert run(None, data, False) == "outputs"
         parts, now = seen.pop()
         assert parts == "batch" and now.budget == 300 and now.samples == 2
         with pytest.raises(ZeroDivisionError):
-            packing(lambda *_: 1 / 0)(None, Data(), True)
+            packing(lambda *_: 1 / 0)(None, data, True)
         assert current_packing.value is None
 
 

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import ray
@@ -37,7 +38,7 @@ from verl.single_controller.ray.base import RayWorkerGroup
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from tests.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
-from tests.batches.logical_group import Serialised, group_of
+from tests.batches.logical_group import group_of, serialised_sizes
 from verl_patches.batches.cached_step import CachedStep, TensorCacheStages
 from verl_patches.batches.exchange import Ragged, model_inputs
 from verl_patches.trainer.dispatch import put_before_calling
@@ -50,18 +51,20 @@ SCALE, BOUND_BYTES = 32, 0.06e9
 class Host:
     """An actor that stands for workers `ranks` of `dp` replicas; asked for them in turn, as the group does."""
 
+    def __init__(self):
+        self.counting = serialised_sizes()
+        self.sizes = self.counting.__enter__()
+
     def stand_for(self, ranks, samples, heads, prompts, responses):
         """`heads`: {rank of a replica's head: its number}; lengths by sample, all of them."""
         self.ranks, self.heads, self.asked = ranks, heads, {}
         self.each = samples // max(len(heads), 1)
         self.lengths = prompts, responses
-        self.counted = Serialised()
-        self.counted.__enter__()
 
     def serialised(self):
         """Bytes of all answers since the last time."""
-        total = sum(self.counted.sizes)
-        self.counted.sizes.clear()
+        total = sum(self.sizes)
+        self.sizes.clear()
         return total
 
     def _rank(self, method):
@@ -117,17 +120,6 @@ class Host:
         return {"samples": samples, "entropy": np.zeros(self.each, np.float32), "values": None}
 
 
-@contextlib.contextmanager
-def our_row() -> Iterator[None]:
-    """Row dispatch.put_once."""
-    original = RayWorkerGroup.execute_all_async
-    RayWorkerGroup.execute_all_async = put_before_calling(original)
-    try:
-        yield
-    finally:
-        RayWorkerGroup.execute_all_async = original
-
-
 def cluster(store_bytes: int) -> None:
     """A Ray of this benchmark's own."""
     folders = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
@@ -166,31 +158,29 @@ def prompts_of(count: int, of_sample: list[int]) -> DataProto:
     return DataProto.from_dict({name: tensors[name] for name in names}, {"raw_prompt_ids": raw})
 
 
-class Step:
-    """verl's fit() as far as workers see it: which tensors its batch has at which call."""
+# verl's fit() as far as workers see it: which tensors its batch has at which call
 
-    def __init__(self, group: Any):
-        self.group = group
 
-    def generate(self, prompts: DataProto) -> DataProto:
-        """The batch with what fit() adds."""
-        batch = self.group.generate_sequences(prompts)
-        batch.non_tensor_batch.update(columns(len(batch)))
-        batch.batch["response_mask"] = batch.batch["attention_mask"][:, -RESPONSE:].clone()
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
-        return batch
+def generate(group: Any, prompts: DataProto) -> DataProto:
+    """The batch with what fit() adds."""
+    batch = group.generate_sequences(prompts)
+    batch.non_tensor_batch.update(columns(len(batch)))
+    batch.batch["response_mask"] = batch.batch["attention_mask"][:, -RESPONSE:].clone()
+    batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+    return batch
 
-    def train(self, batch: DataProto) -> None:
-        """The other three calls."""
-        shape = batch.batch["responses"].shape
-        self.group.compute_log_prob(batch)
-        batch.batch["old_log_probs"] = torch.zeros(shape)
-        self.group.compute_ref_log_prob(batch)
-        scores = batch.batch["response_mask"] * torch.arange(float(len(batch)))[:, None]
-        for name in ("ref_log_prob", "token_level_scores", "token_level_rewards", "advantages", "returns"):
-            batch.batch[name] = scores.clone()
-        batch.meta_info["temperature"] = 0.9
-        self.group.update_actor(batch)
+
+def train(group: Any, batch: DataProto) -> None:
+    """The other three calls."""
+    shape = batch.batch["responses"].shape
+    group.compute_log_prob(batch)
+    batch.batch["old_log_probs"] = torch.zeros(shape)
+    group.compute_ref_log_prob(batch)
+    scores = batch.batch["response_mask"] * torch.arange(float(len(batch)))[:, None]
+    for name in ("ref_log_prob", "token_level_scores", "token_level_rewards", "advantages", "returns"):
+        batch.batch[name] = scores.clone()
+    batch.meta_info["temperature"] = 0.9
+    group.update_actor(batch)
 
 
 def columns(count: int) -> dict[str, np.ndarray]:
@@ -214,24 +204,6 @@ def balanced(batch: DataProto) -> DataProto:
     return batch
 
 
-class Counted:
-    """Bytes that this process and the actors serialise, by way."""
-
-    def __init__(self, actors: list[Any]):
-        self.actors, self.found = actors, {}
-
-    @contextlib.contextmanager
-    def way(self, name: str, times: int = 1) -> Iterator[None]:
-        """Added to the way's {sent, back}, `times` over."""
-        ray.get([actor.serialised.remote() for actor in self.actors])
-        with Serialised() as seen:
-            yield
-        back = sum(ray.get([actor.serialised.remote() for actor in self.actors]))
-        way = self.found.setdefault(name, {"sent": 0, "back": 0})
-        way["sent"] += times * sum(seen.sizes)
-        way["back"] += times * back
-
-
 def figures(questions: int) -> Iterator[dict[str, Any]]:
     """Those of a step of that many prompts."""
     samples = questions * EACH
@@ -239,7 +211,17 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
     group, actors = group_of(Host, 16, WORLD)
     group.lay_out(tp=TP, dp=DP, pp=PP)
     prompts, responses = lengths(samples)
-    counted = Counted(actors)
+    found: dict[str, dict[str, int]] = {}
+
+    @contextlib.contextmanager
+    def counted(name: str, times: int = 1) -> Iterator[None]:
+        """Bytes that this process and the actors serialise meanwhile, `times` over, are added to way `name`."""
+        ray.get([actor.serialised.remote() for actor in actors])
+        with serialised_sizes() as sizes:
+            yield
+        way = found.setdefault(name, {"sent": 0, "back": 0})
+        way["sent"] += times * sum(sizes)
+        way["back"] += times * sum(ray.get([actor.serialised.remote() for actor in actors]))
 
     def stand(responses: list[int]) -> None:
         heads, ranks = heads_of(group), range(WORLD)
@@ -248,21 +230,24 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
 
     stand(responses)
     verls = f"own dispatch of verl {verl.__version__}"
-    step = Step(group)
-    with counted.way(verls):
-        batch = step.generate(prompts_of(questions, prompts))
+    with counted(verls):
+        batch = generate(group, prompts_of(questions, prompts))
     batch = batch[: samples // SCALE]
     part = DataProto(batch.batch.contiguous(), batch.non_tensor_batch, dict(batch.meta_info))
     part.meta_info["global_token_num"] = part.meta_info["global_token_num"][: len(part)]
-    with counted.way(verls, SCALE):
-        step.train(part)
+    with counted(verls, SCALE):
+        train(group, part)
+    put_once = mock.patch.object(
+        RayWorkerGroup, "execute_all_async", put_before_calling(RayWorkerGroup.execute_all_async)
+    )
     for name, of in (("ours", responses), ("ours, every response of 3072 tokens", [RESPONSE] * samples)):
         stand(of)
-        step = Step(TensorCacheStages(group, CachedStep(0, RESPONSE, True, False)))
-        with our_row(), counted.way(name):
-            step.train(balanced(step.generate(prompts_of(questions, prompts))))
+        stages = TensorCacheStages(group, CachedStep(0, RESPONSE, True, False))
+        with put_once, counted(name):
+            train(stages, balanced(generate(stages, prompts_of(questions, prompts))))
     ray.shutdown()
-    found = {name: {**way, "all": way["sent"] + way["back"]} for name, way in counted.found.items()}
+    for way in found.values():
+        way["all"] = way["sent"] + way["back"]
     peers = {verls: found[verls]}
     scale = f"generation 1, other calls 1/{SCALE} x {SCALE}"
     more = {**found["ours"], "scale_of_peers": scale, "mean_response": round(statistics.mean(responses), 1)}

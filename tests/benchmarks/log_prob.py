@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -144,16 +145,14 @@ def memory(tokens: int, line: str, ours: Functions, verls: Functions) -> Iterato
 
     from verl_patches.model.log_prob import CHUNK_BYTES
 
-    for update in (False, True):
-        for dtype in (torch.float32, torch.bfloat16):
-            for entropy in (False, True):
-                arguments = tokens, dtype, entropy, update
-                mine, theirs = extra_bytes(ours, *arguments), extra_bytes(verls, *arguments)
-                bound = 2 * CHUNK_BYTES + 64 * tokens
-                if theirs is not None and theirs > tokens * VOCABULARY:
-                    bound = theirs // SHARE
-                name = f"{line}, {'update' if update else 'forward'}, {'entropy and ' * entropy}log-probs, {dtype}"
-                yield figure(name.replace("torch.", ""), mine, "bytes", bound, {"verl": theirs})
+    passes, results = {"forward": False, "update": True}, {"log-probs": False, "entropy and log-probs": True}
+    for kind, dtype, result in itertools.product(passes, ("float32", "bfloat16"), results):
+        arguments = tokens, getattr(torch, dtype), results[result], passes[kind]
+        mine, theirs = extra_bytes(ours, *arguments), extra_bytes(verls, *arguments)
+        bound = 2 * CHUNK_BYTES + 64 * tokens
+        if theirs is not None and theirs > tokens * VOCABULARY:
+            bound = theirs // SHARE
+        yield figure(f"{line}, {kind}, {result}, {dtype}", mine, "bytes", bound, {"verl": theirs})
 
 
 def figures(tokens: int, upstream: str | None) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,6 @@ is written here after RayPPOTrainer._balance_batch and rearrange_micro_batches o
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,20 +24,9 @@ from tqdm import tqdm
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from tests.batches.lengths import lognormal_lengths
-from verl_patches.batches.batch_plan import (
-    Replicas,
-    arrival,
-    balanced,
-    mini_batches,
-    packed,
-    plan_batch,
-    steps_cost,
-    train_replicas,
-)
-from verl_patches.layout.parallel import parse_layout
+from verl_patches.batches.batch_plan import Replicas, arrival, balanced, mini_batches, packed, steps_cost
 
 WORLD, BUDGET = 256, 8192
-TRAIN = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
 CVS, REPLICAS = (0.4, 0.55, 0.7), (8, 64)
 Share = Sequence[Sequence[int]]
 Ways = dict[str, Callable[[Share, Sequence[int]], Replicas]]
@@ -51,10 +39,6 @@ BY_BUDGET = {
     "ours": lambda share, lengths: packed(share, lengths, BUDGET),
     "verl dynamic batch": lambda share, lengths: verl_packed(share, lengths),
     "verl dynamic batch, balance_batch": lambda share, lengths: verl_packed(verl_share(lengths, len(share)), lengths),
-}
-FOUR = {
-    "ours": lambda share, lengths: balanced(share, lengths, 4, move_whole=True),
-    "verl arrival order": lambda share, lengths: arrival(share, 4),
 }
 
 
@@ -86,29 +70,13 @@ def worst(ways: Ways, cv: float, replicas: int, samples: int, seeds: int) -> dic
     return ratios
 
 
-def planning(samples: int) -> dict[str, float]:
-    """Seconds of one process, beside verl's balance_batch on the driver."""
-    lengths = lognormal_lengths(samples, 0.7, seed=1)
-    replicas = train_replicas(parse_layout(TRAIN))
-    start = time.process_time()
-    plan = plan_batch(replicas, lengths, mini_batch_size=samples, micro_batch_size=1)
-    plan.sends(0), plan.receives(0)
-    ours = time.process_time() - start
-    start = time.process_time()
-    verl_share(lengths, 8)
-    return {"ours": round(ours, 3), "verl balance_batch": round(time.process_time() - start, 3)}
-
-
 def figures(samples: int, seeds: int) -> Iterator[dict[str, Any]]:
     """All of them, in minutes."""
     cases = [(f"micro batch 1, DP {dp}, cv {cv}", SINGLE, cv, dp) for dp in REPLICAS for cv in CVS]
     cases += [(f"{BUDGET} tokens, DP 8, cv {cv}", BY_BUDGET, cv, 8) for cv in CVS]
-    cases += [("micro batch 4 moved whole, DP 8, cv 0.7", FOUR, 0.7, 8)]
     for name, *case in tqdm(cases, desc="microbatch", unit="figure"):
         ratios = worst(*case, samples, seeds)
         yield figure(name, ratios.pop("ours"), "", 1.02, ratios)
-    seconds = planning(samples)
-    yield figure("planning a step and one rank's exchange, 256 ranks", seconds.pop("ours"), "s", 1.0, seconds)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,19 @@ import time
 from report import ROOT, figure, print_report, run_python
 
 BIG = "grpo_deepseekv3_256die_random_init"
+BOUNDS = {  # seconds
+    "rollout shards, all experts on each rank": 1.0,
+    "training shards": 0.2,
+    "plan of 256 dies": 10.0,
+    "micro batches of a step": 1.0,
+    "search of layouts for 256 dies": 10.0,
+}
 
 
 def measure(name: str) -> float:
     """CPU seconds of one measurement on one core."""
+    from tests.batches.lengths import lognormal_lengths
+    from verl_patches.batches.batch_plan import plan_batch, train_replicas
     from verl_patches.catalog import ROWS
     from verl_patches.config.compose import compose
     from verl_patches.layout.inventory import build_inventory
@@ -31,33 +40,25 @@ def measure(name: str) -> float:
     inventory, trees = build_inventory(model), trees_of(None, None)
     rows = [row["id"] for row in patch_table(config, ROWS) if row["on"]]
     train = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
+    rollout, lengths = ParallelLayout(8, tp=8, etp=8), lognormal_lengths(512 * 16, 0.7, seed=1)
     work = {
-        "rollout shards": lambda: local_parameters(inventory, ParallelLayout(8, tp=8, etp=8), 0, "vllm"),
+        "rollout shards, all experts on each rank": lambda: local_parameters(inventory, rollout, 0, "vllm"),
         "training shards": lambda: local_parameters(inventory, train, 0, "mindspeed"),
-        "plan": lambda: build_plan(config, BIG, [], ROWS, trees),
-        "search": lambda: search(config, rows, 256, Workload(), top=4),
+        "plan of 256 dies": lambda: build_plan(config, BIG, [], ROWS, trees),
+        "micro batches of a step": lambda: plan_batch(
+            train_replicas(train), lengths, mini_batch_size=len(lengths), micro_batch_size=1
+        ).sends(0),
+        "search of layouts for 256 dies": lambda: search(config, rows, 256, Workload(), top=4),
     }[name]
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
-def main() -> int:
-    seconds = {
-        name: round(float(run_python(__file__, name)), 3)
-        for name in ("rollout shards", "training shards", "plan", "search")
-    }
-    lines = [
-        figure("shards of a rollout rank, all experts on each", seconds["rollout shards"], "s", 1.0),
-        figure("shards of a training rank", seconds["training shards"], "s", 0.2),
-        figure("plan of 256 dies", seconds["plan"], "s", 10.0),
-        figure("search of layouts for 256 dies", seconds["search"], "s", 10.0),
-    ]
-    return print_report("planning, one core", lines)
-
-
 if __name__ == "__main__":
     if sys.argv[1:]:
         print(measure(sys.argv[1]))
     else:
-        sys.exit(main())
+        seconds = {name: round(float(run_python(__file__, name)), 3) for name in BOUNDS}
+        lines = [figure(name, seconds[name], "s", bound) for name, bound in BOUNDS.items()]
+        sys.exit(print_report("planning, one core", lines))

@@ -46,37 +46,32 @@ def simulate(cv: float, alike: float, seed: int, moving: bool) -> dict[str, floa
     """Seconds of decoding, of moves, of the tail (steps after three quarters of the requests have ended), and bytes."""
     sizes = PROMPT + responses(cv, alike, seed)
     now = np.full_like(sizes, PROMPT)  # tokens in KV
-    total, tail, moved_s, moved_bytes, empty = 0.0, 0.0, 0.0, 0.0, 0
+    total = tail = moved_s = moved_bytes = 0.0
     step = 0
     while (alive := sizes > 0).any():
         if moving and step and step % STEPS == 0:
             moved_s += AGREE_S
-            made = plan(_state(now, alive), TIERS, BLOCK, STEPS, COST)
+            lengths = np.where(alive, now, 0)
+            state = State(lengths, KV_BLOCKS - (-(-lengths // BLOCK)).sum(1))
+            made = plan(state, TIERS, BLOCK, STEPS, COST)
             if made.moves:
-                blocks = np.zeros(len(now), np.int64)
-                now, sizes = _apply(made, now, sizes, blocks)
+                now, sizes, blocks = _apply(made, now, sizes)
                 moved_s += COST.moves_s(int(blocks.max()))
                 moved_bytes += made.blocks * BLOCK_BYTES
                 alive = sizes > 0
         loads = alive.sum(1)
         seconds = step_s(tier_of(int(loads.max()), TIERS))
-        total, empty = total + seconds, empty + int((loads == 0).sum())
+        total += seconds
         tail += seconds if loads.sum() < RANKS * EACH / 4 else 0.0
         now = now + alive
         sizes = np.where(now >= sizes, 0, sizes)
         step += 1
-    found = {"decode": total, "moves": moved_s, "tail": tail, "idle": empty / (step * RANKS), "steps": step}
-    return found | {"GB": moved_bytes / 1e9}
+    return {"decode": total, "moves": moved_s, "tail": tail, "GB": moved_bytes / 1e9}
 
 
-def _state(now: np.ndarray, alive: np.ndarray) -> State:
-    lengths = np.where(alive, now, 0)
-    return State(lengths, KV_BLOCKS - (-(-lengths // BLOCK)).sum(1))
-
-
-def _apply(made: MovePlan, now: np.ndarray, sizes: np.ndarray, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both arrays with requests at their receivers; free places are those whose size is 0."""
-    now, sizes = now.copy(), sizes.copy()
+def _apply(made: MovePlan, now: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Both arrays with requests at their receivers, and blocks moved by rank; free places are those of size 0."""
+    now, sizes, blocks = now.copy(), sizes.copy(), np.zeros(len(now), np.int64)
     for move in made.moves:
         places = np.flatnonzero(sizes[move.receiver] == 0)[: len(move.requests)]
         held = list(move.requests)
@@ -85,7 +80,7 @@ def _apply(made: MovePlan, now: np.ndarray, sizes: np.ndarray, blocks: np.ndarra
         blocks[move.donor] += count
         blocks[move.receiver] += count
         sizes[move.donor, held] = 0
-    return now, sizes
+    return now, sizes, blocks
 
 
 def planning(lengths: np.ndarray, free: int) -> float:
@@ -114,8 +109,7 @@ def figures() -> Iterator[dict[str, Any]]:
     for cv, alike in tqdm(CASES, desc="rebalance", unit="case"):
         without, moved = ([simulate(cv, alike, seed, moving) for seed in SEEDS] for moving in (False, True))
         mean = [{key: statistics.mean(run[key] for run in runs) for key in runs[0]} for runs in (without, moved)]
-        peer = {"without": {k: round(v, 3) for k, v in mean[0].items()}}
-        peer["with"] = {k: round(v, 3) for k, v in mean[1].items()}
+        peer = {way: {k: round(v, 3) for k, v in of.items()} for way, of in zip(("without", "with"), mean, strict=True)}
         ratio = (mean[1]["decode"] + mean[1]["moves"]) / mean[0]["decode"]
         name = f"modelled rollout seconds with / without, lognormal lengths of cv {cv}, alike {alike}"
         yield figure(name, round(ratio, 4), "", 1.0, peer)

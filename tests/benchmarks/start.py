@@ -3,9 +3,8 @@
     python tests/benchmarks/start.py
 
     worker    one process that imports what a training worker imports: CPU seconds, files opened and looked for (both
-              scale on a file system that nodes share), and the packages whose modules take longest
-    model     workers on nodes of 16: CPU seconds a node, opens and look-ups of the whole run, and seconds of verl's
-              serial part: worker 0 has started before verl makes the others (verl/single_controller/ray/base.py)
+              scale on a file system that nodes share)
+    model     workers on nodes of 16: seconds of each import, and of the whole run's calls to a shared file system
 
 Prints JSON and always exits with 0. Wall seconds would be those of a shared machine: CPU seconds are compared.
 """
@@ -14,13 +13,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 import sys
-from collections import defaultdict
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from report import run_python
+
 NODES, DIES = 16, 16
 ENV = {
     "VERL_PATCHES": "line=pypi,platform=cpu",
@@ -53,11 +49,11 @@ def counted(path):
     looked[0] += 1
     return stat(path)
 external._path_stat = counted
-before = (0.0, 0, 0, 0)
+before = (0.0, 0, 0)
 def part(name):
     global before
-    now = (time.process_time(), opened[0], looked[0], len(sys.modules))
-    keys = ("cpu_s", "opens", "lookups", "modules")
+    now = (time.process_time(), opened[0], looked[0])
+    keys = ("cpu_s", "opens", "lookups")
     found[name] = {key: round(b - a, 3) for key, a, b in zip(keys, before, now)}
     before = now
 part("interpreter")
@@ -70,46 +66,24 @@ print(json.dumps(found))
 """
 
 
-def run(code: str, *flags: str) -> subprocess.CompletedProcess:
-    """A fresh process with the environment of a CPU run."""
-    command = [sys.executable, "-W", "ignore", *flags, "-c", code]
-    env = {**os.environ, **ENV, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=ROOT)
-
-
 def worker() -> dict:
-    """{parts, total, slowest packages} of one worker's imports."""
+    """{parts, total} of one worker's imports."""
     imports = [f"import {', '.join(names.split())}\npart({name!r})" for name, names in PARTS.items()]
-    code = COUNT + "\n".join(imports) + PROVE
-    run(code)  # bytecode and page cache are there, as after the first start
-    parts = json.loads(run(code).stdout.splitlines()[-1])
+    for _ in range(2):  # at the second time bytecode and page cache are there, as after the first start
+        output = run_python("-W", "ignore", "-c", COUNT + "\n".join(imports) + PROVE, **ENV)
+    parts = json.loads(output.splitlines()[-1])
     total = {key: round(sum(found[key] for found in parts.values()), 3) for key in parts["ray"]}
-    return {"parts": parts, "total": total, "packages_ms": packages("\n".join(imports))}
-
-
-def packages(imports: str, most: int = 20) -> dict[str, int]:
-    """{package: ms of its own modules}, from -X importtime; what modules do when they are first imported is theirs."""
-    done = run("def part(name): pass\n" + imports, "-X", "importtime")
-    own: defaultdict[str, int] = defaultdict(int)
-    for match in re.finditer(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\w+)", done.stderr, re.MULTILINE):
-        own[match[2]] += int(match[1])
-    largest = sorted(own.items(), key=lambda entry: -entry[1])[:most]
-    return {name: round(spent / 1000) for name, spent in largest}
+    return {"parts": parts, "total": total}
 
 
 def model(total: dict) -> dict:
     """Costs of NODES x DIES workers from those of one worker."""
     workers = NODES * DIES
+    calls = workers * (total["opens"] + total["lookups"])
     return {
         "workers": workers,
-        "imports, CPU s a node": round(DIES * total["cpu_s"], 1),
         "imports, s a node of 320 cores, each worker on a core of its own": round(total["cpu_s"], 1),
-        "serial, s: worker 0 before the others": round(2 * total["cpu_s"], 1),
-        "files opened": round(workers * total["opens"]),
-        "look-ups": round(workers * total["lookups"]),
-        "s at 50,000 metadata calls a second of a shared file system": round(
-            workers * (total["opens"] + total["lookups"]) / 50_000, 1
-        ),
+        "s at 50,000 metadata calls a second of a shared file system": round(calls / 50_000, 1),
     }
 
 

@@ -5,8 +5,7 @@
 convert: a model of 1.4 GB in bf16 (--tiny: of 7 MB) is made in DIR (a temporary folder by default; it decides which
 disk is measured) and converted, from FP8 and bf16 to shards of a layout and back, each in a process of its own. Its
 peer, a plain copy, reads as many bytes of the same files and writes as many bytes, in blocks of 16 MB and with fsync,
-in turns with the conversions and in the same process; both find the files in the page cache. Beside it: what a
-conversion that did nothing but the sha256 of the bytes to write would reach, on all cores and without any file.
+in turns with the conversions and in the same process; both find the files in the page cache.
 save: `mib` MiB of one rank's state, the best of some turns; peers: a plain copy of the same tensors, torch.save and
 fsync.
 runs: two smoke runs at pp2, where verl's own checkpoints, the peer, work too: bytes of a folder, seconds of a step.
@@ -16,7 +15,6 @@ Prints JSON: a list of figures, each with `value`, `bound` and `peer`. Exits 1 w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -26,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +83,7 @@ def case(folder: Path, source: str, target: str, dtype: str, layout: str | None)
 
 
 def turn(folder: Path, source: str, target: str, dtype: str, layout: str | None) -> dict[str, Any]:
-    """`case`, and then seconds of its peers: the plain copy, and the sha256 of the bytes that it writes."""
+    """`case`, and then seconds of its peer, the plain copy."""
     shutil.rmtree(folder / target, ignore_errors=True)
     os.sync()
     run = case(folder, source, target, dtype, layout)
@@ -94,7 +91,7 @@ def turn(folder: Path, source: str, target: str, dtype: str, layout: str | None)
     write = run["least"] - run["read"]
     copy, cpu = plain_copy(folder / source, folder / "copy", run["read"], write)
     print(target, round(run["seconds"], 2), round(copy, 2), file=sys.stderr)
-    return run | {"copy": copy, "copy_cpu": cpu, "sha256": sha256_seconds(write)}
+    return run | {"copy": copy, "copy_cpu": cpu}
 
 
 def calls_bytes() -> int:
@@ -107,35 +104,16 @@ def plain_copy(source: Path, target: Path, read: int, write: int) -> tuple[float
     """(seconds, CPU seconds) to read `read` bytes of `source`'s files and to write `write` to new ones, with fsync."""
     start, cpu, buffer = time.perf_counter(), time.process_time(), memoryview(bytearray(_CHUNK))
     target.mkdir()
-    left = write
     for number, path in enumerate(sorted(source.glob("*.safetensors"))):
-        size = path.stat().st_size
         with path.open("rb", buffering=0) as file, (target / str(number)).open("wb", buffering=0) as out:
-            share = min(left, -(-write * size // read))
             while count := file.readinto(buffer):
-                for _ in range(-(-write // read)):
-                    take = min(count, share)
-                    out.write(buffer[:take])
-                    share, left = share - take, left - take
+                left = count * write // read
+                while left:
+                    left -= out.write(buffer[:left])
             os.fsync(out.fileno())
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     shutil.rmtree(target)
     return seconds, cpu
-
-
-def sha256_seconds(size: int) -> float:
-    """Seconds for the sha256 of `size` bytes in memory, on all cores of this process."""
-    cores, block = len(os.sched_getaffinity(0)), bytes(1 << 20)
-
-    def work(number: int) -> None:
-        digest = hashlib.sha256()
-        for _ in range(size // cores // len(block)):
-            digest.update(block)
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor(cores) as pool:
-        list(pool.map(work, range(cores)))
-    return time.perf_counter() - start
 
 
 def conversions(folder: Path, pairs: int, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
@@ -144,22 +122,14 @@ def conversions(folder: Path, pairs: int, sizes: dict[str, int]) -> Iterator[dic
     for name in CASES:
         text = run_python(__file__, "--folder", folder, "--case", name, "--pairs", str(pairs))
         runs = json.loads(text)
-        copies, hashes = [run["copy"] for run in runs], [run["sha256"] for run in runs]
-        run = runs[0]
-        yield figure(
-            f"{name}: bytes read + written / least possible", round(run["moved"] / run["least"], 5), "", BYTES_BOUND
-        )
-        ratio = statistics.median(copy / run["seconds"] for run, copy in zip(runs, copies, strict=True))
-        ours = round(run["least"] / statistics.median(run["seconds"] for run in runs) / 1e6)
-        peer = round(run["least"] / statistics.median(copies) / 1e6)
-        sha256 = statistics.median(copy / seconds for seconds, copy in zip(hashes, copies, strict=True))
-        peers = {
-            "copy, MB/s": peer,
-            "copy, cpu_s": round(run["copy_cpu"], 2),
-            "sha256 alone / plain copy": round(sha256, 3),
-        }
-        cpu = round(statistics.median(run["cpu"] for run in runs), 2)
-        more = {"MB/s": ours, "cpu_s": cpu, "fine": ratio >= RATE_BOUND}
+        median = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        least = median["least"]
+        moved = round(runs[0]["moved"] / least, 5)
+        yield figure(f"{name}: bytes read + written / least possible", moved, "", BYTES_BOUND)
+        ratio = statistics.median(run["copy"] / run["seconds"] for run in runs)
+        peers = {"copy, MB/s": round(least / median["copy"] / 1e6), "copy, cpu_s": round(median["copy_cpu"], 2)}
+        more = {"MB/s": round(least / median["seconds"] / 1e6), "cpu_s": round(median["cpu"], 2)}
+        more["fine"] = ratio >= RATE_BOUND
         yield figure(f"{name}: rate / plain copy (at least)", round(ratio, 3), "", RATE_BOUND, peers, **more)
         peak = max(run["peak"] for run in runs)
         yield figure(f"{name}: peak memory / largest layer", round(peak / layer, 3), "", LAYERS_BOUND, {"bytes": peak})

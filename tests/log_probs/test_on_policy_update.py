@@ -1,6 +1,5 @@
 """The update without a pass for old log-probs: refusals, both sides of the call, the loss; no change while off."""
 
-import json
 import math
 import re
 from types import SimpleNamespace
@@ -65,15 +64,12 @@ def test_wrong_values_of_the_correction_are_refused_by_name(settings, words):
     assert re.search(f"{CORRECT}.*{words}", refusal), refusal
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [("actor_rollout_ref.rollout.temperature=0.9", "temperature 0.9"), ("recipe.rollout.replay=somewhere", "recorded")],
-)
-def test_a_correction_needs_comparable_log_probs(override, words):
+def test_a_correction_needs_comparable_log_probs():
     on = [f"{CORRECT}.rollout_is=token", f"{CORRECT}.rollout_rs=seq_sum_k1", f"{CORRECT}.rollout_rs_threshold=0.5_2.0"]
+    override = "actor_rollout_ref.rollout.temperature=0.9"  # other reasons: test_truth_check.py
     assert refusals(*on) == [] and refusals(override) == []
     (fault,) = refusals(*on, override)
-    assert f"{CORRECT} is on, but vLLM's and the actor's" in fault and words in fault
+    assert f"{CORRECT} is on, but" in fault and "temperature 0.9" in fault
 
 
 def batch(far=0.05):
@@ -212,26 +208,3 @@ def test_a_failed_update_leaves_the_loss_alone():
     data = batch().batch
     given = [data["old_log_probs"], data["old_log_probs"] + 0.1, data["advantages"], torch.ones(4, LENGTH), 0.2]
     assert torch.equal(Worker.loss(*given)[0], compute_policy_loss(*given)[0])
-
-
-PROBE = """
-import verl_patches.prelude_patch, json
-import verl.workers.megatron_workers as workers
-from verl.single_controller.base.decorator import MAGIC_ATTR
-from verl.trainer.ppo import core_algos
-from verl.workers.actor import megatron_actor
-ours, upstream = workers.ActorRolloutRefWorker.__mro__[1:3]
-methods = [name for name in vars(ours) if hasattr(getattr(upstream, name, None), MAGIC_ATTR)]
-for name in methods:
-    assert str(getattr(getattr(ours, name), MAGIC_ATTR)) == str(getattr(getattr(upstream, name), MAGIC_ATTR)), name
-for module in (core_algos, megatron_actor):
-    assert "on_policy_update.py" in module.compute_policy_loss.__code__.co_filename
-print(json.dumps(methods))
-"""
-
-
-@pytest.mark.slow
-def test_methods_of_the_worker_are_dispatched_as_upstreams(run_warm):
-    """verl binds a method to its worker group by the dispatch mode that the class has for it."""
-    methods = json.loads(run_warm(PROBE, patches="line=pypi,platform=cpu").check().out.splitlines()[-1])
-    assert {"init_model", "compute_log_prob", "compute_ref_log_prob", "update_actor"} <= set(methods)

@@ -1,6 +1,5 @@
 """Metrics and weights against closed forms, brute force and numpy; what a weight does to PPO's loss."""
 
-import itertools
 import math
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from verl_patches.log_probs import rollout_correction as rc
-from verl_patches.log_probs.on_policy import Correction, correction_of, ratio_bounds
+from verl_patches.log_probs.on_policy import Correction, correction_of
 
 LOG2 = math.log(2.0)
 TOKEN, SEQUENCE = Correction("token", 2.0, None, None), Correction("sequence", 2.0, None, None)
@@ -58,15 +57,6 @@ def test_k3_is_right_where_both_sides_nearly_agree():
     assert "recipe/logprob_pearson" not in metrics  # no spread, no correlation
 
 
-def test_kl_estimates_are_the_kl_of_the_two_distributions():
-    """Every token of a vocabulary as often as the rollout samples it: both estimators give KL(rollout || actor)."""
-    p, q = torch.tensor([0.5, 0.25, 0.125, 0.125]).double(), torch.full((4,), 0.25).double()
-    tokens = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 3]])
-    metrics = rc.metrics(rc.moments(p.log()[tokens], q.log()[tokens], torch.ones_like(tokens)))
-    kl = float((p * (p / q).log()).sum())
-    assert (metrics["rollout_corr/kl"], metrics["rollout_corr/k3_kl"]) == pytest.approx((kl, kl))
-
-
 @pytest.mark.parametrize("correction", [None, TOKEN, Correction("sequence", 1.1, "seq_mean_k1", (0.8, 1.2))])
 def test_parts_of_a_batch_add_up_to_the_whole(correction, monkeypatch):
     batch = sides(seed=3, rows=9)
@@ -86,9 +76,7 @@ def test_a_log_prob_that_is_not_finite_is_reported_and_never_averaged_away(side,
     batch[side][1, 2] = value
     metrics = rc.metrics(rc.merged([rc.moments(*batch), rc.moments(*sides(seed=1))]))
     assert metrics["recipe/logprob_not_finite"] == 1 and math.isnan(metrics["recipe/logprob_delta_mean"])
-    words = (
-        rf"1 of {int(batch[2].sum())} sampled tokens .* in {('vLLM', 'the actor')[side]}; .* token 2 of response 1: "
-    )
+    words = rf"1 of {int(batch[2].sum())} .* in {('vLLM', 'the actor')[side]}; .* token 2 of response 1: "
     with pytest.raises(rc.LogProbError, match=words):
         rc.weigh(*batch, TOKEN)
 
@@ -125,22 +113,6 @@ def test_weights_of_bf16_sides_are_fp32():
     rollout, actor = (torch.tensor([[value]], dtype=torch.bfloat16) for value in (-1.0, -1.0078125))
     weights = rc.weigh(rollout, actor, torch.ones(1, 1), TOKEN).weights
     assert weights.dtype is torch.float32 and weights.item() == pytest.approx(math.exp(-0.0078125), rel=1e-6)
-
-
-def test_sequence_weights_turn_the_rollouts_mean_into_the_actors():
-    """Every response of two tokens over a vocabulary of three, weighed by how often the rollout samples it."""
-    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
-    responses = torch.tensor(list(itertools.product(range(3), repeat=2)))
-    value = torch.arange(9.0).double() ** 2
-    sampled, wanted = p[responses].prod(-1), q[responses].prod(-1)
-    both = p.log()[responses], q.log()[responses], torch.ones_like(responses)
-
-    def mean(cap):
-        weights = rc.weigh(*both, Correction("sequence", cap, None, None)).weights
-        return float((sampled * weights[:, 0] * value).sum())
-
-    assert mean(100.0) == pytest.approx(float((wanted * value).sum()))
-    assert mean(1.5) < mean(100.0)  # truncation has a bias, and one direction
 
 
 @pytest.mark.parametrize("bounds", [(0.5, 1.1), (0.9, 3.0)])
@@ -188,14 +160,9 @@ def test_weight_metrics_are_verls(level, ratios, high):
 
 @pytest.mark.parametrize(("text", "bounds"), [("0.5_2.0", (0.5, 2.0)), ("4", (0.25, 4.0)), ("0.9_0.99", (0.9, 0.99))])
 def test_bounds_of_a_ratio(text, bounds):
-    assert ratio_bounds(text) == bounds
-    section = {
-        "rollout_is": None,
-        "rollout_is_threshold": 2.0,
-        "rollout_rs": "seq_sum_k1",
-        "rollout_rs_threshold": text,
-    }
-    assert correction_of(SimpleNamespace(**section)) == Correction(None, 2.0, "seq_sum_k1", bounds)
+    section = SimpleNamespace(rollout_is=None, rollout_is_threshold=2.0, rollout_rs="seq_sum_k1")
+    section.rollout_rs_threshold = text
+    assert correction_of(section) == Correction(None, 2.0, "seq_sum_k1", bounds)
 
 
 def test_a_weight_of_the_advantage_is_a_weight_of_ppos_loss():

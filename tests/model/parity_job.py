@@ -25,37 +25,43 @@ from verl_patches.reshard.train_tensors import layout_of_model, library_of, nati
 LAYER_NAMES = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_name": "linear_fc1.weight"}
 
 
-def run(chunks, config, hf_config, batch, packed=True, backward=False):
-    """Logits [B, S, V] by verl's forward, TP shards gathered; None on all but the last pipeline stage."""
-    forward = get_mcore_forward_fn(hf_config)
-    kept = []
+def run(chunks, config, hf_config, batch, packed=True, backward=False, micro_batches=None):
+    """Logits [B, S, V] by verl's forward, TP shards gathered; None on all but the last pipeline stage.
+
+    micro_batches: rows of each, by default one of all rows. The loss is next_token_loss of the whole batch.
+    """
+    forward, kept = get_mcore_forward_fn(hf_config), {}
+    micro_batches = micro_batches or [list(range(len(batch[0])))]
+
+    def tokens(mask):
+        return (mask[:, 1:] & mask[:, :-1]).sum()
 
     def step(batches, model):
-        ids, mask, position_ids = next(batches)
+        rows, (ids, mask, position_ids) = next(batches)
         logits = forward(model, ids, mask, position_ids, sequence_parallel=config.sequence_parallel, pack_seqs=packed)
-        return logits, partial(loss, ids, mask)
+        return logits, partial(loss, rows, ids, mask)
 
-    def loss(ids, mask, logits):
+    def loss(rows, ids, mask, logits):
         parts = [torch.empty_like(logits) for _ in range(mpu.get_tensor_model_parallel_world_size())]
         torch.distributed.all_gather(parts, logits.detach().contiguous(), group=mpu.get_tensor_model_parallel_group())
         parts[mpu.get_tensor_model_parallel_rank()] = logits
         whole = torch.cat(parts, dim=-1)
-        kept.append(whole.detach())
+        kept.update(zip(rows, whole.detach(), strict=True))
         # every TP rank sees the whole loss: Megatron's embedding and head expect the gradient of their own shard only
-        return next_token_loss(whole, ids, mask), {}
+        return next_token_loss(whole, ids, mask) * tokens(mask) / tokens(batch[1]) * len(micro_batches), {}
 
     for chunk in chunks:
         get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
     get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter([batch]),
+        data_iterator=iter([(rows, [tensor[rows] for tensor in batch]) for rows in micro_batches]),
         model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=1,
+        num_microbatches=len(micro_batches),
         seq_length=batch[0].numel(),
         micro_batch_size=1,
         forward_only=not backward,
     )
-    return kept[0] if kept else None
+    return torch.stack([kept[row] for row in sorted(kept)]) if kept else None
 
 
 def local_gradients(chunks, folder, line):
@@ -84,8 +90,8 @@ def answers(built, folder: Path, line: str = "pypi") -> dict:
     return {**found, "gradients": local_gradients(chunks, folder / "model", line)}
 
 
-def layouts_job(folder: Path, layouts: dict[str, dict]) -> dict:
-    """Logits and gradients at every layout: {name: sizes and `overrides`}."""
+def layouts_job(folder: Path, layouts: dict[str, dict], answers=answers) -> dict:
+    """`answers` at every layout: {name: sizes and `overrides`}."""
     found = {}
     for name, sizes in layouts.items():
         overrides = sizes.pop("overrides", {})

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from verl_patches.replay.expert_load import ExpertLoad
 
 
-def taken(rank):
+def taken():
     """A rank's load of 2 layers of 4 experts in two steps: layer 0 is on ranks 0 and 1, the second step is empty."""
     load = ExpertLoad(2, 4, torch.device("cpu"))
-    if rank < 2:
+    if dist.get_rank() < 2:
         load.add(0, torch.tensor([[0, 1], [2, 3]]))  # even
     load.add(1, torch.tensor([[0, 3], [0, 1]]))
     load.add(1, torch.tensor([[True, False, False, False]]))
@@ -18,16 +19,7 @@ def taken(rank):
 
 @pytest.mark.slow
 def test_the_least_even_layer_over_all_ranks(ranks4):
-    for step, empty in ranks4.run("tests.replay.test_expert_load:rank"):
-        assert step == {
-            "max_over_mean": pytest.approx(3 / (5 / 4)),
-            "mean_over_layers": pytest.approx(1.7),
-            "layers": 2,
-        }
+    for step, empty in ranks4.run("tests.replay.test_expert_load:taken"):
+        largest = pytest.approx(3 / (5 / 4))
+        assert step == {"max_over_mean": largest, "mean_over_layers": pytest.approx(1.7), "layers": 2}
         assert empty is None
-
-
-def rank():
-    import torch.distributed as dist
-
-    return taken(dist.get_rank())

@@ -1,40 +1,43 @@
 """The helper process that compares answers: start, end, and what happens when it is lost or cannot start."""
 
-import os
 import signal
 import time
 
 import psutil
 import pytest
 
+from tests.ranks import HANG_S
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.answer_checker import MEMORY_BYTES, AnswerChecker
 
 pytestmark = pytest.mark.slow  # each starts processes
 
 
+class Checker(AnswerChecker):
+    """With a time limit that no comparison reaches on a busy machine."""
+
+    def equivalent(self, gold, answer, cpu_limit_s=60.0):
+        return super().equivalent(gold, answer, cpu_limit_s)
+
+
 @pytest.fixture
 def checker():
-    checker = AnswerChecker()
+    checker = Checker()
     yield checker
     checker.close()
 
 
 def wait_until_gone(pid):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"process {pid} still runs"
         time.sleep(0.02)
 
 
-def test_a_lost_helper_is_replaced_and_close_ends_the_new_one(checker):
+def test_one_helper_compares_all_answers_until_close_ends_it(checker):
     assert checker.equivalent("1/2", "0.5")
-    first = checker.pid
-    assert checker.equivalent("1/2", "0.50") and checker.pid == first
-    os.kill(first, signal.SIGKILL)
-    wait_until_gone(first)
-    assert checker.equivalent("1/2", "2/4") and checker.pid != first
     helper = psutil.Process(checker.pid)
+    assert checker.equivalent("1/2", "0.50") and checker.pid == helper.pid
     checker.close()
     assert checker.pid is None and not helper.is_running()
 
@@ -69,7 +72,7 @@ def test_time_limits_do_not_depend_on_the_callers_signals(checker):
 def test_the_helper_ends_with_the_process_that_started_it(run_python, ending):
     code = (
         "import os\nfrom verl_patches.rewards.answer_checker import AnswerChecker\nchecker = AnswerChecker()\n"
-        f"assert checker.equivalent('1', '2/2')\nprint(checker.pid, flush=True)\n{ending}\n"
+        f"assert checker.equivalent('1', '2/2', 60.0)\nprint(checker.pid, flush=True)\n{ending}\n"
     )
     wait_until_gone(int(run_python(code).out))
 
@@ -78,14 +81,14 @@ def test_a_process_has_one_helper_and_its_fork_another(run_python):
     code = """
 import os
 from verl_patches.rewards.answer_checker import shared_answer_checker
-assert shared_answer_checker().equivalent("1", "2/2")
+assert shared_answer_checker().equivalent("1", "2/2", 60.0)
 first = shared_answer_checker().pid
 child = os.fork()
 if child == 0:
-    good = shared_answer_checker().equivalent("1", "3/3") and shared_answer_checker().pid != first
+    good = shared_answer_checker().equivalent("1", "3/3", 60.0) and shared_answer_checker().pid != first
     os._exit(0 if good else 1)
 assert os.waitpid(child, 0)[1] == 0
-assert shared_answer_checker().equivalent("1", "4/4") and shared_answer_checker().pid == first
+assert shared_answer_checker().equivalent("1", "4/4", 60.0) and shared_answer_checker().pid == first
 """
     run_python(code).check()
 
@@ -112,7 +115,7 @@ def test_an_answer_that_needs_more_memory_than_the_limit_is_wrong(tmp_path, monk
     """math-verify is replaced by a parser that allocates as many bytes as the answer says, and reads 1."""
     (tmp_path / "math_verify.py").write_text(ALLOCATES)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert checker.equivalent("1", str(MEMORY_BYTES // 2), cpu_limit_s=20.0)
+    assert checker.equivalent("1", str(MEMORY_BYTES // 2))
     first = checker.pid
-    assert not checker.equivalent("1", str(2 * MEMORY_BYTES), cpu_limit_s=20.0)
-    assert checker.equivalent("1", str(MEMORY_BYTES // 2), cpu_limit_s=20.0) and checker.pid == first
+    assert not checker.equivalent("1", str(2 * MEMORY_BYTES))
+    assert checker.equivalent("1", str(MEMORY_BYTES // 2)) and checker.pid == first

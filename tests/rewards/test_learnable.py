@@ -1,4 +1,4 @@
-"""The task for tiny random models: no constant answer earns half, an answer of the right kind earns one."""
+"""The task for tiny random models: a constant answer earns at most a third, one of the right kind earns one."""
 
 import json
 from random import Random
@@ -28,11 +28,6 @@ def mean_reward(answer_to, rows=ROWS):
 @given(st.text(max_size=64) | st.text(alphabet="".join(KINDS.values()), min_size=8, max_size=64))
 def test_no_constant_answer_earns_more_than_a_third(answer):
     assert mean_reward(lambda prompt: answer, ROWS[:30]) <= 1 / 3 + 1e-9
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_constant_answer_earns_more_than_half_where_kinds_are_unequally_frequent(kind):
-    assert all(mean_reward(lambda prompt: KINDS[kind] * 2, make_rows(count)) <= 0.5 for count in range(3, 12))
 
 
 def test_the_right_kind_earns_one_and_the_kind_of_another_prompt_does_not():
@@ -77,17 +72,3 @@ def test_mixed_data_is_scored_by_the_reward_of_its_source():
     assert by_source.compute_score(DATA_SOURCE, "a" * 16, "small")["acc"] == 1.0
     right, wrong = (by_source.compute_score("deepscaler", rf"so \boxed{{{x}}}", "42") for x in (42, 43))
     assert right["score"] == 1.0 and wrong["score"] < 0.5 and set(letters) == set(right)
-
-
-@pytest.mark.slow
-def test_random_tokens_of_the_tiny_model_earn_a_little(tiny_model):
-    from transformers import AutoTokenizer
-
-    tokenizer, rng = AutoTokenizer.from_pretrained(tiny_model), Random(0)
-
-    def random_answer(prompt):
-        return tokenizer.decode([rng.randrange(len(tokenizer)) for _ in range(16)], skip_special_tokens=True)
-
-    assert 0.1 <= mean_reward(random_answer) <= 0.35
-    lengths = [len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)) for row in ROWS]
-    assert max(lengths) <= 32
