@@ -43,13 +43,14 @@ def build_model(
     load: bool = True,
     wrap_with_ddp: bool = False,
     distributed_optimizer: bool = False,
+    line: str = "pypi",
 ):
     """(chunks, transformer config, HF config) of this rank for the HF folder, with its weights unless `load` is False.
 
     Follows verl's `_build_model_optimizer` (megatron_workers.py:143): config converter, model initializer, wrappers.
     `overrides` are fields of Megatron's MLATransformerConfig, verl's `override_transformer_config`. Needs
-    `start_parallel`. With `distributed_optimizer`, as in verl's worker, a DDP-wrapped model's gradients are whole on
-    no rank.
+    `start_parallel`, on line a3 the engine's start. With `distributed_optimizer`, as in verl's worker, a DDP-wrapped
+    model's gradients are whole on no rank.
     """
     hf_config = AutoConfig.from_pretrained(folder)
     config = hf_to_mcore_config(hf_config, dtype, **(overrides or {}))
@@ -59,7 +60,7 @@ def build_model(
 
     chunks = get_model(provide, wrap_with_ddp=wrap_with_ddp, use_distributed_optimizer=distributed_optimizer)
     if load:
-        load_weights(folder, chunks, key=f"load/{next(_loads)}")
+        load_weights(folder, chunks, line, key=f"load/{next(_loads)}")
     return chunks, config, hf_config
 
 

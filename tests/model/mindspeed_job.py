@@ -1,9 +1,8 @@
-"""What one rank does in the parity tests of line a3; see mindspeed_start.py."""
+"""What one rank does in the tests of line a3: parity, updates and micro batches; see mindspeed_start.py."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from pathlib import Path
 
@@ -12,32 +11,26 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
-from transformers import AutoConfig
-from verl.models.mcore import hf_to_mcore_config, init_mcore_model
-from verl.utils.megatron_utils import get_model, unwrap_model
+from verl import DataProto
+from verl.utils.megatron_utils import unwrap_model
 
+from tests.model.megatron_model import build_model
 from tests.model.parity_job import answers, in_bf16, run
 from verl_patches.errors import ConfigError
+from verl_patches.memory.host_backed import single_optimizers
+from verl_patches.model.mindspeed import model as mindspeed_model
 from verl_patches.model.weights import named_weights, split_up
 from verl_patches.platform.npu import attention
-from verl_patches.weights.load import load_weights
+from verl_patches.worker.step_guard import parameter_names
 
-_loads = itertools.count()  # of this process; the same on every rank
+RESPONSE = 16  # tokens
 
 
 def build(model: Path, args, with_ddp: bool = True):
-    """(chunks, transformer config, HF config) of this rank, as verl's worker builds them, with their weights."""
+    """`build_model` of this line."""
     torch.manual_seed(args.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
-    hf_config = AutoConfig.from_pretrained(model)
-    config = hf_to_mcore_config(hf_config, args.params_dtype)
-
-    def provide(pre_process, post_process):
-        return init_mcore_model(config, hf_config, pre_process, post_process)
-
-    chunks = get_model(provide, wrap_with_ddp=with_ddp, use_distributed_optimizer=False)
-    load_weights(model, chunks, "a3", key=f"load/{next(_loads)}")
-    return chunks, config, hf_config
+    return build_model(model, args.params_dtype, wrap_with_ddp=with_ddp, line="a3")
 
 
 def parity_job(folder: Path, config, args) -> dict:
@@ -53,34 +46,23 @@ def bf16_job(folder: Path, config, args) -> dict:
 
 
 def controls_job(folder: Path, config, args) -> dict:
-    """Logits with one thing wrong each."""
-    batch = torch.load(folder / "batch.pt")
-    chunks, config, hf_config = build(folder / "model", args, with_ddp=False)
-    found = {"nothing": run(chunks, config, hf_config, batch)}
-    weights = dict(named_weights(unwrap_model(chunks)[0]))
-    for name, spoil in {"bias": _zero_bias, "columns": _split_columns}.items():
-        saved = {n: t.clone() for n, t in weights.items()}
-        spoil(weights, args)
-        found[name] = run(chunks, config, hf_config, batch)
-        with torch.no_grad():
-            for n, t in weights.items():
-                t.copy_(saved[n])
+    """Logits as they should be, and with one thing wrong each.
+
+    columns: weight1 filled as its shape [H, e * 2F] says, the published mistake, instead of as view(e, H, 2F).
+    """
+
+    def by_columns(tensor):
+        return torch.cat([expert.t() for expert in split_up(tensor, args.num_experts)], dim=1)
+
+    found = {}
+    spoilt = {"nothing": ("router.weight", torch.clone), "bias": ("expert_bias", torch.zeros_like)}
+    for name, (ending, change) in (spoilt | {"columns": ("weight1", by_columns)}).items():
+        built = build(folder / "model", args, with_ddp=False)
+        for parameter, tensor in named_weights(unwrap_model(built[0])[0]):
+            if parameter.endswith(ending):
+                tensor.data.copy_(change(tensor))
+        found[name] = run(*built, torch.load(folder / "batch.pt"))
     return found
-
-
-def _zero_bias(weights, args):
-    for name, tensor in weights.items():
-        if name.endswith("expert_bias"):
-            tensor.zero_()
-
-
-@torch.no_grad()
-def _split_columns(weights, args):
-    """weight1 filled as its shape [H, e * 2F] says, the published mistake, instead of as view(e, H, 2F)."""
-    for name, tensor in weights.items():
-        if name.endswith("weight1"):
-            whole = split_up(tensor.clone(), args.num_experts)
-            tensor.copy_(torch.cat([expert.t() for expert in whole], dim=1))
 
 
 def attention_job(folder: Path, config, args) -> dict:
@@ -143,12 +125,12 @@ def start_worker(folder: Path, config, role: str = "actor_rollout"):
     worker = Trainer(config, role)
     worker.init_model()
     ids, mask, position_ids = torch.load(folder / "batch.pt")
-    width = 16
     mask, ids = torch.ones_like(mask), ids.clone()
     ids[:, 0] = torch.arange(6, 6 + len(ids))
     position_ids = mask.long().cumsum(-1) - 1
     tensors = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": position_ids}
-    tensors |= {"responses": ids[:, -width:], "advantages": torch.linspace(-1, 1, len(ids))[:, None].expand(-1, width)}
+    advantages = torch.linspace(-1, 1, len(ids))[:, None].expand(-1, RESPONSE)
+    tensors |= {"responses": ids[:, -RESPONSE:], "advantages": advantages}
     rows = torch.arange(8) % len(ids)  # the mini batch: 4 prompts x 2 responses
     share = rows.chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
     return worker, {name: t[share].contiguous() for name, t in tensors.items()}
@@ -156,8 +138,6 @@ def start_worker(folder: Path, config, role: str = "actor_rollout"):
 
 def update_of(worker, tensors) -> tuple[torch.Tensor, dict]:
     """(log-probs before it, metrics) of one update by verl's actor, in micro batches of one."""
-    from verl import DataProto
-
     data = DataProto.from_dict(dict(tensors))
     data.meta_info["micro_batch_size"] = 1
     log_probs, _ = worker.actor.compute_log_prob(data)
@@ -185,3 +165,135 @@ def worker_job(folder: Path, config, args) -> dict:
     loads = {side: load and load.take() for side, load in worker.expert_loads.items()}
     found = {"log_probs": log_probs, "metrics": metrics, "load": loads, "calls": calls, "ids": tensors["input_ids"]}
     return {**found, "optimizer": type(worker.actor_optimizer).__name__}
+
+
+# ---- updates of equal lengths, watched
+
+
+def update_job(folder: Path, config, bad_rank: int | None, args) -> dict:
+    """Two updates; with `bad_rank` a third, in which the gradients of one parameter of that rank are NaN, and a fourth.
+
+    Returns metrics and weights of each. `events` of the second: "sync" where a bucket's reduction starts, "grad NAME"
+    where backward reaches a parameter, "forward". And Adam's groups.
+    """
+    worker, tensors = start_worker(folder, config)
+    chunk, optimizers = worker.actor_module[0], single_optimizers(worker.actor_optimizer)
+    events, found = [], {"metrics": [], "weights": [], "biases": [], "skipped": []}
+    _watch(chunk, events)
+    tokens = _watch_biases()
+    for number in range(2 if bad_rank is None else 4):
+        hook = _spoil(chunk) if (number, bad_rank) == (2, args.rank) else None
+        events.clear()
+        found["metrics"].append(update_of(worker, tensors)[1])
+        found["skipped"].append(worker.step_guard.take())
+        found["weights"].append([param.detach().clone() for param in chunk.parameters()])
+        found["biases"].append([bias.clone() for name, bias in chunk.named_buffers() if name.endswith("expert_bias")])
+        if number == 1:
+            found["events"] = list(events)
+        if hook is not None:
+            hook.remove()
+    found["tokens"] = tokens
+    groups = [group for one in optimizers for group in one.optimizer.param_groups]
+    return {**found, "adam": [(*group["betas"], group["eps"]) for group in groups]}
+
+
+def _watch(chunk, events: list[str]) -> None:
+    def noting(original, event):
+        def call(*args, **kwargs):
+            events.append(event)
+            return original(*args, **kwargs)
+
+        return call
+
+    for bucket in (b for each in (*chunk.buffers, *chunk.expert_parallel_buffers) for b in each.buckets):
+        bucket.start_grad_sync = noting(bucket.start_grad_sync, "sync")
+    for param, name in parameter_names(chunk).items():
+        param.register_hook(lambda grad, name=name: events.append(f"grad {name}"))
+    chunk.register_forward_pre_hook(lambda *_: events.append("forward"))
+
+
+def _watch_biases() -> list:
+    """Gets (tokens by expert on this rank, rate) of each update of the correction biases."""
+    from mindspeed_llm.core.distributed import finalize_model_grads as module
+
+    seen, original = [], module.get_updated_expert_bias
+
+    def update(tokens, biases, rate):
+        own = tokens.clone()
+        result = original(tokens, biases, rate)
+        seen.append(
+            {"own": own, "all": tokens.clone(), "rate": rate, "before": biases.clone(), "after": result.clone()}
+        )
+        return result
+
+    module.get_updated_expert_bias = update
+    return seen
+
+
+def _spoil(chunk):
+    """A hook that turns the gradient of a layer's weight into NaN, and with it that of nothing else."""
+    last = chunk.module.decoder.layers[-1]
+    return last.mlp.router.weight.register_hook(lambda grad: grad * float("nan"))
+
+
+def reference_job(folder: Path, config, args) -> dict:
+    """{micro batch of the reference: (its log-probs, its forward passes)}."""
+    worker, tensors = start_worker(folder, config, role="ref")
+    passes, found = [], {}
+    worker.ref_module[0].register_forward_pre_hook(lambda *_: passes.append(1))
+    for size in (1, 2, 8):
+        worker.config.ref.log_prob_micro_batch_size_per_gpu = size
+        passes.clear()
+        output = worker.compute_ref_log_prob(DataProto.from_dict(dict(tensors)))
+        found[size] = output.batch["ref_log_prob"], len(passes)
+    return found
+
+
+# ---- micro batches of unequal lengths
+
+
+def batches_job(folder: Path, config, boundaries: bool, args) -> dict:
+    """Two updates: log-probs and entropy before each, grad_norm, weights afterwards, and the passes' input shapes.
+
+    Without `boundaries` attention takes the packed sequences of a micro batch for one.
+    """
+    worker, tensors = start_worker(folder, config)
+    tensors = _unequal(tensors)
+    if not boundaries:
+        lengths_of = mindspeed_model.lengths_of
+        mindspeed_model.lengths_of = lambda lengths: lengths_of(lengths)._replace(ends=lengths_of(lengths).ends[-1:])
+    chunk, shapes = worker.actor_module[0], []
+    chunk.register_forward_pre_hook(lambda _, args, given: shapes.append(given["input_ids"].shape), with_kwargs=True)
+    found = {"log_probs": [], "entropy": [], "grad_norm": [], "shapes": [], "weights": []}
+    for _ in range(2):
+        data = DataProto.from_dict(dict(tensors))
+        before = worker.compute_log_prob(DataProto.from_dict(dict(tensors))).batch
+        data.batch["old_log_probs"] = before["old_log_probs"]
+        data.batch["ref_log_prob"] = before["old_log_probs"] + 0.1 * torch.linspace(-1, 1, RESPONSE)
+        found["log_probs"].append(before["old_log_probs"])
+        found["entropy"].append(before["entropys"])
+        found["shapes"].append([*map(tuple, shapes)])
+        shapes.clear()
+        data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
+        found["grad_norm"] += worker.update_actor(data).meta_info["metrics"]["actor/grad_norm"]
+        found["shapes"].append([*map(tuple, shapes)])
+        shapes.clear()
+        found["weights"].append([param.detach().clone() for param in chunk.parameters()])
+    samples = _first(len(tensors["input_ids"])) + torch.arange(len(tensors["input_ids"]))
+    found["first_stage"] = mpu.is_pipeline_first_stage(ignore_virtual=True)  # verl packs what the embedding reads
+    return {**found, "mask": tensors["attention_mask"][:, -RESPONSE:].bool(), "samples": samples}
+
+
+def _first(count: int) -> int:
+    """The number of this rank's first sample; each replica has `count`."""
+    return mpu.get_data_parallel_rank() * count
+
+
+def _unequal(tensors: dict) -> dict:
+    """The samples of `start_worker` with padding on both sides, which differs for each of all ranks' samples."""
+    mask = tensors["attention_mask"].clone()
+    for row in range(len(mask)):
+        number = _first(len(mask)) + row
+        mask[row, : 23 * number % 97] = 0
+        mask[row, mask.shape[1] - 5 * number % 13 :] = 0
+    return {**tensors, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}

@@ -1,28 +1,25 @@
-"""The table from verl's configuration to Megatron and MindSpeed arguments; no upstream source is needed."""
+"""Arguments of Megatron and MindSpeed-LLM from verl's configuration and from config.json; no upstream is needed."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from omegaconf import OmegaConf
 
 from verl_patches.config.compose import CONFIGS_DIR, compose
 from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.arguments import SECTIONS, TABLE, arguments_of, explain
+from verl_patches.model.mindspeed.arguments import IGNORED, ONLY, SIZES, TABLE, arguments_of, explain, model_settings
+from verl_patches.model.tiny import CONFIG_FILE
 
 ACTOR, OPTIM = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
 REF = "actor_rollout_ref.ref.megatron."
+HF = json.loads(CONFIG_FILE.read_text())
 CP = [f"{ACTOR}context_parallel_size=2"]
 
 
 def _words(config) -> list[str]:
     return arguments_of(explain(config))
-
-
-def _value(words: list[str], argument: str) -> str:
-    return words[words.index(argument) + 1]
 
 
 def _tiny(*overrides: str):
@@ -40,14 +37,6 @@ def test_table_names_each_key_once_and_knows_every_recipe_key():
     assert {key for key, _ in recipe_keys() if key.startswith("recipe.train.")} <= set(keys)
 
 
-def test_every_key_of_the_sections_has_a_row(die256):
-    rows = explain(die256)
-    assert not [row for row in rows if row.how == "refused"]
-    for name in SECTIONS[:4]:
-        section = OmegaConf.select(die256.actor_rollout_ref, name)
-        assert {f"{name}.{key}" for key in section} <= {row.key for row in rows}
-
-
 def test_unknown_key_is_refused_not_dropped(die256):
     changed = die256.copy()
     changed.actor_rollout_ref.actor.megatron["overlap_everything"] = True
@@ -60,16 +49,13 @@ def test_256_dies(name):
     config = compose(name)
     hf = {**json.loads((CONFIGS_DIR / config.recipe.model_shape).read_text()), "num_nextn_predict_layers": 0}
     words = arguments_of(explain(config, hf))
-    expected = (
-        "--expert-model-parallel-size 8 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 "  # 32 / TP 4
-        "--num-layer-list 7,7,8,8,8,8,8,7 --recompute-granularity full --recompute-num-layers 8 --seq-length 4096 "
-        "--lr 1e-06"
-    ).split()
-    assert {name: _value(words, name) for name in expected[::2]} == dict(
-        zip(expected[::2], expected[1::2], strict=True)
-    )
-    flags = "moe-tp-extend-ep moe-grouped-gemm moe-permutation-async-comm swap-optimizer sequence-parallel bf16"
-    assert {f"--{flag}" for flag in [*flags.split(), "use-distributed-optimizer"]} <= set(words)
+    for expected in (  # EP: 32 / TP 4
+        "expert-model-parallel-size 8", "tensor-model-parallel-size 4", "pipeline-model-parallel-size 8",
+        "num-layer-list 7,7,8,8,8,8,8,7", "recompute-granularity full", "recompute-num-layers 8", "seq-length 4096",
+        "lr 1e-06", "moe-tp-extend-ep", "moe-grouped-gemm", "moe-permutation-async-comm", "swap-optimizer",
+        "sequence-parallel", "bf16", "use-distributed-optimizer",
+    ):  # fmt: skip
+        assert f" --{expected} " in f" {' '.join(words)} "
 
 
 def test_worker_section_says_the_same_as_the_whole_configuration(die256):
@@ -111,42 +97,66 @@ def test_what_cannot_be_done_is_refused_with_its_reason(overrides, said):
         _words(_tiny(*overrides))
 
 
-def test_context_parallelism_is_ulysses_and_says_nothing_that_validators_forbid_with_it():
-    words = _words(_tiny(*CP))
-    assert _value(words, "--context-parallel-size") == "2"
-    assert _value(words, "--context-parallel-algo") == "ulysses_cp_algo"
-    assert "--variable-seq-lengths" not in words and "--variable-seq-lengths" in _words(_tiny())
-
-
-def test_explain_does_not_raise():
-    rows = explain(_tiny(f"{ACTOR}virtual_pipeline_model_parallel_size=2"))
-    assert [row.key for row in rows if row.how == "refused"] == ["actor.megatron.virtual_pipeline_model_parallel_size"]
-
-
-def test_learning_rate_schedule():
-    settings = "warmup_style=cosine lr_warmup_steps_ratio=0.1 min_lr_ratio=0.5 total_training_steps=50 lr=1e-3"
-    words = _words(_tiny(*(f"{OPTIM}{setting}" for setting in settings.split())))
-    expected = {"--lr-decay-style": "cosine", "--lr-warmup-iters": "5", "--min-lr": "0.0005", "--lr-decay-iters": "50"}
-    assert {argument: _value(words, argument) for argument in expected} == expected
-
-
-@pytest.mark.parametrize(("override", "argument", "by_default"), [
-    ("recipe.train.fused_expert_wgrad=true", "--gemm-gradient-accumulation-fusion", False),
-    ("recipe.train.unpadded_attention=true", "--mla-fa-without-pad", False),
-    ("recipe.train.fused_linear_wgrad=true", "--no-gradient-accumulation-fusion", True),
-    ("recipe.dtype=bf16", "--router-gating-in-fp32", False),
-    ("recipe.train.collective_timeout_minutes=90", "--distributed-timeout-minutes 90", False),
+@pytest.mark.parametrize(("overrides", "said", "no_longer"), [
+    (["recipe.train.fused_expert_wgrad=true"], ["--gemm-gradient-accumulation-fusion"], []),
+    (["recipe.train.unpadded_attention=true"], ["--mla-fa-without-pad"], []),
+    (["recipe.train.fused_linear_wgrad=true"], [], ["--no-gradient-accumulation-fusion"]),
+    (["recipe.dtype=bf16"], ["--router-gating-in-fp32"], []),
+    (["recipe.train.collective_timeout_minutes=90"], ["--distributed-timeout-minutes 90"], []),
+    (CP, ["--context-parallel-size 2", "--context-parallel-algo ulysses_cp_algo"], ["--variable-seq-lengths"]),
+    ([f"{OPTIM}warmup_style=cosine", f"{OPTIM}lr_warmup_steps_ratio=0.1", f"{OPTIM}min_lr_ratio=0.5",
+      f"{OPTIM}total_training_steps=50", f"{OPTIM}lr=1e-3"],
+     ["--lr-decay-style cosine", "--lr-warmup-iters 5", "--min-lr 0.0005", "--lr-decay-iters 50"], []),
 ])  # fmt: skip
-def test_a_setting_switches_its_argument(override, argument, by_default):
-    assert (argument in " ".join(_words(_tiny()))) is by_default
-    assert (argument in " ".join(_words(_tiny(override)))) is not by_default
+def test_settings_become_arguments(overrides, said, no_longer):
+    before, words = (" ".join(_words(_tiny(*some))) for some in ([], overrides))
+    assert [argument in before for argument in (*said, *no_longer)] == [False] * len(said) + [True] * len(no_longer)
+    assert [argument in words for argument in (*said, *no_longer)] == [True] * len(said) + [False] * len(no_longer)
 
 
 def test_experts_by_tp_as_megatron_does():
-    words = _words(_tiny(f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_tensor_parallel_size=2"))
-    assert _value(words, "--expert-model-parallel-size") == "2"
-    assert "--moe-tp-extend-ep" not in words
+    words = " ".join(_words(_tiny(f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_tensor_parallel_size=2")))
+    assert "--expert-model-parallel-size 2" in words and "--moe-tp-extend-ep" not in words
 
 
 def test_explaining_needs_no_torch(run_python):
     run_python("import sys, verl_patches.model.mindspeed.arguments; sys.exit('torch' in sys.modules)").check()
+
+
+# ---- of config.json
+
+
+def test_no_matter_gives_no_argument():
+    plain = arguments_of(model_settings({key: value for key, value in HF.items() if key not in IGNORED}))
+    assert plain == arguments_of(model_settings({**HF, **dict.fromkeys(IGNORED, "anything")}))
+
+
+def test_transformers_knows_no_further_key():
+    """So a config.json that transformers wrote is refused for what it says only, not for what it is called."""
+    from transformers import DeepseekV3Config, PretrainedConfig
+
+    own = set(DeepseekV3Config().to_dict()) - set(PretrainedConfig().to_dict())
+    keys = [*SIZES, *(key for key, _, _ in ONLY), *IGNORED, "num_key_value_heads", "rope_scaling"]
+    assert own <= set(keys) and len(own) > 30 and len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"scoring_func": "softmax"}, "HF scoring_func is 'softmax': must be 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1: must be 0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+        ({"rope_interleave": False}, "rope_interleave is False"),
+        ({"sliding_window": 4096}, "HF sliding_window is 4096: model/mindspeed/arguments.py does not map it"),
+        ({"rope_scaling": {**HF["rope_scaling"], "truncate": False}}, "rope_scaling.truncate is False"),
+        ({"q_lora_rank": None}, "q_lora_rank is None"),
+        ({"num_key_value_heads": 2}, "one key for each of 4 heads"),
+        ({"rope_scaling": None}, "by its yarn only"),
+        ({"rope_scaling": {**HF["rope_scaling"], "mscale": None}}, "rope_scaling.mscale is None"),
+    ],
+)
+def test_another_model_is_refused_by_name(change, said):
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        arguments_of(model_settings({**HF, **change}))

@@ -1,11 +1,13 @@
-"""Rows of model/megatron.py: the config converter, the gradient of MLA's rotary key, one dtype throughout."""
+"""Rows of model/megatron.py: the config converter, one dtype throughout; names that model/weights.py refuses."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from verl_patches.errors import ConfigError
 from verl_patches.model.megatron import optimizer_in_model_dtype
+from verl_patches.model.weights import parse_name
 
 WRONG = [
     ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
@@ -60,3 +62,20 @@ def test_optimizer_follows_the_model(bf16):
     config = SimpleNamespace(bf16=True, params_dtype=torch.bfloat16)
     optimizer_in_model_dtype(lambda model, config: None)(model, config)
     assert (config.bf16, config.params_dtype) == (bf16, dtype)
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("megatron-local", "decoder.layers.1.mlp.experts.weight1"),
+        ("megatron-local", "decoder.layers.x.mlp.router.weight"),
+        ("megatron-local", "bias"),
+        ("mindspeed", "decoder.layers.0.self_attention.linear_q_down_proj.weight"),
+        ("mindspeed", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"),
+        ("mindspeed", "decoder.layers.0.self_attention.linear_qk_nope.weight"),
+        ("mindspeed", "mtp_layers.0.final_layernorm.weight"),
+    ],
+)
+def test_names_of_other_models_libraries_and_modes_are_refused(library, name):
+    with pytest.raises(ConfigError, match="not one of DeepSeek-V3's"):
+        parse_name(name, library)

@@ -19,10 +19,10 @@ DYNAMIC += [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=900"]
 
 @pytest.fixture(scope="session")
 def run_batches(run_a3):
-    """run_batches(layout, more, train, ...): what the job of mindspeed_batches_job.py finds, by rank."""
+    """run_batches(layout, more, train, ...): what the job of mindspeed_job.py finds, by rank."""
 
     def run(layout=(1, {}), more=(), train=(), boundaries=True, off="") -> list:
-        job, sizes = "mindspeed_batches_job:batches_job", {"more": [*PLAIN, *more], "train": dict(train)}
+        job, sizes = "mindspeed_job:batches_job", {"more": [*PLAIN, *more], "train": dict(train)}
         return run_a3(job, layout, boundaries, off=off, **sizes)
 
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.model import parity
 from tests.model.mindspeed_start import LAYOUTS
@@ -15,27 +16,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 @pytest.fixture(scope="session", params=LAYOUTS)
 def found(request, run_a3):
-    return {request.param: run_a3(f"{JOBS}:parity_job", LAYOUTS[request.param])}
+    """(layout, what each rank found)"""
+    return request.param, run_a3(f"{JOBS}:parity_job", LAYOUTS[request.param])
 
 
 @pytest.mark.parametrize("how", ["packed", "padded"])
 def test_logits_are_those_of_transformers(found, reference, how):
-    ((name, ranks),) = found.items()
+    name, ranks = found
     logits = [rank[how] for rank in ranks if rank[how] is not None]
     assert len(logits) == (1 if name == "pp2_uneven" else len(ranks))
     assert max(parity.logits_error(reference, rank) for rank in logits) < 1e-4
 
 
 def test_gradients_are_those_of_transformers(found, reference):
-    ((name, ranks),) = found.items()
+    name, ranks = found
     errors = parity.gradient_errors(reference["gradients"], parity.whole_gradients([{name: r} for r in ranks], name))
     assert max(errors.values()) < 1e-3, sorted(errors.items(), key=lambda e: -e[1])[:5]
 
 
 def test_rollout_gets_every_weight_with_its_bias(found, reference):
-    import torch
-
-    sent = next(iter(found.values()))[0]["synced"]
+    sent = found[1][0]["synced"]
     assert sent.keys() == reference["weights"].keys()
     assert all(torch.equal(sent[name], weight.float()) for name, weight in reference["weights"].items())
 
@@ -48,7 +48,7 @@ def test_attention_asks_for_lengths_once_a_forward_and_has_its_guards(run_a3):
 
 
 def test_layer_list_decides_the_stages(found):
-    ((name, ranks),) = found.items()
+    name, ranks = found
     assert [r["layers"] for r in ranks] == ([[1], [2, 3, 4]] if name == "pp2_uneven" else [[1, 2, 3, 4]] * len(ranks))
 
 
@@ -60,8 +60,6 @@ def test_wrong_weights_are_seen(run_a3, reference):
 
 
 def test_correction_bias_stays_fp32_in_a_bf16_model(run_a3, reference):
-    import torch
-
     ranks = run_a3(f"{JOBS}:bf16_job", LAYOUTS["tp2_extends_ep"], dtype="bf16")
     stored = [w for name, w in reference["weights"].items() if name.endswith("correction_bias")]
     for rank in ranks:
@@ -82,8 +80,6 @@ def _grad_norms(rank) -> list[float]:
 
 @pytest.mark.parametrize("layout", ["tp2_extends_ep", "pp2_uneven", "tp2_ep2"])
 def test_updates_of_verls_worker_are_equal_across_layouts(run_a3, one_rank, layout):
-    import torch
-
     ranks = run_a3(WORKER, LAYOUTS[layout])
     for rank in ranks:
         assert _grad_norms(rank) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
@@ -99,8 +95,6 @@ def test_an_update_changes_what_the_next_one_sees(one_rank):
 
 
 def test_updates_with_entropy_in_the_loss_are_equal_across_layouts_and_to_verls(run_a3, one_rank):
-    import torch
-
     more = ["actor_rollout_ref.actor.entropy_coeff=0.1"]
     (alone,) = run_a3(WORKER, more=more)
     for found in run_a3(WORKER, LAYOUTS["tp2_extends_ep"], more=more):
@@ -137,17 +131,20 @@ def test_each_setting_gives_the_same_update(run_a3, one_rank, layout, train, mor
         assert called is None or found["calls"][called] > 0 == one_rank["calls"][called]
 
 
-def test_they_do_with_the_swapped_optimizer_of_bf16_too(run_a3):
+def test_swapped_optimizer_gives_the_same_update(run_a3):
+    """In bf16: alone, and with the other settings of production."""
     train = compose("grpo_deepseekv3_256die_true_weight").recipe.train
     assert all(train[key] for key in PRODUCTION)
-    swapped, all_three = (
+    runs = [
         run_a3(WORKER, LAYOUTS["tp2_extends_ep"], train=dict.fromkeys(keys, True), more=ALL_LAYERS, dtype="bf16")
-        for keys in (PRODUCTION[2:], PRODUCTION)
-    )
-    for there, here in zip(swapped, all_three, strict=True):
-        assert "Swap" in there["optimizer"] + here["optimizer"], there["optimizer"]
-        assert _grad_norms(here) == pytest.approx(_grad_norms(there), rel=1e-3)
-        assert here["calls"]["fused_expert_wgrad"] > 0 == there["calls"]["fused_expert_wgrad"]
+        for keys in ((), PRODUCTION[2:], PRODUCTION)
+    ]
+    for plain, swapped, all_three in zip(*runs, strict=True):
+        optimizers = [found["optimizer"] for found in (plain, swapped, all_three)]
+        assert optimizers == ["DistributedOptimizer"] + 2 * ["SwapDistributedOptimizer"]
+        assert _grad_norms(swapped) == _grad_norms(plain)
+        assert _grad_norms(all_three) == pytest.approx(_grad_norms(swapped), rel=1e-3)
+        assert all_three["calls"]["fused_expert_wgrad"] > 0 == swapped["calls"]["fused_expert_wgrad"]
 
 
 def test_balanced_routing_is_not_the_models(run_a3, one_rank):
@@ -171,10 +168,3 @@ def test_learning_rate_follows_the_schedule(run_a3, one_rank):
     assert [step["actor/lr"] for step in found["metrics"]] == [[0.0], [1e-3]]
     assert [step["actor/lr"] for step in one_rank["metrics"]] == [[1e-3], [1e-3]]
     assert found["log_probs"][0].equal(found["log_probs"][1])  # nothing moved at rate 0
-
-
-def test_swapped_optimizer_gives_the_same_update(run_a3):
-    (plain,) = run_a3(WORKER, dtype="bf16")
-    (swapped,) = run_a3(WORKER, more=["recipe.train.swap_optimizer=true"], dtype="bf16")
-    assert (plain["optimizer"], swapped["optimizer"]) == ("DistributedOptimizer", "SwapDistributedOptimizer")
-    assert _grad_norms(swapped) == _grad_norms(plain)

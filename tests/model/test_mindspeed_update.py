@@ -16,9 +16,9 @@ OVERLAPS = {"grad_overlap": True, "grad_bucket_parameters": 4000}
 
 @pytest.fixture(scope="session")
 def updates(run_a3):
-    """updates(layout, train keys, job, arguments) -> what the job of mindspeed_update_job.py found, by rank."""
+    """updates(layout, train keys, job, arguments) -> what the job of mindspeed_job.py found, by rank."""
     return lambda layout, train=(), job="update_job", arguments=(None,): run_a3(
-        f"mindspeed_update_job:{job}", layout, *arguments, train=dict(train), more=[MINI]
+        f"mindspeed_job:{job}", layout, *arguments, train=dict(train), more=[MINI]
     )
 
 

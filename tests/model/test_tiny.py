@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.model.tiny import make_tiny_model, tiny_config
+from verl_patches.model.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def weights(tiny_model):
     return found
 
 
-def test_files_are_a_normal_hf_folder(tiny_model, weights):
+def test_files_are_a_normal_hf_folder_in_deepseeks_dtypes(tiny_model, weights):
     names = {path.name for path in tiny_model.iterdir()}
     assert names >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert len([name for name in names if name.endswith(".safetensors")]) > 1
@@ -29,15 +29,10 @@ def test_files_are_a_normal_hf_folder(tiny_model, weights):
     assert {name: tuple(t.shape) for name, t in weights.items()} == {p.name: p.shape for p in inventory.parameters}
     assert index.keys() == weights.keys()
     assert 0.9e6 < sum(p.count for p in inventory.parameters) < 1.2e6
-
-
-def test_stored_dtypes_are_deepseeks(weights):
-    dtypes = {t.dtype for name, t in weights.items() if not name.endswith("e_score_correction_bias")}
-    assert dtypes == {torch.bfloat16}
-    biases = [t for name, t in weights.items() if name.endswith("e_score_correction_bias")]
-    assert len(biases) == 3
-    for bias in biases:
-        assert bias.dtype == torch.float32
+    biases = {name: t for name, t in weights.items() if name.endswith("e_score_correction_bias")}
+    assert {t.dtype for name, t in weights.items() if name not in biases} == {torch.bfloat16}
+    assert [bias.dtype for bias in biases.values()] == [torch.float32] * 3
+    for bias in biases.values():
         assert bias.min() >= 0  # so that score + bias > 0, where transformers' 0.0 for an excluded group is the lowest
         assert not torch.equal(bias, bias.bfloat16().float())  # a bf16 copy would show
 
@@ -96,23 +91,19 @@ def test_existing_folder_is_reused_or_refused(tiny_model, tmp_path):
         make_tiny_model(tmp_path)
 
 
-def test_failed_write_leaves_nothing(tmp_path):
-    with pytest.raises(ConfigError, match="tokenizer"):
-        make_tiny_model(tmp_path / "model", overrides={"vocab_size": 5120})
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"n_expert": 4}, "unknown config key 'n_expert'"),
         ({"rope_scaling": {"factor": 4.0}}, "max_position_embeddings must be"),
         ({"num_experts_per_tok": 8}, r"2 \* topk_group"),
+        ({"vocab_size": 5120}, "tokenizer"),  # seen while it is written
     ],
 )
-def test_bad_overrides_are_refused(overrides, message):
+def test_bad_overrides_are_refused_and_leave_nothing(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        tiny_config(overrides)
+        make_tiny_model(tmp_path / "model", overrides=overrides)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tokenizer_round_trip_and_chat(tiny_model):

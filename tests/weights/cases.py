@@ -97,6 +97,13 @@ def store(folder, tensors, files=2):
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
 
+def rewrite(folder, change):
+    """Store the folder's tensors again, in the files of `make_folder`, after `change` of their dict."""
+    tensors = read_folder(folder)
+    change(tensors)
+    store(folder, tensors)
+
+
 def in_fp8(tensors):
     """The tensors as DeepSeek stores them, by its own formulas one block at a time, and the bf16 values of them."""
     stored, values = {}, {}

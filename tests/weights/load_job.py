@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch.distributed as dist
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.model import weights as megatron
+from verl_patches.reshard.region import Region
 from verl_patches.weights import load
 from verl_patches.weights.load import LoadProgress
+from verl_patches.weights.reader import WeightReader
+from verl_patches.weights.source import open_source
 
 TOTAL = 5 << 30
 
@@ -71,10 +74,7 @@ def _build(folder: Path, dtype: torch.dtype = torch.float32, with_ddp: bool = Fa
 
 
 def _values(chunks) -> dict[str, torch.Tensor]:
-    from verl.utils.megatron_utils import unwrap_model
-
-    weights = ((f"{n}:{name}", t) for n, c in enumerate(unwrap_model(chunks)) for name, t in megatron.named_weights(c))
-    return {name: tensor.detach().clone() for name, tensor in weights}
+    return {name: tensor.detach().clone() for name, tensor in load._weights_of(chunks)}
 
 
 def _unlike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
@@ -164,3 +164,18 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
             parameter.data = parameter.data.to("cpu", torch.float64).float()  # other memory, as verl's offload
     found["after verl's offload"] = second()
     return found
+
+
+def peak_job(folder: Path, by_regions: bool) -> int:
+    """Bytes by which the process's peak grows while bf16 targets, or, as a control, whole files in memory are read."""
+    source = open_source(folder)
+    targets = {name: torch.ones(t.shape, dtype=torch.bfloat16) for name, t in source.tensors.items()}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if by_regions:
+        with WeightReader(source) as reader:
+            for name, target in targets.items():
+                reader.copy(Region(name, 0, 0, target.shape[0]), target)
+    else:
+        held = [(folder / name).read_bytes() for name in {t.parts[0].file for t in source.tensors.values()}]
+        assert held
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -5,13 +5,16 @@ distributed optimizer cuts them.
 """
 
 import dataclasses
+import json
 import math
 import random
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.layout.native_parameters import STORAGES, pack
 from tests.reshard.test_train_tensors import INVENTORY
@@ -19,6 +22,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.weights.checkpoint_files import (
+    CheckpointError,
     load_state,
     problems_of_share,
     set_step_counts,
@@ -29,6 +33,7 @@ from verl_patches.weights.manifest import Manifest, rank_files, read_manifest, t
 from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import TrainState, Walk, optimizer_shards
 from verl_patches.weights.writer import begin, complete
+from verl_patches.worker.checkpoint import _same_on_all, generators, set_generators
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BF16 = build_inventory(dataclasses.replace(INVENTORY.model, torch_dtype="bfloat16"))
@@ -193,3 +198,41 @@ def test_a_walk_through_a_stack_finds_every_element_once():
             places = walk.places(start, stop, first)
             found = [int(e) for place in places for e in place.of(flat[first:last]).flatten()]
             assert found == [at for at in inside if first <= at < last]
+
+
+# ---- of a worker
+
+
+def same_error(folder):
+    """What each rank raises when rank 1 finds a fault and rank 2 fails."""
+
+    def work():
+        if dist.get_rank() == 2:
+            raise OSError("no disk")
+        return ["rank_00001.safetensors, weight/x: expected sha256 1, found 2"] * (dist.get_rank() == 1)
+
+    _same_on_all(lambda: None, folder)
+    try:
+        _same_on_all(work, folder)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_fault_on_one_rank_is_an_error_on_all(ranks4):
+    first, *others = ranks4.run(same_error, "/c/global_step_2")
+    assert others == [first] * 3
+    assert "/c/global_step_2 cannot be resumed from" in first and "rank 2: OSError: no disk" in first
+    assert "rank 1: rank_00001.safetensors, weight/x: expected sha256 1" in first
+
+
+@pytest.mark.parametrize("platform", ["cpu", "npu_emulated"])
+def test_generators_go_on_where_they_were(platform):
+    def draw():
+        return [random.gauss(0, 1), random.random(), *np.random.randn(3), *torch.rand(3).tolist()]
+
+    draw(), np.random.randn()
+    found = json.loads(json.dumps(generators(platform)))
+    drawn = draw()
+    assert draw() != drawn
+    set_generators(found, platform)
+    assert draw() == drawn

@@ -13,27 +13,25 @@ import torch
 from tests.weights.cases import (
     SMALL,
     SMALL_LAYOUT,
+    in_fp8,
     is_same,
     make_folder,
     make_fp8_folder,
     random_case,
     read_folder,
+    rewrite,
     run,
     store,
 )
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
+from verl_patches.layout.model_folder import MTP_LAYERS
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.layout.sharding import local_parameters
 from verl_patches.model.tiny import tiny_config
-from verl_patches.reshard.region import region_of
 from verl_patches.weights import convert as convert_module
 from verl_patches.weights import plan as plan_module
 from verl_patches.weights.convert import convert
 from verl_patches.weights.manifest import file_problems, folder_problems, read_manifest, recorded
-from verl_patches.weights.plan import costs, parse_part, plan_conversion
-from verl_patches.weights.reader import WeightReader
+from verl_patches.weights.plan import parse_part, plan_conversion
 from verl_patches.weights.source import open_source
 
 LAYOUT = parse_layout("tp2 pp2 ep4 etp1 @8 layers=1,3")
@@ -45,19 +43,13 @@ def small(tmp_path):
     return tmp_path / "hf"
 
 
-def from_fp8(stored, scales):
-    """What the format says, without this project's code: fp8 * the scale of its block of 128 x 128, in fp32."""
-    rows, columns = stored.shape
-    return stored.float() * scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-
-
 def checksums(folder):
     return {file.name: file.sha256 for file in read_manifest(folder).files}
 
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 30))])
 def test_round_trip_of_random_models_and_layouts(tmp_path, seed, monkeypatch):
-    """HF to shards, to shards of another layout, to HF: every tensor equal; each rank finds its regions."""
+    """HF to shards, to shards of another layout, to HF: every tensor equal (regions: test_regions.py)."""
     config, layout, other = random_case(seed)
     monkeypatch.setattr(plan_module, "BLOCK_BYTES", random.Random(seed).choice([1, plan_module.BLOCK_BYTES]))
     expected = make_folder(tmp_path / "hf", config, seed, files=1 + seed % 3)
@@ -66,14 +58,6 @@ def test_round_trip_of_random_models_and_layouts(tmp_path, seed, monkeypatch):
     assert done.manifest.layout == str(layout) and done.read_bytes == size
     stored = sum(tensor.size_bytes for file in done.manifest.files for tensor in file.tensors)
     assert stored == size  # no byte in two files
-    with WeightReader(open_source(tmp_path / "shards")) as reader:
-        for rank in {0, layout.world_size // 2, layout.world_size - 1}:
-            for name, shard in local_parameters(build_inventory(config), layout, rank, "megatron-local").shards.items():
-                region = region_of(shard)
-                wanted = expected[name].narrow(region.axis, region.start, region.rows)
-                read = torch.empty_like(wanted)
-                reader.copy(region, read)
-                assert torch.equal(read, wanted), name
     run(tmp_path / "shards", tmp_path / "other", other)
     run(tmp_path / "other", tmp_path / "back")
     assert is_same(read_folder(tmp_path / "back"), expected)
@@ -98,18 +82,10 @@ def test_fp8_to_bf16_and_shards_and_back_to_fp8(tmp_path, monkeypatch, block_byt
     run(tmp_path / "shards", tmp_path / "from_shards")
     assert is_same(read_folder(tmp_path / "from_shards"), values)
     run(tmp_path / "shards", tmp_path / "again", dtype="fp8")
-    again = read_folder(tmp_path / "again")
-    written = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert written[QUANTIZATION]["weight_block_size"] == [128, 128] and written[QUANTIZATION]["quant_method"] == "fp8"
-    assert open_source(tmp_path / "again").block == (128, 128)
-    quantized = [name for name in again if name.endswith("_scale_inv")]
-    assert len(quantized) == sum(tensor.dtype == torch.float8_e4m3fn for tensor in again.values()) > 20
-    for name in quantized:
-        name = name.removesuffix("_scale_inv")
-        peak, found = again[f"{name}_scale_inv"].max(), from_fp8(again[name], again[f"{name}_scale_inv"])
-        assert (found - values[name]).abs().le((values[name].abs().float() / 16).clamp(min=peak * 2**-10) * 1.01).all()
     run(tmp_path / "again", tmp_path / "last")
-    assert read_folder(tmp_path / "last").keys() == values.keys()
+    assert open_source(tmp_path / "again").block == (128, 128)
+    again, last = in_fp8(values)
+    assert is_same(read_folder(tmp_path / "again"), again) and is_same(read_folder(tmp_path / "last"), last)
 
 
 def test_fp32_is_kept_or_rounded_and_the_bias_never(tmp_path):
@@ -152,11 +128,6 @@ def test_two_parts_equal_one_whole(tmp_path, small, layout, order):
     with pytest.raises(ConfigError, match="not complete"):
         open_source(tmp_path / "half")
     assert done[1].manifest is not None and checksums(tmp_path / "parts") == checksums(tmp_path / "whole")
-    whole = costs(plan_conversion(open_source(small), layout), 1)[0]
-    halves = costs(plan_conversion(open_source(small), layout), 2)
-    for key in ("read_bytes", "write_bytes", "files"):
-        assert sum(half[key] for half in halves) == whole[key]
-    assert whole["read_bytes"] == sum(d.read_bytes for d in done)
 
 
 def test_a_finished_conversion_is_checked_and_a_damaged_file_written_again(tmp_path, small):
@@ -230,87 +201,6 @@ def test_a_source_that_is_cut_off_meanwhile_is_named(tmp_path, small):
 # ---- refusals
 
 
-def rewrite(folder, change):
-    """Store the folder's tensors again after `change` of their dict."""
-    tensors = read_folder(folder)
-    change(tensors)
-    store(folder, tensors)
-
-
-def put(name, change):
-    """A change of one tensor of a folder."""
-    return lambda folder: rewrite(folder, lambda tensors: tensors.update({name: change(tensors[name])}))
-
-
-def edit_index(folder, change):
-    index = json.loads((folder / INDEX).read_text())
-    change(index["weight_map"])
-    (folder / INDEX).write_text(json.dumps(index))
-
-
-def edit_config(folder, **values):
-    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | values))
-
-
-HEAD, DOWN = "lm_head.weight", "model.layers.1.mlp.experts.3.down_proj.weight"
-SCALE = f"{DOWN}_scale_inv"
-FAULTS = {
-    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(DOWN)), f"1 tensors are missing, as {DOWN}"),
-    "unknown tensor": (lambda f: rewrite(f, lambda t: t.update(x=torch.ones(1))), "not known to config.json, as x"),
-    "shape": (put(HEAD, lambda t: t[1:]), rf"{HEAD}: expected .*\(512, 128\)"),
-    "integers": (put(HEAD, torch.Tensor.int), f"{HEAD}: expected .*found I32"),
-    "fp8 head": (put(HEAD, lambda t: t.to(torch.float8_e4m3fn)), f"{HEAD}: expected F32, .*found F8_E4M3"),
-    "duplicate": (
-        lambda f: (
-            (f / "model-3.safetensors").write_bytes((f / "model-2.safetensors").read_bytes())
-            and edit_index(f, lambda m: m.update(x="model-3.safetensors"))
-        ),
-        "is in model-2.safetensors and in model-3.safetensors",
-    ),
-    "file without index entry": (
-        lambda f: (f / "old.safetensors").write_bytes((f / "model-2.safetensors").read_bytes()),
-        "old.safetensors is not named in",
-    ),
-    "stale index": (
-        lambda f: edit_index(f, lambda m: m.update({HEAD: [x for x in m.values() if x != m[HEAD]][0]})),
-        f"{HEAD}: .*index.json says model-.*it is in model-",
-    ),
-    "index without tensor": (lambda f: edit_index(f, lambda m: m.pop(HEAD)), f"{HEAD}: .*says nothing, it is in"),
-    "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "files named in .* are missing, as model-2"),
-    "truncated": (
-        lambda f: os.truncate(f / "model-2.safetensors", (f / "model-2.safetensors").stat().st_size - 1),
-        "model-2.safetensors: not a whole safetensors file .*bytes, expected",
-    ),
-    "no index": (lambda f: (f / INDEX).unlink(), "expected model.safetensors.index.json, or model.safetensors alone"),
-    "tied embeddings": (lambda f: edit_config(f, tie_word_embeddings=True), "tie_word_embeddings must be false"),
-    "another model": (lambda f: edit_config(f, model_type="llama"), "model_type must be 'deepseek_v3'"),
-    "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "tensors are missing, as model.layers.2"),
-    "gptq": (lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}), "only DeepSeek's FP8"),
-}
-FP8_FAULTS = {
-    "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALE)), f"{SCALE} is missing, the scales of {DOWN}"),
-    "scale shape": (put(SCALE, lambda t: torch.ones(2, 2)), rf"{SCALE}: expected F32 \(1, 1\).*found F32 \(2, 2\)"),
-    "scale dtype": (put(SCALE, torch.Tensor.bfloat16), f"{SCALE}: expected F32 .*found BF16"),
-    "no quantization_config": (lambda f: edit_config(f, quantization_config=None), "no quantization_config, but"),
-    "scale of bf16": (put(DOWN, torch.Tensor.bfloat16), f"{SCALE} is the scale of no FP8 tensor"),
-}
-
-
-@pytest.mark.parametrize("fault", [*FAULTS, *FP8_FAULTS])
-def test_a_bad_source_is_refused_by_name_before_anything_is_written(tmp_path, fault):
-    if fault in FAULTS:
-        make_folder(tmp_path / "hf", SMALL)
-        folder, (spoil, words) = tmp_path / "hf", FAULTS[fault]
-    else:
-        make_fp8_folder(tmp_path, SMALL)
-        folder, (spoil, words) = tmp_path / "fp8", FP8_FAULTS[fault]
-    open_source(folder)  # control: it was right
-    spoil(folder)
-    with pytest.raises(ConfigError, match=words):
-        run(folder, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_wrong_use_is_refused_by_name(tmp_path, small):
     make_fp8_folder(tmp_path / "a", SMALL)
     fp8 = tmp_path / "a" / "fp8"
@@ -335,7 +225,7 @@ def test_a_folder_of_something_else_is_not_written_to(tmp_path, small):
     run(small, tmp_path / "out", SMALL_LAYOUT)
     with pytest.raises(ConfigError, match="another conversion .kind shards, expected hf"):
         run(small, tmp_path / "out")
-    rewrite(small, lambda t: t[HEAD].add_(1))  # the same names, shapes and sizes, but another model's
+    rewrite(small, lambda t: t["lm_head.weight"].add_(1))  # the same names, shapes and sizes, but another model's
     with pytest.raises(ConfigError, match="another conversion .of another source"):
         run(small, tmp_path / "out", SMALL_LAYOUT)
     with pytest.raises(ConfigError, match="expected an empty or a new folder"):

@@ -20,13 +20,6 @@ def value_of(byte):
 VALUES = numpy.array([value_of(byte) for byte in range(256)])
 
 
-def nearest(number):
-    """The byte of the nearest value, of two the one with an even mantissa."""
-    distance = numpy.abs(VALUES - number)
-    ties = [byte for byte in range(256) if distance[byte] == numpy.nanmin(distance)]
-    return min(ties, key=lambda byte: (byte & 1, (byte >> 7) != (number < 0)))
-
-
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 129), (1, 7), (127, 300)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_decode_is_the_formula_of_every_block(shape, dtype):
@@ -62,22 +55,9 @@ def test_a_scale_that_no_finite_block_has_is_refused(scale):
         fp8.require_scales(scales, "w")
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (200, 140), (3, 5)])
-def test_encode_takes_the_nearest_value_of_the_scaled_number(shape):
-    values = torch.randn(shape) * torch.logspace(-3, 3, shape[1])
-    stored, scales = fp8.encode(values, BLOCK)
-    assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
-    for number in torch.randint(0, values.numel(), (60,)).tolist():
-        row, column = divmod(number, shape[1])
-        at = slice(row // 128 * 128, row // 128 * 128 + 128), slice(column // 128 * 128, column // 128 * 128 + 128)
-        scale = values[at].abs().max() / numpy.float32(448)
-        assert scales[row // 128, column // 128] == scale
-        expected = nearest((values[row, column] / scale).item())
-        assert VALUES[stored.view(torch.uint8)[row, column]] == VALUES[expected]
-
-
 def test_the_error_of_a_round_trip_is_half_a_step_of_the_format():
-    values = torch.randn(300, 260).bfloat16().float()
+    """That of the nearest value; test_convert.py compares bytes and scales with the published formula."""
+    values = torch.randn(300, 260) * torch.logspace(-3, 3, 260)
     stored, scales = fp8.encode(values, BLOCK)
     error = (fp8.decode(stored, scales, BLOCK, torch.float32) - values).abs()
     scales = scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :260]

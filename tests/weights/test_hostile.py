@@ -6,9 +6,6 @@ import socket
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from tests.weights.cases import (
     SMALL,
@@ -16,20 +13,21 @@ from tests.weights.cases import (
     make_folder,
     make_fp8_folder,
     read_folder,
+    rewrite,
     run,
     store,
     write_checkpoint,
 )
-from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.inventory import MOST_TENSORS, build_inventory, read_model_shape
-from verl_patches.layout.model_folder import INDEX, SCALE, read_config
+from verl_patches.layout.inventory import MOST_TENSORS, build_inventory
+from verl_patches.layout.model_folder import INDEX, SCALE
 from verl_patches.reshard.region import Region
 from verl_patches.weights import manifest as m
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
 DOWN, ROUTER, NORM = (f"model.layers.1.{n}.weight" for n in ("mlp.experts.3.down_proj", "mlp.gate", "input_layernorm"))
+HEAD, SCALES = "lm_head.weight", f"{DOWN}_scale_inv"
 
 
 def is_incomplete(folder):
@@ -81,7 +79,7 @@ def place_of(folder, key):
         ("shards", SMALL_LAYOUT, NORM),
         ("hf", SMALL_LAYOUT, ROUTER),
         ("fp8", SMALL_LAYOUT, DOWN),
-        ("fp8", None, f"{DOWN}_scale_inv"),
+        ("fp8", None, SCALES),
         ("checkpoint", SMALL_LAYOUT, f"weight/{NORM}"),
     ],
 )
@@ -108,36 +106,19 @@ def test_a_damaged_small_file_is_not_copied(tmp_path, sources, name):
     assert not (tmp_path / "out").exists()
 
 
-def test_export_of_a_damaged_checkpoint_ends_with_1(tmp_path, sources):
-    path, at = place_of(sources["checkpoint"], f"weight/{DOWN}")
-    flip(path, at)
-    for more in ([], ["--fp8"]):
-        arguments = ["weights", "export", str(sources["checkpoint"]), str(tmp_path / f"out{len(more)}"), *more]
-        done = CliRunner().invoke(app, arguments)
-        assert isinstance(done.exception, RecipeError) and not isinstance(done.exception, ConfigError)
-        assert DOWN in str(done.exception)
-
-
 # ---- values that are not finite
 
 
-def spoil(folder, name, change):
-    """Store the folder's tensors again after `change` of one of them, without checksums."""
-    tensors = read_folder(folder)
-    change(tensors[name].reshape(-1))
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
-    store(folder, tensors)
+def set_one(name, value):
+    """A change of one element of one tensor."""
 
-
-def put(value):
-    def change(tensor):
-        tensor[tensor.numel() // 2] = value
+    def change(tensors):
+        flat = tensors[name].view(-1)
+        flat[flat.numel() // 2] = value
 
     return change
 
 
-SCALES = f"{DOWN}_scale_inv"
 NOT_FINITE = [  # (folder, tensor, value, what is said)
     ("hf", DOWN, torch.nan, "NaN or infinity"),
     ("hf", "model.norm.weight", torch.inf, "NaN or infinity"),
@@ -155,7 +136,7 @@ WRITTEN = [(None, None), (SMALL_LAYOUT, None), (None, "fp8")]
 def test_a_value_that_is_not_finite_is_refused(tmp_path, source, name, value, words, layout, dtype):
     make_folder(tmp_path / "hf", SMALL) if source == "hf" else make_fp8_folder(tmp_path, SMALL)
     run(tmp_path / source, tmp_path / "control", layout, dtype)
-    spoil(tmp_path / source, name, put(value))
+    rewrite(tmp_path / source, set_one(name, value))
     with pytest.raises(RecipeError, match=f"{name}: .*{words}"):
         run(tmp_path / source, tmp_path / "out", layout, dtype)
     assert is_incomplete(tmp_path / "out")
@@ -218,9 +199,6 @@ def test_what_is_no_file_of_the_folder_is_refused_by_kind(tmp_path, monkeypatch,
     with pytest.raises(ConfigError, match=rf"{name}: .*{kind}"):
         run(tmp_path / "hf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    if name == "config.json":
-        with pytest.raises(ConfigError, match=rf"{name}: .*{kind}" if kind != "FileNotFoundError" else "no such file"):
-            read_config(tmp_path / "hf")
 
 
 def test_a_folder_that_is_a_link_and_links_inside_of_it_are_read(tmp_path):
@@ -266,35 +244,34 @@ def test_a_name_in_an_index_or_manifest_stays_in_its_folder(tmp_path, sources, n
             m.read_manifest(sources["shards"], complete=False)
 
 
-def test_a_json_file_that_is_too_large_is_not_read(tmp_path):
-    make_folder(tmp_path / "hf", SMALL)
-    for name in ("config.json", INDEX):
-        before = (tmp_path / "hf" / name).read_bytes()
-        os.truncate(tmp_path / "hf" / name, 1 << 40)  # sparse
-        with pytest.raises(ConfigError, match=rf"{name}: expected at most \d+ bytes, found {1 << 40}"):
-            open_source(tmp_path / "hf")
-        (tmp_path / "hf" / name).write_bytes(before)
-    (tmp_path / "hf" / m.MANIFEST).touch()
-    os.truncate(tmp_path / "hf" / m.MANIFEST, 1 << 40)
-    with pytest.raises(ConfigError, match=rf"{m.MANIFEST}: expected at most"):
-        open_source(tmp_path / "hf")
+# ---- folders that are not whole or not of DeepSeek-V3
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_hidden_layers": 10**9},
-        {"n_routed_experts": 10**9},
-        {"num_hidden_layers": 10**9, "first_k_dense_replace": 10**9},
-        {"num_hidden_layers": 10**5, "n_routed_experts": 10**5},
-    ],
-)
-def test_a_model_of_a_billion_layers_or_experts_is_refused_before_it_is_listed(tmp_path, changes):
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | changes))
-    with pytest.raises(ConfigError, match=rf"{tmp_path}: num_hidden_layers .*expected at most {MOST_TENSORS}"):
-        build_inventory(tmp_path)
-    large = SMALL | {"num_hidden_layers": 400, "n_routed_experts": 800}
-    assert read_model_shape(large).n_routed_experts == 800  # control: twenty times as many tensors as DeepSeek-V3
+def put(name, change):
+    """A change of one tensor of a folder."""
+    return lambda folder: rewrite(folder, lambda tensors: tensors.update({name: change(tensors[name])}))
+
+
+def edit_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def edit_config(folder, **values):
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | values))
+
+
+def resize(name, size):
+    """Cut a file, or make it longer by a hole."""
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def write_header(entry):
+    """A file with 4 bytes of one tensor, described by `entry`."""
+    text = json.dumps({"x": entry}).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(4)
+    return lambda folder: (folder / "model-2.safetensors").write_bytes(data)
 
 
 HEADERS = [
@@ -309,16 +286,68 @@ HEADERS = [
     [],
     None,
 ]
+MANY = f"num_hidden_layers .*expected at most {MOST_TENSORS}"  # before they are listed
+FAULTS = {
+    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(DOWN)), f"1 tensors are missing, as {DOWN}"),
+    "unknown tensor": (lambda f: rewrite(f, lambda t: t.update(x=torch.ones(1))), "not known to config.json, as x"),
+    "shape": (put(HEAD, lambda t: t[1:]), rf"{HEAD}: expected .*\(512, 128\)"),
+    "integers": (put(HEAD, torch.Tensor.int), f"{HEAD}: expected .*found I32"),
+    "fp8 head": (put(HEAD, lambda t: t.to(torch.float8_e4m3fn)), f"{HEAD}: expected F32, .*found F8_E4M3"),
+    "duplicate": (
+        lambda f: (
+            (f / "model-3.safetensors").write_bytes((f / "model-2.safetensors").read_bytes())
+            and edit_index(f, lambda m: m.update(x="model-3.safetensors"))
+        ),
+        "is in model-2.safetensors and in model-3.safetensors",
+    ),
+    "file without index entry": (
+        lambda f: (f / "old.safetensors").write_bytes((f / "model-2.safetensors").read_bytes()),
+        "old.safetensors is not named in",
+    ),
+    "stale index": (
+        lambda f: edit_index(f, lambda m: m.update({HEAD: [x for x in m.values() if x != m[HEAD]][0]})),
+        f"{HEAD}: .*index.json says model-.*it is in model-",
+    ),
+    "index without tensor": (lambda f: edit_index(f, lambda m: m.pop(HEAD)), f"{HEAD}: .*says nothing, it is in"),
+    "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "files named in .* are missing, as model-2"),
+    "truncated": (resize("model-2.safetensors", 100_000), "model-2.*: not a whole safetensors file .*bytes, expected"),
+    "no index": (lambda f: (f / INDEX).unlink(), "expected model.safetensors.index.json, or model.safetensors alone"),
+    "tied embeddings": (lambda f: edit_config(f, tie_word_embeddings=True), "tie_word_embeddings must be false"),
+    "another model": (lambda f: edit_config(f, model_type="llama"), "model_type must be 'deepseek_v3'"),
+    "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "tensors are missing, as model.layers.2"),
+    "right header of x": (write_header({"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}), "in no file|missing"),
+    **{f"header {n}": (write_header(entry), "not a whole safetensors file") for n, entry in enumerate(HEADERS)},
+    "large config": (resize("config.json", 1 << 40), rf"config.json: expected at most \d+ bytes, found {1 << 40}"),
+    "large index": (resize(INDEX, 1 << 40), rf"{INDEX}: expected at most \d+ bytes"),
+    "large manifest": (
+        lambda f: (f / m.MANIFEST).touch() or resize(m.MANIFEST, 1 << 40)(f),
+        "manifest.*: expected at most",
+    ),
+    "many layers": (lambda f: edit_config(f, num_hidden_layers=10**9), MANY),
+    "many experts": (lambda f: edit_config(f, n_routed_experts=10**9), MANY),
+    "many dense layers": (lambda f: edit_config(f, num_hidden_layers=10**9, first_k_dense_replace=10**9), MANY),
+    "many of both": (lambda f: edit_config(f, num_hidden_layers=10**5, n_routed_experts=10**5), MANY),
+    "gptq": (lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}), "only DeepSeek's FP8"),
+}
+FP8_FAULTS = {
+    "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALES)), f"{SCALES} is missing, the scales of {DOWN}"),
+    "scale shape": (put(SCALES, lambda t: torch.ones(2, 2)), rf"{SCALES}: expected F32 \(1, 1\).*found F32 \(2, 2\)"),
+    "scale dtype": (put(SCALES, torch.Tensor.bfloat16), f"{SCALES}: expected F32 .*found BF16"),
+    "no quantization_config": (lambda f: edit_config(f, quantization_config=None), "no quantization_config, but"),
+    "scale of bf16": (put(DOWN, torch.Tensor.bfloat16), f"{SCALES} is the scale of no FP8 tensor"),
+}
 
 
-@pytest.mark.parametrize("entry", HEADERS)
-def test_a_header_with_other_types_is_refused(tmp_path, entry):
-    make_folder(tmp_path / "hf", SMALL, files=1)
-    file = tmp_path / "hf" / "model-1.safetensors"
-    save_file({"x": torch.ones(2).bfloat16()}, file)
-    with safe_open(file, "pt") as opened:
-        assert list(opened.keys()) == ["x"]  # control: a whole file
-    text = json.dumps({"x": entry}).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-    with pytest.raises(ConfigError, match=r"model-1.safetensors: not a whole safetensors file"):
-        open_source(tmp_path / "hf")
+@pytest.mark.parametrize("fault", [*FAULTS, *FP8_FAULTS])
+def test_a_bad_source_is_refused_by_name_before_anything_is_written(tmp_path, fault):
+    if fault in FAULTS:
+        make_folder(tmp_path / "hf", SMALL)
+        folder, (spoil, words) = tmp_path / "hf", FAULTS[fault]
+    else:
+        make_fp8_folder(tmp_path, SMALL)
+        folder, (spoil, words) = tmp_path / "fp8", FP8_FAULTS[fault]
+    open_source(folder)  # control: it was right
+    spoil(folder)
+    with pytest.raises(ConfigError, match=words):
+        run(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

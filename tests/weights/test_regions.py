@@ -1,6 +1,5 @@
 """Regions copied from every kind of folder: bit for bit those of complete tensors, bytes as counted, little memory."""
 
-import json
 import random
 
 import pytest
@@ -80,27 +79,7 @@ def test_regions_of_shards_of_any_layout_are_those_of_the_folder(tmp_path, seed)
     assert len(set(places)) == len(places)
 
 
-MEASURE = """
-import json, resource, sys, torch
-from verl_patches.reshard.region import Region
-from verl_patches.weights.reader import WeightReader
-from verl_patches.weights.source import open_source
-source = open_source(sys.argv[1])
-targets = {n: torch.zeros(t.shape, dtype=torch.bfloat16) for n, t in source.tensors.items()}
-for target in targets.values():
-    target.fill_(1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-if sys.argv[2] == "regions":
-    with WeightReader(source) as reader:
-        for name, target in targets.items():
-            reader.copy(Region(name, 0, 0, target.shape[0]), target)
-else:  # the control: files in memory
-    held = [(source.folder / file).read_bytes() for file in sorted({t.parts[0].file for t in source.tensors.values()})]
-print(json.dumps([1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)]))
-"""
-
-
-def test_memory_does_not_grow_with_the_folder(tmp_path, run_warm):
+def test_memory_does_not_grow_with_the_folder(tmp_path, run_ranks):
     """210 MB in FP8; 65 MB of host memory while they are read: a band, the band decoded to bf16, tables."""
     config = tiny_config() | {"vocab_size": 520, "hidden_size": 4096, "intermediate_size": 8192, **SMALL}
     config |= {"first_k_dense_replace": 2, QUANTIZATION: QUANTIZED}
@@ -112,9 +91,10 @@ def test_memory_does_not_grow_with_the_folder(tmp_path, run_warm):
             stored[scale_name(parameter.name)] = torch.ones(scale_shape(parameter.shape, (128, 128)))
     make_folder(tmp_path / "fp8", config, files=3, tensors=stored)
     size = sum(path.stat().st_size for path in (tmp_path / "fp8").glob("*.safetensors"))
-    peaks = {how: json.loads(run_warm(MEASURE, tmp_path / "fp8", how).check().out)[0] for how in ("regions", "all")}
-    assert size > 200e6 and peaks["regions"] < 5 * regions.BAND_BYTES
-    assert peaks["all"] > 0.9 * size
+    job = "tests.weights.load_job:peak_job", tmp_path / "fp8"
+    by_regions, control = (run_ranks(*job, how)[0] for how in (True, False))
+    assert size > 200e6 and by_regions < 5 * regions.BAND_BYTES
+    assert control > 0.9 * size
 
 
 def test_a_sharded_folder_is_read_by_the_bytes_that_a_rank_needs(tmp_path):
