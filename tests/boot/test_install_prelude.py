@@ -209,7 +209,7 @@ class Python:
         path = os.pathsep.join(filter(None, [str(before), str(self.upstream)]))
         env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, **({"VERL_PATCHES": patches} if patches else {})}
         arguments = code if len(code) > 1 else ("-c", *code)
-        return subprocess.run([self.executable, *arguments], env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run([self.executable, *arguments], env=env, capture_output=True, text=True)
 
     def prelude(self, *options):
         """The results of `install-prelude --json`."""
@@ -335,7 +335,7 @@ def test_the_line_alone_makes_rows_of_its_own_module_active(tmp_path, run_python
     env = {"PYTHONPATH": str(tmp_path), "VLLM_USE_V1": "0", "TORCHDYNAMO_DISABLE": "1"}
 
     def python(code):
-        return run_python(code, patches=CPU, env=env, timeout_s=240)
+        return run_python(code, patches=CPU, env=env)
 
     assert install_prelude.insert_line(tmp_path).state == "installed"  # and no .pth file
     python(HALF_BUILT.format(tree=str(tmp_path))).check()

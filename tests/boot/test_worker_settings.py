@@ -68,7 +68,7 @@ def test_a_worker_without_the_variable_is_refused_by_node_and_the_row_gives_it(t
     python = python_with_prelude(tmp_path)
     env = {"PYTHONPATH": str(tmp_path), "PATH": f"{python.parent}:/usr/bin:/bin", "RAY_TMPDIR": ray_folder}
     env["RAY_USAGE_STATS_ENABLED"] = "0"
-    done = subprocess.run([python, "-c", JOB], capture_output=True, text=True, timeout=240, env=env)
+    done = subprocess.run([python, "-c", JOB], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     missing, told = done.stdout.splitlines()
     assert "ConfigError" in missing and "VERL_PATCHES is not set" in missing and socket.gethostname() in missing
@@ -113,7 +113,7 @@ print(json.dumps(answers))
 @pytest.mark.slow
 def test_training_workers_get_engine_and_interface_from_the_controller(ray_folder, run_python):
     """Nothing was sent; another process; a training worker; two nodes that would meet over the loopback."""
-    done = run_python(SETTINGS, env={"RAY_TMPDIR": ray_folder}, timeout_s=240).check()
+    done = run_python(SETTINGS, env={"RAY_TMPDIR": ray_folder}).check()
     unsent, other, worker, loopback = json.loads(done.out.splitlines()[-1])
     assert unsent == other == [[], None] and worker == [[{"layers": 4}], "lo"]
     assert "trainer.nnodes is 2" in loopback

@@ -90,6 +90,15 @@ def outcome(case: Callable, npu: Any, device: str) -> dict[str, list]:
     return {name: y if y is None else [list(y.shape), str(y.dtype), y.device.type] for name, y in found.items()}
 
 
+def refusal(call: Callable[[], Any]) -> str | None:
+    """ "Type: message" of what a call raises, None if it goes through."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def _attend(npu: Any, m: Maker, layout: str, shape: tuple[int, ...], mask: torch.Tensor, **kw):
     q, k, v = (m.values(*shape) for _ in "qkv")
     return npu.npu_fusion_attention(q, k, v, N, layout, atten_mask=mask, sparse_mode=3, **kw)

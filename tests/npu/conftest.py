@@ -1,4 +1,4 @@
-"""What job.py finds in the two Pythons, each asked once."""
+"""The calls of cases.py, each made once: on the references here, on the real torch_npu by job.py in its own Python."""
 
 import json
 import os
@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.npu.cases import BAD, CASES, Maker, outcome, refusal
+from verl_patches.emulation.ascend.packages import torch_npu
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -21,17 +24,15 @@ def run_program(python: str, *command: str | Path, env: dict[str, str]) -> subpr
     return done
 
 
-def run_job(python: str, mode: str, out: Path, **env: str) -> dict:
-    """The JSON of `job.py MODE`."""
-    full_env = {k: v for k, v in os.environ.items() if k not in ("VERL_PATCHES", "LD_LIBRARY_PATH")}
-    run_program(python, HERE / "job.py", mode, out, env=full_env | {"PYTHONPATH": str(ROOT), **env})
-    return json.loads(out.read_text())
-
-
 @pytest.fixture(scope="session")
-def references(tmp_path_factory) -> dict:
-    """The calls on the plain-torch references."""
-    return run_job(sys.executable, "references", tmp_path_factory.mktemp("npu") / "references.json")
+def references() -> dict:
+    """The calls on the plain-torch references, with real tensors of a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch_npu", torch_npu)  # as the rows of platform cpu do
+        return {
+            "cases": {name: outcome(case, torch_npu, "cpu") for name, case in CASES.items()},
+            "bad": {name: {"ours": refusal(lambda ours=ours: ours(Maker("cpu")))} for name, (_, ours) in BAD.items()},
+        }
 
 
 @pytest.fixture(scope="session")
@@ -47,5 +48,8 @@ def npu_python() -> tuple[str, dict[str, str]]:
 @pytest.fixture(scope="session")
 def npu(npu_python, tmp_path_factory) -> dict:
     """The calls on the real torch_npu."""
-    python, env = npu_python
-    return run_job(python, "npu", tmp_path_factory.mktemp("npu") / "npu.json", **env)
+    python, settings = npu_python
+    env = {name: value for name, value in os.environ.items() if name not in ("VERL_PATCHES", "LD_LIBRARY_PATH")}
+    out = tmp_path_factory.mktemp("npu") / "npu.json"
+    run_program(python, HERE / "job.py", out, env=env | {"PYTHONPATH": str(ROOT)} | settings)
+    return json.loads(out.read_text())

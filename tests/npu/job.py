@@ -1,7 +1,6 @@
-"""What the tests here run in two Pythons; writes what it found as JSON.
+"""What the tests here ask of the real torch_npu, with fake tensors of the stand-in device (.venv.npu).
 
-python job.py references OUT    the calls of cases.py on the plain-torch references, real tensors of a CPU
-python job.py npu OUT           the same on the real torch_npu, fake tensors of the stand-in device (.venv.npu)
+python job.py OUT    writes what it found as JSON
 """
 
 from __future__ import annotations
@@ -14,25 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import BAD, CASES, Maker, outcome
+from cases import BAD, CASES, Maker, outcome, refusal
 
 from verl_patches.emulation import op_schemas
-
-
-def references() -> dict[str, Any]:
-    """The cases, with the rows that give line a3 its torch_npu on a CPU."""
-    from verl_patches.emulation import rows as cpu_rows
-    from verl_patches.patching.engine import Engine
-    from verl_patches.patching.switches import Switches
-
-    Engine([row for row in cpu_rows.NPU if row.is_module_stub], Switches("a3", "cpu")).apply()
-    import torch_npu
-
-    return {
-        "made by": torch_npu.npu_rms_norm.__module__,
-        "cases": {name: outcome(case, torch_npu, "cpu") for name, case in CASES.items()},
-        "bad": {name: {"ours": refusal(lambda ours=ours: ours(Maker("cpu")))} for name, (_, ours) in BAD.items()},
-    }
 
 
 def npu() -> dict[str, Any]:
@@ -60,15 +43,6 @@ def npu() -> dict[str, Any]:
         calls = record_calls(torch_npu)
         found["cases"] = {name: outcome(case, torch_npu, "npu") for name, case in CASES.items()}
     return found | {"calls": calls}
-
-
-def refusal(call: Any) -> str | None:
-    """ "Type: message" of what a call raises, None if it goes through."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def schemas() -> dict[str, str | None]:
@@ -122,5 +96,4 @@ def record_calls(torch_npu: Any) -> list[list]:
 
 if __name__ == "__main__":
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what the bad calls raise
-    made = {"references": references, "npu": npu}[sys.argv[1]]()
-    Path(sys.argv[2]).write_text(json.dumps(made))
+    Path(sys.argv[1]).write_text(json.dumps(npu()))

@@ -1,12 +1,8 @@
 """Calls of cases.py on the plain-torch references: outputs and gradients, and bad calls that are refused."""
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 
 def test_every_case_has_outputs_and_gradients(references):
-    assert references["made by"].startswith("verl_patches.emulation.ascend.") and len(references["cases"]) > 10
+    assert len(references["cases"]) > 10
     for case, found in references["cases"].items():
         assert "output 0" in found and None not in found.values(), case
 

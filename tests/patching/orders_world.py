@@ -12,10 +12,9 @@ import itertools
 import json
 import random
 import sys
-import textwrap
 from pathlib import Path
 
-from tests.patching.world import row
+from tests.patching.world import row, write
 from verl_patches.patching import hooks
 from verl_patches.patching.engine import Engine, PatchError
 from verl_patches.patching.row import Row
@@ -87,14 +86,7 @@ class World:
     def __init__(self, folder, number, kind):
         self.name = f"up{number}"
         self.inside, self.kind = kind.startswith("inside-"), kind.removeprefix("inside-")
-        for file, text in (
-            ("__init__", ""),
-            ("base", BASE),
-            ("ours", OURS),
-            ("user", f"from {self.name}.base import f\n"),
-        ):
-            (folder / self.name).mkdir(exist_ok=True)
-            (folder / self.name / f"{file}.py").write_text(textwrap.dedent(text))
+        write(folder, self.name, base=BASE, ours=OURS, user=f"from {self.name}.base import f\n")
         self.engine = Engine(self.rows(), Switches("pypi", "cpu"))
         self.taken_up = self.applied = False
         self.healed, self.bodies = self.kind != "provider", 0

@@ -167,6 +167,7 @@ def test_a_module_that_is_missing_or_cannot_be_read_is_a_problem(tree):
         ("from up.all import *\n", True),
         ("from up . \\\n tools import weigh\n", True),
         ("from .import weigh\n", True),
+        ("from up.tools import hidden, \\\n    weigh\n", True),
         ("# words from\nfrom up import weigh\n", True),
         ("def f():\n    from up.tools import weigh\n", False),
         ("from other.tools import weigh\n", False),

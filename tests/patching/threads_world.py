@@ -11,12 +11,11 @@ Events, not times, bring the threads to the place that counts, so a busy machine
 
 import faulthandler
 import sys
-import textwrap
 import threading
 from functools import partial
 from pathlib import Path
 
-from tests.patching.world import row
+from tests.patching.world import row, write
 from verl_patches.patching import hooks
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
@@ -25,19 +24,7 @@ WRAP = "def louder(original):\n    return lambda *a: f'{original(*a)}!'\n"
 
 
 def engine(*rows):
-    """Engine over (id, target, provider, bindings, needs)."""
-    specs = [
-        row(name, target, "wrap", provider, bindings=bound, needs=needs)
-        for name, target, provider, bound, needs in rows
-    ]
-    return Engine(specs, Switches("pypi", "cpu"))
-
-
-def write(folder, package, **files):
-    """A package of modules."""
-    (folder / package).mkdir()
-    for name, text in {"__init__": "", **files}.items():
-        (folder / package / f"{name}.py").write_text(textwrap.dedent(text))
+    return Engine(rows, Switches("pypi", "cpu"))
 
 
 def run_all(*works):
@@ -76,12 +63,12 @@ def storm(folder, number):
         ours=f"import time\ntime.sleep(0.001)\n{WRAP}",
         ours_of_other=WRAP,
     )
-    bindings = (f"{up}.user:f",)
+    ours, bindings = f"{up}.ours:louder", (f"{up}.user:f",)
     e = engine(
-        ("t.f", f"{up}.base:f", f"{up}.ours:louder", bindings, ()),
-        ("t.over", f"{up}.base:f", f"{up}.ours:louder", bindings, ("t.f",)),
-        ("t.g", f"{up}.base:g", f"{up}.ours:louder", (), ()),
-        ("t.h", f"{up}.other:h", f"{up}.ours_of_other:louder", (), ()),
+        row("t.f", f"{up}.base:f", provider=ours, bindings=bindings),
+        row("t.over", f"{up}.base:f", provider=ours, bindings=bindings, needs=("t.f",)),
+        row("t.g", f"{up}.base:g", provider=ours),
+        row("t.h", f"{up}.other:h", provider=f"{up}.ours_of_other:louder"),
     )
 
     look, imports = look_any(e, "off", "waiting", "active"), [f"{up}.{name}" for name in ("base", "user", "other")]
@@ -124,7 +111,8 @@ def crossed(folder, naive):
         f"import up.slow\n{WRAP}",
     )
     __import__("up.base")
-    e = engine(("t.h", "up.slow:h", "up.ours:louder", (), ()), ("t.f", "up.base:f", "up.ours_slow:louder", (), ()))
+    slow = row("t.h", "up.slow:h", provider="up.ours:louder")
+    e = engine(slow, row("t.f", provider="up.ours_slow:louder"))
     install = Engine._install
 
     def seen(self, row, nth, module):
@@ -157,7 +145,7 @@ def late(folder, naive):
 
     hooks.after_import("up.unrelated", print)  # wrapt's finder is there, as after any prelude
     sys.meta_path.insert(1, Slow())  # behind wrapt's finder, before the one that finds
-    e = engine(("t.f", "up.late:f", "up.ours:louder", (), ()))
+    e = engine(row("t.f", "up.late:f", provider="up.ours:louder"))
     importer = threading.Thread(target=lambda: __import__("up.late"))
     importer.start()
     asked.wait()
@@ -172,7 +160,7 @@ def late(folder, naive):
 
 
 def main(folder, world):
-    faulthandler.dump_traceback_later(80, exit=True)
+    faulthandler.dump_traceback_later(500, exit=True)
     sys.setswitchinterval(1e-5)
     sys.path.insert(0, folder)
     if world == "storm":

@@ -1,6 +1,7 @@
 """A small upstream package and names for code that a test runs in its own process (fixture `play`)."""
 
 import logging
+import textwrap
 
 from verl_patches.patching import engine as engines
 from verl_patches.patching import fingerprint
@@ -76,6 +77,13 @@ FILES = {
     """,
 }
 warned = []
+
+
+def write(folder, package, **files):
+    """A package of modules {name: text}."""
+    (folder / package).mkdir()
+    for name, text in {"__init__": "", **files}.items():
+        (folder / package / f"{name}.py").write_text(textwrap.dedent(text))
 
 
 class _Keep(logging.Handler):

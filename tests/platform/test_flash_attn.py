@@ -39,7 +39,6 @@ def test_unpadding_and_padding_follow_the_definition_and_have_gradients(mask, tr
     assert torch.autograd.gradcheck(lambda x: index_first_axis(x.flatten(0, 1), torch.tensor([1, 0, 1])), values)
 
 
-ROWS = ("platform.flash_attn", "platform.flash_attn_bert_padding")
 START = """
 import os, sys; sys.path[:0] = [p for p in os.environ.get("MORE", "").split(":") if p]
 from verl_patches.patching.engine import current
@@ -66,7 +65,7 @@ sys.modules["flash_attn"].__spec__ = importlib.machinery.ModuleSpec("flash_attn"
 def run(run_python, tmp_path):
     """run(code, patches, flash_attn=False): in a process with a torch_npu, and a flash_attn if wanted."""
 
-    def run(code, patches="line=a3,platform=npu", flash_attn=False):
+    def run(code, patches, flash_attn=False):
         files = {"torch_npu/__init__.py": ""}
         if flash_attn:
             names = "index_first_axis = rearrange = unpad_input = None\ndef pad_input(): pass\n"
@@ -79,24 +78,26 @@ def run(run_python, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("platform", ["cpu", "npu"])
-def test_where_flash_attn_is_missing_the_rows_give_ours(run, platform):
-    done = run(IMPORT + STATES, f"line=a3,platform={platform}").check()
-    assert done.out.split() == ["verl_patches.platform.flash_attn", "active", "active"]
+OURS, THEIRS = "verl_patches.platform.flash_attn", "flash_attn.bert_padding"
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    ("code", "platform", "flash_attn", "printed"),
+    [
+        (IMPORT + STATES, "cpu", False, [OURS, "active", "active"]),
+        (IMPORT + STATES, "npu", False, [OURS, "active", "active"]),
+        (IMPORT + STATES, "npu", True, [THEIRS, "off", "off"]),
+        ("import flash_attn" + IMPORT + STATES, "npu", True, [THEIRS, "off", "off"]),
+        (EMPTY_MODULE + STATES, "npu", False, ["overridden", "overridden"]),  # no installed package
+    ],
+)
+def test_an_installed_package_is_used_and_ours_where_there_is_none(run, code, platform, flash_attn, printed):
+    done = run(code, f"line=a3,platform={platform}", flash_attn)
+    assert done.out.split() == printed, done.err
+    assert ("platform.flash_attn is overridden" in done.err) is (done.rc != 0) is (printed[0] == "overridden")
+
+
+@pytest.mark.parametrize("row", ["platform.flash_attn", "platform.flash_attn_bert_padding"])
 def test_without_the_row_the_import_fails(run, row):
     done = run(IMPORT, f"line=a3,platform=npu,-{row}")
     assert done.rc != 0 and "ModuleNotFoundError: No module named 'flash_attn" in done.err
-
-
-@pytest.mark.parametrize("before", ["", "import flash_attn"])
-def test_an_installed_package_is_used_and_the_rows_are_off(run, before):
-    done = run(before + IMPORT + STATES, flash_attn=True).check()
-    assert done.out.split() == ["flash_attn.bert_padding", "off", "off"]
-
-
-def test_an_empty_module_of_that_name_is_no_installed_package(run):
-    done = run(EMPTY_MODULE + STATES)
-    assert done.out.split() == ["overridden"] * 2 and "platform.flash_attn is overridden" in done.err

@@ -83,12 +83,6 @@ def test_files_that_are_a_change(tree, files, named):
     assert (finding.state, finding.details) == ("problem", (named,)) and named in finding.found
 
 
-def test_of_a_long_list_a_few_are_in_the_text_and_all_in_the_details(tree):
-    write(tree[0], {f"verl/n{number}.py": "" for number in range(8)})
-    assert len(found(tree).details) == 8 and "8 files changed" in found(tree).found
-    assert "and 3 more" in found(tree).found
-
-
 def test_gits_index_hides_nothing_and_a_commit_is_a_change_too(tree):
     git(tree[0], "update-index", "--assume-unchanged", "verl/a.py")
     write(tree[0], {"verl/a.py": "a = 2\n"})
@@ -156,13 +150,6 @@ def test_a_file_edited_together_with_its_line_in_the_record_is_seen(tmp_path, in
     assert installed().state == "fine"
     install(tmp_path, "another", "1.0", files)  # a RECORD that is read before verl's
     assert installed().state == "problem" and "another-1.0.dist-info" in installed().found
-
-
-@pytest.mark.slow
-def test_the_installed_wheels_are_the_pinned_ones():
-    line = load_pins().line("pypi")
-    assert set(line.records) <= set(line.packages)
-    assert [f.state for f in source_findings(line, roots_of("pypi", Trees()))] == ["fine"] * len(line.records)
 
 
 def config(line, drift="strict"):

@@ -17,7 +17,7 @@ from pathlib import Path
 from verl_patches.patching.fingerprint import BLOCKS, FUNCTIONS, import_origin
 from verl_patches.patching.spec import split
 
-_FROM = re.compile(rb"\bfrom\b[.\w\s\\]*?(\w*)[\s\\]*\bimport\b")
+_FROM = re.compile(rb"\bfrom\b[.\w\s\\]*?(\w*)[\s\\]*\bimport\b(?=[\s\\]*(\([^)]*\)|(?:\\\r?\n|[^\n])*))")
 _FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
@@ -37,13 +37,15 @@ class SourceFile:
     def __init__(self, module: str, path: Path):
         self.module, self.path, self.unread = module, path, ""
         self._text = path.read_bytes()
-        self._modules = frozenset(_FROM.findall(self._text))  # their last parts; empty for `from . import`
+        self._imported: dict[bytes, set[bytes]] = {}  # {last part of a module, empty for `from . import`: words after}
+        for last_part, names in _FROM.findall(self._text):
+            self._imported.setdefault(last_part, set()).update(re.findall(rb"\w+|[*#]", names))
 
     def may_import(self, module: str, name: str) -> bool:
         """False only where no from-import of `name` from `module` can be: cheap, and no parsing."""
-        if self._modules.isdisjoint((module.rpartition(".")[2].encode(), b"")):
-            return False
-        return re.search(rb"\b%s\b|\bimport\s*\*" % name.encode(), self._text) is not None
+        modules = (module.rpartition(".")[2].encode(), b"")
+        wanted = (name.encode(), b"*", b"#")  # a comment may hold the ")" at which _FROM's match ended
+        return any(not self._imported[each].isdisjoint(wanted) for each in modules if each in self._imported)
 
     def _tree(self) -> ast.Module:
         try:

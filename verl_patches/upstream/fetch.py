@@ -203,14 +203,12 @@ def _prelude(path: Path) -> Finding:
 
 
 def _checked(line_name: str, line: Line, dest: Path, check: Check) -> list[Finding]:
-    """The contract check over `dest` as one finding, and its problems; a line without rows is a note."""
+    """The contract check over `dest` as one finding, and its problems; a note where a repository is missing."""
     missing = [name for name in line.repositories if not (dest / name).is_dir()]
     if missing:
         found = f"not run: no {', '.join(missing)} in {dest}"
         return [Finding("check", "note", str(dest), "every repository of the line", found, "run this without --only")]
     report = check(dest, line_name)
-    if report.state == "empty":
-        return [Finding("check", "note", str(dest), "", f"line {line_name} has no rows: nothing was checked")]
     problems = [finding for finding in report.findings if finding.state == "problem"]
     counts = ", ".join(f"{count} {state}" for state, count in report.as_dict()["counts"].items())
     again = f"python -m verl_patches check --upstream {dest} --line {line_name}" if problems else ""
