@@ -38,10 +38,8 @@ def clone(tmp_path):
 
 def call(root: Path, script: str, *args: str, cwd: Path | None = None, **env: str) -> tuple[int, str]:
     command = ["bash", str(root / script), *args]
-    env = {**os.environ, "CI": "true", **env}
-    done = subprocess.run(
-        command, cwd=cwd or root, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-    )
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=cwd or root, env={**os.environ, "CI": "true", **env}, **streams)
     return done.returncode, done.stdout + done.stderr
 
 
