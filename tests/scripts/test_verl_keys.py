@@ -37,7 +37,8 @@ SOURCE = """
 from omegaconf import OmegaConf
 class TaskRunner:
     def run(self, config):
-        helper(config.unread_section, own=config.data)
+        part, other = config.data, config.unread_section
+        helper(other, own=part)
         Child(config.actor)
 def helper(first, *, own):
     getattr(own, "seed", 0)
@@ -53,7 +54,7 @@ class Child(Base):
 """
 
 
-def test_the_scan_follows_keyword_only_arguments_reads_by_name_and_super(tmp_path):
+def test_the_scan_follows_tuples_keyword_only_arguments_reads_by_name_and_super(tmp_path):
     files = {"trainer/main_ppo.py": SOURCE, f"trainer/config/{VERL_CONFIG}.yaml": "data: {}\nactor: {}\n"}
     for name, text in files.items():
         (tmp_path / "verl" / name).parent.mkdir(parents=True, exist_ok=True)
