@@ -11,13 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import check_env
 import pytest
 
 from tests.upstream.small_upstream import install
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import check_env  # noqa: E402
 
 
 def start_setup(*args: object, **env: object) -> subprocess.Popen:

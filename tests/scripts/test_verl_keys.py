@@ -1,15 +1,12 @@
 """The committed table of keys is what the scan finds in verl's source, which tests the scan too."""
 
-import sys
 from pathlib import Path
 
 import pytest
+import verl_keys
 
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 from verl_patches.upstream.pins import read_by_verl
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import verl_keys
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
