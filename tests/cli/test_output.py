@@ -1,17 +1,16 @@
 """Tables and commands in terminals and in pipes."""
 
-import os
+import contextlib
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from verl_patches.__main__ import main
 from verl_patches.cli.output import say_command, table, table_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 NODE = "grpo_deepseekv3_16die"
 ROWS = [("reshard.direct", "override", "verl.workers.sharding_manager:Manager.__enter__", "it moves 1.3 TB of weights")]
 COMMANDS = {
@@ -25,20 +24,17 @@ COMMANDS = {
 }
 
 
-def printed(words, columns):
-    env = os.environ if columns is None else {**os.environ, "COLUMNS": str(columns)}
-    command = [sys.executable, "-m", "verl_patches", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert done.stdout, done.stderr
-    return done.stdout.splitlines() + done.stderr.splitlines()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, None])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_lines_fit_the_terminal_and_have_no_blanks_at_their_end(name, columns):
-    lines = printed(COMMANDS[name], columns)
-    assert [line for line in lines if line != line.rstrip()] == []
+def test_lines_fit_the_terminal_and_have_no_blanks_at_their_end(name, columns, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verl_patches", *COMMANDS[name]])
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    with contextlib.suppress(SystemExit):
+        main()
+    lines = [line for printed in capsys.readouterr() for line in printed.splitlines()]
+    assert lines and [line for line in lines if line != line.rstrip()] == []
     if columns is None:
         assert max(map(len, lines)) > 120  # the control: what is wrapped in a terminal is whole in a pipe
         return
