@@ -14,18 +14,17 @@ TINY, RUNS = "grpo_deepseekv3_tiny_cpu", ("grpo_deepseekv3_256die_random_init", 
 VPP = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"
 
 
-@pytest.fixture
-def call():
-    return lambda *arguments: CliRunner().invoke(app, ["config", *arguments])
+def call(*arguments):
+    return CliRunner().invoke(app, ["config", *arguments])
 
 
-def explained(call, name, *arguments, code=0):
+def explained(name, *arguments, code=0):
     done = call("--explain", "--json", "--config-name", name, *arguments)
     assert done.exit_code == code, (done.output, done.exception)
     return json.loads(done.stdout)
 
 
-def test_the_composed_config_is_printed(call):
+def test_the_composed_config_is_printed():
     done = call("--config-name", TINY, "data.train_batch_size=8")
     assert done.exit_code == 0 and OmegaConf.create(done.stdout) == compose(TINY, ["data.train_batch_size=8"])
     as_json = json.loads(call("--config-name", TINY, "--json").stdout)
@@ -33,8 +32,8 @@ def test_the_composed_config_is_printed(call):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_both_256_die_configs_become_arguments_completely(call, name):
-    found = explained(call, name)
+def test_both_256_die_configs_become_arguments_completely(name):
+    found = explained(name)
     assert found["refused"] == [] and found["line"] == "a3"
     arguments = {row["key"]: row["arguments"] for row in found["settings"]}
     assert arguments["recipe.train.layers_per_stage"] == ["--num-layer-list", "7,7,8,8,8,8,8,7"]
@@ -45,22 +44,22 @@ def test_both_256_die_configs_become_arguments_completely(call, name):
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", RUNS)
-def test_over_the_lines_own_verl_they_become_the_same_arguments(call, name, pytestconfig):
+def test_over_the_lines_own_verl_they_become_the_same_arguments(name, pytestconfig):
     folder = str(pytestconfig.getoption("--upstream"))
-    assert explained(call, name, "--upstream", folder) == explained(call, name)
+    assert explained(name, "--upstream", folder) == explained(name)
     assert "note:" not in call("--explain", "--config-name", name, "--upstream", folder).output
 
 
-def test_a_refused_key_is_named_and_ends_with_1(call):
+def test_a_refused_key_is_named_and_ends_with_1():
     topk = "+actor_rollout_ref.model.override_config.model_config.topk_method=greedy"
-    found = explained(call, RUNS[1], VPP, topk, code=1)
+    found = explained(RUNS[1], VPP, topk, code=1)
     assert found["refused"] == ["actor.megatron.virtual_pipeline_model_parallel_size", "HF topk_method"]
     done = call("--explain", "--config-name", RUNS[1], VPP)
     assert done.exit_code == 1 and "actor.megatron.virtual_pipeline_model_parallel_size is 2: Mind" in done.stderr
     assert " 1 refused" in done.stdout
 
 
-def test_the_table_and_the_note_about_another_verl(call):
+def test_the_table_and_the_note_about_another_verl():
     done = call("--explain", "--config-name", RUNS[0])
     words = ("--tensor-model-parallel-size 4", "verl's own", "with actor.optim.warmup_style", "no argument")
     for word in (*words, "--moe-token-dispatcher-type alltoall", " 0 refused"):
@@ -69,9 +68,9 @@ def test_the_table_and_the_note_about_another_verl(call):
     assert "note:" not in call("--config-name", TINY).output
 
 
-def test_wrong_use(call):
+def test_wrong_use():
     error = call("--explain", "--config-name", TINY).exception
     assert isinstance(error, ConfigError) and "recipe.line is pypi: add recipe.line=a3" in str(error)
-    assert explained(call, TINY, "recipe.line=a3")["refused"] == []
+    assert explained(TINY, "recipe.line=a3")["refused"] == []
     assert isinstance(call("--config-name", "no_such").exception, ConfigError)
     assert call().exit_code == 2

@@ -94,16 +94,12 @@ def test_a_changed_token_is_reported(run, copies):
     assert modified["details"] == [
         f"verl/{name} (modified)" for name in ("trainer/ppo/ray_trainer.py", "utils/seqlen_balancing.py")
     ]
-    lines = file.read_text().splitlines()
-    number = next(n for n, line in enumerate(lines) if "num_micro_batches = max(min_num_micro_batch" in line)
-    changed = lines[number].replace("(", "(1, ", 1)
-    assert changed != lines[number]
-    lines[number] = changed
-    file.write_text("\n".join(lines) + "\n")
+    edit(file, "num_micro_batches = max(min_num", changed := "num_micro_batches = max(1, min_num")
+    number, line = next((n, line) for n, line in enumerate(file.read_text().splitlines(), 1) if changed in line)
     code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--json")
     _, found = (r for r in json.loads(out)["rows"] if r["state"] == "problem")
     assert code == 1 and found["name"] == "update.micro_batches_as_planned"
-    assert found["details"][0] == f"verl/utils/seqlen_balancing.py:{number + 1}: {changed.strip()}"
+    assert found["details"][0] == f"verl/utils/seqlen_balancing.py:{number}: {line.strip()}"
 
 
 def test_a_report_is_printed_as_a_table(capsys):
@@ -117,6 +113,10 @@ def test_a_report_is_printed_as_a_table(capsys):
     show(report)
     out = capsys.readouterr().out
     assert "c.d" in out and "[[bold]]" in out and "a.b: verl/x.py:4" in out
+    waits = [Finding(name, "not run", expected=name, found="no Ray answers", todo="start it") for name in ("a", "b")]
+    show(Report("doctor", "pypi", (*waits, Finding("c", "not run", found="other"))))  # a and b wait for the same
+    out = capsys.readouterr().out
+    assert "a, b" in out and out.count("no Ray answers") == 1 and "3 not run" in out
 
 
 @pytest.mark.slow
@@ -200,10 +200,3 @@ def test_a_fingerprint_of_other_sources_is_of_those(copies, record):
     engine, trees = Engine([ROW], Switches("pypi", "cpu")), (None, INSTALLED, copies)
     here, same, other = (contract.fingerprints(engine, [], False, False, tree)["rows"][0]["found"] for tree in trees)
     assert here == same != other
-
-
-def test_checks_that_wait_for_the_same_are_one_row(capsys):
-    waits = [Finding(name, "not run", expected=name, found="no Ray answers", todo="start it") for name in ("a", "b")]
-    show(Report("doctor", "pypi", (*waits, Finding("c", "not run", found="other"), Finding("d", "problem"))))
-    shown = capsys.readouterr().out
-    assert "a, b" in shown and shown.count("no Ray answers") == 1 and "3 not run" in shown

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.ranks import HANG_S
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import interrupted
 
@@ -69,8 +70,8 @@ def test_what_a_user_ended_is_said_to_be_ended_by_the_user(started, tmp_path, co
         time.sleep(0.2)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)
-    assert process.wait(60) == 128 + number
+    assert process.wait(HANG_S) == 128 + number
     last = output.read_text().splitlines()[-1]
     assert last == f"verl_patches: {interrupted(number)}"
     assert "failed" not in output.read_text() and "Traceback" not in output.read_text()
-    assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert psutil.wait_procs(children, timeout=HANG_S)[1] == []

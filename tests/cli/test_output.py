@@ -1,17 +1,16 @@
 """Tables and commands in terminals and in pipes."""
 
-import os
+import contextlib
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from verl_patches.__main__ import main
 from verl_patches.cli.output import say_command, table, table_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 NODE = "grpo_deepseekv3_16die"
 ROWS = [("reshard.direct", "override", "verl.workers.sharding_manager:Manager.__enter__", "it moves 1.3 TB of weights")]
 COMMANDS = {
@@ -25,21 +24,17 @@ COMMANDS = {
 }
 
 
-def printed(words, columns):
-    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    env |= {} if columns is None else {"COLUMNS": str(columns)}
-    command = [sys.executable, "-m", "verl_patches", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300)
-    assert done.stdout, done.stderr
-    return done.stdout.splitlines() + done.stderr.splitlines()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, None])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_lines_fit_the_terminal_and_have_no_blanks_at_their_end(name, columns):
-    lines = printed(COMMANDS[name], columns)
-    assert [line for line in lines if line != line.rstrip()] == []
+def test_lines_fit_the_terminal_and_have_no_blanks_at_their_end(name, columns, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verl_patches", *COMMANDS[name]])
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    with contextlib.suppress(SystemExit):
+        main()
+    lines = [line for printed in capsys.readouterr() for line in printed.splitlines()]
+    assert lines and [line for line in lines if line != line.rstrip()] == []
     if columns is None:
         assert max(map(len, lines)) > 120  # the control: what is wrapped in a terminal is whole in a pipe
         return
@@ -47,8 +42,7 @@ def test_lines_fit_the_terminal_and_have_no_blanks_at_their_end(name, columns):
     assert [line for line in lines if len(line) > columns and not whole.fullmatch(line)] == []
 
 
-def test_a_pipe_gets_whole_cells(monkeypatch, capsys):
-    monkeypatch.delenv("COLUMNS", raising=False)
+def test_a_pipe_gets_whole_cells(capsys):
     table("rows", ("id", "kind", "target", "why"), [*ROWS, ("x", "", "", "")])
     assert capsys.readouterr().out.splitlines()[2:] == ["  ".join(ROWS[0]), "x"]
 
@@ -64,8 +58,7 @@ def test_no_width_breaks_a_word_that_fits_and_blocks_are_for_those_where_words_d
     assert (lines[0].split() == ["id", "kind", "target", "why"]) == (columns >= 80)
 
 
-def test_red_rows_are_red_and_text_is_no_markup(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
+def test_red_rows_are_red_and_text_is_no_markup():
     lines = table_lines(("a", "b"), [("[bold]", "1"), ("x", "2")], red=[1])
     assert [line.plain for line in lines] == ["a       b", "[bold]  1", "x       2"]
     assert [str(line.style) for line in lines] == ["bold", "", "red"]
@@ -73,9 +66,7 @@ def test_red_rows_are_red_and_text_is_no_markup(monkeypatch):
 
 @pytest.mark.parametrize("columns", ["40", "100", None])
 def test_a_command_can_be_pasted(monkeypatch, capsys, columns):
-    if columns is None:
-        monkeypatch.delenv("COLUMNS", raising=False)
-    else:
+    if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
     words = ["python", "-c", "import sys; print(sys.argv[1:])", "a=[1,2]", "it's", 'say "x"', "k" * 50]
     say_command("next:", shlex.join(words))

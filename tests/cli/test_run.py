@@ -121,12 +121,8 @@ def said(tmp_path, capsys):
     """said(code, reason, *overrides): what a run `r` of the tiny config that ended so prints to standard error."""
 
     def report(code, reason, *overrides):
-        given = (
-            f"recipe.output_root={tmp_path}",
-            "recipe.run=r",
-            "trainer.save_freq=2",
-            "trainer.total_training_steps=9",
-        )
+        given = [f"recipe.output_root={tmp_path}", "recipe.run=r"]
+        given += ["trainer.save_freq=2", "trainer.total_training_steps=9"]
         with pytest.raises(typer.Exit):
             run._report(launcher.Outcome(code, reason, tmp_path / "r", 2.0), compose(TINY, [*given, *overrides]), False)
         return capsys.readouterr().err
@@ -234,14 +230,12 @@ def test_the_table_has_all_columns_with_wide(started):
     assert started(0, "--wide").stdout.splitlines()[1:-3] == ["proven", "all columns"]
 
 
-def test_a_pipe_shows_each_stage_of_a_start_with_its_seconds_until_step_one(started):
+def test_each_stage_of_a_start_is_shown_with_its_seconds_in_a_pipe_and_in_a_terminal(started, monkeypatch):
+    """In a pipe until step one; in a terminal below the lines, where it is removed."""
     lines = started(0).stdout.splitlines()
     (stage,) = [line for line in lines if re.fullmatch(r"\[ +\d+ s\] starting Ray", line)]
     assert not any("step 1" in line for line in lines) and lines.index("proven") > lines.index(stage)
     assert "starting Ray" not in started(0, "--json").output
-
-
-def test_a_terminal_shows_the_stage_with_its_seconds_below_the_lines_and_removes_it(started, monkeypatch):
     monkeypatch.setattr(run, "Console", partial(run.Console, force_terminal=True, width=80))
     shown = started(0).stdout
     assert re.search(r"0:00:0\d", shown) and "step 1" in shown and "[   0 s]" not in shown
@@ -264,16 +258,19 @@ def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, t
     assert seen == [outputs / "cache", tmp_path / "mine" / "r"]  # model and data are made once
 
 
-def test_status_finds_a_run_by_its_folder_and_by_its_name(monkeypatch, tmp_path):
+def test_status_finds_a_run_by_its_folder_and_by_its_name_and_says_why_a_row_is_off(monkeypatch, tmp_path):
     monkeypatch.setattr(patches, "output_root", lambda: tmp_path / "outputs")
     for name in ("outputs/named", "here"):
         (tmp_path / name).mkdir(parents=True)
-        row = {"id": f"row.{Path(name).name}", "state": "active", "target": "m:f", "process": "controller"}
-        (tmp_path / name / "summary.json").write_text(json.dumps({"exit": "ok", "patches": [row]}))
+        row = {"id": f"row.{Path(name).name}", "state": "off", "target": "m:f", "reason": "switched off by -row.*"}
+        processes = ("controller", *(f"worker {rank}" for rank in range(256)))
+        rows = [{**row, "process": process} for process in processes]
+        (tmp_path / name / "summary.json").write_text(json.dumps({"exit": "ok", "patches": rows}))
     monkeypatch.chdir(tmp_path)
     for given in ("here", "named", "outputs/named"):
         done = CliRunner().invoke(app, ["status", "--run", given])
         assert done.exit_code == 0 and f"row.{Path(given).name}" in done.stdout
+        assert "switched off by -row.*" in done.stdout and "controller: off, workers 0-255: off" in done.stdout
     text = refusal("status", "--run", "gone")
     assert "gone: " in text and f"in {tmp_path / 'outputs'}: named" in text
 
@@ -293,13 +290,3 @@ def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_sai
         monkeypatch.setenv("VERL_PATCHES", "line=a3,platform=cuda")
         assert CliRunner().invoke(app, command).stderr == ""
         monkeypatch.delenv("VERL_PATCHES")
-
-
-def test_status_of_a_run_says_why_a_row_is_off(tmp_path):
-    row = {"id": "a.b", "state": "off", "target": "m:f", "reason": "switched off by -a.*"}
-    processes = ("controller", *(f"worker {rank}" for rank in range(256)))
-    rows = [{**row, "process": process} for process in processes]
-    (tmp_path / "summary.json").write_text(json.dumps({"exit": "ok", "patches": rows}))
-    done = CliRunner().invoke(app, ["status", "--run", str(tmp_path)])
-    assert done.exit_code == 0 and "switched off by -a.*" in done.stdout
-    assert "controller: off, workers 0-255: off" in done.stdout

@@ -2,23 +2,20 @@
 
 import json
 import os
-import struct
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.weights.cases import make_folder
+from tests.weights.cases import SMALL, make_folder
 from verl_patches.__main__ import app
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.model_folder import INDEX, QUANTIZATION
-from verl_patches.model.tiny import tiny_config
-from verl_patches.weights.source import FP8_KINDS, QUANTIZATION_CONFIG, scale_name, scale_shape
+from verl_patches.weights.source import FP8_KINDS, QUANTIZATION_CONFIG, scale_name
 
 LAYOUT = "tp2 pp2 ep3 etp1 @12 layers=1,1"
 TRAIN_256 = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
-CONFIG = tiny_config() | {"num_hidden_layers": 2, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
 HEAD = "lm_head.weight"
 
 
@@ -34,7 +31,7 @@ def answer(*arguments, code=0):
 
 @pytest.fixture
 def folder(tmp_path):
-    make_folder(tmp_path / "hf", CONFIG)
+    make_folder(tmp_path / "hf", SMALL)
     return tmp_path / "hf"
 
 
@@ -98,47 +95,24 @@ def test_wrong_use_is_named(folder, tmp_path, arguments, words):
     assert not (tmp_path / "out").exists()
 
 
-def public_folder(folder, files):
-    """DeepSeek-V3 in FP8 as it is published: 163 files of 671B, with `files` sparse ones whose headers are real."""
-    inventory = build_inventory(CONFIGS_DIR / "model" / "deepseekv3_671b.json")
-    tensors = []
-    for parameter in inventory.parameters:
-        name, shape = parameter.name, parameter.shape
-        if parameter.kind in FP8_KINDS:
-            scales = scale_shape(shape, (128, 128))
-            tensors.append((name, "F8_E4M3", shape, parameter.count))
-            tensors.append((scale_name(name), "F32", scales, scales[0] * scales[1] * 4))
-        else:
-            dtype, size = ("F32", 4) if parameter.kind == "router_bias" else ("BF16", 2)
-            tensors.append((name, dtype, shape, parameter.count * size))
-    tensors.append(("model.layers.61.eh_proj.weight", "BF16", (7168, 14336), 7168 * 14336 * 2))
-    limit = sum(size for *_, size in tensors) / 163
-    headers, total = [{}], 0
-    for name, dtype, shape, size in tensors:
-        if total + size / 2 > limit * len(headers) and len(headers) < 163:
-            headers.append({})
-        start = max((entry["data_offsets"][1] for entry in list(headers[-1].values())[-1:]), default=0)
-        headers[-1][name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
-        total += size
-    names = [f"model-{n:05d}-of-000163.safetensors" for n in range(1, 164)]
+def public_folder(folder):
+    """The config and the index of DeepSeek-V3 in FP8 as it is published: 163 files of 671B."""
+    published = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
+    names = ["model.layers.61.eh_proj.weight"]  # of the MTP layer
+    for parameter in build_inventory(published).parameters:
+        names += [parameter.name, *([scale_name(parameter.name)] if parameter.kind in FP8_KINDS else ())]
     folder.mkdir()
-    config = json.loads((CONFIGS_DIR / "model" / "deepseekv3_671b.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {QUANTIZATION: QUANTIZATION_CONFIG}))
-    weight_map = {name: file for file, header in zip(names, headers, strict=True) for name in header}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    for file, header in zip(names, headers, strict=True) if files else ():
-        text = json.dumps(header).encode()
-        with (folder / file).open("wb") as stored:
-            stored.write(struct.pack("<Q", len(text)) + text)
-            stored.truncate(8 + len(text) + list(header.values())[-1]["data_offsets"][1])
+    config = json.loads(published.read_text()) | {QUANTIZATION: QUANTIZATION_CONFIG}
+    (folder / "config.json").write_text(json.dumps(config))
+    file_of = {name: f"model-{n * 163 // len(names) + 1:05d}-of-000163.safetensors" for n, name in enumerate(names)}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("files", [False, True])
-def test_671b_is_planned_for_16_nodes(tmp_path, files):
-    """163 files in FP8 to shards of the 256-die layout; with the index alone, and with sparse files."""
-    source = public_folder(tmp_path / "hf", files)
+def test_671b_is_planned_for_16_nodes(tmp_path):
+    """163 files in FP8 to shards of the 256-die layout, from the index alone."""
+    source = public_folder(tmp_path / "hf")
     plan = answer("convert", source, tmp_path / "out", "--layout", TRAIN_256, "--part", "0/16", "--dry-run")
     assert plan["planning_s"] > 0
     assert len(plan["parts"]) == 16 and (plan["tensors"], plan["left_out"]) == (45_395, 1)

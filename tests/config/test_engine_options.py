@@ -71,19 +71,16 @@ def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
     assert worker_environment(compose(TINY, NPU))[name] == "expandable_segments:True"  # eager
 
 
-@pytest.mark.parametrize("key", PLACES)
-def test_the_same_option_in_engine_kwargs_is_refused(key):
-    with pytest.raises(ConfigError, match=f"{PLACES[key]} .*{ASCEND}.{key}"):
-        compose(LARGE, [f"++{OPTIONS}.{PLACES[key]}=1"])
+@pytest.mark.parametrize(("override", "words"), [
+    *((f"++{OPTIONS}.{place}=1", f"{place} .*{ASCEND}.{key}") for key, place in PLACES.items()),
+    *((f"{ROLLOUT}.{key}=true", f"{key} is given.*{ASCEND}.graphs") for key in ("enforce_eager", "free_cache_engine")),
+])  # fmt: skip
+def test_the_same_option_elsewhere_is_refused_on_npu(override, words):
+    with pytest.raises(ConfigError, match=words):
+        compose(LARGE, [override])
 
 
-def test_other_options_of_vllm_ascend_pass():
+def test_other_options_of_vllm_ascend_and_those_of_a_cpu_pass():
     found = options(LARGE, f"+{OPTIONS}.torchair_graph_config.use_cached_graph=true", f"+{OPTIONS}.refresh=true")
+    compose(TINY, [f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.free_cache_engine=true"])  # on a CPU
     assert found.refresh and found.torchair_graph_config.use_cached_graph and found.torchair_graph_config.enabled
-
-
-@pytest.mark.parametrize("key", ["enforce_eager", "free_cache_engine"])
-def test_verls_keys_for_graph_mode_are_refused_on_npu(key):
-    with pytest.raises(ConfigError, match=f"{key} is given.*{ASCEND}.graphs"):
-        compose(LARGE, [f"{ROLLOUT}.{key}=true"])
-    compose(TINY, [f"{ROLLOUT}.{key}=true"])

@@ -81,13 +81,6 @@ def test_the_ascend_line_reads_each_variable_where_the_pin_file_says(pytestconfi
     assert found == ["VLLM_ENABLE_FIX_ROUTE"] and len(clones) > 3  # no source names the others
 
 
-def test_the_reader_of_a_variable_follows_the_line():
-    pypi, a3 = (variables(WEIGHTS, f"recipe.line={line}") for line in ("pypi", "a3"))
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    assert "mindspeed/" in a3[name].read_by and "mindspeed/" not in pypi[name].read_by
-    assert pypi["VLLM_ENABLE_FIX_ROUTE"].read_by == "a3: vllm_ascend/ops/fused_moe.py:945"
-
-
 def test_switches_and_routing_follow_the_recipe():
     patched = variables(TINY, "recipe.patches=[+a.b,-c.*]")["VERL_PATCHES"].value
     assert patched == "line=pypi,platform=cpu,+a.b,-c.*"

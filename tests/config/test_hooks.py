@@ -46,14 +46,6 @@ def test_a_hook_may_import_what_only_the_prelude_provides(tmp_path):
     assert found(f"{PATH}={tmp_path}/r.py", f"{NAME}=score")[:2] == (True, f"score of {tmp_path}/r.py")
 
 
-def test_a_missing_module_is_a_note_where_the_platform_is_not_this_machines(tmp_path):
-    """A plan on a laptop: there the prelude, which may provide the module, cannot be applied."""
-    (tmp_path / "r.py").write_text("import not_installed_here\ndef score(): ...\n")
-    npu = [f"{PATH}={tmp_path}/r.py", f"{NAME}=score", "recipe.platform=npu", "recipe.line=a3"]
-    ok, detail, note = found(*npu)
-    assert ok and note and "not_installed_here" in detail
-
-
 def test_a_name_that_is_not_defined_and_a_file_that_changes(tmp_path):
     file = tmp_path / "r.py"
     file.write_text("def score(): ...\n")
@@ -88,6 +80,9 @@ def test_what_this_machine_lacks_is_a_note(tmp_path):
     assert not found(*overrides)[0]  # line pypi has no package of that name
     ok, detail, note = found("recipe.line=a3", *overrides)
     assert ok and note and "this machine has no mindspeed" in detail
+    (tmp_path / "r.py").write_text("import not_installed_here\ndef score(): ...\n")
+    ok, detail, note = found(*overrides, "recipe.platform=npu", "recipe.line=a3")  # whose prelude may provide it
+    assert ok and note and "not_installed_here" in detail
     ok, detail, note = found(f"{PATH}=/nowhere.py")
     assert ok and note and "not on this machine" in detail
     assert not found(f"{PATH}=/nowhere.py", must_exist=[PATH])[0]

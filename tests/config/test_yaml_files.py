@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_patches.errors import ConfigError
-from verl_patches.upstream.pins import PIN_FILE, load_pins
 from verl_patches.yaml_files import MAX_BYTES, MAX_DEPTH, MAX_VALUES, parse_yaml, read_yaml
 
 AFTER = "\n\tan error behind it"  # is not reached
@@ -80,7 +79,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         ("\ufeffa: 1", {"a": 1}),
         ("a: !!str 1\nb: ! c\n", {"a": "1", "b": "c"}),
         ("a: 1e3\nb: 2001-01-01\nc: no\nd: ~\n", {"a": 1000.0, "b": "2001-01-01", "c": False, "d": None}),  # Hydra's
-        ("a: {x: 1}\nb: {x: 1}\n- ".rstrip("- \n"), {"a": {"x": 1}, "b": {"x": 1}}),
+        ("a: {x: 1}\nb: {x: 1}", {"a": {"x": 1}, "b": {"x": 1}}),
         ("a: 日本\n", {"a": "日本"}),
     ],
 )
@@ -92,13 +91,6 @@ def test_several_documents_are_read_where_they_are_expected():
     assert parse_yaml("a: 1\n---\nb: 2\n", "f", documents=2) == [{"a": 1}, {"b": 2}]
     with pytest.raises(ConfigError, match="f:3: expected the end of the file"):
         parse_yaml("a: 1\n---\n---\n", "f", documents=2)
-
-
-def test_the_pin_file_is_read_by_it(tmp_path):
-    path = tmp_path / "upstream.yaml"
-    path.write_text(PIN_FILE.read_text() + "\nlines: {}\n")
-    with pytest.raises(ConfigError, match=r"upstream.yaml:\d+.* key lines"):
-        load_pins(path)
 
 
 VALUES = st.recursive(

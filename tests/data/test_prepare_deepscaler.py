@@ -135,7 +135,7 @@ def test_any_file_and_option_ends_with_a_code(tmp_path_factory, contents, ending
 
 def test_as_a_program_and_files_are_replaced_only_with_overwrite(run, tmp_path):
     command = [sys.executable, str(DATA / "prepare_deepscaler.py"), "--learnable", "12", "-o", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.startswith("12 train rows -> ") and len(read(tmp_path / "train.parquet")) == 12
     code, printed = run(SAMPLE, "-o", tmp_path)
     assert code == 2 and "exist already" in printed.err and len(read(tmp_path / "train.parquet")) == 12

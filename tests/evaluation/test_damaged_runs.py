@@ -50,7 +50,7 @@ def call(monkeypatch, capsys):
     def run(words):
         monkeypatch.setattr(sys, "argv", ["verl_patches", *words])
         code = 0
-        signal.alarm(120)  # a FIFO that is opened would be waited for
+        signal.alarm(600)  # a FIFO that is opened would be waited for
         try:
             main()
         except SystemExit as ended:

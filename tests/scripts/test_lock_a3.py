@@ -1,18 +1,11 @@
 """configs/requirements-a3.txt: every package of the image of line a3 has a file for aarch64 and both Pythons, still."""
 
-import sys
-from pathlib import Path
-
+import lock_a3
 import pytest
 from packaging.utils import canonicalize_name
 
 from tests.scripts.test_requirements import requirements
 from verl_patches.upstream.pins import load_pins, same_version
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import lock_a3  # noqa: E402
 
 A3 = load_pins().line("a3")
 

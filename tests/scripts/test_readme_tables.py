@@ -1,17 +1,14 @@
 """The generated tables of the READMEs and docs/ are fresh, and a stale one is seen and written again."""
 
-import sys
 from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
+import readme_tables
 
 from verl_patches.upstream.pins import load_pins
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import readme_tables  # noqa: E402
 
 
 def test_the_tables_are_fresh():

@@ -3,7 +3,6 @@
 The environments are made from two tiny wheels that the tests write, so nothing is downloaded.
 """
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import check_env
 import pytest
 
 from tests.upstream.small_upstream import install
@@ -32,14 +32,6 @@ def run_setup(*args: object, **env: object) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(job.args, job.returncode, out, err)
 
 
-@pytest.fixture
-def check_env():
-    spec = importlib.util.spec_from_file_location("check_env", ROOT / "scripts" / "check_env.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def package(site: Path, name: str, version: str, extra: dict[str, str] | None = None) -> None:
     """A tiny package, installed in `site`."""
     files = {f"{name}/__init__.py": f"VERSION = {version!r}\n", f"{name}/data.txt": "data\n", **(extra or {})}
@@ -54,12 +46,6 @@ def write_wheel(folder: Path, name: str, version: str, extra: dict[str, str] | N
     Path(made).rename(folder / f"{name}-{version}-py3-none-any.whl")
 
 
-def write_pins(folder: Path, *pins: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "requirements-pypi.txt").write_text("# pins\n" + "\n".join(pins[:-1]) + "\n")
-    (folder / "requirements-pypi-nodeps.txt").write_text("\n".join(pins[-1:]) + "\n")
-
-
 class Environment:
     """An environment of two tiny packages in `folder`, and calls of setup.sh for it."""
 
@@ -68,7 +54,11 @@ class Environment:
         self.pin()
 
     def pin(self, *pins: str) -> None:
-        write_pins(self.folder / "pins", *(pins or ("tinyone==1.0", "tinytwo==2.0")))
+        *main, last = pins or ("tinyone==1.0", "tinytwo==2.0")
+        folder = self.folder / "pins"
+        folder.mkdir(exist_ok=True)
+        (folder / "requirements-pypi.txt").write_text("\n".join(["# pins", *main, ""]))
+        (folder / "requirements-pypi-nodeps.txt").write_text(f"{last}\n")
 
     def setup(self, *args: object, run=run_setup, **env: object):
         options = ("--venv", self.venv, "--pins", self.folder / "pins", "--no-project", *args)
@@ -96,9 +86,10 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def made(finished):
-    """The finished environment; a test may change its pins."""
+    """The finished environment, which a test may change; finished again after it."""
     yield finished
     finished.pin()
+    finished.made()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +126,7 @@ def test_a_folder_that_is_not_an_environment_is_never_deleted(tmp_path):
     assert (environment.venv / "thesis.txt").read_text() == "years of work"
 
 
-def test_check_env_finds_missing_damaged_and_cuda_packages(tmp_path, check_env):
+def test_check_env_finds_missing_damaged_and_cuda_packages(tmp_path):
     lib = tmp_path / "lib"
     for name in ("good 1.0", "old 1.0", "gone 1.0", "emptied 1.0", "local 2.0+cpu", "nvidia_cublas 12.0"):
         package(lib, *name.split())
@@ -156,32 +147,27 @@ def test_check_env_finds_missing_damaged_and_cuda_packages(tmp_path, check_env):
 
 
 @pytest.mark.parametrize(("value", "found"), [("None", []), ("'12.8'", ["cuda torch==2.0 is built for CUDA 12.8"])])
-def test_check_env_recognizes_a_cuda_build_of_torch(tmp_path, check_env, value, found):
+def test_check_env_recognizes_a_cuda_build_of_torch(tmp_path, value, found):
     package(tmp_path, "torch", "2.0", {"torch/version.py": f"cuda: Optional[str] = {value}\n"})
     dists = {d.metadata["Name"]: d for d in metadata.distributions(path=[str(tmp_path)])}
     assert list(check_env.cuda_findings(dists)) == found
 
 
 @pytest.mark.parametrize("wrong", ["numpy>=1", "numpy", "-r other.txt", "a==1\na==2"])
-def test_check_env_takes_exact_pins_only(tmp_path, check_env, wrong):
+def test_check_env_takes_exact_pins_only(tmp_path, wrong):
     (tmp_path / "pins.txt").write_text(f"# fine\n{wrong}\n")
     with pytest.raises(ValueError, match=r"pins\.txt:[23]"):
         check_env.read_pins([tmp_path / "pins.txt"])
 
 
 @pytest.mark.slow
-def test_a_second_run_installs_nothing(made):
-    stamp = made.venv / ".setup-finished"
+@pytest.mark.parametrize("victim", ["tinytwo/data.txt", "tinyone-1.0.dist-info"])
+def test_deleted_parts_are_restored_and_nothing_else_is_installed(made, victim):
+    path, stamp = made.site / victim, made.venv / ".setup-finished"
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert "repairing" in made.made() and path.exists()
     before = stamp.stat().st_mtime_ns
     assert "is ready" in made.made(PIP_FIND_LINKS="/nowhere") and stamp.stat().st_mtime_ns == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["tinytwo/data.txt", "tinyone-1.0.dist-info"])
-def test_deleted_parts_are_restored(made, victim):
-    path = made.site / victim
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert "repairing" in made.made() and path.exists() and "is ready" in made.made()
 
 
 @pytest.mark.full
@@ -205,8 +191,6 @@ def test_changed_pins_are_installed_and_an_unavailable_package_is_named(made):
     done = made.setup("--python", sys.executable)
     assert done.returncode == 1 and "run this again" in done.stderr and "tinyone==9.9" in done.stderr
     assert (made.site / "tinytwo" / "data.txt").exists()  # installed packages stay
-    made.pin()
-    made.made()
 
 
 @pytest.mark.full
@@ -222,8 +206,6 @@ def test_the_cpu_build_of_torch_is_preferred_and_a_cuda_build_is_reported(made):
     made.pin("tinyone==1.0", "torch==3.0", "tinytwo==2.0")
     out = made.made()
     assert "no build named 3.0+cpu is offered" in out and "torch==3.0 is built for CUDA 12.8" in out
-    made.pin()
-    made.made()
 
 
 @pytest.mark.full
