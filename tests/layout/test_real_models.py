@@ -50,7 +50,7 @@ MEGATRON = {
 
 @pytest.fixture(scope="module")
 def megatron(run_ranks):
-    options = {"patches": "line=pypi,platform=cpu", "backend": None, "timeout_s": 400}
+    options = {"patches": "line=pypi,platform=cpu", "backend": None}
     return run_ranks("tests.layout.build_megatron:held", MEGATRON, **options)[0]
 
 
@@ -58,7 +58,10 @@ def _ours(inventory, layout, rank):
     """Of each chunk: {name: [shape, dtype, cut axis]}."""
     tensors = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype), device="meta") for p in inventory.parameters}
     return [
-        {name: [list(t.shape), str(t.dtype)[6:], AXES[parse_name(name).kinds[0]]] for name, t in chunk.items()}
+        {
+            name: [list(t.shape), str(t.dtype)[6:], AXES[parse_name(name, "megatron-local").kinds[0]]]
+            for name, t in chunk.items()
+        }
         for chunk in pack(tensors, inventory, layout, rank, "local")
     ]
 
