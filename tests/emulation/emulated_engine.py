@@ -1,15 +1,20 @@
-"""Build vLLM's V1 engine with vllm-ascend on platform npu_emulated, generate, and compare log-probs with transformers.
+"""Engines of vllm-ascend on platform npu_emulated, several in one process, compared with transformers in fp32.
 
-`main(model, options)` takes arguments of LLM, `checks` (functions of this file, each of which prepares the engine and
-says what else it saw) and `faults`, a key of FAULTS. It gives {check: {worst: largest |dlogp| against transformers in
-fp32, teacher-forced, same: whether all greedy tokens are equal, ...}, ...}.
+`main(models, cases)` builds each case's engine and runs its checks in order. A case is
+    {"model": name, "options": arguments of LLM, "without": row ids, "checks": {name: {...}, ...}}
+with, for each check, all optional:
+    "lengths": of the prompts, "tokens": how many are generated, "without": row ids whose original is put in place
+    meanwhile, "before": function of this file, "fault": key of FAULTS or None; with this key no prompt is cached.
+The answer: {check: {worst: largest |dlogp| against transformers, teacher-forced, same: whether all greedy tokens are
+equal, ...}, ...}.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+from unittest import mock
 
 PROMPT_LENGTHS = (5, 17, 3, 140, 64)
 TOKENS = 6
@@ -69,18 +74,36 @@ def compare(llm: Any, reference: Any, lengths: Sequence[int] = PROMPT_LENGTHS, t
     return {"worst": max(worst for worst, _ in scores), "same": all(same for _, same in scores)}
 
 
+def worker_of(llm: Any) -> Any:
+    """The in-process engine's worker, found as verl's sharding manager finds it (megatron_vllm.py)."""
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
 def model_of(llm: Any) -> Any:
     """The engine's model."""
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    return worker_of(llm).model_runner.model
 
 
-def generate(llm: Any) -> dict[str, Any]:
-    """Nothing to prepare; names of the classes that ran."""
-    worker = llm.llm_engine.model_executor.driver_worker.worker
+def record(holder: Any, function: str, fact: Callable) -> list[Any]:
+    """A list that gets fact(result, *arguments) of each call of holder.function from now on."""
+    upstream, seen = getattr(holder, function), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        made = upstream(*args, **kwargs)
+        seen.append(fact(made, *args, **kwargs))
+        return made
+
+    setattr(holder, function, call)
+    return seen
+
+
+def classes(llm: Any, reference: Any) -> dict[str, Any]:
+    """Names of the classes that run."""
+    worker = worker_of(llm)
     return {"classes": [type(part).__name__ for part in (worker, worker.model_runner, model_of(llm))]}
 
 
-def graphs(llm: Any) -> dict[str, Any]:
+def graphs(llm: Any, reference: Any) -> dict[str, Any]:
     """Nodes of the graphs that torchair's backend was given so far, and on which streams the KV cache is written."""
     import torch_npu
     from vllm import SamplingParams
@@ -101,7 +124,7 @@ def graphs(llm: Any) -> dict[str, Any]:
     return {"streams": streams, "traced": Graphs.traced, "stream_switches": Graphs.stream_switches}
 
 
-def sleep(llm: Any) -> dict[str, Any]:
+def sleep(llm: Any, reference: Any) -> dict[str, Any]:
     """vLLM's sleep of level 1 and wake-up; the share of parameters that are NaN while it sleeps.
 
     `kept`: the error where the allocator frees nothing.
@@ -134,7 +157,7 @@ def refused(do: Callable) -> str:
 CYCLES = 50
 
 
-def cycles(llm: Any) -> dict[str, Any]:
+def cycles(llm: Any, reference: Any) -> dict[str, Any]:
     """Sleep to torch's pool, wake-up, weights written back, a request; CYCLES times.
 
     `tokens`: the different answers; `moved`: in how many cycles a weight had another address; `live`: bytes of all live
@@ -260,7 +283,7 @@ PRODUCTION: dict[str, tuple[str, dict[str, Callable]]] = {
         {"block_table": lambda table: table.roll(1, -1)},
     ),
 }
-FAULTS = {"eager": EAGER, "production": PRODUCTION}
+FAULTS = EAGER | PRODUCTION
 
 
 def _transposed(weight: Any) -> Any:
@@ -272,10 +295,11 @@ def _transposed(weight: Any) -> Any:
 
 
 @contextmanager
-def fault(function: str, changes: dict[str, Callable]) -> Iterator[None]:
+def fault(name: str) -> Iterator[None]:
     """Inside, one function of torch_npu has the fault."""
     import torch_npu
 
+    function, changes = FAULTS[name]
     holder = torch_npu.atb if hasattr(torch_npu.atb, function) else torch_npu
     right = getattr(holder, function)
 
@@ -292,25 +316,144 @@ def fault(function: str, changes: dict[str, Callable]) -> Iterator[None]:
         setattr(holder, function, right)
 
 
-def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
+@contextmanager
+def without(rows: list[str]) -> Iterator[None]:
+    """Inside, upstream's own objects are in the places of `rows`."""
+    from verl_patches.patching import engine
+
+    taken = [engine.current()._rows[name] for name in rows]
+    assert [row.state for row in taken] == ["active"] * len(rows)
+    for row in taken:
+        row.place.restore()
+    try:
+        yield
+    finally:
+        for row in taken:
+            setattr(row.place.holder, row.place.attribute, row.installed)
+
+
+def routes(llm: Any, reference: Any) -> dict[str, Any]:
+    """In this check `routed` counts [tokens, those routed otherwise than in fp32 on the same activations]."""
+    import torch
+    import torch_npu
+
+    route, counted, hidden = torch_npu.npu_moe_gating_top_k, [0, 0], {}
+    for layer, ours in zip(reference.model.layers, model_of(llm).model.layers, strict=True):
+        if hasattr(ours.mlp, "gate"):
+            gate = ours.mlp.gate
+            gate.register_forward_hook(lambda gate, inputs, _, layer=layer: hidden.update(now=(layer, inputs[0])))
+
+    def count(logits: Any, *args: Any, bias: Any, **kwargs: Any) -> Any:
+        layer, inputs = hidden["now"]
+        gate = layer.mlp.gate
+        exact = torch.nn.functional.linear(inputs.float(), gate.weight)
+        expected = route(exact, *args, bias=gate.e_score_correction_bias, **kwargs)[1].sort(-1).values
+        found = route(logits, *args, bias=bias, **kwargs)
+        counted[0] += len(logits)
+        counted[1] += int((found[1].sort(-1).values != expected).any(-1).sum())
+        return found
+
+    torch_npu.npu_moe_gating_top_k = count
+    return {"routed": counted}
+
+
+def sampled(llm: Any, reference: Any) -> dict[str, Any]:
+    """How many of 512 words top-k 50, top-p 0.9 and both leave, by vllm-ascend's sampler; null where it fails."""
+    import torch
+    from vllm_ascend.patch.worker.patch_common import patch_sampler
+
+    logits = torch.randn(1, 512, generator=torch.Generator().manual_seed(0))
+    left = []
+    for k, p in ((50, None), (None, 0.9), (50, 0.9)):
+        k, p = (None if each is None else torch.tensor([each]) for each in (k, p))
+        with mock.patch.object(patch_sampler, "random_sample") as sample, suppress(RuntimeError):
+            patch_sampler.topk_topp_forward_native(None, logits.clone(), {}, k, p)
+        left.append(int((sample.call_args.args[0] > 0).sum()) if sample.called else None)
+    return {"left": left}
+
+
+def slept(llm: Any, reference: Any) -> dict[str, Any]:
+    """Sleep of level 2 by the row memory.sleep_mode, wake up, generate (`error`), and write the weights back."""
+    llm.weights_written(last=False)
+    with weights_written_back(llm):
+        llm.sleep(2)
+        asleep = {"weights": _spoilt(model_of(llm).parameters()), "buffers": _spoilt(model_of(llm).buffers())}
+        llm.wake_up()
+        error = refused(lambda: llm.generate([{"prompt_token_ids": [3, 4]}], use_tqdm=False))
+    llm.weights_written(last=False)
+    return {"asleep": asleep, "error": error}
+
+
+def slept_without_the_row(llm: Any, reference: Any) -> dict[str, Any]:
+    """vLLM's own sleep of level 2 and wake-up, then the weights written back."""
+    with weights_written_back(llm):
+        llm.sleep_mode._sleep(2)
+        llm.sleep_mode._wake_up(None)
+    return {"buffers": _spoilt(model_of(llm).buffers())}
+
+
+@contextmanager
+def weights_written_back(llm: Any) -> Iterator[None]:
+    """What a weight sync would do at the end of the block: every weight, and no buffer, as it was before."""
+    import torch
+
+    from verl_patches.memory.sleep_mode import weights_of
+
+    kept = {name: tensor.detach().clone() for name, tensor in weights_of(model_of(llm)).items()}
+    yield
+    with torch.no_grad():
+        for name, tensor in weights_of(model_of(llm)).items():
+            tensor.copy_(kept[name])
+
+
+def _spoilt(tensors: Any) -> int:
+    return sum(bool(tensor.is_floating_point() and tensor.isnan().any()) for tensor in tensors)
+
+
+def check_of(llm: Any, reference: Any, check: dict[str, Any]) -> dict[str, Any]:
+    """One check of a case."""
+    import torch_npu
+
+    found, route = {}, torch_npu.npu_moe_gating_top_k
+    with without(check.get("without", [])), fault(check["fault"]) if check.get("fault") else nullcontext():
+        if "fault" in check:
+            llm.reset_prefix_cache()  # of what an earlier fault has written
+        if "before" in check:
+            found |= globals()[check["before"]](llm, reference)
+        lengths, tokens = check.get("lengths", PROMPT_LENGTHS), check.get("tokens", TOKENS)
+        try:
+            if tokens:
+                found |= compare(llm, reference, lengths, tokens)
+        except ValueError as error:  # platform npu_emulated raises it where an operator's arguments are wrong
+            found["refused"] = str(error)
+    torch_npu.npu_moe_gating_top_k = route  # where `routes` took its place
+    return found
+
+
+def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
     """The answer."""
+    import gc
+
     import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
 
     # isort: split
     import torch
     from vllm import LLM
+    from vllm.model_executor.layers import rotary_embedding
 
     from verl_patches.worker.memory import checked_device
 
-    checks: list[Callable] = [globals()[name] for name in options.pop("checks")]
-    reference = reference_of(model)
-    faults = FAULTS[options.pop("faults")] if "faults" in options else {}
-    llm = LLM(model=model, **{**LIMITS, **options})
-    checked_device.value = torch.npu  # as in verl's worker: each sleep is checked
-    found = {check.__name__: {**check(llm), **compare(llm, reference)} for check in checks}
-    for name, spoilt in faults.items():
-        with fault(*spoilt):
-            llm.reset_prefix_cache()  # of what an earlier fault has written
-            found[name] = compare(llm, reference)
-    llm.reset_prefix_cache()
-    return {**found, "without a fault again": compare(llm, reference)}
+    references = {name: reference_of(path) for name, path in models.items()}
+    found = {}
+    for case in cases:
+        options = {**LIMITS, **case["options"]}
+        options["additional_config"] = {"refresh": True, **options.get("additional_config", {})}
+        rotary_embedding._ROPE_DICT.clear()  # else engines of one process share their rotary tables
+        checked_device.value = torch.npu  # as in verl's worker: each sleep is checked
+        with without(case.get("without", [])):
+            llm = LLM(model=models[case["model"]], **options)
+        for name, check in case["checks"].items():
+            found[name] = check_of(llm, references[case["model"]], check)
+        del llm
+        gc.collect()
+    return found

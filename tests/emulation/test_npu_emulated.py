@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT, emulated_npu
-from tests.emulation.emulated_engine import CYCLES, FAULTS
+from tests.emulation.emulated_engine import CYCLES, EAGER, PRODUCTION
 from verl_patches import emulation
 from verl_patches.catalog import all_rows
 from verl_patches.errors import ConfigError
@@ -21,20 +21,22 @@ LARGEST = 1e-5  # |dlogp| in fp32
 CLASSES = ["NPUWorker", "NPUModelRunner", "CustomDeepseekV3ForCausalLM"]
 ASCEND_SCHEDULER = {"ascend_scheduler_config": {"enabled": True}}
 GRAPHS = {"enabled": True, "graph_batch_sizes": [8], "enable_multistream_moe": True, "enable_multistream_mla": True}
-# name -> environment, rows that are off, arguments of LLM
+# name -> environment, rows that are off, arguments of LLM, functions that prepare a check, faults
 ENGINES = {
     "eager, prompts in chunks, sleep mode": (
         {"TORCHDYNAMO_DISABLE": "1"}, ",-memory.sleep_mode",
-        {"checks": ["generate", "sleep"], "faults": "eager", "enforce_eager": True, "max_num_batched_tokens": 64,
-         "enable_sleep_mode": True, "enable_prefix_caching": True}),
+        {"enforce_eager": True, "max_num_batched_tokens": 64, "enable_sleep_mode": True, "enable_prefix_caching": True},
+        ["classes", "sleep"], EAGER),
     "graphs of several streams, traced": (
-        {}, "", {"checks": ["graphs", "cycles"], "max_num_batched_tokens": 512, "enable_sleep_mode": True,
-             "gpu_memory_utilization": 0.2,
-             "additional_config": {"torchair_graph_config": GRAPHS, "vllm_sleep_mode": False, **ASCEND_SCHEDULER}}),
+        {}, "",
+        {"max_num_batched_tokens": 512, "enable_sleep_mode": True, "gpu_memory_utilization": 0.2,
+         "additional_config": {"torchair_graph_config": GRAPHS, "vllm_sleep_mode": False, **ASCEND_SCHEDULER}},
+        ["graphs", "cycles"], {}),
     "graphs of several streams, prompts in chunks, not traced": (
         {"TORCHDYNAMO_DISABLE": "1"}, "",
-        {"checks": ["graphs"], "faults": "production", "max_num_batched_tokens": 64, "additional_config": {
-            "torchair_graph_config": {**GRAPHS, "use_cached_graph": True}, "chunked_prefill_for_mla": True}}),
+        {"max_num_batched_tokens": 64, "additional_config": {
+            "torchair_graph_config": {**GRAPHS, "use_cached_graph": True}, "chunked_prefill_for_mla": True}},
+        ["graphs"], PRODUCTION),
 }  # fmt: skip
 
 
@@ -48,14 +50,17 @@ def model(tmp_path_factory):
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", ENGINES)
 def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_emulated):
-    env, off, options = ENGINES[name]
+    env, off, options, prepared, faults = ENGINES[name]
+    checks = {each: {"before": each} for each in prepared} | {fault: {"fault": fault} for fault in faults}
+    case = {"model": "tiny", "options": options, "checks": {**checks, "without a fault": {"fault": None}}}
     job = "tests.emulation.emulated_engine:main"
-    (found,) = run_emulated(job, str(model), options, patches=emulated_npu() + off, env=env, backend=None)
-    spoilt = {fault: found.pop(fault)["worst"] for fault in FAULTS.get(options.get("faults"), ())}
+    where = {"patches": emulated_npu() + off, "env": env, "backend": None}
+    (found,) = run_emulated(job, {"tiny": str(model)}, [case], **where)
+    spoilt = {fault: found.pop(fault)["worst"] for fault in faults}
     for check in found.values():
         assert check["worst"] < LARGEST and check["same"], found
     if name.startswith("eager"):
-        assert found["generate"]["classes"] == CLASSES and found["sleep"]["poisoned"] == 1.0
+        assert found["classes"]["classes"] == CLASSES and found["sleep"]["poisoned"] == 1.0
         assert "after sleep" in found["sleep"]["kept"] and "vllm_sleep_mode=false" in found["sleep"]["kept"]
     assert {fault: worst for fault, worst in spoilt.items() if worst < 100 * LARGEST} == {}
     traced = found.get("graphs", {}).get("traced")

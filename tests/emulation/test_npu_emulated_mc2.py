@@ -1,54 +1,20 @@
-"""MC2's dispatch and combine alone, on gloo ranks, against a plain dense computation; its group in whole engines."""
-
-from datetime import timedelta
+"""MC2's group: of one mode, and in whole engines, whose log-probs are those of transformers."""
 
 import pytest
 import torch.distributed as dist
 
-from tests.emulation.mc2_rank import EXPERTS, MOST, K, routed
 from tests.emulation.test_npu_emulated import model  # noqa: F401  a fixture
-from tests.ranks import Ranks
 from verl_patches.emulation.npu import hccl
-from verl_patches.emulation.npu.hccl import Graph
-
-JOB = "tests.emulation.mc2_rank:on_rank"
 
 
-@pytest.fixture(scope="module")
-def ranks2():
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_experts_of_all_ranks_give_what_a_dense_computation_gives(size, request):
-    found = request.getfixturevalue(f"ranks{size}").run(JOB, "right")
-    assert max(rank["worst"] for rank in found) < 1e-12
-    assert sum(rank["used"] for rank in found) == K * sum(MOST - rank for rank in range(size))
-    assert all(rank["rest is NaN"] and rank["rows"] == MOST * size * min(EXPERTS // size, K) for rank in found)
-
-
-@pytest.mark.slow
-def test_they_do_not_with_the_weights_of_other_experts(ranks4):
-    assert all(rank["worst"] > 0.1 for rank in ranks4.run(JOB, "control", 1))
-
-
-@pytest.fixture
-def group():
-    """A group of this process alone."""
-    return hccl.create(dist.HashStore(), 0, 1, timedelta(seconds=20))
-
-
-@pytest.mark.parametrize(
-    ("first", "words"), [(True, "in a graph before and eagerly"), (False, "eagerly before and in")]
-)
-def test_mc2_in_a_graph_and_eagerly_on_one_group_is_refused(first, words, group, monkeypatch):
-    monkeypatch.setattr(Graph, "runs", first)
-    assert routed(group)["worst"] < 1e-12
-    monkeypatch.setattr(Graph, "runs", not first)
-    with pytest.raises(ValueError, match=rf"{words}.* on {group.name} of ranks \[0\]"):
-        routed(group)
+@pytest.mark.parametrize("first", [True, False])
+def test_mc2_in_a_graph_and_eagerly_on_one_group_is_refused(first, monkeypatch):
+    group = hccl.create(dist.HashStore(), 0, 1, dist.default_pg_timeout)
+    monkeypatch.setattr(hccl.Graph, "runs", first)
+    assert hccl.group_of_mc2(group.name) is hccl.group_of_mc2(group.name) is group
+    monkeypatch.setattr(hccl.Graph, "runs", not first)
+    with pytest.raises(ValueError, match=rf"MC2 ran .* before .* on {group.name} of ranks \[0\]"):
+        hccl.group_of_mc2(group.name)
 
 
 MODES, OWN_GROUP = (False, True), "rollout.ascend_mc2_name"

@@ -72,20 +72,6 @@ def test_the_list_has_no_name_that_is_not_used(used):
     assert set(packages.NAMES.values()) == {packages.listed(name) for name in used if not is_there(name)} - {None}
 
 
-def test_reading_finds_every_form(tmp_path):
-    (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "m.py").write_text(
-        "import torch_npu\nfrom torch_npu.npu import device as d\n"
-        "torch.npu.Event(x)\nx = torch_npu.a.b.c()\nother.torch_npu.d\n"
-    )
-    assert npu_names.names_used(tmp_path, "p") == {
-        "torch_npu": {"p/m.py:1"},
-        "torch_npu.npu.device": {"p/m.py:2"},
-        "torch_npu.npu.Event": {"p/m.py:3"},
-        "torch_npu.a.b.c": {"p/m.py:4"},
-    }
-
-
 def test_every_call_fits_the_schema_of_the_pinned_torch_npu(a3_sources):
     """As written upstream: number of arguments and keywords, of all functions that the wheel's yaml declares."""
     trees = {"MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm", "vllm-ascend": "vllm_ascend"}

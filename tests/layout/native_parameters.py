@@ -29,9 +29,9 @@ STORAGES = {
 Stack = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-def part(tensors: Mapping[str, torch.Tensor], region: Region) -> torch.Tensor:
+def part(whole: torch.Tensor, region: Region) -> torch.Tensor:
     """The region of its HF tensor."""
-    return tensors[region.name].narrow(region.axis, region.start, region.rows)
+    return whole.narrow(region.axis, region.start, region.rows)
 
 
 def pack(
@@ -60,7 +60,7 @@ def pack(
                 continue
             name = names[p.kind].format(layer=(p.layer or 0) - layers.start, expert=(p.expert or 0) - first)
             name = te_name(name) if storage == "te" else name
-            joined.setdefault(name, {}).setdefault(p.expert, []).append(part(tensors, region_of(shard)))
+            joined.setdefault(name, {}).setdefault(p.expert, []).append(part(tensors[p.name], region_of(shard)))
         of_name = {name: [torch.cat(pieces) for pieces in of_experts.values()] for name, of_experts in joined.items()}
         chunks.append({name: _stack(name, pieces, stack_up) for name, pieces in of_name.items()})
     return chunks

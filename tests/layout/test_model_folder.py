@@ -28,55 +28,41 @@ def test_training_reads_the_public_config_without_fp8_and_mtp():
 
 VLLM = """
 from verl_patches import prelude_patch
-import sys, types
+import sys, torch, types, vllm.platforms
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models.deepseek_v2 import get_spec_layer_idx_from_weight_name
 from verl_patches.layout.model_folder import for_vllm
+
+for name, has in (("torch_npu.npu.streams", ["Event"]),
+                  ("torchair.scope", ["npu_stream_switch", "npu_wait_tensor"])):
+    module = sys.modules[name] = types.ModuleType(name)  # imported there, not used here
+    vars(module).update(dict.fromkeys(has, torch.cuda.Event))
+from vllm_ascend.platform import NPUPlatform
+vllm.platforms._current_platform = NPUPlatform()
+torch.utils.rename_privateuse1_backend("npu")  # VllmConfig makes a torch.device of the name
 
 def config(**more):
     return EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
                       max_model_len=4096, enforce_eager=True, **more).create_model_config()
 
-plain, view = config(), config(hf_overrides=for_vllm)
-assert plain.quantization == "fp8" and view.quantization is None
-assert view.compute_hash() and repr(view.hf_config)  # both print the configuration
-assert get_spec_layer_idx_from_weight_name(view.hf_config, "model.layers.61.enorm.weight") == 61
-nothing = config(hf_overrides={"num_nextn_predict_layers": 0})
-assert get_spec_layer_idx_from_weight_name(nothing.hf_config, "model.layers.61.enorm.weight") is None
-if "ascend" in sys.argv:
-    import torch, vllm.platforms
-    for name, has in (("torch_npu.npu.streams", ["Event"]),
-                      ("torchair.scope", ["npu_stream_switch", "npu_wait_tensor"])):
-        module = sys.modules[name] = types.ModuleType(name)  # imported there, not used here
-        vars(module).update(dict.fromkeys(has, torch.cuda.Event))
-    from vllm_ascend.platform import NPUPlatform
-    vllm.platforms._current_platform = NPUPlatform()
-    torch.utils.rename_privateuse1_backend("npu")  # VllmConfig makes a torch.device of the name
-    try:
-        config()
-    except ValueError as error:
-        assert "fp8 quantization is currently not supported in npu" in str(error), error
-    else:
-        raise AssertionError("vllm-ascend takes fp8")
-    made = VllmConfig(model_config=config(hf_overrides=for_vllm))
-    assert made.quant_config is None and "vllm_ascend" in made.parallel_config.worker_cls
+try:
+    config()
+except ValueError as error:
+    assert "fp8 quantization is currently not supported in npu" in str(error), error
+else:
+    raise AssertionError("vllm-ascend takes fp8")
+view = config(hf_overrides=for_vllm)
+assert view.quantization is None and view.compute_hash() and repr(view.hf_config)  # both print the configuration
+made = VllmConfig(model_config=view)
+assert made.quant_config is None and "vllm_ascend" in made.parallel_config.worker_cls
 """
-
-
-def _vllm(run_warm, folder, *words, line, **env):
-    (folder / "config.json").write_text(PUBLIC.read_text())
-    env = {"VLLM_LOGGING_LEVEL": "ERROR", **env}
-    run_warm(VLLM, str(folder), *words, patches=f"line={line},platform=cpu", env=env, timeout_s=240).check()
-
-
-@pytest.mark.slow
-def test_vllm_sees_no_fp8(run_warm, tmp_path):
-    _vllm(run_warm, tmp_path, line="pypi", VLLM_USE_V1="0")
 
 
 @pytest.mark.slow
 @pytest.mark.upstream
 def test_vllm_ascend_refuses_the_folder_and_takes_the_view(run_warm, tmp_path, a3_sources):
-    path = os.pathsep.join(map(str, a3_sources(*SOURCES)))
-    _vllm(run_warm, tmp_path, "ascend", line="a3", VLLM_USE_V1="1", PYTHONPATH=path)
+    """vLLM itself: tests/rollout/test_parity.py."""
+    (tmp_path / "config.json").write_text(PUBLIC.read_text())
+    env = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, a3_sources(*SOURCES)))
+    run_warm(VLLM, str(tmp_path), patches="line=a3,platform=cpu", env=env).check()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from tests.layout.native_parameters import part
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
 from verl_patches.layout.sharding import Shard, local_parameters
@@ -21,7 +21,7 @@ from verl_patches.reshard.destination import Destinations, RolloutTensor
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
 from verl_patches.reshard.live_memory import named_tensors
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
-from verl_patches.reshard.region import Region, region_of
+from verl_patches.reshard.region import region_of
 from verl_patches.reshard.train_tensors import TrainTensor
 from verl_patches.reshard.verify import Verifier
 
@@ -66,11 +66,6 @@ def full_tensor(case: Case, name: str, seed: int | None = None) -> torch.Tensor:
     parameter, seed = case.inventory.by_name[name], case.seed if seed is None else seed
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.randn(parameter.shape, generator=generator).to(getattr(torch, parameter.dtype))
-
-
-def part(whole: torch.Tensor, region: Region) -> torch.Tensor:
-    """The region of its HF tensor."""
-    return whole.narrow(region.axis, region.start, region.rows)
 
 
 def write_through(destinations: Destinations, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -183,19 +178,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (a, b)))
 
 
-class Outcome(NamedTuple):
-    """What `sync_and_compare` returns: the report and the number of verified elements."""
-
-    report: SyncReport
-    elements: int
-
-
-def sync_and_compare(case: Case) -> Outcome:
-    """One rank's part of a sync: plan, compile, poison, run, verify, and compare bit for bit."""
+def sync_and_compare(case: Case) -> tuple[SyncReport, int]:
+    """One rank's part of a sync: plan, compile, poison, run, verify, and compare bit for bit; elements verified."""
     rank = Rank(case)
     executor, verifier = rank.build(), rank.verifier()
     report, verified = executor.run(), verifier.check()
     wrong = rank.differences()
     assert not wrong, f"rank {rank.rank}: not bit-exact: {wrong}; {case}"
     assert report.peak_extra_bytes <= 4 * case.bucket_bytes
-    return Outcome(report, verified.elements)
+    return report, verified.elements

@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.reshard.cases import FIRST, Case, full_tensor, grow, part, rollout_memory, train_memory
+from tests.layout.native_parameters import part
+from tests.reshard.cases import FIRST, Case, full_tensor, grow, rollout_memory, train_memory
 from tests.reshard.spoilt import message
 from verl_patches.patching.row import subclass_of
 from verl_patches.reshard import weight_sync
@@ -157,38 +158,22 @@ class World:
             yield self
 
 
-def syncs(case: Case, verify: str) -> list[Sync]:
-    """Three syncs. Before each the rollout's memory has lost its values, padding too, as after sleep."""
+def syncs(case: Case, verify: str, moved: str = "", step: str = "", number: int = 0) -> tuple[list[Sync], list[str]]:
+    """Three syncs, and the steps that were taken. Before each the rollout's memory has lost its values, as after sleep.
+
+    `moved`: before the second the rollout memory of "all" ranks, or the "rollout" or "training" memory of one, is
+    elsewhere. `step`: in sync `number` it raises on one rank.
+    """
     results = []
     with World(case, verify).stand_ins() as world:
+        one = world.rank == BROKEN_RANK
         for seed in (1, 2, 3):
+            world.spoilt, world.trained_is_valid = step if seed == number else None, True
             for parameter in world.engine.parameters():
                 parameter.data.fill_(float("nan"))
-            results.append(world.sync(seed))
-    return results
-
-
-def moved(case: Case, side: str) -> list[Sync]:
-    """Three syncs; before the second one rank's rollout (or training) memory moves."""
-    results = []
-    with World(case, "first").stand_ins() as world:
-        for seed in (1, 2, 3):
-            if seed == 2 and world.rank == BROKEN_RANK and side == "rollout":
+            if seed == 2 and (moved == "all" or moved == "rollout" and one):
                 world.engine.move()
-            elif seed == 2 and world.rank == BROKEN_RANK:
+            elif seed == 2 and moved == "training" and one:
                 world.sources, world.trained_is_valid = train_memory(case, world.rank), False
-            results.append(world.sync(seed))
-            world.trained_is_valid = True
-    return results
-
-
-def broken(case: Case, step: str, number: int) -> tuple[list[Sync], list[str]]:
-    """Three syncs, of which one has an error on one rank; before the second all rollout memory moves. And the steps."""
-    results = []
-    with World(case, "every").stand_ins() as world:
-        for seed in (1, 2, 3):
-            if seed == 2:
-                world.engine.move()
-            world.spoilt = step if seed == number else None
             results.append(world.sync(seed))
         return results, world.events

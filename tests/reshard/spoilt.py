@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tests.reshard.cases import FIRST, Case, Rank, grow, part
+from tests.layout.native_parameters import part
+from tests.reshard.cases import FIRST, Case, Rank, grow
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.reshard.execute import Executor
 from verl_patches.reshard.plan import RankPlan
@@ -43,25 +44,8 @@ def planned_differently(case: Case, spoil: str) -> str:
     return message(Rank(replace(case, **changes[spoil]) if dist.get_rank() == 1 else case).build)
 
 
-def _set_bucket(plans: list[RankPlan], rank: int, number: int, **sides: dict) -> None:
-    buckets = list(plans[rank].buckets)
-    buckets[number] = buckets[number]._replace(**sides)
-    plans[rank] = replace(plans[rank], buckets=tuple(buckets))
-
-
-def _edit(plans: list[RankPlan], rank: int, side: str, change: Callable[[tuple], tuple]) -> tuple[int, int]:
-    """Change the regions of the first segment on one side of one rank; returns (bucket, peer)."""
-    segments = [(number, getattr(bucket, side)) for number, bucket in enumerate(plans[rank].buckets)]
-    number, segments = next((number, found) for number, found in segments if found)
-    peer = min(segments)
-    _set_bucket(plans, rank, number, **{side: {**segments, peer: change(segments[peer])}})
-    return number, peer
-
-
-def _both_ends(plans: list[RankPlan], change: Callable[[tuple], tuple]) -> None:
-    number, peer = _edit(plans, 0, "receive", change)
-    send = plans[peer].buckets[number].send
-    _set_bucket(plans, peer, number, send={**send, 0: change(send[0])})
+def _set_local(plans: list[RankPlan], change: Callable[[tuple], tuple]) -> None:
+    plans[0] = replace(plans[0], local=change(plans[0].local))
 
 
 def _swap_ranks(plans: list[RankPlan]) -> None:
@@ -70,8 +54,8 @@ def _swap_ranks(plans: list[RankPlan]) -> None:
 
 SPOILERS: dict[str, Callable[[list[RankPlan]], object]] = {
     "nothing": lambda plans: None,
-    "removed": lambda plans: _both_ends(plans, lambda regions: regions[1:]),
-    "duplicated": lambda plans: _both_ends(plans, lambda regions: (regions[0], *regions)),
+    "removed": lambda plans: _set_local(plans, lambda regions: regions[1:]),
+    "duplicated": lambda plans: _set_local(plans, lambda regions: (regions[0], *regions)),
     "ranks swapped": _swap_ranks,
 }
 

@@ -65,11 +65,11 @@ def load_up(model, name, weight):
     model.gate_up.data[2:] = weight[2:]
 
 
-def load_expert(parameter):
+def load_expert(parameter, transposed=False):
     def load(model, name, weight):
         local = int(name.split(".")[1]) - 1
         if local >= 0:
-            getattr(model, parameter).data[local].copy_(weight)
+            getattr(model, parameter).data[local].copy_(weight.t() if transposed else weight)
 
     return load
 
@@ -142,8 +142,9 @@ def _deriving(model, name, weight):
     {"down": lambda m, n, w: m.down.data.copy_(w.float().clone()[:, 2:])},
     {"norm": lambda m, n, w: m.norm.data.copy_(w.to("cpu", torch.float32, copy=True))},
     {"norm": _deriving},
+    {"expert up": load_expert("w2", transposed=True), "expert down": load_expert("w13", transposed=True)},
 ])  # fmt: skip
-def test_casts_clones_and_copies_onto_itself_are_followed(loaders):
+def test_casts_clones_transposes_and_copies_onto_itself_are_followed(loaders):
     check_map(Toy(loaders))
 
 

@@ -1,4 +1,7 @@
-"""The destination map of vLLM's own DeepSeek-V3, rank by rank (vllm_ranks.py); of whole engines: tests/loop."""
+"""The destination map of vLLM's own DeepSeek-V3, rank by rank (vllm_ranks.py); of whole engines: tests/loop.
+
+Loaders that no map can follow: test_destination.py.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,12 @@ pytestmark = pytest.mark.slow
 
 TINY = json.loads((Path(__file__).parents[2] / "configs" / "model" / "deepseekv3_tiny.json").read_text())
 WIDE = TINY | {"n_routed_experts": 256, "n_group": 8}
-SQUARE = TINY | {"moe_intermediate_size": 128}  # as hidden_size: no shape tells of a transposed expert
-RUINED = "model.layers.3.mlp.experts.0.down_proj.weight"
 
 
-def _case(config=TINY, instances=1, dp=1, tp=1, expert_parallel=True, ruin=None, ranks=None, planned=None):
+def _case(config=TINY, instances=1, dp=1, tp=1, expert_parallel=True, ranks=None, planned=None):
     sizes = {"instances": instances, "dp": dp, "tp": tp, "expert_parallel": expert_parallel}
     ranks = ranks or list(range(instances * dp * tp))
-    return {"config": config, "ruin": ruin, "ranks": ranks, "planned": planned or {}, **sizes}
+    return {"config": config, "ranks": ranks, "planned": planned or {}, **sizes}
 
 
 RIGHT = {
@@ -37,24 +38,17 @@ RIGHT = {
     "ep3": _case(dp=3),
     "2 x dp64 tp2 ep": _case(WIDE, instances=2, dp=64, tp=2, ranks=[131]),
 }
-WRONG = {
-    "twice": f"[0, 0, 0] written by {RUINED}[0:128] and by {RUINED}[0:128]",
-    "skip": "found 4096 not written, the first at [0, 0, 0]",
-    "compute": f"{RUINED}: aten.mul",
-    "transpose": f"{RUINED}: RuntimeError",
-}
 OTHER = {
-    "transpose square": _case(SQUARE, ruin="transpose"),
     "planned for tp2": _case(dp=2, ranks=[1], planned={"dp": 1, "tp": 2}),
     "planned for vllm-ascend": _case(tp=2, ranks=[0], planned={"library": "vllm-ascend"}),
 }
-CASES = {**RIGHT, **{ruin: _case(ruin=ruin) for ruin in WRONG}, **OTHER}
+CASES = RIGHT | OTHER
 
 
 @pytest.fixture(scope="module")
 def learnt(run_ranks):
     env = {"VERL_PATCHES": "line=pypi,platform=cpu"}
-    return run_ranks("tests.reshard.vllm_ranks:learnt", CASES, env=env, backend=None, timeout_s=400)[0]
+    return run_ranks("tests.reshard.vllm_ranks:learnt", CASES, env=env, backend=None)[0]
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -99,12 +93,3 @@ def test_padding_is_a_constant(learnt):
 def test_a_transposed_expert_would_be_seen(learnt):
     for row in learnt["tp1"]:
         assert [name.endswith("mlp.experts.w13_weight") for name in row["transposed"]] == [True]
-
-
-@pytest.mark.parametrize("ruin", WRONG)
-def test_an_expert_that_is_not_loaded_once_as_it_is_is_refused(ruin, learnt):
-    assert "rank 0: " in learnt[ruin][0]["error"] and WRONG[ruin] in learnt[ruin][0]["error"]
-
-
-def test_a_loader_that_transposes_is_followed(learnt):
-    assert learnt["transpose square"][0]["differ"] == []

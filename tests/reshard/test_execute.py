@@ -37,13 +37,13 @@ def test_one_wrong_bit_would_be_seen(ranks4):
 
 
 def test_report_equals_the_plan(ranks4):
-    plan, outcomes = PLAIN.plan(), ranks4.run(sync_and_compare, PLAIN)
+    plan, (reports, elements) = PLAIN.plan(), zip(*ranks4.run(sync_and_compare, PLAIN), strict=True)
     assert plan.bucket_count > 1
-    assert {outcome.report.collectives for outcome in outcomes} == {plan.bucket_count + 2}
-    assert [outcome.report.local_bytes for outcome in outcomes] == plan.local_bytes
-    assert [outcome.report.received_bytes for outcome in outcomes] == plan.lower_bound_bytes
-    assert sum(outcome.report.sent_bytes for outcome in outcomes) == sum(plan.lower_bound_bytes)
-    assert min(outcome.elements for outcome in outcomes) > 0
+    assert {report.collectives for report in reports} == {plan.bucket_count + 2}
+    assert [report.local_bytes for report in reports] == plan.local_bytes
+    assert [report.received_bytes for report in reports] == plan.lower_bound_bytes
+    assert sum(report.sent_bytes for report in reports) == sum(plan.lower_bound_bytes)
+    assert min(elements) > 0
 
 
 @pytest.mark.parametrize(("function", "spoil", "expected"), [

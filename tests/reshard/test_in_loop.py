@@ -20,7 +20,9 @@ FLAGS = 4  # collectives of one number: engine ready, memory as learnt, before a
 )
 def test_syncs_are_right_and_learn_once(ranks4, verify, when):
     plan = PLAIN.plan()
-    for rank, results in enumerate(ranks4.run(in_loop_job.syncs, PLAIN, verify)):
+    steps = ["wake ['weights']", "loaders", "learn", "plan", *["poison"] * when[0], "post_load", "wake ['kv_cache']"]
+    for rank, (results, events) in enumerate(ranks4.run(in_loop_job.syncs, PLAIN, verify)):
+        assert events[: len(steps)] == steps  # the cache is woken last and after training weights have left
         for sync in results:
             assert (sync.message, sync.wrong) == ("fine", [])
             assert sync.report["received_bytes"] == plan.lower_bound_bytes[rank]
@@ -32,7 +34,7 @@ def test_syncs_are_right_and_learn_once(ranks4, verify, when):
 
 @pytest.mark.parametrize("side", ["rollout", "training"])
 def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(ranks4, side):
-    for results in ranks4.run(in_loop_job.moved, PLAIN, side):
+    for results, _ in ranks4.run(in_loop_job.syncs, PLAIN, "first", side):
         assert [(sync.message, sync.wrong) for sync in results] == [("fine", [])] * 3
         for fact in ("learnt", "verified"):
             assert [sync.report[fact] for sync in results] == [True, True, False]
@@ -48,19 +50,13 @@ def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(ranks4,
 ])  # fmt: skip
 def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4, step, number, todo):
     """At the second sync memory has moved: what was compiled for the first would write into the old one."""
-    results = [syncs for syncs, _ in ranks4.run(in_loop_job.broken, PLAIN, step, number)]
+    results = [syncs for syncs, _ in ranks4.run(in_loop_job.syncs, PLAIN, "every", "all", step, number)]
     (message,) = {syncs[number - 1].message for syncs in results}
     assert f"reshard: {todo}" in message and f"rank 1: OSError: broken {step}" in message
     for syncs in results:
         spoilt = syncs.pop(number - 1)
         assert [(sync.message, sync.wrong) for sync in syncs] == [("fine", [])] * 2
         assert step == "post_load" or spoilt.wrong
-
-
-def test_the_cache_is_woken_last_and_after_training_weights_have_left(ranks4):
-    steps = ["wake ['weights']", "loaders", "learn", "plan", "poison", "post_load", "wake ['kv_cache']"]
-    for _, events in ranks4.run(in_loop_job.broken, PLAIN, "nothing", 1):
-        assert events[: len(steps)] == steps
 
 
 @pytest.mark.parametrize(("given", "scheduled", "calls"), [

@@ -7,36 +7,14 @@ from tests.layout import build_vllm  # applies vLLM's stand-ins
 
 # isort: split
 import torch
-from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.models import utils as model_utils
 
 from tests.reshard.cases import write_through
-from verl_patches.errors import RecipeError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.destination import learn_destinations
 from verl_patches.reshard.region import region_of
-
-
-def ruined(loader, change):
-    """A weight_loader that treats expert 0's down projection of the last layer otherwise."""
-
-    def load(self, param, weight, name, shard_id, expert_id):
-        if expert_id == 0 and shard_id == "w2" and f".{RUINED_LAYER}." in name:
-            return change(lambda weight: loader(self, param, weight, name, shard_id, expert_id), weight)
-        return loader(self, param, weight, name, shard_id, expert_id)
-
-    return load
-
-
-RUINED_LAYER = 3
-RUINS = {
-    "twice": lambda load, weight: (load(weight), load(weight)),
-    "skip": lambda load, weight: None,
-    "transpose": lambda load, weight: load(weight.t()),
-    "compute": lambda load, weight: load(weight * 2),
-}
 
 
 def values(model) -> dict[str, torch.Tensor]:
@@ -61,10 +39,7 @@ def run_rank(case: dict, rank: int) -> dict:
             parameter.data.normal_()
         model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
         before = values(model)
-        try:
-            learnt = learn_destinations(model, inventory, rank=rank)
-        except RecipeError as error:
-            return {"error": str(error)}
+        learnt = learn_destinations(model, inventory, rank=rank)
         shards = local_parameters(inventory, layout, rank, planned.get("library", "vllm")).shards
         shapes = {parameter.name: parameter.shape for parameter in inventory.parameters}
         regions = {name: region_of(shard).along(0, shapes[name]) for name, shard in shards.items()}
@@ -97,15 +72,11 @@ def compare(learnt, model, inventory) -> dict:
 
 
 def learnt(cases: dict[str, dict]) -> dict[str, list[dict]]:
-    """{name: rows}; a case is as build_vllm.py takes it, with `ruin`: None or one of RUINS, and `planned`.
+    """{name: rows}; a case is as build_vllm.py takes it, with `planned`: other sizes or another library in the plan.
 
-    A row, of a rank: rank, groups, mapped, constants, or only the error
+    A row, of a rank: rank, groups, mapped, constants, and
         dtypes, plan        tensors whose parameter has another dtype, or region, than layout/sharding.py says
         touched             parameters that learning changed
         differ, transposed  see `compare`
     """
-    weight_loader, rows = FusedMoE.weight_loader, {}
-    for name, case in cases.items():
-        FusedMoE.weight_loader = ruined(weight_loader, RUINS[case["ruin"]]) if case["ruin"] else weight_loader
-        rows[name] = [run_rank(case, rank) for rank in case["ranks"]]
-    return rows
+    return {name: [run_rank(case, rank) for rank in case["ranks"]] for name, case in cases.items()}

@@ -8,14 +8,27 @@ data-parallel ranks: tests/loop/test_emulated_npu.py.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
-from tests.emulation.emulated_engine import Response, prompts_of, reference_of, responses_of, score
+from tests.emulation.emulated_engine import (
+    Response,
+    prompts_of,
+    record,
+    reference_of,
+    responses_of,
+    score,
+    weights_written_back,
+    without,
+    worker_of,
+)
 
 SCALE = 4
 TOKENS = 6
+TRUE_WEIGHT = "grpo_deepseekv3_256die_true_weight"
 
 
 def scaled(config: Any, model: str) -> Any:
@@ -68,34 +81,8 @@ def largest_difference(responses: list[list[Response]], prompts: list[list[int]]
 
 def batches_of(made: Any) -> list[tuple[int, int]]:
     """A list that gets (decodes, prefills) of each batch from now on."""
-    builder, seen = worker_of(made).model_runner.attn_metadata_builder, []
-    upstream = builder.build
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        metadata = upstream(*args, **kwargs)
-        seen.append((metadata.num_decodes, metadata.num_prefills))
-        return metadata
-
-    builder.build = note
-    return seen
-
-
-def graphs_of(made: Any) -> list[int]:
-    """A list that gets the graph's size of each decode step from now on."""
-    runner, seen = worker_of(made).model_runner, []
-    upstream = runner._get_torchair_lazy_compiled_model
-
-    def note(batch_size: int) -> Any:
-        seen.append(batch_size)
-        return upstream(batch_size)
-
-    runner._get_torchair_lazy_compiled_model = note
-    return seen
-
-
-def worker_of(made: Any) -> Any:
-    """vllm-ascend's worker."""
-    return made.inference_engine.llm_engine.model_executor.driver_worker.worker
+    builder = worker_of(made.inference_engine).model_runner.attn_metadata_builder
+    return record(builder, "build", lambda metadata, *_, **__: (metadata.num_decodes, metadata.num_prefills))
 
 
 def options_read(made: Any) -> dict[str, Any]:
@@ -103,7 +90,11 @@ def options_read(made: Any) -> dict[str, Any]:
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm_ascend.ascend_config import get_ascend_config
 
-    engine, runner, read = made.inference_engine.llm_engine, worker_of(made).model_runner, get_ascend_config()
+    engine, runner, read = (
+        made.inference_engine.llm_engine,
+        worker_of(made.inference_engine).model_runner,
+        get_ascend_config(),
+    )
     layer, graphs = runner.model.model.layers[-1], read.torchair_graph_config
     scheduler = type(engine.engine_core.engine_core.scheduler).__name__
     return {
@@ -138,7 +129,7 @@ def sync(made: Any, folder: str) -> None:
     from verl_patches.reshard.destination import learn_destinations
     from verl_patches.reshard.live_memory import post_load
 
-    model, tensors = worker_of(made).model_runner.model, dict(hf_tensors(folder))
+    model, tensors = worker_of(made.inference_engine).model_runner.model, dict(hf_tensors(folder))
     patch_vllm_moe_model_weight_loader(model)
     write_through(learn_destinations(model, build_inventory(folder), rank=0), tensors)
     post_load(model)
@@ -150,14 +141,10 @@ def loads_of_experts() -> list[list[int]]:
     import torch
     import torch_npu
 
-    seen, upstream = [], torch_npu.npu_moe_init_routing
+    def load(made: Any, x: Any, row_idx: Any, expert_idx: Any, active_num: int) -> list[int]:
+        return torch.bincount(expert_idx.flatten(), minlength=256).tolist()
 
-    def note(x: Any, row_idx: Any, expert_idx: Any, active_num: int) -> Any:
-        seen.append(torch.bincount(expert_idx.flatten(), minlength=256).tolist())
-        return upstream(x, row_idx, expert_idx, active_num)
-
-    torch_npu.npu_moe_init_routing = note
-    return seen
+    return record(torch_npu, "npu_moe_init_routing", load)
 
 
 def prompts_for(config: Any) -> list[list[int]]:
@@ -182,8 +169,8 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
     """What is generated with the weights of `model`, with those of `other` after a sync, and with the first again."""
     from verl_patches.replay.expert_load import of_rollout
 
-    config, made = start(model, "grpo_deepseekv3_256die_true_weight", overrides)
-    load = of_rollout(worker_of(made).model_runner.model)
+    config, made = start(model, TRUE_WEIGHT, overrides)
+    load = of_rollout(worker_of(made.inference_engine).model_runner.model)
     prompts, seen, engine = prompts_for(config), batches_of(made), made.inference_engine.llm_engine
     responses = generate(made, prompts)
     found = {
@@ -195,15 +182,18 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
         "read": options_read(made),
         "load": load.take(),
     }
-    sizes = graphs_of(made)
+    runner = worker_of(made.inference_engine).model_runner
+    sizes = record(runner, "_get_torchair_lazy_compiled_model", lambda made, batch_size: batch_size)
     found["worst"].append(largest_difference(generate(made, prompts, shrinks=True), prompts, model))
     found["graphs"] = sorted(set(sizes))
-    before = addresses(worker_of(made).model_runner.model)
+    before = addresses(worker_of(made.inference_engine).model_runner.model)
     for folder in (other, model):
         sync(made, folder)
         found["worst"].append(largest_difference(generate(made, prompts[:2]), prompts[:2], folder))
     found["moved"] = [
-        name for name, place in addresses(worker_of(made).model_runner.model).items() if before[name] != place
+        name
+        for name, place in addresses(worker_of(made.inference_engine).model_runner.model).items()
+        if before[name] != place
     ]
     return found
 
@@ -214,7 +204,7 @@ def random_init(model: str, overrides: list[str]) -> dict[str, Any]:
     read = options_read(made)
     from verl_patches.replay.expert_load import of_rollout
 
-    counted = of_rollout(worker_of(made).model_runner.model)
+    counted = of_rollout(worker_of(made.inference_engine).model_runner.model)
     loads, seen = loads_of_experts(), batches_of(made)
     responses = generate(made, prompts_for(config))
     return {
@@ -229,3 +219,80 @@ def random_init(model: str, overrides: list[str]) -> dict[str, Any]:
         "mixed": sum(decodes > 0 and prefills > 0 for decodes, prefills in seen),
         "read": read,
     }
+
+
+def sample(llm: Any) -> list[Response]:
+    """The response to each prompt, by top-k."""
+    from vllm import SamplingParams
+
+    shared = {"temperature": 1.0, "top_k": 50, "max_tokens": 5, "logprobs": 0, "ignore_eos": True}
+    prompts = [{"prompt_token_ids": ids} for ids in prompts_of((5, 17, 1, 140, 64))]
+    params = [SamplingParams(**shared, seed=number) for number in range(len(prompts))]
+    return [responses_of(output)[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def answers(made: Any) -> list[Response]:
+    """Responses at first, after sleep, wake-up and weights written back, and with the prompts in the prefix cache."""
+    llm = made.inference_engine
+    found = sample(llm)
+    llm.weights_written(last=False)
+    with weights_written_back(llm):
+        llm.sleep(1)
+        llm.wake_up()
+    llm.weights_written(last=False)
+    return found + sample(llm) + sample(llm)
+
+
+def switches(model: str, table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """{name: answers of each line of `table`, "read": {name: recipe.rollout.ascend as the engine holds it}}.
+
+    A line: `keys` of recipe.rollout.ascend, `more` overrides, `without`: rows whose originals are in place. The first
+    must switch top_k_optimize off: vllm-ascend reads its variable once a process. "balanced routing": the last engine
+    once more, with other experts.
+    """
+    refresh = (
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.refresh=true"  # one process, many engines
+    )
+    found: dict[str, Any] = {"read": {}}
+    for name, line in table.items():
+        keys = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", ())]
+        overrides = [*keys, *line.get("more", ()), refresh]
+        made = start_again(model, overrides, line.get("without", []), first=not found["read"])
+        found[name], found["read"][name] = answers(made), options_read(made)
+        last = name == list(table)[-1]
+        if last:
+            os.environ["VLLM_ENABLE_FIX_ROUTE"] = "1"
+            found["balanced routing"] = answers(made)
+        del made
+        gc.collect()
+        forget_pool()
+    return found
+
+
+def forget_pool() -> None:
+    """What a device's pool does once an engine has ended; the emulated one gives nothing back."""
+    from vllm_ascend.device_allocator.camem import CaMemAllocator
+
+    from verl_patches.emulation.npu import memory_pool
+
+    CaMemAllocator.get_instance().pointer_to_data.clear()
+    memory_pool._Pool.storages.clear()
+    memory_pool._Pool.unmapped.clear()
+    memory_pool.empty_cache()
+
+
+def start_again(model: str, overrides: list[str], rows: list[str], first: bool) -> Any:
+    """verl's rollout with upstream's objects in the places of `rows`; after the first one top-k is optimised."""
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    from verl_patches.worker.rollout_engine import weights_move
+
+    rotary_embedding._ROPE_DICT.clear()  # else engines of one process share their rotary tables
+    weights_move.value = False  # what an engine without vLLM's sleep mode has left
+    if not first:
+        from vllm_ascend.patch.worker.patch_common import patch_sampler
+
+        TopKTopPSampler.forward_native = patch_sampler.topk_topp_forward_native
+    with without(rows):
+        return start(model, TRUE_WEIGHT, overrides)[1]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tests.emulation.emulated_engine import record, worker_of
 from tests.rollout import engine_rank
 from verl_patches.watch import heartbeat
 from verl_patches.watch.node import read_processes
@@ -23,7 +24,11 @@ def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
     if rollout.get("load_format") == "dummy":  # as verl's sharding manager: every rank gets every tensor
         model.load_weights(engine_rank.hf_tensors(folder))
         llm.weights_written(last=False)
-    passes = _count_passes(llm.llm_engine.model_executor.driver_worker.worker)
+    worker = worker_of(llm)
+    passes = {  # all forward passes of this rank, and those for sequences of its own
+        name: record(holder, "execute_model", lambda *args, **kwargs: None)
+        for name, holder in (("all", worker.model_runner), ("own", worker))
+    }
     groups = {"dp": get_dp_group().ranks, "tp": get_tp_group().ranks, "ep": get_ep_group().ranks}
     expert_map = model.model.layers[1].mlp.experts.expert_map
     place = torch.distributed.get_rank() // rollout["tensor_model_parallel_size"]
@@ -31,14 +36,15 @@ def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
     return {"rounds": results, "groups": groups, "experts": torch.nonzero(expert_map >= 0).flatten().tolist()}
 
 
-def _round(llm, spec: dict, passes: dict[str, int]) -> dict:
+def _round(llm, spec: dict, passes: dict[str, list]) -> dict:
     """One call of generate, perhaps without one feature; tokens, log-probs and forward passes, or an error."""
     from vllm import LLM
     from vllm.distributed import get_ep_group
 
     from verl_patches.emulation.cpu import vllm_worker
 
-    passes.update(all=0, own=0)
+    for calls in passes.values():
+        calls.clear()
     communicator, run_engine = get_ep_group().device_communicator, LLM._run_engine
     manager = communicator.all2all_manager
     vllm_worker.STALL_S = spec.get("stall_s", 60)
@@ -47,29 +53,14 @@ def _round(llm, spec: dict, passes: dict[str, int]) -> dict:
             communicator.all2all_manager = None
         if spec.get("without") == "platform.vllm_dp_lockstep":
             LLM._run_engine = run_engine.__wrapped__
-        return {**engine_rank.generate_with(llm, spec["requests"]), "passes": dict(passes)}
+        return {
+            **engine_rank.generate_with(llm, spec["requests"]),
+            "passes": {name: len(calls) for name, calls in passes.items()},
+        }
     except RuntimeError as error:
         return {"error": str(error)}
     finally:
         communicator.all2all_manager, LLM._run_engine = manager, run_engine
-
-
-def _count_passes(worker) -> dict[str, int]:
-    """Forward passes of this rank from now on: all, and those for sequences of its own."""
-    counts = {"all": 0, "own": 0}
-
-    def count(owner, name: str) -> None:
-        execute = owner.execute_model
-
-        def execute_model(*args, **kwargs):
-            counts[name] += 1
-            return execute(*args, **kwargs)
-
-        owner.execute_model = execute_model
-
-    count(worker.model_runner, "all")
-    count(worker, "own")
-    return counts
 
 
 def unfinished(flags: list[list[bool]], folder: str) -> dict:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.emulation.emulated_engine import responses_of
+from tests.emulation.emulated_engine import model_of, responses_of
 
 
 def verl_rollout(model: str | Path, **overrides):
@@ -30,11 +30,6 @@ def awake(model: str | Path, **overrides):
     llm = verl_rollout(model, **overrides).inference_engine
     llm.wake_up()
     return llm
-
-
-def model_of(llm) -> torch.nn.Module:
-    """The torch module inside an in-process engine, found as verl's sharding manager finds it (megatron_vllm.py)."""
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
 
 
 def hf_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -61,16 +61,14 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(run_emulated):
-    """run(function, *arguments, **environment): what "module:function" of tests/rollout returns on one rank."""
-    return lambda function, *arguments, **env: run_emulated(
-        f"tests.rollout.{function}", *arguments, trees=TREES, env=env, backend=None
-    )[0]
+    """run(function, *arguments, **environment): what "module:function" returns on one rank."""
+    return lambda function, *arguments, **env: run_emulated(function, *arguments, trees=TREES, env=env, backend=None)[0]
 
 
 @pytest.fixture(scope="module")
 def found(models, run):
     served = {name: models[name] for name in ("256 experts", "16 experts")}
-    return run("ascend_engine:main", served, CASES, TORCHDYNAMO_DISABLE="1")
+    return run("tests.emulation.emulated_engine:main", served, CASES, TORCHDYNAMO_DISABLE="1")
 
 
 @pytest.mark.parametrize("name", ["ring", "ring, cached", "mixed", "ones", "only ones", "groups", "whole", "slept"])
@@ -85,7 +83,7 @@ def test_they_are_not_without_the_row_or_where_the_configuration_is_refused(foun
 
 
 def test_prompts_of_one_token_among_fresh_prompts_have_too_many_slots_upstream(found):
-    assert "slots for" in found["ones, upstream"]["fault"]
+    assert "slots for" in found["ones, upstream"]["refused"]
 
 
 def test_level_2_sleep_keeps_buffers_and_refuses_requests_before_a_sync(found):
@@ -136,7 +134,9 @@ def test_both_256_die_configurations_have_one_rollout_but_for_sizes():
 def test_the_256_die_rollout_with_true_weights_is_right(models, run):
     """Graphs are traced. In each of the graphs; again after each of two syncs by the map of the direct weight sync."""
     options = compose(NAMES[0])
-    found = run("die256:true_weight", models["256 experts"], models["others"], [], TORCHDYNAMO_DISABLE="0")
+    found = run(
+        "tests.rollout.die256:true_weight", models["256 experts"], models["others"], [], TORCHDYNAMO_DISABLE="0"
+    )
     assert len(found["worst"]) == 4 and max(found["worst"]) < LARGEST, found
     assert found["graphs"] == [8, 16, 32, 64]
     assert found["responses"] == [16] * 4 and found["mixed"] > 5 and 32 < found["decodes"] <= 64
@@ -150,7 +150,7 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run):
 
 @pytest.mark.full
 def test_the_256_die_rollout_with_balanced_routing_gives_every_expert_its_share(models, run):
-    found = run("die256:random_init", models["256 experts"], OTHER, TORCHDYNAMO_DISABLE="1")
+    found = run("tests.rollout.die256:random_init", models["256 experts"], OTHER, TORCHDYNAMO_DISABLE="1")
     assert found["responses"] == [16] * 4 and found["finite"] and found["uneven"] <= 1 and found["mixed"] == 0, found
     assert found["read"] == read_as(compose(NAMES[1], OTHER))
     assert found["counted"] == found["loads"]  # every call: graphs are not traced
@@ -163,25 +163,14 @@ def test_the_256_die_rollout_with_balanced_routing_gives_every_expert_its_share(
 SWITCHES = {
     "top_k_optimize": {"keys": ["top_k_optimize=false"]},
     "none": {},
-    "graphs": {
-        "keys": [
-            "graphs=false",
-            "graph_batch_sizes=null",
-            "multistream_mla=false",
-            "multistream_moe=false",
-            "view_optimize=true",
-        ]
-    },
-    "graph_batch_sizes": {"keys": ["graph_batch_sizes=null"]},
-    "multistream_mla": {"keys": ["multistream_mla=false"]},
-    "multistream_moe": {"keys": ["multistream_moe=false"]},
-    "view_optimize": {"keys": ["view_optimize=true"]},
+    "graphs": {"keys": ["graphs=false", "graph_batch_sizes=null", "multistream_mla=false", "multistream_moe=false",
+                        "view_optimize=true"]},
     "scheduler": {"keys": ["scheduler=ascend", "prefix_caching=false"], "more": OTHER[-1:]},
-    "chunked_prefill_for_mla": {"keys": ["chunked_prefill_for_mla=false"]},
-    "prefix_caching": {"keys": ["prefix_caching=false"]},
-    "vllm_sleep_mode": {"keys": ["vllm_sleep_mode=true"]},
+    **{key.partition("=")[0]: {"keys": [key]} for key in (
+        "graph_batch_sizes=null", "multistream_mla=false", "multistream_moe=false", "view_optimize=true",
+        "chunked_prefill_for_mla=false", "prefix_caching=false", "vllm_sleep_mode=true")},
     "fp32 router": {"without": ["rollout.ascend_fp32_router"]},
-}
+}  # fmt: skip
 
 
 def difference(first, second):
@@ -193,7 +182,7 @@ def difference(first, second):
 
 def test_each_switch_off_alone_gives_the_same_responses(models, run):
     """Sampled with seeds, after sleep and with cached prompts too, in fp32. Graphs are not traced."""
-    found = run("switches:main", models["256 experts"], SWITCHES, TORCHDYNAMO_DISABLE="1")
+    found = run("tests.rollout.die256:switches", models["256 experts"], SWITCHES, TORCHDYNAMO_DISABLE="1")
     for name, line in SWITCHES.items():
         changed = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", [])]
         expected = read_as(compose(NAMES[0], changed))

@@ -74,53 +74,33 @@ class Absorbing(torch.nn.Module):
         return [getattr(self.impl, name) for name in ABSORBED]
 
 
-def _decoder(copies: bool):
-    """(load_weights(self, seed), model, attention of the one layer that this stage holds)."""
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("how", ["load_weights", "sync", "neither"])
+def test_absorbed_projections_follow_new_weights_at_their_old_addresses(copies, how):
+    """Row rollout.absorb_mla_again and the weight sync; in engines: test_ascend.py, loop/test_a3_smoke.py."""
     attention = Absorbing(copies)
     layers = [None, SimpleNamespace(self_attn=SimpleNamespace(mla_attn=attention)), None]
-    model = SimpleNamespace(model=SimpleNamespace(layers=layers, start_layer=1, end_layer=2))
+    model = SimpleNamespace(model=SimpleNamespace(layers=layers, start_layer=1, end_layer=2))  # one stage of several
 
-    def load_weights(self, seed):
-        torch.manual_seed(seed)
-        attention.kv_b_proj.copy_(torch.randn(attention.kv_b_proj.shape))
-        return {"kv_b_proj"}
+    def load_weights(self) -> None:
+        attention.kv_b_proj.normal_()
 
-    return load_weights, model, attention
+    def load() -> None:
+        if how == "load_weights":
+            refresh_absorbed_mla(load_weights)(model)
+        else:
+            load_weights(model)
+        if how == "sync":
+            post_load(torch.nn.ModuleList([torch.nn.Linear(2, 2), attention]))
 
-
-@pytest.mark.parametrize(("copies", "row"), [(True, True), (False, True), (True, False)])
-def test_absorbed_projections_follow_new_weights_at_their_old_addresses(copies, row):
-    """Row rollout.absorb_mla_again, and without it; in a real engine, with a control: tests/loop/test_a3_smoke.py."""
-    load_weights, model, attention = _decoder(copies)
-    load = refresh_absorbed_mla(load_weights) if row else load_weights
-    assert load(model, 0) == {"kv_b_proj"}
-    assert attention.derived == 0  # the first load: vLLM derives them when it has all weights
+    load()
+    assert attention.derived == 0  # vLLM derives them when it has all weights
     attention.process_weights_after_loading(torch.float32)
-    captured = attention.projections()  # what a graph reads
-    load(model, 1)
-    assert_follow(attention, captured, row)
-    attention.process_weights_after_loading(torch.float32)  # upstream's own way: a graph would read the old ones
-    assert attention.impl.W_UV is not captured[0]
-
-
-def assert_follow(attention: Absorbing, captured: list[torch.Tensor], follow: bool = True) -> None:
-    """Projections are where they were and, if they `follow`, those of the present weight."""
-    fresh = Absorbing(copies=True)
+    captured, fresh = attention.projections(), Absorbing(copies=True)  # what a graph reads
+    load()
+    assert attention.derived == (2 if copies and how != "neither" else 1)
     fresh.kv_b_proj = attention.kv_b_proj
     fresh.process_weights_after_loading(torch.float32)
     for now, held, expected in zip(attention.projections(), captured, fresh.projections(), strict=True):
-        assert now.data_ptr() == held.data_ptr() and torch.equal(held, expected) is follow
-
-
-@pytest.mark.parametrize("copies", [True, False])
-def test_a_weight_sync_derives_copied_projections_again_at_their_addresses(copies):
-    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), Absorbing(copies), Absorbing(copies)])
-    attention = model[1]
-    assert post_load(model) == 0 and attention.derived == 0  # nothing derived yet: the first load
-    for layer in model[1:]:
-        layer.process_weights_after_loading(torch.float32)
-    captured, before = attention.projections(), [tensor.clone() for tensor in attention.projections()]
-    attention.kv_b_proj.normal_()
-    assert all(map(torch.equal, before, captured)) == copies  # the control: copies are stale without post_load
-    assert post_load(model) == (2 if copies else 0) and attention.derived == (2 if copies else 1)
-    assert_follow(attention, captured)
+        assert now.data_ptr() == held.data_ptr()
+        assert torch.equal(held, expected) is (how != "neither" or not copies)  # the control: copies are stale
