@@ -36,7 +36,7 @@ from verl_patches.memory.offload import Grads, Optimizer, Params
 from verl_patches.memory.schedule import MEMORY_GROUPS, SCHEDULE
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.patching.row import subclass_of
-from verl_patches.weights.train_state import Piece, Place, optimizer_shards
+from verl_patches.weights.train_state import Place, StoredTensor, optimizer_shards
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 
@@ -325,7 +325,7 @@ def a_checkpoint_uses_the_host_copies_of_the_schedule():
         moves()
         storages, copied = checkpoint._copy_to_host()
         places = [(t, Place(tuple(t.shape), t.stride(), 0)) for t in checkpointed(chunks, optimizer)]
-        pieces = [Piece(SimpleNamespace(key=n), t, (place,)) for n, (t, place) in enumerate(places)]
+        pieces = [StoredTensor(SimpleNamespace(key=n), t, (place,)) for n, (t, place) in enumerate(places)]
         contents = checkpoint._contents(pieces, storages)
 
         def as_before():
