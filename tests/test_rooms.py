@@ -139,7 +139,7 @@ def test_no_files_import_each_other_not_even_for_types(trees):
 
 @pytest.mark.parametrize(
     "module",
-    "prelude_patch catalog __main__ layout.inventory planning.plan doctor.doctor weights.manifest "
+    "prelude_patch catalog __main__ layout.inventory planning.plan memory.ledger doctor.doctor weights.manifest "
     "watch.watcher".split(),
 )
 def test_torch_free_rooms_do_not_import_torch(module, run_python):

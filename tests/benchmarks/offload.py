@@ -7,7 +7,7 @@ calls them, on the same objects, in a process of their own). Exits 1 where a bou
 bf16 optimizer, moved by the scheduler as the schedule says; copies and host memory are counted from outside, in the
 third step, by the tensor calls that make them. `plan`, of both, is the simulation of our schedule
 (memory/schedule.py): what a step has to copy. Calls are counted as what they do on a device (`Counted` in
-tests/memory/counted.py).
+tests/memory/offload_objects.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def count(functions: str) -> list[dict[str, Any]]:
 
     # isort: split
     from tests.memory import offload_job as job
-    from tests.memory.counted import Counted
+    from tests.memory.offload_objects import Counted
 
     # isort: split
     import torch

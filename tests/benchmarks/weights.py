@@ -157,7 +157,7 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
     from verl_patches.memory.host_backed import HostBackedStorage, copy_storages_to_host
     from verl_patches.weights.checkpoint_files import write_rank
     from verl_patches.weights.manifest import Manifest, rank_files, whole_tensor
-    from verl_patches.weights.train_state import Piece, Place
+    from verl_patches.weights.train_state import Place, StoredTensor
     from verl_patches.weights.writer import begin, complete
 
     tensors = [torch.randn((mib << 20) // 4 // TENSORS) for _ in range(TENSORS)]
@@ -173,7 +173,7 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
     pieces = []
     for number, tensor in enumerate(tensors):
         entry = whole_tensor(f"weight/{number}", "F32", tensor.shape, name=str(number))
-        pieces.append(Piece(entry, tensor, (Place(tuple(tensor.shape), (1,), 0),)))
+        pieces.append(StoredTensor(entry, tensor, (Place(tuple(tensor.shape), (1,), 0),)))
 
     def write(number: int) -> None:
         begin(folder / str(number), Manifest("checkpoint", TINY, "@1", "fp32", "x", tuple(rank_files(1))))

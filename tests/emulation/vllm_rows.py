@@ -19,8 +19,8 @@ def apply(rows, off: str) -> None:
     from verl_patches.patching.switches import Switches
 
     patterns = [f"-{row.id}" for row in rows if row.id == off or row.id.startswith("platform.torch_")]
-    engine._CURRENT = engine.Engine(rows, Switches("pypi", "cpu", tuple(patterns)))  # whose rows RolloutEngine asks for
-    engine._CURRENT.apply()
+    engine.of_process.value = engine.Engine(rows, Switches("pypi", "cpu", tuple(patterns)))  # RolloutEngine asks for it
+    engine.of_process.value.apply()
 
 
 def generate(model: str) -> list:

@@ -178,7 +178,7 @@ def move_requests():
             places = [next((at for at, tokens in enumerate(row) if tokens > 0), None) for row in state.lengths]
             if None in places:
                 return plan(state, *args)
-            moves = (module.Move(rank, (rank + 1) % len(places), (at,)) for rank, at in enumerate(places))
+            moves = (module.RequestMove(rank, (rank + 1) % len(places), (at,)) for rank, at in enumerate(places))
             return module.MovePlan(tuple(moves), 0, 0)
 
         module.plan = to_the_next

@@ -9,10 +9,10 @@ import pytest
 from loop_runs import OFFLOAD, ROOT, hook
 
 from tests.memory.test_schedule import moves_of_a_step
-from tests.planning.test_expected import padding_bytes
 from verl_patches.evaluation.plots import memory_figure
 from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.parallel import parse_layout
+from verl_patches.layout.sharding import local_parameters
 from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency
 from verl_patches.planning.expected import Setting, group_bytes
 
@@ -45,6 +45,18 @@ def assert_carried_out(run):
         assert moved["count"] == 1 and moved["copied_bytes"] == moved["bytes"] > 0
     assert "free actor_params" not in second["moves"]
     assert second["moves"]["empty_cache"]["count"] == done.count("empty_cache")
+
+
+def padding_bytes(setting, rank):
+    """Most bytes that Megatron's alignment adds to an fp32 buffer of `rank`, by which the ledger may exceed the plan.
+
+    It starts each parameter of a buffer at a multiple of 64 elements and ends it at one of 128 and dp
+    (megatron/core/distributed/param_and_grad_buffer.py, _pad_start_of_param_if_needed, _pad_end_of_bucket_if_needed).
+    """
+    train = setting.train
+    held = local_parameters(setting.inventory, train, rank, setting.train_library).shards.values()
+    ends = 2 * 128 * train.dp * train.cp
+    return 4 * (ends + sum(-shard.count % 64 for shard in held if shard.parameter.trainable))
 
 
 def assert_as_planned(run, library):

@@ -1,4 +1,4 @@
-"""Megatron's real DDP and Adam, small; sizes are chosen so that none is a multiple of an alignment."""
+"""Megatron's real DDP and Adam, small, and a count of copies; no size is a multiple of an alignment."""
 
 import megatron.core.optimizer
 import torch
@@ -15,6 +15,41 @@ FP32, BF16 = torch.float32, torch.bfloat16
 if megatron.core.optimizer.Adam.__module__.startswith("verl_patches"):  # line a3 without MindSpeed: apex's stand-in
     megatron.core.optimizer.Adam = megatron.core.optimizer.distrib_optimizer.Adam = torch.optim.AdamW
     torch.Tensor.type = type_on_cuda(torch.Tensor.type)
+
+
+class Counted(torch.overrides.TorchFunctionMode):
+    """Counts copies between host and device, and new host memory, from outside: by the tensor calls that make them.
+
+    On a CPU nothing says on which side a tensor is, and `.to` copies nothing: `host`, shared by all that count the same
+    objects, holds the storages that `.to("cpu")` sent there. The device is what torch.cuda.current_device() gives.
+    """
+
+    def __init__(self, host=None):
+        super().__init__()
+        self.host = {} if host is None else host
+        self.copied_bytes = self.host_bytes = self.host_allocations = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        result = func(*args, **(kwargs or {}))
+        if name == "to":
+            key, there = args[0].untyped_storage()._cdata, args[1] == "cpu"
+            if there != (key in self.host):
+                self.copied_bytes += args[0].nbytes
+                self._made(result.nbytes if there else 0)
+                self.host.pop(key, None)
+                if there:
+                    self.host[result.untyped_storage()._cdata] = result
+        elif name in ("copy_", "cpu", "pin_memory", "clone"):  # clone: how platform cpu pins
+            self.copied_bytes += args[0].nbytes
+            self._made(result.nbytes if name != "copy_" else 0)
+        elif name == "empty":
+            self._made(result.nbytes)
+        return result
+
+    def _made(self, size_bytes):
+        self.host_bytes += size_bytes
+        self.host_allocations += size_bytes > 0
 
 
 def chunk(experts=True, dtype=FP32, distributed=True):
@@ -91,12 +126,12 @@ def same(one, other):
 
 def sizes(chunks):
     """Bytes in the storages of each kind."""
-    found = {}
+    totals = {}
     for kind in ("buffers", "expert_parallel_buffers"):
         for name in ("param_data", "grad_data"):
             tensors = [getattr(buffer, name) for one in chunks for buffer in getattr(one, kind)]
-            found[f"{kind} {name}"] = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    return found
+            totals[f"{kind} {name}"] = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    return totals
 
 
 def moves():

@@ -120,7 +120,7 @@ def sleeps(file: str | None = None) -> None:
             self.llm_engine = SimpleNamespace(sleep=sleep, wake_up=wake_up, add_request=lambda: None)
             self.llm_engine.model_executor = SimpleNamespace(driver_worker=driver)
 
-    patches._CURRENT = SimpleNamespace(wanted=("reshard.direct", "memory.sleep_mode"))
+    patches.of_process.value = SimpleNamespace(wanted=("reshard.direct", "memory.sleep_mode"))
     llm = subclass_of(LLM, RolloutEngine)(enable_sleep_mode=True, enforce_eager=False, load_format="auto")
     pieces = allocator.pointer_to_data
     assert sum(each.tag == "weights" for each in pieces.values()) == 6

@@ -1,13 +1,13 @@
 """The memory ledger on real storages: no violation in a step as planned; other bytes and wrong tables are found."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from verl_patches.memory.ledger import Ledger, MemoryLedgerError, memory_of_process, memory_of_step, said_of
-from verl_patches.memory.measure import held_bytes, optimizer_full_bytes, optimizer_tensors
-from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency
+from verl_patches.memory.measure import held_bytes
+from verl_patches.memory.schedule import SCHEDULE, residency
 
 
 def begin(scheduler, until):
@@ -36,13 +36,11 @@ def test_a_group_with_other_bytes_is_named_with_the_move_that_should_have_releas
 
 
 def test_a_wrong_table_fails(made):
-    rows = [(p.name, ", ".join(map(str, p.enter)), ", ".join(map(str, p.leave))) for p in SCHEDULE.phases]
-    wrong = make_schedule(
-        "wrong", *((name, enter.replace("load ref_params", ""), leave) for name, enter, leave in rows)
-    )
+    """Negative control."""
     scheduler, _, _ = made()
-    scheduler.ledger.schedule, scheduler.ledger._expected = wrong, residency(wrong)
-    with pytest.raises(MemoryLedgerError, match="ref: ref_params .*'wrong'"):
+    phases = tuple(replace(phase, enter=()) if phase.name == "ref" else phase for phase in SCHEDULE.phases)
+    scheduler.ledger._expected = residency(replace(SCHEDULE, phases=phases))
+    with pytest.raises(MemoryLedgerError, match="ref: ref_params"):
         begin(scheduler, "update")
 
 
@@ -114,18 +112,6 @@ def test_storages_count_once_and_only_on_the_device():
     assert held_bytes([tensor], "cpu") == 0
 
 
-def test_an_optimizers_bytes_before_and_after_its_first_step():
-    """bf16 parameters have a main copy beside two moments; fp32 parameters have the moments only."""
-    main, own = torch.nn.Parameter(torch.zeros(6)), torch.nn.Parameter(torch.zeros(5))
-    adam = torch.optim.AdamW([main, own])
-    megatron = SimpleNamespace(shard_fp32_from_float16_groups=[[main]], shard_fp32_groups=[[own]], optimizer=adam)
-    chained = SimpleNamespace(chained_optimizers=[megatron])
-    assert held_bytes(optimizer_tensors(chained), "cpu") == 24
-    main.grad, own.grad = torch.ones(6), torch.ones(5)
-    adam.step()
-    assert held_bytes(optimizer_tensors(chained), "cpu") == optimizer_full_bytes(chained) == 6 * 12 + 5 * 8
-
-
 def test_the_drivers_figure_is_measured_too(monkeypatch):
     """torch's counters do not fall when vLLM's sleep mode unmaps memory outside the pool."""
     free = [60, 90]
@@ -136,9 +122,4 @@ def test_the_drivers_figure_is_measured_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0), 100))
     measure = memory_of_process("cuda")
     assert measure() == {"allocated": 30, "peak": 35, "reserved": 40, "used": 40} and measure()["used"] == 10
-
-
-def test_torch_is_not_imported(run_python):
     assert memory_of_process("cpu")()["rss"] > 1e6
-    code = "import sys, verl_patches.memory.ledger, verl_patches.planning.expected; sys.exit('torch' in sys.modules)"
-    run_python(code).check()

@@ -90,35 +90,20 @@ def test_a_handler_without_effect_is_found_at_the_next_phase(made):
         step(scheduler)
 
 
-def without_vllm(made):
-    return made(tuple(group for group in SIZES if group not in ("rollout_weights", "kv_cache")))
-
-
 def test_vllms_calls_take_the_place_of_its_moves(made):
-    scheduler, log, _ = without_vllm(made)
+    scheduler, log, _ = made(tuple(group for group in SIZES if group not in ("rollout_weights", "kv_cache")))
     for phase in ("reshard", "wake_kv", "rollout", "sleep"):
         scheduler.begin(phase, lambda phase=phase: log.append(f"vLLM {phase}"))
-    assert log == [
-        "load actor_params",
-        "vLLM reshard",
-        "alloc reshard_buffers",
-        "free reshard_buffers",
-        "offload actor_params",
-        "empty_cache",
-        "vLLM wake_kv",
-        "alloc tensor_cache",
-        "vLLM sleep",
-        "empty_cache",
-    ]
-
-
-def test_a_wake_that_fails_leaves_nothing_for_the_next_step(made):
-    scheduler, log, _ = without_vllm(made)
+    assert ", ".join(log) == (
+        "load actor_params, vLLM reshard, alloc reshard_buffers, free reshard_buffers, offload actor_params, "
+        "empty_cache, vLLM wake_kv, alloc tensor_cache, vLLM sleep, empty_cache"
+    )
+    scheduler.begin("update")
     scheduler.begin("reshard", lambda: None)
     with pytest.raises(MemoryError):
         scheduler.begin("wake_kv", fail)
     log.clear()
-    scheduler.begin("reshard", lambda: None)
+    scheduler.begin("reshard", lambda: None)  # nothing is left of the wake that failed
     assert log == ["load actor_params", "alloc reshard_buffers"]
 
 
@@ -134,14 +119,6 @@ def test_a_second_generation_and_a_step_without_an_update(made):
     log.clear()
     step(scheduler)
     assert "load actor_params" in log and log.index("offload actor_params") < log.index("alloc kv_cache")
-
-
-def test_a_context_without_a_scheduler_calls_vllm():
-    log, alone = [], WorkerContext()
-    with alone.phase("no such phase"):
-        alone.raise_peak()
-    alone.begin("rollout", lambda: log.append("vLLM"))
-    assert log == ["vLLM"]
 
 
 def test_a_phase_around_work_that_failed_stays_open_until_the_next_begins(made):

@@ -43,7 +43,7 @@ class Kept:
 
 
 class _Opaque(torch.autograd.Function):
-    """An op as a device has it: computed by the reference, with only what its backward op takes saved."""
+    """An op as a device has it: computed by the reference, saving only what its backward op takes; forward only."""
 
     @staticmethod
     def forward(ctx, call, saves, *tensors):
@@ -52,10 +52,6 @@ class _Opaque(torch.autograd.Function):
         outs = [value.contiguous() if torch.is_tensor(value) else value for value in outs]  # as a device writes them
         ctx.save_for_backward(*saves(tensors, outs))
         return tuple(outs) if len(outs) > 1 else outs[0]
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError("only forward passes are measured")
 
 
 def opaque(function, saves):

@@ -49,7 +49,7 @@ def saved(a3_sources, run_ranks, tmp_path_factory):
         config = engine_config(folder, sources[0], ranks, dict(changes), "bf16")
         env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
         call = "tests.planning.saved_job:saved_by_layers", config, folder, TOKENS
-        found = run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None, timeout_s=200)
+        found = run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None)
         layout = ParallelLayout(ranks, tp=ranks, ep=ranks, etp=1)
         means = {n: {i: sum(rank[n][i] for rank in found) / ranks for i in found[0][n]} for n in TOKENS}
         return read_model_shape(text), layout, means

@@ -23,7 +23,7 @@ from verl_patches.planning.search import (
     seats_keys,
     train_keys,
 )
-from verl_patches.planning.step_plan import Workload, step_sections
+from verl_patches.planning.step_plan import Workload
 from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
@@ -80,13 +80,10 @@ def found(config, rows):
     return search(config, rows, 256, Workload(), top=4)
 
 
-def test_what_is_listed_is_distinct_sorted_and_faster_than_the_config(found):
+def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says(found):
     assert len({(row["train"], row["rollout"]) for row in found}) == len(found) == 4
     seconds = [row["total_s"] for row in found]
     assert seconds == sorted(seconds) and seconds[0] <= plan_of(BIG)["step"]["total_s"]
-
-
-def test_a_listed_layout_is_what_an_ordinary_plan_of_its_overrides_says(found):
     row = found[-1]
     plan = plan_of(BIG, *row["overrides"])
     assert plan["ok"] and plan["step"]["total_s"] == row["total_s"] and plan["train"]["layout"] == row["train"]
@@ -116,11 +113,6 @@ def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
         if fewer := row["recompute_layers"]:  # one less does not fit
             less = changed(listed, recompute_keys(fewer - 1))
             assert followed_peaks(less, on)["peak_bytes"] > A3_SEEN_BYTES
-
-
-def test_fewer_recomputed_layers_make_the_search_faster_than_all_of_them(config, rows, found):
-    everything = changed(compose(BIG, found[0]["overrides"]), recompute_keys(61))
-    assert found[0]["total_s"] < step_sections(everything, rows, Workload())["step"]["total_s"]
 
 
 @pytest.mark.parametrize(
@@ -192,12 +184,6 @@ def test_a_search_without_a_result_names_what_gives_one(rows, dies, overrides, m
         search(compose(BIG, overrides), rows, dies, Workload())
 
 
-def test_a_batch_that_the_dies_do_not_divide_becomes_the_nearest(rows):
-    row = search(compose(BIG), rows, 1024, Workload(), top=1)[0]
-    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=1024"
-    assert {"data.train_batch_size=1024", mini, "trainer.nnodes=64"} <= set(row["overrides"])
-
-
 @pytest.mark.parametrize(("gib", "listed"), [(512, False), (800, True)])  # the workers of a node pin 771.5 GB
 def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(config, rows, gib, listed):
     found = search_module._verified(config, rows, {"recipe.memory.host_gib": gib}, Workload())
@@ -213,9 +199,8 @@ def test_presets_pass_the_plan(name):
     plan = plan_of(f"grpo_deepseekv3_{name}die")
     assert plan["ok"], [check for check in plan["checks"] if not check["ok"]]
     assert len(plan["train"]["ranks"]) == dies and sum(map(len, plan["train"]["layers"])) == layers
-    assert plan["step"]["modelled"] and plan["step"]["total_s"] == pytest.approx(
-        sum(phase["seconds"] for phase in plan["step"]["phases"]), abs=0.02
-    )
+    seconds = [phase["seconds"] for phase in plan["step"]["phases"]]
+    assert plan["step"]["modelled"] and plan["step"]["total_s"] == pytest.approx(sum(seconds), abs=0.02)
 
 
 def test_the_first_layers_of_a_model_are_planned_as_a_model_of_only_these(tmp_path):
@@ -233,11 +218,9 @@ def test_a_plan_has_traffic_hosts_ports_and_the_watchs_bounds():
     sync = plan["traffic"]["weight_sync"]
     assert sync["received_mean_bytes"] == pytest.approx(24.95e9, rel=1e-3)  # as `reshard-plan`
     assert sync["sent_bytes"] == pytest.approx(32.87e9, rel=2e-3) and 60 <= sync["collectives"] <= 64
-    assert plan["memory"]["host"]["node_bytes"] > 700e9 and plan["ports"]["all"] == [61000, 61143]
-    assert set(plan["traffic"]["dispatch_bytes"]) == {"ref", "update"}
-    assert (
-        "modelled: rollout" in plan["step"]["watch"] and "watch" not in plan_of(BIG, "recipe.watch.action=off")["step"]
-    )
+    assert plan["ports"]["all"] == [61000, 61143] and set(plan["traffic"]["dispatch_bytes"]) == {"ref", "update"}
+    assert "modelled: rollout" in plan["step"]["watch"]
+    assert "watch" not in plan_of(BIG, "recipe.watch.action=off")["step"]
 
 
 def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
@@ -254,11 +237,6 @@ def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     quoted = {"rollout": 318.27, "ref": 104.7, "update": 328.8, "reshard": 11.18, "offload": 24.45}
     assert all(seconds[phase] == pytest.approx(value, rel=0.03) for phase, value in quoted.items()), seconds
     assert step["total_s"] == pytest.approx(801.29, rel=0.05)
-
-
-def test_a_cpu_config_has_a_plan_without_seconds():
-    plan = plan_of("grpo_deepseekv3_tiny_cpu")
-    assert plan["step"] is None and plan["ports"] is None
 
 
 @pytest.mark.parametrize("values", [{"prompt_tokens": 0}, {"response_tokens": -1.0}, {"dp_sync": "mpi"}])

@@ -6,24 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_patches.layout.flops import forward_flops
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.layout.sharding import local_parameters, static_bytes
 from verl_patches.planning import calibration
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, ROWS, errors, published, without_cache
 from verl_patches.planning.step_model import (
-    FLOPS_PER_S,
     PHASES,
     Lengths,
-    Offload,
-    SyncTraffic,
     decode_s,
     driver_bytes,
     memory_s,
     network_s,
     pipeline_s,
-    reshard_s,
     stage_elements,
     stage_s,
     step_time,
@@ -45,8 +40,8 @@ MOVES = {
 }
 
 
-def total(run, constants=FITTED):
-    return sum(step_time(run, constants).values())
+def total(run):
+    return sum(step_time(run, FITTED).values())
 
 
 # the published rows
@@ -94,15 +89,6 @@ def test_elements_of_a_stage_are_those_of_the_sharding(side, library):
         assert dense + routed == pytest.approx(trained, rel=1e-5)  # but for the final norm
     if side == "train":
         assert 4 * (dense + routed) == pytest.approx(static_bytes(inventory, layout, 255).grad_bytes, rel=1e-5)
-
-
-def test_training_flops_of_a_step_take_the_share_of_the_dies_that_is_stated():
-    """6 N D of forward and backward, over seconds and dies: below the efficiency by recompute, bubble and exchanges."""
-    run = replace(published(), recompute_layers=0)
-    length = MEAN_PROMPT + 3072
-    flops = 3 * forward_flops(run.model, run.responses * length, length)
-    share = flops / update_s(run, FITTED) / 256 / FLOPS_PER_S
-    assert 0.7 * FITTED.train_efficiency < share < FITTED.train_efficiency
 
 
 # pipeline
@@ -154,14 +140,11 @@ RUNS = st.builds(
 )  # fmt: skip
 
 
-def doubled(layout):
-    return replace(layout, world_size=2 * layout.world_size)
-
-
 @settings(max_examples=25)
 @given(RUNS)
 def test_twice_the_dies_are_not_slower_at_the_same_batch(run):
-    more = replace(run, train=doubled(run.train), rollout=doubled(run.rollout))
+    train, rollout = (replace(layout, world_size=2 * layout.world_size) for layout in (run.train, run.rollout))
+    more = replace(run, train=train, rollout=rollout)
     before, after = step_time(run, FITTED), step_time(more, FITTED)
     assert all(after[phase] <= before[phase] * (1 + 1e-9) + 0.2 for phase in PHASES)  # 0.2: DP's gradients
     assert sum(after.values()) < sum(before.values())
@@ -181,7 +164,6 @@ def test_what_is_switched_off_is_slower_or_equal(run):
     on = replace(run, tensor_cache=True, alltoall_overlap=True, swap_optimizer=False, recompute_layers=0)
     for name, off in (("tensor_cache", False), ("alltoall_overlap", False), ("swap_optimizer", True)):
         assert total(replace(on, **{name: off})) >= total(on), name
-    assert total(replace(on, dp_sync="gloo")) > total(on)
     assert total(replace(on, recompute_layers=4)) > total(on)
     assert total(replace(on, shared_whole=False)) != total(on)
     assert total(replace(on, old_micro_batch=1)) > total(on)
@@ -216,11 +198,14 @@ def test_a_decode_step_grows_with_batch_context_and_the_padded_size():
 
 
 def test_responses_that_end_early_shorten_the_tail_but_the_longest_decides():
+    """Quoted: by arrival order 1.57 to 1.74 times, which is the longest of eight replicas' responses."""
     forced, early = published(), replace(published(), lengths=Lengths(MEAN_PROMPT, 3072, 800.0))
     seconds = [step_time(run, FITTED)["rollout"] for run in (forced, early)]
     assert 0.8 * seconds[0] < seconds[1] < seconds[0]  # decode is fixed cost for most of its part
     assert early.lengths.mean_of_longest() == pytest.approx(795, rel=0.02)
     assert early.lengths.mean_of_longest(8192) > 3000
+    one, eight = (200 + Lengths(200, 3072, 1000.0).mean_of_longest(draws) for draws in (1, 8))
+    assert 1.5 < eight / one < 1.8
 
 
 def test_a_kv_cache_that_holds_few_responses_makes_the_rest_wait():
@@ -230,27 +215,6 @@ def test_a_kv_cache_that_holds_few_responses_makes_the_rest_wait():
     assert step_time(half, FITTED)["rollout"] > 1.5 * step_time(run, FITTED)["rollout"]
     enough = replace(run, kv_bytes=64 * token * (MEAN_PROMPT + 3072))
     assert step_time(enough, FITTED)["rollout"] == pytest.approx(step_time(run, FITTED)["rollout"], rel=1e-6)
-
-
-def test_arrival_order_costs_what_the_longest_of_eight_replicas_costs():
-    """Quoted: 1.57 to 1.74 times by arrival, 1.001 sorted by length; lengths there are modelled too."""
-    lengths = Lengths(200, 3072, 1000.0)
-    draws = [200 + lengths.mean_of_longest(n) for n in (1, 8)]
-    assert 1.5 < draws[1] / draws[0] < 1.8
-
-
-# units and the other phases
-
-
-def test_seconds_scale_with_what_they_are_of():
-    assert reshard_s(SyncTraffic(0, 0, 1000), FITTED) == pytest.approx(1000 * FITTED.collective_s)
-    wire = reshard_s(SyncTraffic(25e9, 25e9, 0), FITTED)
-    assert wire == pytest.approx(25e9 / (196e9 * 0.7) + 4 * 25e9 / (1.6 * 2**40 * 0.6))
-    run = published()
-    offload = replace(run, offload=Offload(released_bytes=26e9))
-    assert step_time(offload, FITTED)["offload"] == pytest.approx(4)
-    twice = step_time(replace(run, prompts=1024), FITTED)
-    assert twice["reward"] == pytest.approx(2 * 13.7, rel=1e-3)
 
 
 def test_context_parallel_ranks_share_a_layer_and_exchange_heads():

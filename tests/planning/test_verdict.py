@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.planning import verdict
 from verl_patches.planning.verdict import nearest_preset
 
@@ -53,10 +52,10 @@ def test_no_search_is_named_where_no_layout_would_help(override):
 
 
 def test_the_verdict_is_the_last_that_is_printed():
-    passed, dry = run("plan", NODE), run("train", "--config-name", NODE, "--dry-run")
-    assert passed.exit_code == 0 and passed.stdout == dry.stdout
+    """A dry run prints the same: tests/cli/test_plan.py."""
+    passed = run("plan", NODE)
     last = passed.stdout.splitlines()[-1]
-    assert last.startswith("fits: all ") and "HOST MEMORY NOT COMPARED: a node needs" in last
+    assert passed.exit_code == 0 and last.startswith("fits: all ") and "HOST MEMORY NOT COMPARED" in last
     assert "NOT COMPARED" not in run("plan", NODE, "recipe.memory.host_gib=4096").stdout.splitlines()[-1]
     failed = run("plan", NODE, "recipe.train.layers_per_stage=[4,5]")
     lines = failed.output.splitlines()
@@ -85,8 +84,3 @@ def test_the_nearest_preset_has_no_more_dies_and_fits_the_node(dies, host_gib, n
 def test_a_preset_whose_plan_fails_is_not_named(monkeypatch):
     monkeypatch.setattr(verdict, "exceeding", lambda phases: ["update: die 0 needs more"])
     assert nearest_preset(NAME, 256, None, ON) is None
-
-
-def test_dies_of_the_presets_are_those_in_their_names():
-    names = [path.stem for path in CONFIGS_DIR.glob("grpo_deepseekv3_*die*.yaml")]
-    assert names and all(f"_{verdict._dies(name)}die" in name for name in names)

@@ -52,7 +52,7 @@ def to_and_fro(rebalance: Any, state: Any, *args: Any) -> Any:
     for rank, row in enumerate(state.lengths):
         movable = [at for at, tokens in enumerate(row) if tokens > 0]
         if len(movable) > 1:
-            moves.append(rebalance.Move(rank, (rank + 1) % len(state.lengths), (movable[0],)))
+            moves.append(rebalance.RequestMove(rank, (rank + 1) % len(state.lengths), (movable[0],)))
     blocks = sum(-(-int(state.lengths[m.donor][m.requests[0]]) // 128) for m in moves)
     return rebalance.MovePlan(tuple(moves), 8, 8, blocks)
 

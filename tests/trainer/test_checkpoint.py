@@ -27,7 +27,7 @@ from verl_patches.weights.checkpoint_files import CheckpointError, write_rank
 from verl_patches.weights.checkpoint_folders import newest, recover, remove_oldest
 from verl_patches.weights.manifest import Manifest, folder_problems, rank_files, read_manifest, whole_tensor
 from verl_patches.weights.reader import CheckpointReader
-from verl_patches.weights.train_state import Piece, Place
+from verl_patches.weights.train_state import Place, StoredTensor
 
 KILLS, RUN, OTHER = 10, "0123456789abcdef", "fedcba9876543210"
 
@@ -42,7 +42,7 @@ class Workers:
         for rank in range(2):
             tensor = torch.full((64,), float(step))
             entry = whole_tensor(f"weight/{rank}", "F32", (64,), name=f"t{rank}")
-            piece = Piece(entry, tensor, (Place((64,), (1,), 0),))
+            piece = StoredTensor(entry, tensor, (Place((64,), (1,), 0),))
             if not self.failing:
                 write_rank(folder, rank, [piece], lambda piece: [piece.base], {})
         return [{"copied_bytes": 256, "seconds": 0.0}] * 2

@@ -70,7 +70,7 @@ def without_cache() -> StepInput:
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One published figure: how the model predicts it, and the constant that it fixes, if it does."""
 
     name: str
@@ -99,21 +99,21 @@ def _saved(phase: str) -> Callable[[Constants], float]:
 
 
 ROWS = (
-    *(Row(f"decode step, batch {batch}", ms / 1e3, _decode(batch), "decode_layer_s" if batch == 1 else None)
+    *(PublishedRow(f"decode step, batch {batch}", ms / 1e3, _decode(batch), "decode_layer_s" if batch == 1 else None)
       for batch, ms in DECODE_MS.items()),
-    Row("rollout", 318.27, _phase("rollout"), "engine_step_s"),
-    Row("ref", 104.7, _phase("ref"), "train_efficiency"),
-    Row("reward", 13.7, _phase("reward"), "reward_s"),
-    Row("advantage", 0.188, _phase("advantage"), "advantage_s"),
-    Row("update", 328.8, _phase("update")),
-    Row("reshard", 11.18, _phase("reshard"), "collective_s"),
-    Row("offload", 24.45, _phase("offload"), "empty_cache_s"),
-    Row("total of the phases", TOTAL_S, _total),
-    Row("update, saved by the tensor cache", 400.9 - 334.15, _saved("update"), "driver_bytes_per_s"),
-    Row("update, no tensor cache", 400.9, _phase("update", without_cache)),
-    Row("update, tensor cache (second series)", 334.15, _phase("update")),
-    Row("ref, no tensor cache", 156.8, _phase("ref", without_cache)),
-    Row("ref, tensor cache (second series)", 105.06, _phase("ref")),
+    PublishedRow("rollout", 318.27, _phase("rollout"), "engine_step_s"),
+    PublishedRow("ref", 104.7, _phase("ref"), "train_efficiency"),
+    PublishedRow("reward", 13.7, _phase("reward"), "reward_s"),
+    PublishedRow("advantage", 0.188, _phase("advantage"), "advantage_s"),
+    PublishedRow("update", 328.8, _phase("update")),
+    PublishedRow("reshard", 11.18, _phase("reshard"), "collective_s"),
+    PublishedRow("offload", 24.45, _phase("offload"), "empty_cache_s"),
+    PublishedRow("total of the phases", TOTAL_S, _total),
+    PublishedRow("update, saved by the tensor cache", 400.9 - 334.15, _saved("update"), "driver_bytes_per_s"),
+    PublishedRow("update, no tensor cache", 400.9, _phase("update", without_cache)),
+    PublishedRow("update, tensor cache (second series)", 334.15, _phase("update")),
+    PublishedRow("ref, no tensor cache", 156.8, _phase("ref", without_cache)),
+    PublishedRow("ref, tensor cache (second series)", 105.06, _phase("ref")),
 )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Cost:
         return self.fixed_s + blocks * self.block_bytes / self.link_bytes_s
 
 
-class Move(NamedTuple):
+class RequestMove(NamedTuple):
     """Requests that one rank gives to another; `requests` are their places in the donor's row of State.lengths."""
 
     donor: int
@@ -76,7 +76,7 @@ class Move(NamedTuple):
 class MovePlan:
     """Moves, and the tier of the instance before and after them; `blocks` counts all that are moved."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[RequestMove, ...]
     before: int
     after: int
     blocks: int = 0
@@ -204,7 +204,7 @@ def _search(
     return None
 
 
-def _moves(items: _Items, receivers: np.ndarray) -> tuple[Move, ...]:
+def _moves(items: _Items, receivers: np.ndarray) -> tuple[RequestMove, ...]:
     """One move for each donor and receiver, in their order."""
     width = int(receivers.max()) + 1
     pairs = items.donors * width + receivers
@@ -214,4 +214,4 @@ def _moves(items: _Items, receivers: np.ndarray) -> tuple[Move, ...]:
     donors, receivers = (side.tolist() for side in np.divmod(pairs[starts], width))
     ends = [*starts[1:].tolist(), len(requests)]
     bounds = zip(donors, receivers, starts.tolist(), ends, strict=True)
-    return tuple([Move(donor, receiver, requests[begin:end]) for donor, receiver, begin, end in bounds])
+    return tuple([RequestMove(donor, receiver, requests[begin:end]) for donor, receiver, begin, end in bounds])

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
-from verl_patches.rollout.rebalance import FIXED, NONE, Cost, Move, MovePlan, State, plan
+from verl_patches.rollout.rebalance import FIXED, NONE, Cost, MovePlan, RequestMove, State, plan
 from verl_patches.rollout.rebalance_wire import Moved, Result, pack, unpack
 
 _FAILED, _PREFILLS, _FREE, _GUESTS, _LENGTHS = range(5)  # columns of a row; lengths begin at the last
@@ -204,7 +204,7 @@ class Rebalancer:
         state = State(rows[:, _LENGTHS:], rows[:, _FREE])
         return plan(state, self.tiers, self.block_size, self.every, self.cost)
 
-    def _pack(self, moves: Sequence[Move]) -> list[bytes]:
+    def _pack(self, moves: Sequence[RequestMove]) -> list[bytes]:
         """The segment for each DP rank: what its requests got here, and requests that move there."""
         leaving = {move.receiver: self._running(move) for move in moves if move.donor == self.rank}
         segments = []
@@ -218,7 +218,7 @@ class Rebalancer:
         }
         return segments
 
-    def _running(self, move: Move) -> list[Any]:
+    def _running(self, move: RequestMove) -> list[Any]:
         return [self.scheduler.running[at] for at in move.requests]
 
     def _moved(self, request: Any) -> Moved:
@@ -283,7 +283,7 @@ class Rebalancer:
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         return blocks[: -(-computed // self.block_size)]
 
-    def _exchange_blocks(self, moves: Sequence[Move], arrivals: Sequence[tuple[Moved, Any]]) -> None:
+    def _exchange_blocks(self, moves: Sequence[RequestMove], arrivals: Sequence[tuple[Moved, Any]]) -> None:
         """Blocks of a move are in the order of its requests; arrivals are in the order of donors."""
         sent, received = [0] * self.dp.world_size, [0] * self.dp.world_size
         leaving, coming, arriving = [], [], iter(arrivals)
@@ -304,7 +304,7 @@ class Rebalancer:
             cache[coming_at] = into
             self._counts["bytes"] += len(leaving) * _block_bytes(cache)
 
-    def _hand_over(self, moves: Sequence[Move], arrivals: Sequence[tuple[Moved, Any]]) -> None:
+    def _hand_over(self, moves: Sequence[RequestMove], arrivals: Sequence[tuple[Moved, Any]]) -> None:
         leaving = [request for move in moves if move.donor == self.rank for request in self._running(move)]
         if leaving:
             self._remove(leaving)

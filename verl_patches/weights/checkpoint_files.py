@@ -31,7 +31,7 @@ from verl_patches.errors import RecipeError
 from verl_patches.memory.measure import MOMENTS
 from verl_patches.weights.manifest import file_problems, in_data_order, read_manifest, state_of_rank, tensors_of_rank
 from verl_patches.weights.reader import CheckpointReader, tensor_bytes
-from verl_patches.weights.train_state import OptimizerShard, Piece, TrainState, optimizer_shards
+from verl_patches.weights.train_state import OptimizerShard, StoredTensor, TrainState, optimizer_shards
 from verl_patches.weights.writer import FileWriter
 
 
@@ -42,8 +42,8 @@ class CheckpointError(RecipeError):
 def write_rank(
     folder: str | Path,
     rank: int,
-    pieces: Sequence[Piece],
-    contents: Callable[[Piece], Iterable[torch.Tensor]],
+    pieces: Sequence[StoredTensor],
+    contents: Callable[[StoredTensor], Iterable[torch.Tensor]],
     state: Mapping[str, Any],
 ) -> int:
     """Write both files of `rank` into a folder that `begin` made; returns their bytes.

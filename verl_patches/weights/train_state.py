@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class StoredTensor:
     """One stored tensor: its entry, and the places of live tensor `base` whose elements, in order, are stored."""
 
     entry: TensorEntry
@@ -176,7 +176,7 @@ class TrainState:
         for held in self.held.values():
             self._inside.setdefault(id(native[held.chunk][held.parameter]), []).append(held)
 
-    def written(self) -> list[Piece]:
+    def written(self) -> list[StoredTensor]:
         """What this rank writes of the state: with the other ranks' pieces every byte once."""
         found = [
             self._weight(self.held[name])
@@ -188,11 +188,11 @@ class TrainState:
             found += [piece for piece in self.of_shard(shard) if self._writes_states_of(piece.entry.region.name)]
         return found
 
-    def weights(self) -> list[Piece]:
+    def weights(self) -> list[StoredTensor]:
         """All weights that this rank holds."""
         return [self._weight(held) for held in self.held.values()]
 
-    def of_shard(self, shard: OptimizerShard) -> Iterator[Piece]:
+    def of_shard(self, shard: OptimizerShard) -> Iterator[StoredTensor]:
         """The pieces of one shard's states."""
         for held in self._inside[id(shard.parameter)]:
             walk = walk_of(held)
@@ -208,12 +208,12 @@ class TrainState:
                     flat=start,
                     columns=walk.columns,
                 )
-                yield Piece(entry, tensor.detach(), walk.places(start, stop, shard.start))
+                yield StoredTensor(entry, tensor.detach(), walk.places(start, stop, shard.start))
 
-    def _weight(self, held: TrainTensor) -> Piece:
+    def _weight(self, held: TrainTensor) -> StoredTensor:
         view, base = held.tensor, self._native[held.chunk][held.parameter].detach()
         entry = TensorEntry(f"{WEIGHT}/{held.region}", DTYPES[view.dtype], tuple(view.shape), held.region, held.shape)
-        return Piece(entry, base, (Place(tuple(view.shape), view.stride(), view.storage_offset()),))
+        return StoredTensor(entry, base, (Place(tuple(view.shape), view.stride(), view.storage_offset()),))
 
     def _writes_states_of(self, name: str) -> bool:
         return name not in self._whole or self.layout.coordinates(self.rank).tp == 0

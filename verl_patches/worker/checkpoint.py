@@ -36,7 +36,7 @@ from verl_patches.reshard.train_tensors import inventory_and_library, native_ten
 from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import CheckpointError
 from verl_patches.weights.reader import CheckpointReader
-from verl_patches.weights.train_state import Piece, TrainState
+from verl_patches.weights.train_state import StoredTensor, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ class WorkerCheckpoint:
         return {storage.storage._cdata: storage for storage in storages}, copied
 
     def _contents(
-        self, pieces: list[Piece], storages: Mapping[int, HostBackedStorage]
-    ) -> Callable[[Piece], Iterator[torch.Tensor]]:
+        self, pieces: list[StoredTensor], storages: Mapping[int, HostBackedStorage]
+    ) -> Callable[[StoredTensor], Iterator[torch.Tensor]]:
         """A function for `write_rank`. What neither the schedule nor MindSpeed has on the host is copied now."""
         on_host = _mindspeeds_host_states(self.worker.actor_optimizer)
         copies = {
@@ -120,7 +120,7 @@ class WorkerCheckpoint:
             if (storage := piece.base.untyped_storage()._cdata) not in storages and storage not in on_host
         }
 
-        def contents(piece: Piece) -> Iterator[torch.Tensor]:
+        def contents(piece: StoredTensor) -> Iterator[torch.Tensor]:
             if piece.entry.key in copies:
                 yield from copies[piece.entry.key]
                 return
