@@ -32,9 +32,13 @@ def test_a_folder_has_one_holder_and_who_waits_may_try_again(tmp_path):
     assert len(asked) == 3 and is_locked(folder / LOCK) is False
     with held(KeyError):
         pass
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="exists"), locked_folder(tmp_path / "file", KeyError, ValueError):
-        pass
+    (tmp_path / "file").write_text("of a user")
+    (folder / LOCK).unlink()
+    (folder / LOCK).symlink_to(tmp_path / "file")
+    for place in (folder, tmp_path / "file"):  # a lock that is a link is not followed
+        with pytest.raises(ValueError), locked_folder(place, KeyError, lambda error: ValueError(error.strerror)):
+            pass
+    assert (tmp_path / "file").read_text() == "of a user"
 
 
 def test_what_was_appended_is_read_once(tmp_path):

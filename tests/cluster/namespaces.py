@@ -1,7 +1,7 @@
 """Nodes of one machine: network namespaces on a bridge, each with its own sshd, and one that the tests call from.
 
-Tests that use them are skipped, with the reason, where there is no root, `ip` or network namespace. Without OpenSSH's
-server a script stands in for ssh, unless the test asks for the real one. A node's own folder is bound over
+Tests that use them are skipped, with the reason, where there is no root, `ip` or network namespace. A script stands in
+for ssh, unless the test asks for the real one, with OpenSSH's server. A node's own folder is bound over
 `Nodes.shared` in its mount namespace, so nodes do not share the folder of a job; all other files they share.
 """
 
@@ -51,10 +51,10 @@ def ip(*words):
 
 
 class Nodes:
-    """`count` nodes with the addresses `hosts`. `ssh`: "real" skips the test without an sshd, "none" starts none."""
+    """`count` nodes with the addresses `hosts`; `real_ssh`: skipped where no sshd can be reached."""
 
-    def __init__(self, count, folder: Path, net="10.97.41", ssh="any"):
-        self._ssh, self._real = ssh, ssh == "real" or (ssh == "any" and shutil.which(SSHD) is not None)
+    def __init__(self, count, folder: Path, net="10.97.41", real_ssh=False):
+        self._real = real_ssh
         self.folder, self.shared = folder, folder / "job"
         self.hosts = [f"{net}.{number + 1}" for number in range(count)]
         self._prefix, self._desk, self._net = f"vp{os.getpid()}", f"vp{os.getpid()}-desk", net
@@ -72,11 +72,9 @@ class Nodes:
         try:
             for name in ("job", *range(len(self.hosts))):
                 (self.folder / str(name)).mkdir()
-            if self._real and (fault := self._start_sshd()):
-                if self._ssh == "real":
-                    pytest.skip(f"sshd lets nobody in here: {fault}")
-                self._real = False
-            if not self._real and self._ssh == "any":
+            if self._real:
+                self._start_sshd()
+            else:
                 (self.folder / "ssh").write_text(STAND_IN.format(prefix=self._prefix, folder=self.folder))
                 (self.folder / "ssh").chmod(0o755)
         except BaseException:  # pytest's skip too
@@ -102,7 +100,7 @@ class Nodes:
             ip("-n", self._desk, "link", "set", f"v{number}", "master", "br0", "up")
 
     def _start_sshd(self):
-        """Start them; why no connection can be made, such as a locked account, or ""."""
+        """Start them; the test is skipped where no connection can be made, such as to a locked account."""
         folder = self.folder
         for name in ("key", "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
@@ -115,13 +113,11 @@ class Nodes:
         for number in range(len(self.hosts)):
             command = [SSHD, "-D", "-f", f"{folder}/sshd_config", "-E", f"{folder}/sshd-{number}.log"]
             self._sshd.append(self.start(number, *command))
-        for host in self.hosts:
-            deadline = time.monotonic() + 60
+        for host, sshd in zip(self.hosts, self._sshd, strict=True):
             while (done := subprocess.run([*self.ssh, host, "true"], capture_output=True, text=True)).returncode:
-                if time.monotonic() >= deadline:
-                    return f"{done.stderr} {(folder / 'sshd-0.log').read_text()}".strip()
+                if sshd.poll() is not None or "refused" not in done.stderr:  # as before it listens
+                    pytest.skip(f"sshd lets nobody in here: {done.stderr} {(folder / 'sshd-0.log').read_text()}")
                 time.sleep(0.1)
-        return ""
 
     def __exit__(self, *_):
         """End what still runs in the namespaces, then remove them."""
@@ -173,10 +169,6 @@ class Nodes:
     def cut(self, number):
         """A node loses its network."""
         ip("-n", self.name(number), "link", "set", "eth0", "down")
-
-    def mend(self, number):
-        """It has its network again."""
-        ip("-n", self.name(number), "link", "set", "eth0", "up")
 
     def processes(self, number):
         """The processes in a node's namespace, without sshd's."""

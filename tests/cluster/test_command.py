@@ -103,7 +103,7 @@ def test_a_follower_ends_when_nobody_reads_it_any_more(make):
     follower = subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert follower.stdout.readline() == b"on \n"
     follower.stdout.close()
-    assert follower.wait(timeout=120) == 141 and command.newest(job).runs
+    assert follower.wait(timeout=600) == 141 and command.newest(job).runs
 
 
 def test_a_checkout_that_is_not_there_is_named(make):

@@ -1,7 +1,6 @@
 """What reaches several hosts from one place; ssh and docker are programs of the test."""
 
 import io
-import os
 import subprocess
 import sys
 import tarfile
@@ -20,22 +19,6 @@ from verl_patches.errors import RecipeError
 LOGS = Path("/dev/null/logs")  # where none can be written
 BASE = {"name": "j", "dies": 16, "wait_s": 0.1}
 VOLUMES = {"/data/j": f"{REPOSITORY}/outputs"}
-
-
-@pytest.fixture
-def program(tmp_path, monkeypatch):
-    """program(name, bash): a program on PATH; each call is a line of the file `calls`."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    def make(name, text):
-        path = tmp_path / name
-        path.write_text(f'#!/bin/bash\necho "{name} $*" >> {tmp_path}/calls\n{text}\n')
-        path.chmod(0o755)
-        return path
-
-    make.calls = lambda: (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
-    make.docker = lambda: [line for line in make.calls().splitlines() if line.startswith("docker ")]
-    return make
 
 
 def hosts(ssh, **changes):
@@ -133,27 +116,18 @@ def test_new_containers_are_removed_where_up_fails_and_old_ones_are_not(program,
     assert program.docker()[-1] == "docker rm j"  # the one that was made and did not start
 
 
-@pytest.fixture
-def timed_out(monkeypatch):
-    """timed_out(output) -> {last words of a line: its limit}; each call of ssh ends by its limit, after that output."""
-    limits = {}
-
-    def make(output=b""):
-        def run(words, timeout, **_):
-            limits[" ".join(words[-1].split()[-2:])] = timeout
-            raise subprocess.TimeoutExpired(words, timeout, output)
-
-        monkeypatch.setattr(over_ssh.subprocess, "run", run)
-        return limits
-
-    return make
+def test_a_connection_that_stays_lost_ends_with_what_to_do_next(program, monkeypatch):
+    monkeypatch.setattr(over_ssh, "RECONNECT_S", 0.0)
+    monkeypatch.setattr(over_ssh, "RECONNECT_EVERY_S", 0.01)
+    with pytest.raises(RecipeError, match="no connection to node 0 .* cluster follow joins it, cluster down ends it"):
+        hosts(program("ssh", "exit 255")).follow(io.BytesIO(), lambda text: None)
 
 
 @pytest.mark.parametrize("reached", [True, False])
-def test_a_container_that_may_come_later_is_spoken_of_where_docker_was_reached(timed_out, reached):
-    timed_out(over_ssh.BEGUN if reached else b"")
-    text = fault_of(hosts("ssh", image="a3"))
-    assert text[1] == f"  nodes 0,1: no end within {over_ssh.MARGIN_S:g} s" and len(text) == 2 + reached
+def test_a_container_that_may_come_later_is_spoken_of_where_docker_was_reached(program, reached):
+    said = f'echo "{over_ssh.BEGINS}";' if reached else ""
+    text = fault_of(hosts(program("ssh", f"{said} exit {over_ssh.SSH_FAILED}"), image="a3"))
+    assert len(text) == 2 + reached
     assert not reached or "docker may still be at work on nodes 0,1" in text[2]
 
 
@@ -315,9 +289,16 @@ def test_a_container_whose_changes_are_not_known_stays(program, container):
     assert "no such driver" in fault and container.exists()
 
 
-def test_logs_have_a_limit_of_their_own(timed_out, tmp_path):
-    limits = timed_out()
+def test_each_call_has_a_limit_and_that_of_logs_its_own(monkeypatch, tmp_path):
+    limits = {}
+
+    def run(words, timeout, **_):
+        limits[" ".join(words[-1].split()[-2:])] = timeout
+        raise subprocess.TimeoutExpired(words, timeout, over_ssh.BEGUN)
+
+    monkeypatch.setattr(over_ssh.subprocess, "run", run)
     (fault,) = hosts("ssh").down(tmp_path / "logs")
     assert "nodes 0,1: no end within" in fault
     hosts("ssh").down(None)
     assert limits == {"--logs -": over_ssh.MARGIN_S + over_ssh.LOGS_S, "--logs none": over_ssh.MARGIN_S}
+    assert "docker may still be at work on nodes 0,1" in fault_of(hosts("ssh", image="a3"))[2]

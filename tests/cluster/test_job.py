@@ -1,6 +1,5 @@
 """The job file: strict, secrets by name only, completed by the variables of public samples; and the port plan."""
 
-import os
 import subprocess
 from contextlib import nullcontext
 
@@ -28,17 +27,15 @@ def test_the_example_is_a_job_of_256_dies():
 
 
 @pytest.mark.parametrize("verb", ["up", "status", "follow", "down"])
-def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb, monkeypatch, tmp_path):
+def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb, program, tmp_path):
     """The control: its other hosts are called."""
     example = (CONFIGS_DIR / "cluster_256die.yaml").read_text()
     for name in ("docker", "ssh"):
-        (tmp_path / name).write_text(f"#!/bin/bash\ntouch {tmp_path}/called\necho no >&2; exit 1\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        program(name, "echo no >&2; exit 1")
     for text, called in ((example, False), (example.replace(".example", ""), True)):
         (tmp_path / "job.yaml").write_text(text)
         done = CliRunner().invoke(app, ["cluster", verb, str(tmp_path / "job.yaml")])
-        assert (tmp_path / "called").exists() == called and done.exit_code != 0
+        assert bool(program.calls()) == called and done.exit_code != 0
         assert called or isinstance(done.exception, ConfigError) and "node-01.example" in str(done.exception)
     rendered = CliRunner().invoke(app, ["cluster", "up", str(CONFIGS_DIR / "cluster_256die.yaml"), "--render"])
     assert rendered.exit_code == 0 and "node-01.example" in rendered.stdout
@@ -118,22 +115,14 @@ def test_a_job_of_an_older_file_is_not_started_again_and_can_be_ended(tmp_path):
     assert done.exit_code == 0, done.output
 
 
-def test_a_container_that_is_started_by_hand_has_the_volumes_of_the_example(tmp_path):
-    (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "docker").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = subprocess.run(
-        ["bash", START_CONTAINER], env=env, capture_output=True, text=True, check=True
-    ).stdout.split()
+def test_a_container_that_is_started_by_hand_has_the_volumes_of_the_example(program):
+    program("docker", "")
+    subprocess.run(["bash", START_CONTAINER], check=True)
+    words = program.calls().split()
     given = [value for option, value in zip(words, words[1:], strict=False) if option == "--volume"]
     volumes = load_job(str(CONFIGS_DIR / "cluster_256die.yaml"), "", {})[0].volumes
     own = ("/usr/local/", "/etc/localtime", "/var/log/npu/")  # of the host's driver
     assert [value for value in given if not value.startswith(own)] == [":".join(pair) for pair in volumes.items()]
-
-
-def test_env_may_have_words_that_only_look_like_secrets():
-    assert read(env={"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/run/secrets/hf"})[0].env
-    assert read(command=["train", "data.prompt_key=prompt", "+data.x=$HF_TOKEN"])[0].command
 
 
 def test_values_within_the_bounds_are_taken():
@@ -142,6 +131,8 @@ def test_values_within_the_bounds_are_taken():
     assert job.slurm.time == "1-12:30:00" and job.command[2] == "a\nb" and job.nodes == MAX_NODES
     for interface in ("eth0", "bond0.100", "=eth0,eth1", "^=docker"):
         assert read(interface=interface)[0].interface == interface
+    names = {"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/run/secrets/hf"}  # which only look like secrets
+    assert read(env=names, command=["train", "data.prompt_key=prompt", "+data.x=$HF_TOKEN"])[0].env == names
 
 
 def test_a_file_that_is_no_job_is_refused_by_line(tmp_path):
@@ -151,18 +142,15 @@ def test_a_file_that_is_no_job_is_refused_by_line(tmp_path):
         path.write_bytes(text)
         with pytest.raises(ConfigError, match=f"^{path}{message}expected .*$"):
             load_job(str(path), "", {})
+    for sent in ("secrets: [a]", "secrets: {A: 3}", "secrets:"):
+        with pytest.raises(ConfigError, match="as the second document"):
+            load_job("-", f"{yaml.safe_dump(SMALL)}---\n{sent}\n", {})
 
 
 def test_a_name_of_two_lines_is_said_in_one():
     with pytest.raises(ConfigError, match="job.yaml: ") as error:
         read(env={"A\nB": "x"}, **{"a\x1b": 1})
     assert str(error.value).isprintable() and r"A\nB" in str(error.value)
-
-
-def test_the_second_document_is_a_section_of_texts():
-    for sent in ("secrets: [a]", "secrets: {A: 3}", "secrets:"):
-        with pytest.raises(ConfigError, match="as the second document"):
-            load_job("-", f"{yaml.safe_dump(SMALL)}---\n{sent}\n", {})
 
 
 def test_variables_of_public_samples_fill_what_the_file_leaves_out():

@@ -129,18 +129,16 @@ def test_no_rendered_text_has_a_secret_and_scripts_are_bash(monkeypatch, provide
         assert (subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0) == is_bash
 
 
-def test_the_batch_script_gives_every_task_the_job_its_rank_and_the_head(tmp_path):
+def test_the_batch_script_gives_every_task_the_job_its_rank_and_the_head(program, tmp_path):
     """srun and scontrol are programs of the test: two tasks, one after the other, print what they are given."""
     log = tmp_path / "log"
     programs = {
         "scontrol": "echo first; echo second",
-        "srun": f'echo "$*" > {tmp_path}/words; while [ "$1" != bash ]; do shift; done; '
-        'for i in 0 1; do SLURM_NODEID=$i "$@" || exit 1; done',
+        "srun": 'while [ "$1" != bash ]; do shift; done; for i in 0 1; do SLURM_NODEID=$i "$@" || exit 1; done',
         "python": f'echo "$* head=$MASTER_ADDR rank=$NODE_RANK path=$PYTHONPATH" >> {log}; cat >> {log}',
     }
     for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        program(name, text)
     places = {"checkout": str(tmp_path), "volumes": {**VOLUMES, "/data/j": f"{tmp_path}/outputs"}}
     slurm = {"options": ["--account=x"]}
     job = Job(**{**JOB, **places}, provider="slurm", env={"A": "it's $HOME"}, slurm=slurm)
@@ -149,7 +147,7 @@ def test_the_batch_script_gives_every_task_the_job_its_rank_and_the_head(tmp_pat
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "x", "NODE_RANK": "7"}
     done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env)
     assert done.returncode == 0, done.stderr
-    assert f"--container-mounts=/data:/data,/data/j:{tmp_path}/outputs bash" in (tmp_path / "words").read_text()
+    assert f"--container-mounts=/data:/data,/data/j:{tmp_path}/outputs bash" in program.calls()
     for rank, part in enumerate(log.read_text().split("-m verl_patches ")[1:]):
         line, _, given = part.partition("\n")
         assert line == f"cluster up - --node-rank {rank} --run --block head=first rank= path={tmp_path}"
@@ -182,7 +180,7 @@ sys.exit(code)
 def test_the_batch_script_starts_ray_on_two_nodes_and_ends_both_with_the_commands_code(tmp_path):
     """The rendered script with the real `cluster`; srun and scontrol are programs of the test."""
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        with Nodes(2, Path(folder), ssh="none") as nodes:
+        with Nodes(2, Path(folder)) as nodes:
             words, gate = [nodes.words(number) for number in range(2)], tmp_path / "gate"
             for name, text in (
                 ("srun", SRUN.format(python=sys.executable, nodes=words, gate=gate)),
@@ -201,7 +199,7 @@ def test_the_batch_script_starts_ray_on_two_nodes_and_ends_both_with_the_command
             )
             env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x"}
             env["NODE_RANK"] = "7"  # of an outer shell
-            done = subprocess.run(["bash"], input=rendered(job), text=True, capture_output=True, env=env, timeout=540)
+            done = subprocess.run(["bash"], input=rendered(job), text=True, capture_output=True, env=env, timeout=600)
             assert done.returncode == 5 and done.stdout.startswith("hello from batch-0"), done.stderr
             assert "all 2 nodes of job batch are in Ray" in done.stderr
             assert nodes.processes(0) == nodes.processes(1) == []
@@ -223,11 +221,10 @@ def test_a_job_of_a_scheduler_is_refused_with_the_command_to_type(tmp_path, prov
 def test_render_prints_and_starts_nothing(tmp_path):
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump({**JOB, **KUBERNETES, "folder": str(tmp_path / "f")}))
-    command = [sys.executable, "-m", "verl_patches", "cluster", "up", str(file), "--render"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and yaml.safe_load(done.stdout)["kind"] == "RayJob" and not (tmp_path / "f").exists()
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
-    assert json.loads(done.stdout)["provider"] == "kubernetes"
+    command = ["cluster", "up", str(file), "--render"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and yaml.safe_load(done.stdout)["kind"] == "RayJob" and not (tmp_path / "f").exists()
+    assert json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)["provider"] == "kubernetes"
     file.write_text("nodes: 2\n")
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and f"{file}: name: Field required; dies: Field required" in done.stderr
+    error = CliRunner().invoke(app, command).exception
+    assert isinstance(error, ConfigError) and f"{file}: name: Field required; dies: Field required" in str(error)

@@ -1,6 +1,5 @@
 """`cluster` over a real ssh: two nodes in network namespaces, each with an sshd (namespaces.py)."""
 
-import io
 import json
 import os
 import signal
@@ -14,10 +13,6 @@ import pytest
 import yaml
 
 from tests.cluster.namespaces import Nodes
-from verl_patches.cluster import hosts
-from verl_patches.cluster.hosts import Hosts
-from verl_patches.cluster.job import Job
-from verl_patches.errors import RecipeError
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +23,7 @@ WORDS = 'for i in 1 2 3; do echo "line $i of $A"; while [ ! -e "$GATE/$i" ]; do 
 @pytest.fixture(scope="module")
 def nodes():
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        with Nodes(2, Path(folder), ssh="real") as made:
+        with Nodes(2, Path(folder), real_ssh=True) as made:
             yield made
 
 
@@ -80,11 +75,6 @@ def gate(job, number):
     (Path(job["env"]["GATE"]) / str(number)).touch()
 
 
-def of_clients(word):
-    """The ssh clients of the tests whose line has `word`."""
-    return [p for p in psutil.process_iter(["cmdline"]) if "ssh" in (p.info["cmdline"] or []) and word in str(p.info)]
-
-
 def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_true(nodes, job, call, tmp_path):
     try:
         assert ended(call(job, "up"))[0] == 0
@@ -104,8 +94,8 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
         assert third.stdout.readline() == "line 1 of a b\n"
         gate(job, 1)
         assert third.stdout.readline() == "line 2 of a b\n"
-        for client in of_clients("--run"):
-            client.kill()
+        for process in psutil.Process(third.pid).children(recursive=True):
+            process.kill()  # its ssh
         gate(job, 2)
         gate(job, 3)
         code, out, err = ended(third)
@@ -151,7 +141,7 @@ def test_down_ends_an_up_that_waits_and_its_command(nodes, job, call):
     while "waiting for Ray's head" not in alone.stderr.readline():
         assert alone.poll() is None
     assert ended(call(job, "down"))[0] == 0
-    assert alone.wait(60) and nodes.processes(1) == []
+    assert alone.wait(600) and nodes.processes(1) == []
 
 
 def test_an_up_that_fails_brings_the_logs_of_the_nodes_that_started(nodes, job, call, tmp_path):
@@ -169,15 +159,6 @@ def test_an_up_that_fails_brings_the_logs_of_the_nodes_that_started(nodes, job, 
     assert (logs / f"node-0-{nodes.hosts[0]}" / "ray" / "gcs_server.out").is_file()
     assert nodes.processes(0) == nodes.processes(1) == []
     assert {path.name for path in (nodes.folder / "0").iterdir()} == {".lock"}
-
-
-def test_a_connection_that_stays_lost_ends_with_what_to_do_next(nodes, job, monkeypatch):
-    monkeypatch.setattr(hosts, "RECONNECT_S", 0.0)
-    monkeypatch.setattr(hosts, "RECONNECT_EVERY_S", 0.01)
-    lost = Job(**{**job, "ssh": {"command": ["bash", "-c", "exit 255"]}})
-    said = []
-    with pytest.raises(RecipeError, match="no connection to node 0 .* cluster follow joins it, cluster down ends it"):
-        Hosts(lost, {}).follow(io.BytesIO(), said.append)
 
 
 def test_a_host_without_sshd_and_a_wrong_key_are_named_and_nothing_is_left(nodes, job, call, tmp_path):

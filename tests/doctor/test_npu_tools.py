@@ -15,10 +15,6 @@ def test_a_whole_a3_node():
     assert smi.dies[15] == Die(7, 1, 15, "Ascend910", "OK", 2879, 65536)
 
 
-def test_a_card_of_one_die_has_the_number_of_the_card():
-    assert [die.number for die in parse_npu_smi(recorded.NPU_SMI_A2).dies] == [0, 1]
-
-
 def test_memory_without_figures_is_unknown():
     text = recorded.NPU_SMI_A3.replace("3113 / 65536", "NA   / NA   ")
     assert parse_npu_smi(text).dies[8].total_mb is None

@@ -8,6 +8,7 @@ import pytest
 
 from tests.launch.drivers import FOLDER, composed
 from tests.weights.cases import make_checkpoint
+from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
 from verl_patches.config.run_start import Start
 from verl_patches.errors import ConfigError
@@ -246,18 +247,14 @@ def test_errors_of_a_device_and_of_a_collective_are_told_apart(text, kind):
 
 
 def test_a_restart_needs_checkpoints_that_it_finds():
-    def fault(*overrides):
-        from verl_patches.config.checks import check_config
-
+    for overrides, words in (
+        (["trainer.save_freq=1", "trainer.resume_mode=auto"], None),
+        (["trainer.save_freq=-1", "trainer.resume_mode=auto"], "trainer.save_freq is -1"),
+        (["trainer.save_freq=1", "trainer.resume_mode=disable"], "resume_mode is disable"),
+        (["trainer.save_freq=1", "trainer.resume_mode=auto", "recipe.restart.without_nodes=[a]"], "recipe.ray_address"),
+    ):
         config = compose("grpo_deepseekv3_tiny_cpu", ["recipe.restart.times=1", *overrides])
-        return [check.detail for check in check_config(config) if check.name == "restart" and not check.ok]
-
-    assert fault("trainer.save_freq=1", "trainer.resume_mode=auto") == []
-    (text,) = fault("trainer.save_freq=-1", "trainer.resume_mode=auto")
-    assert "trainer.save_freq is -1" in text
-    (text,) = fault("trainer.save_freq=1", "trainer.resume_mode=disable")
-    assert "resume_mode is disable" in text
-    (text,) = fault("trainer.save_freq=1", "trainer.resume_mode=auto", "recipe.restart.without_nodes=[a]")
-    assert "recipe.ray_address" in text
+        (check,) = (check for check in check_config(config) if check.name == "restart")
+        assert check.ok == (words is None) and (check.ok or words in check.detail)
     with pytest.raises(ConfigError, match="recipe.restart.times is -1"):
         compose("grpo_deepseekv3_tiny_cpu", ["recipe.restart.times=-1"])

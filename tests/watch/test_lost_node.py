@@ -29,7 +29,7 @@ WAIT_S = 300  # for what Ray does by itself
 def nodes():
     """Nodes with `run`, which starts a process of this repository on one of them."""
     short = tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True)  # for Ray's sockets
-    with short as folder, Nodes(NODES, Path(folder), net="10.97.42", ssh="none") as made:
+    with short as folder, Nodes(NODES, Path(folder), net="10.97.42") as made:
         env = {**os.environ, "RAY_TMPDIR": str(made.shared), "PYTHONPATH": str(ROOT)}
         env["VERL_PATCHES"] = "line=pypi,platform=cpu"
         made.run = functools.partial(made.start, env=env, cwd=ROOT, text=True)

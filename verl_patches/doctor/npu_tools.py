@@ -1,7 +1,7 @@
 """What `npu-smi` and `hccn_tool` print, as data. Text that is not understood is an error, never a pass.
 
-The formats are those of the outputs in tests/doctor/recorded.py (drivers 25.2 to 26.0, Atlas A3 and A2), with
-the source of each beside it. An A3 card has two chips ("dies"), whose number on the node is Phy-ID.
+The formats are those of the outputs in tests/doctor/recorded.py (drivers 25.2 to 26.0, Atlas A3), with the source
+of each beside it. An A3 card has two chips ("dies"), whose number on the node is Phy-ID.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HEALTHY = "OK"  # else Warning, Alarm, Critical or UNKNOWN (npu-smi 25.2.0, comm
 NO_IP = "no ip was preset"  # hccn_tool -ip -g where the port of a die was never configured
 _VERSION = re.compile(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)")
 _UPPER = re.compile(r"(\d+)\s+(\S*[A-Za-z]\S*)$")  # card, name
-_LOWER = re.compile(r"(\d+)(?:\s+(\d+))?$")  # chip, Phy-ID (A3 only)
+_LOWER = re.compile(r"(\d+)\s+(\d+)$")  # chip, Phy-ID
 _BUS = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d$|NA$")
 _USED = re.compile(r"(\d+)\s*/\s*(\d+)\s*$")
 _HEADS = ("npu-smi", "NPU", "Chip", "No running processes")
@@ -81,7 +81,7 @@ def parse_npu_smi(text: str) -> NpuSmi:
             upper = None
         elif upper is None and len(cells) == 3 and (found := _UPPER.match(cells[0])) and cells[1]:
             upper = int(found[1]), found[2], cells[1]
-        elif upper is None and len(cells) >= 4 and lower and lower[2] and cells[1].isdigit():
+        elif upper is None and len(cells) >= 4 and lower and cells[1].isdigit():
             processes.append(Process(int(lower[1]), int(lower[2]), *cells[1:4]))
         else:
             raise NotUnderstoodError(f"npu-smi info printed the line {quoted(line)}, expected a die or a process")
@@ -93,9 +93,8 @@ def parse_npu_smi(text: str) -> NpuSmi:
 def _die(upper: tuple[int, str, str], lower: re.Match, usage: str) -> Die:
     card, name, health = upper
     used = _USED.search(usage)
-    number = card if lower[2] is None else int(lower[2])
     used_mb, total_mb = (int(used[1]), int(used[2])) if used else (None, None)
-    return Die(card, int(lower[1]), number, name, health, used_mb, total_mb)
+    return Die(card, int(lower[1]), int(lower[2]), name, health, used_mb, total_mb)
 
 
 def field(text: str, name: str) -> str:
