@@ -3,18 +3,7 @@
 Options
     --full            also run the tests marked `full` (layout matrix, controls, learning runs)
     --upstream DIR    folder with git clones of upstream (verl, Megatron-LM, ...), for tests marked `upstream`
-Fixtures
-    run_python        runs Python code in a fresh process under a given VERL_PATCHES, as tests of patches must
-    run_warm          the same, for code that may find torch imported already
-    run_ranks         runs a function on gloo ranks, in forks of the warm interpreter (tests/ranks.py)
-    run_emulated      run_ranks on platform npu_emulated, for engines of vllm-ascend
-    ranks4, ranks8    gloo ranks that all tests of a session share
-    tiny_model        folder of a tiny DeepSeek-V3
-    a3_sources        folders of line a3's checkouts, below --upstream
-    upstream_text     text of one upstream file at one commit, read from the clones of --upstream
-    ray_folder        a folder for Ray of a short name
-    repository_copy   a copy of this repository without tests, which the tests of one file may change
-    warm              environment for processes that may be forks of one warm interpreter (tests/warm)
+`pytest --fixtures` lists what is below.
 Every test starts the generators of Python, torch and numpy at TEST_SEED (0 unless set).
 """
 
@@ -291,22 +280,15 @@ def run_emulated(run_ranks: Callable[..., list], a3_sources: Callable[..., list[
 def upstream_text(pytestconfig: pytest.Config) -> Callable[[str, str, str], str]:
     """Read a file of an upstream repository: `upstream_text("volcengine/verl", commit, "verl/protocol.py")`.
 
-    Clones are looked for in the folder given with --upstream, as NAME, NAME.git, OWNER+NAME or OWNER+NAME/repo, bare or
-    not. The test is skipped, with the reason, where the clone or the commit is not there.
+    The test is skipped, with the reason, where --upstream holds no clone of that name with the commit.
     """
     folder = pytestconfig.getoption("--upstream")
 
     def read(repository: str, commit: str, path: str) -> str:
-        if folder is None:
-            pytest.skip("needs upstream sources: runs with --upstream DIR")
-        name, joined = repository.rpartition("/")[2], repository.replace("/", "+")
-        clones = [folder / n for n in (name, f"{name}.git", joined, f"{joined}/repo")]
-        clone = next((c for c in clones if (c / ".git").exists() or (c / "HEAD").is_file()), None)
-        if clone is None:
-            pytest.skip(f"no clone of {repository} in {folder}")
-        git = ["git", f"--git-dir={clone / '.git' if (clone / '.git').exists() else clone}"]
-        if subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True).returncode:
-            pytest.skip(f"{clone} does not hold commit {commit}")
-        return subprocess.run([*git, "show", f"{commit}:{path}"], capture_output=True, check=True).stdout.decode()
+        clone = Path(folder or "", repository.rpartition("/")[2])
+        shown = subprocess.run(["git", "-C", clone, "show", f"{commit}:{path}"], capture_output=True)
+        if shown.returncode:
+            pytest.skip(f"{clone}: {shown.stderr.decode()}")
+        return shown.stdout.decode()
 
     return read

@@ -252,10 +252,10 @@ MUTANTS = (
     # the watch, and restarts
     Mutant("bound-without-the-model", "watch/bounds.py",
            "self.factor * max(modelled_s, longest_s)", "self.factor * longest_s",
-           Tests("watch/test_stall.py", "modelled")),
+           Tests("watch/test_stall.py", "own_bound")),
     Mutant("bound-every-validation-as-the-first", "watch/bounds.py",
            "beat.call == VALIDATE and beat.place not in beat.longest_s", "beat.call == VALIDATE",
-           Tests("watch/test_stall.py", "validation")),
+           Tests("watch/test_stall.py", "own_bound")),
     Mutant("stall-a-rank-that-goes-on-waits", "watch/stall.py",
            "[seen for seen in busy if seen.still_s > bounds.of_wait(seen)]", "busy",
            Tests("watch/test_stall.py", "wait_for_too_long")),

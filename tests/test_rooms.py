@@ -125,18 +125,6 @@ def test_no_room_has_more_files_than_a_reader_can_name():
     assert crowded({"verl_patches/helpers": MAX_FILES + 1}) == {"verl_patches/helpers": MAX_FILES + 1}  # control
 
 
-def test_no_files_import_each_other_not_even_for_types(trees):
-    modules = {"verl_patches." + ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file for file in trees}
-    imports = {name: set() for name in modules}
-    for name, file in modules.items():
-        for node in ast.walk(trees[file]):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                imports[name] |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)} & set(modules)
-    assert cycles(imports) == set()
-    types = "verl_patches.worker.context", "verl_patches.worker.profile"  # control: context names a type of profile
-    assert cycles({**imports, types[1]: {*imports[types[1]], types[0]}}) == {types}
-
-
 @pytest.mark.parametrize(
     "module",
     "prelude_patch catalog __main__ layout.inventory planning.plan memory.ledger doctor.doctor weights.manifest "

@@ -23,20 +23,32 @@ MODELS = {  # vLLM's and vllm-ascend's, of which a process makes one
 EXPERT = "model.layers.2.mlp.experts.{}.down_proj.weight"
 
 
-def after_init(module, cls, change):
-    """`change(object)` at the end of __init__ of a class, once its module is imported."""
+def wrap(module, name, wrapper):
+    """`wrapper(original, *args, **kwargs)` in place of "function" or "Class.method", once its module is imported."""
 
     def on_import(imported):
-        original = getattr(imported, cls).__init__
-
-        @functools.wraps(original)
-        def __init__(self, *args, **kwargs):
-            original(self, *args, **kwargs)
-            change(self)
-
-        getattr(imported, cls).__init__ = __init__
+        owner, _, function = name.rpartition(".")
+        owner = getattr(imported, owner) if owner else imported
+        original = getattr(owner, function)
+        setattr(owner, function, functools.wraps(original)(lambda *args, **kwargs: wrapper(original, *args, **kwargs)))
 
     after_import(module, on_import)
+
+
+def after_init(module, cls, change):
+    """`change(object)` at the end of __init__ of a class."""
+
+    def __init__(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        change(self)
+
+    wrap(module, f"{cls}.__init__", __init__)
+
+
+def on_models(change):
+    """`change(model)` for each model that vLLM makes."""
+    for module, name in MODELS.items():
+        after_init(module, name, change)
 
 
 # -- ranks that differ in their patches, which is refused before step 1, or in their work ------------------------------
@@ -86,15 +98,8 @@ def stop_early():
 
 def end_early():
     """The same, and verl takes those words for ends: responses are unequally long, and log-probs can be compared."""
-
-    def on_import(module):
-        mask = module.get_response_mask
-        module.get_response_mask = lambda response_id, eos_token, dtype: mask(
-            response_id, [eos_token, *range(32)], dtype
-        )
-
     stop_early()
-    after_import(ROLLOUT, on_import)
+    wrap(ROLLOUT, "get_response_mask", lambda mask, ids, eos_token, dtype: mask(ids, [eos_token, *range(32)], dtype))
 
 
 # -- spoilt weight syncs: controls of the truth check ------------------------------------------------------------------
@@ -107,8 +112,7 @@ def _spoil_sync(change):
         load = model.load_weights
         model.load_weights = lambda weights: load((name, change(name, tensor)) for name, tensor in weights)
 
-    for module, name in MODELS.items():
-        after_init(module, name, spoil)
+    on_models(spoil)
 
 
 def corrupt_expert():
@@ -135,18 +139,13 @@ def missing_all_reduce():
     def forget(model):
         model.model.layers[3].self_attn.o_proj.reduce_results = False
 
-    for module, name in MODELS.items():
-        after_init(module, name, forget)
+    on_models(forget)
 
 
 def wrong_dp_rank():
     """Each rank of two holds the experts of the other, as with the data-parallel ranks exchanged."""
-
-    def on_import(module):
-        original = module.determine_expert_map
-        module.determine_expert_map = lambda ep_size, ep_rank, experts: original(ep_size, 1 - ep_rank, experts)
-
-    after_import("vllm.model_executor.layers.fused_moe.layer", on_import)
+    layer = "vllm.model_executor.layers.fused_moe.layer"
+    wrap(layer, "determine_expert_map", lambda original, size, rank, experts: original(size, 1 - rank, experts))
 
 
 # -- memory that the rollout's sleep does not free ---------------------------------------------------------------------
@@ -170,52 +169,35 @@ def move_requests():
     The groups that the watch counts are printed.
     """
 
-    def on_import(module):
-        plan = module.plan
+    def to_the_next(plan, state, *args):
+        from verl_patches.rollout.rebalance import MovePlan, RequestMove
 
-        def to_the_next(state, *args):
-            print("watch counts", sorted(heartbeat.here()._groups()))
-            places = [next((at for at, tokens in enumerate(row) if tokens > 0), None) for row in state.lengths]
-            if None in places:
-                return plan(state, *args)
-            moves = (module.RequestMove(rank, (rank + 1) % len(places), (at,)) for rank, at in enumerate(places))
-            return module.MovePlan(tuple(moves), 0, 0)
+        print("watch counts", sorted(heartbeat.here()._groups()))
+        places = [next((at for at, tokens in enumerate(row) if tokens > 0), None) for row in state.lengths]
+        if None in places:
+            return plan(state, *args)
+        moves = (RequestMove(rank, (rank + 1) % len(places), (at,)) for rank, at in enumerate(places))
+        return MovePlan(tuple(moves), 0, 0)
 
-        module.plan = to_the_next
-
-    after_import("verl_patches.rollout.rebalance_engine", on_import)
+    wrap("verl_patches.rollout.rebalance_engine", "plan", to_the_next)
 
 
 # -- spoilt destination maps: controls of the resharder's verification -------------------------------------------------
 
 
-def _on_learnt(change):
-    """`change(destinations)`: edit destination.Destinations right after vLLM's memory was learnt."""
-
-    def on_import(module):
-        learn = module.learn_destinations
-
-        def learn_spoilt(*args, **kwargs):
-            destinations = learn(*args, **kwargs)
-            change(destinations)
-            return destinations
-
-        module.learn_destinations = learn_spoilt
-
-    after_import("verl_patches.reshard.weight_sync", on_import)
-
-
 def swap_experts():
-    """Two experts land in each other's place."""
+    """Two experts land in each other's place, right after vLLM's memory was learnt."""
 
-    def change(destinations):
+    def learn_spoilt(learn, *args, **kwargs):
+        destinations = learn(*args, **kwargs)
         names, tensors = [EXPERT.format(0), EXPERT.format(1)], destinations.tensors
         if all(name in tensors for name in names):
             places = [tensors[name][0].tensor for name in reversed(names)]
             for name, tensor in zip(names, places, strict=True):
                 object.__setattr__(tensors[name][0], "tensor", tensor)
+        return destinations
 
-    _on_learnt(change)
+    wrap("verl_patches.reshard.weight_sync", "learn_destinations", learn_spoilt)
 
 
 # -- memory that is on the device while vLLM generates -----------------------------------------------------------------
@@ -224,21 +206,15 @@ def swap_experts():
 def keep_gradients():
     """Gradients get their memory again, zeroed, between the weight sync and the rollout; no row of ours is there."""
 
-    def on_import(module):
-        manager = module.MegatronVLLMShardingManager
-        original = manager.preprocess_data
+    def preprocess_data(original, self, data):
+        for chunk in self.actor_module:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.grad_data.untyped_storage().resize_(buffer.numel * buffer.grad_data.element_size())
+                buffer.grad_data.zero_()
+        return original(self, data)
 
-        @functools.wraps(original)
-        def preprocess_data(self, data):
-            for chunk in self.actor_module:
-                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                    buffer.grad_data.untyped_storage().resize_(buffer.numel * buffer.grad_data.element_size())
-                    buffer.grad_data.zero_()
-            return original(self, data)
-
-        manager.preprocess_data = preprocess_data
-
-    after_import("verl.workers.sharding_manager.megatron_vllm", on_import)
+    manager = "verl.workers.sharding_manager.megatron_vllm"
+    wrap(manager, "MegatronVLLMShardingManager.preprocess_data", preprocess_data)
 
 
 class LeftOnDeviceError(RuntimeError):
@@ -281,22 +257,19 @@ def _raise_if_left():
 def killed_in_save():
     """In the second save, with half of the tensors written."""
 
-    def on_import(module):
-        write_rank, saves = module.write_rank, []
+    saves = []
 
-        def write(folder, rank, pieces, contents, state):
-            saves.append(None)
+    def write(write_rank, folder, rank, pieces, contents, state):
+        saves.append(None)
 
-            def killed(piece):
-                if rank == 1 and len(saves) == 2 and piece is pieces[len(pieces) // 2]:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return contents(piece)
+        def killed(piece):
+            if rank == 1 and len(saves) == 2 and piece is pieces[len(pieces) // 2]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return contents(piece)
 
-            return write_rank(folder, rank, pieces, killed, state)
+        return write_rank(folder, rank, pieces, killed, state)
 
-        module.write_rank = write
-
-    after_import("verl_patches.weights.checkpoint_files", on_import)
+    wrap("verl_patches.weights.checkpoint_files", "write_rank", write)
 
 
 def stopped_in_update():
@@ -304,35 +277,25 @@ def stopped_in_update():
 
     Continued for its stack, it stops again: else the step could end before the run does.
     """
+    updates = []
 
-    def on_import(module):
-        update_policy, updates = module.MegatronPPOActor.update_policy, []
+    def update(update_policy, *args, **kwargs):
+        updates.append(None)
+        while len(updates) == 2 and os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return update_policy(*args, **kwargs)
 
-        @functools.wraps(update_policy)
-        def update(*args, **kwargs):
-            updates.append(None)
-            while len(updates) == 2 and os.environ.get("RANK") == "1":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return update_policy(*args, **kwargs)
-
-        module.MegatronPPOActor.update_policy = update
-
-    after_import("verl.workers.actor.megatron_actor", on_import)
+    wrap("verl.workers.actor.megatron_actor", "MegatronPPOActor.update_policy", update)
 
 
 def hangs_in_constructor():
     """Rank 1, in verl's Worker.__init__ of its actor worker: after its heartbeat began, before it joins the others."""
+    made = []
 
-    def on_import(module):
-        original, made = module.Worker.__init__, []
+    def __init__(original, self, *args, **kwargs):
+        made.append(None)
+        if len(made) == 2 and os.environ.get("RANK") == "1":  # the first is WorkerDict, which holds it
+            time.sleep(3600)
+        original(self, *args, **kwargs)
 
-        @functools.wraps(original)
-        def __init__(self, *args, **kwargs):
-            made.append(None)
-            if len(made) == 2 and os.environ.get("RANK") == "1":  # the first is WorkerDict, which holds it
-                time.sleep(3600)
-            original(self, *args, **kwargs)
-
-        module.Worker.__init__ = __init__
-
-    after_import("verl.single_controller.base.worker", on_import)
+    wrap("verl.single_controller.base.worker", "Worker.__init__", __init__)

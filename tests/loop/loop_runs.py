@@ -22,10 +22,9 @@ STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": sub
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that ended: exit code, seconds, its output, its folder and its summary; `look` says what of a cold one."""
+    """A run that ended: exit code, its output, its folder and its summary; `look` says what of a cold one."""
 
     code: int
-    wall_s: float
     output: str
     folder: Path
     summary: dict
@@ -46,7 +45,7 @@ class Finished:
 
     @classmethod
     def read(cls, folder):
-        """The run in folder/r; folder/finished.json has its code, wall_s and output."""
+        """The run in folder/r; folder/finished.json has its code and output."""
         summary = folder / "r" / "summary.json"
         summary = json.loads(summary.read_text()) if summary.is_file() else {}
         return cls(**json.loads((folder / "finished.json").read_text()), folder=folder / "r", summary=summary)

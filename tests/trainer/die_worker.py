@@ -39,16 +39,10 @@ class Asked:
             refused = npu.check_visible_die(visible)
         except ConfigError as error:
             refused = str(error)
-        now, prepared = os.environ.get(npu.VISIBLE), os.environ.get("PREPARED")
-        early = {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT}
-        early |= {name: os.environ.get(name) for name in INTERFACES}
-        return {
-            **early,
-            "head": ray.get_runtime_context().gcs_address,
-            "now": now,
-            "prepared": prepared,
-            "refused": refused,
-        }
+        report = {name: os.environ.get(name) for name in INTERFACES}
+        report |= {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT, "now": os.environ.get(npu.VISIBLE)}
+        report |= {"prepared": os.environ.get("PREPARED"), "refused": refused}
+        return {**report, "head": ray.get_runtime_context().gcs_address}
 
 
 def hook():

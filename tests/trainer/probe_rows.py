@@ -1,7 +1,6 @@
 """For each row around verl's trainer and workers, whether its effect is there. Run under the prelude."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import ray.cloudpickle
 import tensordict
@@ -12,11 +11,9 @@ import verl.utils.megatron.optimizer as optimizer
 import verl.workers.actor.megatron_actor as megatron_actor
 import verl.workers.megatron_workers as workers
 import verl.workers.sharding_manager.megatron_vllm as sharding
-from omegaconf import OmegaConf
 from verl import DataProto
 from verl.utils.tracking import Tracking
 
-from verl_patches.patching.row import subclass_of
 from verl_patches.trainer import run
 from verl_patches.worker import recipe_worker
 from verl_patches.worker.sharding import RecipeShardingManager
@@ -27,17 +24,6 @@ def works(probe):
         return bool(probe())
     except Exception:
         return False
-
-
-def fit_proves_first():
-    trainer = object.__new__(ray_trainer.RayPPOTrainer)
-    started = []
-    trainer.config = SimpleNamespace(get=lambda key: {"recipe": 1}[key], trainer=None)
-    with mock.patch.object(run, "Run", lambda trainer: started.append(trainer) or 1 / 0):
-        try:
-            trainer.fit()
-        except (ZeroDivisionError, AttributeError):
-            return started
 
 
 def log_reaches_the_run():
@@ -54,31 +40,6 @@ def metrics_have_the_delta():
     tensors = {**dict.fromkeys(names.split(), ones), "attention_mask": torch.ones(2, 5)}
     batch = DataProto.from_dict({**tensors, "old_log_probs": -ones, "rollout_log_probs": -1.5 * ones})
     return ray_trainer.compute_data_metrics(batch=batch, use_critic=False)["recipe/logprob_delta_mean"] == 0.5
-
-
-class Upstream:
-    """Stands for verl's worker under ours."""
-
-    dtype = None
-
-    def __init__(self, config, role):
-        self.config = config
-
-    def _build_model_optimizer(self, *args, **kwargs):
-        self.seen = self.dtype
-        return "chunks", None, "hf", "config"
-
-
-def worker_uses_the_configured_dtype():
-    settings = {"line": "pypi", "platform": "cpu", "dtype": "fp32", "memory": {"ledger": "off"}, "expert_load": False}
-    settings |= {"train": {"skip_old_log_prob": False, "use_remove_padding": True}, "watch": {"action": "off"}}
-    side = {"megatron": {"param_offload": True, "optimizer_offload": True}}
-    recipe = {**settings, "weight_sync": {"enabled": True}}
-    config = OmegaConf.create({"recipe": recipe, "actor": side, "ref": side, "rollout": {"enforce_eager": True}})
-    made = subclass_of(Upstream, recipe_worker.RecipeWorker)(config, "actor")
-    made._is_actor, made.memory.built = False, lambda *built: None
-    made._build_model_optimizer()
-    return made.seen is torch.float32
 
 
 def empty_cache_is_left_to_the_schedule():
@@ -101,14 +62,12 @@ def effects():
     """{row id: whether its effect is there}."""
     actor = workers.ActorRolloutRefWorker
     return {
-        "update.fit_as_run": works(fit_proves_first),
         "update.recipe_worker": issubclass(actor, recipe_worker.RecipeWorker),
         "update.log_with_run": works(log_reaches_the_run),
         "logprob.truth_check": works(metrics_have_the_delta),
         "platform.tensordict_cuda": works(lambda: tensordict.TensorDict({"a": torch.ones(1)}, [1]).cuda() is not None),
         "platform.pickle_torch_config": works(lambda: ray.cloudpickle.dumps(torch._dynamo.config)),
         "update.sharding_manager": issubclass(sharding.MegatronVLLMShardingManager, RecipeShardingManager),
-        "model.train_dtype": works(worker_uses_the_configured_dtype),
         "model.optimizer_dtype": works(optimizer_takes_the_models_dtype),
         "memory.empty_cache": works(empty_cache_is_left_to_the_schedule),
     }

@@ -16,6 +16,7 @@ from torch.utils.data import SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
+from tests.ranks import HANG_S
 from tests.reshard.cases import TINY
 from tests.weights.cases import make_checkpoint
 from verl_patches.errors import ConfigError
@@ -116,19 +117,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_newest_complete_one_is_resumed_and_the_oldest_are_removed(saves, tmp_path):
-    run = saves(max_actor_ckpt_to_keep=3)
-    save(run, 1, 2, 9, 10)
-    assert names(tmp_path) == ["global_step_10", "global_step_2", "global_step_9"]
-    remove_oldest(tmp_path, 2, RUN, tmp_path / "global_step_10")
-    assert names(tmp_path) == ["global_step_10", "global_step_9"]
-    assert [record["step"] for record in run.records] == [1, 2, 9, 10]
-    trainer = resumed(saves()).trainer
-    assert (trainer.global_steps, trainer.train_dataloader.position) == (10, 10)
-    assert trainer.actor_rollout_wg.loaded == [10, 10]
-    assert not folder_problems(tmp_path / "global_step_9", read_manifest(tmp_path / "global_step_9"))
-
-
 OTHER_MODEL = TINY.__class__(**{**vars(TINY), "n_routed_experts": 4})
 
 
@@ -213,7 +201,7 @@ def _killed_at(point, run, step):
 def killed_at(point, run, step):
     process = multiprocessing.get_context("fork").Process(target=_killed_at, args=(point, run, step))
     process.start()
-    process.join(60)
+    process.join(HANG_S)
     return process.exitcode
 
 
@@ -250,27 +238,26 @@ def test_a_step_that_is_saved_again_replaces_the_folder_and_is_found_between_bot
 # ---- checkpoints of several runs in one folder
 
 
-def test_retention_counts_and_removes_only_the_run_s_own(saves, tmp_path):
+def test_a_run_resumes_counts_and_removes_only_its_own(saves, tmp_path):
     """Also where those of other runs are newer; the newest that the run wrote is never removed."""
-    make_checkpoint(tmp_path, 8, OTHER)
+    make_checkpoint(tmp_path, 11, OTHER)
     make_checkpoint(tmp_path, 1, None)
-    save(saves(max_actor_ckpt_to_keep=1), 2, 4)
-    assert names(tmp_path) == ["global_step_1", "global_step_4", "global_step_8"]
-    make_checkpoint(tmp_path, 9, RUN)  # control: of this run
-    remove_oldest(tmp_path, 1, RUN, tmp_path / "global_step_4")
-    assert names(tmp_path) == ["global_step_1", "global_step_4", "global_step_8", "global_step_9"]
+    others = ["global_step_1", "global_step_11"]
+    run = resumed(saves(max_actor_ckpt_to_keep=3))
+    assert run.trainer.global_steps == 0 and "no checkpoint of this run" in run.said[-1][0]
+    save(run, 2, 4, 9, 10)
+    assert [record["step"] for record in run.records] == [2, 4, 9, 10]
+    assert set(names(tmp_path)) == {*others, "global_step_4", "global_step_9", "global_step_10"}
     remove_oldest(tmp_path, 1, RUN, tmp_path / "global_step_9")
-    assert names(tmp_path) == ["global_step_1", "global_step_8", "global_step_9"]
-
-
-def test_auto_goes_on_with_the_run_s_own_only(saves, tmp_path):
-    make_checkpoint(tmp_path, 8, OTHER)
-    new = resumed(saves())
-    assert new.trainer.global_steps == 0 and "no checkpoint of this run" in new.said[-1][0]
-    save(new, 2)
+    assert set(names(tmp_path)) == {*others, "global_step_9", "global_step_10"}
+    remove_oldest(tmp_path, 1, RUN, tmp_path / "global_step_10")
+    assert set(names(tmp_path)) == {*others, "global_step_10"}
     again = resumed(saves())
-    assert again.trainer.global_steps == 2 and any("step 2 is complete" in text for text, *at in again.said if at)
-    assert sum(f"global_step_8: of run {OTHER}" in text for text, *_ in again.said) == 1
+    assert (again.trainer.global_steps, again.trainer.train_dataloader.position) == (10, 10)
+    assert again.trainer.actor_rollout_wg.loaded == [10, 10]
+    assert any("step 10 is complete" in text for text, *at in again.said if at)
+    assert sum(f"global_step_11: of run {OTHER}" in text for text, *_ in again.said) == 1
+    assert not folder_problems(tmp_path / "global_step_10", read_manifest(tmp_path / "global_step_10"))
 
 
 def occupied(folder, step, what):

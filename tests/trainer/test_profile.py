@@ -104,12 +104,3 @@ def test_a_phase_that_comes_again_has_a_number(tmp_path):
     assert profiler.take()["files"] == [
         f"step_1_rank_0_{name}.json.gz" for name in ("old_log_prob", "ref", "old_log_prob_2")
     ]
-
-
-def test_without_a_profiled_step_nothing_of_it_is_imported(run_python):
-    code = """if True:
-        import sys, verl_patches.worker.recipe_worker
-        from verl_patches.worker.context import context
-        with context().phase("update"): pass
-        assert "verl_patches.worker.profile" not in sys.modules"""
-    run_python(code, patches="line=pypi,platform=cpu").check()

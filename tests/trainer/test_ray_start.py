@@ -63,7 +63,7 @@ def ray_job(ray_folder, run_ranks, tmp_path_factory):
     path = tmp_path_factory.mktemp("path")
     (path / "verl.py").touch()
     env = {"PYTHONPATH": str(path), "VERL_PATCHES": CPU, "RAY_TMPDIR": ray_folder, "GLOO_SOCKET_IFNAME": "of_the_node"}
-    return run_ranks("tests.trainer.die_worker:answers", env=env, fresh=True, backend=None, timeout_s=500)[0]
+    return run_ranks("tests.trainer.die_worker:answers", env=env, fresh=True, backend=None)[0]
 
 
 @pytest.mark.slow

@@ -1,33 +1,30 @@
-"""Each row around verl's trainer and workers has its effect, and the effect is gone when the row is switched off."""
+"""Rows around verl's trainer and workers have their effect, and the effect is gone when they are switched off.
+
+Not here: update.fit_as_run and model.train_dtype, without which no run of tests/loop has a record, or is exact in fp32.
+"""
 
 import pytest
 
 from verl_patches.patching.switches import parse
 
+ON = "line=pypi,platform=cpu"
 IDS = (
-    "update.fit_as_run update.recipe_worker update.log_with_run update.sharding_manager logprob.truth_check "
-    "platform.tensordict_cuda platform.pickle_torch_config model.train_dtype model.optimizer_dtype memory.empty_cache"
+    "update.recipe_worker update.log_with_run update.sharding_manager logprob.truth_check platform.tensordict_cuda "
+    "platform.pickle_torch_config model.optimizer_dtype memory.empty_cache"
 ).split()
 # rows that need classes of the others, and have tests of their own with and without them
 NEED_THESE = (
     "update.on_policy update.micro_batches_as_planned update.tensor_cache update.skip_bad_steps reshard.direct "
-    "memory.swap_optimizer memory.order memory.ledger checkpoint.parts checkpoint.save checkpoint.load"
+    "memory.swap_optimizer memory.order memory.ledger checkpoint.parts checkpoint.save checkpoint.load "
+    "update.recipe_by_default update.fit_as_run model.train_dtype"
 ).split()
+OFF = ",".join([ON, *(f"-{name}" for name in (*IDS, *NEED_THESE))])
 
 
-@pytest.fixture
-def probe(run_ranks):
+@pytest.mark.slow
+@pytest.mark.parametrize(("switches", "effect"), [(ON, True), (OFF, False)], ids=["on", "off"])
+def test_rows_have_their_effect_and_without_them_it_is_gone(run_ranks, switches, effect):
+    assert parse(switches).text() == switches
     env = {"VLLM_USE_V1": "0", "VLLM_NO_USAGE_STATS": "1"}
-    return lambda switches: run_ranks("tests.trainer.probe_rows:effects", patches=switches, env=env)[0]
-
-
-@pytest.mark.slow
-def test_rows_have_their_effect(probe):
-    assert probe("line=pypi,platform=cpu") == dict.fromkeys(IDS, True)
-
-
-@pytest.mark.slow
-def test_without_the_rows_the_effect_is_gone(probe):
-    text = ",".join(["line=pypi,platform=cpu", *(f"-{name}" for name in (*IDS, *NEED_THESE))])
-    assert parse(text).text() == text
-    assert probe(text) == dict.fromkeys(IDS, False)
+    found = run_ranks("tests.trainer.probe_rows:effects", patches=switches, env=env)[0]
+    assert found == dict.fromkeys(IDS, effect)

@@ -102,20 +102,6 @@ def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made, monkeypa
         assert "no answer" in made.summary.data["exit"] and "no answer" in str(failed.value)
 
 
-def test_an_error_that_a_worker_raised_begins_with_its_rank(made):
-    """Ray writes the actor into the error's text; the pid alone may be that of a process on another node."""
-    from ray.exceptions import RayTaskError
-
-    actors = [SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda name=name: name)) for name in ("a1", "b2")]
-    made.group = SimpleNamespace(step=7, _workers=actors)
-    made.places = {0: "pid 5 on one", 1: "pid 5 on two"}
-    text = "ray::WorkerDict.update_actor() (pid=5, ip=10.0.0.2, actor_id={}, repr=<x>)\n  Traceback"
-    raised = [RayTaskError("f", text.format(actor), ValueError("expected 2, found 3")) for actor in ("b2", "c3")]
-    of_rank, of_other = (made.raised_by(error) for error in raised)
-    assert of_rank == "rank 1 (pid 5 on two) in step 7: " and of_other == made.raised_by(ValueError("x")) == ""
-    assert run.reason_of(raised[0], of_rank) == "rank 1 (pid 5 on two) in step 7: ValueError: expected 2, found 3"
-
-
 def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made):
     lines = after_steps(made, 3, expert_load=1.4)
     assert "| step 3: alarm expert_collapse: train: the busiest expert gets 1.5 times" in "\n".join(lines)

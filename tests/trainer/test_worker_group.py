@@ -3,6 +3,7 @@
 Whole runs: tests/loop/test_smoke.py, tests/loop/test_truth_control.py.
 """
 
+import functools
 import math
 import re
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
+from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.log_probs import truth_check
@@ -27,27 +29,18 @@ LENGTH = 2
 REPLAY = {"recipe.rollout.replay": "outputs/x"}
 
 
+@functools.cache
+def four_ranks():
+    """Four ranks of EP4, which train at dp 4 with micro batches of 2; vLLM has two replicas."""
+    rollout = "actor_rollout_ref.rollout"
+    settings = ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4"]
+    settings += ["data.train_batch_size=8", "data.max_prompt_length=3", f"data.max_response_length={LENGTH}"]
+    settings += [f"{rollout}.tensor_model_parallel_size=2", f"{rollout}.temperature=0.9", f"{rollout}.top_p=0.9"]
+    return compose("grpo_deepseekv3_tiny_cpu", [*settings, f"{rollout}.top_k=50"])
+
+
 def config_of(**recipe):
-    megatron = {f"{name}_parallel_size": 1 for name in ("tensor_model", "context", "expert_tensor", "pipeline_model")}
-    megatron |= {"expert_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": None}
-    rollout = {"name": "vllm", "mode": "sync", "tensor_model_parallel_size": 2, "temperature": 0.9, "top_p": 0.9}
-    rollout |= {"top_k": 50, "log_prob_micro_batch_size_per_gpu": 2}
-    settings = {
-        "rollout": {"replay": None, "balanced_routing": False},
-        "train": {"balanced_routing": False, "layers_per_stage": None, "skip_old_log_prob": False},
-        "logprob_check": {"action": "stop", "every": None, "sequences": None},
-        "tensor_cache": {"enabled": False},
-        "profile": {"steps": None},
-    }
-    return OmegaConf.create(
-        {
-            "trainer": {"nnodes": 1, "n_gpus_per_node": 4, "balance_batch": True},
-            "algorithm": {"use_kl_in_reward": False},
-            "data": {"max_prompt_length": 3, "max_response_length": LENGTH, "train_batch_size": 8},
-            "actor_rollout_ref": {"rollout": rollout, "actor": {"megatron": megatron}},
-            "recipe": OmegaConf.merge(settings, recipe),
-        }
-    )
+    return OmegaConf.merge(four_ranks(), {"recipe": recipe})
 
 
 class Workers:

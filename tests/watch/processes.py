@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -27,16 +26,6 @@ def holds_the_gil():
 def raises():
     is_there()
     raise ValueError("expected 2, found 3")
-
-
-def has_a_full_disk():
-    """Files of this process may have 4 KiB: as on a full disk, allocation fails."""
-    is_there()
-    heartbeat.here().stop()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    heartbeat.here().start(Path(sys.argv[1]), "rank 8", 8)
-    with heartbeat.here().in_call("update_actor"):
-        print("went on", flush=True)
 
 
 def main():

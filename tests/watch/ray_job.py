@@ -22,7 +22,6 @@ from verl_patches.watch.stall import LostNodeError, StallError
 from verl_patches.watch.watcher import Watcher
 
 NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 << 20}
-DRILL_S = 120
 
 
 class Rank:
@@ -44,15 +43,19 @@ class Rank:
             time.sleep(600)
 
 
-def until_raised(watcher, error):
-    deadline = time.monotonic() + DRILL_S
-    while time.monotonic() < deadline:
-        try:
-            watcher.check()
-        except error as found:
-            return str(found)
+def until(true):
+    """What `true()` returns once it is true; the test ends a drill that hangs."""
+    while not (found := true()):
         time.sleep(0.2)
-    return "nothing within the time of the drill"
+    return found
+
+
+def raised(watcher, error):
+    """The words of this error of a look, if there is one."""
+    try:
+        watcher.check()
+    except error as found:
+        return str(found)
 
 
 def at(node_id):
@@ -75,12 +78,8 @@ def main():
     config = {"trainer": {"device": "cuda"}, "recipe": {"restart": {"without_nodes": ["127.0.0.2", "no such node"]}}}
     before = ray.available_resources()["GPU"]
     leave_out(OmegaConf.create(config))
-    deadline = time.monotonic() + DRILL_S
-    while (free := ray._private.state.available_resources_per_node()[second.node_id].get("GPU", 0)) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.2)
-    found["free"] = [before, free, ray.available_resources()["GPU"]]
+    until(lambda: not ray._private.state.available_resources_per_node()[second.node_id].get("GPU", 0))
+    found["free"] = [before, ray.available_resources()["GPU"]]
 
     nodes = [own, third.node_id, second.node_id]
     actors = [ray.remote(num_cpus=0)(Rank).options(**at(node)).remote(rank) for rank, node in enumerate(nodes)]
@@ -91,6 +90,8 @@ def main():
         ray.get(actors[1].raises.remote())
     except ray.exceptions.RayTaskError as error:
         found["raised"] = reason_of(error, run.raised_by(error))
+        run.group._workers = [actors[0], actors[2]]
+        found["raised elsewhere"] = run.raised_by(error)
     watcher = Watcher(folder, Bounds(first_s=45, least_s=45, factor=1), world=3)
     watcher.check()
     try:
@@ -99,28 +100,23 @@ def main():
         watcher.explain(error)
     found["device"] = json.loads((folder / "watch.json").read_text())
     calls = [actor.update_actor.remote() for actor in actors]
-    deadline = time.monotonic() + DRILL_S
-    while [seen.beat.call for seen in watcher.processes()] != ["update_actor"] * 3 and time.monotonic() < deadline:
-        watcher.check()
-        time.sleep(0.2)
+    in_calls = ["update_actor"] * 3
+    until(lambda: watcher.check() or [seen.beat.call for seen in watcher.processes()] == in_calls)
     os.kill(pids[1], signal.SIGSTOP)
-    found["stall"] = until_raised(watcher, StallError)
+    found["stall"] = until(lambda: raised(watcher, StallError))
     found["record"] = json.loads((folder / "watch.json").read_text())
     found["stacks"] = {path.name: path.read_text() for path in (folder / "stacks").iterdir()}
     found["third"], found["second"] = third.node_id, second.node_id
     found["folders"] = [node_id for node_id in nodes if folder_on(node_id).is_dir()]
 
     cluster.remove_node(third, allow_graceful=False)  # SIGKILL
-    found["lost"] = until_raised(watcher, LostNodeError)
+    found["lost"] = until(lambda: raised(watcher, LostNodeError))
     try:
         watcher.explain(ValueError("a worker's error that follows from it"))
     except LostNodeError as error:
         found["explained"] = str(error)
     watcher.close(failed=True)
-    deadline = time.monotonic() + DRILL_S
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    found["left"] = [pid for pid in pids if psutil.pid_exists(pid)]
+    until(lambda: not any(map(psutil.pid_exists, pids)))  # nothing is left
     found["folders_left"] = [node_id for node_id in nodes if folder_on(node_id).is_dir()]
     del calls
     ray.shutdown()

@@ -20,11 +20,11 @@ from verl_patches.watch.stall import awaited_by, find_stall, start_of
 from verl_patches.watch.watcher import ASK_S
 
 BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
-DONE = {"update_actor update": 10.0}
+UPDATE, DONE = ("update_actor", "update"), {"update_actor update": 10.0}
 WORLD, PAIR = "0 0-3", "7 2,3"
 
 
-def rank(number, in_place_s=70.0, *, at=("update_actor", "update"), state="S", done=DONE, now=3, **more):
+def rank(number, in_place_s=70.0, *, at=UPDATE, state="S", done=DONE, now=3, **more):
     """Rank `number` at operation `now` of the group of all, of which 3 were begun before the call."""
     before, silent_s, still_s = more.pop("before", {WORLD: 3}), more.pop("silent_s", 0.5), more.pop("still_s", 0.0)
     beat = Beat(f"rank {number}", number, 100 + number, 1, *at, longest_s=done, groups={WORLD: now, **more})
@@ -46,38 +46,40 @@ def sentence(*processes):
     return find_stall(processes, BOUNDS).sentence
 
 
-def test_ranks_within_their_bounds_are_no_stall():
-    assert named(rank(0, 59), rank(1, 59)) is None
-    assert named(rank(0, 61), rank(1, 61)) == ["rank 0", "rank 1"]  # the control
+PROFILE, CACHED = ("update_actor", "profile"), ("run_stage", "update")  # the tensor cache has one call for all phases
+LAST_SAVE, VALIDATED = ("run_stage", "last checkpoint"), (VALIDATE, "rollout")
+ROLLOUTS = {f"{VALIDATE} rollout": 500.0, "generate_sequences rollout": 10.0}
+
+
+@pytest.mark.parametrize(("bound_s", "at", "done", "modelled"), [
+    (60, UPDATE, DONE, {}),  # the least time
+    (100, UPDATE, {"update_actor update": 20.0}, {}),  # five times the longest
+    (1000, UPDATE, {}, {}),  # the first
+    (5000, ("init_model", ""), {}, {}),  # loading
+    # a disk is waited for, each time: before there may have been nothing to write
+    (5000, LAST_SAVE, {"run_stage last checkpoint": 0.001}, {}),
+    (5000, PROFILE, {"update_actor profile": 0.001}, {}),
+    (60, CACHED, {"run_stage update": 0.001}, {}),  # control
+    # five times what the model says, the first time and later, unless recipe.watch says more
+    (1500, UPDATE, {}, {"update": 300.0}),
+    (1500, UPDATE, DONE, {"update": 300.0}),
+    (1500, CACHED, {}, {"update": 300.0}),
+    (1000, UPDATE, {}, {"update": 1.0}),
+    # a validation is not modelled; the first is as long as loading, and rollouts take what rollouts took
+    (5000, VALIDATED, {}, {"rollout": 3000.0}),
+    (2500, VALIDATED, ROLLOUTS, {}),
+    (60, ("generate_sequences", "rollout"), ROLLOUTS, {}),
+])  # fmt: skip
+def test_each_place_has_its_own_bound(bound_s, at, done, modelled):
+    bounds = replace(BOUNDS, modelled=modelled)
+    assert named(rank(0, bound_s - 1, at=at, done=done), bounds=bounds) is None
+    assert named(rank(0, bound_s + 1, at=at, done=done), bounds=bounds) == ["rank 0"]
+
+
+def test_the_longest_time_of_any_rank_counts():
     longest = {"update_actor update": 20.0}
     assert named(rank(0, 99), rank(1, 99, done=longest)) is None and named(rank(0, 101), rank(1, done=longest))
-
-
-def test_a_phase_that_was_not_ended_before_has_the_first_bound_and_loading_its_own():
-    assert named(rank(0, 999, done={})) is None and named(rank(0, 1001, done={})) == ["rank 0"]
-    load = {"at": ("init_model", ""), "done": {}}
-    assert named(rank(0, 4999, **load)) is None and named(rank(0, 5001, **load)) == ["rank 0"]
-
-
-@pytest.mark.parametrize("at", [("run_stage", "last checkpoint"), ("update_actor", "profile")])
-def test_a_phase_that_waits_for_a_disk_has_that_bound_each_time(at):
-    """It took nothing before, as there was nothing to write. Control: another phase that took as little."""
-    assert named(rank(0, 4999, at=at, done={" ".join(at): 0.001})) is None
-    assert named(rank(0, 5001, at=at, done={" ".join(at): 0.001})) == ["rank 0"]
-    assert named(rank(0, 4999, at=("run_stage", "update"), done={"run_stage update": 0.001})) == ["rank 0"]
-
-
-def test_a_phase_that_is_modelled_as_long_is_no_stall_the_first_time_or_later():
-    """The control: without the model's 300 s its first bound is 1000 s, and 60 s follow."""
-    bounds = replace(BOUNDS, modelled={"update": 300.0})
-    for done, alone_s in (({}, 1001), (DONE, 61)):
-        assert named(rank(0, 1499, done=done), bounds=bounds) is None and named(rank(0, alone_s, done=done))
-        assert named(rank(0, 1501, done=done), bounds=bounds) == ["rank 0"]
-    cached = {"at": ("run_stage", "update"), "done": {}}  # the tensor cache has one call for all phases
-    assert named(rank(0, 1499, **cached), bounds=bounds) is None and named(rank(0, 1501, **cached), bounds=bounds)
-    quick = replace(BOUNDS, modelled={"update": 1.0})  # then recipe.watch's stay
-    assert named(rank(0, 999, done={}), bounds=quick) is None and named(rank(0, 1001, done={}), bounds=quick)
-    assert named(controller(1499, "reward"), bounds=replace(BOUNDS, modelled={"reward": 300.0})) is None
+    assert named(rank(0, 61), rank(1, 61)) == ["rank 0", "rank 1"]  # the control
 
 
 def test_every_name_of_the_table_is_a_place_of_a_run_and_a_phase_of_the_model():
@@ -112,18 +114,6 @@ def test_without_an_answer_of_the_model_the_keys_alone_count(monkeypatch, caplog
     monkeypatch.setattr(step_plan, "_longest_step", refuses)
     bounds = bounds_for("grpo_deepseekv3_256die_true_weight")
     assert bounds.modelled == {} and bounds.first_s == 1800 and "8 layers in 3 stages" in caplog.text
-
-
-def test_a_validation_has_bounds_of_its_own():
-    """The first as long as loading; later ones what a validation took, and rollouts what rollouts took."""
-    bounds = replace(BOUNDS, modelled={"rollout": 3000.0})
-    first = {"at": (VALIDATE, "rollout"), "done": {}}
-    assert named(rank(0, 4999, **first), bounds=bounds) is None and named(rank(0, 5001, **first), bounds=bounds)
-    done = {f"{VALIDATE} rollout": 500.0, "generate_sequences rollout": 10.0}
-    assert named(rank(0, 2499, at=(VALIDATE, "rollout"), done=done)) is None
-    assert named(rank(0, 2501, at=(VALIDATE, "rollout"), done=done)) == ["rank 0"]
-    rollout = {"at": ("generate_sequences", "rollout"), "done": done}
-    assert named(rank(0, 59, **rollout)) is None and named(rank(0, 61, **rollout)) == ["rank 0"]
 
 
 def test_a_start_that_hangs_names_the_ranks_that_have_no_heartbeat_or_are_still_in_it():
@@ -229,7 +219,8 @@ def test_the_controller_is_named_while_no_rank_is_in_a_call():
     assert text.startswith("step 4: controller (pid 99 on host0) is in update_actor for 70 s")
     assert named(*idle, controller(71, call="")) is None  # before step 1
     assert named(rank(0, 5.0, at=("", "")), controller(500)) is None  # ranks were in a call until 5 s ago
-    assert named(*idle, controller(71, call="reward"), bounds=Bounds(1000, 60, 40)) is None
+    for bounds in (Bounds(1000, 60, 40), replace(BOUNDS, modelled={"reward": 20.0})):
+        assert named(*idle, controller(71, call="reward"), bounds=bounds) is None
 
 
 @pytest.mark.slow
