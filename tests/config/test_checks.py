@@ -146,10 +146,10 @@ def test_the_configs_of_this_repository_hold_and_their_details_ask_for_no_change
         ("data.train_batch_size=5", "prompts", "5 is not a multiple of 2"),
     ]),
     (TINY, [
-        ("trainer.save_freq=1", "checkpoints", "each rank saves its own states"),
+        ("trainer.save_freq=1", "checkpoints", "files go to trainer.default_local_dir"),
         ("algorithm.adv_estimator=gae", "line pypi", "Instead: algorithm.adv_estimator=grpo"),
         ("trainer.default_hdfs_dir=hdfs://x", "checkpoints", "expected null"),
-        (f"{ACTOR}.use_distributed_optimizer=false", "checkpoints", "expected true: each rank saves"),
+        (f"{ACTOR}.use_distributed_optimizer=false", "optimizer", "expected true: each rank"),
     ]),
     (TINY, [
         ("trainer.resume_mode=auto", "checkpoints", "rank 0 only"),

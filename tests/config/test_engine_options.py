@@ -73,6 +73,7 @@ def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
 
 @pytest.mark.parametrize(("override", "words"), [
     *((f"++{OPTIONS}.{place}=1", f"{place} .*{ASCEND}.{key}") for key, place in PLACES.items()),
+    (f"++{OPTIONS}.torchair_graph_config.enabled=null", f"enabled .*{ASCEND}.graphs"),  # given, though it is null
     *((f"{ROLLOUT}.{key}=true", f"{key} is given.*{ASCEND}.graphs") for key in ("enforce_eager", "free_cache_engine")),
 ])  # fmt: skip
 def test_the_same_option_elsewhere_is_refused_on_npu(override, words):

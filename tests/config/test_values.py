@@ -52,6 +52,13 @@ def test_a_wrong_value_is_refused_by_its_key(override, words):
     assert len(re.findall(r"; expected", str(refused.value))) <= 1
 
 
+def test_code_of_a_models_folder_runs_where_that_is_plainly_wanted():
+    """Line a3's verl reads the key without naming it in its file."""
+    for key in ("actor_rollout_ref.model", "data"):
+        with pytest.raises(ConfigError, match=f"{key}.trust_remote_code is 'no'"):
+            compose("grpo_deepseekv3_256die_true_weight", [f"++{key}.trust_remote_code=no"])
+
+
 OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg={enable: true, len: 4, penalty_factor: 1.0, log: false}"
 
 

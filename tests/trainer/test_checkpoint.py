@@ -242,7 +242,10 @@ def test_a_run_resumes_counts_and_removes_only_its_own(saves, tmp_path):
     """Also where those of other runs are newer; the newest that the run wrote is never removed."""
     make_checkpoint(tmp_path, 11, OTHER)
     make_checkpoint(tmp_path, 1, None)
-    others = ["global_step_1", "global_step_11"]
+    make_checkpoint(tmp_path, 12, OTHER)
+    old = tmp_path / "global_step_12" / "manifest.json"  # of another version of the format: never the run's own
+    old.write_text(json.dumps(json.loads(old.read_text()) | {"version": 1}))
+    others = ["global_step_1", "global_step_11", "global_step_12"]
     run = resumed(saves(max_actor_ckpt_to_keep=3))
     assert run.trainer.global_steps == 0 and "no checkpoint of this run" in run.said[-1][0]
     save(run, 2, 4, 9, 10)

@@ -172,6 +172,12 @@ def test_a_manifest_covers_itself(tmp_path, edit):
         m.read_manifest(tmp_path)
 
 
+def test_keys_of_other_types_are_read_back_as_they_are_hashed(tmp_path):
+    manifest = replace(written(tmp_path), facts={"settings": {"data.more": [{1: 2, 10: 3, 2: 4}]}})
+    (tmp_path / m.MANIFEST).write_text(m.to_json(manifest))
+    assert m.read_manifest(tmp_path).facts == {"settings": {"data.more": [{"1": 2, "10": 3, "2": 4}]}}
+
+
 def test_a_writer_refuses_too_many_too_few_doubled_and_unaligned_bytes(tmp_path):
     writer.begin(tmp_path, EMPTY)
     tensors = [entry(BIAS, "bias")]

@@ -35,8 +35,9 @@ RUNS_HELP = (
 )
 TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
 EXPLAIN_HELP = "Print what each key becomes for MindSpeed (line a3)."
-TRAIN_LIBRARY_HELP = "Whose sharding training has: mindspeed, megatron-local, megatron-te."
-ROLLOUT_LIBRARY_HELP = "Whose sharding rollout has: vllm-ascend, vllm."
+TRAIN_LIBRARIES, ROLLOUT_LIBRARIES = ("mindspeed", "megatron-local", "megatron-te"), ("vllm-ascend", "vllm")
+TRAIN_LIBRARY_HELP = f"Whose sharding training has: {', '.join(TRAIN_LIBRARIES)}."
+ROLLOUT_LIBRARY_HELP = f"Whose sharding rollout has: {', '.join(ROLLOUT_LIBRARIES)}."
 BUCKET_HELP = "Most that a rank sends, and receives, in one collective."
 ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
 
@@ -113,6 +114,10 @@ def reshard_plan_command(
     start = time.perf_counter()
     layouts = _layout("--train", train), _layout("--rollout", rollout)
     libraries = {"train_library": train_library, "rollout_library": rollout_library}
+    for (name, library), allowed in zip(libraries.items(), (TRAIN_LIBRARIES, ROLLOUT_LIBRARIES), strict=True):
+        if library not in allowed:
+            option = f"--{name.replace('_', '-')} {library}"
+            raise ConfigError(f"reshard-plan: {option}: expected one of {', '.join(allowed)}")
     if rank is not None and not 0 <= rank < layouts[0].world_size:
         raise ConfigError(f"reshard-plan: --rank {rank}: expected 0 to {layouts[0].world_size - 1}")
     plan = plan_reshard(build_inventory(model), *layouts, **libraries, bucket_bytes=bucket_bytes)

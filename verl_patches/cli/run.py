@@ -46,6 +46,7 @@ LAYOUT_HELP = "|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers."
 REPLAY_HELP = "Train on the responses that another run recorded."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
+STAGE_AGAIN_S = 15.0
 WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
@@ -175,17 +176,21 @@ def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Cal
     with Progress(*columns, console=console, transient=True, disable=silent or piped) as stage:
         now = stage.add_task("starting")
 
+        last, again_at = "", 0.0  # the stage of the start, and when it is shown again in a pipe
+
         def show(line: str) -> None:
-            text = printable(line[2:])
+            nonlocal last, again_at
+            text, seconds = printable(line[2:]), time.monotonic() - began
+            if line.startswith("~ "):
+                stage.update(now, description=text)
+                last, again_at = "" if line.startswith(STEP) else text, 0.0
             if line.startswith(stay):
                 console.print(text)
-            elif line.startswith("~ "):
-                stage.update(now, description=text)
-                if piped and not line.startswith(STEP):
-                    console.print(f"[{time.monotonic() - began:4.0f} s] {text}")
+            elif piped and last and seconds >= again_at:
+                again_at = seconds + STAGE_AGAIN_S
+                console.print(f"[{seconds:4.0f} s] {last}")
 
-        if first:
-            show(f"| {first}")
+        show(f"| {first}" if first else "")
         yield show
 
 

@@ -191,14 +191,15 @@ def _checkpoint_checks(config: DictConfig, train: ParallelLayout, start: Start, 
     """Whether the run can save and resume; none where it does neither, or without experts to lose as verl does."""
     trainer, ours = config.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
     off = [row for row in ours if switched_off(config, row)]
+    if not config.actor_rollout_ref.actor.megatron.get("use_distributed_optimizer", True):
+        key = f"{_ACTOR}.use_distributed_optimizer"
+        yield Check("optimizer", False, f"{key} is false, expected true: each rank offloads and saves its own states")
     if (trainer.save_freq <= 0 and trainer.resume_mode == "disable") or (len(off) == len(ours) and train.ep == 1):
         return
     faults = []
     if off:
         text = "verl saves the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), experts of all"
         faults.append(f"rows {', '.join(off)} are off: {text} others would be lost; expected all of {', '.join(ours)}")
-    if not config.actor_rollout_ref.actor.megatron.get("use_distributed_optimizer", True):
-        faults.append(f"{_ACTOR}.use_distributed_optimizer is false, expected true: each rank saves its own states")
     if trainer.get("default_hdfs_dir"):
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
     held = f"in {trainer.default_local_dir}, which all nodes must share"

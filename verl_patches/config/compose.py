@@ -171,6 +171,10 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
 
     A dataset class of the user gets all of `data`, with keys of its own.
     """
+    if "recipe" in config.actor_rollout_ref:
+        raise ConfigError(
+            f"config {name}: actor_rollout_ref.recipe is given; expected `recipe:` alone: remove the line"
+        )
     free = ("recipe.", "data.") if config.data.custom_cls.path else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
     hint = f"verl of line {line} reads no such key here (verl_patches/verl_keys.json): remove it"

@@ -29,6 +29,7 @@ PLACES = {
     "prefix_caching": PREFIX_CACHING,
     "vllm_sleep_mode": VLLM_SLEEP_MODE,
 }
+_ABSENT = object()  # a key that is null is given
 _BY_GRAPHS = ("enforce_eager", "free_cache_engine")  # of ROLLOUT
 
 
@@ -47,7 +48,9 @@ def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None
                 "which decides it: remove the override"
             )
     given = OmegaConf.select(config, OPTIONS) or OmegaConf.create()
-    places = {key: place for key, place in PLACES.items() if OmegaConf.select(given, place) is not None}
+    places = {
+        key: place for key, place in PLACES.items() if OmegaConf.select(given, place, default=_ABSENT) is not _ABSENT
+    }
     if twice := [f"{place} (set {ASCEND}.{key})" for key, place in places.items()]:
         raise ConfigError(f"{OPTIONS} holds {', '.join(twice)}; expected these keys of {ASCEND} only")
     rewrite_engine_options(config)

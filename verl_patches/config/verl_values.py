@@ -72,12 +72,14 @@ _SECTIONS = {
         "seed": Seed | None,
         "truncation": Literal["left", "right", "middle", "error"],
         "dataloader_num_workers": Natural | None,
+        "trust_remote_code": bool,
     },
     "actor_rollout_ref": {
         "model": {
             "path": Text,
             "override_config": {"model_config": dict[str, Any] | None},
             "external_lib": Text | None,
+            "trust_remote_code": bool,  # line a3's verl reads it without naming it in its file, as data's
         },
         "actor": {
             "ppo_mini_batch_size": Count,

@@ -100,9 +100,10 @@ class ResizeSleepMode(SleepMode):
         for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
             tensors = self._tensors(tag)
             for name, storage in self._asleep[tag].items():
-                if tensors[name].untyped_storage()._cdata != storage.storage._cdata:
+                if name not in tensors or tensors[name].untyped_storage()._cdata != storage.storage._cdata:
                     raise RecipeError(
-                        f"rollout: {name}: expected the storage with which the engine went to sleep, found another"
+                        f"rollout: {name}: expected the storage with which the engine went to sleep, found "
+                        f"{'another' if name in tensors else 'no such tensor'}"
                     )
                 storage.check(tensors[name])
             for storage in dict.fromkeys(self._asleep[tag].values()):

@@ -240,7 +240,7 @@ def recomputation(config: DictConfig) -> tuple[int, int]:
     if not model.enable_gradient_checkpointing or given.get("activations_checkpoint_granularity") != "full":
         return 0, 1
     number = given.get("activations_checkpoint_num_layers") or 1
-    if given.get("activations_checkpoint_method") == "uniform":
+    if given.get("activations_checkpoint_method") != "block":
         return model_shape_of(config).num_hidden_layers, number
     return number, 1
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import sync
-from verl_patches.weights.manifest import SAVED, check_headers, read_manifest
+from verl_patches.weights.manifest import SAVED, OtherVersionError, check_headers, read_manifest
 
 EARLIER = "earlier"
 _UNNAMED = re.compile(rf"({SAVED.pattern})\.(writing|replaced|removed)-(?:([0-9a-f]+)-)?\w+", re.ASCII)
@@ -69,6 +69,9 @@ def saved_in(folder: Path, run: str | None) -> Saved:
                 saved.files.append(path)
                 continue
             owner = read_manifest(path).facts.get("id")
+        except OtherVersionError:
+            saved.others[path] = None
+            continue
         except (ConfigError, OSError) as error:
             saved.damaged[path] = str(error)
             continue

@@ -217,6 +217,10 @@ class Manifest:
         return sum(file.size_bytes for file in self.files)
 
 
+class OtherVersionError(ConfigError):
+    """A manifest of another version of the format."""
+
+
 def model_digest(model: ModelShape) -> str:
     """Hex digest of the sizes of a model."""
     return hashlib.sha256(json.dumps(asdict(model), sort_keys=True).encode()).hexdigest()
@@ -243,6 +247,7 @@ def to_json(manifest: Manifest) -> str:
         "expected": [] if manifest.complete else list(manifest.expected),
         "files": [file_fields(file) for file in manifest.files],
     }
+    content = json.loads(json.dumps(content))  # keys as they are read back: text, in the digest's order
     return json.dumps({**content, "digest": content_digest(content)}) + "\n"
 
 
@@ -296,9 +301,10 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
         raise ConfigError(f"{folder}: no {MANIFEST}; expected a folder of sharded weights")
     found = read_json_object(path, LARGEST_BYTES)
     if found.get("format") != FORMAT or found.get("version") != VERSION:
-        raise ConfigError(
+        other = found.get("format") == FORMAT and type(found.get("version")) is int
+        raise (OtherVersionError if other else ConfigError)(
             f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
-            f"{found.get('version')!r}; write the folder again with this version of the code"
+            f"{found.get('version')!r}; read it with the version of the code that wrote it, or write it again"
         )
     if found.get("digest") != content_digest(found):
         raise ConfigError(
@@ -412,7 +418,7 @@ def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int]
             progress(count)
     found = [
         Problem(entry.name, tensor.key, f"sha256 {tensor.sha256}", f"sha256 {seen}")
-        for tensor, seen in zip(entry.tensors, digest.tensors, strict=True)
+        for tensor, seen in zip(entry.tensors, digest.tensors, strict=False)  # fewer of a file that was cut meanwhile
         if tensor.sha256 != seen
     ]
     if digest.hexdigest() != entry.sha256:

@@ -75,8 +75,8 @@ def start(config: Any) -> Namespace:
 
     Needs `prepare`, and RANK and WORLD_SIZE in the environment; starts torch.distributed if verl has not. Idempotent
     for one configuration. Returns Megatron's arguments. Raises ConfigError with upstream's own message where a parser
-    or validator refuses, or where a validator changes a value of the configuration. That MindSpeed has replaced none of
-    our patches is proven before step 1 (worker/recipe_worker.py, prove_patches).
+    or validator refuses, or where a validator changes a value of the configuration, and PatchError where patches of
+    MindSpeed replaced one of ours.
     """
     if adaptor_features.value is None:
         prepare(config)
@@ -96,7 +96,16 @@ def start(config: Any) -> Namespace:
     args.variable_seq_lengths = True  # validators forbid it with context parallelism, as their own batches are cut
     global_vars.set_args(args)
     _start_groups(args)
+    check_rows()
     return args
+
+
+def check_rows() -> None:
+    """PatchError where MindSpeed's own patches replaced one of ours."""
+    replaced = [row for row in engine.current().status() if row["state"] == "overridden"]
+    lost = [f"{row['id']} at {row['target']}: {row['reason']}" for row in replaced]
+    if lost:
+        raise engine.PatchError("After MindSpeed's start these patches are no longer in place:\n  " + "\n  ".join(lost))
 
 
 def read_hf_config(section: Any) -> Mapping[str, Any]:
