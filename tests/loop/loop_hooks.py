@@ -99,7 +99,11 @@ def stop_early():
 def end_early():
     """The same, and verl takes those words for ends: responses are unequally long, and log-probs can be compared."""
     stop_early()
-    wrap(ROLLOUT, "get_response_mask", lambda mask, ids, eos_token, dtype: mask(ids, [eos_token, *range(32)], dtype))
+
+    def mask_of(mask, response_id, eos_token, dtype):
+        return mask(response_id, [eos_token, *range(32)], dtype)
+
+    wrap(ROLLOUT, "get_response_mask", mask_of)
 
 
 # -- spoilt weight syncs: controls of the truth check ------------------------------------------------------------------

@@ -151,13 +151,13 @@ def test_the_gradient_is_that_of_platform_cpu(emulated, a3):
 @pytest.mark.parametrize(
     ("spoil", "more"),
     [
-        ("drop_bias", ()),
+        ("drop_bias", ("recipe.patches=[-reshard.*]",)),
         ("missing_all_reduce", ("--rollout-tp", "2")),
         ("wrong_dp_rank", ("--rollout-dp", "2", "recipe.patches=[-reshard.*]")),
     ],
 )
 def test_spoilt_weights_and_ranks_are_caught_at_step_one(emulated, spoil, more):
-    """wrong_dp_rank without the direct weight sync, which refuses it before step 1 (tests/reshard)."""
+    """Two of them without the direct weight sync, which refuses them by itself (tests/reshard)."""
     assert_caught(emulated("1", *more, hook(spoil), ok=False), 1)
 
 
