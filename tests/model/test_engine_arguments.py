@@ -50,11 +50,22 @@ def test_256_dies(name):
     hf = {**json.loads((CONFIGS_DIR / config.recipe.model_shape).read_text()), "num_nextn_predict_layers": 0}
     words = arguments_of(explain(config, hf))
     for expected in (  # EP: 32 / TP 4
-        "expert-model-parallel-size 8", "tensor-model-parallel-size 4", "pipeline-model-parallel-size 8",
-        "num-layer-list 7,7,8,8,8,8,8,7", "recompute-granularity full", "recompute-num-layers 8", "seq-length 4096",
-        "lr 1e-06", "moe-tp-extend-ep", "moe-grouped-gemm", "moe-permutation-async-comm", "swap-optimizer",
-        "sequence-parallel", "bf16", "use-distributed-optimizer",
-    ):  # fmt: skip
+        "expert-model-parallel-size 8",
+        "tensor-model-parallel-size 4",
+        "pipeline-model-parallel-size 8",
+        "num-layer-list 7,7,8,8,8,8,8,7",
+        "recompute-granularity full",
+        "recompute-num-layers 8",
+        "seq-length 4096",
+        "lr 1e-06",
+        "moe-tp-extend-ep",
+        "moe-grouped-gemm",
+        "moe-permutation-async-comm",
+        "swap-optimizer",
+        "sequence-parallel",
+        "bf16",
+        "use-distributed-optimizer",
+    ):
         assert f" --{expected} " in f" {' '.join(words)} "
 
 
