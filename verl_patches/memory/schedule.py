@@ -184,7 +184,8 @@ def _make(move: Move, moment: Moment, sizes: Mapping[str, int], now: dict[str, i
     elif does:
         del now[move.group]
         moment.to_host_bytes += size if move.verb == "offload" else 0
-    moment.empty_cache_calls += move.verb == "empty_cache"
+    if move.verb == "empty_cache":
+        moment.empty_cache_calls += 1
     if does or move.verb == "empty_cache":
         moment.moves.append(move)
     _note_peak(moment, now)

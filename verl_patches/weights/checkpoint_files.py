@@ -103,7 +103,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Set what `generators` states."""
+    """Set the random generators to `states`, as `generators` returns them."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = states["numpy"]

@@ -302,7 +302,8 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
     found = read_json_object(path, LARGEST_BYTES)
     if found.get("format") != FORMAT or found.get("version") != VERSION:
         other = found.get("format") == FORMAT and type(found.get("version")) is int
-        raise (OtherVersionError if other else ConfigError)(
+        kind = OtherVersionError if other else ConfigError
+        raise kind(
             f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
             f"{found.get('version')!r}; read it with the version of the code that wrote it, or write it again"
         )
