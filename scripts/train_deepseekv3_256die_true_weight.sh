@@ -7,7 +7,7 @@
 #   ... actor_rollout_ref.rollout.n=8 trainer.total_training_steps=10         # any Hydra override; --help lists the options
 #
 # Before a real start: data in ./data/deepscaler, the model in ./DeepSeek-V3-hf, and Ray on every node (--dry-run prints the
-# ray commands). Run it where Ray's head runs. The exit code is the run's own. Everything else: configs/grpo_deepseekv3_256die_true_weight.yaml.
+# ray commands). Run it where Ray's head runs. The exit code is the run's own. Everything else: configs/deepseekv3_256die_true_weight.yaml.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -18,4 +18,4 @@ python=$root/.venv/bin/python
     exit 2
 }
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m verl_patches train --config-name grpo_deepseekv3_256die_true_weight "$@"
+exec "$python" -m verl_patches train --config-name deepseekv3_256die_true_weight "$@"

@@ -172,7 +172,7 @@ def name_of(process: psutil.Process) -> str:
         return head.removeprefix("ray::").split(".")[0].split("(")[0].split()[0]
     if "-m" in line[:4]:
         module = line[line.index("-m") + 1]
-        return "driver" if module.endswith("main_grpo") else module.rpartition(".")[2]
+        return "driver" if module == "verl_patches.main" else module.rpartition(".")[2]
     script = next((part for part in line[1:] if part.endswith(".py")), "")
     return os.path.basename(script or head).removesuffix(".py")
 

@@ -20,7 +20,7 @@ from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 
-TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
+TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 ON, ROLLOUT, REF = "recipe.tensor_cache.enabled=true", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 ACTOR, DYNAMIC, LONGEST = "actor_rollout_ref.actor", "use_dynamic_bsz", 272
 LENGTHS, WIDTH = (2, 3, 1, 3), 3

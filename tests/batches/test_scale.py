@@ -24,7 +24,7 @@ NAMES = ("prompts", "responses", "rollout_log_probs")
 
 @pytest.fixture(scope="module")
 def config():
-    return compose("grpo_deepseekv3_256die_true_weight")
+    return compose("deepseekv3_256die_true_weight")
 
 
 def step_of(config, prompts, responses):

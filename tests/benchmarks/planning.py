@@ -11,7 +11,7 @@ import time
 
 from report import ROOT, figure, print_report, run_python
 
-BIG = "grpo_deepseekv3_256die_random_init"
+BIG = "deepseekv3_256die_random_init"
 BOUNDS = {  # seconds
     "rollout shards, all experts on each rank": 1.0,
     "training shards": 0.2,

@@ -10,7 +10,7 @@ from verl_patches.__main__ import app
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 
-TINY, RUNS = "grpo_deepseekv3_tiny_cpu", ("grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_256die_true_weight")
+TINY, RUNS = "deepseekv3_tiny_cpu", ("deepseekv3_256die_random_init", "deepseekv3_256die_true_weight")
 VPP = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"
 
 

@@ -50,7 +50,7 @@ def an_up_over_ssh(tmp_path, job):
 
 def a_doctor(tmp_path, job):
     """A doctor that asks a Ray which does not answer."""
-    return ["doctor", "grpo_deepseekv3_tiny_cpu", "recipe.ray_address=127.0.0.1:9", "trainer.nnodes=1"]
+    return ["doctor", "deepseekv3_tiny_cpu", "recipe.ray_address=127.0.0.1:9", "trainer.nnodes=1"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from verl_patches.__main__ import main
 from verl_patches.cli.output import say_command, table, table_lines
 
-NODE = "grpo_deepseekv3_16die"
+NODE = "deepseekv3_16die"
 ROWS = [("reshard.direct", "override", "verl.workers.sharding_manager:Manager.__enter__", "it moves 1.3 TB of weights")]
 COMMANDS = {
     "plan": ["plan", NODE],

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
 
-TINY, NODE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_16die"
+TINY, NODE = "deepseekv3_tiny_cpu", "deepseekv3_16die"
 
 
 def call(*arguments):

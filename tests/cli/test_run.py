@@ -20,7 +20,7 @@ from verl_patches.launch import launcher
 from verl_patches.trainer.record import new_run_id
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
-LARGE, TINY = "grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_tiny_cpu"
+LARGE, TINY = "deepseekv3_256die_true_weight", "deepseekv3_tiny_cpu"
 
 
 def refusal(*arguments):

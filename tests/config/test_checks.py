@@ -20,11 +20,7 @@ from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
 
 PUBLIC = Path(__file__).parents[1] / "layout" / "deepseek_v3_public_config.json"
-TINY, LARGE, RANDOM = (
-    "grpo_deepseekv3_tiny_cpu",
-    "grpo_deepseekv3_256die_true_weight",
-    "grpo_deepseekv3_256die_random_init",
-)
+TINY, LARGE, RANDOM = ("deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight", "deepseekv3_256die_random_init")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 MODEL_CONFIG = "actor_rollout_ref.model.override_config.model_config"
 PPO, VLLM = "actor_rollout_ref.actor.ppo", f"{ROLLOUT}.engine_kwargs.vllm"

@@ -9,7 +9,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 from verl_patches.yaml_files import MAX_BYTES
 
-TINY = "grpo_deepseekv3_tiny_cpu"
+TINY = "deepseekv3_tiny_cpu"
 
 
 def test_verls_config_is_below_ours_and_everything_is_resolved():
@@ -53,7 +53,7 @@ def test_wrong_overrides_are_refused_with_what_to_do(override, message):
         compose(TINY, [override])
 
 
-BIG = "grpo_deepseekv3_256die_random_init"
+BIG = "deepseekv3_256die_random_init"
 MODEL = "actor_rollout_ref.model.override_config.model_config.num_hidden_layers"
 
 
@@ -66,8 +66,8 @@ MODEL = "actor_rollout_ref.model.override_config.model_config.num_hidden_layers"
         (BIG, ["recipe.num_hidden_layers=16", "recipe.train.layers_per_stage=[9,1,1,1,1,1,1,1]"], 16, [9, *[1] * 7]),
         (BIG, ["recipe.num_hidden_layers=16", "recipe.train.layers_per_stage=null"], 16, [4, 2, 2, 2, 2, 2, 1, 1]),
         (TINY, ["recipe.num_hidden_layers=3"], 3, None),
-        ("grpo_deepseekv3_64die", [], 32, [9, 8, 8, 7]),
-        ("grpo_deepseekv3_64die", ["recipe.num_hidden_layers=16"], 16, [5, 4, 4, 3]),
+        ("deepseekv3_64die", [], 32, [9, 8, 8, 7]),
+        ("deepseekv3_64die", ["recipe.num_hidden_layers=16"], 16, [5, 4, 4, 3]),
         (BIG, [], 61, [7, 7, 8, 8, 8, 8, 8, 7]),
     ],
 )
@@ -102,7 +102,7 @@ def configs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("damage", [b"\n\ttrainer: {}\n", b"\n#" + b"x" * MAX_BYTES], ids=["tab", "size"])
 def test_a_damaged_config_is_refused_by_line_and_breaks_no_other(configs, damage):
-    base, other = configs / "grpo_deepseekv3_tiny.yaml", configs / "grpo_deepseekv3_16die.yaml"
+    base, other = configs / "deepseekv3_tiny.yaml", configs / "deepseekv3_16die.yaml"
     text = base.read_bytes()
     other.write_bytes(other.read_bytes() + damage)
     assert compose(TINY).recipe.line == "pypi"
@@ -115,7 +115,7 @@ def test_a_damaged_config_is_refused_by_line_and_breaks_no_other(configs, damage
 
 
 def test_a_key_of_ours_that_verl_does_not_have_is_refused(configs):
-    text = (configs / "grpo_deepseekv3_tiny.yaml").read_text()
+    text = (configs / "deepseekv3_tiny.yaml").read_text()
     for key, wrong, full in (("train_batch_size", "train_batch_sice", "data.{}"), ("line", "lime", "recipe.{}")):
         (configs / "wrong.yaml").write_text(text.replace(f"  {key}: ", f"  {wrong}: "))
         with pytest.raises(ConfigError, match=f"{full.format(wrong)};.* {full.format(key)}"):
@@ -243,7 +243,7 @@ for room in ("config", "launch", "cli", "upstream"):
     for module in pkgutil.iter_modules(importlib.import_module(f"verl_patches.{room}").__path__):
         importlib.import_module(f"verl_patches.{room}.{module.name}")
 from verl_patches.config.compose import compose
-compose("grpo_deepseekv3_256die_true_weight")
+compose("deepseekv3_256die_true_weight")
 print([name for name in ("torch", "verl", "ray", "vllm", "megatron", "transformers") if name in sys.modules])
 """
     assert run_python(code).check().out.strip() == "[]"

@@ -11,7 +11,7 @@ from verl_patches.config.environment import worker_environment
 from verl_patches.config.recipe import RolloutAscend, recipe_keys
 from verl_patches.errors import ConfigError
 
-TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
+TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 NPU = ["recipe.line=a3", "recipe.platform=npu_emulated"]
 
 

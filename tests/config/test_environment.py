@@ -11,8 +11,8 @@ from verl_patches.config.environment import derive, process_environment, worker_
 from verl_patches.patching.contract import installed_root
 from verl_patches.upstream.pins import load_pins
 
-TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_random_init"
-WEIGHTS = "grpo_deepseekv3_256die_true_weight"
+TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init"
+WEIGHTS = "deepseekv3_256die_true_weight"
 
 
 @functools.cache

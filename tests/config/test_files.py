@@ -17,7 +17,7 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.model.tiny import tiny_config
 from verl_patches.trainer.record import new_run_id
 
-TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
+TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 STEPS, SAVE, KEEP = "trainer.total_training_steps", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"
 Usage = namedtuple("Usage", "free")
 

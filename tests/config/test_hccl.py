@@ -12,7 +12,7 @@ from verl_patches.config.environment import derive
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import read_model_shape
 
-CONFIGS = {name: f"grpo_deepseekv3_256die_{name}" for name in ("random_init", "true_weight")}
+CONFIGS = {name: f"deepseekv3_256die_{name}" for name in ("random_init", "true_weight")}
 MODEL = read_model_shape(CONFIGS_DIR / "model" / "deepseekv3_671b.json")
 VLLM = "actor_rollout_ref__rollout__engine_kwargs__vllm"
 SEATS, GRAPHS = f"{VLLM}__max_num_seqs", f"{VLLM}__additional_config__torchair_graph_config"

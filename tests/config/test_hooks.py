@@ -9,7 +9,7 @@ from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import Trees
 
-NONE, TINY = Trees(), "grpo_deepseekv3_tiny_cpu"
+NONE, TINY = Trees(), "deepseekv3_tiny_cpu"
 PATH, NAME = "custom_reward_function.path", "custom_reward_function.name"
 WORKER, LIBRARY = "recipe.worker_process_setup_hook", "actor_rollout_ref.model.external_lib"
 

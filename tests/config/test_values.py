@@ -16,7 +16,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 from verl_patches.values import is_secret, is_secret_value, is_secret_variable, secret_options
 
-TINY = "grpo_deepseekv3_tiny_cpu"
+TINY = "deepseekv3_tiny_cpu"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -56,7 +56,7 @@ def test_code_of_a_models_folder_runs_where_that_is_plainly_wanted():
     """Line a3's verl reads the key without naming it in its file."""
     for key in ("actor_rollout_ref.model", "data"):
         with pytest.raises(ConfigError, match=f"{key}.trust_remote_code is 'no'"):
-            compose("grpo_deepseekv3_256die_true_weight", [f"++{key}.trust_remote_code=no"])
+            compose("deepseekv3_256die_true_weight", [f"++{key}.trust_remote_code=no"])
 
 
 OVERLONG = "+reward_model.reward_kwargs.overlong_buffer_cfg={enable: true, len: 4, penalty_factor: 1.0, log: false}"

@@ -70,7 +70,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def production():
-    return compose("grpo_deepseekv3_256die_true_weight", ["trainer.nnodes=3", "trainer.n_gpus_per_node=16"])
+    return compose("deepseekv3_256die_true_weight", ["trainer.nnodes=3", "trainer.n_gpus_per_node=16"])
 
 
 def test_this_machine_is_fine_and_says_what_it_cannot_check(collected):

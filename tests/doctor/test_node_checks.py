@@ -48,7 +48,7 @@ def tool(changes=()):
 
 @pytest.fixture(scope="module")
 def production():
-    return compose("grpo_deepseekv3_256die_true_weight", ["recipe.hccl.interface=lo"])
+    return compose("deepseekv3_256die_true_weight", ["recipe.hccl.interface=lo"])
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import functools
 
 from verl_patches.config.compose import compose
 
-NAME = "grpo_deepseekv3_tiny_cpu"
+NAME = "deepseekv3_tiny_cpu"
 FOLDER = """import os, json, subprocess, sys, time; from pathlib import Path
 out = Path(os.environ['TENSORBOARD_DIR']).parent
 """

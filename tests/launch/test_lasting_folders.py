@@ -29,7 +29,7 @@ def refusal(tmp_path, monkeypatch):
     (tmp_path / "self").mkdir()
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
 
-    def ask(table, *overrides, name="grpo_deepseekv3_256die_true_weight"):
+    def ask(table, *overrides, name="deepseekv3_256die_true_weight"):
         (tmp_path / "self" / "mounts").write_text(table)
         try:
             require_lasting_folders(compose(name, list(overrides)))
@@ -43,10 +43,10 @@ def refusal(tmp_path, monkeypatch):
 def test_with_the_volumes_of_the_example_job_both_256_die_runs_start(refusal):
     job = load_job(str(CONFIGS_DIR / "cluster_256die.yaml"), "", {})[0]
     inside = [folder.replace(job.checkout, str(ROOT)) for folder in job.volumes.values()]
-    for name in ("grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_256die_random_init"):
+    for name in ("deepseekv3_256die_true_weight", "deepseekv3_256die_random_init"):
         assert refusal(OWN + mounted(*inside), name=name) == ""
         assert refusal(OWN, name=name) and refusal(HOST, name=name) == ""  # on a host nothing is deleted
-    assert refusal(OWN, name="grpo_deepseekv3_tiny_cpu") == ""
+    assert refusal(OWN, name="deepseekv3_tiny_cpu") == ""
     assert refusal(OWN + mounted(OUTPUTS), "data.train_files=/opt/of_image/a.parquet") == ""  # what is only read
 
 
@@ -72,7 +72,7 @@ def test_an_override_counts_as_the_run_resolves_it(refusal, monkeypatch, key, in
 
 def test_train_is_refused_before_anything_is_started(refusal):
     said = refusal(OWN)  # the command sees the same table
-    done = CliRunner().invoke(app, ["train", "--config-name", "grpo_deepseekv3_256die_true_weight"])
+    done = CliRunner().invoke(app, ["train", "--config-name", "deepseekv3_256die_true_weight"])
     assert isinstance(done.exception, ConfigError) and str(done.exception) == said
 
 
@@ -82,7 +82,7 @@ from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch.run_folder import require_lasting_folders
 for folder in sys.argv[1:]:
-    config = compose("grpo_deepseekv3_256die_true_weight", [f"recipe.output_root={folder}/x"])
+    config = compose("deepseekv3_256die_true_weight", [f"recipe.output_root={folder}/x"])
     try:
         require_lasting_folders(config)
         print(folder, "starts")

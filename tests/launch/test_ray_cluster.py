@@ -15,7 +15,7 @@ NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
 
 @pytest.fixture(scope="module")
 def config():
-    return compose("grpo_deepseekv3_256die_true_weight")
+    return compose("deepseekv3_256die_true_weight")
 
 
 def test_enough_nodes_pass_and_missing_ones_are_counted(config):
@@ -44,7 +44,7 @@ def test_an_address_without_ray_is_refused(monkeypatch):
 
 def test_workers_of_several_nodes_choose_their_interface_on_cpus_too():
     nodes = ["trainer.nnodes=4", "trainer.n_gpus_per_node=1", "recipe.ray_address=auto"]
-    one, several = compose("grpo_deepseekv3_tiny_cpu"), compose("grpo_deepseekv3_tiny_cpu", nodes)
+    one, several = compose("deepseekv3_tiny_cpu"), compose("deepseekv3_tiny_cpu", nodes)
     assert worker_settings(one)["network"] is None and worker_environment(one)["GLOO_SOCKET_IFNAME"] == "lo"
     assert worker_settings(several)["network"] == {"nodes": 4, "interface": None}
     assert "GLOO_SOCKET_IFNAME" not in worker_environment(several)

@@ -253,8 +253,8 @@ def test_a_restart_needs_checkpoints_that_it_finds():
         (["trainer.save_freq=1", "trainer.resume_mode=disable"], "resume_mode is disable"),
         (["trainer.save_freq=1", "trainer.resume_mode=auto", "recipe.restart.without_nodes=[a]"], "recipe.ray_address"),
     ):
-        config = compose("grpo_deepseekv3_tiny_cpu", ["recipe.restart.times=1", *overrides])
+        config = compose("deepseekv3_tiny_cpu", ["recipe.restart.times=1", *overrides])
         faults = [check.detail for check in check_config(config) if check.name == "restart" and not check.ok]
         assert faults == [] if words is None else len(faults) == 1 and words in faults[0]
     with pytest.raises(ConfigError, match="recipe.restart.times is -1"):
-        compose("grpo_deepseekv3_tiny_cpu", ["recipe.restart.times=-1"])
+        compose("deepseekv3_tiny_cpu", ["recipe.restart.times=-1"])

@@ -19,7 +19,7 @@ from verl_patches.patching.row import subclass_of
 from verl_patches.worker import recipe_worker
 from verl_patches.worker.recipe_worker import RecipeWorker
 
-TINY, SKIP, CORRECT = "grpo_deepseekv3_tiny_cpu", "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
+TINY, SKIP, CORRECT = "deepseekv3_tiny_cpu", "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
 PROMPT, LENGTH = 3, 4
 OF_ACTOR = -torch.rand(4 * LENGTH, generator=torch.Generator().manual_seed(9)) - 0.5  # of each token, at weights 0

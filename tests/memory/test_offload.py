@@ -146,6 +146,6 @@ def test_a_move_without_bytes_is_not_recorded():
     ("recipe.train.swap_optimizer_times=4", ""),
 ])  # fmt: skip
 def test_a_swap_is_refused_where_the_configuration_contradicts_itself(override, words):
-    config = compose("grpo_deepseekv3_tiny_cpu", ["recipe.train.swap_optimizer=true", override])
+    config = compose("deepseekv3_tiny_cpu", ["recipe.train.swap_optimizer=true", override])
     (check,) = [c for c in check_config(config) if c.name == "swap optimizer"]
     assert check.ok == (not words) and words in check.detail

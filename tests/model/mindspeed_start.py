@@ -65,7 +65,7 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
         f"recipe.train.layers_per_stage={layers or 'null'}",
         *more,
     ]
-    config = compose("grpo_deepseekv3_tiny_cpu", overrides, verl_path=verl)
+    config = compose("deepseekv3_tiny_cpu", overrides, verl_path=verl)
     for key, value in train.items():
         OmegaConf.update(config.actor_rollout_ref, f"recipe.train.{key}", value, force_add=True)
     return OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref, resolve=True))

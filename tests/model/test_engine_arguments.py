@@ -23,12 +23,12 @@ def _words(config) -> list[str]:
 
 
 def _tiny(*overrides: str):
-    return compose("grpo_deepseekv3_tiny_cpu", overrides)
+    return compose("deepseekv3_tiny_cpu", overrides)
 
 
 @pytest.fixture(scope="module")
 def die256():
-    return compose("grpo_deepseekv3_256die_true_weight")
+    return compose("deepseekv3_256die_true_weight")
 
 
 def test_table_names_each_key_once_and_knows_every_recipe_key():
@@ -44,7 +44,7 @@ def test_unknown_key_is_refused_not_dropped(die256):
         _words(changed)
 
 
-@pytest.mark.parametrize("name", ["grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_256die_true_weight"])
+@pytest.mark.parametrize("name", ["deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"])
 def test_256_dies(name):
     config = compose(name)
     hf = {**json.loads((CONFIGS_DIR / config.recipe.model_shape).read_text()), "num_nextn_predict_layers": 0}

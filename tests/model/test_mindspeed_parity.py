@@ -133,7 +133,7 @@ def test_each_setting_gives_the_same_update(run_a3, one_rank, layout, train, mor
 
 def test_swapped_optimizer_gives_the_same_update(run_a3):
     """In bf16: alone, and with the other settings of production."""
-    train = compose("grpo_deepseekv3_256die_true_weight").recipe.train
+    train = compose("deepseekv3_256die_true_weight").recipe.train
     assert all(train[key] for key in PRODUCTION)
     runs = [
         run_a3(WORKER, LAYOUTS["tp2_extends_ep"], train=dict.fromkeys(keys, True), more=ALL_LAYERS, dtype="bf16")

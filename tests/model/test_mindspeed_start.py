@@ -20,7 +20,7 @@ SELECTIVE = [
     f"{_KWARGS}granularity=selective",
     f"{_KWARGS}method=block",
 ]
-TINY = "grpo_deepseekv3_tiny_cpu"
+TINY = "deepseekv3_tiny_cpu"
 # name -> (configuration, ranks, overrides, what upstream says); the first is what the process is prepared for;
 # layer lists, fused gradients and overlaps are in test_mindspeed_parity.py and test_mindspeed_update.py
 CASES = {
@@ -76,7 +76,7 @@ def test_the_timeout_arrives(found):
 def test_upstream_takes_both_256_die_configs_as_they_are(run):
     """A process of their own: the adaptor reads some arguments once."""
     cases = {
-        name: (f"grpo_deepseekv3_256die_{run}", 256, [], None)
+        name: (f"deepseekv3_256die_{run}", 256, [], None)
         for name, run in (("base", "random_init"), ("learning", "true_weight"))
     }
     found = run(cases)

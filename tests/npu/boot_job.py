@@ -25,7 +25,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-CONFIG, OTHER_CONFIG = "grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_256die_random_init"
+CONFIG, OTHER_CONFIG = "deepseekv3_256die_true_weight", "deepseekv3_256die_random_init"
 # what Ray and verl give a worker of a group (verl/single_controller/ray/base.py:326); DISABLE_WORKER_INIT, because
 # ActorRolloutRefWorker is made inside another worker, which has registered the group already (base.py:702)
 WORKER = {
@@ -57,9 +57,9 @@ def overrides(folder: Path) -> list[str]:
 
 
 def driver(folder: Path, found: dict[str, Any]) -> None:
-    """verl_patches/main_grpo.py until it starts Ray."""
-    with step(found, "verl_patches.main_grpo"):
-        main_grpo = importlib.import_module("verl_patches.main_grpo")
+    """verl_patches/main.py until it starts Ray."""
+    with step(found, "verl_patches.main"):
+        driver = importlib.import_module("verl_patches.main")
         import ray
 
         from verl_patches.config.compose import compose
@@ -70,14 +70,14 @@ def driver(folder: Path, found: dict[str, Any]) -> None:
         # ray.init hands it the runtime_env (ray/_private/worker.py:1636), below the row that wraps ray.init
         os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{__name__}.{stop.__name__}"
         try:
-            main_grpo.main([str(folder / "config.yaml")])
+            driver.main([str(folder / "config.yaml")])
         except Reached as reached:
             (runtime_env,) = reached.args
             found["reached"] = "ray.init"
         finally:
             del os.environ["RAY_RUNTIME_ENV_HOOK"]
         hook = runtime_env.pop("worker_process_setup_hook")
-        (folder / "driver.pickle").write_bytes(ray.cloudpickle.dumps((hook, main_grpo.run_task_runner, config)))
+        (folder / "driver.pickle").write_bytes(ray.cloudpickle.dumps((hook, driver.run_task_runner, config)))
         found["env_vars"] = runtime_env["env_vars"]
 
 

@@ -37,7 +37,7 @@ NEVER_IMPORTED = {
     "worker": ("verl.trainer.ppo.metric_utils", "verl.trainer.ppo.ray_trainer", "verl.utils.tracking"),
 }  # fmt: skip
 STEPS = {
-    "driver": ["verl_patches.main_grpo"],
+    "driver": ["verl_patches.main"],
     "controller": ["set-up hook", "verl.trainer.main_ppo", "TaskRunner.run"],
     "worker": ["set-up hook", "verl", "verl.workers.megatron_workers", "validators on both configurations",
                "ActorRolloutRefWorker.__init__", "imports of ActorRolloutRefWorker's methods",
@@ -157,7 +157,7 @@ def test_importing_verl_prepares_mindspeed_before_megatron_and_both_configuratio
     assert found["first of the engine after verl"] == "mindspeed_llm"
     for name, fixed in (("true_weight", False), ("random_init", True)):
         sizes = {"data_parallel_size": 8, "expert_model_parallel_size": 8, "num_layers": 61, "fix_router": fixed}
-        assert found["arguments"][f"grpo_deepseekv3_256die_{name}"] == sizes
+        assert found["arguments"][f"deepseekv3_256die_{name}"] == sizes
     assert "verl.workers.rollout.vllm_rollout" in found["lazy"]
 
 

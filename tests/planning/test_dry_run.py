@@ -55,7 +55,7 @@ def test_layouts_patches_environment_and_commands(plans, name):
     commands = [command["command"] for command in plan["commands"]]
     assert " ray start --head" in commands[0] and " ray start --address=" in commands[1]
     assert all(command.startswith("PYTHONPATH=") for command in commands[:3])
-    assert "python -m verl_patches train --config-name grpo_deepseekv3_256die_" + name in commands[2]
+    assert "python -m verl_patches train --config-name deepseekv3_256die_" + name in commands[2]
     assert not any("0.0.0.0" in command for command in commands)
 
 
@@ -85,7 +85,7 @@ def test_the_scripts_keep_the_exit_code_and_name_the_fault(override, code, messa
 
 @pytest.mark.parametrize(("name", "random"), [("random_init", True), ("true_weight", False)])
 def test_the_configs_have_the_settings_of_the_published_run(name, random):
-    config = compose(f"grpo_deepseekv3_256die_{name}")
+    config = compose(f"deepseekv3_256die_{name}")
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (512, 16, 512)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 3072)

@@ -12,7 +12,7 @@ from verl_patches.planning.memory_plan import exceeding, followed_peaks, host_li
 
 pytestmark = pytest.mark.slow
 
-BIG, TINY = "grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_tiny_cpu"
+BIG, TINY = "deepseekv3_256die_random_init", "deepseekv3_tiny_cpu"
 ON = ("reshard.direct", "memory.order")
 CHUNKS = ("logprob.in_chunks", "logprob.entropy_in_chunks")
 RUN = (*ON, *CHUNKS, "memory.sleep_mode")

@@ -28,7 +28,7 @@ from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
 
-BIG = "grpo_deepseekv3_256die_random_init"
+BIG = "deepseekv3_256die_random_init"
 ACTOR = "actor_rollout_ref.actor.megatron"
 PRESETS = {"16": (16, 8), "64": (64, 32), "128": (128, 61), "384": (384, 61)}  # name: dies, layers
 TREES = trees_of(None, None)
@@ -91,7 +91,7 @@ def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says(found)
 
 
 def test_graphs_of_a_listed_layout_go_up_to_its_requests(rows):
-    name = "grpo_deepseekv3_256die_true_weight"
+    name = "deepseekv3_256die_true_weight"
     config = compose(name)
     assert seats_keys(config, 16)[GRAPHS] == [8, 16] and GRAPHS not in seats_keys(compose(BIG), 16)
     row = search(config, rows, 128, Workload(), top=1)[0]
@@ -102,12 +102,12 @@ def test_graphs_of_a_listed_layout_go_up_to_its_requests(rows):
 
 @pytest.mark.parametrize("dies", [256, 128])
 def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
-    config = compose("grpo_deepseekv3_128die")
+    config = compose("deepseekv3_128die")
     on = rows_on(config)
     layouts = search(config, on, dies, Workload(), top=4)
     assert {row["recompute_layers"] for row in layouts} != {61}
     for row in layouts[:2]:
-        listed = compose("grpo_deepseekv3_128die", row["overrides"])
+        listed = compose("deepseekv3_128die", row["overrides"])
         assert recomputation(listed)[0] == row["recompute_layers"]
         assert followed_peaks(listed, on)["peak_bytes"] == row["peak_bytes"] <= A3_SEEN_BYTES
         if fewer := row["recompute_layers"]:  # one less does not fit
@@ -133,7 +133,7 @@ def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
 )
 def test_a_config_whose_own_layout_fails_is_searched_too(overrides, changes):
     """Each override fails a plan; with what the search lists for the same command it passes."""
-    name = "grpo_deepseekv3_256die_true_weight"
+    name = "deepseekv3_256die_true_weight"
     assert not plan_of(name, *overrides)["ok"]
     config = compose(name, overrides)
     row = search(config, rows_on(config), 256, Workload(), top=1)[0]
@@ -196,7 +196,7 @@ def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(config, rows, gib
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_pass_the_plan(name):
     dies, layers = PRESETS[name]
-    plan = plan_of(f"grpo_deepseekv3_{name}die")
+    plan = plan_of(f"deepseekv3_{name}die")
     assert plan["ok"], [check for check in plan["checks"] if not check["ok"]]
     assert len(plan["train"]["ranks"]) == dies and sum(map(len, plan["train"]["layers"])) == layers
     seconds = [phase["seconds"] for phase in plan["step"]["phases"]]

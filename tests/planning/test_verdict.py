@@ -12,7 +12,7 @@ from verl_patches.planning.verdict import nearest_preset
 
 pytestmark = pytest.mark.slow
 
-NAME, NODE = "grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_16die"
+NAME, NODE = "deepseekv3_256die_true_weight", "deepseekv3_16die"
 ON = ("reshard.direct", "memory.order", "logprob.in_chunks", "logprob.entropy_in_chunks", "memory.sleep_mode")
 
 
@@ -27,7 +27,7 @@ def plan_of(*words):
 @pytest.mark.parametrize(
     ("override", "dies", "preset"),
     [
-        ("trainer.nnodes=12", 192, "grpo_deepseekv3_128die"),
+        ("trainer.nnodes=12", 192, "deepseekv3_128die"),
         ("trainer.nnodes=3", 128, NODE),  # 61 layers do not fit 48 dies
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3", 256, NAME),
         ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 256, NAME),
@@ -74,7 +74,7 @@ def test_host_memory_of_a_node_is_a_check_where_it_is_known():
 
 @pytest.mark.parametrize(
     ("dies", "host_gib", "name"),
-    [(256, None, NAME), (200, None, "grpo_deepseekv3_128die"), (200, 1024, NODE), (8, None, None)],
+    [(256, None, NAME), (200, None, "deepseekv3_128die"), (200, 1024, NODE), (8, None, None)],
 )
 def test_the_nearest_preset_has_no_more_dies_and_fits_the_node(dies, host_gib, name):
     found = nearest_preset(NAME, dies, None if host_gib is None else host_gib << 30, ON)

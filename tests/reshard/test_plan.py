@@ -1,6 +1,6 @@
 """Plans are proven from the layouts, for the recipe's 256 and 384 dies and for random pairs of layouts of a tiny model.
 
-Golden numbers, for the layouts of configs/grpo_deepseekv3_256die_*.yaml (counted by hand from the HF config): at EP256
+Golden numbers, for the layouts of configs/deepseekv3_256die_*.yaml (counted by hand from the HF config): at EP256
 a die needs 25.81 GB, of which it holds 1.90 GB in training already, where its rollout rank lies best, on average over
 the stages: 23.91 GB must arrive. As vLLM numbers its ranks not every die lies best, and 24.95 GB must arrive.
 """

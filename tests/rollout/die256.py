@@ -28,7 +28,7 @@ from tests.emulation.emulated_engine import (
 
 SCALE = 4
 TOKENS = 6
-TRUE_WEIGHT = "grpo_deepseekv3_256die_true_weight"
+TRUE_WEIGHT = "deepseekv3_256die_true_weight"
 
 
 def scaled(config: Any, model: str) -> Any:
@@ -200,7 +200,7 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
 
 def random_init(model: str, overrides: list[str]) -> dict[str, Any]:
     """What is generated with balanced routing: another model, so only what holds for any."""
-    config, made = start(model, "grpo_deepseekv3_256die_random_init", overrides)
+    config, made = start(model, "deepseekv3_256die_random_init", overrides)
     read = options_read(made)
     from verl_patches.replay.expert_load import of_rollout
 

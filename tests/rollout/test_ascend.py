@@ -106,7 +106,7 @@ def test_top_k_and_top_p_leave_the_words_that_they_should(found):
     assert found["sampled, upstream"]["left"] == [512, None, None]  # None: an index past the vocabulary
 
 
-NAMES = ["grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_256die_random_init"]
+NAMES = ["deepseekv3_256die_true_weight", "deepseekv3_256die_random_init"]
 # the other value of every key that acts at the pin
 KEYS = "graph_batch_sizes=[32,64] multistream_mla=false multistream_moe=false view_optimize=true scheduler=ascend"
 KEYS += " chunked_prefill_for_mla=false prefix_caching=false vllm_sleep_mode=true top_k_optimize=false"

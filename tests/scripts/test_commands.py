@@ -50,7 +50,7 @@ CLASSES = {
 # scripts that pass all their arguments to a subcommand
 SCRIPTS = {"smoke": ["smoke"], "fetch_upstream": ["fetch-upstream"]}
 for run in ("random_init", "true_weight"):
-    SCRIPTS[f"train_deepseekv3_256die_{run}"] = ["train", "--config-name", f"grpo_deepseekv3_256die_{run}"]
+    SCRIPTS[f"train_deepseekv3_256die_{run}"] = ["train", "--config-name", f"deepseekv3_256die_{run}"]
 
 
 def is_whole(text):

@@ -20,7 +20,7 @@ SECONDS = {"rollout": 2.0, "log_prob": 1.0, "ref": 1.0, "update": 4.0, "step": 1
 def config(tmp_path):
     (tmp_path / "config.json").write_text(TINY.read_text())
     batch = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
-    config = compose("grpo_deepseekv3_tiny_cpu", batch)
+    config = compose("deepseekv3_tiny_cpu", batch)
     config.actor_rollout_ref.model.path, config.recipe.platform = str(tmp_path), "npu"
     return config
 

@@ -36,7 +36,7 @@ def four_ranks():
     settings = ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4"]
     settings += ["data.train_batch_size=8", "data.max_prompt_length=3", f"data.max_response_length={LENGTH}"]
     settings += [f"{rollout}.tensor_model_parallel_size=2", f"{rollout}.temperature=0.9", f"{rollout}.top_p=0.9"]
-    return compose("grpo_deepseekv3_tiny_cpu", [*settings, f"{rollout}.top_k=50"])
+    return compose("deepseekv3_tiny_cpu", [*settings, f"{rollout}.top_k=50"])
 
 
 def config_of(**recipe):

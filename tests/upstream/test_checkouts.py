@@ -50,7 +50,7 @@ def test_line_and_trees_go_together(upstream):
 
 def test_trees_are_on_the_path_before_installed_packages_and_after_this_checkout(upstream, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), "/users/own", "/users/own"]))  # each once
-    composed, trees = compose("grpo_deepseekv3_tiny_cpu"), trees_of(upstream)
+    composed, trees = compose("deepseekv3_tiny_cpu"), trees_of(upstream)
     path = next(v for v in derive(composed, trees=trees) if v.name == "PYTHONPATH")
     wanted = [REPOSITORY, *trees.folders, "/users/own"]
     assert path.value.split(os.pathsep) == [str(p) for p in wanted] and path.where == "driver"
@@ -78,8 +78,8 @@ def test_a_printed_command_finds_the_trees_and_all_that_the_image_has_on_its_pat
     for name, package in PACKAGES.items():
         (upstream / name / package / "__init__.py").touch()
     trees = trees_of(upstream) if given else trees_of()
-    config = compose("grpo_deepseekv3_256die_true_weight")
-    for printed in commands(config, "grpo_deepseekv3_256die_true_weight", (), trees)[:3]:
+    config = compose("deepseekv3_256die_true_weight")
+    for printed in commands(config, "deepseekv3_256die_true_weight", (), trees)[:3]:
         prefix = re.split(r"(?=ray start|python -m)", printed["command"])[0]
         names = [*PACKAGES.values(), "vllm_of_the_image", "verl_patches"]
         line = shlex.join([sys.executable, "-c", FOUND, *names])

@@ -153,7 +153,7 @@ def test_a_file_edited_together_with_its_line_in_the_record_is_seen(tmp_path, in
 
 
 def config(line, drift="strict"):
-    found = compose("grpo_deepseekv3_tiny_cpu")
+    found = compose("deepseekv3_tiny_cpu")
     found.recipe.line, found.recipe.drift = line, drift
     return found
 

@@ -130,7 +130,7 @@ OF_OTHER_RECIPES |= {"actor_rollout_ref.rollout.prompt_logprobs"}  # SamplingPar
 
 @pytest.mark.parametrize("line", LINES)
 def test_unsupported_keys_exist_and_our_configs_are_neutral(line):
-    for name in ("grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"):
+    for name in ("deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"):
         config = compose(name)
         for entry in PINS.unsupported_on(line):
             value = OmegaConf.select(config, entry.key, throw_on_missing=True)

@@ -15,7 +15,7 @@ from verl_patches.upstream.checkouts import verl_config_dir
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import refused_keys, shell_findings
 
-TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
+TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 OTHER = {  # another value than a neutral one, for keys of every kind
     f"{ACTOR}.megatron.context_parallel_size": "2",

@@ -94,15 +94,15 @@ def bounds_for(name, *overrides):
 
 
 def test_the_bounds_of_a_run_have_the_step_models_times_on_npu_only():
-    bounds = bounds_for("grpo_deepseekv3_256die_true_weight", "recipe.watch.least_s=100")
+    bounds = bounds_for("deepseekv3_256die_true_weight", "recipe.watch.least_s=100")
     assert bounds.modelled.keys() == MODELLED.keys() and (bounds.first_s, bounds.least_s) == (1800, 100)
     longer = ["data.max_response_length=4096", "actor_rollout_ref.rollout.max_model_len=5120"]
-    modelled = bounds_for("grpo_deepseekv3_256die_true_weight", *longer).modelled
+    modelled = bounds_for("deepseekv3_256die_true_weight", *longer).modelled
     assert modelled["rollout"] > 1.3 * bounds.modelled["rollout"] > 100
     assert f"update {5 * bounds.modelled['update']:.0f} s" in str(bounds) and "sleep" not in str(bounds)
-    limit_s = hccl.exec_timeout_s(compose("grpo_deepseekv3_256die_true_weight", []))
+    limit_s = hccl.exec_timeout_s(compose("deepseekv3_256die_true_weight", []))
     assert limit_s - bounds.collective_s > 2 * ASK_S and f"process group: {bounds.collective_s:.0f} s" in str(bounds)
-    on_cpu = bounds_for("grpo_deepseekv3_tiny_cpu")
+    on_cpu = bounds_for("deepseekv3_tiny_cpu")
     assert on_cpu.modelled == {} and "modelled" not in str(on_cpu)
 
 
@@ -112,7 +112,7 @@ def test_without_an_answer_of_the_model_the_keys_alone_count(monkeypatch, caplog
         raise error("8 layers in 3 stages")
 
     monkeypatch.setattr(step_plan, "_longest_step", refuses)
-    bounds = bounds_for("grpo_deepseekv3_256die_true_weight")
+    bounds = bounds_for("deepseekv3_256die_true_weight")
     assert bounds.modelled == {} and bounds.first_s == 1800 and "8 layers in 3 stages" in caplog.text
 
 

@@ -19,7 +19,7 @@ from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.platform import NO_DEVICE
 from verl_patches.upstream.checkouts import for_platform, trees_of
 
-PRODUCTION = "grpo_deepseekv3_256die_true_weight"
+PRODUCTION = "deepseekv3_256die_true_weight"
 WORDS_HELP = f"A file of configs/ (default: {PRODUCTION}, or the smoke run's with platform=cpu), then overrides."
 THIS_NODE_HELP = "Only this node, also where a Ray of several nodes runs."
 HEAD_HELP = "HOST:PORT of Ray's head, given to the nodes that another one asks."

@@ -21,7 +21,7 @@ from verl_patches.planning.step_plan import Workload
 from verl_patches.planning.verdict import nearest_preset
 from verl_patches.upstream.checkouts import for_platform, trees_of
 
-CONFIG_HELP = "A file of configs/, such as grpo_deepseekv3_256die_true_weight."
+CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
 SEARCH_HELP = "List the fastest legal layouts of the config's model and batch on --dies."
 DIES_HELP = "With --search: dies in whole nodes of 16, 16 to 1024; default: the config's."
 TOP_HELP = "With --search: how many layouts."

@@ -40,7 +40,7 @@ from verl_patches.values import printable
 from verl_patches.weights.checkpoint_folders import newest
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
-ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as grpo_deepseekv3_256die_true_weight.")]
+ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as deepseekv3_256die_true_weight.")]
 VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
 LAYOUT_HELP = "|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers."
 REPLAY_HELP = "Train on the responses that another run recorded."

@@ -55,9 +55,9 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     name = config_name.removesuffix(".yaml")
     runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_of_a_run(path)]
     if name not in runs:
-        raise ConfigError(
-            f"no config of a run in {CONFIGS_DIR} has the name {config_name}; there is: " + (", ".join(runs) or "none")
-        )
+        new = name.removeprefix("grpo_")
+        hint = f"it is {new} now" if new in runs else "there is: " + (", ".join(runs) or "none")
+        raise ConfigError(f"no config of a run in {CONFIGS_DIR} has the name {config_name}; {hint}")
     _check_overrides(overrides)
     _check_files(name)
     upstream = verl_config_dir(verl_path)
@@ -86,9 +86,9 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether a file of configs/ has a list of defaults, as the pin file and job files have not; damaged ones may."""
+    """Whether a file of configs/ has an algorithm in its defaults, as the bases and the pin file have not."""
     try:
-        return b"\ndefaults:" in b"\n" + head_of(path)
+        return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", head_of(path)) is not None
     except ConfigError:
         return False
 
@@ -103,7 +103,10 @@ def _check_files(name: str, above: tuple[str, ...] = ()) -> None:
     if not isinstance(entries, list):
         raise ConfigError(f"{path}: expected keys and a list of defaults, found {type(entries or content).__name__}")
     for entry in entries:
-        if isinstance(entry, str) and (CONFIGS_DIR / f"{entry}.yaml").is_file():
+        if isinstance(entry, dict):  # of a group: {algo: grpo}
+            for group, chosen in entry.items():
+                read_yaml(CONFIGS_DIR / group / f"{chosen}.yaml")
+        elif isinstance(entry, str) and (CONFIGS_DIR / f"{entry}.yaml").is_file():
             _check_files(entry, (*above, name))
 
 
@@ -115,6 +118,9 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         if not override.isprintable():
             raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
+        algorithms = sorted(path.stem for path in (CONFIGS_DIR / "algo").glob("*.yaml"))
+        if key == "algo" and value not in algorithms:
+            raise ConfigError(f"algo={value}: expected one of {', '.join(algorithms)}")
         _refuse_secrets([(key.lstrip("+~"), value.strip("'\""))])
 
 

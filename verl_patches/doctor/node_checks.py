@@ -216,7 +216,7 @@ def _folded(
 
 _OTHER_LINE = {  # what to do on a machine of the other line, whose packages stay
     "a3": "leave them: run this in the image of configs/Dockerfile.a3, or on a CPU with --upstream DIR; "
-    "doctor grpo_deepseekv3_tiny_cpu checks what is here",
+    "doctor deepseekv3_tiny_cpu checks what is here",
     "pypi": "leave them: bash scripts/setup.sh makes an environment of line pypi beside them",
 }
 

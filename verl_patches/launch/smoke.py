@@ -15,7 +15,7 @@ from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
 
-CONFIG_NAME, LEARN_CONFIG_NAME = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_tiny_cpu_learn"
+CONFIG_NAME, LEARN_CONFIG_NAME = "deepseekv3_tiny_cpu", "deepseekv3_tiny_cpu_learn"
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "data" / "deepscaler_sample.json"
 PREPARE_S = 300

@@ -28,7 +28,7 @@ from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
 
-DRIVER_MODULE = "verl_patches.main_grpo"
+DRIVER_MODULE = "verl_patches.main"
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
 _SIZED = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs

@@ -25,7 +25,7 @@ from verl_patches.upstream.checkouts import Trees
 from verl_patches.yaml_files import read_yaml
 
 _PLAN = ("python", "-m", "verl_patches", "plan")
-_PRESETS = "grpo_deepseekv3_*die*.yaml"
+_PRESETS = "deepseekv3_*die*.yaml"
 
 
 def conclude(

@@ -1,4 +1,4 @@
-"""The driver of a run: `python -m verl_patches.main_grpo RUN/config.yaml`, the composed configuration of the run.
+"""The driver of a run: `python -m verl_patches.main RUN/config.yaml`, the composed configuration of the run.
 
 launch/launcher.py has checked and written that file, and starts the driver with the run's environment. It starts (or
 joins) Ray with the prelude in every worker and lets one of them run verl's own TaskRunner: that process is the
