@@ -509,8 +509,17 @@ DISPATCH: tuple[PatchSpec, ...] = (
                    "verl.workers.fsdp_workers:register")),
 )  # fmt: skip
 
+REWARD: tuple[PatchSpec, ...] = (
+    _row("reward.parts", "wrap", "verl.trainer.ppo.reward:load_reward_manager",
+         "verl_patches.rewards.manager:load_parts",
+         "verl's reward managers know one function, return a reward model's scores in place of its own (naive.py:38), "
+         "and compute_reward prints an error, calls again and trains without extra information (reward.py:115).",
+         exit="verl adds up several rewards, and ends a run where one of them fails",
+         processes=_CONTROLLER, bindings=("verl.trainer.main_ppo:load_reward_manager",)),
+)  # fmt: skip
+
 FUNCTIONAL: tuple[PatchSpec, ...] = (
-    *CONTROLLER, *DISPATCH, *MODEL, *MINDSPEED, *RESHARD, *ROLLOUT, *LOG_PROB, *UPDATE, *MEMORY, *CHECKPOINT,
+    *CONTROLLER, *DISPATCH, *MODEL, *MINDSPEED, *RESHARD, *ROLLOUT, *REWARD, *LOG_PROB, *UPDATE, *MEMORY, *CHECKPOINT,
 )  # fmt: skip
 
 NO_BUILD: tuple[PatchSpec, ...] = tuple(

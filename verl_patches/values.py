@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import unicodedata
@@ -70,6 +71,16 @@ def value_faults(types: Mapping[str, Any], values: Mapping[str, Any]) -> list[st
 def value_words(kind: Any) -> str:
     """What a type with bounds allows, in words."""
     return _words(_adapter(kind).json_schema())
+
+
+def unknown_key(
+    key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/config/recipe.py"
+) -> str:
+    """One sentence about a key that does not exist, with the nearest ones that do; `hint` where none is near."""
+    leaf = key.rpartition(".")[2]
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
+    near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]
+    return f"unknown key {key}; " + (f"did you mean {' or '.join(near[:3])}?" if near else hint)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ def start(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(launcher, "MEMORY_S", 0.0)  # after each look at the clock
     ready = tmp_path / "t" / "ready"
 
-    def run(code: str, on_line=None, dirty=None, trainer=(), reward=None, **recipe):
+    def run(code: str, on_line=None, dirty=None, trainer=(), **recipe):
         lines, looks = [], 0
 
         def said(line):
@@ -28,7 +28,6 @@ def start(tmp_path: Path, monkeypatch):
 
         config = composed().copy()
         config.trainer.update(dict(trainer))
-        config.custom_reward_function.path = reward or config.custom_reward_function.path
         config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
         monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
         outcome = launcher.run(config, said, None, dirty)

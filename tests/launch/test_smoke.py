@@ -62,7 +62,7 @@ def test_learning_takes_the_steps_of_its_config_without_an_option():
     assert not any("total_training_steps" in override for override in overrides_of(SmokeOptions()))  # the config's 3
     learn = compose(smoke.LEARN_CONFIG_NAME, overrides_of(SmokeOptions(learn=True)))
     assert learn.trainer.total_training_steps == 40
-    assert learn.custom_reward_function.path.endswith("verl_patches/rewards/learnable.py")
+    assert learn.recipe.rewards == [{"name": "learnable"}]
     assert [c for c in check_config(learn) if not c.ok] == []
 
 

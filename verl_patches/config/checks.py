@@ -38,6 +38,7 @@ from verl_patches.log_probs.of_rollout import CHECK_TOKENS
 from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.model.mindspeed.arguments import ONLY
 from verl_patches.reshard.blocks import Block, make_blocks
+from verl_patches.rewards.parts import parts_of
 from verl_patches.upstream.checkouts import LINE, Trees
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 from verl_patches.values import Count, Positive, value_faults
@@ -75,6 +76,7 @@ def check_config(
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config), check_disk(config, start), *_replay_checks(config)]
+    checks += _reward_checks(config)
     return [*checks, *hccl.checks(config, model), *_profile_checks(config), *_restart_checks(config)]
 
 
@@ -444,6 +446,30 @@ def _sleep_check(config: DictConfig) -> Check:
 
 
 # sections of the recipe
+
+
+def _reward_checks(config: DictConfig) -> list[Check]:
+    """recipe.rewards: parts that the run can have, and some, unless the objective needs none."""
+    parts, recipe, longest = parts_of(config), config.recipe, config.data.max_response_length
+    faults = []
+    if switched_off(config, "reward.parts") and recipe.rewards is not None:
+        faults.append("row reward.parts is off, and verl's reward manager has no parts; remove -reward.parts")
+    if not parts and (recipe.get("objective") or {}).get("name", "rl") == "rl":
+        faults.append("recipe.rewards is empty, so every reward would be 0; expected a part, or null")
+    for part in parts:
+        if part.entry.name == "length" and part.entry.buffer_of(longest) > longest:
+            found = f"{part.where}.buffer_tokens is {part.entry.buffer_tokens}"
+            faults.append(f"{found}; expected at most data.max_response_length, {longest}")
+    models = [part.where for part in parts if part.entry.name == "reward_model"]
+    if len(models) != int(config.reward_model.enable):
+        faults.append(
+            f"reward_model.enable is {str(config.reward_model.enable).lower()} with {len(models)} parts of name "
+            "reward_model; expected one where it is true, else none"
+        )
+    if models and config.algorithm.adv_estimator == "remax":
+        faults.append(f"{models[0]} has no scores for remax's baseline, which verl rewards without a reward model")
+    held = " + ".join(f"{part.entry.weight:g} x {part.label}" for part in parts) or "no part"
+    return [Check("rewards", False, fault) for fault in faults] or [Check("rewards", True, held)]
 
 
 def _profile_checks(config: DictConfig) -> Iterator[Check]:

@@ -25,6 +25,7 @@ from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.patching.spec import LINES
+from verl_patches.rewards.parts import parts_of
 from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, verl_config_dir
 from verl_patches.upstream.pins import load_pins, read_by_verl
 from verl_patches.upstream.support import refusal_of
@@ -74,6 +75,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
+    parts_of(config)
     write_engine_options(config, keys_of(overrides))
     _write_layers(config)
     config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders

@@ -26,6 +26,7 @@ from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
 from verl_patches.replay.recording import find_recording
+from verl_patches.rewards.parts import SHORT_FORM, parts_of
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
@@ -33,8 +34,8 @@ from verl_patches.weights.checkpoint_folders import saved_in
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
-_MODEL, _REWARD = "actor_rollout_ref.model.path", "custom_reward_function.path"
-PATHS = (*_DATA, _MODEL, _REWARD)  # keys that name files which a run reads
+_MODEL, _REWARDS = "actor_rollout_ref.model.path", ("recipe.rewards", f"{SHORT_FORM}.path")
+PATHS = (*_DATA, _MODEL, *_REWARDS)  # keys that name files which a run reads
 # of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main ones
 _PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
 _RECORD_BYTES = 64 << 20, 32 << 10  # of logs, and of a step in summary.json and metrics.jsonl
@@ -161,7 +162,6 @@ def _replay_checks(config: DictConfig) -> Iterator[Check]:
 # the user's code: it must import, and define what is named
 
 IMPORT_S = 120  # time limit of an import
-_FILE_HOOKS = ("custom_reward_function", "data.custom_cls")  # path and name, which verl loads
 _CHILD = """
 import importlib, importlib.util, json, os, sys, traceback
 where, name, answer = sys.argv[1:]
@@ -196,18 +196,24 @@ os._exit(0)
 
 
 class Hook(NamedTuple):
-    """A file or module, what it must define ("": it is imported only), and the key or section that says so."""
+    """A file or module, what it must define ("": it is imported only), and the key or section that says so.
+
+    given_by: keys that name the file of a section with a path; none of a module.
+    """
 
     where: str
     name: str
     key: str
+    given_by: tuple[str, ...] = ()
 
 
 def hooks_of(config: DictConfig) -> Iterator[Hook]:
     """The user's code that `config` names."""
-    for section, of in zip(_FILE_HOOKS, (config.custom_reward_function, config.data.custom_cls), strict=True):
-        if of.path:
-            yield Hook(of.path, of.name or "", section)
+    for part in parts_of(config):
+        if part.entry.path:
+            yield Hook(part.entry.path, part.entry.function, part.where, _REWARDS)
+    if (dataset := config.data.custom_cls).path:
+        yield Hook(dataset.path, dataset.name, "data.custom_cls", ("data.custom_cls.path",))
     if hook := config.recipe.worker_process_setup_hook:
         module, _, name = hook.rpartition(".")
         yield Hook(module, name, "recipe.worker_process_setup_hook")
@@ -226,8 +232,9 @@ def hook_checks(config: DictConfig, must_exist: Collection[str] = (), trees: Tre
     """
     for hook in hooks_of(config):
         what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
-        if hook.key in _FILE_HOOKS and not file.is_file():
-            yield _absent("hooks", [file], f"{hook.key}.path", f"{hook.key}.path" in must_exist, "a Python file")
+        if hook.given_by and not file.is_file():
+            expected = not {*hook.given_by}.isdisjoint(must_exist)
+            yield _absent("hooks", [file], f"{hook.key}.path", expected, "a Python file")
             continue
         fault = unchecked = None
         if trees is not None:

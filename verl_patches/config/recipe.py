@@ -7,7 +7,6 @@ docs/configuration.md is generated from the docstrings: each key is described as
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, NamedTuple
@@ -33,6 +32,7 @@ from verl_patches.values import (
     Text,
     leaves,
     types_of,
+    unknown_key,
     value_faults,
 )
 
@@ -411,6 +411,9 @@ class Recipe:
     num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
     all. The model's folder stays as it is, with random init or weights. layers_per_stage for all layers is balanced
     again.
+    rewards: the parts of a response's reward; keys of each are those of recipe.rewards[] below. null:
+    custom_reward_function, the short form of one entry of name python, or without its path verl's own scores by
+    data source.
     """
 
     run: Name = "run"
@@ -426,6 +429,7 @@ class Recipe:
     expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
     num_hidden_layers: Count | None = None
+    rewards: list[dict[str, Any]] | None = None
     train: Train = field(default_factory=Train)
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
@@ -497,13 +501,3 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
             "in the other format (vllm_ascend/attention/mla_v1.py:1192; vllm-ascend PR 3066)"
         )
     return faults
-
-
-def unknown_key(
-    key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/config/recipe.py"
-) -> str:
-    """One sentence about a key that does not exist, with the nearest ones that do; `hint` where none is near."""
-    leaf = key.rpartition(".")[2]
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
-    near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]
-    return f"unknown key {key}; " + (f"did you mean {' or '.join(near[:3])}?" if near else hint)

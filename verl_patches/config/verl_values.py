@@ -55,8 +55,7 @@ _MEGATRON = {
     "grad_offload": bool | None,
     "optimizer_offload": bool | None,
 }
-_OVERLONG = {"enable": bool, "len": Count, "penalty_factor": NotNegative, "log": bool}
-_VLLM, _REWARD = "actor_rollout_ref.rollout.engine_kwargs.vllm", "reward_model.reward_kwargs"
+_VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 _SECTIONS = {
     "data": {
         "custom_cls": {"path": Text | None, "name": Text | None},
@@ -174,17 +173,11 @@ _SECTIONS = {
     },
     "custom_reward_function": {"path": Text | None, "name": Text, "reward_kwargs": dict[str, Any] | None},
     "critic": {"strategy": Literal["megatron"]},  # verl compares it with the actor's, although there is no critic
-    "reward_model": {
-        "reward_manager": Literal["naive", "prime", "batch", "dapo"],
-        "reward_kwargs": {"max_resp_len": Count | None, "overlong_buffer_cfg": _OVERLONG},  # those of manager dapo
-    },
+    "reward_model": {"reward_manager": Literal["naive", "prime", "batch", "dapo"]},
     "ray_init": {"num_cpus": Count | None},
 }
 TYPES: dict[str, Any] = dict(leaves(_SECTIONS))
-_MAY_BE_NULL = {
-    *(_REWARD, f"{_REWARD}.overlong_buffer_cfg"),
-    *(_VLLM, f"{_VLLM}.additional_config", f"{_VLLM}.additional_config.ascend_scheduler_config"),
-}
+_MAY_BE_NULL = {_VLLM, f"{_VLLM}.additional_config", f"{_VLLM}.additional_config.ascend_scheduler_config"}
 
 
 def verl_types(base: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,19 +214,10 @@ def _deleted(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
 
 def _lacking(config: Mapping[str, Any]) -> Iterator[str]:
     """Keys that need another one, which verl would miss only after the start."""
-    trainer, reward, actor = config["trainer"], config["reward_model"], config["actor_rollout_ref"]["actor"]
+    trainer, actor = config["trainer"], config["actor_rollout_ref"]["actor"]
     if trainer["resume_mode"] == "resume_path" and not trainer["resume_from_path"]:
         yield RESUME_NEEDS
     if actor["shuffle"] and actor["data_loader_seed"] is None:
         yield "actor_rollout_ref.actor.shuffle is true, which needs actor_rollout_ref.actor.data_loader_seed=N"
     if config["data"]["custom_cls"]["path"] and not config["data"]["custom_cls"]["name"]:
         yield "data.custom_cls.path is given, which needs data.custom_cls.name"
-    manager, given = reward["reward_manager"], reward.get("reward_kwargs") or {}
-    buffer, key = given.get("overlong_buffer_cfg") or {}, "reward_model.reward_kwargs"
-    if manager == "dapo":
-        lacking = [f"overlong_buffer_cfg.{name}" for name in _OVERLONG if name not in buffer]
-        lacking += [] if given.get("max_resp_len") else ["max_resp_len"]
-        if lacking:
-            yield f"reward_model.reward_manager is dapo, which needs {', '.join(f'{key}.{name}' for name in lacking)}"
-    elif manager != "batch" and given:
-        yield f"{key} holds {', '.join(given)}; expected none, as reward manager {manager} takes no arguments: set dapo"

@@ -79,6 +79,17 @@ class _Columns:
         values = [reduced(steps, name, of) if steps else NAN for steps in self.steps]
         return [lacking if value is None else value for value in values]
 
+    def draw_parts(self, axes: Axes) -> None:
+        """A line for the mean of each part of the reward, where it has several."""
+        rewards = [[step.get("rewards") or {} for step in steps] for steps in self.steps]
+        labels = dict.fromkeys(label for column in rewards for means in column for label in means)
+        for label in labels if len(labels) > 1 else ():
+            found = [[means[label] for means in column if means.get(label) is not None] for column in rewards]
+            means_of = [statistics.fmean(values) if values else NAN for values in found]
+            axes.plot(self.middles, means_of, linewidth=1, label=_text(label))
+        if len(labels) > 1:
+            axes.legend(fontsize=8)
+
     def label(self, axes: Axes) -> None:
         """Whole steps below the axes, and a line where the run was resumed."""
         from matplotlib.ticker import MaxNLocator
@@ -99,6 +110,7 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     columns = _Columns(summary)
     _draw_rewards(left, columns)
     left.set(title=f"{columns.name}: mean reward{columns.each}", ylabel="reward")
+    columns.draw_parts(left)
     if columns.width > 1:
         left.fill_between(columns.middles, columns.means("reward", of=min), columns.means("reward", of=max), alpha=0.2)
     _stack(right, columns.edges, {name: columns.means(name, 0.0) for name in PHASE_COLOURS})

@@ -68,6 +68,7 @@ class Step(TypedDict, total=False):
     step: Required[Natural]
     seconds: Required[Numbers]
     reward: Required[Number]
+    rewards: Numbers | None  # means of its parts by label
     grad_norm: Number
     tokens: Numbers | None
     logprob_delta: Numbers | None

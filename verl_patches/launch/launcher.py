@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import environment
-from verl_patches.errors import ConfigError, RecipeError, interrupted, place_in
+from verl_patches.errors import ConfigError, RecipeError, interrupted
 from verl_patches.evaluation.plots import memory_figure, run_figure, save
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
@@ -40,7 +40,6 @@ _RAY_SOCKET = f"/{environment.RAY_FOLDER}/session_2025-01-01_00-00-00_000000_000
 _TEMP = "vr-"  # "vp-" was that of launchers that held their folder by another kind of lock
 _OWNER = "owner"  # in a run's temporary folder; its launcher holds the lock of this file
 _LOG_END_BYTES = 256 << 10
-_TRACEBACK_LINES = 100  # of an exception and its causes, at most
 _RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
 _PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -174,7 +173,7 @@ def _supervise(
     _end_driver(driver)
     progress.read()
     if reason is None and code:  # the log: before other processes write what ending them causes
-        reason = last_error(folder / "driver.log", config.custom_reward_function.path)
+        reason = last_error(folder / "driver.log")
         if reason is None or not _OF_THE_WATCH.match(reason):  # the driver's, which sees all nodes
             reason = _reason_of_driver(_summary_of_driver(folder)) or reason
         if code < 0:
@@ -273,11 +272,8 @@ def _head(config: DictConfig, here: RunFolder, trees: Trees | None) -> dict[str,
     return head
 
 
-def last_error(log: Path, users_file: str | None = None) -> str | None:
-    """The last exception of a log, with all lines of its message and without Ray's wrapping; None without one.
-
-    It begins with the line of `users_file` that its traceback names.
-    """
+def last_error(log: Path) -> str | None:
+    """The last exception of a log, with all lines of its message and without Ray's wrapping; None without one."""
     if not log.exists():
         return None
     text = _end_of(log, _LOG_END_BYTES).decode(errors="replace")
@@ -285,7 +281,7 @@ def last_error(log: Path, users_file: str | None = None) -> str | None:
     for number, line in reversed(list(enumerate(lines))):
         match = _ERROR.match(line)
         if match and match[1] != "RayTaskError":
-            message = [place_in("\n".join(lines[max(0, number - _TRACEBACK_LINES) : number]), users_file) + line]
+            message = [line]
             for text in lines[number + 1 : number + 12]:
                 if not text.startswith("  ") or text.lstrip().startswith("File "):
                     break

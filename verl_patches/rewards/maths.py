@@ -32,12 +32,12 @@ def compute_score(
     format_weight: float = FORMAT_WEIGHT,
     cpu_limit_s: float = CPU_LIMIT_S,
 ) -> dict[str, float]:
-    """Score one response, as verl's reward managers `naive` and `dapo` call a `custom_reward_function`.
+    """Score one response, in verl's `custom_reward_function` contract.
 
     Returns score in 0..1 (see `compose`), acc (1.0 if the answer is right) and format (1.0 if there is a closed,
     non-empty last box); verl logs the last two, and takes acc as the validation metric. The keys are the same for
-    every response, which verl relies on. `format_weight` and `cpu_limit_s` come from
-    custom_reward_function.reward_kwargs. May be called from any thread or process; takes at most about `cpu_limit_s`
+    every response, which verl relies on. `format_weight` and `cpu_limit_s` are keys of an entry of recipe.rewards, or
+    of custom_reward_function.reward_kwargs. May be called from any thread or process; takes at most about `cpu_limit_s`
     of CPU time.
 
     Raises ConfigError for a gold answer that is empty or not a string or number.
@@ -50,13 +50,24 @@ def compute_score(
         )
     gold = last_box(gold) or gold
     answer = last_box(solution_str)
-    well_formed = answer is not None and 0 < len(answer) <= MAX_ANSWER_CHARS
+    well_formed = _is_answer(answer)
     correct = well_formed and (
         answer == gold.strip()
         or (len(gold) <= MAX_ANSWER_CHARS and shared_answer_checker().equivalent(gold, answer, cpu_limit_s))
     )
     score = compose(correct, well_formed, format_weight)
     return {"score": score, "acc": float(correct), "format": float(well_formed)}
+
+
+def format_score(
+    data_source: str, solution_str: str, ground_truth: Any = None, extra_info: dict[str, Any] | None = None
+) -> float:
+    """1.0 if there is a closed, non-empty last box, else 0.0: part `format`, which needs no gold answer."""
+    return float(_is_answer(last_box(solution_str)))
+
+
+def _is_answer(box: str | None) -> bool:
+    return box is not None and 0 < len(box) <= MAX_ANSWER_CHARS
 
 
 def last_box(text: str) -> str | None:
@@ -91,8 +102,8 @@ def compose(correct: bool, well_formed: bool, format_weight: float = FORMAT_WEIG
     """
     if not 0.0 <= format_weight <= MAX_FORMAT_WEIGHT:
         raise ConfigError(
-            f"reward: format_weight must be in 0..{MAX_FORMAT_WEIGHT}, found {format_weight}: "
-            "set custom_reward_function.reward_kwargs.format_weight"
+            f"reward: format_weight must be in 0..{MAX_FORMAT_WEIGHT}, found {format_weight}: set that of the entry of "
+            "recipe.rewards, or custom_reward_function.reward_kwargs.format_weight"
         )
     if not well_formed:
         return 0.0

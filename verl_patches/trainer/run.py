@@ -11,13 +11,11 @@ import functools
 import logging
 import re
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from verl_patches.current import Current
-from verl_patches.errors import place_in
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.phases import CALLS
 from verl_patches.log_probs import rollout_correction, truth_check
@@ -102,8 +100,7 @@ class Run:
             reason = "ok"
             return result
         except BaseException as error:
-            users_file = (self.trainer.config.get("custom_reward_function") or {}).get("path")
-            reason = reason_of(error, self.raised_by(error), users_file)
+            reason = reason_of(error, self.raised_by(error))
             if isinstance(error, Exception) and (dead := self.dead_workers()):
                 reason = f"{self.death_of(dead)}; the first one: {reason}"
                 raise WorkerDiedError(reason) from error
@@ -276,18 +273,16 @@ class Run:
         self.summary.write()
 
 
-def reason_of(error: BaseException, raised_by: str = "", users_file: str | None = None) -> str:
+def reason_of(error: BaseException, raised_by: str = "") -> str:
     """The error's type and message; of what a worker raised, without the traceback that Ray puts before it.
 
-    raised_by: the worker, for the beginning of the sentence. users_file: of the reward function; the sentence names
-    its line where the error came from there, also in another process.
+    raised_by: the worker, for the beginning of the sentence.
     """
     from ray.exceptions import RayError, RayTaskError
 
-    place = place_in("".join(traceback.format_exception(error)), users_file)
     if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
         error = error.cause
-    return f"{raised_by}{place}{type(error).__name__}: {error}"
+    return f"{raised_by}{type(error).__name__}: {error}"
 
 
 def fit_as_run(original: Callable) -> Callable:

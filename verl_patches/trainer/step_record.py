@@ -21,6 +21,7 @@ from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.log_probs.on_policy import needs_old_log_probs
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
+from verl_patches.rewards.parts import METRIC
 
 # columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
 # memory; with --wide all of them
@@ -36,7 +37,7 @@ SKIPPED_STEPS, ALARMS = "actor/skipped_steps", "recipe/alarms"  # names of metri
 def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The record of `step` from verl's metrics and `take_report` of every worker (worker/recipe_worker.py).
 
-    What neither of them knows is None here: logprob_delta, dispatch, rates, alarms (trainer/run.py).
+    What neither of them knows is None here: rewards, logprob_delta, dispatch, rates, alarms (trainer/run.py).
     """
 
     def of(name: str) -> list[Any]:
@@ -46,6 +47,7 @@ def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[s
         "step": step,
         "seconds": phase_seconds(metrics, of("seconds")),
         "reward": float(metrics["critic/score/mean"]),
+        "rewards": None,
         "tokens": tokens_of_step(metrics),
         "grad_norm": _number(metrics.get("actor/grad_norm")),
         "logprob_delta": None,
@@ -67,6 +69,7 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
     """{name: value} of the record's figures that verl's metrics do not have."""
     metrics = {f"recipe/seconds/{phase}": seconds for phase, seconds in record["seconds"].items()}
     metrics |= _rates_by_name(record["rates"])
+    metrics |= {f"{METRIC}{label}": mean for label, mean in (record["rewards"] or {}).items()}
     loads = (record["expert_load"] or {}).items()
     metrics |= {f"recipe/expert_load/{side}": load["max_over_mean"] for side, load in loads if load}
     if record["routing_replay"]:

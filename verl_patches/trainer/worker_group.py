@@ -26,6 +26,7 @@ from verl_patches.log_probs.sampled_check import SampledCheck
 from verl_patches.log_probs.truth_check import not_compared
 from verl_patches.patching.engine import is_on
 from verl_patches.replay.recording import find_recording, load_step, save_step
+from verl_patches.rewards.parts import part_means
 from verl_patches.watch import heartbeat
 
 
@@ -51,6 +52,7 @@ class RecipeWorkerGroup:
         self._record_to, self._replay_from = record_to, find_recording(recipe.rollout.replay)
         self._profile_to, self._profiled = profile_to, frozenset(recipe.profile.steps or ())
         self.lengths: list[int] | None = None
+        self._rewards: dict[str, float] | None = None  # means of the parts of this step's reward
         self._skip_old_log_prob = recipe.train.skip_old_log_prob
         self.cache: TensorCacheStages | None = None
         if recipe.tensor_cache.enabled and is_on("update.tensor_cache"):
@@ -77,7 +79,7 @@ class RecipeWorkerGroup:
             return self._group.generate_sequences(prompts)
         self._step = self._trainer.global_steps
         self._on_call(self.step, "generate_sequences")
-        self.lengths = None
+        self.lengths = self._rewards = None
         if self._profile_to is not None and self.step in self._profiled:
             self._group.begin_profile(self.step, str(self._profile_to))
         if self._replay_from is not None:
@@ -108,14 +110,17 @@ class RecipeWorkerGroup:
     def update_actor(self, batch: DataProto) -> DataProto:
         """verl's metrics of the update."""
         self._on_call(self.step, "update_actor")
-        self.lengths = batch.meta_info.get("global_token_num")
+        self.lengths, self._rewards = batch.meta_info.get("global_token_num"), part_means(batch.non_tensor_batch)
         if self._skip_old_log_prob:
             batch.batch.pop("old_log_probs")
         return self._stages.update_actor(batch)
 
     def end_step(self) -> dict[str, Any]:
-        """{tensor_cache: bytes that its exchange moved, logprob_check: report}, each where the run has it."""
-        facts: dict[str, Any] = {}
+        """{rewards: means of the parts, tensor_cache: bytes of its exchange, logprob_check: report}.
+
+        The last two where the run has them.
+        """
+        facts: dict[str, Any] = {"rewards": self._rewards}
         if self.cache is not None:
             facts["tensor_cache"] = self.cache.end_step()
         if self.sampled_check is not None:

@@ -1,0 +1,196 @@
+"""The reward manager: how parts add up, and that an error in one ends the run with its name."""
+
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl import DataProto
+from verl.trainer.ppo import reward as verls
+from verl.workers.reward_manager import NaiveRewardManager
+
+from verl_patches.rewards import manager
+from verl_patches.rewards.manager import RewardError, load_parts
+from verl_patches.rewards.parts import part_means
+
+LENGTHS = (4, 8, 2)  # of at most 8 tokens
+NOTHING = object()
+
+
+class Tokenizer:
+    """A token is a character; those from 128 on are special."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(chr(number) for number in ids.tolist() if number < 128 or not skip_special_tokens)
+
+
+def config_of(*entries, **more):
+    rewards = None if entries == (None,) else list(entries)
+    section = {"data": {"reward_fn_key": "data_source", "max_response_length": 8}, "recipe": {"rewards": rewards}}
+    return OmegaConf.create({**section, "reward_model": {"reward_manager": "naive"}, **more})
+
+
+def manager_of(*entries, validates=0, **more):
+    return load_parts(verls.load_reward_manager)(config_of(*entries, **more), Tokenizer(), num_examine=validates)
+
+
+def batch(golds=("1", "1", "1"), texts=("\\boxed{1}", "\\boxed{2}", "1"), rm_scores=None, width=16, **columns):
+    """Three responses `texts`, behind prompts of 2 tokens."""
+    responses, mask = torch.full((len(texts), width), 200), torch.zeros(len(texts), width + 2, dtype=torch.long)
+    mask[:, :2] = 1
+    for row, text in enumerate(texts):
+        responses[row, : len(text)] = torch.tensor([ord(char) for char in text])
+        mask[row, 2 : 2 + len(text)] = 1
+    tensors = {"responses": responses, "prompts": torch.ones(len(texts), 2, dtype=torch.long), "attention_mask": mask}
+    tensors |= {} if rm_scores is None else {"rm_scores": rm_scores}
+    if golds is not NOTHING:
+        columns |= {"reward_model": [{"ground_truth": gold} for gold in golds]}
+    return DataProto.from_dict(tensors=tensors, non_tensors={"data_source": ["d"] * len(texts), **columns})
+
+
+def of_lengths(*lengths, width=8, **more):
+    return batch(golds=NOTHING, texts=["x" * length for length in lengths], width=width, **more)
+
+
+def python(tmp_path, code, **keys):
+    (tmp_path / "own.py").write_text(code)
+    return {"name": "python", "path": str(tmp_path / "own.py"), **keys}
+
+
+def test_one_part_gives_what_verls_manager_gives(tmp_path):
+    """On the last token, with the columns that the function returns; the short form is the entry of name python."""
+    code = "def compute_score(data_source, solution_str, ground_truth, extra_info, by=1):\n"
+    code += "    return {'score': by * len(solution_str), 'acc': float(solution_str == ground_truth)}\n"
+    entry = python(tmp_path, code, kwargs={"by": 0.3})
+    short = {"path": entry["path"], "name": "compute_score", "reward_kwargs": {"by": 0.3}}
+    given = config_of(None, custom_reward_function=short)
+    expected = NaiveRewardManager(Tokenizer(), 0, verls.get_custom_reward_fn(given))(batch(), return_dict=True)
+    for made in (manager_of(entry), manager_of(None, custom_reward_function=short)):
+        found = made(batch(), return_dict=True)
+        assert torch.equal(found["reward_tensor"], expected["reward_tensor"])
+        columns = found["reward_extra_info"]
+        assert columns == {
+            "reward/python": expected["reward_extra_info"]["score"], "acc": expected["reward_extra_info"]["acc"]
+        }  # fmt: skip
+        assert torch.equal(made(batch()), expected["reward_tensor"])
+
+
+def test_parts_add_up_with_their_weights_and_keep_their_own_means():
+    data = batch()
+    found = manager_of({"name": "maths", "format_weight": 0.0}, {"name": "format", "weight": 0.25})(data, True)
+    assert found["reward_tensor"].sum(-1).tolist() == [1.25, 0.25, 0.0]
+    assert found["reward_tensor"].nonzero().tolist() == [[0, 8], [1, 8]]  # the last tokens
+    columns = found["reward_extra_info"]
+    assert columns["reward/maths"] == columns["acc"] == [1.0, 0.0, 0.0]
+    assert columns["format"] == columns["reward/format"] == [1.0, 1.0, 0.0]
+    arrays = {name: np.array(values) for name, values in columns.items()}  # as verl's fit() makes them
+    assert part_means(arrays) == pytest.approx({"maths": 1 / 3, "format": 2 / 3})
+
+
+def test_the_length_part_needs_no_gold_answer():
+    made = manager_of({"name": "length", "buffer_tokens": 4, "weight": 0.5})
+    assert made(of_lengths(4, 5, 8)).sum(-1).tolist() == [0.0, -0.125, -0.5]
+
+
+def test_scores_of_a_reward_model_are_added_and_not_taken_alone():
+    scores = torch.zeros(3, 8)
+    scores[torch.arange(3), torch.tensor(LENGTHS) - 1] = torch.tensor([1.0, 2.0, 3.0])
+    data = of_lengths(*LENGTHS, rm_scores=scores)
+    entries = [{"name": "reward_model", "weight": 0.5}, {"name": "length", "buffer_tokens": 4}]
+    found = manager_of(*entries)(data, return_dict=True)
+    assert torch.equal(found["reward_tensor"].sum(-1), torch.tensor([0.5, 0.0, 1.5]))
+    assert found["reward_tensor"][0, 3] == 0.5 and found["reward_extra_info"]["reward/reward_model"] == [1.0, 2.0, 3.0]
+    naive = NaiveRewardManager(Tokenizer(), 0, lambda **sample: 7.0)
+    assert torch.equal(naive(data), scores)  # the control: verl's knows one of them
+    with pytest.raises(RewardError, match=r"recipe.rewards\[0\] \(reward_model\): the batch has no rm_scores"):
+        manager_of(*entries)(of_lengths(*LENGTHS))
+    validation = manager_of(*entries, validates=1)(of_lengths(*LENGTHS), return_dict=True)  # runs no reward model
+    assert list(validation["reward_extra_info"]) == ["reward/length"]
+
+
+def test_without_a_part_every_reward_is_zero():
+    found = manager_of()(of_lengths(*LENGTHS), return_dict=True)
+    assert not found["reward_tensor"].any() and found["reward_extra_info"] == {}
+
+
+def test_verls_own_scores_are_a_part(monkeypatch):
+    default = "default_compute_score"
+    monkeypatch.setattr(verls, default, lambda data_source, solution_str, ground_truth, extra_info=None: 0.5)
+    for entry in (None, {"name": "data_source"}):
+        assert manager_of(entry)(batch()).sum(-1).tolist() == [0.5] * 3
+
+
+FLAKY = """
+import pathlib
+def inner(text):
+    calls = pathlib.Path(__file__).with_suffix(".calls")
+    calls.write_text(calls.read_text() + "x" if calls.exists() else "x")
+    if calls.read_text() == "xx":
+        return {}["score"]
+    return 1.0
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return inner(solution_str)
+"""
+
+
+def test_an_error_names_part_sample_and_line_and_verl_does_not_swallow_it(tmp_path):
+    """It fails once, for the second sample; verl's compute_reward prints that and calls again, which succeeds."""
+    made = manager_of({"name": "format"}, python(tmp_path, FLAKY))
+    with pytest.raises(RewardError) as raised:
+        verls.compute_reward(batch(uid=["u0", "u1", "u2"]), made)
+    text = f"recipe.rewards[1] (python), sample 1 of the batch (data_source 'd', uid u1): {tmp_path}/own.py:7: KeyError"
+    assert str(raised.value).startswith(text) and isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(RewardError):
+        made(batch())
+    (tmp_path / "own.calls").unlink()  # the control
+    given = config_of(None, custom_reward_function={"path": str(tmp_path / "own.py"), "name": "compute_score"})
+    rewards, extra = verls.compute_reward(
+        batch(), NaiveRewardManager(Tokenizer(), 0, verls.get_custom_reward_fn(given))
+    )
+    assert rewards.sum() == 3 and extra == {}
+
+
+def test_verls_task_of_launch_reward_fn_async_has_the_same_manager_and_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(verls, "load_reward_manager", load_parts(verls.load_reward_manager))
+    task = verls.compute_reward_async._function
+    rewards, columns = task(batch(), config_of({"name": "format"}), Tokenizer())
+    assert rewards.sum() == 2 and columns["reward/format"] == [1.0, 1.0, 0.0]
+    with pytest.raises(RewardError, match="sample 1 of the batch"):
+        task(batch(), config_of(python(tmp_path, FLAKY)), Tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("return float('nan')", "sample 0 .*expected a finite score"),
+        ("return {'acc': 1.0}", "sample 0 .*KeyError: 'score'"),
+        ("return {'score': 1.0, 'acc': 1.0} if '{1' in solution_str else 1.0", "sample 1 .*first response, acc"),
+        ("return 'good'", "sample 0 .*ValueError"),
+        ("return ground_truth.strip()", "sample 0 .*own.py:2: AttributeError: 'NoneType'"),  # rows without one
+    ],
+)
+def test_what_is_no_score_is_refused(tmp_path, code, words):
+    made = manager_of(
+        python(tmp_path, f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {code}\n")
+    )
+    with pytest.raises(RewardError, match=words):
+        made(batch(golds=(None, None, None)))
+
+
+def test_an_error_while_the_file_is_loaded_names_its_line(tmp_path):
+    with pytest.raises(RewardError, match=r"\(python\), while it is loaded: .*own.py:3: RuntimeError: Error loading"):
+        manager_of(python(tmp_path, "import json\n\nTABLE = json.loads('')\n"))
+
+
+def test_a_line_is_found_in_the_traceback_of_another_process(tmp_path, monkeypatch):
+    entry = python(tmp_path, "import json\n\n\ndef score(text):\n    return json.loads(text)['score']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    part = manager_of(entry | {"function": "score"}).parts[0][0]
+    import own
+
+    with pytest.raises(ValueError) as raised, ProcessPoolExecutor(1) as pool:
+        pool.submit(own.score, "x").result()
+    del sys.modules["own"]
+    assert f"{tmp_path}/own.py:5: JSONDecodeError" in str(manager._failed(part, raised.value, "here"))

@@ -1,0 +1,93 @@
+"""The entries of recipe.rewards: what is refused, what a configuration has; the closed form of the length penalty."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+from verl_patches.rewards.parts import Reward, length_penalty, parts_of
+
+TINY = "deepseekv3_tiny_cpu"
+SHORT = ["recipe.rewards=null", "custom_reward_function.path=a.py", "custom_reward_function.name=score"]
+
+
+def rewards(text, *overrides):
+    return compose(TINY, [f"recipe.rewards=[{text}]", *overrides])
+
+
+def faults(config):
+    return [check.detail for check in check_config(config) if check.name in ("rewards", "line pypi") and not check.ok]
+
+
+@given(st.integers(1, 4096), st.data())
+def test_the_penalty_is_zero_up_to_the_buffer_then_linear_and_minus_one_at_full_length(longest, data):
+    """arXiv:2503.14476, eq. 13."""
+    buffer = data.draw(st.integers(1, longest))
+    assert length_penalty(longest, longest, buffer) == -1.0 and length_penalty(longest + 1, longest, buffer) == -1.0
+    assert length_penalty(longest - buffer, longest, buffer) == length_penalty(0, longest, buffer) == 0.0
+    tokens = data.draw(st.integers(longest - buffer, longest))
+    assert length_penalty(tokens, longest, buffer) == pytest.approx((longest - buffer - tokens) / buffer)
+
+
+def test_the_default_buffer_is_that_of_dapo():
+    assert Reward("length").buffer_of(20_480) == 4_096 and Reward("length", buffer_tokens=7).buffer_of(20_480) == 7
+    assert Reward("length").buffer_of(3) == 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("{name: mats}", r"rewards\[0\].name is 'mats'; expected 'maths' or"),
+        ("{weight: 1}", r"rewards\[0\].name is null"),
+        ("{name: maths},{name: maths, format_weigth: 0}", r"rewards\[1\]: unknown key format_weigth; did you mean for"),
+        ("{name: length, path: a.py}", r"unknown key path; length takes name, weight, buffer_tokens"),
+        ("{name: python}", r"rewards\[0\].path is missing"),
+        ("{name: python, path: a.py, kwargs: 3}", r"kwargs is 3; expected a section"),
+        ("{name: maths, weight: inf}", "weight is inf"),
+        ("{name: maths, weight: many, format_weight: 0.6}", r"weight is 'many'; [^\n]*\n.*format_weight is 0.6"),
+        ("{name: length, buffer_tokens: 0}", "buffer_tokens is 0"),
+    ],
+)
+def test_an_entry_that_is_not_of_its_kind_is_refused(entry, words):
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        rewards(entry)
+
+
+def test_the_short_form_is_one_python_entry_and_both_are_refused():
+    (short,) = parts_of(compose(TINY, [*SHORT, "+custom_reward_function.reward_kwargs.x=1"]))
+    (entry,) = parts_of(rewards("{name: python, path: a.py, function: score, kwargs: {x: 1}}"))
+    assert short.entry == entry.entry and (short.label, entry.label) == ("python", "python")
+    assert (short.where, entry.where) == ("custom_reward_function", "recipe.rewards[0]")
+    with pytest.raises(ConfigError, match="both given.*recipe.rewards=null"):
+        compose(TINY, SHORT[1:])
+    assert [part.entry for part in parts_of(compose(TINY, SHORT[:1]))] == [Reward("data_source")]
+
+
+def test_two_entries_of_one_name_have_labels_of_their_own():
+    config = rewards("{name: python, path: a.py},{name: maths, weight: 0.5},{name: python, path: b.py}")
+    assert [(part.label, part.entry.weight) for part in parts_of(config)] == [
+        ("python_0", 1.0), ("maths", 0.5), ("python_2", 1.0)
+    ]  # fmt: skip
+    assert faults(config) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["recipe.rewards=[]"], "recipe.rewards is empty"),
+        (["recipe.rewards=[{name: length, buffer_tokens: 17}]"], "buffer_tokens is 17; expected at most .*, 16"),
+        (["recipe.rewards=[{name: reward_model}]"], "reward_model.enable is false with 1 parts"),
+        (["recipe.patches=[-reward.parts]"], "row reward.parts is off"),
+        (["reward_model.reward_manager=dapo"], "reward_manager is dapo.*an entry of name length"),
+        (["reward_model.reward_manager=prime"], "scores an error and a timeout as 0"),
+        (["reward_model.reward_manager=batch"], "batch takes functions of whole batches"),
+        (["+reward_model.reward_kwargs.max_resp_len=16"], "arguments of verl's reward managers"),
+    ],
+)
+def test_what_a_run_cannot_have_is_refused(given, words):
+    (fault, *_) = faults(compose(TINY, given))
+    assert re.search(words, fault), fault
