@@ -3,8 +3,8 @@
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
 `pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue without the
-emulation, `recipe` from the docstrings of verl_patches/config/recipe.py and `checks` from the rows of
-verl_patches/doctor/doctor.py.
+emulation, `recipe` from the docstrings of verl_patches/config/recipe.py and rewards/parts.py, and `checks` from the
+rows of verl_patches/doctor/doctor.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from verl_patches.config.recipe import Recipe  # noqa: E402
 from verl_patches.doctor.doctor import ACROSS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
+from verl_patches.rewards.parts import Reward  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import types_of, value_words  # noqa: E402
 
@@ -95,6 +96,11 @@ def _cells(line: Line) -> dict[str, str]:
     return {**found, "engine": line.engine, "Python": " / ".join(line.python), **versions, **line.system}
 
 
+def all_recipe_tables() -> str:
+    """Those of the recipe and of an entry of its list of rewards."""
+    return recipe_tables() + recipe_tables(Reward, "recipe.rewards[]")
+
+
 def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
     """Every key of a section and of those inside it: default, values and the docstring's description.
 
@@ -137,7 +143,9 @@ def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
 
 def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str]:
     """(default and values, meaning); no values of a boolean."""
-    default = item.default if item.default is not MISSING else item.default_factory()
+    default = item.default
+    if default is MISSING:
+        default = "required" if item.default_factory is MISSING else item.default_factory()
     plain = {None: "null", True: "true", False: "false"}
     shown = plain[default] if default is None or isinstance(default, bool) else str(default)
     values = value_words(types_of(schema)[item.name])
@@ -184,7 +192,7 @@ def _table_of(name: str) -> tuple[str, str]:
         return "pins", pins_table(load_pins(), "en")
     if name == CHECKS:
         return "checks", checks_table()
-    return ("patches", patches_table(ROWS)) if name == PATCHES else ("recipe", recipe_tables())
+    return ("patches", patches_table(ROWS)) if name == PATCHES else ("recipe", all_recipe_tables())
 
 
 def stale(write: bool = False) -> list[str]:

@@ -271,8 +271,7 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
         "data.train_files": data,
         "data.val_files": f"[{data}]",
         "actor_rollout_ref.model.path": tmp_path,
-        "custom_reward_function.path": reward,
-        "custom_reward_function.name": "score",
+        "recipe.rewards": f"[{{name: python, path: {reward}, function: score}}]",
     }
 
     def faults(must_exist=PATHS, **changed):
@@ -280,7 +279,7 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
         return {c.name: c.detail for c in check_config(compose(TINY, overrides), must_exist) if not c.ok}
 
     assert faults() == {}
-    nowhere = dict.fromkeys(given.keys() - {"custom_reward_function.name"}, "/nowhere")
+    nowhere = dict.fromkeys(given, "/nowhere") | {"recipe.rewards": "[{name: python, path: /nowhere}]"}
     assert faults(**nowhere).keys() == {"model folder", "data", "hooks"} and faults((), **nowhere) == {}
     tables = {
         "column prompt or data_source or reward_model is missing": {"question": ["a"] * 4},

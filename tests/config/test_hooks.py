@@ -11,12 +11,13 @@ from verl_patches.upstream.checkouts import Trees
 
 NONE, TINY = Trees(), "deepseekv3_tiny_cpu"
 PATH, NAME = "custom_reward_function.path", "custom_reward_function.name"
+NO_PARTS = "recipe.rewards=null"  # of the config, beside the short form
 WORKER, LIBRARY = "recipe.worker_process_setup_hook", "actor_rollout_ref.model.external_lib"
 
 
 def found(*overrides, must_exist=(), trees=NONE):
     """(ok, detail, note) of the last hook of the tiny config with `overrides`."""
-    *_, check = files.hook_checks(compose(TINY, overrides), must_exist, trees)
+    *_, check = files.hook_checks(compose(TINY, [NO_PARTS, *overrides]), must_exist, trees)
     return check.ok, check.detail, check.note
 
 
@@ -51,8 +52,13 @@ def test_a_name_that_is_not_defined_and_a_file_that_changes(tmp_path):
     file.write_text("def score(): ...\n")
     ok, detail, _ = found(f"{PATH}={file}", f"{NAME}=unseen")
     assert not ok and "does not define unseen" in detail and detail.startswith("custom_reward_function: expected")
+    part = f"recipe.rewards=[{{name: maths}},{{name: python, path: {file}, function: unseen}}]"
+    ok, detail, _ = found(part)
+    assert not ok and detail.startswith("recipe.rewards[1]: expected unseen of")
     file.write_text("def score(): ...\nunseen = score\n")
-    assert found(f"{PATH}={file}", f"{NAME}=unseen")[0]
+    assert found(f"{PATH}={file}", f"{NAME}=unseen")[0] and found(part)[0]
+    file.unlink()
+    assert found(part)[2] and not found(part, must_exist=["recipe.rewards"])[0]
 
 
 def test_hooks_by_dotted_name_are_imported_from_the_trees_of_the_run(tmp_path):
@@ -67,7 +73,8 @@ def test_hooks_by_dotted_name_are_imported_from_the_trees_of_the_run(tmp_path):
         f"{LIBRARY}=broken": r"broken\.py:2: ZeroDivisionError: division by zero",
         f"data.custom_cls.path={tmp_path}/mine.py data.custom_cls.name=Own": "mine.py does not define Own",
     }.items():
-        (check,) = [check for check in files.hook_checks(compose(TINY, override.split()), (), trees) if not check.ok]
+        config = compose(TINY, [NO_PARTS, *override.split()])
+        (check,) = [check for check in files.hook_checks(config, (), trees) if not check.ok]
         assert re.search(words, check.detail), check
     assert not found(f"{WORKER}=mine.set_up")[0]  # without that tree
     with pytest.raises(ConfigError, match="worker_process_setup_hook is 'set_up'; expected package.module.function"):
@@ -90,7 +97,7 @@ def test_what_this_machine_lacks_is_a_note(tmp_path):
 
 def test_this_process_imports_no_hook_and_a_search_runs_none(tmp_path):
     (tmp_path / "r.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('x')\ndef score(): ...\n")
-    config = compose(TINY, [f"{PATH}={tmp_path}/r.py", f"{NAME}=score"])
+    config = compose(TINY, [NO_PARTS, f"{PATH}={tmp_path}/r.py", f"{NAME}=score"])
     check_config(config)
     assert not (tmp_path / "ran").exists()
     for _ in range(2):

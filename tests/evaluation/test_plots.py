@@ -51,6 +51,16 @@ def test_a_run_has_its_rewards_and_stacked_seconds_by_step(tmp_path):
     assert np.array_equal(saved, pixels(figure)) and not np.array_equal(saved, pixels(run_figure(run_of(0, 0.5, 1))))
 
 
+def test_each_of_several_parts_of_the_reward_has_a_line():
+    run = run_of(0.5, 0.25, 0.5)
+    run["steps"][0]["rewards"], run["steps"][2]["rewards"] = {"maths": 0.5, "length": -0.25}, {"maths": 0.5}
+    left, _ = run_figure(run).axes
+    assert [line.get_label() for line in left.lines[1:]] == ["maths", "length"] and left.get_legend()
+    assert np.array_equal(left.lines[2].get_ydata(), [-0.25, np.nan, np.nan], equal_nan=True)
+    del run["steps"][0]["rewards"]["length"]
+    assert len(run_figure(run).axes[0].lines) == 1  # one part is the reward
+
+
 @pytest.mark.parametrize("count", [1, 2, MOST, MOST + 1, 2000])
 def test_a_run_of_any_length_has_whole_steps_below_it_and_at_most_so_many_columns(count):
     figure = run_figure(run_of(*(step % 7 / 7 for step in range(count))))

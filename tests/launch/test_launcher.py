@@ -81,20 +81,6 @@ def test_a_driver_that_fails_gives_code_reason_and_a_valid_summary(start, code, 
     assert summary["layout"]["train"] == "tp1 ep2 @2" and summary["steps"] in ([], [STEP])
 
 
-def test_an_error_while_the_users_reward_is_loaded_names_its_line(start, tmp_path):
-    """The driver's log has no more than the traceback; an error before it, of the same file, is another one's."""
-    file = tmp_path / "reward.py"
-    file.write_text("import json\n\nTABLE = json.loads('')\n")
-    code = f"""
-import runpy
-try: runpy.run_path({str(file)!r})
-except ValueError as error: raise RuntimeError("Error loading module") from error
-"""
-    outcome, summary, _ = start(code, reward=str(file))
-    assert outcome.code == 1 and summary["exit"] == f"{file}:3: RuntimeError: Error loading module"
-    assert start("raise KeyError('a')", reward="other.py")[1]["exit"] == "KeyError: 'a'"
-
-
 @pytest.mark.parametrize("key", [None, "wall_s", "quiet_s"])
 def test_detached_daemons_of_a_driver_that_ends_or_hangs_are_ended_and_nothing_else(start, tmp_path, key):
     pid = tmp_path / "t" / "child.pid"

@@ -49,7 +49,8 @@ def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
     given = {
         "actor_rollout_ref.model.path": used["actor_rollout_ref"]["model"]["path"],
         **{f"data.{name}": used["data"][name] for name in ("train_files", "val_files")},
-        **{f"custom_reward_function.{name}": used["custom_reward_function"][name] for name in ("path", "name")},
+        "custom_reward_function.path": ROOT / "verl_patches/rewards/by_source.py",
+        "custom_reward_function.name": "compute_score",
     }
     overrides = [f"{key}={value}".replace("'", "").replace(" ", "") for key, value in given.items()]
     main = [python, "-m", "verl.trainer.main_ppo", "--config-dir", HERE, "--config-name", "plain_verl", *overrides]

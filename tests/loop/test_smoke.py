@@ -35,6 +35,7 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
     assert set(summary["layout"]) == {"train", "rollout"} and summary["versions"]["verl"] == "0.4.0"
     for step in summary["steps"]:
         assert set(step["seconds"]) >= PHASES and 0 <= step["reward"] <= 1
+        assert step["rewards"] == {"by_source": pytest.approx(step["reward"])}
     assert all(f"{name} s" in run.progress for name in PHASES) and summary["logprob_delta"]["mean"] < 1e-5
     stages = list(dict.fromkeys(re.findall(r"^\[ *\d+ s\] (.*)", run.output, re.MULTILINE)))  # until step 1
     assert (
@@ -52,6 +53,7 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
     metrics = [json.loads(text) for text in (run.folder / "metrics.jsonl").read_text().splitlines()]
     rate = figures(summary)["tokens/s/rank", "median"]
     assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert [line["reward/by_source"] for line in metrics] == [step["rewards"]["by_source"] for step in summary["steps"]]
     assert rate == pytest.approx(statistics.median(line["perf/throughput"] for line in metrics[1:]), rel=1e-3)
 
 

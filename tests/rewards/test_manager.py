@@ -72,8 +72,9 @@ def test_one_part_gives_what_verls_manager_gives(tmp_path):
         assert torch.equal(found["reward_tensor"], expected["reward_tensor"])
         columns = found["reward_extra_info"]
         assert columns == {
-            "reward/python": expected["reward_extra_info"]["score"], "acc": expected["reward_extra_info"]["acc"]
-        }  # fmt: skip
+            "reward/python": expected["reward_extra_info"]["score"],
+            "acc": expected["reward_extra_info"]["acc"],
+        }
         assert torch.equal(made(batch()), expected["reward_tensor"])
 
 
@@ -184,13 +185,16 @@ def test_an_error_while_the_file_is_loaded_names_its_line(tmp_path):
         manager_of(python(tmp_path, "import json\n\nTABLE = json.loads('')\n"))
 
 
-def test_a_line_is_found_in_the_traceback_of_another_process(tmp_path, monkeypatch):
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_line_is_found_in_the_traceback_of_another_process(tmp_path, monkeypatch, absolute):
     entry = python(tmp_path, "import json\n\n\ndef score(text):\n    return json.loads(text)['score']\n")
     monkeypatch.syspath_prepend(tmp_path)
-    part = manager_of(entry | {"function": "score"}).parts[0][0]
+    monkeypatch.chdir(tmp_path)
+    path = entry["path"] if absolute else "own.py"
+    part = manager_of(entry | {"function": "score", "path": path}).parts[0][0]
     import own
 
     with pytest.raises(ValueError) as raised, ProcessPoolExecutor(1) as pool:
         pool.submit(own.score, "x").result()
     del sys.modules["own"]
-    assert f"{tmp_path}/own.py:5: JSONDecodeError" in str(manager._failed(part, raised.value, "here"))
+    assert f"here: {path}:5: JSONDecodeError" in str(manager._failed(part, raised.value, "here"))

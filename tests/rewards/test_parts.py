@@ -70,8 +70,10 @@ def test_the_short_form_is_one_python_entry_and_both_are_refused():
 def test_two_entries_of_one_name_have_labels_of_their_own():
     config = rewards("{name: python, path: a.py},{name: maths, weight: 0.5},{name: python, path: b.py}")
     assert [(part.label, part.entry.weight) for part in parts_of(config)] == [
-        ("python_0", 1.0), ("maths", 0.5), ("python_2", 1.0)
-    ]  # fmt: skip
+        ("python_0", 1.0),
+        ("maths", 0.5),
+        ("python_2", 1.0),
+    ]
     assert faults(config) == []
 
 

@@ -1,9 +1,6 @@
 """The controller's side of a run: its table, the proofs before step 1, and how it names dead workers."""
 
-import importlib
 import json
-import sys
-from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -114,27 +111,6 @@ def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made):
     after_steps(made, 5, action="stop")
     with pytest.raises(AlarmError, match="step 6: alarm expert_collapse"):
         after_steps(made, 6, expert_load=1.4, action="stop")
-
-
-@pytest.mark.parametrize("absolute", [True, False])
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_an_error_in_a_users_reward_names_its_file_and_line(tmp_path, monkeypatch, elsewhere, absolute):
-    """Raised by a function that the file calls, here or in a process of a pool; and one that came from elsewhere."""
-    file = tmp_path / "mine" / "reward.py"
-    file.parent.mkdir()
-    file.write_text("import json\n\n\ndef score(text):\n    return json.loads(text)['score']\n")
-    monkeypatch.syspath_prepend(file.parent)
-    monkeypatch.chdir(tmp_path)
-    score = importlib.import_module("reward").score
-    given = str(file) if absolute else "mine/reward.py"
-    with pytest.raises(ValueError) as raised:
-        if elsewhere:
-            with ProcessPoolExecutor(1) as pool:
-                pool.submit(score, "x").result()
-        score("x")
-    del sys.modules["reward"]
-    assert run.reason_of(raised.value, users_file=given).startswith(f"{given}:5: JSONDecodeError: Expecting value")
-    assert run.reason_of(raised.value, users_file="other/reward.py").startswith("JSONDecodeError: ")
 
 
 @pytest.fixture

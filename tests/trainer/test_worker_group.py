@@ -8,6 +8,7 @@ import math
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -110,6 +111,16 @@ def test_recorded_responses_are_replayed_without_generating(tmp_path):
         generate(replay, prompts())
     with pytest.raises(ConfigError, match="recorded with other prompts"):
         generate(group_of(rollout={"replay": str(tmp_path)})[0], prompts(1))
+
+
+def test_the_parts_of_the_reward_have_their_means_in_the_record_of_the_step():
+    group, _ = group_of()
+    generate(group, prompts())
+    assert group.end_step() == {"rewards": None}  # a step without an update
+    batch = prompts()
+    batch.non_tensor_batch |= {"reward/maths": np.array([0.0, 1.0]), "acc": np.array([0.0, 1.0])}
+    group.update_actor(batch)
+    assert group.end_step() == {"rewards": {"maths": 0.5}}
 
 
 def test_a_recording_is_found_by_run_folder_or_file_and_refused_elsewhere(tmp_path):

@@ -43,7 +43,7 @@ class Reward:
     format_weight: of maths and by_source: score of a wrong answer in the right form.
     cpu_limit_s: of maths and by_source: CPU time of a comparison, which is wrong where it takes more.
     buffer_tokens: of length: the penalty begins this many tokens before data.max_response_length and falls linearly;
-    null: a fifth of it, DAPO's share.
+    null is a fifth of it, DAPO's share.
     path, function: of python: the file, and the function in it.
     kwargs: of python: keyword arguments of the function.
     """
