@@ -493,7 +493,9 @@ def _keep_groups_checks(config: DictConfig) -> Iterator[Check]:
     }
     wrong = [text for text, is_wrong in faults.items() if is_wrong]
     held = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
-    yield either("keep groups", not wrong, held, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}")
+    yield either(
+        "keep groups", not wrong, held, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"
+    )
 
 
 def _restart_checks(config: DictConfig) -> Iterator[Check]:

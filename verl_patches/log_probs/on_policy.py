@@ -111,8 +111,8 @@ def _sequence_faults(config: Any) -> Iterator[str]:
         yield f"{given} {_ACTOR}.loss_agg_mode is {mode}: GSPO's loss is a mean over sequences; set seq-mean-token-mean"
     if single_update(config):
         yield (
-            f"{given} a step is one mini batch and one epoch: new and old probabilities are equal, all ratios are 1 and "
-            f"nothing is clipped; set {_ACTOR}.ppo_mini_batch_size to a part of data.train_batch_size"
+            f"{given} a step is one mini batch and one epoch: new and old probabilities are equal, so all ratios are 1 "
+            f"and nothing is clipped; set {_ACTOR}.ppo_mini_batch_size to a part of data.train_batch_size"
         )
 
 

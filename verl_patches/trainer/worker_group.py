@@ -1,7 +1,7 @@
 """One GRPO step as verl's trainer runs it: the calls of RayPPOTrainer.fit() to its workers, in their order.
 
-    generate_sequences      a recording's responses, or vLLM's, with recipe.keep_groups those of several batches (keep_groups.py);
-                            recorded; every N steps sampled once more for the check
+    generate_sequences      a recording's responses, or vLLM's; with recipe.keep_groups of several batches
+                            (keep_groups.py); recorded; every N steps sampled once more for the check
     compute_log_prob        left out with recipe.train.skip_old_log_prob
     compute_ref_log_prob
     update_actor
@@ -120,7 +120,7 @@ class RecipeWorkerGroup:
         return self._stages.update_actor(batch)
 
     def end_step(self) -> dict[str, Any]:
-        """{tensor_cache: bytes that its exchange moved, logprob_check, keep_groups: reports}, each where the run has it."""
+        """{tensor_cache: bytes that its exchange moved, logprob_check, keep_groups: reports}, where the run has it."""
         facts: dict[str, Any] = {}
         if self.kept_groups is not None:
             facts["keep_groups"] = self.kept_groups.report
