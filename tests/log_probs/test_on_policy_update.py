@@ -2,6 +2,7 @@
 
 import math
 import re
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -94,9 +95,10 @@ class Worker:
 
     loss = staticmethod(on_policy_update.loss_on_policy(compute_policy_loss))
 
-    def __init__(self, skip=False, **correction):
+    def __init__(self, skip=False, ratio="token", **correction):
         off = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None}
-        section, train = SimpleNamespace(**{**off, **correction}), SimpleNamespace(skip_old_log_prob=skip)
+        section = SimpleNamespace(**{**off, **correction})
+        train = SimpleNamespace(skip_old_log_prob=skip, importance_ratio=ratio)
         self.config, self.role = {"recipe": SimpleNamespace(train=train, rollout_correction=section)}, "actor"
         self.parameter = torch.zeros(LENGTH, requires_grad=True)
 
@@ -208,3 +210,75 @@ def test_a_failed_update_leaves_the_loss_alone():
     data = batch().batch
     given = [data["old_log_probs"], data["old_log_probs"] + 0.1, data["advantages"], torch.ones(4, LENGTH), 0.2]
     assert torch.equal(Worker.loss(*given)[0], compute_policy_loss(*given)[0])
+
+
+def gspo_loss(new, old, advantages, mask, low, high):
+    """GSPO (arXiv:2507.18071), eq. 5 to 7: advantages [B], all others [B, S]."""
+    ratios = (((new - old) * mask).sum(-1) / mask.sum(-1)).exp()
+    return torch.maximum(-advantages * ratios, -advantages * ratios.clamp(1 - low, 1 + high)).mean()
+
+
+def core_algos_of(line, upstream_text):
+    """verl's module of losses at the pin of `line`."""
+    if line == "pypi":
+        from verl.trainer.ppo import core_algos
+
+        return core_algos
+    commit, module = "54c9b7364c2d188b2ba4107404cfa3c2b446df19", types.ModuleType("core_algos_a3")
+    exec(upstream_text("volcengine/verl", commit, "verl/trainer/ppo/core_algos.py"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("line", ["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
+def test_ratios_of_sequences_give_gspo(line, upstream_text):
+    core_algos, torch_like = core_algos_of(line, upstream_text), {"dtype": torch.float64}
+    generator = torch.Generator().manual_seed(1)
+    new = torch.randn(6, 7, generator=generator, **torch_like).requires_grad_()
+    old = (new + 0.1 * torch.randn(6, 7, generator=generator, **torch_like)).detach()
+    mask = torch.arange(7) < torch.tensor([7, 1, 3, 5, 2, 6])[:, None]
+    advantages = torch.randn(6, 1, generator=generator, **torch_like)
+    limits = {
+        "cliprange_low": 3e-2,
+        "cliprange_high": 4e-2,
+        "clip_ratio_c": 1e9,
+        "loss_agg_mode": "seq-mean-token-mean",
+    }
+
+    def of_verl(by_sequence):
+        update = on_policy_update.OnPolicyUpdate(False, None, by_sequence)
+        with on_policy_update.current_update.set(update if by_sequence else None):
+            loss, clipped, *_ = on_policy_update.loss_on_policy(core_algos.compute_policy_loss)(
+                old_log_prob=old, log_prob=new, advantages=advantages.expand(6, 7), response_mask=mask, **limits
+            )
+        return loss, clipped, *torch.autograd.grad(loss, new)
+
+    direct = gspo_loss(new, old, advantages[:, 0], mask, 3e-2, 4e-2)
+    (expected,) = torch.autograd.grad(direct, new)
+    loss, clipped, gradient = of_verl(by_sequence=True)
+    assert abs(loss - direct) < 1e-12 and (gradient - expected).abs().max() < 1e-12 and 0 < clipped < 1
+    assert (gradient == 0).all(-1).any() and not (gradient == 0).all(-1).all()  # whole sequences are clipped
+    other, _, of_tokens = of_verl(by_sequence=False)  # negative control
+    assert abs(other - direct) > 1e-3 and (of_tokens - expected).abs().max() > 1e-3
+
+
+def test_an_update_by_sequences_takes_the_old_log_probs_of_its_batch():
+    """At the weights of the pass all ratios are 1: the gradient is that of the ratios of tokens, bit for bit."""
+    token, sequence = Worker(), Worker(ratio="sequence")
+    assert sequence.run(batch())[0].allclose(token.run(batch())[0], rtol=1e-6)
+    assert on_policy_update.current_update.value is None
+
+    class Bare(Worker):
+        loss = staticmethod(compute_policy_loss)
+
+    with pytest.raises(RecipeError, match="recipe.train.importance_ratio: .*row update.loss_on_policy"):
+        Bare(ratio="sequence").run(batch())
+
+
+def test_ratios_of_sequences_need_mini_batches_and_means_over_sequences():
+    sequence, mode = "recipe.train.importance_ratio=sequence", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
+    halves = f"{ACTOR}.ppo_mini_batch_size=2"
+    assert refusals(sequence, mode, halves) == refusals("algo=gspo") == []
+    (fault,) = refusals(sequence, halves)
+    assert "loss_agg_mode is token-mean" in fault
+    (fault,) = refusals(sequence, mode)
+    assert "all ratios are 1" in fault

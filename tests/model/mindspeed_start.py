@@ -26,6 +26,7 @@ _WORKER = {
     "update.skip_bad_steps",
     "update.dynamic_batches",
     "update.dynamic_split",
+    "update.mini_batches",
     "update.sample_weights",
     "model.train_dtype",
     "model.optimizer_dtype",

@@ -11,10 +11,10 @@ k*D+1 longest samples fill at least k+1 slots, so the (k+1)-th longest slot of a
 (k*D+1)-th longest sample, and here it is exactly that long. Within a slot, the longest sample goes to the replica with
 the fewest tokens so far. The longest micro batches run first, so that too little memory shows at once.
 
-Gradients: verl's Megatron actor aggregates the loss of each micro batch by itself, and Megatron divides by their number
-(verl/workers/actor/megatron_actor.py loss_func; megatron/core/pipeline_parallel/schedules.py forward_step). With
-loss_agg_mode token-mean the weight of a sample depends on the other samples of its micro batch; the micro batches of
-arrival order then stay together. With a token budget the weight always depends on the packing, in verl too.
+Gradients do not depend on the plan (micro_batches.py, row update.sample_weights). Without that row verl's Megatron actor
+aggregates the loss of each micro batch by itself, and Megatron divides by their number; with loss_agg_mode token-mean
+the weight of a sample depends then on the other samples of its micro batch, so the micro batches of arrival order stay
+together. With a token budget it depends on the packing.
 
 Mini batches are those of verl without trainer.balance_batch: contiguous shares of the replicas, each cut into mini
 batches. PPO epochs repeat the plan.

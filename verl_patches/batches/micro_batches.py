@@ -6,12 +6,15 @@ of a budget, and line a3 takes theirs: `use_dynamic_bsz` and `ppo_max_token_len_
 packs: all ranks of the run agree on the largest number of micro batches that one of them needs, as their experts'
 exchanges are common. With the tensor cache the plan decides, for all replicas alike (batches/batch_plan.py).
 
-A sample's weight in the loss is that of micro batches of one sample, whatever it is packed with: the gradient does not
-depend on the packing. In 0.4.0 it does: each micro batch is averaged by itself, and all weigh the same.
+The gradient of a mini batch does not depend on its micro batches, nor on the number of data-parallel ranks. With
+loss_agg_mode=token-mean it is that of the sum over response tokens, divided by the response tokens of the mini batch on
+all data-parallel ranks (DAPO, arXiv:2503.14476, eq. 8); in the other modes, of the mean over its samples. verl averages
+each micro batch by itself and lets all of them weigh the same, at both pins (core_algos.agg_loss).
 
     packing            row provider around the actor's pass: puts log-probs back into the order of the batch
     by_tokens          row provider for the split into micro batches
-    equal_samples      row provider for the aggregation of a micro batch's loss
+    in_mini_batch      row provider for the iterator over micro batches: what their mini batch holds
+    by_mini_batch      row provider for the aggregation of a micro batch's loss
     as_planned         row provider for verl's packing: micro batches of the plan
 """
 
@@ -24,6 +27,7 @@ from itertools import chain, cycle
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl_patches.batches import batch_plan
 from verl_patches.batches.batch_plan import BatchPlan
@@ -42,11 +46,6 @@ class Packing:
     def __init__(self, budget: int):
         self.budget = budget
         self.rows: MicroBatches = []
-
-    @property
-    def samples(self) -> int:
-        """Number of samples in all micro batches."""
-        return sum(map(len, self.rows))
 
     def split(self, batch: Any) -> list[Any]:
         """Micro batches of `batch` (TensorDict), by row update.micro_batches_as_planned or by verl."""
@@ -108,20 +107,77 @@ def by_tokens(split_dict_tensor_into_batches: Callable) -> Callable:
     return split
 
 
-def equal_samples(agg_loss: Callable) -> Callable:
-    """Row provider for verl's agg_loss: inside `packing` the sum over samples, each as a micro batch of its own.
+LOSSES = "actor/pg_loss", "actor/kl_loss"  # verl's metrics of an update
 
-    Megatron divides by the number of micro batches; what is returned makes up for it.
+
+class Update:
+    """One update_actor: its mini batches, as the loss of a micro batch is divided by what its mini batch holds.
+
+    micro_batches: number in each mini batch so far; samples: of the last one on this rank; tokens: its response tokens,
+    as the mean over data-parallel ranks.
+    """
+
+    def __init__(self) -> None:
+        self.micro_batches: list[int] = []
+        self.samples, self.tokens = 0, torch.zeros(())
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """The next mini batch, in micro batches (TensorDict); collective over data-parallel ranks."""
+        self.micro_batches.append(len(batches))
+        self.samples = sum(map(len, batches))
+        tokens = sum(batch["attention_mask"][:, -batch["responses"].shape[1] :].sum() for batch in batches)
+        self.tokens = _mean_over_replicas(tokens.float())
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Replace the losses in verl's metrics, which are of one replica, by their means; collective over replicas.
+
+        Nothing on ranks without losses.
+        """
+        for name in LOSSES:
+            if name in metrics:
+                losses = torch.tensor(metrics[name], device=self.tokens.device).flatten().split(self.micro_batches)
+                metrics[name] = _mean_over_replicas(torch.stack([loss.mean() for loss in losses]).mean()).item()
+
+
+current_mini_batches: Current[Update] = Current()  # of update_actor (worker/recipe_worker.py); None in other passes
+
+
+def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
+    from megatron.core import parallel_state
+
+    dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+    return value / parallel_state.get_data_parallel_world_size()
+
+
+def in_mini_batch(make_batch_generator: Callable) -> Callable:
+    """Row provider for verl's make_batch_generator, which gets all micro batches of a mini batch."""
+
+    @functools.wraps(make_batch_generator)
+    def make(batches: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if current_mini_batches.value is not None:
+            current_mini_batches.value.begin(batches)
+        return make_batch_generator(batches, *args, **kwargs)
+
+    return make
+
+
+def by_mini_batch(agg_loss: Callable) -> Callable:
+    """Row provider for verl's agg_loss: in an update, a micro batch's part of the loss of its mini batch.
+
+    Megatron divides by the number of micro batches, and averages gradients over data-parallel ranks; what is returned
+    makes up for both.
     """
 
     @functools.wraps(agg_loss)
     def aggregate(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str) -> torch.Tensor:
-        now = current_packing.value
-        if now is None:
+        update = current_mini_batches.value
+        if update is None:
             return agg_loss(loss_mat, loss_mask, loss_agg_mode)
+        if loss_agg_mode == "token-mean":
+            return (loss_mat * loss_mask).sum() * (update.micro_batches[-1] / update.tokens)
         rows = zip(loss_mat.split(1), loss_mask.split(1), strict=True)
         losses = [agg_loss(loss, mask, loss_agg_mode) for loss, mask in rows]
-        return torch.stack(losses).sum() * (len(now.rows) / now.samples)
+        return torch.stack(losses).sum() * (update.micro_batches[-1] / update.samples)
 
     return aggregate
 

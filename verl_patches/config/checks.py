@@ -76,7 +76,7 @@ def check_config(
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config), check_disk(config, start), *_replay_checks(config)]
-    checks += _reward_checks(config)
+    checks += [*_reward_checks(config), *_keep_groups_checks(config)]
     return [*checks, *hccl.checks(config, model), *_profile_checks(config), *_restart_checks(config)]
 
 
@@ -497,6 +497,30 @@ def _profile_faults(section: DictConfig, world: int, config: DictConfig) -> Iter
             yield f"{key}.steps: {step} comes after the last step, {last} (trainer.total_training_steps)"
     if config.recipe.train.skip_old_log_prob and "old_log_prob" in (section.phases or ()):
         yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"
+
+
+def _keep_groups_checks(config: DictConfig) -> Iterator[Check]:
+    """recipe.keep_groups: what else samples, or cannot while the rollout engine is awake; nothing where it is off."""
+    section, recipe, rollout = config.recipe.keep_groups, config.recipe, config.actor_rollout_ref.rollout
+    if section.metric is None:
+        return
+    faults = {
+        f"{_ROLLOUT}.n is {rollout.n}: the responses of a prompt must differ; set 2 or more": rollout.n < 2,
+        "recipe.tensor_cache.enabled is true: the cache holds one batch of responses, without a choice among them; set "
+        "it false": recipe.tensor_cache.enabled,
+        "recipe.rollout.replay gives the responses; set one of them": recipe.rollout.replay is not None,
+        "algorithm.adv_estimator is remax: its greedy responses are those of the first batch; use another": (
+            config.algorithm.adv_estimator == "remax"
+        ),
+        "reward_model.enable is true: a reward model has no memory while the rollout engine is awake; set it false": (
+            config.reward_model.enable
+        ),
+    }
+    wrong = [text for text, is_wrong in faults.items() if is_wrong]
+    held = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
+    yield either(
+        "keep groups", not wrong, held, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"
+    )
 
 
 def _restart_checks(config: DictConfig) -> Iterator[Check]:

@@ -64,6 +64,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", lambda dtype: VLLM_DTYPES.get(dtype, dtype), replace=True)
+    OmegaConf.register_new_resolver("part", lambda whole, parts: max(1, whole // parts), replace=True)
     OmegaConf.register_new_resolver("repo_path", lambda path: str(CONFIGS_DIR.parent / path), replace=True)
     base = _load(upstream / f"{VERL_CONFIG}.yaml")
     try:

@@ -66,6 +66,8 @@ class Train:
     whole experts over TP x EP ranks, which expert_model_parallel_size counts (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
     left out. Refused unless the update is one mini batch and one epoch (log_probs/on_policy.py).
+    importance_ratio: what the update clips: the ratio of each token's new and old probability, or that of its sequence,
+    by their geometric mean (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean (log_probs/on_policy.py).
     use_remove_padding: pack the sequences of a micro batch without padding. false pads them to the longest, for
     comparison, with the same gradients at more work (batches/packed_forward.py). Line pypi always packs.
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
@@ -102,6 +104,7 @@ class Train:
     layers_per_stage: list[Count] | None = None
     expert_split: _one_of("etp", "tp_extend_ep") = "etp"
     skip_old_log_prob: bool = False
+    importance_ratio: _one_of("token", "sequence") = "token"
     use_remove_padding: bool = True
     routing_replay: Annotated[str, Field(pattern="^R2$", description="R2")] | None = None
     swap_optimizer: bool = False
@@ -234,6 +237,20 @@ class RolloutCorrection:
     rollout_is_threshold: float = 2.0
     rollout_rs: str | None = None
     rollout_rs_threshold: str | None = None
+
+
+@dataclass
+class KeepGroups:
+    """Dynamic sampling (DAPO): only prompts whose responses have different rewards are trained on.
+
+    metric: what must differ: score, the reward, or a key of the reward function's dict, such as acc; null: all prompts
+    are trained on. Otherwise batches are drawn, with one weight sync, until data.train_batch_size prompts are found;
+    what is left over is dropped. Epochs do not end the run then, trainer.total_training_steps does.
+    max_batches: the run ends where a step finds too few prompts in this many batches.
+    """
+
+    metric: Text | None = None
+    max_batches: Count = 10
 
 
 @dataclass
@@ -435,6 +452,7 @@ class Recipe:
     weight_sync: WeightSync = field(default_factory=WeightSync)
     reshard: Reshard = field(default_factory=Reshard)
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    keep_groups: KeepGroups = field(default_factory=KeepGroups)
     tensor_cache: TensorCache = field(default_factory=TensorCache)
     memory: Memory = field(default_factory=Memory)
     logprob_check: LogprobCheck = field(default_factory=LogprobCheck)

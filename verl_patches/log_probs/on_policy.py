@@ -1,6 +1,7 @@
-"""On-policy settings of `recipe`, and the configurations in which they are invalid. No torch here.
+"""Settings of `recipe` for the loss of an update, and the configurations in which they are invalid. No torch here.
 
 recipe.train.skip_old_log_prob   the update uses its own log-probs as old ones, which saves a forward pass of the actor
+recipe.train.importance_ratio    sequence: GSPO's ratios (arXiv:2507.18071) instead of those of tokens
 recipe.rollout_correction        importance weights and rejection for vLLM's probabilities that differ from the actor's
 """
 
@@ -58,14 +59,18 @@ def ratio_bounds(text: str | None) -> tuple[float, float]:
 
 def faults(config: Any, hf_config: Mapping[str, Any]) -> list[str]:
     """Reasons why a composed configuration is invalid, one sentence each."""
-    return [*_skip_faults(config, hf_config), *_correction_faults(config)]
+    return [*_skip_faults(config, hf_config), *_sequence_faults(config), *_correction_faults(config)]
+
+
+def single_update(config: Any) -> bool:
+    """Whether a step is one mini batch and one epoch, so that every ratio of new and old probabilities is 1."""
+    actor = config.actor_rollout_ref.actor
+    return actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
 
 
 def needs_old_log_probs(config: Any) -> bool:
     """Whether the update cannot take its own log-probs as old ones: weights change in it, or KL is in the reward."""
-    actor = config.actor_rollout_ref.actor
-    several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs != 1
-    return bool(several or config.algorithm.use_kl_in_reward)
+    return bool(not single_update(config) or config.algorithm.use_kl_in_reward)
 
 
 def _skip_faults(config: Any, hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -95,6 +100,20 @@ def _skip_faults(config: Any, hf_config: Mapping[str, Any]) -> Iterator[str]:
         for name in _RANDOM:
             if (values or {}).get(name):
                 yield f"{given} {where} sets {name} to {values[name]}, so two forward passes differ; set 0"
+
+
+def _sequence_faults(config: Any) -> Iterator[str]:
+    train, mode = config.recipe.train, config.actor_rollout_ref.actor.loss_agg_mode
+    if train.importance_ratio != "sequence":
+        return
+    given = "recipe.train.importance_ratio is sequence, but"
+    if mode != "seq-mean-token-mean":
+        yield f"{given} {_ACTOR}.loss_agg_mode is {mode}: GSPO's loss is a mean over sequences; set seq-mean-token-mean"
+    if single_update(config):
+        yield (
+            f"{given} a step is one mini batch and one epoch: new and old probabilities are equal, so all ratios are 1 "
+            f"and nothing is clipped; set {_ACTOR}.ppo_mini_batch_size to a part of data.train_batch_size"
+        )
 
 
 def _correction_faults(config: Any) -> Iterator[str]:

@@ -1,8 +1,12 @@
-"""Update without a separate pass for old log-probs, and with the weights of recipe.rollout_correction.
+"""What the loss of an update takes for old log-probs and advantages.
+
+recipe.train.skip_old_log_prob leaves out the separate pass for old log-probs, recipe.rollout_correction has weights,
+and recipe.train.importance_ratio=sequence is GSPO.
 
 trainer/worker_group.py skips compute_log_prob and leaves the column out of the update's batch. `OnPolicyUpdate`
 gives the loss vLLM's log-probs as old ones, or weighs the advantages. `loss_on_policy` replaces old log-probs by those
-that the update computes: the ratio is exactly 1.
+that the update computes: the ratio is exactly 1. For GSPO it moves them so that each token's ratio is that of its
+sequence.
 
 With one mini batch and one epoch the update's forward pass has the same weights as verl's separate pass, so both give
 the same log-probs; log_probs/on_policy.py refuses other configurations. Imports torch, not verl.
@@ -30,7 +34,7 @@ _NO_ROLLOUT = (
     "from vLLM. Row rollout.keep_log_probs keeps them on line a3"
 )
 _NOT_REACHED = (
-    "recipe.train.skip_old_log_prob: the update used vLLM's log-probs as old ones, because its loss is not that of row "
+    "recipe.train.{}: the update's old log-probs were those of its batch, because its loss is not that of row "
     "update.loss_on_policy in verl.workers.actor.megatron_actor; look at `status --run DIR`"
 )
 
@@ -38,18 +42,21 @@ _NOT_REACHED = (
 class OnPolicyUpdate:
     """One update_actor: log-probs of vLLM and of the actor, in the order of its micro batches.
 
-    `skip`: recipe.train.skip_old_log_prob; `correction`: recipe.rollout_correction, None for none.
+    `skip`: recipe.train.skip_old_log_prob; `correction`: recipe.rollout_correction, None for none; `by_sequence`:
+    recipe.train.importance_ratio is sequence, which goes with `skip` false only.
     """
 
-    def __init__(self, skip: bool, correction: Correction | None):
+    def __init__(self, skip: bool, correction: Correction | None, by_sequence: bool = False):
         self.skip, self.correction, self.has_rollout, self.reached = skip, correction, False, False
+        self.by_sequence = by_sequence
         self.seen: list[tuple[torch.Tensor, ...]] = []
 
     @classmethod
     def of(cls, recipe: Any) -> OnPolicyUpdate | None:
         """The update that `recipe` sets; None if the update is verl's own."""
         skip, correction = recipe.train.skip_old_log_prob, correction_of(recipe.rollout_correction)
-        return cls(skip, correction) if skip or correction is not None else None
+        by_sequence = recipe.train.importance_ratio == "sequence"
+        return cls(skip, correction, by_sequence) if skip or by_sequence or correction is not None else None
 
     @contextmanager
     def around(self, batch: Any) -> Iterator[None]:
@@ -57,26 +64,31 @@ class OnPolicyUpdate:
         self.has_rollout = _ROLLOUT in batch.keys()
         if self.correction and not self.has_rollout:
             raise rollout_correction.LogProbError(_NO_ROLLOUT)
-        if not self.skip:
+        if self.correction and not self.skip:
             mask = batch["attention_mask"][:, -batch["responses"].shape[1] :].bool()  # as the actor's loss has it
             sides = batch[_ROLLOUT], batch[_OLD], mask
             self.seen.append(sides)
             batch["advantages"] = weighed(batch["advantages"], *sides, self.correction)
+        if self.skip:
+            batch[_OLD] = batch[_ROLLOUT] if self.has_rollout else torch.full_like(batch["advantages"], math.nan)
+        changes_loss = self.skip or self.by_sequence
+        with current_update.set(self if changes_loss else None):
             yield
-            return
-        batch[_OLD] = batch[_ROLLOUT] if self.has_rollout else torch.full_like(batch["advantages"], math.nan)
-        with current_update.set(self):
-            yield
-        if is_metrics_rank() and not self.reached:
-            raise RecipeError(_NOT_REACHED)
+        if changes_loss and is_metrics_rank() and not self.reached:
+            raise RecipeError(_NOT_REACHED.format("skip_old_log_prob" if self.skip else "importance_ratio"))
 
-    def micro_batch(self, rollout: Any, log_prob: Any, advantages: Any, mask: Any) -> tuple[Any, Any]:
-        """(old log-probs, advantages) for the loss of one micro batch; all [b, S_response]."""
+    def micro_batch(self, given: Any, log_prob: Any, advantages: Any, mask: Any) -> tuple[Any, Any]:
+        """(old log-probs, advantages) for the loss of one micro batch; all [b, S_response].
+
+        `given`: old log-probs of the batch; where the pass for them is left out, vLLM's.
+        """
         old, self.reached = log_prob.detach(), True
+        if self.by_sequence:
+            return old_of_sequences(given, old, mask), advantages
         if self.has_rollout:
-            self.seen.append((rollout, old, mask))
+            self.seen.append((given, old, mask))
             if self.correction:
-                advantages = weighed(advantages, rollout, old, mask, self.correction)
+                advantages = weighed(advantages, given, old, mask, self.correction)
         return old, advantages
 
     def moments(self) -> rollout_correction.Moments | None:
@@ -88,7 +100,7 @@ class OnPolicyUpdate:
         return rollout_correction.moments(*map(torch.cat, zip(*self.seen, strict=True)), self.correction)
 
 
-current_update: Current[OnPolicyUpdate] = Current()  # in progress, where it skips the pass
+current_update: Current[OnPolicyUpdate] = Current()  # in progress, where it changes the loss
 
 
 def weighed(advantages: Any, rollout: Any, actor: Any, mask: Any, correction: Correction) -> torch.Tensor:
@@ -96,8 +108,18 @@ def weighed(advantages: Any, rollout: Any, actor: Any, mask: Any, correction: Co
     return advantages * rollout_correction.weigh(rollout, actor, mask, correction).weights.to(advantages.dtype)
 
 
+def old_of_sequences(old: torch.Tensor, log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Old log-probs with which every token's ratio is its sequence's (GSPO, arXiv:2507.18071, eq. 7).
+
+    All [b, S_response], without gradient. verl's loss with seq-mean-token-mean has the gradient of eq. 5 then: each
+    token brings 1/length of its sequence's.
+    """
+    mean = ((log_prob - old) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    return log_prob - mean
+
+
 def loss_on_policy(compute_policy_loss: Callable) -> Callable:
-    """Row provider for compute_policy_loss: in an update that skips the pass, old log-probs are the actor's own."""
+    """Row provider for compute_policy_loss: old log-probs are the actor's own, or give the ratios of sequences."""
 
     @functools.wraps(compute_policy_loss)
     def loss(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, **kwargs: Any) -> Any:

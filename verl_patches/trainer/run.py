@@ -144,6 +144,8 @@ class Run:
             trainer.actor_rollout_wg, trainer, self.show_call, record_to, profile_to=profile_to
         )
         trainer.actor_rollout_wg = self.group
+        if self.group.kept_groups is not None:
+            trainer.train_dataloader = self.group.kept_groups
         if engine.is_on("checkpoint.save"):
             self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer, self.id, self.show_resumed)
             self.summary.data["checkpoints"] = self.checkpoints.records

@@ -76,6 +76,7 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
         metrics["recipe/routing_agreement"] = record["routing_replay"]["agreement"]
     if record["skipped"]:
         metrics[SKIPPED_STEPS] = record["skipped"]["steps"]
+    metrics |= {f"recipe/keep_groups/{name}": float(value) for name, value in record.get("keep_groups", {}).items()}
     return metrics | {f"{ALARMS}/{alarm['name']}": 1.0 for alarm in record["alarms"]}
 
 
@@ -88,6 +89,8 @@ def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
         yield said
     if record["skipped"] and record["skipped"]["steps"]:
         yield step + said_of_skipped(record["skipped"])
+    if kept := record.get("keep_groups"):
+        yield step + "{differ} of {prompts} prompts in {drawn_batches} batches have rewards that differ".format(**kept)
     for alarm in record["alarms"]:
         yield f"{step}alarm {alarm['name']}: {alarm['text']}"
 

@@ -1,6 +1,7 @@
 """One GRPO step as verl's trainer runs it: the calls of RayPPOTrainer.fit() to its workers, in their order.
 
-    generate_sequences      a recording's responses, or vLLM's; recorded; every N steps sampled once more for the check
+    generate_sequences      a recording's responses, or vLLM's; with recipe.keep_groups of several batches
+                            (keep_groups.py); recorded; every N steps sampled once more for the check
     compute_log_prob        left out with recipe.train.skip_old_log_prob
     compute_ref_log_prob
     update_actor
@@ -27,6 +28,7 @@ from verl_patches.log_probs.truth_check import not_compared
 from verl_patches.patching.engine import is_on
 from verl_patches.replay.recording import find_recording, load_step, save_step
 from verl_patches.rewards.parts import part_means
+from verl_patches.trainer.keep_groups import KeptGroups
 from verl_patches.watch import heartbeat
 
 
@@ -58,6 +60,9 @@ class RecipeWorkerGroup:
         if recipe.tensor_cache.enabled and is_on("update.tensor_cache"):
             self.cache = TensorCacheStages.of(trainer, group, actor and actor.cache)
         self._stages = self.cache or group
+        self.kept_groups: KeptGroups | None = None
+        if recipe.keep_groups.metric is not None and actor is None:
+            self.kept_groups = KeptGroups(trainer, group, lambda name: on_call(self.step, name))
         self.sampled_check: SampledCheck | None = None
         if recipe.logprob_check.every is not None and not not_compared(trainer.config):
             self.sampled_check = SampledCheck(group, trainer)
@@ -85,10 +90,11 @@ class RecipeWorkerGroup:
         if self._replay_from is not None:
             tensors = load_step(self._replay_from, self.step, prompts.batch["input_ids"])
             return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
+        stages = self.kept_groups or self._stages
         if self.sampled_check is not None:
-            output = self.sampled_check.generate(self._stages, prompts, self.step)
+            output = self.sampled_check.generate(stages, prompts, self.step)
         else:
-            output = self._stages.generate_sequences(prompts)
+            output = stages.generate_sequences(prompts)
         if self._record_to is not None:
             save_step(self._record_to, self.step, {k: v for k, v in output.batch.items() if k != SAMPLE})
         self._on_call(self.step, "reward")
@@ -116,11 +122,10 @@ class RecipeWorkerGroup:
         return self._stages.update_actor(batch)
 
     def end_step(self) -> dict[str, Any]:
-        """{rewards: means of the parts, tensor_cache: bytes of its exchange, logprob_check: report}.
-
-        The last two where the run has them.
-        """
+        """{rewards: means of the parts}, and tensor_cache, logprob_check, keep_groups: reports, where the run has it."""
         facts: dict[str, Any] = {"rewards": self._rewards}
+        if self.kept_groups is not None:
+            facts["keep_groups"] = self.kept_groups.report
         if self.cache is not None:
             facts["tensor_cache"] = self.cache.end_step()
         if self.sampled_check is not None:

@@ -31,7 +31,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl_patches.batches.cached_stages import CachedBatch, cached_batch
 from verl_patches.batches.exchange import is_metrics_rank
 from verl_patches.batches.limits import token_budget
-from verl_patches.batches.micro_batches import stage_budget
+from verl_patches.batches.micro_batches import Update, current_mini_batches, stage_budget
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
@@ -169,12 +169,14 @@ class RecipeWorker:
             heartbeat.here().phase(LAST_CHECKPOINT)
             self.checkpoint.wait()  # what is being written must not change
         replaying = self.routing.replaying() if self.routing is not None else nullcontext()
-        with context().phase("update"), replaying, self._micro_batches("update"):
-            if on_policy is None:
-                return super().update_actor(data)
-            with on_policy.around(data.batch):
-                output = super().update_actor(data)
-        self.log_prob_moments = on_policy.moments()
+        around = nullcontext() if on_policy is None else on_policy.around(data.batch)
+        mini_batches = current_mini_batches.set(Update())
+        with context().phase("update"), replaying, self._micro_batches("update"), mini_batches as update, around:
+            output = super().update_actor(data)
+            if update.micro_batches:  # row update.mini_batches is on
+                update.report(output.meta_info["metrics"])
+        if on_policy is not None:
+            self.log_prob_moments = on_policy.moments()
         return output
 
     def note_log_probs(self, rollout: Any, actor: Any, mask: Any) -> None:
@@ -199,6 +201,12 @@ class RecipeWorker:
         if cached_batch.value is None:
             cached_batch.value = CachedBatch(device_type(self.recipe.platform), context().ledger)
         return cached_batch.value.run(self, stage, step, payload)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_rollout(self) -> None:
+        """Put the rollout engine to sleep, where generate_sequences left it awake (trainer/keep_groups.py)."""
+        if isinstance(self.sharding_manager, RecipeShardingManager):
+            self.sharding_manager.end_rollout()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> dict[str, float] | None:

@@ -1,0 +1,34 @@
+"""Dynamic sampling in the loop: kept groups differ, one weight sync a step, vLLM's log-probs are the actor's."""
+
+import json
+from collections import defaultdict
+
+import pytest
+from loop_runs import VERIFY, assert_weights_arrive
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+def groups_of(run, step):
+    """Scores of the responses of each prompt of a step."""
+    groups = defaultdict(list)
+    for line in (run.folder / "scored" / f"{step}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        groups[row["input"]].append(row["score"])
+    return list(groups.values())
+
+
+def test_every_kept_group_has_rewards_that_differ(smoke):
+    run = smoke("--steps", "2", "algo=dapo", "+trainer.rollout_data_dir=scored", VERIFY)
+    assert_weights_arrive(run, verified=True)
+    for step in run.steps:
+        groups, kept = groups_of(run, step["step"]), step["keep_groups"]
+        assert len(groups) == 4 and all(len(scores) == 2 and scores[0] != scores[1] for scores in groups)
+        assert kept["prompts"] == 4 * kept["drawn_batches"] and 4 <= kept["differ"]
+        assert not step["memory"]["violations"]
+        line = (
+            f"{kept['differ']} of {kept['prompts']} prompts in {kept['drawn_batches']} batches have rewards that differ"
+        )
+        assert f"step {step['step']}: {line}" in run.progress
+    assert sum(step["keep_groups"]["drawn_batches"] for step in run.steps) > 2
+    assert all(step["keep_groups"]["kept_share"] < 1 for step in run.steps)  # control: others were drawn too

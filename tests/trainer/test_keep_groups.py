@@ -1,0 +1,165 @@
+"""Dynamic sampling by verl's own loader, batch and fit() lines: kept groups, columns, counts, bounds, a resumed run."""
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl import DataProto
+from verl.utils.dataset.rl_dataset import collate_fn
+
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+from verl_patches.layout.phases import STAYS_AWAKE
+from verl_patches.trainer.keep_groups import KeepGroupsError, KeptGroups
+
+SIZE, N, PROMPTS = 2, 3, 10
+# scores of each prompt's responses: equal sixths and thirds have a standard deviation above 0 in floats
+SCORES = torch.tensor(
+    [[0.1] * 3, [1, 0, 0], [0.7] * 3, [0] * 3, [0, 1, 1], [1, 1, 0], [2, 1, 0], [1] * 3, [0] * 3, [0] * 3]
+)
+
+
+class Data(torch.utils.data.Dataset):
+    """Rows as verl's RLHFDataset gives them."""
+
+    def __len__(self):
+        return PROMPTS
+
+    def __getitem__(self, at):
+        ids = torch.full((4,), at)
+        tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(4)}
+        others = {
+            "raw_prompt_ids": [at] * (at % 3 + 1),
+            "reward_model": {"ground_truth": at},
+            "data_source": f"of {at}",
+        }
+        return {**tensors, **others, "index": at}
+
+
+class Workers:
+    """Each prompt's responses are its number and theirs."""
+
+    def __init__(self):
+        self.generated, self.ended = [], 0
+
+    def generate_sequences(self, prompts):
+        assert prompts.meta_info[STAYS_AWAKE] and len(prompts.non_tensor_batch["raw_prompt_ids"]) == SIZE
+        ids = prompts.batch["input_ids"].repeat_interleave(N, 0)
+        self.generated += prompts.batch["input_ids"][:, 0].tolist()
+        responses = torch.stack([ids[:, 0], torch.arange(N).repeat(SIZE)], 1)
+        return DataProto.from_dict(tensors={"input_ids": torch.cat([ids, responses], 1), "responses": responses})
+
+    def end_rollout(self):
+        self.ended += 1
+
+
+def reward_fn(data, return_dict):
+    """verl's contract; it sees the columns that belong to each response."""
+    assert return_dict
+    golds = [row["ground_truth"] for row in data.non_tensor_batch["reward_model"]]
+    prompts, numbers = data.batch["responses"].T
+    assert golds == prompts.tolist()
+    scores = torch.zeros(len(data), 2)
+    scores[:, 1] = SCORES[prompts, numbers]
+    return {"reward_tensor": scores, "reward_extra_info": {"acc": (scores[:, 1] == 1).float().tolist()}}
+
+
+def kept_groups(metric="score", max_batches=4, state=None):
+    """(KeptGroups, its workers, calls), as trainer/run.py puts it in place of the trainer's loader."""
+    config = OmegaConf.create({"recipe": {"keep_groups": {"metric": metric, "max_batches": max_batches}}})
+    loader = StatefulDataLoader(Data(), SIZE, drop_last=True, collate_fn=collate_fn)
+    if state is not None:
+        loader.load_state_dict(state)
+    workers, calls = Workers(), []
+    trainer = SimpleNamespace(config=config, train_dataloader=loader, reward_fn=reward_fn)
+    return KeptGroups(trainer, workers, calls.append), workers, calls
+
+
+def step_of_fit(kept, batch_dict):
+    """The batch of a step by the lines of RayPPOTrainer.fit at both pins, as it goes into the reward."""
+    batch = DataProto.from_single_dict(batch_dict)
+    gen_batch = batch.pop(["input_ids", "attention_mask", "position_ids"], ["raw_prompt_ids"])
+    output = kept.generate_sequences(gen_batch)
+    batch.non_tensor_batch["uid"] = np.array([str(at) for at in range(len(batch.batch))], dtype=object)
+    return batch.repeat(repeat_times=N, interleave=True).union(output)
+
+
+def steps(kept, count):
+    """[(prompts of the rows of a step's batch, its report)]."""
+    found = []
+    for batch_dict in kept:
+        batch = step_of_fit(kept, batch_dict)
+        prompts = batch.batch["responses"][:, 0].tolist()
+        assert [row["ground_truth"] for row in batch.non_tensor_batch["reward_model"]] == prompts
+        assert batch.non_tensor_batch["data_source"].tolist() == [f"of {at}" for at in prompts]
+        assert batch.non_tensor_batch["index"].tolist() == prompts
+        assert batch.batch["responses"][:, 1].tolist() == list(range(N)) * SIZE
+        assert batch.non_tensor_batch["uid"].tolist() == [str(at // N) for at in range(SIZE * N)]
+        found.append((prompts, dict(kept.report)))
+        if len(found) == count:
+            return found
+    raise AssertionError("the loader ended")
+
+
+def test_prompts_are_drawn_until_the_batch_is_full_of_groups_that_differ():
+    kept, workers, calls = kept_groups()
+    found = steps(kept, 3)
+    assert [prompts[::N] for prompts, _ in found] == [[1, 4], [6, 1], [4, 5]]  # the third epoch begins at 0 again
+    assert all(SCORES[at].max() > SCORES[at].min() for prompts, _ in found for at in prompts)
+    assert [report["drawn_batches"] for _, report in found] == [3, 3, 2]
+    assert found[0][1] == {"drawn_batches": 3, "prompts": 6, "differ": 3, "kept_share": 0.5}
+    assert (
+        workers.generated == [*range(10), 0, 1, *range(2, 6)] and workers.ended == 3
+    )  # one sleep, so one sync, a step
+    assert calls == ["generate_sequences", "reward"] * 8
+    plain, _, _ = kept_groups()  # negative control: the loader's own first batch
+    assert next(iter(plain))["index"].tolist() == [0, 1] and SCORES[0].std() >= 0 == SCORES[0].max() - SCORES[0].min()
+
+
+def test_a_metric_of_the_reward_function_decides():
+    assert [prompts[::N] for prompts, _ in steps(kept_groups("acc")[0], 1)] == [[1, 4]]
+    kept, *_ = kept_groups("accuracy")
+    with pytest.raises(ConfigError, match="metric is 'accuracy'; the reward function gives acc, score"):
+        steps(kept, 1)
+
+
+def test_a_step_that_finds_too_few_ends_the_run():
+    kept, workers, _ = kept_groups(max_batches=2)
+    with pytest.raises(KeepGroupsError, match=r"only 1 of 4 prompts \(25.0%\) in 2 batches .*'score', expected 2"):
+        steps(kept, 1)
+    assert workers.ended == 1
+
+
+def test_a_resumed_run_draws_what_the_run_would_have_drawn():
+    kept, *_ = kept_groups()
+    (first, _), second = steps(kept, 1)[0], None
+    state = copy.deepcopy(kept.state_dict())
+    assert len(kept) == PROMPTS // SIZE
+    batches = iter(kept_groups(state=state)[0])
+    resumed, *_ = kept_groups(state=state)
+    second = steps(resumed, 1)[0]
+    whole, *_ = kept_groups()
+    assert steps(whole, 2) == [(first, steps(kept_groups()[0], 1)[0][1]), second]
+    assert next(batches)["index"].tolist() == [6, 7]  # after three batches, whose surplus is dropped
+
+
+def refusals(*overrides):
+    checks = check_config(compose("deepseekv3_tiny_cpu", ["recipe.keep_groups.metric=score", *overrides]))
+    return [check.detail for check in checks if check.name == "keep groups" and not check.ok]
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    ("actor_rollout_ref.rollout.n=1", "rollout.n is 1"),
+    ("recipe.tensor_cache.enabled=true", "recipe.tensor_cache.enabled is true"),
+    ("recipe.rollout.replay=outputs/x", "recipe.rollout.replay gives the responses"),
+    ("algorithm.adv_estimator=remax", "remax"),
+    ("reward_model.enable=true", "reward_model.enable is true"),
+])  # fmt: skip
+def test_what_does_not_go_together_is_refused_by_name(override, words):
+    (fault,) = refusals(override)
+    assert words in fault and refusals() == []
