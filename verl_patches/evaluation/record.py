@@ -62,12 +62,27 @@ class Rates(TypedDict, total=False):
     mfu: Numbers | None
 
 
+class Validation(TypedDict):
+    """Of verl's metrics (trainer/validation.py)."""
+
+    score: Number
+    metrics: dict[Line, Number]
+
+
+class ValBefore(TypedDict):
+    """The validation before the run's first step."""
+
+    step: Natural
+    val: Validation
+
+
 class Step(TypedDict, total=False):
     """One step (trainer/step_record.py)."""
 
     step: Required[Natural]
     seconds: Required[Numbers]
     reward: Required[Number]
+    val: Validation | None
     grad_norm: Number
     tokens: Numbers | None
     logprob_delta: Numbers | None
@@ -101,6 +116,7 @@ class Summary(TypedDict, total=False):
     dirty: dict[Line, list[Line]]
     start: dict[Line, Numbers]
     steps: Annotated[list[Step], FailFast()]
+    val_before: ValBefore | None
     logprob_delta: Numbers | None
     patches: Annotated[list[PatchState], FailFast()]
     peak_pss_bytes: Numbers
