@@ -318,6 +318,11 @@ CONTROLLER: tuple[PatchSpec, ...] = (
          "verl compares probabilities, which hides errors of rare tokens; log-probs show a wrong weight at once.",
          exit="verl reports |log-prob delta| of rollout and actor (0.5 and later: rollout correction metrics)",
          processes=_CONTROLLER, bindings=(f"{_TRAINER}:compute_data_metrics",)),
+    _row("reward.pass_at_k", "wrap", "verl.trainer.ppo.metric_utils:process_validation_metrics",
+         "verl_patches.trainer.validation:with_pass_at_k",
+         "verl's best@k of a validation draws k responses with replacement, which is below pass@k.",
+         exit="verl has an unbiased pass@k among its validation metrics",
+         processes=_CONTROLLER, bindings=(f"{_TRAINER}:process_validation_metrics",)),
 )  # fmt: skip
 
 RESHARD: tuple[PatchSpec, ...] = (

@@ -115,7 +115,7 @@ def test_a_damaged_config_is_refused_by_line_and_breaks_no_other(configs, damage
 
 
 def test_a_key_of_ours_that_verl_does_not_have_is_refused(configs):
-    text = (configs / "deepseekv3_tiny.yaml").read_text()
+    text = (configs / "deepseekv3_tiny.yaml").read_text().replace("_self_]", "_self_, algo: grpo]")
     for key, wrong, full in (("train_batch_size", "train_batch_sice", "data.{}"), ("line", "lime", "recipe.{}")):
         (configs / "wrong.yaml").write_text(text.replace(f"  {key}: ", f"  {wrong}: "))
         with pytest.raises(ConfigError, match=f"{full.format(wrong)};.* {full.format(key)}"):
@@ -131,15 +131,43 @@ def test_files_of_configs_that_cannot_be_read_at_all_break_nothing(configs):
 
 
 def test_defaults_that_lead_back_or_are_no_list_are_refused(configs):
-    (configs / "b.yaml").write_text("defaults: [a]\n")
+    (configs / "b.yaml").write_text("defaults: [deepseekv3_tiny]\n")
     for text, message in {
-        "defaults: [b]": "a.yaml.* a -> b -> a",
-        "defaults: 3": "a.yaml.*found int",
-        "x: [\ndefaults: [": r"a.yaml:\d: expected",
+        "defaults: [b]": "tiny.yaml.* deepseekv3_tiny -> b -> deepseekv3_tiny",
+        "defaults: 3": "tiny.yaml.*found int",
+        "x: [\ndefaults: [": r"tiny.yaml:\d: expected",
     }.items():
-        (configs / "a.yaml").write_text(f"{text}\n")
+        (configs / "deepseekv3_tiny.yaml").write_text(f"{text}\n")
         with pytest.raises(ConfigError, match=message):
-            compose("a")
+            compose(TINY)
+
+
+RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "algo: " in path.read_text())
+ALGORITHMS = sorted(path.stem for path in (CONFIGS_DIR / "algo").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_old_name_of_a_run_is_refused_with_the_new_one(name):
+    with pytest.raises(ConfigError, match=f"has the name grpo_{name}; it is {name} now"):
+        compose(f"grpo_{name}")
+
+
+@pytest.mark.parametrize("name", ["deepseekv3_256die", "deepseekv3_tiny", "grpo_deepseekv3_tiny"])
+def test_a_base_is_no_run_under_its_old_name_or_the_new_one(name):
+    with pytest.raises(ConfigError, match=f"{name}; there is: {', '.join(RUNS)}"):
+        compose(name)
+
+
+def test_an_unknown_algorithm_is_refused_with_the_list():
+    with pytest.raises(ConfigError, match=f"^algo=grpo2: expected one of {', '.join(ALGORITHMS)}$"):
+        compose(TINY, ["algo=grpo2"])
+
+
+def test_a_damaged_preset_is_refused_by_line(configs):
+    preset = configs / "algo/grpo.yaml"
+    preset.write_bytes(preset.read_bytes() + b"\n\ttrainer: {}\n")
+    with pytest.raises(ConfigError, match=rf"{preset}:\d+: expected"):
+        compose(TINY)
 
 
 SECRET = "s3cretvalue"

@@ -45,6 +45,7 @@ from verl_patches.values import Count, Positive, value_faults
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
+_OF_GROUPS = ("grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo")  # advantage estimators
 _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
 
 
@@ -72,7 +73,8 @@ def check_config(
         checks += [*_rollout_checks(config, rollout, model), *ascend.checks(config, model)]
     if train and rollout:
         checks += [*_batch_checks(config, train, rollout), *_sync_checks(config, train, rollout, model)]
-    checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
+    checks += [*_length_checks(config), *_algorithm_checks(config), *_line_checks(config)]
+    checks += [*_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config), check_disk(config, start), *_replay_checks(config)]
@@ -276,7 +278,8 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     held = f"{responses} responses a replica, {seats} at once, within max_num_batched_tokens {budget}"
     fault = held.replace("within", "expected <=") + " (vLLM's SchedulerConfig refuses more)"
     yield either("max_num_seqs", seats <= budget, held, fault)
-    sizes, running = graph_arguments(config).get("graph_batch_sizes") or (), min(responses, seats)
+    running = seats if _validates(config) else min(responses, seats)  # a validation may have more responses
+    sizes = graph_arguments(config).get("graph_batch_sizes") or ()
     if sizes:
         decoded = f"the {running} responses that a replica decodes at once"
         fault = f"largest graph {max(sizes)}, expected at least {decoded}; "
@@ -318,6 +321,30 @@ def _length_checks(config: DictConfig) -> Iterator[Check]:
             "with both values of the key"
         )
     yield either("graph mode", bool(rollout.enforce_eager) == bool(rollout.free_cache_engine), mode, fault)
+
+
+def _validates(config: DictConfig) -> bool:
+    return config.trainer.test_freq > 0 or config.trainer.val_before_train
+
+
+def _algorithm_checks(config: DictConfig) -> Iterator[Check]:
+    """Whether each prompt has as many responses as the advantage estimator and the validation need."""
+    estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
+    held = f"{estimator}, {rollout.n} response(s) a prompt"
+    fault = (
+        f"algorithm.adv_estimator is {estimator}, which compares the responses of one prompt, and {_ROLLOUT}.n is 1; "
+        "expected 2 or more, or algo=reinforce_plus_plus or remax, which need no group"
+    )
+    yield either("advantages", estimator not in _OF_GROUPS or rollout.n > 1, held, fault)
+    val, trainer = rollout.val_kwargs, config.trainer
+    if _validates(config):
+        held = f"{val.n} response(s) a prompt of data.val_files"
+        held += f", every {trainer.test_freq} steps" if trainer.test_freq > 0 else ", before the first step only"
+        fault = f"{_ROLLOUT}.val_kwargs.n is {val.n}, but greedy responses are equal; set do_sample=true, or n=1"
+        yield either("validation", val.n == 1 or val.do_sample, held, fault)
+        if val.do_sample and not val.temperature:
+            fault = f"{_ROLLOUT}.val_kwargs.do_sample is true and temperature 0, which verl refuses; set temperature"
+            yield Check("validation", False, fault)
 
 
 # what the line, the recipe and the switches allow

@@ -132,6 +132,12 @@ _SECTIONS = {
                     "max_num_batched_tokens": Count | None,
                 },
             },
+            "val_kwargs": {
+                "n": Count,
+                "temperature": NotNegative,
+                "top_k": Annotated[int, Field(ge=-1)],
+                "top_p": Probability,
+            },
             "tensor_model_parallel_size": Count,
             "max_num_batched_tokens": Count,
             "max_model_len": Count | None,

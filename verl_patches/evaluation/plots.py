@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.report import PHASES, medians, names_of, reduced
+from verl_patches.evaluation.report import PHASES, medians, names_of, reduced, validations
 from verl_patches.memory.schedule import MEMORY_GROUPS
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class _Columns:
             self.steps[(step["step"] - first) // self.width].append(step)
         self.edges = [first - 0.5 + self.width * number for number in range(len(self.steps) + 1)]
         self.middles = [edge + self.width / 2 for edge in self.edges[:-1]]
+        self.validations = [(step, NAN if score is None else score) for step, score in validations(summary)]
         self.seams = [step["resumed_after"] for step in steps if step.get("resumed_after")]
         self.each = "" if self.width == 1 else f", means of {self.width} steps"
 
@@ -104,7 +105,7 @@ class _Columns:
 
 
 def run_figure(summary: Mapping[str, Any]) -> Figure:
-    """Reward (left) and seconds per phase (right) of every step of a summary.json, of a long run as means."""
+    """Reward, validation (left) and seconds per phase (right) of every step of a summary.json, of a long run means."""
     figure = _figure(11, 4)
     left, right = figure.subplots(1, 2)
     columns = _Columns(summary)
@@ -118,12 +119,19 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (left, right):
         columns.label(axes)
+    if columns.validations:
+        left.set_xlim(left=min(columns.edges[0], columns.validations[0][0] - 0.5))
+        left.legend(("reward", "validation"), fontsize=8)
     return figure
 
 
 def _draw_rewards(axes: Axes, columns: _Columns, **style: Any) -> None:
+    """Mean rewards, and as a dashed line of the same colour the validations."""
     marker = "o" if columns.width == 1 else ""
-    axes.plot(columns.middles, columns.means("reward"), marker=marker, markersize=3, **style)
+    (line,) = axes.plot(columns.middles, columns.means("reward"), marker=marker, markersize=3, **style)
+    if columns.validations:
+        of_line = {"color": line.get_color(), "linewidth": line.get_linewidth()}
+        axes.plot(*zip(*columns.validations, strict=True), linestyle="--", marker="s", markersize=3, **of_line)
     axes.grid(alpha=0.3)
 
 

@@ -62,6 +62,20 @@ class Rates(TypedDict, total=False):
     mfu: Numbers | None
 
 
+class Validation(TypedDict):
+    """Of verl's metrics (trainer/validation.py)."""
+
+    score: Number
+    metrics: dict[Line, Number]
+
+
+class ValBefore(TypedDict):
+    """The validation before the run's first step."""
+
+    step: Natural
+    val: Validation
+
+
 class Step(TypedDict, total=False):
     """One step (trainer/step_record.py)."""
 
@@ -69,6 +83,7 @@ class Step(TypedDict, total=False):
     seconds: Required[Numbers]
     reward: Required[Number]
     rewards: Numbers | None  # means of its parts by label
+    val: Validation | None
     grad_norm: Number
     tokens: Numbers | None
     logprob_delta: Numbers | None
@@ -102,6 +117,7 @@ class Summary(TypedDict, total=False):
     dirty: dict[Line, list[Line]]
     start: dict[Line, Numbers]
     steps: Annotated[list[Step], FailFast()]
+    val_before: ValBefore | None
     logprob_delta: Numbers | None
     patches: Annotated[list[PatchState], FailFast()]
     peak_pss_bytes: Numbers

@@ -35,11 +35,12 @@ IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "MFU of update": ("rates", "mfu", "update"),
     "grad_norm": ("grad_norm",),
     "reward": ("reward",),
+    "val": ("val", "score"),
     "|dlogp|": ("logprob_delta", "mean"),
     "held MB": ("memory", "peak_bytes"),
     "sync MB": ("sync", "received_bytes", "max"),
 }
-_OVER = {"reward": (FIRST, LAST), "|dlogp|": ("mean", "largest of a token")}
+_OVER = {"reward": (FIRST, LAST), "val": ("first", "largest", "last"), "|dlogp|": ("mean", "largest of a token")}
 _OVER |= dict.fromkeys(("held MB", "sync MB", "PSS MB"), ("largest",))
 _NAMES = (*(f"{phase} s" for phase in PHASES), "other s", *list(IN_STEP)[len(PHASES) :], "PSS MB")
 _ROWS = [(name, over) for name in _NAMES for over in _OVER.get(name, ("median",))]
@@ -69,6 +70,7 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
         "steps": f"{steps[0]['step']} to {steps[-1]['step']}",
         "resumed": resumed(steps) or "-",
         "start, slowest worker": ", ".join(slowest) or "-",
+        "last validation": ", ".join(f"{name} {_text(value)}" for name, value in last_validation(summary)) or "-",
         "ended": str(summary.get("exit")),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
         "modified sources": ", ".join(summary.get("dirty", {})) or "none",
@@ -82,11 +84,28 @@ def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     values |= {(name, "largest"): reduced(steps, name, max) for name in ("held MB", "sync MB")}
     values["reward", FIRST] = reduced(steps[:ENDS], "reward", statistics.fmean)
     values["reward", LAST] = reduced(steps[-ENDS:], "reward", statistics.fmean)
+    scores = [score for _, score in validations(summary)] or [None]
+    values |= {("val", "first"): scores[0], ("val", "last"): scores[-1]}
+    values["val", "largest"] = max((score for score in scores if score is not None), default=None)
     whole, named = values["step s", "median"], sum(values[f"{phase} s", "median"] or 0.0 for phase in PHASES)
     values["other s", "median"] = None if whole is None else max(whole - named, 0.0)
     values["|dlogp|", "mean"], values["|dlogp|", "largest of a token"] = delta.get("mean"), delta.get("max")
     values["PSS MB", "largest"] = _mb(summary.get("peak_pss_bytes", {}).get("total"))
     return {row: values[row] for row in _ROWS}
+
+
+def validations(summary: Mapping[str, Any]) -> list[tuple[int, float | None]]:
+    """(step, its `val`) of each validation; the one before the first step comes first."""
+    before = summary.get("val_before")
+    start = [(before["step"], before["val"]["score"])] if before else []
+    return start + [(step["step"], step["val"]["score"]) for step in summary["steps"] if step.get("val")]
+
+
+def last_validation(summary: Mapping[str, Any]) -> list[tuple[str, float | None]]:
+    """(verl's name, value) of the last validation; none without one."""
+    last = next((step["val"] for step in reversed(summary["steps"]) if step.get("val")), None)
+    last = last or (summary.get("val_before") or {}).get("val")
+    return [*last["metrics"].items()] if last else []
 
 
 def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
@@ -133,12 +152,12 @@ def names_of(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each figure of all runs: {name, over, values, ratios}; ratios: of each later run to the first, None without both.
 
-    MFU is left out where no run has it: a CPU has no peak rate.
+    MFU and val are left out where no run has them: a CPU has no peak rate, and few runs validate.
     """
     rows, runs = [], [figures(summary) for summary in summaries]
     for name, over in runs[0]:
         values = [each[name, over] for each in runs]
-        if not name.startswith("MFU") or any(values):
+        if not name.startswith(("MFU", "val")) or any(value is not None for value in values):
             ratios = [_ratio(value, values[0]) for value in values[1:]]
             rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
     return rows

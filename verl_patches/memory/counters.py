@@ -84,6 +84,19 @@ def timed(phase: str) -> Iterator[None]:
         _counters.value.seconds[phase] += time.perf_counter() - start
 
 
+@contextmanager
+def apart(name: str) -> Iterator[None]:
+    """Count the seconds inside under `name`/PHASE, not under PHASE."""
+    counters, outside = _counters.value, _counters.value.seconds
+    counters.seconds = inside = defaultdict(float)
+    try:
+        yield
+    finally:
+        counters.seconds = outside
+        for phase, seconds in inside.items():
+            outside[f"{name}/{phase}"] += seconds
+
+
 def note_process_age(phase: str) -> None:
     """Set `phase`, if it has no seconds yet, to the age of this process: interpreter, Ray's own start, imports."""
     import psutil

@@ -121,28 +121,51 @@ class Summary:
         self.data: dict[str, Any] = {
             **head,
             "versions": versions(),
-            "steps": [] if folder is None else _steps_of(folder, head.get("id")),
+            "val_before": None,
+            "steps": [],
             "logprob_delta": None,
             "patches": [],
             "peak_pss_bytes": {},
             "exit": "running",
         }
-        self._earlier: int | None = None  # number of steps of earlier parts, once this process has made one
+        if folder is not None:
+            self.data |= _recorded(folder, head.get("id"))
+        self._earlier: int | None = None  # number of steps of earlier parts, once this process has recorded something
 
     @property
     def own_steps(self) -> list[dict[str, Any]]:
         """The steps of this process."""
         return [] if self._earlier is None else self.data["steps"][self._earlier :]
 
+    @property
+    def validations(self) -> list[tuple[int, dict[str, Any]]]:
+        """(step, what validation_of gives) of the whole run."""
+        before = self.data["val_before"]
+        of_steps = [(step["step"], step["val"]) for step in self.data["steps"] if step.get("val")]
+        return [(before["step"], before["val"]), *of_steps] if before else of_steps
+
+    def _begin(self, first: int) -> None:
+        """Leave out what is recorded from step `first` on, the first of this process."""
+        self.data["steps"] = [earlier for earlier in self.data["steps"] if earlier["step"] < first]
+        self._earlier = len(self.data["steps"])
+        if self.metrics is not None and self.metrics.exists():
+            _cut(self.metrics, first)
+
+    def add_validation(self, step: int, validation: dict[str, Any]) -> None:
+        """Record a validation after `step`, before the first step of this process: val_before, or that step's val."""
+        self._begin(step + 1)
+        if self.data["steps"] and self.data["steps"][-1]["step"] == step:
+            self.data["steps"][-1]["val"] = validation
+        else:
+            self.data["val_before"] = {"step": step, "val": validation}
+        self.write()
+
     def add_step(self, step: dict[str, Any]) -> None:
         """Append one step (its content: trainer/step_record.py) and update the run's log-prob delta."""
         if self._earlier is None:
-            self.data["steps"] = [earlier for earlier in self.data["steps"] if earlier["step"] < step["step"]]
-            self._earlier = len(self.data["steps"])
-            if step["step"] > 1:
-                step = {**step, "resumed_after": step["step"] - 1}
-            if self.metrics is not None and self.metrics.exists():
-                _cut(self.metrics, step["step"])
+            self._begin(step["step"])
+        if not self.own_steps and step["step"] > 1:
+            step = {**step, "resumed_after": step["step"] - 1}
         self.data["steps"].append(step)
         deltas = [s["logprob_delta"] for s in self.data["steps"] if s.get("logprob_delta")]
         if deltas:
@@ -166,15 +189,16 @@ class Summary:
             write_json(self.path, self.data)
 
 
-def _steps_of(folder: Path, run: str | None) -> list[dict[str, Any]]:
-    """The steps of the record that is there of the run of this id; another run's record moves to earlier/N."""
+def _recorded(folder: Path, run: str | None) -> dict[str, Any]:
+    """{steps, val_before} of the record that is there of this run's id; another run's record moves to earlier/N."""
     record = folder / "summary.json"
     try:
         summary = json.loads(record.read_text())
         if summary.get("id") == run:
-            return [step for step in summary["steps"] if isinstance(step["step"], int)]
+            steps = [step for step in summary["steps"] if isinstance(step["step"], int)]
+            return {"steps": steps, "val_before": summary.get("val_before")}
     except FileNotFoundError:
-        return []
+        return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         log.warning("verl_patches: %s cannot be read", record)
     aside = next_aside(folder)
@@ -182,7 +206,7 @@ def _steps_of(folder: Path, run: str | None) -> list[dict[str, Any]]:
     for path in (record, folder / "metrics.jsonl"):
         if path.exists():
             path.rename(aside / path.name)
-    return []
+    return {}
 
 
 def _cut(metrics: Path, step: int) -> None:

@@ -1,6 +1,7 @@
 """One run in the trainer's process: around verl's fit(), and after each of its steps.
 
 around         the handshake, our worker groups (trainer/worker_group.py: the calls of a step), fit, the outcome
+validated      the record of a validation before the first step
 after_step     record_step: one record from verl's metrics and the workers' reports, its row in the table, metrics
                check_step: skipped optimizer steps, log-probs, alarms; each may end the run
 """
@@ -35,11 +36,21 @@ from verl_patches.trainer.handshake import (
 )
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW, STEP, Progress, Summary, new_run_id, run_id, write_json
-from verl_patches.trainer.step_record import NARROW, REPLAY_COLUMNS, WIDE, Rates, start_of_workers
+from verl_patches.trainer.step_record import (
+    NARROW,
+    REPLAY_COLUMNS,
+    VAL_COLUMNS,
+    WIDE,
+    WIDE_VAL_COLUMNS,
+    Rates,
+    start_of_workers,
+)
+from verl_patches.trainer.validation import said_of_validation, validation_of
 from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # dead workers that an error names
+SHOWN_VALIDATIONS = 8  # the last ones, at the end of a run
 _RAISED_IN = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
 active_run: Current[Run] = Current()
 
@@ -204,6 +215,14 @@ class Run:
         if self.folder is not None:
             write_json(self.folder / NOW, self.now)
 
+    def validated(self, metrics: dict[str, Any], validation: dict[str, Any], step: int) -> None:
+        """Record a validation before the first step of this process, after `step`: 0, or the step resumed from."""
+        self.trainer.actor_rollout_wg.take_report()  # its weight sync and rollout belong to no step
+        take_calls()
+        self.summary.add_validation(step, validation)
+        self.summary.add_metrics(step, metrics)
+        self.progress.say(f"| validation after step {step}: {said_of_validation(validation)}")
+
     def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
         """Record one step, then check it; returns the metrics with ours added. A check that fails ends the run."""
         record, metrics = self.record_step(metrics, step)
@@ -237,8 +256,12 @@ class Run:
         return record, metrics
 
     def _show(self, record: dict[str, Any]) -> None:
-        more = REPLAY_COLUMNS if self.recipe.train.routing_replay else ()
-        for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
+        narrow, wide = NARROW, WIDE
+        if self.recipe.train.routing_replay:
+            narrow, wide = (*narrow, *REPLAY_COLUMNS), (*wide, *REPLAY_COLUMNS)
+        if self.trainer.config.trainer.test_freq > 0:
+            narrow, wide = (*narrow, *VAL_COLUMNS), (*wide, *WIDE_VAL_COLUMNS)
+        for prefix, columns in (("-", narrow), ("+", wide)):
             if len(self.summary.own_steps) == 1:
                 self.progress.say(f"{prefix} {step_record.header(columns)}")
             self.progress.say(f"{prefix} {step_record.row(record, columns)}")
@@ -268,6 +291,9 @@ class Run:
     def end(self, reason: str) -> None:
         """Write the outcome."""
         self.summary.data["exit"] = reason
+        if validations := self.summary.validations:
+            scores = ", ".join(f"{step}: {each['score']:.4f}" for step, each in validations[-SHOWN_VALIDATIONS:])
+            self.progress.say(f"| validation by step: {scores}; the last: {said_of_validation(validations[-1][1])}")
         if self.coverage:
             self.summary.data["emulated"], lines = self.coverage
             for line in lines:
@@ -305,6 +331,8 @@ def log_with_run(original: Callable) -> Callable:
     def log_metrics(self: Any, data: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> Any:
         if active_run.value is not None and "critic/score/mean" in data:
             data = active_run.value.after_step(data, step)
+        elif active_run.value is not None and (validation := validation_of(data)):
+            active_run.value.validated(data, validation, step)
         return original(self, data, step, *args, **kwargs)
 
     return log_metrics

@@ -17,11 +17,12 @@ from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import world_size
-from verl_patches.layout.phases import STEP_PHASES
+from verl_patches.layout.phases import STEP_PHASES, VALIDATE
 from verl_patches.log_probs.on_policy import needs_old_log_probs
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.rewards.parts import METRIC
+from verl_patches.trainer.validation import validation_of
 
 # columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
 # memory; with --wide all of them
@@ -31,6 +32,7 @@ SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
 WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
 REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
+VAL_COLUMNS, WIDE_VAL_COLUMNS = ("val",), ("val", f"{VALIDATE} s")  # with trainer.test_freq
 SKIPPED_STEPS, ALARMS = "actor/skipped_steps", "recipe/alarms"  # names of metrics
 
 
@@ -48,6 +50,7 @@ def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[s
         "seconds": phase_seconds(metrics, of("seconds")),
         "reward": float(metrics["critic/score/mean"]),
         "rewards": None,
+        "val": validation_of(metrics),
         "tokens": tokens_of_step(metrics),
         "grad_norm": _number(metrics.get("actor/grad_norm")),
         "logprob_delta": None,
@@ -98,6 +101,7 @@ def lines_of(record: Mapping[str, Any]) -> Iterator[str]:
 def phase_seconds(metrics: Mapping[str, float], workers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """{phase: seconds} of one step: verl's timers, with reshard subtracted from the rollout that contains it.
 
+    rollout has ReMax's greedy responses too. validate, where the step validates, is in the whole step and in no phase.
     reshard and offload are those of the slowest worker. offload is inside reshard, rollout, log-prob, ref and update;
     it is not subtracted.
     """
@@ -105,7 +109,10 @@ def phase_seconds(metrics: Mapping[str, float], workers: Sequence[Mapping[str, f
     of_phase = {phase.name: timers[phase.timer] for phase in STEP_PHASES if phase.timer in timers}
     for phase in (phase.name for phase in STEP_PHASES if phase.timer is None):
         of_phase[phase] = max(seconds.get(phase, 0.0) for seconds in workers)
+    if "testing" in timers:
+        of_phase[VALIDATE] = timers["testing"]
     if "rollout" in of_phase:
+        of_phase["rollout"] += timers.get("gen_max", 0.0)
         of_phase["rollout"] = max(of_phase["rollout"] - of_phase["reshard"], 0.0)
     of_phase["step"] = timers.get("step", 0.0)
     return {phase: round(seconds, 4) for phase, seconds in of_phase.items()}
@@ -345,6 +352,8 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
     too.
     """
     cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in PHASES}
+    if val := step.get("val"):
+        cells |= {"val": f"{val['score']:.4f}", f"{VALIDATE} s": f"{step['seconds'].get(VALIDATE, 0.0):.3f}"}
     if sync := step["sync"]:
         sizes = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
         texts = f"{sizes[0]:.3f}", str(sync["collectives"]), f"{sizes[1]:.3f}"

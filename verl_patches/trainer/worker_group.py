@@ -122,7 +122,7 @@ class RecipeWorkerGroup:
         return self._stages.update_actor(batch)
 
     def end_step(self) -> dict[str, Any]:
-        """{rewards: means of the parts}, and tensor_cache, logprob_check, keep_groups: reports, where the run has it."""
+        """{rewards: means of the parts}; tensor_cache, logprob_check, keep_groups: reports, where the run has it."""
         facts: dict[str, Any] = {"rewards": self._rewards}
         if self.kept_groups is not None:
             facts["keep_groups"] = self.kept_groups.report

@@ -1,0 +1,72 @@
+"""Validation: what verl's metrics of one say for the run's record, and pass@k, which they lack.
+
+verl's RayPPOTrainer._validate gives val-core/SOURCE/VARIABLE/mean@n, with n > 1 also best@n/mean, a bootstrap with
+replacement; VARIABLE is acc where the reward function returns it, else reward.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+_MEAN = re.compile(r"val-core/.+/mean@\d+")
+_KEPT = re.compile(r"val-core/.+/(mean|best|maj)@\d+(/mean)?|val-\w+/.+/pass@\d+")
+
+
+def validation_of(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
+    """{score, metrics} of the validation in verl's metrics of a step; None where they have none.
+
+    score: mean over data sources of mean@n of each source's core variable. metrics: {name: value} of mean, best and maj
+    of core variables, and pass@k; the rest is in metrics.jsonl.
+    """
+    means = [float(value) for name, value in metrics.items() if _MEAN.fullmatch(name)]
+    if not means:
+        return None
+    kept = {name: float(value) for name, value in metrics.items() if _KEPT.fullmatch(name)}
+    return {"score": statistics.fmean(means), "metrics": kept}
+
+
+def said_of_validation(validation: Mapping[str, Any]) -> str:
+    """A validation in one line."""
+    values = ", ".join(f"{name} {value:.4g}" for name, value in validation["metrics"].items())
+    return f"{validation['score']:.4f} ({values})"
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate that one of k responses is correct, from `correct` of n: 1 - C(n - c, k) / C(n, k).
+
+    Source: arXiv:2107.03374. n >= k; the bootstrap of verl's best@k draws with replacement, so it is below this.
+    """
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def with_pass_at_k(process_validation_metrics: Callable) -> Callable:
+    """Row provider for verl's process_validation_metrics: pass@k beside best@k, of variables that are 0 or 1.
+
+    k: 1, 2, 4, ... below n, and n, the responses of a prompt (rollout.val_kwargs.n). None with n = 1.
+    """
+
+    @functools.wraps(process_validation_metrics)
+    def process(data_sources: Sequence[str], sample_inputs: Sequence[str], infos_dict: Mapping, *args, **kwargs) -> Any:
+        found = process_validation_metrics(data_sources, sample_inputs, infos_dict, *args, **kwargs)
+        for name in ("acc", "reward"):
+            of_prompt = defaultdict(list)
+            for source, prompt, value in zip(data_sources, sample_inputs, infos_dict.get(name, ()), strict=False):
+                of_prompt[source, prompt].append(value)
+            values = defaultdict(lambda: defaultdict(list))
+            not_binary = {source for (source, _), given in of_prompt.items() if not {*given} <= {0, 1}}
+            for (source, _), given in of_prompt.items():
+                n = len(given)
+                for k in {*(1 << power for power in range(n.bit_length()) if 1 << power < n), n}:
+                    if n > 1 and source not in not_binary:
+                        values[source][f"pass@{k}"].append(pass_at_k(n, int(sum(given)), k))
+            for source, of_k in values.items():
+                found[source][name].update((key, statistics.fmean(of_k[key])) for key in of_k)
+        return found
+
+    return process
