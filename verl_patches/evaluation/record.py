@@ -68,6 +68,7 @@ class Step(TypedDict, total=False):
     step: Required[Natural]
     seconds: Required[Numbers]
     reward: Required[Number]
+    objective: Numbers | None  # loss, margin, ... on fixed data, which has no reward
     grad_norm: Number
     tokens: Numbers | None
     logprob_delta: Numbers | None

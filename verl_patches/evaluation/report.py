@@ -35,11 +35,13 @@ IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "MFU of update": ("rates", "mfu", "update"),
     "grad_norm": ("grad_norm",),
     "reward": ("reward",),
+    **{name: ("objective", name) for name in ("loss", "margin", "accuracy")},
     "|dlogp|": ("logprob_delta", "mean"),
     "held MB": ("memory", "peak_bytes"),
     "sync MB": ("sync", "received_bytes", "max"),
 }
-_OVER = {"reward": (FIRST, LAST), "|dlogp|": ("mean", "largest of a token")}
+ENDED = ("reward", "loss", "margin", "accuracy")  # as means at both ends; the last three only on fixed data
+_OVER = {"|dlogp|": ("mean", "largest of a token"), **dict.fromkeys(ENDED, (FIRST, LAST))}
 _OVER |= dict.fromkeys(("held MB", "sync MB", "PSS MB"), ("largest",))
 _NAMES = (*(f"{phase} s" for phase in PHASES), "other s", *list(IN_STEP)[len(PHASES) :], "PSS MB")
 _ROWS = [(name, over) for name in _NAMES for over in _OVER.get(name, ("median",))]
@@ -80,8 +82,9 @@ def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     steps, delta = summary["steps"], summary.get("logprob_delta") or {}
     values = {(name, "median"): value for name, value in medians(steps, IN_STEP).items()}
     values |= {(name, "largest"): reduced(steps, name, max) for name in ("held MB", "sync MB")}
-    values["reward", FIRST] = reduced(steps[:ENDS], "reward", statistics.fmean)
-    values["reward", LAST] = reduced(steps[-ENDS:], "reward", statistics.fmean)
+    for name in ENDED:
+        values[name, FIRST] = reduced(steps[:ENDS], name, statistics.fmean)
+        values[name, LAST] = reduced(steps[-ENDS:], name, statistics.fmean)
     whole, named = values["step s", "median"], sum(values[f"{phase} s", "median"] or 0.0 for phase in PHASES)
     values["other s", "median"] = None if whole is None else max(whole - named, 0.0)
     values["|dlogp|", "mean"], values["|dlogp|", "largest of a token"] = delta.get("mean"), delta.get("max")
@@ -133,12 +136,12 @@ def names_of(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each figure of all runs: {name, over, values, ratios}; ratios: of each later run to the first, None without both.
 
-    MFU is left out where no run has it: a CPU has no peak rate.
+    MFU is left out where no run has it: a CPU has no peak rate; and what only runs on fixed data have.
     """
     rows, runs = [], [figures(summary) for summary in summaries]
     for name, over in runs[0]:
         values = [each[name, over] for each in runs]
-        if not name.startswith("MFU") or any(values):
+        if not name.startswith(("MFU", *ENDED[1:])) or any(value is not None for value in values):
             ratios = [_ratio(value, values[0]) for value in values[1:]]
             rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class StepPhase(NamedTuple):
@@ -39,3 +39,8 @@ CALLS = {  # of the trainer, in their order in a step: what is shown while one r
 OF_WORKERS = tuple(phase.planned for phase in STEP_PHASES if phase.call not in (None, "reward"))
 # where else a process may be: in its start, verl's validation, a wait for the last checkpoint's files, a trace's files
 START, VALIDATE, LAST_CHECKPOINT, PROFILE = "start", "validate", "last checkpoint", "profile"
+
+
+def samples(recipe: Any) -> bool:
+    """Whether the run samples its responses; with an objective on fixed data no rollout engine is started."""
+    return recipe.objective.name == "rl"
