@@ -336,7 +336,7 @@ def steps_of(config: DictConfig) -> int | None:
         return config.trainer.total_training_steps
     files = config.data.train_files or []
     try:
-        rows = sum(_read_rows(file, config.data.prompt_key) for file in ([files] if isinstance(files, str) else files))
+        rows = sum(_read_rows(file, config) for file in ([files] if isinstance(files, str) else files))
     except ConfigError:  # absent, or a fault that the rule about data names
         return None
     return rows // config.data.train_batch_size * config.trainer.total_epochs or None
