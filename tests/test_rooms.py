@@ -16,7 +16,7 @@ FLOORS = (
     {"platform"},
     {"model", "reshard", "memory", "weights", "watch"},
     {"boot", "rollout"},
-    {"batches", "replay", "log_probs", "rewards"},
+    {"batches", "replay", "log_probs", "rewards", "objectives"},
     {"trainer", "worker"},
     {"config", "planning", "upstream"},
     {"launch", "cluster", "doctor", "evaluation"},

@@ -359,6 +359,14 @@ LOG_PROB: tuple[PatchSpec, ...] = (
          bindings=("verl.workers.actor.megatron_actor:vocab_parallel_entropy",)),
 )  # fmt: skip
 
+ADVANTAGE: tuple[PatchSpec, ...] = (
+    _row("advantage.objective", "wrap", f"{_TRAINER}:compute_advantage",
+         "verl_patches.objectives.advantages:advantages_of_objective",
+         "verl's Megatron trainer has no loss of fixed responses; with these advantages its own update has the "
+         "gradient of each of them (docs/recipes.md).",
+         processes=_CONTROLLER),
+)  # fmt: skip
+
 UPDATE: tuple[PatchSpec, ...] = (
     _row("update.recipe_worker", "subclass", _ACTOR, "verl_patches.worker.recipe_worker:RecipeWorker",
          "The step of a worker is written down in one class: phases of memory, weight sync, on-policy update, tensors "
@@ -532,7 +540,8 @@ REWARD: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 FUNCTIONAL: tuple[PatchSpec, ...] = (
-    *CONTROLLER, *DISPATCH, *MODEL, *MINDSPEED, *RESHARD, *ROLLOUT, *REWARD, *LOG_PROB, *UPDATE, *MEMORY, *CHECKPOINT,
+    *CONTROLLER, *DISPATCH, *MODEL, *MINDSPEED, *RESHARD, *ROLLOUT, *REWARD, *LOG_PROB, *ADVANTAGE, *UPDATE, *MEMORY,
+    *CHECKPOINT,
 )  # fmt: skip
 
 NO_BUILD: tuple[PatchSpec, ...] = tuple(

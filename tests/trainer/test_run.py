@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_patches.config.recipe import Alarms
+from verl_patches.config.recipe import Alarms, Objective
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
@@ -28,7 +28,7 @@ def made(tmp_path):
     """A Run that writes to tmp_path, with a group that runs step 7."""
     made = object.__new__(run.Run)
     made.summary, made.progress, made.places = Summary(tmp_path, {}), Progress(tmp_path), {}
-    made.coverage = made.checkpoints = None
+    made.coverage = made.checkpoints = made.fixed_data = None
     made.rates = SimpleNamespace(of_step=lambda *measured: None)
     made.group = SimpleNamespace(step=7, cache=None, sampled_check=None, end_step=dict, lengths=None)
     return made
@@ -41,6 +41,7 @@ def after_steps(made, *numbers, skipped=None, **bounds):
     train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
     check = SimpleNamespace(action="report")
     made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**bounds), platform="npu")
+    made.recipe.objective = Objective()
     made.workers_see_log_probs, made.not_compared = False, "not here"
     for number in numbers:
         metrics = made.after_step({"critic/score/mean": 0.5, "timing_s/step": 2.0}, number)

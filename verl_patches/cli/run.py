@@ -27,6 +27,7 @@ from verl_patches.errors import INTERRUPTED, Check, ConfigError, require
 from verl_patches.evaluation.record import SUMMARY, read_object
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.launch.restart import last_step_is_saved
+from verl_patches.layout.phases import samples
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse, said_off
@@ -75,7 +76,7 @@ def smoke_command(
         train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu
     )
     overrides, given = overrides or [], smoke.overrides_of(options)
-    inputs = smoke.inputs_of(options, output_root() / "cache")
+    inputs = smoke.inputs_of(options, output_root() / "cache", overrides)
     trees = trees_of(upstream)
     config = compose(options.config_name, [*given, *inputs.overrides, *overrides], verl_path=trees.verl)
     trees = for_platform(config.recipe.platform, trees)
@@ -206,6 +207,8 @@ def _report(outcome: launcher.Outcome, config: DictConfig, as_json: bool, off: s
         )
         if proved := smoke.PROVED.get(f"{config.recipe.line} {config.recipe.platform}"):
             compared = config.recipe.weight_sync.enabled and config.recipe.logprob_check.action == "stop"
+            if not samples(config.recipe):
+                proved = "training on fixed data runs here, without a rollout engine"
             lacks = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
             typer.echo(f"This proved: {proved}.\nIt did not prove: {lacks}{smoke.NOT_PROVED}.")
     if outcome.code:

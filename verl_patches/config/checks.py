@@ -33,10 +33,12 @@ from verl_patches.errors import Check, ConfigError, either, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of, world_size
+from verl_patches.layout.phases import samples
 from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.log_probs.of_rollout import CHECK_TOKENS
 from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.model.mindspeed.arguments import ONLY
+from verl_patches.objectives import settings
 from verl_patches.reshard.blocks import Block, make_blocks
 from verl_patches.rewards.parts import parts_of
 from verl_patches.upstream.checkouts import LINE, Trees
@@ -73,7 +75,7 @@ def check_config(
         checks += [*_rollout_checks(config, rollout, model), *ascend.checks(config, model)]
     if train and rollout:
         checks += [*_batch_checks(config, train, rollout), *_sync_checks(config, train, rollout, model)]
-    checks += [*_length_checks(config), *_algorithm_checks(config), *_line_checks(config)]
+    checks += [*_length_checks(config), *_algorithm_checks(config), *_objective_checks(config), *_line_checks(config)]
     checks += [*_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
@@ -362,6 +364,16 @@ def _line_checks(config: DictConfig) -> Iterator[Check]:
         if finding.state == "problem":
             text = f"{finding.name} is {finding.found}, expected {finding.expected}; {finding.todo}"
             yield Check("environment", False, text)
+
+
+def _objective_checks(config: DictConfig) -> list[Check]:
+    """Whether the update has the gradient of recipe.objective; none where responses are sampled."""
+    if samples(config.recipe):
+        return []
+    if faults := list(settings.faults(config)):
+        return [Check("objective", False, fault) for fault in faults]
+    name = config.recipe.objective.name
+    return [Check("objective", True, f"{name}; no rollout: fixed data, and what is said of rollout layout is not used")]
 
 
 def _on_policy_checks(config: DictConfig) -> list[Check]:

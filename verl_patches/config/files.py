@@ -25,6 +25,8 @@ from verl_patches.config.run_start import Start, checkpoints_of
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
+from verl_patches.layout.phases import samples
+from verl_patches.objectives.settings import columns_of
 from verl_patches.replay.recording import find_recording
 from verl_patches.rewards.parts import SHORT_FORM, parts_of
 from verl_patches.upstream.checkouts import Trees
@@ -102,7 +104,7 @@ def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Ch
             yield _absent("data", absent, key, key in must_exist, "parquet of data/prepare_deepscaler.py")
             continue
         try:
-            rows = sum(_read_rows(file, config.data.prompt_key) for file in files)
+            rows = sum(_read_rows(file, config) for file in files)
         except ConfigError as error:
             yield Check("data", False, f"{key}: {error}")
             continue
@@ -110,7 +112,7 @@ def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Ch
             yield Check("data", False, f"{key}: {rows} prompts; expected at least {least}")
 
 
-def _read_rows(file: str, prompt_key: str) -> int:
+def _read_rows(file: str, config: DictConfig) -> int:
     """Number of rows of a parquet file, from its footer; ConfigError where it cannot be read or lacks a column."""
     from pyarrow import ArrowException, parquet, types  # here, as most commands read no data
 
@@ -120,11 +122,18 @@ def _read_rows(file: str, prompt_key: str) -> int:
     def is_struct(kind: Any, *names: str) -> bool:
         return types.is_struct(kind) and set(names) <= {kind.field(n).name for n in range(kind.num_fields)}
 
-    columns = {
-        prompt_key: lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
-        "data_source": lambda kind: types.is_string(kind) or types.is_large_string(kind),
-        "reward_model": lambda kind: is_struct(kind, "ground_truth"),
+    def is_text(kind: Any) -> bool:
+        return types.is_string(kind) or types.is_large_string(kind)
+
+    fits = {
+        "messages": lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
+        "text": is_text,
+        "answer": lambda kind: is_struct(kind, "ground_truth"),
+        "bool": types.is_boolean,
+        "texts": lambda kind: is_list(kind) and is_text(kind.value_type),
+        "marks": lambda kind: is_list(kind) and not is_text(kind.value_type),
     }
+    columns = {config.data.prompt_key: "messages", "data_source": "text", "reward_model": "answer"}
     try:
         with parquet.ParquetFile(file) as opened:
             schema, rows = opened.schema_arrow, opened.metadata.num_rows
@@ -132,7 +141,9 @@ def _read_rows(file: str, prompt_key: str) -> int:
                 opened.read_row_group(0)
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{file} is not a whole parquet file ({error}); make it again") from error
-    faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
+    if not samples(config.recipe):
+        columns = columns_of(config.recipe.objective.name, schema.names)
+    faults = [n for n, kind in columns.items() if n not in schema.names or not fits[kind](schema.field(n).type)]
     if faults:
         raise ConfigError(
             f"{file}: column {' or '.join(faults)} is missing or of another type; expected those of "
@@ -332,7 +343,7 @@ def steps_of(config: DictConfig) -> int | None:
         return config.trainer.total_training_steps
     files = config.data.train_files or []
     try:
-        rows = sum(_read_rows(file, config.data.prompt_key) for file in ([files] if isinstance(files, str) else files))
+        rows = sum(_read_rows(file, config) for file in ([files] if isinstance(files, str) else files))
     except ConfigError:  # absent, or a fault that the rule about data names
         return None
     return rows // config.data.train_batch_size * config.trainer.total_epochs or None

@@ -407,6 +407,24 @@ class Restart:
 
 
 @dataclass
+class Objective:
+    """What is trained: rewards of sampled responses, or a loss of fixed ones, for which no rollout engine is started.
+
+    name: rl, or a loss of the data's responses (docs/recipes.md has their columns). sft, dpo, ipo and kto train the
+    actor; rm and prm train the critic as a reward model of responses, or of steps.
+    beta: of dpo, ipo and kto, the scale of the log-ratio to the reference model.
+    label_smoothing: of dpo (cDPO), the share of pairs whose preference is taken to be the other way round.
+    desirable_weight, undesirable_weight: of kto, the weight of rows with label true, and of the others.
+    """
+
+    name: _one_of("rl", "sft", "dpo", "ipo", "kto", "rm", "prm") = "rl"
+    beta: Positive = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    desirable_weight: NotNegative = 1.0
+    undesirable_weight: NotNegative = 1.0
+
+
+@dataclass
 class Recipe:
     """One run.
 
@@ -446,6 +464,7 @@ class Recipe:
     expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
     num_hidden_layers: Count | None = None
+    objective: Objective = field(default_factory=Objective)
     rewards: list[dict[str, Any]] | None = None
     train: Train = field(default_factory=Train)
     rollout: Rollout = field(default_factory=Rollout)

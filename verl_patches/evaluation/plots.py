@@ -108,12 +108,12 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     """Reward, validation (left) and seconds per phase (right) of every step of a summary.json, of a long run means."""
     figure = _figure(11, 4)
     left, right = figure.subplots(1, 2)
-    columns = _Columns(summary)
-    _draw_rewards(left, columns)
-    left.set(title=f"{columns.name}: mean reward{columns.each}", ylabel="reward")
+    columns, name = _Columns(summary), _trained([summary])
+    _draw_curve(left, columns, name)
+    left.set(title=f"{columns.name}: mean {name}{columns.each}", ylabel=name)
     columns.draw_parts(left)
     if columns.width > 1:
-        left.fill_between(columns.middles, columns.means("reward", of=min), columns.means("reward", of=max), alpha=0.2)
+        left.fill_between(columns.middles, columns.means(name, of=min), columns.means(name, of=max), alpha=0.2)
     _stack(right, columns.edges, {name: columns.means(name, 0.0) for name in PHASE_COLOURS})
     right.set(title=f"seconds per phase{columns.each}", ylabel="s", ylim=(0, None))
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -125,10 +125,16 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _draw_rewards(axes: Axes, columns: _Columns, **style: Any) -> None:
-    """Mean rewards, and as a dashed line of the same colour the validations."""
+def _trained(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """The name of the curve that says whether the runs learn: the reward, or on fixed data the loss."""
+    fixed = all(summary["steps"][-1].get("objective") for summary in summaries)
+    return "loss" if fixed else "reward"
+
+
+def _draw_curve(axes: Axes, columns: _Columns, name: str, **style: Any) -> None:
+    """Means of `name`, and as a dashed line of the same colour the validations."""
     marker = "o" if columns.width == 1 else ""
-    (line,) = axes.plot(columns.middles, columns.means("reward"), marker=marker, markersize=3, **style)
+    (line,) = axes.plot(columns.middles, columns.means(name), marker=marker, markersize=3, **style)
     if columns.validations:
         of_line = {"color": line.get_color(), "linewidth": line.get_linewidth()}
         axes.plot(*zip(*columns.validations, strict=True), linestyle="--", marker="s", markersize=3, **of_line)
@@ -145,9 +151,11 @@ def runs_figure(summaries: Sequence[Mapping[str, Any]]) -> Figure:
     left, right = figure.subplots(1, 2)
     names = [_text(name) for name in names_of(summaries)]
     colours = [colormaps["turbo"](n / (count - 1)) if many else f"C{n}" for n in range(count)]
+    trained = _trained(summaries)
     for name, colour, summary in zip(names, colours, summaries, strict=True):
-        _draw_rewards(left, _Columns(summary, MOST_OF_MANY if many else MOST), color=colour, label=name, linewidth=1)
-    left.set(title="mean reward", xlabel="step", ylabel="reward")
+        columns = _Columns(summary, MOST_OF_MANY if many else MOST)
+        _draw_curve(left, columns, trained, color=colour, label=name, linewidth=1)
+    left.set(title=f"mean {trained}", xlabel="step", ylabel=trained)
     left.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     seconds = [medians(summary["steps"], PHASE_COLOURS) for summary in summaries]
     edges = [number - 0.5 for number in range(count + 1)]

@@ -84,6 +84,7 @@ class Step(TypedDict, total=False):
     reward: Required[Number]
     rewards: Numbers | None  # means of its parts by label
     val: Validation | None
+    objective: Numbers | None  # loss, margin, ... on fixed data, which has no reward
     grad_norm: Number
     tokens: Numbers | None
     logprob_delta: Numbers | None

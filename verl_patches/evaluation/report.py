@@ -36,11 +36,14 @@ IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "grad_norm": ("grad_norm",),
     "reward": ("reward",),
     "val": ("val", "score"),
+    **{name: ("objective", name) for name in ("loss", "margin", "accuracy")},
     "|dlogp|": ("logprob_delta", "mean"),
     "held MB": ("memory", "peak_bytes"),
     "sync MB": ("sync", "received_bytes", "max"),
 }
-_OVER = {"reward": (FIRST, LAST), "val": ("first", "largest", "last"), "|dlogp|": ("mean", "largest of a token")}
+ENDED = ("reward", "loss", "margin", "accuracy")  # as means at both ends; the last three only on fixed data
+_OVER = {"val": ("first", "largest", "last"), "|dlogp|": ("mean", "largest of a token")}
+_OVER |= dict.fromkeys(ENDED, (FIRST, LAST))
 _OVER |= dict.fromkeys(("held MB", "sync MB", "PSS MB"), ("largest",))
 _NAMES = (*(f"{phase} s" for phase in PHASES), "other s", *list(IN_STEP)[len(PHASES) :], "PSS MB")
 _ROWS = [(name, over) for name in _NAMES for over in _OVER.get(name, ("median",))]
@@ -82,8 +85,9 @@ def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     steps, delta = summary["steps"], summary.get("logprob_delta") or {}
     values = {(name, "median"): value for name, value in medians(steps, IN_STEP).items()}
     values |= {(name, "largest"): reduced(steps, name, max) for name in ("held MB", "sync MB")}
-    values["reward", FIRST] = reduced(steps[:ENDS], "reward", statistics.fmean)
-    values["reward", LAST] = reduced(steps[-ENDS:], "reward", statistics.fmean)
+    for name in ENDED:
+        values[name, FIRST] = reduced(steps[:ENDS], name, statistics.fmean)
+        values[name, LAST] = reduced(steps[-ENDS:], name, statistics.fmean)
     scores = [score for _, score in validations(summary)] or [None]
     values |= {("val", "first"): scores[0], ("val", "last"): scores[-1]}
     values["val", "largest"] = max((score for score in scores if score is not None), default=None)
@@ -152,12 +156,12 @@ def names_of(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each figure of all runs: {name, over, values, ratios}; ratios: of each later run to the first, None without both.
 
-    MFU and val are left out where no run has them: a CPU has no peak rate, and few runs validate.
+    Left out where no run has them: MFU (a CPU has no peak rate), val, and what only runs on fixed data have.
     """
     rows, runs = [], [figures(summary) for summary in summaries]
     for name, over in runs[0]:
         values = [each[name, over] for each in runs]
-        if not name.startswith(("MFU", "val")) or any(value is not None for value in values):
+        if not name.startswith(("MFU", "val", *ENDED[1:])) or any(value is not None for value in values):
             ratios = [_ratio(value, values[0]) for value in values[1:]]
             rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
     return rows

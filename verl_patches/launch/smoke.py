@@ -14,6 +14,7 @@ from pathlib import Path
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
+from verl_patches.objectives.settings import COLUMNS
 
 CONFIG_NAME, LEARN_CONFIG_NAME = "deepseekv3_tiny_cpu", "deepseekv3_tiny_cpu_learn"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -205,12 +206,18 @@ class Inputs:
                 _make_data(task, folder)
 
 
-def inputs_of(options: SmokeOptions, cache: Path) -> Inputs:
-    """The model and data of `options`; folders are named by a digest of all that they are made from."""
+def inputs_of(options: SmokeOptions, cache: Path, overrides: Sequence[str] = ()) -> Inputs:
+    """The model and data of `options`; folders are named by a digest of all that they are made from.
+
+    Of the Hydra `overrides` algo=... counts: an objective on fixed data has only the learnable task, with answers.
+    """
+    algorithm = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("algo=")), "")
     sources = [CONFIGS_DIR / options.model_shape, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
     maths = [str(SAMPLE), "--tokenizer", str(model), "--max-prompt-length", PROMPT_TOKENS]
-    tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
+    tasks = {"learnable": [*LEARN_TASK, "--unpaired"] if algorithm == "kto" else LEARN_TASK}
+    if not options.learn and algorithm not in COLUMNS:
+        tasks = {"maths": maths, **tasks}
     sources += [SAMPLE, *sorted((REPOSITORY / "data").glob("*.py"))]
     sources += sorted((REPOSITORY / "verl_patches/rewards").glob("*.py"))
     folders = {cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}": task for name, task in tasks.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class StepPhase(NamedTuple):
@@ -40,3 +40,8 @@ OF_WORKERS = tuple(phase.planned for phase in STEP_PHASES if phase.call not in (
 STAYS_AWAKE = "stays_awake"  # key of a batch's meta_info: its rollout may go on in a next call of generate_sequences
 # where else a process may be: in its start, verl's validation, a wait for the last checkpoint's files, a trace's files
 START, VALIDATE, LAST_CHECKPOINT, PROFILE = "start", "validate", "last checkpoint", "profile"
+
+
+def samples(recipe: Any) -> bool:
+    """Whether the run samples its responses; with an objective on fixed data no rollout engine is started."""
+    return recipe.objective.name == "rl"

@@ -25,6 +25,7 @@ import torch
 from verl_patches.batches.exchange import is_metrics_rank
 from verl_patches.current import Current
 from verl_patches.errors import RecipeError
+from verl_patches.layout.phases import samples
 from verl_patches.log_probs import rollout_correction
 from verl_patches.log_probs.on_policy import Correction, correction_of
 
@@ -50,11 +51,13 @@ class OnPolicyUpdate:
         self.skip, self.correction, self.has_rollout, self.reached = skip, correction, False, False
         self.by_sequence = by_sequence
         self.seen: list[tuple[torch.Tensor, ...]] = []
+        self.sums: dict[str, float] = {}  # of the update's log-probs and their number, where vLLM has none
 
     @classmethod
     def of(cls, recipe: Any) -> OnPolicyUpdate | None:
-        """The update that `recipe` sets; None if the update is verl's own."""
-        skip, correction = recipe.train.skip_old_log_prob, correction_of(recipe.rollout_correction)
+        """The update that `recipe` sets; None if the update is verl's own. Fixed data: a ratio of 1 is exact."""
+        skip = recipe.train.skip_old_log_prob or not samples(recipe)
+        correction = correction_of(recipe.rollout_correction)
         by_sequence = recipe.train.importance_ratio == "sequence"
         return cls(skip, correction, by_sequence) if skip or by_sequence or correction is not None else None
 
@@ -89,6 +92,9 @@ class OnPolicyUpdate:
             self.seen.append((given, old, mask))
             if self.correction:
                 advantages = weighed(advantages, given, old, mask, self.correction)
+        else:
+            found = {"log_probs": torch.where(mask.bool(), old, 0.0).sum(), "targets": mask.sum()}
+            self.sums = {name: self.sums.get(name, 0.0) + float(value) for name, value in found.items()}
         return old, advantages
 
     def moments(self) -> rollout_correction.Moments | None:
@@ -96,7 +102,7 @@ class OnPolicyUpdate:
         if not is_metrics_rank():
             return None
         if not self.seen:
-            return rollout_correction.merged([])
+            return {"sum": self.sums, "max": {}}
         return rollout_correction.moments(*map(torch.cat, zip(*self.seen, strict=True)), self.correction)
 
 

@@ -24,6 +24,7 @@ from verl_patches.log_probs.truth_check import DELTA, K3_KL, KL, NOT_FINITE, PEA
 SAFE = 20.0  # bound of |log ratio| before exp
 _CORR, _PROBS = "rollout_corr", "training/rollout_probs_diff"  # verl's names
 _PROBS_PEARSON = "training/rollout_actor_probs_pearson_corr"
+MEAN_LOG_PROB = "actor/log_prob_mean"  # over the responses' tokens, where no rollout gives theirs
 _ROWS = 1024  # sequences at a time
 Moments = dict[str, dict[str, float]]
 
@@ -186,6 +187,8 @@ def metrics(of_batch: Moments, correction: Correction | None = None) -> dict[str
     """
     sums, highest = of_batch["sum"], of_batch["max"]
     tokens = sums.get("tokens")
+    if sums.get("targets"):
+        return {MEAN_LOG_PROB: sums["log_probs"] / sums["targets"]}
     if not tokens:
         return {}
     if sums["not_finite"]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_patches.layout.parallel import world_size
+from verl_patches.layout.phases import samples
 
 DELTA = "recipe/logprob_delta"
 MEAN, STD, MAX = f"{DELTA}_mean", f"{DELTA}_std", f"{DELTA}_max"
@@ -61,6 +62,8 @@ def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool 
 def not_compared(config: Any) -> str | None:
     """The reason why a run of `config` compares no log-probs; None where it does."""
     recipe = config.recipe
+    if not samples(recipe):
+        return "no response is sampled"
     if recipe.logprob_check.action == "off":
         return "recipe.logprob_check.action=off"
     rollout = config.actor_rollout_ref.rollout

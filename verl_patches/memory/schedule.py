@@ -17,6 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from verl_patches.layout.phases import samples
+
 MEMORY_GROUPS = {
     "actor_params": "parameters of the actor: Megatron's param buffers",
     "grads": "its main gradients: Megatron's grad buffers",
@@ -28,6 +30,7 @@ MEMORY_GROUPS = {
     "tensor_cache": "what one stage made for the next, on the device until the update has taken it",
     "reshard_buffers": "wire buffers of a weight sync; on verl's own path the tensors it gathers at once",
 }
+OF_ROLLOUT = ("reshard", "wake_kv", "rollout", "sleep")  # phases
 LOADS, RELEASES = ("load", "alloc"), ("offload", "free")
 
 
@@ -72,6 +75,11 @@ class Schedule:
         rare = replace(row, leave=(*row.leave, *frees), rare=True)
         phases = tuple(rare if phase is row else phase for phase in self.phases)
         return Schedule(f"{self.name}, without {name}", phases)
+
+    def without_rollout(self) -> Schedule:
+        """The schedule of runs on fixed data, which have no weight sync and no rollout engine."""
+        phases = tuple(row for row in self.phases if row.name not in OF_ROLLOUT)
+        return Schedule(f"{self.name}, no rollout", phases)
 
     def releases(self, group: str, phase: str) -> bool:
         """Whether `phase` offloads or frees `group`, before or after its work."""
@@ -289,11 +297,13 @@ def schedule_of(
         schedule = in_sleep_mode(copied=not dropped)
     if recipe.train.skip_old_log_prob:
         schedule = schedule.without("old_log_prob")
+    if not samples(recipe):
+        schedule = schedule.without_rollout()
     stays = set() if section.actor.megatron.param_offload else {"actor_params", "grads"}
     if not section.actor.megatron.optimizer_offload:
         stays.add("optimizer")
     if not section.ref.megatron.param_offload:
         stays.add("ref_params")
-    if (dropped and not synced) or (not dropped and one_memory):
+    if samples(recipe) and ((dropped and not synced) or (not dropped and one_memory)):
         stays.add("rollout_weights")
     return schedule, frozenset(stays)

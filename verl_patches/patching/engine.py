@@ -212,17 +212,20 @@ class Engine:
             expected = over[id(expected)]
         return expected
 
-    def verify(self, process: str) -> None:
+    def verify(self, process: str, unused: tuple[str, ...] = ()) -> None:
         """Raise PatchError unless every wanted row for this process ("controller" or "worker") is active.
 
-        Rows of the other process may still wait, and a module stub is off where its package is installed. A policy
+        Rows of the other process may still wait, as may those of `unused` packages and modules, which this process has
+        no need to import, and a module stub is off where its package is installed. A policy
         other than strict accepts drifted and unsupported rows.
         """
         allowed = {"active", *(() if self.switches.drift == "strict" else NOT_AS_REVIEWED)}
         bad, states = [], set()
         for entry in self.status():
             spec, state = self.specs[entry["id"]], entry["state"]
-            not_needed = spec.is_module_stub and state == "off" and hooks.provided(spec.target) == "package"
+            waits = state == "waiting" and f"{spec.target_module}.".startswith(tuple(f"{name}." for name in unused))
+            stubbed = spec.is_module_stub and state == "off" and hooks.provided(spec.target) == "package"
+            not_needed = waits or stubbed
             if spec.id in self.wanted and process in spec.processes and state not in allowed and not not_needed:
                 bad.append(f"{spec.id} is {state} at {spec.target} ({entry['reason']})")
                 states.add(state)

@@ -126,7 +126,8 @@ class StepInput:
 
     `copies`: how often the trainer sends a sample to its workers where the tensor cache is off: 1, or once for each of
     the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out.
-    `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
+    `sampled`: false on fixed data, without rollout, weight sync and reward. `graph_sizes`: batch sizes of decode
+    graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
     """
 
     model: ModelShape
@@ -154,6 +155,7 @@ class StepInput:
     shared_whole: bool = True
     dp_sync: str = "hccl"
     kv_bytes: float | None = None
+    sampled: bool = True
     sync: SyncTraffic | None = None
     offload: Offload = field(default_factory=Offload)
 
@@ -432,12 +434,12 @@ def step_time(run: StepInput, constants: Constants) -> dict[str, float]:
     passes = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch}
     sync = run.sync or verl_sync(run.model, run.train)
     return {
-        "rollout": rollout_s(run, constants),
+        "rollout": rollout_s(run, constants) if run.sampled else 0.0,
         **{name: log_prob_s(run, size, constants) if size else 0.0 for name, size in passes.items()},
-        "reward": tokens * constants.reward_s,
+        "reward": tokens * constants.reward_s if run.sampled else 0.0,
         "advantage": tokens * constants.advantage_s,
         "update": update_s(run, constants),
-        "reshard": reshard_s(sync, constants),
+        "reshard": reshard_s(sync, constants) if run.sampled else 0.0,
         "offload": offload_s(run.offload, constants),
     }
 

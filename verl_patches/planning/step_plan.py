@@ -18,6 +18,7 @@ from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.layout.phases import samples
 from verl_patches.memory.schedule import Moment, direct_sync, simulate
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
 from verl_patches.planning.expected import group_bytes
@@ -117,6 +118,7 @@ def step_input(
         shared_whole=rollout_library(config) == "vllm-ascend",
         dp_sync=workload.dp_sync,
         kv_bytes=kv_bytes,
+        sampled=samples(recipe),
         offload=offload or Offload(),
     )
     if sync is None:
@@ -166,7 +168,9 @@ def step_sections(config: DictConfig, rows: Collection[str], workload: Workload)
     """
     model, train, rollout = model_in_dtype(config), train_layout_of(config), rollout_layout_of(config)
     sync, spread = verl_sync(model, train), {}
-    if direct_sync(rows):
+    if not samples(config.recipe):
+        sync = SyncTraffic(0, 0, 0)
+    elif direct_sync(rows):
         blocks = sync_blocks(config, train, rollout, model_shape_of(config))
         sync, spread = direct_traffic(blocks, train, config.recipe.reshard.bucket_bytes)
     offload, kv_bytes = offload_of(config, rows)

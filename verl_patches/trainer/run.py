@@ -18,9 +18,10 @@ from typing import Any
 
 from verl_patches.current import Current
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
-from verl_patches.layout.phases import CALLS
+from verl_patches.layout.phases import CALLS, samples
 from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.on_policy import correction_of
+from verl_patches.objectives.advantages import FixedData, current_fixed_data, no_reward
 from verl_patches.patching import engine
 from verl_patches.platform import emulation
 from verl_patches.trainer import alarms, step_record
@@ -36,15 +37,7 @@ from verl_patches.trainer.handshake import (
 )
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW, STEP, Progress, Summary, new_run_id, run_id, write_json
-from verl_patches.trainer.step_record import (
-    NARROW,
-    REPLAY_COLUMNS,
-    VAL_COLUMNS,
-    WIDE,
-    WIDE_VAL_COLUMNS,
-    Rates,
-    start_of_workers,
-)
+from verl_patches.trainer.step_record import Rates, start_of_workers
 from verl_patches.trainer.validation import said_of_validation, validation_of
 from verl_patches.watch import heartbeat
 
@@ -68,8 +61,10 @@ class Run:
         # of launch/import_alone.py; the launcher keeps one in the run's folder
         self.id = getattr(trainer, "run_id", None) or run_id(self.folder) or new_run_id(self.folder, self.recipe.run)
         self.not_compared = truth_check.not_compared(trainer.config)
+        self.fixed_data = None if samples(self.recipe) else FixedData(self.recipe.objective)
         self.workers_see_log_probs = (
-            self.recipe.train.skip_old_log_prob
+            self.fixed_data is not None
+            or self.recipe.train.skip_old_log_prob
             or correction_of(self.recipe.rollout_correction) is not None
             or self.recipe.tensor_cache.enabled
         )
@@ -89,7 +84,9 @@ class Run:
                 "platform": self.recipe.platform,
                 "layout": {
                     "train": str(train_layout_of(trainer.config)),
-                    "rollout": str(rollout_layout_of(trainer.config)),
+                    "rollout": str(rollout_layout_of(trainer.config))
+                    if self.fixed_data is None
+                    else "none: fixed data",
                 },
                 "ranks": world_size(trainer.config),
                 "dtype": self.recipe.dtype,
@@ -149,7 +146,8 @@ class Run:
         from verl_patches.trainer.worker_group import RecipeWorkerGroup  # imports verl
 
         trainer = self.trainer
-        record_to = self.folder / "rollouts" if self.folder and self.recipe.rollout.record else None
+        records = self.folder and self.recipe.rollout.record and self.fixed_data is None
+        record_to = self.folder / "rollouts" if records else None
         profile_to = self.folder and (self.folder / "profile").absolute()
         self.group = RecipeWorkerGroup(
             trainer.actor_rollout_wg, trainer, self.show_call, record_to, profile_to=profile_to
@@ -157,6 +155,8 @@ class Run:
         trainer.actor_rollout_wg = self.group
         if self.group.kept_groups is not None:
             trainer.train_dataloader = self.group.kept_groups
+        if self.fixed_data is not None:
+            trainer.reward_fn = no_reward
         if engine.is_on("checkpoint.save"):
             self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer, self.id, self.show_resumed)
             self.summary.data["checkpoints"] = self.checkpoints.records
@@ -241,6 +241,11 @@ class Run:
         if group.cache is not None:
             metrics = group.cache.without_verls_partition(metrics)
         record = step_record.record_of(step, metrics, reports)
+        if self.fixed_data is not None:
+            found = self.fixed_data.of_step(metrics)
+            metrics |= found
+            record["seconds"] = {p: s for p, s in record["seconds"].items() if p not in ("rollout", "reshard")}
+            record |= {"reward": None, "objective": {name.rpartition("/")[2]: value for name, value in found.items()}}
         if recipe.train.skip_old_log_prob:
             record["seconds"].pop("log_prob", None)
         record["logprob_delta"] = self._delta(metrics)
@@ -256,14 +261,9 @@ class Run:
         return record, metrics
 
     def _show(self, record: dict[str, Any]) -> None:
-        narrow, wide = NARROW, WIDE
-        if self.recipe.train.routing_replay:
-            narrow, wide = (*narrow, *REPLAY_COLUMNS), (*wide, *REPLAY_COLUMNS)
-        if self.trainer.config.trainer.test_freq > 0:
-            narrow, wide = (*narrow, *VAL_COLUMNS), (*wide, *WIDE_VAL_COLUMNS)
-        for prefix, columns in (("-", narrow), ("+", wide)):
+        for prefix, columns in step_record.tables(self.trainer.config):
             if len(self.summary.own_steps) == 1:
-                self.progress.say(f"{prefix} {step_record.header(columns)}")
+                self.progress.say(f"{prefix} {step_record.header(columns, self.fixed_data is not None)}")
             self.progress.say(f"{prefix} {step_record.row(record, columns)}")
         for text in step_record.lines_of(record):
             self.progress.say(f"| {text}")
@@ -318,7 +318,7 @@ def fit_as_run(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def fit(trainer: Any) -> Any:
-        with active_run.set(Run(trainer)) as run:
+        with active_run.set(Run(trainer)) as run, current_fixed_data.set(run.fixed_data):
             return run.around(lambda: original(trainer))
 
     return fit

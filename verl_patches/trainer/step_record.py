@@ -17,7 +17,7 @@ from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import world_size
-from verl_patches.layout.phases import STEP_PHASES, VALIDATE
+from verl_patches.layout.phases import STEP_PHASES, VALIDATE, samples
 from verl_patches.log_probs.on_policy import needs_old_log_probs
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
@@ -31,6 +31,8 @@ PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage"), "
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
 WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
+# on fixed data: one more, and loss and margin in place of reward and |dlogp|; columns of a rollout are left out
+OBJECTIVE_COLUMNS, OF_ROLLOUT = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS)
 REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 VAL_COLUMNS, WIDE_VAL_COLUMNS = ("val",), ("val", f"{VALIDATE} s")  # with trainer.test_freq
 SKIPPED_STEPS, ALARMS = "actor/skipped_steps", "recipe/alarms"  # names of metrics
@@ -39,7 +41,7 @@ SKIPPED_STEPS, ALARMS = "actor/skipped_steps", "recipe/alarms"  # names of metri
 def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The record of `step` from verl's metrics and `take_report` of every worker (worker/recipe_worker.py).
 
-    What neither of them knows is None here: rewards, logprob_delta, dispatch, rates, alarms (trainer/run.py).
+    What neither of them knows is None here (trainer/run.py): rewards, objective, logprob_delta, dispatch, rates, alarms.
     """
 
     def of(name: str) -> list[Any]:
@@ -50,6 +52,7 @@ def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[s
         "seconds": phase_seconds(metrics, of("seconds")),
         "reward": float(metrics["critic/score/mean"]),
         "rewards": None,
+        "objective": None,
         "val": validation_of(metrics),
         "tokens": tokens_of_step(metrics),
         "grad_norm": _number(metrics.get("actor/grad_norm")),
@@ -271,7 +274,7 @@ class Rates:
         recipe, actor = config.recipe, config.actor_rollout_ref.actor
         self.model, self.ranks = _model_of(config.actor_rollout_ref.model), world_size(config)
         self.passes = passes(
-            rollout=recipe.rollout.replay is None,
+            rollout=recipe.rollout.replay is None and samples(recipe),
             ref=ref,
             old_log_prob=not recipe.train.skip_old_log_prob and needs_old_log_probs(config),
             epochs=actor.ppo_epochs,
@@ -327,20 +330,34 @@ def _model_of(section: Any) -> ModelShape | None:
 # ---- the step table
 
 
-def header(columns: Sequence[str]) -> str:
+def tables(config: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(prefix of its lines in progress.log, columns) of the narrow and of the wide table of a run."""
+    for prefix, columns, val in (("-", NARROW, VAL_COLUMNS), ("+", WIDE, WIDE_VAL_COLUMNS)):
+        if not samples(config.recipe):
+            columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in OF_ROLLOUT))
+        if config.recipe.train.routing_replay:
+            columns += REPLAY_COLUMNS
+        yield prefix, (*columns, *(val if config.trainer.test_freq > 0 else ()))
+
+
+def header(columns: Sequence[str], fixed_data: bool = False) -> str:
     """Column names of the step table; `columns` is NARROW or WIDE."""
-    return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(f"{c:>10}" for c in columns)
+    first, last = ("loss", "margin") if fixed_data else ("reward", "|dlogp|")
+    return f"{'step':>4} {first:>8} {'grad_norm':>10} {last:>9} " + " ".join(f"{c:>10}" for c in columns)
 
 
 def row(step: dict[str, Any], columns: Sequence[str]) -> str:
     """One row of the step table, with what `header` names."""
-    delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
+    first = "-" if step["reward"] is None else f"{step['reward']:.4f}"
+    last = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
+    if objective := step["objective"]:
+        first, last = f"{objective['loss']:.6f}", f"{objective['margin']:.4f}" if "margin" in objective else "-"
     norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
     if (skipped := step["skipped"]) and skipped["steps"]:
         norm = "skipped"
     cells = _cells(step)
     rest = " ".join(f"{cells.get(column, '-'):>10}" for column in columns)
-    return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {rest}"
+    return f"{step['step']:>4} {first:>8} {norm:>10} {last:>9} {rest}"
 
 
 def _cells(step: dict[str, Any]) -> dict[str, str]:
@@ -364,6 +381,8 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
         sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
         texts = f"{sent:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
         cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
+    if "accuracy" in (step["objective"] or {}):
+        cells["accuracy"] = f"{step['objective']['accuracy']:.4f}"
     if replay := step.get("routing_replay"):
         cells["agreement"] = f"{replay['agreement']:.5f}"
     return cells

@@ -1,7 +1,8 @@
 """One GRPO step as verl's trainer runs it: the calls of RayPPOTrainer.fit() to its workers, in their order.
 
-    generate_sequences      a recording's responses, or vLLM's; with recipe.keep_groups of several batches
-                            (keep_groups.py); recorded; every N steps sampled once more for the check
+    generate_sequences      responses of the data (recipe.objective), of a recording, or vLLM's, of several batches with
+                            recipe.keep_groups (keep_groups.py); vLLM's are recorded, and every N steps sampled once
+                            more for the check
     compute_log_prob        left out with recipe.train.skip_old_log_prob
     compute_ref_log_prob
     update_actor
@@ -22,9 +23,10 @@ import torch
 from verl import DataProto
 
 from verl_patches.batches.cached_step import SAMPLE, TensorCacheStages
-from verl_patches.layout.phases import VALIDATE
+from verl_patches.layout.phases import VALIDATE, samples
 from verl_patches.log_probs.sampled_check import SampledCheck
 from verl_patches.log_probs.truth_check import not_compared
+from verl_patches.objectives.advantages import given_responses
 from verl_patches.patching.engine import is_on
 from verl_patches.replay.recording import find_recording, load_step, save_step
 from verl_patches.rewards.parts import part_means
@@ -54,6 +56,7 @@ class RecipeWorkerGroup:
         self._record_to, self._replay_from = record_to, find_recording(recipe.rollout.replay)
         self._profile_to, self._profiled = profile_to, frozenset(recipe.profile.steps or ())
         self.lengths: list[int] | None = None
+        self._fixed_data = None if samples(recipe) else recipe.objective.name
         self._rewards: dict[str, float] | None = None  # means of the parts of this step's reward
         self._skip_old_log_prob = recipe.train.skip_old_log_prob
         self.cache: TensorCacheStages | None = None
@@ -83,10 +86,14 @@ class RecipeWorkerGroup:
         if not prompts.meta_info.get("do_sample", True):
             return self._group.generate_sequences(prompts)
         self._step = self._trainer.global_steps
-        self._on_call(self.step, "generate_sequences")
+        self._on_call(self.step, "reward" if self._fixed_data else "generate_sequences")
         self.lengths = self._rewards = None
         if self._profile_to is not None and self.step in self._profiled:
             self._group.begin_profile(self.step, str(self._profile_to))
+        if self._fixed_data is not None:
+            width, pad_id = self._trainer.config.data.max_response_length, self._trainer.tokenizer.pad_token_id
+            tensors = given_responses(prompts, self._fixed_data, width, pad_id)
+            return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
         if self._replay_from is not None:
             tensors = load_step(self._replay_from, self.step, prompts.batch["input_ids"])
             return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from verl_patches.batches.micro_batches import Update, current_mini_batches, sta
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
-from verl_patches.layout.phases import LAST_CHECKPOINT, START, VALIDATE
+from verl_patches.layout.phases import LAST_CHECKPOINT, START, VALIDATE, samples
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
@@ -56,6 +56,9 @@ from verl_patches.worker.context import context
 from verl_patches.worker.memory import WorkerMemory, device_type
 from verl_patches.worker.sharding import RecipeShardingManager
 from verl_patches.worker.step_guard import StepGuard
+
+# a worker on fixed data imports none of them
+_OF_ENGINE = ("vllm", "vllm_ascend", "verl.workers.rollout", "verl.workers.sharding_manager.megatron_vllm")
 
 
 class RecipeWorker:
@@ -110,6 +113,9 @@ class RecipeWorker:
         return built
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
+        if not samples(self.recipe):
+            self._is_rollout = False  # not before: verl builds no actor without a rollout
+            return SimpleNamespace(), None
         rollout, manager = super()._build_rollout(*args, **kwargs)
         recipe, world = self.recipe, dist.get_world_size()
         if recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
@@ -132,7 +138,7 @@ class RecipeWorker:
         """
         patches, error = engine.current(), None
         try:
-            patches.verify("worker")
+            patches.verify("worker", () if samples(self.recipe) else _OF_ENGINE)
         except engine.PatchError as refused:
             error = str(refused)
         return {
