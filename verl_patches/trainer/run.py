@@ -37,7 +37,15 @@ from verl_patches.trainer.handshake import (
 )
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW, STEP, Progress, Summary, new_run_id, run_id, write_json
-from verl_patches.trainer.step_record import NARROW, REPLAY_COLUMNS, WIDE, Rates, start_of_workers
+from verl_patches.trainer.step_record import (
+    CRITIC_COLUMNS,
+    CRITIC_SECONDS,
+    NARROW,
+    REPLAY_COLUMNS,
+    WIDE,
+    Rates,
+    start_of_workers,
+)
 from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
@@ -152,6 +160,8 @@ class Run:
             self.summary.data["checkpoints"] = self.checkpoints.records
         if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
             trainer.ref_policy_wg = RecipeWorkerGroup(trainer.ref_policy_wg, trainer, self.show_call, actor=self.group)
+        if trainer.use_critic:
+            trainer.critic_wg = RecipeWorkerGroup(trainer.critic_wg, trainer, self.show_call, actor=self.group)
 
     def show_resumed(self, text: str, step: int | None = None) -> None:
         """Show a line about checkpoints, and record the step that this process goes on after."""
@@ -239,7 +249,9 @@ class Run:
 
     def _show(self, record: dict[str, Any]) -> None:
         more = REPLAY_COLUMNS if self.recipe.train.routing_replay else ()
-        for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
+        more += CRITIC_COLUMNS if record["critic"] else ()
+        seconds = CRITIC_SECONDS if record["critic"] else ()
+        for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *seconds, *more))):
             if len(self.summary.own_steps) == 1:
                 self.progress.say(f"{prefix} {step_record.header(columns)}")
             self.progress.say(f"{prefix} {step_record.row(record, columns)}")

@@ -25,11 +25,16 @@ from verl_patches.memory.ledger import memory_of_step, said_of
 # columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
 # memory; with --wide all of them
 NARROW = ("rollout s", "update s", "step s", "held MB")
-PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage"), "step")
+PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage" and not phase.critic), "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
 WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
 REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
+CRITIC_PHASES = tuple(phase.name for phase in STEP_PHASES if phase.critic)
+CRITIC_SECONDS = tuple(f"{phase} s" for phase in CRITIC_PHASES)
+# in a run with a critic: verl's metrics; explained_var: 1 - var(returns - values) / var(returns)
+CRITIC_COLUMNS = ("vf_loss", "vf_norm", "expl_var")
+_CRITIC = {"loss": "critic/vf_loss", "grad_norm": "critic/grad_norm", "explained_var": "critic/vf_explained_var"}
 SKIPPED_STEPS, ALARMS = "actor/skipped_steps", "recipe/alarms"  # names of metrics
 
 
@@ -48,6 +53,7 @@ def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[s
         "reward": float(metrics["critic/score/mean"]),
         "tokens": tokens_of_step(metrics),
         "grad_norm": _number(metrics.get("actor/grad_norm")),
+        "critic": critic_of_step(metrics),
         "logprob_delta": None,
         "sync": sync_of_step(of("sync")),
         "memory": memory_of_step(of("memory")),
@@ -121,6 +127,12 @@ def tokens_of_step(metrics: Mapping[str, float]) -> dict[str, float] | None:
         "response_max": float(metrics["response_length/max"]),
         "at_limit": float(metrics["response_length/clip_ratio"]),
     }
+
+
+def critic_of_step(metrics: Mapping[str, float]) -> dict[str, float | None] | None:
+    """{loss, grad_norm, explained_var} of the critic's update; None in a run without a critic."""
+    found = {name: _number(metrics.get(key)) for name, key in _CRITIC.items()}
+    return found if _CRITIC["loss"] in metrics else None
 
 
 def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
@@ -338,7 +350,10 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
     difference between two workers' starts of one call. Share of replayed experts that routers chose
     too.
     """
-    cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in PHASES}
+    cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in (*PHASES, *CRITIC_PHASES)}
+    if critic := step.get("critic"):
+        texts = ("-" if value is None else f"{value:.5f}" for value in critic.values())
+        cells |= dict(zip(CRITIC_COLUMNS, texts, strict=True))
     if sync := step["sync"]:
         sizes = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
         texts = f"{sizes[0]:.3f}", str(sync["collectives"]), f"{sizes[1]:.3f}"
