@@ -201,8 +201,8 @@ MODEL: tuple[PatchSpec, ...] = (
     _row("model.value_head", "register", f"{_REGISTRY}:MODEL_INITIALIZER_REGISTRY",
          "verl_patches.model.value_head:initializers",
          "verl's head of a critic imports flash_attn and, under sequence parallelism, marks its weight but not its "
-         "bias for the sum of gradients over TP ranks (verl/models/llama/megatron/layers/parallel_linear.py:97): biases of "
-         "TP ranks drift apart.",
+         "bias for the sum of gradients over TP ranks (verl/models/llama/megatron/layers/parallel_linear.py:97), so "
+         "biases drift apart.",
          exit="verl has a value head of its own for Megatron", lines=_PYPI),  # line a3: model.mindspeed_initializer
     _row("model.optimizer_dtype", "wrap", "verl.utils.megatron.optimizer:get_megatron_optimizer",
          "verl_patches.model.megatron:optimizer_in_model_dtype",

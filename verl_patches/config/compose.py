@@ -37,6 +37,7 @@ SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
 _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
+    "critic.model.override_config.model_config.num_hidden_layers",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.num_hidden_layers",
 )
 

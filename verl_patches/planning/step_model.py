@@ -432,14 +432,17 @@ def offload_s(moved: Offload, constants: Constants) -> float:
 def step_time(run: StepInput, constants: Constants) -> dict[str, float]:
     """{phase: modelled seconds} of a step; phases that the run leaves out are 0."""
     tokens = run.responses * run.lengths.mean_of_longest()
-    passes = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch, "values": run.critic_micro_batch}
-    critic = run.critic_micro_batch and replace(run, micro_batch=run.critic_micro_batch)
+    passes = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch}
+    critic = None
+    if run.critic_micro_batch:  # it gets the trainer's batch, also with the tensor cache
+        critic = replace(run, micro_batch=run.critic_micro_batch, tensor_cache=False)
     sync = run.sync or verl_sync(run.model, run.train)
     return {
         "rollout": rollout_s(run, constants),
         **{name: log_prob_s(run, size, constants) if size else 0.0 for name, size in passes.items()},
         "reward": tokens * constants.reward_s,
         "advantage": tokens * constants.advantage_s,
+        "values": log_prob_s(critic, critic.micro_batch, constants) if critic else 0.0,
         "update_critic": update_s(critic, constants) if critic else 0.0,
         "update": update_s(run, constants),
         "reshard": reshard_s(sync, constants),

@@ -176,12 +176,14 @@ def step_sections(config: DictConfig, rows: Collection[str], workload: Workload)
     run = step_input(config, rows, workload, sync, offload, kv_bytes or None)
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch, "update": run.micro_batch}
-    calls |= {"values": run.critic_micro_batch, "update_critic": run.critic_micro_batch}
-    columns = {"update": 3, "update_critic": 5}
+    columns = {"old_log_prob": 0, "ref": 0, "update": 3}
     step = step_figures(run, workload) if as_npu(config.recipe.platform) else None
     if step is not None and config.recipe.watch.action != "off":
         step["watch"] = str(bounds_of(config, rows))
-    dispatch = {name: round(driver_bytes(run, columns.get(name, 0))) for name, used in calls.items() if used}
+    dispatch = {name: round(driver_bytes(run, columns[name])) for name, used in calls.items() if used}
+    if run.critic_micro_batch:  # the trainer's batch, also with the tensor cache
+        whole = replace(run, tensor_cache=False)
+        dispatch |= {"values": round(driver_bytes(whole, 3)), "update_critic": round(driver_bytes(whole, 6))}
     return {
         "step": step,
         "traffic": {"weight_sync": {**wire, "collectives": sync.collectives}, "dispatch_bytes": dispatch},
