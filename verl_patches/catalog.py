@@ -17,6 +17,7 @@ from verl_patches.platform import NO_DEVICE, emulation
 _MINDSPEED = "verl_patches.model.mindspeed"
 _WORKERS = "verl.workers.megatron_workers"
 _ACTOR = f"{_WORKERS}:ActorRolloutRefWorker"
+_CRITIC = f"{_WORKERS}:CriticWorker"
 _TRAINER = "verl.trainer.ppo.ray_trainer"
 _MANAGER = "verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager"
 _REGISTRY = "verl.models.mcore.registry"
@@ -197,6 +198,12 @@ MODEL: tuple[PatchSpec, ...] = (
          "wrong weight from rounding.",
          exit="verl reads the actor's dtype from its configuration",
          needs=("update.recipe_worker", "model.optimizer_dtype")),
+    _row("model.value_head", "register", f"{_REGISTRY}:MODEL_INITIALIZER_REGISTRY",
+         "verl_patches.model.value_head:initializers",
+         "verl's head of a critic imports flash_attn and, under sequence parallelism, marks its weight but not its "
+         "bias for the sum of gradients over TP ranks (verl/models/llama/megatron/layers/parallel_linear.py:97), so "
+         "biases drift apart.",
+         exit="verl has a value head of its own for Megatron", lines=_PYPI),  # line a3: model.mindspeed_initializer
     _row("model.optimizer_dtype", "wrap", "verl.utils.megatron.optimizer:get_megatron_optimizer",
          "verl_patches.model.megatron:optimizer_in_model_dtype",
          "verl's optimizer config says bf16 whatever the model is (verl/utils/megatron_utils.py:207).",
@@ -372,6 +379,15 @@ UPDATE: tuple[PatchSpec, ...] = (
          "The step of a worker is written down in one class: phases of memory, weight sync, on-policy update, tensors "
          "that stay on the device, handshake and report.",
          processes=_ALL, needs=("update.recipe_by_default",)),
+    _row("update.recipe_critic", "subclass", _CRITIC, "verl_patches.worker.value_worker:RecipeCriticWorker",
+         "The step of a critic: the recipe's dtype where verl writes bfloat16 down (megatron_workers.py:699), its "
+         "phases of memory, its part of a checkpoint, where verl loses experts, and steps with NaN left out.",
+         exit="as update.recipe_worker", processes=_ALL, needs=("update.recipe_worker",)),
+    _row("update.critic_gradients", "override", f"{_CRITIC}._build_critic_model_optimizer",
+         "verl_patches.worker.value_worker:RecipeCriticWorker._build_critic_model_optimizer",
+         "verl's actor gives Megatron's schedules finalize_model_grads (megatron_actor.py:138), its critic does not: "
+         "nothing reduces gradients over ranks, and each rank steps with its own.",
+         exit="verl's critic sets finalize_model_grads_func", needs=("update.recipe_critic",)),
     _row("update.on_policy", "override", f"{_ACTOR}.update_actor",
          "verl_patches.worker.recipe_worker:RecipeWorker.update_actor",
          "verl computes old log-probs in a pass of its own (verl/trainer/ppo/ray_trainer.py) also where the update "
@@ -496,7 +512,7 @@ MEMORY: tuple[PatchSpec, ...] = (
          "megatron_actor.py), and the next stage asks the device for the same memory again; with memory.order the "
          "schedule says where.",
          exit="verl empties the cache where a stage needs memory past torch's pool, and only there",
-         bindings=("verl.workers.actor.megatron_actor:torch",)),
+         bindings=("verl.workers.actor.megatron_actor:torch", "verl.workers.critic.megatron_critic:torch")),
     _row("memory.sleep_mode", "override", "vllm.entrypoints.llm:LLM.sleep",
          "verl_patches.worker.rollout_engine:RolloutEngine.sleep",
          "vLLM's sleep mode copies all weights to the host at every sleep, where the weight sync overwrites them, and "

@@ -50,18 +50,21 @@ def forward(
 ) -> Any:
     """What verl's gptmodel_forward returns: logits or `logits_processor`'s tensors as [B, S, ...], zero in padding.
 
-    All but the last pipeline stage return hidden states.
+    Of a value model it is its values [B, S]. All but the last pipeline stage return hidden states.
     """
     from megatron.core import parallel_state
     from verl.models.mcore.model_forward import gptmodel_forward
+    from verl.utils.megatron_utils import unwrap_model
 
     batch = model, input_ids, attention_mask, position_ids
     process = logits_processor, logits_processor_args or {}
     if not pack_seqs or pads_sequences.value:
-        return _padded(*batch, sequence_parallel, *process)
-    if parallel_state.get_context_parallel_world_size() > 1:
-        return _in_parts(*batch, *process)
-    return gptmodel_forward(*batch, sequence_parallel, value_model, pack_seqs, *process)
+        output = _padded(*batch, sequence_parallel, *process)
+    elif parallel_state.get_context_parallel_world_size() > 1:
+        output = _in_parts(*batch, *process)
+    else:
+        return gptmodel_forward(*batch, sequence_parallel, value_model, pack_seqs, *process)
+    return output[..., 0] if value_model and unwrap_model(model).post_process else output
 
 
 def _padded(model, ids, mask, position_ids, sequence_parallel, process, process_args) -> Any:

@@ -32,7 +32,7 @@ from verl_patches.config.run_start import Start, planned_start
 from verl_patches.errors import Check, ConfigError, either, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of, world_size
+from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.phases import samples
 from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.log_probs.of_rollout import CHECK_TOKENS
@@ -157,6 +157,11 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
         f"(megatron_workers.py:88); found {', '.join(unequal)}"
     )
     yield either("actor = ref", not unequal, "one layout", fault)
+    if (critic := critic_of(config)) is not None:
+        own = critic.megatron
+        unequal = [f"{key} {actor[key]} != {own[key]}" for key in keys if actor[key] != own[key]]
+        fault = f"{fault.partition(';')[0]}; of the critic found {', '.join(unequal)}"
+        yield either("actor = critic", not unequal, "one layout", fault)
     whole = f"experts are whole, {train.ep} ranks share them"
     split = f"each expert is split over {train.etp} ranks, as tp"
     fault = fault_of_experts(train)
@@ -196,10 +201,13 @@ def fault_of_experts(train: ParallelLayout) -> str | None:
 def _checkpoint_checks(config: DictConfig, train: ParallelLayout, start: Start, no_start: str) -> Iterator[Check]:
     """Whether the run can save and resume; none where it does neither, or without experts to lose as verl does."""
     trainer, ours = config.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
+    trained = {_ACTOR: config.actor_rollout_ref.actor.megatron}
+    if (critic := critic_of(config)) is not None:
+        trained["critic.megatron"] = critic.megatron
     off = [row for row in ours if switched_off(config, row)]
-    if not config.actor_rollout_ref.actor.megatron.get("use_distributed_optimizer", True):
-        key = f"{_ACTOR}.use_distributed_optimizer"
-        yield Check("optimizer", False, f"{key} is false, expected true: each rank offloads and saves its own states")
+    for key in (key for key, megatron in trained.items() if not megatron.get("use_distributed_optimizer", True)):
+        text = f"{key}.use_distributed_optimizer is false, expected true: each rank offloads and saves its own states"
+        yield Check("optimizer", False, text)
     if (trainer.save_freq <= 0 and trainer.resume_mode == "disable") or (len(off) == len(ours) and train.ep == 1):
         return
     faults = []
@@ -272,6 +280,7 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
         micro, key = section.log_prob_micro_batch_size_per_gpu, f"{name}.log_prob_micro_batch_size_per_gpu"
         if micro is not None and not section.get("log_prob_use_dynamic_bsz"):  # verl 0.4.0 has that key
             yield _divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
+    yield from _critic_checks(config, train)
     seats = vllm_arguments(config).get("max_num_seqs")
     if seats is None:
         return
@@ -290,6 +299,42 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
         least, most = (minutes * len(sizes) for minutes in _GRAPH_MINUTES)
         held += f"{least:g} to {most:g} minutes to compile at the start"
         yield either("graph batch sizes", max(sizes) >= running, held, fault)
+
+
+def _critic_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
+    """Sizes of the critic's batches, and what its passes do not have; none without a critic."""
+    critic, actor = critic_of(config), config.actor_rollout_ref
+    if critic is None:
+        return
+    mini, micro, n = critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.rollout_n
+    faults, key = [], "critic.ppo_micro_batch_size_per_gpu"
+    if critic.use_dynamic_bsz:
+        faults.append(
+            "critic.use_dynamic_bsz is true: verl packs each rank's samples by itself, so that ranks have other "
+            "numbers of micro batches and their experts' exchanges do not meet; set it false"
+        )
+    if n != actor.rollout.n:
+        faults.append(f"critic.rollout_n is {n}; expected actor_rollout_ref.rollout.n, {actor.rollout.n}")
+    if critic.ppo_micro_batch_size is not None or micro is None:
+        faults.append(
+            f"{key} is {micro}, critic.ppo_micro_batch_size {critic.ppo_micro_batch_size}; set the first alone"
+        )
+    if critic.shuffle and critic.data_loader_seed is None:
+        faults.append("critic.shuffle is true, which needs critic.data_loader_seed=N")
+    if critic.megatron.use_dist_checkpointing or not critic.load_weight:
+        faults.append("critic.load_weight must be true and critic.megatron.use_dist_checkpointing false")
+    if switched_off(config, "update.recipe_critic") or switched_off(config, "update.recipe_worker"):
+        faults.append("row update.recipe_critic or update.recipe_worker is off: verl's own critic would train")
+    yield either("critic", not faults, f"values by a head on {critic.model.path}", "; ".join(faults))
+    if faults:
+        return
+    key = "critic.ppo_mini_batch_size (must divide data.train_batch_size)"
+    yield _divides("critic mini batch", config.data.train_batch_size, mini, key, "mini batches a step")
+    yield _divides("critic mini batch share", mini * n, train.dp, key, "responses of a mini batch a train replica")
+    key = "critic.ppo_micro_batch_size_per_gpu (responses a rank and mini batch)"
+    yield _divides("critic micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
+    all_responses = config.data.train_batch_size * n // train.dp
+    yield _divides("critic values", all_responses, micro, key, "micro batches of a step's values")
 
 
 def _length_checks(config: DictConfig) -> Iterator[Check]:

@@ -24,6 +24,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
+from verl_patches.layout.parallel import critic_of
 from verl_patches.patching.spec import LINES
 from verl_patches.rewards.parts import parts_of
 from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, verl_config_dir
@@ -37,6 +38,7 @@ SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
 _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
+    "critic.model.override_config.model_config.num_hidden_layers",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.num_hidden_layers",
 )
 
@@ -84,7 +86,8 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
     _check_verl_keys(config, base, name)
     _check_dtype(config)
-    config.actor_rollout_ref.recipe = config.recipe  # where verl's workers see it
+    for section in filter(None, (config.actor_rollout_ref, critic_of(config))):
+        section.recipe = config.recipe  # where verl's workers see it
     return config
 
 
@@ -180,10 +183,9 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
 
     A dataset class of the user gets all of `data`, with keys of its own.
     """
-    if "recipe" in config.actor_rollout_ref:
-        raise ConfigError(
-            f"config {name}: actor_rollout_ref.recipe is given; expected `recipe:` alone: remove the line"
-        )
+    for section in ("actor_rollout_ref", "critic"):
+        if "recipe" in config[section]:
+            raise ConfigError(f"config {name}: {section}.recipe is given; expected `recipe:` alone: remove the line")
     free = ("recipe.", "data.") if config.data.custom_cls.path else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
     hint = f"verl of line {line} reads no such key here (verl_patches/verl_keys.json): remove it"

@@ -178,7 +178,18 @@ _SECTIONS = {
         "max_actor_ckpt_to_keep": Count | None,
     },
     "custom_reward_function": {"path": Text | None, "name": Text, "reward_kwargs": dict[str, Any] | None},
-    "critic": {"strategy": Literal["megatron"]},  # verl compares it with the actor's, although there is no critic
+    "critic": {
+        "strategy": Literal["megatron"],  # verl compares it with the actor's, also without a critic
+        "rollout_n": Count,
+        "optim": {"lr": Positive, "clip_grad": Positive | None, "weight_decay": NotNegative},
+        "model": {"path": Text},
+        "ppo_mini_batch_size": Count,
+        "ppo_micro_batch_size_per_gpu": Count | None,
+        "ppo_epochs": Count,
+        "cliprange_value": Positive,
+        "loss_agg_mode": Loss,
+        "megatron": _MEGATRON,
+    },
     "reward_model": {"reward_manager": Literal["naive", "prime", "batch", "dapo"]},
     "ray_init": {"num_cpus": Count | None},
 }

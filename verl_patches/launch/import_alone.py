@@ -22,7 +22,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.launch.run_folder import id_without_launcher
 from verl_patches.layout.model_folder import read_config
-from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import critic_of, rollout_layout_of, train_layout_of
 from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
@@ -105,8 +105,10 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
     check_recipe(merged)
     merged["watch"]["action"] = "off"  # the launcher's driver reads the heartbeats
     merged |= {"run": given.get("run"), "output_root": str(output_root(merged["output_root"]))}
-    with open_dict(config), open_dict(config.actor_rollout_ref):
+    with open_dict(config), open_dict(config.actor_rollout_ref), open_dict(config.critic):
         config.recipe = config.actor_rollout_ref.recipe = merged
+        if critic_of(config) is not None:
+            config.critic.recipe = merged
     _check(config)
 
 

@@ -21,6 +21,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
 from verl_patches.values import Count, Natural, types_of, value_faults
 
+SCORE, SCORE_BIAS = "score.weight", "score.bias"  # of a value model; HF's ...ForSequenceClassification has the first
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in; single tensors of it may be fp8
 MOST_TENSORS = 1_000_000  # of a model; DeepSeek-V3 has 45,395
@@ -161,18 +162,25 @@ class Inventory:
         return {parameter.kind: parameter for parameter in held}
 
 
-def build_inventory(config: ModelShape | Mapping | str | Path) -> Inventory:
-    """The inventory of the model that `config` describes (see `read_model_shape` for what it may be)."""
-    return _inventory_of(config if isinstance(config, ModelShape) else read_model_shape(config))
+def build_inventory(config: ModelShape | Mapping | str | Path, value: bool = False) -> Inventory:
+    """The inventory of the model that `config` describes (see `read_model_shape` for what it may be).
+
+    `value`: of a value model, which has a head of one number in the place of the vocabulary's.
+    """
+    return _inventory_of(config if isinstance(config, ModelShape) else read_model_shape(config), value)
 
 
 @functools.lru_cache(4)  # one command reads that of its model many times, in two dtypes
-def _inventory_of(model: ModelShape) -> Inventory:
+def _inventory_of(model: ModelShape, value: bool) -> Inventory:
     h, v, dtype = model.hidden_size, model.vocab_size, model.torch_dtype
+    heads = [Parameter("lm_head.weight", "head", "head", (v, h), dtype)]
+    if value:
+        heads = [Parameter(SCORE, "value_head", "head", (1, h), dtype)]
+        heads += [Parameter(SCORE_BIAS, "value_bias", "head", (1,), dtype)]
     outer = (
         Parameter("model.embed_tokens.weight", "embedding", "embedding", (v, h), dtype),
         Parameter("model.norm.weight", "final_norm", "norm", (h,), dtype),
-        Parameter("lm_head.weight", "head", "head", (v, h), dtype),
+        *heads,
     )
     ids = range(model.num_hidden_layers)
     layers = tuple(tuple(_attention(model, i)) + tuple(_mlp_outside_experts(model, i)) for i in ids)

@@ -252,9 +252,14 @@ def rollout_layout_of(config: Any) -> ParallelLayout:
     return rollout_layout_in(config.actor_rollout_ref, config.recipe, world_size(config))
 
 
+def critic_of(config: Any) -> Any:
+    """verl's section `critic` of a composed configuration; None where its trainer has no critic (`use_critic`)."""
+    return config.critic if config.algorithm.adv_estimator == "gae" else None
+
+
 def train_layout_in(section: Any, recipe: Any, world: int) -> ParallelLayout:
-    """The layout of actor and reference: `section` is verl's actor_rollout_ref, which is all that a worker has."""
-    actor = section.actor.megatron
+    """The layout of a worker by its `section`, which is all that it has: verl's actor_rollout_ref, or critic."""
+    actor = (section.actor if "actor" in section else section).megatron
     return ParallelLayout(
         world_size=world,
         tp=actor.tensor_model_parallel_size,

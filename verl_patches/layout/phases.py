@@ -10,13 +10,14 @@ class StepPhase(NamedTuple):
 
     name: in its record (summary.json), metrics and columns; planned: in the memory schedule (memory/schedule.py), the
     step model and heartbeats; timer: verl's own around it, None where workers measure it; call: of the trainer, in
-    which it lies, None for one that lies in several or in none.
+    which it lies, None for one that lies in several or in none; critic: of runs with a critic alone.
     """
 
     name: str
     planned: str
     timer: str | None
     call: str | None
+    critic: bool = False
 
 
 STEP_PHASES = (  # in the order of the step table
@@ -26,7 +27,9 @@ STEP_PHASES = (  # in the order of the step table
     StepPhase("reward", "reward", "reward", "reward"),
     StepPhase("log_prob", "old_log_prob", "old_log_prob", "compute_log_prob"),
     StepPhase("ref", "ref", "ref", "compute_ref_log_prob"),
+    StepPhase("values", "values", "values", "compute_values", critic=True),
     StepPhase("advantage", "advantage", "adv", None),
+    StepPhase("update_critic", "update_critic", "update_critic", "update_critic", critic=True),
     StepPhase("update", "update", "update_actor", "update_actor"),
 )
 CALLS = {  # of the trainer, in their order in a step: what is shown while one runs; workers have no part in the reward
@@ -34,6 +37,8 @@ CALLS = {  # of the trainer, in their order in a step: what is shown while one r
     "reward": "reward",
     "compute_log_prob": "log-prob",
     "compute_ref_log_prob": "ref log-prob",
+    "compute_values": "values",
+    "update_critic": "critic update",
     "update_actor": "update",
 }
 OF_WORKERS = tuple(phase.planned for phase in STEP_PHASES if phase.call not in (None, "reward"))

@@ -37,7 +37,8 @@ from verl_patches.layout.parallel import ParallelLayout
 
 # kind -> axis that tensor parallelism cuts; None is a copy on every rank
 AXES: dict[str, int | None] = {
-    "embedding": 0, "head": 0, "final_norm": None, "input_norm": None, "post_attention_norm": None,
+    "embedding": 0, "head": 0, "value_head": None, "value_bias": None,
+    "final_norm": None, "input_norm": None, "post_attention_norm": None,
     "q_proj": 0, "q_a_proj": 0, "q_a_norm": None, "q_b_proj": 0, "kv_a_proj": 0, "kv_a_norm": None, "kv_b_proj": 0,
     "o_proj": 1,
     "router": None, "router_bias": None,
@@ -180,6 +181,8 @@ MEGATRON_NAMES = {
     "embedding": "embedding.word_embeddings.weight",
     "final_norm": "decoder.final_layernorm.weight",
     "head": "output_layer.weight",
+    "value_head": "output_layer.score.weight",  # model/value_head.py
+    "value_bias": "output_layer.score.bias",
     "input_norm": _MEGATRON_LAYER + "input_layernorm.weight",
     "q_proj": _MEGATRON_LAYER + "self_attention.linear_q_proj.weight",
     "q_a_proj": _MEGATRON_LAYER + "self_attention.linear_q_down_proj.weight",

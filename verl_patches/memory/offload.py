@@ -22,6 +22,7 @@ from verl_patches.memory.host_backed import (
     single_optimizers,
     synchronise,
 )
+from verl_patches.memory.schedule import ACTOR, TrainedGroups
 
 
 class _OfModel:
@@ -33,7 +34,7 @@ class _OfModel:
 
 
 class Params(_OfModel):
-    """actor_params or ref_params: parameters of `chunks`, without their gradients."""
+    """actor_params, ref_params or critic_params: parameters of `chunks`, without their gradients."""
 
     def load(self) -> None:
         """Load the parameters, for reading; `Grads.alloc` permits writes."""
@@ -103,6 +104,8 @@ class Optimizer:
         synchronise(storage for state in states for storage in state.storages.values())
 
 
-def actor_handlers(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
-    """{memory group: handler} of an actor in DDP and its Megatron optimizer."""
-    return {"actor_params": Params(chunks), "grads": Grads(chunks), "optimizer": Optimizer(optimizer)}
+def training_handlers(
+    chunks: Sequence[torch.nn.Module], optimizer: Any, groups: TrainedGroups = ACTOR
+) -> dict[str, Any]:
+    """{memory group: handler} of a model in DDP and its Megatron optimizer."""
+    return {groups.params: Params(chunks), groups.grads: Grads(chunks), groups.optimizer: Optimizer(optimizer)}

@@ -29,8 +29,25 @@ MEMORY_GROUPS = {
     "kv_cache": "vLLM's blocks",
     "tensor_cache": "what one stage made for the next, on the device until the update has taken it",
     "reshard_buffers": "wire buffers of a weight sync; on verl's own path the tensors it gathers at once",
+    "critic_params": "parameters of the critic",
+    "critic_grads": "its main gradients",
+    "critic_optimizer": "fp32 main parameters and Adam's moments of the critic, of this rank's share, all at once",
+    "critic_window": "the piece of the critic's optimizer that is on the device during a swapped step",
 }
 OF_ROLLOUT = ("reshard", "wake_kv", "rollout", "sleep")  # phases
+
+
+class TrainedGroups(NamedTuple):
+    """The memory groups of one model that is trained."""
+
+    params: str
+    grads: str
+    optimizer: str
+    window: str
+
+
+ACTOR = TrainedGroups("actor_params", "grads", "optimizer", "swap_window")
+CRITIC = TrainedGroups("critic_params", "critic_grads", "critic_optimizer", "critic_window")
 LOADS, RELEASES = ("load", "alloc"), ("offload", "free")
 
 
@@ -80,6 +97,15 @@ class Schedule:
         """The schedule of runs on fixed data, which have no weight sync and no rollout engine."""
         phases = tuple(row for row in self.phases if row.name not in OF_ROLLOUT)
         return Schedule(f"{self.name}, no rollout", phases)
+
+    def with_critic(self) -> Schedule:
+        """The schedule of runs with a critic: after the reference its values, before the actor's update its own."""
+        rows = _VERL_CRITIC if self.name.startswith("verl") else _CRITIC
+        values, update = (Phase(name, _moves(enter), _moves(leave)) for name, enter, leave in rows)
+        phases = []
+        for row in self.phases:
+            phases += [update, row] if row.name == "update" else [row, values] if row.name == "ref" else [row]
+        return Schedule(f"{self.name}, with a critic", tuple(phases))
 
     def releases(self, group: str, phase: str) -> bool:
         """Whether `phase` offloads or frees `group`, before or after its work."""
@@ -131,6 +157,13 @@ SCHEDULE = make_schedule(
     ("advantage", "", ""),
     ("update", "free tensor_cache, load actor_params, alloc grads, load optimizer, alloc swap_window",
      "free swap_window, offload optimizer, free grads"),
+)  # fmt: skip
+
+# The actor's parameters, which old_log_prob has loaded, make room, so that this update needs no more than the actor's.
+_CRITIC = (
+    ("values", "free actor_params, load critic_params", ""),
+    ("update_critic", "load critic_params, alloc critic_grads, load critic_optimizer, alloc critic_window",
+     "free critic_window, offload critic_optimizer, free critic_grads, offload critic_params"),
 )  # fmt: skip
 
 
@@ -224,6 +257,12 @@ _VERL_TRAINING = (
     ("update", "load actor_params, alloc grads, empty_cache, load optimizer, empty_cache, alloc swap_window",
      "free swap_window, offload actor_params, free grads, empty_cache, offload optimizer, empty_cache, empty_cache"),
 )  # fmt: skip
+_VERL_CRITIC = (
+    ("values", "load critic_params, empty_cache", "empty_cache, offload critic_params, empty_cache"),
+    ("update_critic", "load critic_params, alloc critic_grads, empty_cache, load critic_optimizer, empty_cache, "
+     "alloc critic_window", "free critic_window, empty_cache, offload critic_params, free critic_grads, empty_cache, "
+     "offload critic_optimizer, empty_cache"),
+)  # fmt: skip
 # megatron_workers.py:449 generate_sequences: loads gradients too, offloads both after the sync, then wakes the cache
 _VERL_0_4_0 = make_schedule(
     "verl 0.4.0",
@@ -275,13 +314,20 @@ def direct_sync(rows: Collection[str]) -> bool:
     return "reshard.direct" in rows
 
 
+def stays_of(megatron: Any, groups: TrainedGroups) -> set[str]:
+    """The groups of a model that verl's offload switches in `megatron` leave on the device."""
+    stays = set() if megatron.param_offload else {groups.params, groups.grads}
+    return stays if megatron.optimizer_offload else {*stays, groups.optimizer}
+
+
 def schedule_of(
-    section: Any, recipe: Any, rows: Collection[str], one_memory: bool = False
+    section: Any, recipe: Any, rows: Collection[str], one_memory: bool = False, critic: Any = None
 ) -> tuple[Schedule, frozenset[str]]:
     """(schedule, memory groups that are never moved) of a run with verl's `section` actor_rollout_ref.
 
     `rows`: ids of the rows that are on; without memory.order it is verl's own order. `one_memory`: host and device
-    share their memory (a CPU), where vLLM's sleep does not move the rollout weights.
+    share their memory (a CPU), where vLLM's sleep does not move the rollout weights. `critic`: verl's section of that
+    name in a run with a critic.
 
     Groups of verl's three offload switches that are off stay; verl frees gradients with the parameters and never reads
     its grad_offload. Row memory.sleep_mode does not copy rollout weights that a direct sync writes: with vLLM's sleep
@@ -297,11 +343,11 @@ def schedule_of(
         schedule = in_sleep_mode(copied=not dropped)
     if recipe.train.skip_old_log_prob:
         schedule = schedule.without("old_log_prob")
+    stays = stays_of(section.actor.megatron, ACTOR)
+    if critic is not None:
+        schedule, stays = schedule.with_critic(), stays | stays_of(critic.megatron, CRITIC)
     if not samples(recipe):
         schedule = schedule.without_rollout()
-    stays = set() if section.actor.megatron.param_offload else {"actor_params", "grads"}
-    if not section.actor.megatron.optimizer_offload:
-        stays.add("optimizer")
     if not section.ref.megatron.param_offload:
         stays.add("ref_params")
     if samples(recipe) and ((dropped and not synced) or (not dropped and one_memory)):

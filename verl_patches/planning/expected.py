@@ -17,14 +17,14 @@ top. Graphs are captured after that; their memory is not modelled.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, ModelShape
+from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES, local_parameters, static_bytes
-from verl_patches.memory.schedule import Moment, Schedule, simulate
+from verl_patches.memory.schedule import ACTOR, CRITIC, Moment, Schedule, TrainedGroups, simulate
 from verl_patches.planning.activations import Passes, forward_bytes, update_bytes
 
 # What a process sees of the 64 GiB of a die (mem_get_info): the rest is the driver's. sgl-project/sglang issue 29838,
@@ -43,7 +43,7 @@ class Setting:
     has copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend (attention/mla_v1.py:669), and vLLM
     where MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of
     kv_b_proj. `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out
-    HCCL and CANN.
+    HCCL and CANN. `critic`: whether a value model is trained too.
     """
 
     inventory: Inventory
@@ -58,6 +58,7 @@ class Setting:
     absorbed_copies: bool = False
     passes: Passes | None = None
     hccl: dict[str, int] | None = None
+    critic: bool = False
 
 
 def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
@@ -67,10 +68,7 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
     parameters have no main copies, so the optimizer has Adam's two moments only.
     """
     inventory, train, rollout = setting.inventory, setting.train, setting.rollout
-    static = static_bytes(inventory, train, rank, setting.train_library)
-    dtype = inventory.model.torch_dtype
-    per_value = OPTIMIZER_BYTES - GRAD_BYTES * (dtype == "float32")
-    params = static.grad_bytes // GRAD_BYTES * DTYPE_BYTES[dtype]
+    trained = _trained_bytes(setting, inventory, ACTOR, rank)
     served = local_parameters(inventory, rollout, rank, setting.rollout_library)
     weights = served.size_bytes()
     if setting.bucket_bytes is None:
@@ -81,17 +79,28 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
     if setting.absorbed_copies:
         projections = (shard for shard in served.shards.values() if shard.parameter.kind == "kv_b_proj")
         weights += sum(shard.count * DTYPE_BYTES[shard.dtype] for shard in projections)
-    swapped = setting.swap_pieces is not None
+    if setting.critic:
+        trained |= _trained_bytes(setting, build_inventory(inventory.model, value=True), CRITIC, rank)
     return {
-        "actor_params": params,
-        "grads": static.grad_bytes,
-        "optimizer": 0 if swapped else static.optimizer_bytes // OPTIMIZER_BYTES * per_value,
-        "swap_window": _window(setting, rank, per_value) if swapped else 0,
-        "ref_params": params,
+        **trained,
+        "ref_params": trained["actor_params"],
         "rollout_weights": weights,
         "kv_cache": max(setting.vllm_bytes - weights, 0),
         "tensor_cache": setting.tensor_cache_bytes,
         "reshard_buffers": buffers,
+    }
+
+
+def _trained_bytes(setting: Setting, inventory: Inventory, groups: TrainedGroups, rank: int) -> dict[str, int]:
+    """Bytes of the groups of one trained model."""
+    static, dtype = static_bytes(inventory, setting.train, rank, setting.train_library), inventory.model.torch_dtype
+    per_value, swapped = OPTIMIZER_BYTES - GRAD_BYTES * (dtype == "float32"), setting.swap_pieces is not None
+    states = static.optimizer_bytes // OPTIMIZER_BYTES * per_value
+    return {
+        groups.params: static.grad_bytes // GRAD_BYTES * DTYPE_BYTES[dtype],
+        groups.grads: static.grad_bytes,
+        groups.optimizer: 0 if swapped else states,
+        groups.window: _window(setting, rank, per_value) if swapped else 0,
     }
 
 
@@ -141,8 +150,16 @@ def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
     """{term: bytes} of activations and recorded experts on `rank`; empty for phases without a pass of the model."""
     model, train, passes = setting.inventory.model, setting.train, setting.passes
     stage = train.coordinates(rank).pp
-    if passes is None or phase not in ("update", "old_log_prob", "ref"):
+    if passes is None or phase not in ("update", "old_log_prob", "ref", "values", "update_critic"):
         return {}
+    if phase in ("values", "update_critic"):
+        if stage:  # the first stage's weight gradient is that of the embedding
+            model = replace(model, vocab_size=1)
+        if phase == "values":
+            return forward_bytes(model, train, stage, passes.critic_tokens, passes, entropy=False)
+        held = len(train.local_experts(rank, model.n_routed_experts))
+        own = replace(passes, update_tokens=passes.critic_tokens, micro_batches=passes.critic_batches, entropy=False)
+        return update_bytes(model, train, stage, held, own)
     if phase == "update":
         work = update_bytes(model, train, stage, len(train.local_experts(rank, model.n_routed_experts)), passes)
     elif phase == "old_log_prob":
@@ -242,9 +259,9 @@ def host_bytes(
     moves = [move for phase in schedule.phases for move in (*phase.enter, *phase.leave)]
     on_host = {move.group for move in moves if move.verb == "load"} - set(stays)
     if swapped:
-        on_host.add("optimizer")
-    groups = ("actor_params", "ref_params", "optimizer", "rollout_weights")
-    copies = {group: sizes[group] for group in groups if group in on_host}
+        on_host |= {ACTOR.optimizer, CRITIC.optimizer}
+    saved = [group for each in (ACTOR, CRITIC) for group in (each.params, each.optimizer) if group in sizes]
+    copies = {group: sizes[group] for group in (*saved, "ref_params", "rollout_weights") if group in on_host}
     if saves:
-        copies["checkpoint"] = sum(sizes[group] for group in ("actor_params", "optimizer") if group not in on_host)
+        copies["checkpoint"] = sum(sizes[group] for group in saved if group not in on_host)
     return {group: size for group, size in copies.items() if size}

@@ -21,7 +21,7 @@ from verl_patches.config import hccl
 from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
 from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
 from verl_patches.planning.activations import UNBALANCED, Passes
 from verl_patches.planning.expected import (
@@ -68,8 +68,9 @@ def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
         absorbed_copies=npu or recipe.line == LINE,  # MindSpeed's view on the CPU too
         passes=passes_of(config, train.dp, rows) if recipe.line == LINE else None,
         hccl=hccl.buffer_bytes(config, inventory.model) if npu else None,
+        critic=critic_of(config) is not None,
     )
-    return RunMemory(setting, *schedule_of(config.actor_rollout_ref, recipe, rows))
+    return RunMemory(setting, *schedule_of(config.actor_rollout_ref, recipe, rows, critic=critic_of(config)))
 
 
 def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
@@ -83,10 +84,11 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
     """
     run, npu, skip = run_memory(config, rows), config.recipe.platform == "npu", config.recipe.train.skip_old_log_prob
     ours = replace(run.setting, bucket_bytes=config.recipe.reshard.bucket_bytes)
-    compared = [
-        (order.without("old_log_prob") if skip else order, setting)
-        for order, setting in ((SCHEDULE, ours), (VERL[config.recipe.line], replace(ours, bucket_bytes=None)))
-    ]
+    compared = [(SCHEDULE, ours), (VERL[config.recipe.line], replace(ours, bucket_bytes=None))]
+    if skip:
+        compared = [(order.without("old_log_prob"), setting) for order, setting in compared]
+    if run.setting.critic:
+        compared = [(order.with_critic(), setting) for order, setting in compared]
     if run.schedule.name not in (order.name for order, _ in compared):
         compared.append((run.schedule, run.setting))
     return {
@@ -252,6 +254,10 @@ def passes_of(config: DictConfig, replicas: int, rows: Collection[str]) -> Passe
     samples = actor.ppo_mini_batch_size * section.rollout.n // replicas
     size = actor.ppo_micro_batch_size_per_gpu or 1  # null is refused by another check
     layers, together = recomputation(config)
+    critic_size = critic_batches = 0
+    if (critic := critic_of(config)) is not None:
+        critic_size = critic.ppo_micro_batch_size_per_gpu or 1
+        critic_batches = max(1, critic.ppo_mini_batch_size * critic.rollout_n // replicas // critic_size)
     return Passes(
         update_tokens=size * longest,
         log_prob_tokens=(section.rollout.log_prob_micro_batch_size_per_gpu or 1) * longest,
@@ -266,6 +272,8 @@ def passes_of(config: DictConfig, replicas: int, rows: Collection[str]) -> Passe
         recorded_tokens=data.train_batch_size * section.rollout.n // replicas * longest if train.routing_replay else 0,
         fused_expert_wgrad=train.fused_expert_wgrad,
         fused_linear_wgrad=train.fused_linear_wgrad,
+        critic_tokens=critic_size * longest,
+        critic_batches=critic_batches,
     )
 
 

@@ -4,6 +4,7 @@ Every phase is a sum of terms in seconds. FLOPs and bytes follow from the model'
 figure of an A3 die times an efficiency. Letters: T tokens of a micro batch on one TP group, H hidden, M
 micro batches of a replica, b responses that decode on a replica, c tokens of context.
 
+values, update_critic   as ref and update, of a critic; its head is taken for the vocabulary's, an upper bound
 rollout      steps x decode + prefill, until the longest response ends; b falls with the lengths' tail. One decode step:
              weights of the die / memory + b x c x KV bytes / memory + b x 2 FLOPs x active parameters / TP / compute
              + exchange of experts and TP's all-reduces / network + layers x decode_layer_s + engine_step_s
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -125,9 +126,9 @@ class StepInput:
     """All that the model reads of a run. Sizes count ranks, responses or tokens; bytes say so.
 
     `copies`: how often the trainer sends a sample to its workers where the tensor cache is off: 1, or once for each of
-    the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out.
-    `sampled`: false on fixed data, without rollout, weight sync and reward. `graph_sizes`: batch sizes of decode
-    graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
+    the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out,
+    `critic_micro_batch` without a critic. `sampled`: false on fixed data, without rollout, weight sync and reward.
+    `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
     """
 
     model: ModelShape
@@ -139,6 +140,7 @@ class StepInput:
     micro_batch: int = 1
     ref_micro_batch: int | None = 1
     old_micro_batch: int | None = None
+    critic_micro_batch: int | None = None
     mini_batches: int = 1
     epochs: int = 1
     recompute_layers: int = 0
@@ -432,12 +434,17 @@ def step_time(run: StepInput, constants: Constants) -> dict[str, float]:
     """{phase: modelled seconds} of a step; phases that the run leaves out are 0."""
     tokens = run.responses * run.lengths.mean_of_longest()
     passes = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch}
+    critic = None
+    if run.critic_micro_batch:  # it gets the trainer's batch, also with the tensor cache
+        critic = replace(run, micro_batch=run.critic_micro_batch, tensor_cache=False)
     sync = run.sync or verl_sync(run.model, run.train)
     return {
         "rollout": rollout_s(run, constants) if run.sampled else 0.0,
         **{name: log_prob_s(run, size, constants) if size else 0.0 for name, size in passes.items()},
         "reward": tokens * constants.reward_s if run.sampled else 0.0,
         "advantage": tokens * constants.advantage_s,
+        "values": log_prob_s(critic, critic.micro_batch, constants) if critic else 0.0,
+        "update_critic": update_s(critic, constants) if critic else 0.0,
         "update": update_s(run, constants),
         "reshard": reshard_s(sync, constants) if run.sampled else 0.0,
         "offload": offload_s(run.offload, constants),

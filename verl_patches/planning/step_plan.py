@@ -17,8 +17,8 @@ from verl_patches.config.compose import graph_arguments, model_shape_of, rollout
 from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import ModelShape
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
-from verl_patches.layout.phases import samples
+from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
+from verl_patches.layout.phases import STEP_PHASES, samples
 from verl_patches.memory.schedule import Moment, direct_sync, simulate
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
 from verl_patches.planning.expected import group_bytes
@@ -91,6 +91,7 @@ def step_input(
     micro = actor.ppo_micro_batch_size_per_gpu
     if actor.use_dynamic_bsz or micro is None:
         micro = max(1, int(actor.ppo_max_token_len_per_gpu * train.cp // length))
+    critic = critic_of(config)
     ref_used = actor.use_kl_loss or config.algorithm.use_kl_in_reward
     run = StepInput(
         model=model_in_dtype(config),
@@ -102,6 +103,7 @@ def step_input(
         micro_batch=micro,
         ref_micro_batch=(section.ref.log_prob_micro_batch_size_per_gpu or micro) if ref_used else None,
         old_micro_batch=None if recipe.train.skip_old_log_prob else rollout.log_prob_micro_batch_size_per_gpu or micro,
+        critic_micro_batch=None if critic is None else critic.ppo_micro_batch_size_per_gpu,
         mini_batches=max(1, train_batch // actor.ppo_mini_batch_size),
         epochs=actor.ppo_epochs,
         recompute_layers=recomputation(config)[0],
@@ -182,6 +184,9 @@ def step_sections(config: DictConfig, rows: Collection[str], workload: Workload)
     if step is not None and config.recipe.watch.action != "off":
         step["watch"] = str(bounds_of(config, rows))
     dispatch = {name: round(driver_bytes(run, columns[name])) for name, used in calls.items() if used}
+    if run.critic_micro_batch:  # the trainer's batch, also with the tensor cache
+        whole = replace(run, tensor_cache=False)
+        dispatch |= {"values": round(driver_bytes(whole, 3)), "update_critic": round(driver_bytes(whole, 6))}
     return {
         "step": step,
         "traffic": {"weight_sync": {**wire, "collectives": sync.collectives}, "dispatch_bytes": dispatch},
@@ -193,9 +198,10 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
     """Seconds by phase, their sum, tokens a second and die, what was assumed, and the model's error on each row."""
     seconds = step_time(run, FITTED)
     total = sum(seconds.values())
+    absent = [] if run.critic_micro_batch else [phase.planned for phase in STEP_PHASES if phase.critic]
     return {
         "modelled": True,
-        "phases": [{"phase": phase, "seconds": round(s, 3)} for phase, s in seconds.items()],
+        "phases": [{"phase": phase, "seconds": round(s, 3)} for phase, s in seconds.items() if phase not in absent],
         "total_s": round(total, 2),
         "tokens_per_s_per_die": round(tokens_per_s_per_die(run, total), 2),
         "assumed": {

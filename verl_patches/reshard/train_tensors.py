@@ -119,11 +119,13 @@ def train_tensors(
     return views_of(native_tensors(chunks), inventory, layout, rank, library)
 
 
-def inventory_and_library(chunks: Sequence[torch.nn.Module], hf_config: Any, line: str) -> tuple[Inventory, str]:
+def inventory_and_library(
+    chunks: Sequence[torch.nn.Module], hf_config: Any, line: str, value: bool = False
+) -> tuple[Inventory, str]:
     """The inventory of `hf_config`'s model in the dtype of `chunks`, and their key of layout.sharding.LIBRARIES."""
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
-    inventory = build_inventory(replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype))
-    return inventory, library_of(chunks, line)
+    model = replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype)
+    return build_inventory(model, value), library_of(chunks, line)
 
 
 def library_of(chunks: Sequence[torch.nn.Module], line: str) -> str:

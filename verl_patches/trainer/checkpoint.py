@@ -24,7 +24,7 @@ import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from omegaconf import OmegaConf
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
-from verl_patches.layout.parallel import train_layout_of, world_size
+from verl_patches.layout.parallel import critic_of, train_layout_of, world_size
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.values import leaves, size_text
@@ -51,7 +51,16 @@ from verl_patches.weights.checkpoint_folders import (
     size_bytes,
     unnamed,
 )
-from verl_patches.weights.manifest import CHECKPOINT, MANIFEST, OF_RANK, OF_TRAINER, Manifest, rank_files, read_manifest
+from verl_patches.weights.manifest import (
+    CHECKPOINT,
+    CRITIC,
+    MANIFEST,
+    OF_RANK,
+    OF_TRAINER,
+    Manifest,
+    rank_files,
+    read_manifest,
+)
 from verl_patches.weights.reader import DTYPES as STORED
 from verl_patches.weights.writer import FileWriter, begin, complete
 
@@ -88,19 +97,28 @@ class Checkpoints:
         started, step = time.perf_counter(), self.trainer.global_steps
         self._say_once(recover(self.folder, self.run))
         writing = unnamed(self.folder / f"global_step_{step}", "writing", self.run)
-        own = {**self._model_files(), **self._trainer_files()}
-        begin(writing, self._manifest(step, [*rank_files(world_size(self.config)), *own]))
-        answers = self.trainer.actor_rollout_wg.save_checkpoint(str(writing), None, step)
+        own, groups = {writing: {**self._model_files(), **self._trainer_files()}}, [self.trainer.actor_rollout_wg]
+        if self.critic is not None:
+            own[writing / CRITIC] = {"config.json": own[writing]["config.json"]}
+            groups.append(self.critic)
+        critic = secrets.token_hex(16) if self.critic is not None else None
+        answers = []
+        for group, (folder, files), identity in zip(groups, own.items(), (None, critic), strict=False):
+            begin(folder, self._manifest(step, files, identity, critic))
+            answers += group.save_checkpoint(str(folder), None, step)
         record = {"step": step, "blocking_s": time.perf_counter() - started}
         record["copied_bytes"] = max(answer["copied_bytes"] for answer in answers)
         record["copy_s"] = max(answer["seconds"] for answer in answers)
         self._thread = threading.Thread(target=self._complete, args=(writing, own, record, started), name="checkpoint")
         self._thread.start()
 
+    @property
+    def critic(self) -> Any:
+        """The critic's worker group; None in a run without one."""
+        return self.trainer.critic_wg if getattr(self.trainer, "use_critic", False) else None
+
     def _refuse(self) -> None:
         """ConfigError for what would be left out; config/checks.py says so before the start, with the launcher."""
-        if getattr(self.trainer, "use_critic", False):
-            raise ConfigError("checkpoint: a critic is not saved; expected an algorithm.adv_estimator without one")
         if self.config.trainer.get("default_hdfs_dir"):
             raise ConfigError("checkpoint: trainer.default_hdfs_dir is set, expected null; default_local_dir is used")
 
@@ -109,6 +127,8 @@ class Checkpoints:
         if self._thread is None:
             return
         self.trainer.actor_rollout_wg.finish_checkpoint()
+        if self.critic is not None:
+            self.critic.finish_checkpoint()
         self._thread.join()
         self._thread = None
         if self._error is not None:
@@ -122,19 +142,24 @@ class Checkpoints:
             self._given_up.set()
             self._thread.join()
 
-    def _complete(self, writing: Path, own: dict[str, bytes], record: dict[str, Any], started: float) -> None:
+    def _complete(
+        self, writing: Path, own: dict[Path, dict[str, bytes]], record: dict[str, Any], started: float
+    ) -> None:
         """Write the trainer's own files, and give the folder its name once every rank has written."""
         try:
-            for name, content in own.items():
-                with FileWriter(writing, name) as file:
-                    file.write(content)
-                    file.finish()
-            while (manifest := complete(writing)) is None:
-                waited = time.perf_counter() - started
-                if self._given_up.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
-                    return
+            size_bytes = 0
+            for folder, files in reversed(own.items()):  # the manifest of the whole comes last
+                for name, content in files.items():
+                    with FileWriter(folder, name) as file:
+                        file.write(content)
+                        file.finish()
+                while (manifest := complete(folder)) is None:
+                    waited = time.perf_counter() - started
+                    if self._given_up.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
+                        return
+                size_bytes += manifest.size_bytes
             final = put_in_place(writing, self.run)
-            self.records.append({**record, "bytes": manifest.size_bytes, "complete_s": time.perf_counter() - started})
+            self.records.append({**record, "bytes": size_bytes, "complete_s": time.perf_counter() - started})
         except Exception as error:
             self._error = error
             return
@@ -143,11 +168,15 @@ class Checkpoints:
         except OSError as error:  # the new one is whole
             self._not_removed.append(f"{self.folder}: an old checkpoint cannot be removed ({error}); left there")
 
-    def _manifest(self, step: int, files: list[str]) -> Manifest:
+    def _manifest(self, step: int, own: Iterable[str], identity: str | None, critic: str | None) -> Manifest:
+        """`own`: names of the trainer's files. `critic`: identity of the critic's manifest, a fact of both."""
+        files = [*rank_files(world_size(self.config)), *own]
         layout, dtype = str(train_layout_of(self.config)), self.config.recipe.dtype
         facts = {"step": step, "id": self.run, "run": self.config.recipe.run, "line": self.config.recipe.line}
         facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), **settings_of(self.config)}
-        return Manifest(CHECKPOINT, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
+        facts |= {CRITIC: critic} if critic else {}
+        identity = identity or secrets.token_hex(16)
+        return Manifest(CHECKPOINT, self._model(), layout, dtype, identity, tuple(files), facts=facts)
 
     def _config(self) -> dict[str, Any]:
         """config.json of the model as it is trained: its dtype, and nothing of how the folder stores weights."""
@@ -198,6 +227,8 @@ class Checkpoints:
         step, here = manifest.facts["step"], folder.resolve().parent == self.folder.resolve()
         try:
             self.trainer.actor_rollout_wg.load_checkpoint(str(folder), None, False)
+            if self.critic is not None:
+                self.critic.load_checkpoint(str(folder / CRITIC), None, False)
         except CheckpointError as error:  # Ray's error of a worker's is of its type too, and has it as `cause`
             if not here:
                 raise
@@ -243,6 +274,10 @@ class Checkpoints:
             faults.append(f"it is of line {manifest.facts['line']}, expected {recipe.line}")
         if not (folder / STATE).is_file():
             faults.append(f"it has no {STATE}")
+        if (critic := manifest.facts.get(CRITIC)) is not None and read_manifest(folder / CRITIC).identity != critic:
+            faults.append(f"{CRITIC}/{MANIFEST} is of another checkpoint")
+        if (critic is not None) != (self.critic is not None):
+            faults.append("it has no critic" if critic is None else "it has a critic, this run has none")
         if (step := manifest.facts["step"]) >= (total := self.trainer.total_training_steps):
             faults.append(f"step {step} is complete, and the run's total is {total} (trainer.total_training_steps)")
         if faults:
@@ -257,9 +292,10 @@ class Checkpoints:
 def settings_of(config: Any) -> dict[str, Any]:
     """{digest, settings}: what a resumed run is compared with. The digest is of settings and active patches."""
     resolved = OmegaConf.to_container(config, resolve=True)
-    sections = {name: resolved[name] for name in ("recipe", "actor_rollout_ref", "algorithm", "data")}
+    names = ["recipe", "actor_rollout_ref", "algorithm", "data", *(["critic"] if critic_of(config) else [])]
+    sections = {name: resolved[name] for name in names}
     sections["recipe"] = {k: v for k, v in resolved["recipe"].items() if k not in _NOT_COMPARED}
-    mirrored = "actor_rollout_ref.recipe."
+    mirrored = "actor_rollout_ref.recipe.", "critic.recipe."
     settings = {k: v for k, v in leaves(sections) if v != {} and not k.startswith(mirrored)}
     patches = engine.current().digest()
     text = json.dumps([settings, patches], sort_keys=True, default=str)

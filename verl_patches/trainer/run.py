@@ -162,6 +162,8 @@ class Run:
             self.summary.data["checkpoints"] = self.checkpoints.records
         if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
             trainer.ref_policy_wg = RecipeWorkerGroup(trainer.ref_policy_wg, trainer, self.show_call, actor=self.group)
+        if trainer.use_critic:
+            trainer.critic_wg = RecipeWorkerGroup(trainer.critic_wg, trainer, self.show_call, actor=self.group)
 
     def show_resumed(self, text: str, step: int | None = None) -> None:
         """Show a line about checkpoints, and record the step that this process goes on after."""

@@ -16,7 +16,7 @@ from typing import Any
 from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
-from verl_patches.layout.parallel import world_size
+from verl_patches.layout.parallel import critic_of, world_size
 from verl_patches.layout.phases import STEP_PHASES, VALIDATE, samples
 from verl_patches.log_probs.on_policy import needs_old_log_probs
 from verl_patches.memory.counters import offload_of_step
@@ -27,7 +27,7 @@ from verl_patches.trainer.validation import validation_of
 # columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
 # memory; with --wide all of them
 NARROW = ("rollout s", "update s", "step s", "held MB")
-PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage"), "step")
+PHASES = (*(phase.name for phase in STEP_PHASES if phase.name != "advantage" and not phase.critic), "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
 WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
@@ -35,13 +35,18 @@ WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH
 OBJECTIVE_COLUMNS, OF_ROLLOUT = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS)
 REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 VAL_COLUMNS, WIDE_VAL_COLUMNS = ("val",), ("val", f"{VALIDATE} s")  # with trainer.test_freq
+CRITIC_PHASES = tuple(phase.name for phase in STEP_PHASES if phase.critic)
+CRITIC_SECONDS = tuple(f"{phase} s" for phase in CRITIC_PHASES)
+# in a run with a critic: verl's metrics; explained_var: 1 - var(returns - values) / var(returns)
+CRITIC_COLUMNS = ("vf_loss", "vf_norm", "expl_var")
+_CRITIC = {"loss": "critic/vf_loss", "grad_norm": "critic/grad_norm", "explained_var": "critic/vf_explained_var"}
 SKIPPED_STEPS, ALARMS = "actor/skipped_steps", "recipe/alarms"  # names of metrics
 
 
 def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The record of `step` from verl's metrics and `take_report` of every worker (worker/recipe_worker.py).
 
-    What neither of them knows is None here (trainer/run.py): rewards, objective, logprob_delta, dispatch, rates, alarms.
+    What neither knows is None here (trainer/run.py): rewards, objective, logprob_delta, dispatch, rates, alarms.
     """
 
     def of(name: str) -> list[Any]:
@@ -56,6 +61,7 @@ def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[s
         "val": validation_of(metrics),
         "tokens": tokens_of_step(metrics),
         "grad_norm": _number(metrics.get("actor/grad_norm")),
+        "critic": critic_of_step(metrics),
         "logprob_delta": None,
         "sync": sync_of_step(of("sync")),
         "memory": memory_of_step(of("memory")),
@@ -137,6 +143,12 @@ def tokens_of_step(metrics: Mapping[str, float]) -> dict[str, float] | None:
         "response_max": float(metrics["response_length/max"]),
         "at_limit": float(metrics["response_length/clip_ratio"]),
     }
+
+
+def critic_of_step(metrics: Mapping[str, float]) -> dict[str, float | None] | None:
+    """{loss, grad_norm, explained_var} of the critic's update; None in a run without a critic."""
+    found = {name: _number(metrics.get(key)) for name, key in _CRITIC.items()}
+    return found if _CRITIC["loss"] in metrics else None
 
 
 def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
@@ -337,6 +349,8 @@ def tables(config: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
             columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in OF_ROLLOUT))
         if config.recipe.train.routing_replay:
             columns += REPLAY_COLUMNS
+        if critic_of(config) is not None:
+            columns += CRITIC_COLUMNS if prefix == "-" else (*CRITIC_SECONDS, *CRITIC_COLUMNS)
         yield prefix, (*columns, *(val if config.trainer.test_freq > 0 else ()))
 
 
@@ -368,9 +382,12 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
     difference between two workers' starts of one call. Share of replayed experts that routers chose
     too.
     """
-    cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in PHASES}
+    cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in (*PHASES, *CRITIC_PHASES)}
     if val := step.get("val"):
         cells |= {"val": f"{val['score']:.4f}", f"{VALIDATE} s": f"{step['seconds'].get(VALIDATE, 0.0):.3f}"}
+    if critic := step.get("critic"):
+        texts = ("-" if value is None else f"{value:.5f}" for value in critic.values())
+        cells |= dict(zip(CRITIC_COLUMNS, texts, strict=True))
     if sync := step["sync"]:
         sizes = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
         texts = f"{sizes[0]:.3f}", str(sync["collectives"]), f"{sizes[1]:.3f}"

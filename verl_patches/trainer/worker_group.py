@@ -5,6 +5,8 @@
                             more for the check
     compute_log_prob        left out with recipe.train.skip_old_log_prob
     compute_ref_log_prob
+    compute_values          of a run with a critic, as update_critic; the trainer's batch, with the tensor cache too
+    update_critic
     update_actor
     end_step                what the step leaves for its record
 
@@ -37,9 +39,10 @@ from verl_patches.watch import heartbeat
 class RecipeWorkerGroup:
     """verl's worker group `group` for fit(); calls that are not of a step go through.
 
-    actor: the group of the actor, for that of a separate reference. on_call(step, name) is called before each stage;
-    responses are recorded below `record_to`, and traces of recipe.profile in `profile_to`, where given. `lengths`:
-    tokens of each sequence of this step's update, None before it. `step` is the trainer's; a resumed run goes on.
+    actor: the group of the actor, for that of a separate reference or of the critic. on_call(step, name) is called
+    before each stage; responses are recorded below `record_to`, and traces of recipe.profile in `profile_to`, where
+    given. `lengths`: tokens of each sequence of this step's update, None before it. `step` is the trainer's; a resumed
+    run goes on.
     """
 
     def __init__(
@@ -127,6 +130,16 @@ class RecipeWorkerGroup:
         if self._skip_old_log_prob:
             batch.batch.pop("old_log_probs")
         return self._stages.update_actor(batch)
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """values [B, S_response], of the critic's group."""
+        self._on_call(self.step, "compute_values")
+        return self._group.compute_values(batch)
+
+    def update_critic(self, batch: DataProto) -> DataProto:
+        """verl's metrics of the critic's update."""
+        self._on_call(self.step, "update_critic")
+        return self._group.update_critic(batch)
 
     def end_step(self) -> dict[str, Any]:
         """{rewards: means of the parts}; tensor_cache, logprob_check, keep_groups: reports, where the run has it."""

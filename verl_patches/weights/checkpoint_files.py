@@ -7,6 +7,7 @@
                   trainer.safetensors tensors of these (trainer/checkpoint.py)
                   config.json         of the trained model, with its dtype
                   tokenizer.json, ... files of the model's folder other than weights
+                  critic/             of a run with a critic: its own manifest, ranks' files and config.json
 
 The folder is written under another name and renamed once every rank's files are complete (trainer/checkpoint.py).
 safetensors with a manifest rather than torch.distributed.checkpoint: it is read without the job, its process groups or

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import sync
-from verl_patches.weights.manifest import SAVED, OtherVersionError, check_headers, read_manifest
+from verl_patches.weights.manifest import CRITIC, SAVED, OtherVersionError, check_headers, read_manifest
 
 EARLIER = "earlier"
 _UNNAMED = re.compile(rf"({SAVED.pattern})\.(writing|replaced|removed)-(?:([0-9a-f]+)-)?\w+", re.ASCII)
@@ -215,3 +215,5 @@ def require_whole(folder: Path) -> None:
         if found != f"{entry.size_bytes} bytes":
             raise ConfigError(f"{path}: expected {entry.size_bytes} bytes (manifest), found {found}")
     check_headers(folder, manifest)
+    if CRITIC in manifest.facts and manifest.facts[CRITIC] != manifest.identity:
+        require_whole(folder / CRITIC)

@@ -19,6 +19,7 @@ every other thread of the process that uses the store, such as the watchdog of a
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.inventory import Inventory, build_inventory
+from verl_patches.layout.inventory import SCORE, SCORE_BIAS, Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.model.weights import keep_bias_fp32, named_weights
 from verl_patches.reshard.region import Region
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 LOG_S, PUBLISH_S, POLL_S = 10.0, 2.0, 1.0
 _GIB = 1 << 30
 _SHOWN = 8  # ranks that a message names
+_HEAD = "output_layer."  # in the names of the head's parameters
 
 
 class LoadProgress:
@@ -173,12 +175,14 @@ def load_weights(
     key: str = "verl_patches/load",
     wait_s: float = WAIT_S,
     layout: ParallelLayout | None = None,
+    head: bool = False,
 ) -> Loaded:
     """Fill the parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`.
 
     `line`: "a3" for MindSpeed-LLM's parameters, else Megatron's. `layout`: of `chunks`, with layers_per_stage; None:
     the ranks of a pipeline ask each other (`layout_of_model`), a collective whose time-out names no rank. Values are
-    converted to each parameter's dtype; correction biases stay fp32, whatever a bf16 wrapper made of them.
+    converted to each parameter's dtype; correction biases stay fp32, whatever a bf16 wrapper made of them. A value
+    model takes its head from a folder that has one, else it is drawn (`draw_head`). `head`: only the head is loaded.
     Needs Megatron's process groups. Every rank of torch.distributed must call it, with the same `key`, which no other
     load has used: it returns once all have loaded, and raises RecipeError after `wait_s` (`LoadProgress`). Raises
     ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
@@ -189,8 +193,12 @@ def load_weights(
             keep_bias_fp32(chunk)
         layout = layout or layout_of_model(chunks)  # collective: before what can fail on one rank alone
         source = open_source(folder)
-        regions = _regions(chunks, source.inventory, layout, line)
+        regions = _regions(chunks, source.inventory, layout, line, head)
         with WeightReader(source) as reader, torch.no_grad():
+            for region, view in regions:
+                if region.name not in source.tensors:
+                    draw_head(region.name, view, folder)
+            regions = [each for each in regions if each[0].name in source.tensors]
             regions.sort(key=lambda item: reader.position(item[0]))
             progress = _progress(str(folder), sum(reader.read_bytes(region) for region, _ in regions), key)
             reader.progress = progress.add
@@ -203,9 +211,9 @@ def load_weights(
     return Loaded(sum(1 for _ in _weights_of(chunks)), progress.read_bytes)
 
 
-def difference(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> str:
-    """Why the weights of `others` cannot be copied to `chunks`, as text; empty where they can."""
-    ours, theirs = (_facts(model) for model in (chunks, others))
+def difference(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], head: bool = True) -> str:
+    """Why the weights of `others` cannot be copied to `chunks`, as text; empty where they can. `head`: heads too."""
+    ours, theirs = (dict(_facts(model, head)) for model in (chunks, others))
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
             return f"{name} is {ours.get(name, 'not there')}, {theirs.get(name, 'not there')} in the other model"
@@ -213,30 +221,32 @@ def difference(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Modu
 
 
 @torch.no_grad()
-def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module]) -> Loaded:
+def copy_weights(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], head: bool = True) -> Loaded:
     """Fill `chunks` with the weights of `others`, of the same parameters (`difference`), which are on any device."""
     count = 0
-    for (_, target), (_, value) in zip(_weights_of(chunks), _weights_of(others), strict=True):
+    for (_, target), (_, value) in zip(_weights_of(chunks, head), _weights_of(others, head), strict=True):
         target.copy_(value)
         count += 1
     return Loaded(count, 0)
 
 
-def _facts(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
-    return {name: f"{tensor.dtype} {tuple(tensor.shape)}" for name, tensor in _weights_of(chunks)}
+def _facts(chunks: Sequence[torch.nn.Module], head: bool) -> Iterator[tuple[str, str]]:
+    return ((name, f"{tensor.dtype} {tuple(tensor.shape)}") for name, tensor in _weights_of(chunks, head))
 
 
-def _weights_of(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights_of(chunks: Sequence[torch.nn.Module], head: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """(name with the chunk's number, tensor) of everything that is loaded; correction biases in fp32."""
     for number, chunk in enumerate(_unwrapped(chunks)):
         keep_bias_fp32(chunk)
-        yield from ((f"{number}:{name}", tensor) for name, tensor in named_weights(chunk))
+        for name, tensor in named_weights(chunk):
+            if head or not name.startswith(_HEAD):
+                yield f"{number}:{name}", tensor
 
 
 def _regions(
-    chunks: Sequence[torch.nn.Module], inventory: Inventory, layout: ParallelLayout, line: str
+    chunks: Sequence[torch.nn.Module], inventory: Inventory, layout: ParallelLayout, line: str, head: bool
 ) -> list[tuple[Region, torch.Tensor]]:
-    """Each region that `chunks` hold, with the view of the live parameter that it is in.
+    """Each region that `chunks` hold, with the view of the live parameter that it is in; `head`: of the head alone.
 
     A model of fewer layers than the folder's takes the first ones.
     """
@@ -244,9 +254,23 @@ def _regions(
     if layers > of_folder:
         raise ConfigError(f"weights: the model has {layers} layers, expected at most the folder's {of_folder}")
     dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
-    of_model = build_inventory(replace(inventory.model, torch_dtype=dtype, num_hidden_layers=layers))
+    value = any(f"{_HEAD}score" in name for chunk in chunks for name, _ in chunk.named_parameters())
+    of_model = build_inventory(replace(inventory.model, torch_dtype=dtype, num_hidden_layers=layers), value)
     held = train_tensors(chunks, of_model, layout, dist.get_rank(), library_of(chunks, line))
-    return [(tensor.region, tensor.tensor) for tensor in held.values()]
+    return [(each.region, each.tensor) for each in held.values() if not head or _HEAD in each.parameter]
+
+
+def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:
+    """Fill tensor `name` of a value head, which `folder` lacks: weight N(0, 1 / (H + 1)), as TRL draws it, and bias 0.
+
+    Equal on all ranks and in all runs. ConfigError for another tensor.
+    """
+    if name not in (SCORE, SCORE_BIAS):
+        raise ConfigError(f"weights: {folder} has no {name}: it is of a value model, expected a causal LM's")
+    target.zero_()
+    if name == SCORE:
+        drawn = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
+        target.copy_(drawn / math.sqrt(target.shape[-1] + 1))
 
 
 def _unwrapped(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -116,6 +116,7 @@ FORMAT, VERSION = "verl_patches weights", 2
 SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES = "manifest.json", "manifest.d"
 CHECKPOINT = "checkpoint"
+CRITIC = "critic"  # folder of the critic's part of a checkpoint, and fact of both manifests: the critic's identity
 KINDS = ("hf", "shards", CHECKPOINT)
 WEIGHT = "weight"
 OF_RANK, OF_TRAINER = "rank_", "trainer."  # names of files of one rank of a checkpoint, and of its trainer, begin so

@@ -4,7 +4,8 @@ A folder is a HF model folder (bf16, fp16, fp32, or FP8 with block scales), or o
 layout's shards, or a checkpoint, of which the weights are read). Only headers, indices and a few KB of each file are
 read here; the digests that a folder of this project has of its tensors are compared where the bytes are read
 (WeightReader.blocks).
-Tensors of layers that config.json does not count (multi-token prediction) are left out. No torch.
+Tensors of layers that config.json does not count (multi-token prediction) are left out. A folder with `score.weight`
+[1, H] is of a value model, which has that in the place of lm_head.weight. No torch.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import Inventory, build_inventory, differences, read_model_shape
+from verl_patches.layout.inventory import SCORE, SCORE_BIAS, Inventory, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import (
     INDEX,
     QUANTIZATION,
@@ -167,11 +168,19 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
     left_out = tuple(sorted(name for name in by_name if _is_beyond(name, model.num_hidden_layers)))
     for name in left_out:
         del by_name[name]
+    if SCORE in by_name:
+        inventory = _of_value_model(inventory, SCORE_BIAS in by_name)
     tensors = _tensors(folder, inventory, block, by_name)
     if not any(tensor.dtype == FP8 for tensor in tensors.values()):
         block = None
     kind, files = (manifest.kind, manifest.files) if manifest else ("hf", ())
     return Source(folder, kind, config, inventory, tensors, block, left_out, _digest(identity), files)
+
+
+def _of_value_model(inventory: Inventory, bias: bool) -> Inventory:
+    """The inventory of a value model of the same sizes; HF's ...ForSequenceClassification has a head without bias."""
+    value = build_inventory(inventory.model, value=True)
+    return replace(value, outer=tuple(each for each in value.outer if bias or each.name != SCORE_BIAS))
 
 
 def _tensors(

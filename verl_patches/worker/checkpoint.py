@@ -30,6 +30,7 @@ from verl_patches.memory.host_backed import (
     single_optimizers,
     synchronise,
 )
+from verl_patches.memory.schedule import CRITIC
 from verl_patches.platform import NO_DEVICE
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerCheckpoint:
-    """Saves and loads of the actor of `worker`, verl's worker with a `recipe:`."""
+    """Saves and loads of what `worker`, verl's actor or critic with a `recipe:`, trains."""
 
     def __init__(self, worker: Any):
         self.worker, self.recipe = worker, worker.recipe
@@ -53,11 +54,12 @@ class WorkerCheckpoint:
     def state(self) -> TrainState:
         """What this rank holds, mapped once."""
         if self._state is None:
-            worker, recipe, rank = self.worker, self.recipe, dist.get_rank()
-            inventory, library = inventory_and_library(worker.actor_module, worker.actor_model_config, recipe.line)
-            layout = train_layout_in(worker.config, recipe, dist.get_world_size())
-            native = native_tensors(worker.actor_module)
-            self._state = TrainState(native, worker.actor_optimizer, inventory, layout, rank, library)
+            trained, recipe, rank = self.worker.trained, self.recipe, dist.get_rank()
+            value = trained.groups == CRITIC
+            inventory, library = inventory_and_library(trained.chunks, trained.hf_config, recipe.line, value)
+            layout = train_layout_in(self.worker.config, recipe, dist.get_world_size())
+            native = native_tensors(trained.chunks)
+            self._state = TrainState(native, trained.optimizer, inventory, layout, rank, library)
         return self._state
 
     # ---- save
@@ -92,13 +94,13 @@ class WorkerCheckpoint:
 
     def _copy_to_host(self) -> tuple[dict[int, HostBackedStorage], int]:
         """({identity of a storage: its host copy, current}, bytes copied) of all that the memory schedule can move."""
-        worker, scheduled, copied = self.worker, self.worker.memory.scheduled, 0
+        trained, scheduled, copied = self.worker.trained, self.worker.memory.scheduled, 0
         storages: list[HostBackedStorage] = []
         if scheduled:
-            models = [offload_state_of_model(chunk) for chunk in worker.actor_module]
+            models = [offload_state_of_model(chunk) for chunk in trained.chunks]
             copied += sum(model.copy_params_to_host() for model in models if not model.offloaded)
             storages += [storage for model in models for storage in model.params.values()]
-        for one in single_optimizers(worker.actor_optimizer):
+        for one in single_optimizers(trained.optimizer):
             if _is_mindspeeds_swap(one) or not (scheduled or hasattr(one, "recipe_offload_state")):
                 continue
             state = offload_state_of_optimizer(one)
@@ -113,7 +115,7 @@ class WorkerCheckpoint:
         self, pieces: list[StoredTensor], storages: Mapping[int, HostBackedStorage]
     ) -> Callable[[StoredTensor], Iterator[torch.Tensor]]:
         """A function for `write_rank`. What neither the schedule nor MindSpeed has on the host is copied now."""
-        on_host = _mindspeeds_host_states(self.worker.actor_optimizer)
+        on_host = _mindspeeds_host_states(self.worker.trained.optimizer)
         copies = {
             piece.entry.key: [place.of(piece.base).detach().to("cpu", copy=True) for place in piece.places]
             for piece in pieces
@@ -142,17 +144,17 @@ class WorkerCheckpoint:
             return
         from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
 
-        load_megatron_model_to_gpu(self.worker.actor_module)
+        load_megatron_model_to_gpu(self.worker.trained.chunks)
         try:
             yield
         finally:
-            offload_megatron_model_to_cpu(self.worker.actor_module)
+            offload_megatron_model_to_cpu(self.worker.trained.chunks)
 
     def _rest(self) -> dict[str, Any]:
         """What is no tensor of the model or the optimizer."""
-        schedule = getattr(self.worker.actor, "lr_schedule", None)
+        schedule = getattr(getattr(self.worker, "actor", None), "lr_schedule", None)  # a critic has none
         return {
-            "step_counts": checkpoint_files.step_counts(self.worker.actor_optimizer),
+            "step_counts": checkpoint_files.step_counts(self.worker.trained.optimizer),
             "lr_schedule_steps": None if schedule is None else schedule.num_steps,
             "generators": generators(self.recipe.platform),
         }
@@ -180,7 +182,7 @@ class WorkerCheckpoint:
         _same_on_all(verify, folder)
         _same_on_all(read, folder)
         rest, same_layout = saved["rest"], saved["layout"] == str(state.layout)
-        checkpoint_files.set_step_counts(self.worker.actor_optimizer, rest["step_counts"])
+        checkpoint_files.set_step_counts(self.worker.trained.optimizer, rest["step_counts"])
         if rest["lr_schedule_steps"] is not None:
             from verl_patches.model.mindspeed.start import lr_schedule_of
 

@@ -1,4 +1,4 @@
-"""Memory and phases of a process: verl's actor and reference workers are one process on one device."""
+"""Memory and phases of a process: verl's actor, critic and reference workers are one process on one device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from verl_patches.watch import heartbeat
 
 if TYPE_CHECKING:
     from verl_patches.memory.ledger import Ledger
+    from verl_patches.memory.schedule import Schedule
     from verl_patches.memory.scheduler import Scheduler
     from verl_patches.worker.profile import PhaseProfiler
 
@@ -21,9 +22,12 @@ class WorkerContext:
 
     `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
     None with recipe.memory.ledger=off or without a scheduler. `profiler`: traces the phases of this step; None in
-    others.
+    others. `schedule`, `stays`: of schedule.py, from all workers of the process, which are made before one of them
+    builds a model; None before.
     """
 
+    schedule: Schedule | None = None
+    stays: frozenset[str] = frozenset()
     scheduler: Scheduler | None = None
     ledger: Ledger | None = None
     profiler: PhaseProfiler | None = None

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ from verl_patches.current import Current
 from verl_patches.memory import measure, sleep_mode
 from verl_patches.memory.host_backed import offload_state_of_model, offload_state_of_optimizer, single_optimizers
 from verl_patches.memory.ledger import Ledger, memory_of_process
-from verl_patches.memory.offload import Optimizer, Params, actor_handlers
-from verl_patches.memory.schedule import schedule_of
+from verl_patches.memory.offload import Optimizer, Params, training_handlers
+from verl_patches.memory.schedule import ACTOR, CRITIC, TrainedGroups, schedule_of, stays_of
 from verl_patches.memory.scheduler import Scheduler
 from verl_patches.patching import engine
 from verl_patches.platform import NO_DEVICE, device_module
@@ -27,8 +27,17 @@ from verl_patches.worker.context import context
 checked_device: Current[ModuleType] = Current()
 
 
+class Trained(NamedTuple):
+    """A model that a worker trains: its chunks in DDP, Megatron's optimizer, HF config and memory groups."""
+
+    chunks: Sequence[torch.nn.Module]
+    optimizer: Any
+    hf_config: Any
+    groups: TrainedGroups = ACTOR
+
+
 class WorkerMemory:
-    """Memory of one of verl's workers, by its `config` and `recipe`; actor and reference share ledger and scheduler.
+    """Memory of one of verl's workers, by its `config` and `recipe`; those of a process share ledger and scheduler.
 
     `scheduled`: whether our schedule moves the worker's memory (row memory.order); otherwise verl's worker does, and
     there is no ledger, whose row needs that one.
@@ -40,58 +49,63 @@ class WorkerMemory:
         if self.checked:
             checked_device.value = device_module(recipe.platform)
         rows = engine.current().wanted
-        self.scheduled = "memory.order" in rows
-        self.schedule, self.stays = schedule_of(config, recipe, rows, one_memory=recipe.platform in NO_DEVICE)
+        self.scheduled, here = "memory.order" in rows, context()
+        if "actor" not in config:  # verl makes actors first: their section has all of the schedule but the critic's
+            here.schedule, here.stays = here.schedule.with_critic(), here.stays | stays_of(config.megatron, CRITIC)
+        elif here.schedule is None:
+            here.schedule, here.stays = schedule_of(config, recipe, rows, one_memory=recipe.platform in NO_DEVICE)
 
-    def built(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        """Offload a model that verl has just built, as verl would; it is the actor's if it has an optimizer."""
+    def built(self, chunks: Sequence[torch.nn.Module], optimizer: Any = None, groups: TrainedGroups = ACTOR) -> None:
+        """Offload a model that verl has just built, as verl would; the reference has no optimizer."""
         if not self.scheduled:
             return
-        handlers = {"ref_params": Params(chunks)} if optimizer is None else actor_handlers(chunks, optimizer)
-        if "grads" in handlers and "grads" not in self.stays:
-            handlers["grads"].free()
-        for group in ("actor_params", "ref_params", "optimizer"):
-            if group in handlers and group not in self.stays:
-                handlers[group].offload()
+        trained = {} if optimizer is None else training_handlers(chunks, optimizer, groups)
+        for group, handler in (trained or {"ref_params": Params(chunks)}).items():
+            if group in context().stays:
+                continue
+            if group == groups.grads:
+                handler.free()
+            else:
+                handler.offload()
 
-    def start(self, worker: Any) -> None:
-        """Register what `worker` has built with the ledger and the scheduler of this process."""
+    def start(self, worker: Any, trained: Trained | None) -> None:
+        """Register what `worker` has built, and trains, with the ledger and the scheduler of this process."""
         here = context()
         if not self.scheduled:
             return
         if self.checked:
             if here.ledger is None:
                 rank, measured = dist.get_rank(), memory_of_process(device_type(self.recipe.platform))
-                here.ledger = Ledger(self.schedule, self.stays, self.recipe.memory.ledger, rank, measured)
-            self._watch(worker, here.ledger)
+                here.ledger = Ledger(here.schedule, here.stays, self.recipe.memory.ledger, rank, measured)
+            self._watch(worker, trained, here.ledger)
             here.ledger.take()  # records from building the engine belong to no step
         if here.scheduler is None:
             device = device_module(self.recipe.platform)
-            here.scheduler = Scheduler(self.schedule, None if device is None else device.empty_cache, self.stays)
+            here.scheduler = Scheduler(here.schedule, None if device is None else device.empty_cache, here.stays)
         here.scheduler.ledger = here.ledger
-        if worker._is_actor:
-            here.scheduler.add(actor_handlers(worker.actor_module, worker.actor_optimizer))
-        if worker._is_ref:
+        if trained is not None:
+            here.scheduler.add(training_handlers(trained.chunks, trained.optimizer, trained.groups))
+        if getattr(worker, "_is_ref", False):  # verl's critic worker has no such attributes
             here.scheduler.add({"ref_params": Params(worker.ref_module)})
 
-    def _watch(self, worker: Any, ledger: Ledger) -> None:
-        if worker._is_actor:
-            self._watch_training(worker, ledger)
-        if worker._is_rollout:
+    def _watch(self, worker: Any, trained: Trained | None, ledger: Ledger) -> None:
+        if trained is not None:
+            self._watch_training(trained, ledger)
+        if getattr(worker, "_is_rollout", False):
             self._watch_rollout(worker, ledger)
-        if worker._is_ref:
+        if getattr(worker, "_is_ref", False):
             ledger.register("ref_params", self._bytes_of(lambda: [list(m.parameters()) for m in worker.ref_module]))
 
-    def _watch_training(self, worker: Any, ledger: Ledger) -> None:
-        buffers, optimizer = measure.buffers_of(worker.actor_module), worker.actor_optimizer
-        for group, name in (("actor_params", "param_data"), ("grads", "grad_data")):
+    def _watch_training(self, trained: Trained, ledger: Ledger) -> None:
+        buffers, optimizer, groups = measure.buffers_of(trained.chunks), trained.optimizer, trained.groups
+        for group, name in ((groups.params, "param_data"), (groups.grads, "grad_data")):
             full = sum(buffer.numel * getattr(buffer, name).element_size() for buffer in buffers)
             held = self._bytes_of(lambda name=name: [getattr(buffer, name) for buffer in buffers])
             ledger.register(group, held, full_bytes=full)
         states = self._bytes_of(lambda: measure.optimizer_tensors(optimizer))
         full = measure.optimizer_full_bytes(optimizer)
         # A swapped step has at most `full` in its window; at a phase's entry, where the ledger checks, it has nothing.
-        holds, empty = "optimizer", "swap_window"
+        holds, empty = groups.optimizer, groups.window
         if self.recipe.train.swap_optimizer:
             holds, empty = empty, holds
         ledger.register(holds, states, full_bytes=full, grows=True)
@@ -108,12 +122,12 @@ class WorkerMemory:
         return lambda: measure.held_bytes(tensors(), device_type(self.recipe.platform))
 
     @contextmanager
-    def all_on_device(self, chunks: Sequence[torch.nn.Module], optimizer: Any, writes: bool) -> Iterator[None]:
+    def all_on_device(self, trained: Trained, writes: bool) -> Iterator[None]:
         """Inside, parameters and optimizer states are on the device; afterwards they are where they were before.
 
         `writes`: weights and states may be replaced inside. Without our schedule verl moves the parameters itself.
         """
-        scheduler = context().scheduler
+        scheduler, (chunks, optimizer, _, groups) = context().scheduler, trained
         models = [] if scheduler is None else [offload_state_of_model(chunk) for chunk in chunks]
         states = [offload_state_of_optimizer(one) for one in single_optimizers(optimizer)]
         offloaded = [Params(chunks)] if any(model.offloaded for model in models) else []
@@ -127,7 +141,8 @@ class WorkerMemory:
                 model.written = model.written or writes
             for handler in offloaded:
                 handler.offload()
-            scheduled = scheduler is not None and scheduler.moves("optimizer") and not scheduler.has("optimizer")
+            moves = scheduler is not None and scheduler.moves(groups.optimizer)
+            scheduled = moves and not scheduler.has(groups.optimizer)
             if writes and (scheduled or any(state.swapped for state in states)):
                 Optimizer(optimizer).offload()  # states that load_checkpoint made; else verl's call offloads them
 

@@ -1,8 +1,9 @@
 """The models that verl builds in a worker: their weights, and reductions of gradients under the backward pass.
 
-verl builds the reference and the actor in one process, in this order on both lines (`RayPPOTrainer.init_workers`), with
-one layout, and each calls `load_megatron_gptmodel_weights`. The folder is read once, for the reference; the actor
-copies the reference's parameters, which nothing ever writes. Bit for bit as if it had read them.
+verl builds critic, reference and actor in one process, in this order on both lines (`RayPPOTrainer.init_workers`), with
+one layout, and each calls `load_megatron_gptmodel_weights`. The folder is read once, for the first of them; the others
+copy its parameters, which nothing writes before all are there, but for the heads of critic and others. Bit for bit as
+if they had read them.
 """
 
 from __future__ import annotations
@@ -17,17 +18,22 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.current import Current
-from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import ParallelLayout, train_layout_in
 from verl_patches.memory.offload import parameters_loaded
+from verl_patches.memory.swap_optimizer import swap_optimizer
+from verl_patches.patching.engine import is_on
 from verl_patches.reshard.region import Region, part_of
 from verl_patches.reshard.train_tensors import inventory_and_library, layout_of_model, train_tensors
 from verl_patches.weights.load import WAIT_S, Loaded, copy_weights, difference, load_weights
+from verl_patches.worker.context import context
+from verl_patches.worker.memory import Trained, WorkerMemory
+from verl_patches.worker.step_guard import StepGuard
 
 log = logging.getLogger("verl_patches.weights")  # its child in weights/load.py too
 _ARCHITECTURE = "DeepseekV3ForCausalLM"
 reads: Current[int] = Current(0)  # how often this process has read a model's folder
-reference_weights: Current[tuple[str, Sequence[torch.nn.Module]]] = Current()  # the reference's folder and chunks
+# folder and chunks of the model whose parameters others copy, and whether it is a value model
+reference_weights: Current[tuple[str, Sequence[torch.nn.Module], bool]] = Current()
 
 
 def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi") -> Callable:
@@ -39,14 +45,12 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi"
             return load_megatron_gptmodel_weights(
                 config, model_config, parallel_model, params_dtype, is_value_model, *args, **kwargs
             )
-        if is_value_model:
-            raise ConfigError("DeepSeek-V3 cannot be a value model: set algorithm.adv_estimator=grpo")
         from verl.utils.fs import copy_to_local
 
         recipe = config.get("recipe")
         wait_s = WAIT_S if recipe is None else recipe.timeouts.load_s
         layout = None if recipe is None else _layout(config, recipe, model_config.num_hidden_layers)
-        return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s, layout)
+        return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s, layout, is_value_model)
 
     return load_gpt_weights
 
@@ -63,26 +67,50 @@ def _layout(config: Any, recipe: Any, num_layers: int) -> ParallelLayout:
 
 
 def load_model(
-    folder: str, chunks: Sequence[torch.nn.Module], line: str, wait_s: float, layout: ParallelLayout | None = None
+    folder: str,
+    chunks: Sequence[torch.nn.Module],
+    line: str,
+    wait_s: float,
+    layout: ParallelLayout | None = None,
+    value: bool = False,
 ) -> Loaded:
-    """Fill `chunks` from the reference of this process, if it has read `folder` into equal parameters, else read it."""
-    rank = dist.get_rank()
+    """Fill `chunks` from another model of this process that has read `folder` into equal parameters, else read it.
+
+    `value`: they are of a value model. From one with another head all but the head is copied.
+    """
+    rank, copied = dist.get_rank(), None
     _show_log(rank)
     if reference_weights.value is not None:
-        read_from, reference = reference_weights.value
-        unlike = difference(chunks, reference) if read_from == folder else f"the reference has read {read_from}"
-        if not unlike:
+        read_from, reference, has_value = reference_weights.value
+        head, which = has_value == value, "critic" if has_value else "reference"
+        unlike = difference(chunks, reference, head) if read_from == folder else f"the {which} has read {read_from}"
+        if unlike:
+            log.warning("weights: %s is read again, not copied from the %s: %s", folder, which, unlike)
+        else:
             with parameters_loaded(reference):
-                loaded = copy_weights(chunks, reference)
+                copied = copy_weights(chunks, reference, head)
             if rank == 0:
-                log.info("weights: %d tensors copied from the reference, 0 bytes read from %s", loaded.tensors, folder)
-            return loaded
-        log.warning("weights: %s is read again, not copied from the reference: %s", folder, unlike)
+                what = "0 bytes read" if head else "its head is read"
+                log.info("weights: %d tensors copied from the %s, %s from %s", copied.tensors, which, what, folder)
+            if head:
+                return copied
     reads.value += 1
-    loaded = load_weights(folder, chunks, line, f"verl_patches/load/{reads.value}", wait_s, layout)
-    if _is_reference(chunks):
-        reference_weights.value = folder, chunks
+    key = f"verl_patches/load/{reads.value}"
+    loaded = load_weights(folder, chunks, line, key, wait_s, layout, head=copied is not None)
+    if _is_reference(chunks) or (value and is_on("memory.order")):  # verl's own offload leaves no storage to copy from
+        reference_weights.value = folder, chunks, value
     return loaded
+
+
+def prepare_training(trained: Trained, memory: WorkerMemory, train: Any) -> StepGuard | None:
+    """What every trained model gets by recipe.`train`: a swapped optimizer, a guard, which is returned, and offload."""
+    guard = None
+    if train.swap_optimizer and is_on("memory.swap_optimizer"):
+        swap_optimizer(trained.optimizer, train.swap_optimizer_times, raise_peak=context().raise_peak)
+    if is_on("update.skip_bad_steps"):
+        guard = StepGuard(trained.chunks, trained.optimizer)
+    memory.built(trained.chunks, trained.optimizer, trained.groups)
+    return guard
 
 
 def _show_log(rank: int) -> None:

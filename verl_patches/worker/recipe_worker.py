@@ -40,7 +40,6 @@ from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
 from verl_patches.memory.measure import vllm_worker
-from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
@@ -53,7 +52,8 @@ from verl_patches.trainer.dispatch import take_starts
 from verl_patches.watch import heartbeat
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
-from verl_patches.worker.memory import WorkerMemory, device_type
+from verl_patches.worker.memory import Trained, WorkerMemory, device_type
+from verl_patches.worker.models import prepare_training
 from verl_patches.worker.sharding import RecipeShardingManager
 from verl_patches.worker.step_guard import StepGuard
 
@@ -70,6 +70,7 @@ class RecipeWorker:
     routing: RoutingReplay | None = None
     expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # recipe.expert_load: train, rollout
     step_guard: StepGuard | None = None
+    trained: Trained | None = None
 
     def __init__(self, config: Any, role: str) -> None:
         if config.recipe.watch.action != "off":
@@ -93,21 +94,20 @@ class RecipeWorker:
         """verl's, which builds models, optimizer and rollout; then the ledger and the schedule start."""
         with counters.timed("start/models"):
             super().init_model()
-        self.memory.start(self)
+        self.memory.start(self, self.trained)
 
     def _build_model_optimizer(self, *args: Any, **kwargs: Any) -> tuple:
         if is_on("model.train_dtype"):
             self.dtype = self.param_dtype = DTYPES[self.recipe.dtype]  # the first thing that reads them comes next
         built = super()._build_model_optimizer(*args, **kwargs)
-        train, chunks, optimizer = self.recipe.train, built[0], built[1] if self._is_actor else None
-        if optimizer is not None:
-            if train.swap_optimizer and is_on("memory.swap_optimizer"):
-                swap_optimizer(optimizer, train.swap_optimizer_times, raise_peak=context().raise_peak)
-            if train.routing_replay and is_on("update.routing_samples"):
+        chunks, optimizer = built[0], built[1] if self._is_actor else None
+        if optimizer is None:
+            self.memory.built(chunks)
+        else:
+            self.trained = Trained(chunks, optimizer, built[2])
+            if self.recipe.train.routing_replay and is_on("update.routing_samples"):
                 self.routing = RoutingReplay(chunks)
-            if is_on("update.skip_bad_steps"):
-                self.step_guard = StepGuard(chunks, optimizer)
-        self.memory.built(chunks, optimizer)
+            self.step_guard = prepare_training(self.trained, self.memory, self.recipe.train)
         if self.recipe.expert_load and self._is_actor:
             self.expert_loads = {"train": of_training(chunks), "rollout": None}
         return built
@@ -225,13 +225,13 @@ class RecipeWorker:
         """This rank's part, written in a thread (worker/checkpoint.py); verl's own with row checkpoint.parts off."""
         if self.checkpoint is not None:
             return self.checkpoint.save(checkpoint_path)
-        with self.memory.all_on_device(self.actor_module, self.actor_optimizer, writes=False):
+        with self.memory.all_on_device(self.trained, writes=False):
             return super().save_checkpoint(checkpoint_path, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
         """Weights and optimizer states of a checkpoint of any layout; verl's own with row checkpoint.parts off."""
-        with self.memory.all_on_device(self.actor_module, self.actor_optimizer, writes=True):
+        with self.memory.all_on_device(self.trained, writes=True):
             if self.checkpoint is not None:
                 self.checkpoint.load(checkpoint_path)
             else:

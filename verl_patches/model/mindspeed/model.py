@@ -33,6 +33,7 @@ from verl_patches.model.mindspeed.compat import (
     keep_router_buffers_fp32,
     lengths_of,
 )
+from verl_patches.model.value_head import add_value_head
 from verl_patches.platform.npu import attention
 
 
@@ -74,10 +75,10 @@ class MindSpeedModel(BaseModelInitializer):
         return {}
 
     def initialize(self, *args: Any, value: bool = False, **kwargs: Any) -> GPTModel:
-        """This stage's model; ConfigError for a value model, which GRPO does not need."""
-        if value:
-            raise ConfigError("DeepSeek-V3 cannot be a value model: set algorithm.adv_estimator=grpo")
+        """This stage's model, with a head of one number where `value`."""
         model = super().initialize(*args, **kwargs)
+        if value:
+            add_value_head(model)
         keep_router_buffers_fp32(model)
         count_trained_tokens_only(model)
         if (size := get_args().context_parallel_size) > 1:

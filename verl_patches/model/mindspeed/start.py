@@ -213,7 +213,10 @@ def _quiet(what: str) -> Iterator[None]:
 
 
 def optimizer_config_from_arguments(original: Callable) -> Callable:
-    """Row provider for verl's `init_megatron_optim_config`: every field that Megatron's arguments have, from them."""
+    """Row provider for verl's `init_megatron_optim_config`: every field that Megatron's arguments have, from them.
+
+    But for what verl hands over: Megatron's arguments are the actor's.
+    """
 
     @functools.wraps(original)
     def config(optim_config: Any) -> Any:
@@ -222,7 +225,9 @@ def optimizer_config_from_arguments(original: Callable) -> Callable:
 
         args = get_args()
         names = (field.name for field in dataclasses.fields(OptimizerConfig))
-        return OptimizerConfig(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+        given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+        own = {name: optim_config[name] for name in ("lr", "clip_grad", "weight_decay")}  # the critic has others
+        return OptimizerConfig(**{**given, **own})
 
     return config
 

@@ -1,0 +1,137 @@
+"""One PPO step of a critic: methods over those of verl's CriticWorker, as recipe_worker.py has them of the actor.
+
+    call of the trainer       code here                                       memory phases (memory/schedule.py)
+    compute_values            verl's own                                      values
+    update_critic             verl's own, with gradients of all ranks         update_critic
+    save_checkpoint           checkpoint.py: the critic's part
+
+The actor's worker, which verl makes first, has started the process: groups, heartbeat, ledger, report. Row
+update.recipe_critic installs the class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.single_controller.base.decorator import Dispatch, register
+
+from verl_patches.errors import RecipeError
+from verl_patches.layout.phases import LAST_CHECKPOINT
+from verl_patches.memory.schedule import CRITIC
+from verl_patches.model.megatron import DTYPES
+from verl_patches.patching.engine import is_on
+from verl_patches.watch import heartbeat
+from verl_patches.worker.checkpoint import WorkerCheckpoint
+from verl_patches.worker.context import context
+from verl_patches.worker.memory import Trained, WorkerMemory
+from verl_patches.worker.models import prepare_training
+from verl_patches.worker.step_guard import StepGuard
+
+
+class RecipeCriticWorker:
+    """Methods over those of CriticWorker. A feature that is off in this worker is None."""
+
+    checkpoint: WorkerCheckpoint | None = None
+    step_guard: StepGuard | None = None
+    trained: Trained | None = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
+        self._norms: list[float] = []
+        if self.memory.scheduled:  # then verl's own calls move nothing
+            self._is_offload_param = self._is_offload_optimizer = False
+        if is_on("checkpoint.parts"):
+            self.checkpoint = WorkerCheckpoint(self)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """verl's, which builds model and optimizer; then ledger and schedule know them."""
+        super().init_model()
+        self.memory.start(self, self.trained)
+
+    def _build_critic_model_optimizer(self, *args: Any, **kwargs: Any) -> tuple:
+        if is_on("model.train_dtype"):
+            self.dtype = self.param_dtype = DTYPES[self.recipe.dtype]
+        built = super()._build_critic_model_optimizer(*args, **kwargs)
+        chunks, optimizer, hf_config, _ = built
+        if is_on("update.critic_gradients"):
+            reduce_gradients(chunks)
+        self.trained = Trained(chunks, optimizer, hf_config, CRITIC)
+        self.step_guard = prepare_training(self.trained, self.memory, self.recipe.train)
+        self._note_norms(optimizer)
+        return built
+
+    def _note_norms(self, optimizer: Any) -> None:
+        step = optimizer.step
+
+        def noting(*args: Any, **kwargs: Any) -> tuple:
+            done = step(*args, **kwargs)
+            self._norms.append(done[1])
+            return done
+
+        optimizer.step = noting
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_values(self, data: Any) -> Any:
+        """verl's, in phase values: `values` [B, S_response]."""
+        with context().phase("values"):
+            return super().compute_values(data)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def update_critic(self, data: Any) -> Any:
+        """verl's, in phase update_critic; its metrics have critic/grad_norm (54c9b736 has none) and skipped steps too.
+
+        RecipeError once recipe.train.max_skipped_steps optimizer steps in a row were left out.
+        """
+        if self.checkpoint is not None:
+            heartbeat.here().phase(LAST_CHECKPOINT)
+            self.checkpoint.wait()  # what is being written must not change
+        self._norms.clear()
+        with context().phase("update_critic"):
+            output = super().update_critic(data)
+        metrics = output.meta_info["metrics"]
+        metrics["critic/grad_norm"] = list(self._norms)
+        if self.step_guard is not None:
+            metrics["critic/skipped_steps"] = self._skipped()
+        return output
+
+    def _skipped(self) -> int:
+        taken, most = self.step_guard.take(), self.recipe.train.max_skipped_steps
+        if taken["in_a_row"] >= most:
+            nearest = f", nearest to the loss {taken['fault']['nearest']}" if taken["fault"] else ""
+            raise RecipeError(
+                f"critic: {taken['in_a_row']} optimizer steps in a row were skipped for NaN or inf{nearest}; expected "
+                f"fewer than {most} (recipe.train.max_skipped_steps). Look at rewards and values of these steps"
+            )
+        return taken["skipped"]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> dict[str, float] | None:
+        """This rank's part, written in a thread (worker/checkpoint.py); verl's own with row checkpoint.parts off."""
+        if self.checkpoint is not None:
+            return self.checkpoint.save(checkpoint_path)
+        with self.memory.all_on_device(self.trained, writes=False):
+            return super().save_checkpoint(checkpoint_path, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
+        """Weights and optimizer states of a checkpoint of any layout; verl's own with row checkpoint.parts off."""
+        with self.memory.all_on_device(self.trained, writes=True):
+            if self.checkpoint is not None:
+                self.checkpoint.load(checkpoint_path)
+            else:
+                super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self) -> None:
+        """Wait until this rank's part of the last save is written."""
+        self.checkpoint.wait()
+
+
+def reduce_gradients(chunks: Any) -> None:
+    """Have Megatron's schedules reduce the gradients of `chunks` over ranks, as verl's actor does."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_model_config
+
+    get_model_config(chunks[0]).finalize_model_grads_func = finalize_model_grads
