@@ -375,7 +375,9 @@ def _validates(config: DictConfig) -> bool:
 
 
 def _algorithm_checks(config: DictConfig) -> Iterator[Check]:
-    """Whether each prompt has as many responses as the advantage estimator and the validation need."""
+    """Whether a prompt has as many responses as the advantage estimator and the validation need."""
+    if not samples(config.recipe):
+        return
     estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
     held = f"{estimator}, {rollout.n} response(s) a prompt"
     fault = (
@@ -538,7 +540,7 @@ def _reward_checks(config: DictConfig) -> list[Check]:
     faults = []
     if switched_off(config, "reward.parts") and recipe.rewards is not None:
         faults.append("row reward.parts is off, and verl's reward manager has no parts; remove -reward.parts")
-    if not parts and (recipe.get("objective") or {}).get("name", "rl") == "rl":
+    if not parts and samples(recipe):
         faults.append("recipe.rewards is empty, so every reward would be 0; expected a part, or null")
     for part in parts:
         if part.entry.name == "length" and part.entry.buffer_of(longest) > longest:

@@ -147,9 +147,3 @@ def advantages_of_objective(compute_advantage: Callable) -> Callable:
         return data
 
     return compute
-
-
-def no_reward(data: Any, return_dict: bool = False) -> Any:
-    """verl's reward function of a run on fixed data: zeros [B, S_response]."""
-    zeros = torch.zeros(data.batch["responses"].shape)
-    return {"reward_tensor": zeros, "reward_extra_info": {}} if return_dict else zeros

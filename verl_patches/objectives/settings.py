@@ -100,6 +100,7 @@ def _rules(config: Any, name: str) -> Iterator[tuple[str, Any, tuple[Any, ...], 
     yield "trainer.val_before_train", config.trainer.val_before_train, (False,), "validation would sample"
     yield "trainer.test_freq", max(config.trainer.test_freq, 0), (0,), "validation would sample"
     why = "fixed responses have no reward"
+    yield "recipe.rewards", recipe.rewards, ([],), why
     yield "reward_model.enable", config.reward_model.enable, (False,), why
     asynchronous = config.reward_model.launch_reward_fn_async
     yield "reward_model.launch_reward_fn_async", asynchronous, (False,), why

@@ -21,7 +21,7 @@ from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, wor
 from verl_patches.layout.phases import CALLS, samples
 from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.on_policy import correction_of
-from verl_patches.objectives.advantages import FixedData, current_fixed_data, no_reward
+from verl_patches.objectives.advantages import FixedData, current_fixed_data
 from verl_patches.patching import engine
 from verl_patches.platform import emulation
 from verl_patches.trainer import alarms, step_record
@@ -155,8 +155,6 @@ class Run:
         trainer.actor_rollout_wg = self.group
         if self.group.kept_groups is not None:
             trainer.train_dataloader = self.group.kept_groups
-        if self.fixed_data is not None:
-            trainer.reward_fn = no_reward
         if engine.is_on("checkpoint.save"):
             self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer, self.id, self.show_resumed)
             self.summary.data["checkpoints"] = self.checkpoints.records
