@@ -84,9 +84,9 @@ def merged(record: Mapping[str, Any], made: Sequence[Mapping[str, Any]], names: 
     return {"runs": [runs[key] for key in sorted(runs, key=lambda key: (key[0], list(PLACES).index(key[1])))]}
 
 
-def read_record(path: Path = RECORD) -> dict[str, Any]:
+def read_record() -> dict[str, Any]:
     """The record; one without runs where there is none yet."""
-    return json.loads(path.read_text()) if path.is_file() else {"runs": []}
+    return json.loads(RECORD.read_text()) if RECORD.is_file() else {"runs": []}
 
 
 def table(record: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -95,11 +95,8 @@ def table(record: Mapping[str, Any], names: Sequence[str]) -> str:
     text += [f"| `{name}` | {described(name).replace('|', '&#124;')} |" for name in names]
     runs = {(run["algo"], run["where"]): run for run in record["runs"]}
     places = [place for place in PLACES if place != "learning"]
-    text += [
-        "",
-        "| `algo=` | " + " | ".join(PLACES[place] for place in places) + " |",
-        "|---" * (len(places) + 1) + "|",
-    ]
+    head = ["`algo=`", *(PLACES[place] for place in places)]
+    text += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name in names:
         text.append(f"| `{name}` | " + " | ".join(_cell(runs.get((name, place))) for place in places) + " |")
     text += ["", "| learning run | reward of step 1 | at the end | date |", "|---" * 4 + "|"]

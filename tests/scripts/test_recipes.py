@@ -1,4 +1,4 @@
-"""The record of the presets' runs and its table: how an outcome is read, kept and shown. The page: test_readme_tables."""
+"""The record of the presets' runs and its table: how an outcome is read, kept and shown (page: test_readme_tables)."""
 
 import json
 
@@ -80,7 +80,7 @@ def test_the_runs_that_are_asked_for_are_made_and_recorded_and_a_failure_is_the_
     first, second = (json.loads(line) for line in (tmp_path / "calls").read_text().splitlines())
     assert first[:5] == ["smoke", "--run", "recipe_grpo_pypi", "--steps", "3"]
     assert second[3:-1] == ["--line", "a3", "--emulate-npu", "--upstream", "/up", "--steps", "3", "algo=rloo"]
-    assert [run["algo"] for run in recipe_runs.read_record(tmp_path / "recipes.json")["runs"]] == ["grpo", "rloo"]
+    assert [run["algo"] for run in recipe_runs.read_record()["runs"]] == ["grpo", "rloo"]
     assert "/up" not in (tmp_path / "recipes.json").read_text()
     with pytest.raises(SystemExit):
         main(["--where", "a3"])
