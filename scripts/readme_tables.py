@@ -3,8 +3,8 @@
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
 `pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue without the
-emulation, `recipe` from the docstrings of verl_patches/config/recipe.py and rewards/parts.py, and `checks` from the
-rows of verl_patches/doctor/doctor.py.
+emulation, `recipe` from the docstrings of verl_patches/config/recipe.py and rewards/parts.py, `checks` from the rows of
+verl_patches/doctor/doctor.py, and `recipes` from configs/algo and docs/recipes.json (scripts/recipe_runs.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import recipe_runs  # noqa: E402
+
 from verl_patches.catalog import ROWS  # noqa: E402
 from verl_patches.config.recipe import Recipe  # noqa: E402
 from verl_patches.doctor.doctor import ACROSS, NODE_ROWS  # noqa: E402
@@ -33,8 +35,8 @@ from verl_patches.values import types_of, value_words  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
-CHECKS = "docs/doctor.md"
-FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS)
+CHECKS, RECIPES = "docs/doctor.md", "docs/recipes.md"
+FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES)
 WORDS = {
     "en": {
         "engine": "vLLM's engine",
@@ -190,6 +192,8 @@ def _table_of(name: str) -> tuple[str, str]:
         return "pins", pins_table(load_pins(), READMES[name], IN_README)
     if name == PINS:
         return "pins", pins_table(load_pins(), "en")
+    if name == RECIPES:
+        return "recipes", recipe_runs.table(recipe_runs.read_record(), recipe_runs.presets())
     if name == CHECKS:
         return "checks", checks_table()
     return ("patches", patches_table(ROWS)) if name == PATCHES else ("recipe", all_recipe_tables())

@@ -61,6 +61,18 @@ def test_each_of_several_parts_of_the_reward_has_a_line():
     assert len(run_figure(run).axes[0].lines) == 1  # one part is the reward
 
 
+def test_validations_are_a_dashed_curve_that_begins_before_the_first_step():
+    run = run_of(0.25, 0.5, 0.75)
+    run["steps"][1]["val"] = {"score": 0.6, "metrics": {}}
+    run["val_before"] = {"step": 3, "val": {"score": 0.1, "metrics": {}}}
+    for figure in (run_figure(run), runs_figure([run, run_of(0.25)])):
+        left = figure.axes[0]
+        reward, val = left.lines[:2]
+        assert np.array_equal(val.get_xydata(), [[3, 0.1], [5, 0.6]]) and val.get_linestyle() == "--"
+        assert val.get_color() == reward.get_color() and left.get_xlim()[0] <= 3 and left.get_legend()
+    assert run_figure(run_of(0.25)).axes[0].get_legend() is None
+
+
 @pytest.mark.parametrize("count", [1, 2, MOST, MOST + 1, 2000])
 def test_a_run_of_any_length_has_whole_steps_below_it_and_at_most_so_many_columns(count):
     figure = run_figure(run_of(*(step % 7 / 7 for step in range(count))))

@@ -66,6 +66,31 @@ def markdown(*summaries):
     return report.markdown(summaries, report.compare(summaries))
 
 
+CORE = "val-core/maths/reward/mean@4"
+
+
+def validated(summary, before, **of_steps):
+    """The summary with validations: before the first step, and {"step2": score}."""
+
+    def val(score):
+        return {"score": score, "metrics": {CORE: score, "val-aux/maths/reward/pass@4": 0.875}}
+
+    for step in summary["steps"]:
+        step["val"] = val(of_steps[f"step{step['step']}"]) if f"step{step['step']}" in of_steps else None
+    return summary | {"val_before": {"step": 0, "val": val(before)}}
+
+
+def test_validations_are_figures_with_the_one_before_the_first_step_and_the_last_has_all_its_values(tmp_path):
+    run = report.read_run(written(tmp_path / "a", validated(run_of(), 0.125, step2=0.5, step4=0.25)))
+    found = values(run)
+    assert (found["val", "first"], found["val", "largest"], found["val", "last"]) == (0.125, 0.5, 0.25)
+    text = markdown(run)
+    assert f"{CORE} 0.25, val-aux/maths/reward/pass@4 0.875" in text and "| val | last | 0.25 |" in text
+    assert "| val |" not in markdown(run_of()) and "| last validation | - |" in markdown(run_of())
+    zero = validated(run_of(), 0.0)
+    assert values(zero)["val", "last"] == 0.0 and "| val | first | 0 |" in markdown(zero)
+
+
 def test_profiled_steps_are_left_out_of_medians_and_mfu_is_there_with_a_peak():
     run = run_of()
     run["steps"][2]["profile"] = {"files": ["x"], "faults": []}

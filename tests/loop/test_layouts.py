@@ -32,7 +32,7 @@ def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
 
     verl takes what follows a stop word for valid tokens, so log-probs are not compared here; tests/rollout does.
     """
-    unchecked = ("data.max_response_length=48", "recipe.logprob_check.action=off")
+    unchecked = ("data.max_response_length=48", "recipe.logprob_check.action=off", "algo=reinforce_plus_plus")
     run = smoke("--rollout-dp", "2", "--steps", "2", hook("stop_early"), *unchecked)
     responses = load_file(run.folder / "rollouts" / "step_1.safetensors")["responses"]
     lengths = [max(int((row < 32).int().argmax()) for row in half) for half in responses.chunk(2)]
@@ -43,7 +43,7 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
     """Row model.load_hf: the reference reads the folder, the actor copies it; vLLM gets it by the weight sync."""
     convert(plan_conversion(open_source(tiny_model), dtype="fp8"), tmp_path / "fp8")
     stored = sum(path.stat().st_size for path in (tmp_path / "fp8").glob("*.safetensors"))
-    options = VERIFY, "recipe.expert_load=true", f"actor_rollout_ref.model.path={tmp_path / 'fp8'}"
+    options = VERIFY, "recipe.expert_load=true", "algo=pass_k", f"actor_rollout_ref.model.path={tmp_path / 'fp8'}"
     run = smoke("--dtype", "bf16", "--steps", "2", *options)
     assert_weights_arrive(run, 0.05)
     for load in (step["expert_load"] for step in run.steps):  # of Megatron's own router

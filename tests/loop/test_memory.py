@@ -102,8 +102,8 @@ def assert_profiled(run):
 
 
 def test_the_ledger_sees_what_the_plan_expects(line, start):
-    """Rows memory.ledger, reshard.direct and memory.order; on line a3 the cache comes after training weights."""
-    run = start(*STRICT, *PROFILE)
+    """Rows memory.ledger, reshard.direct and memory.order; on line a3 the cache comes after training weights. RLOO."""
+    run = start(*STRICT, *PROFILE, "algo=rloo")
     assert_as_planned(run, {"pypi": "megatron-local", "a3": "mindspeed"}[line])
     assert_carried_out(run)
     assert_profiled(run)

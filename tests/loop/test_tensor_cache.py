@@ -1,5 +1,8 @@
 """The loop with tensors that stay on the workers: the same steps, bit for bit, where the order is the same."""
 
+import json
+import re
+
 import pytest
 from loop_runs import hook, metrics_of
 from safetensors.torch import load_file
@@ -9,7 +12,7 @@ ON, ARRIVAL = "recipe.tensor_cache.enabled=true", "trainer.balance_batch=false"
 # with the default seed and in arrival order, a token of step 2 has two experts whose scores are 5e-8 apart: vLLM takes
 # the other one, and log-probs differ there
 SEED = "actor_rollout_ref.rollout.seed=1"
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, VAL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.val_kwargs"
 DYNAMIC = f"{ACTOR}.use_dynamic_bsz=true"
 
 
@@ -28,14 +31,36 @@ def assert_same_steps(cached, plain):
         assert step["tensor_cache"]["received_bytes"] > 0 and "tensor_cache" not in other
 
 
+def assert_validated(run):
+    """Before step 1 and in both steps: record, metrics, table and the last line."""
+    validations = [run.summary["val_before"], *run.steps]
+    assert [each["step"] for each in validations] == [0, 1, 2]
+    metrics = [json.loads(text) for text in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    for each, line in zip(validations, metrics, strict=True):
+        means = [value for name, value in line.items() if re.fullmatch(r"val-core/.*/mean@\d+", name)]
+        assert len(means) == 2 and each["val"]["score"] == pytest.approx(sum(means) / 2)  # of maths and learnable rows
+        assert line.items() >= each["val"]["metrics"].items() and each["step"] == line["step"]
+    assert all(0 < step["seconds"]["validate"] < step["seconds"]["step"] for step in run.steps)
+    assert all(step["seconds"]["rollout"] > 0 for step in run.steps)
+    last = f"{validations[-1]['val']['score']:.4f}"
+    assert re.search(rf"^- +2 .* {last}$", run.progress, re.MULTILINE) and f"2: {last}; the last: {last}" in run.output
+
+
 def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
     """Rows rollout.keep_responses, update.run_stage: mini batches, epochs, validation, warm-up; one rollout instance of
-    TP 2 for two train replicas, and responses of unequal lengths.
+    TP 2 for two train replicas, and responses of unequal lengths; REINFORCE++ with a baseline.
 
     A sample has 144 tokens at most, so verl packs some micro batches of two samples and some of one.
     """
     more = [f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", "trainer.test_freq=1", "trainer.critic_warmup=2"]
     more += [DYNAMIC, budget(144), "data.max_prompt_length=128", "--rollout-tp", "2", hook("end_early"), f"{REPLAY}R2"]
+    more += [
+        "algo=reinforce_plus_plus_baseline",
+        "trainer.val_before_train=true",
+        f"{VAL}.n=2",
+        f"{VAL}.do_sample=true",
+    ]
+    more += [f"{VAL}.temperature=1.0"]
     plain, cached = (smoke("--steps", "2", ARRIVAL, SEED, *more, *on) for on in ([], [ON]))
     assert_same_steps(cached, plain)
     assert cached.steps[0]["grad_norm"] is None and cached.steps[1]["grad_norm"] > 0
@@ -44,6 +69,10 @@ def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
     recorded = load_file(cached.folder / "rollouts" / "step_2.safetensors")
     assert len(set(recorded["attention_mask"][:, -recorded["responses"].shape[1] :].sum(1).tolist())) > 1
     assert "was not closed" not in cached.log
+    for run in (cached, plain):
+        assert_validated(run)
+    names = " ".join(cached.steps[0]["val"]["metrics"])
+    assert "/mean@2" in names and "/best@2/mean" in names and "/pass@2" in names  # maths rows are 0 or 1
 
 
 def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
@@ -60,6 +89,10 @@ def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
 
 @pytest.mark.upstream
 def test_line_a3(a3):
-    more = ["algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=true", f"{REPLAY}R2"]
+    """ReMax: greedy responses and a second weight sync in each step; the validation's is the third."""
+    more = ["algo=remax", "trainer.test_freq=1", "trainer.val_before_train=true", f"{REPLAY}R2"]
     plain, cached = (a3("--steps", "2", ARRIVAL, SEED, *more, *on) for on in ([], [ON]))
     assert_same_steps(cached, plain)
+    for run in (cached, plain):
+        assert_validated(run)
+        assert [step["sync"]["syncs"] for step in run.steps] == [3, 3]

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import PretrainedConfig
+from vllm import SamplingParams
 
 from verl_patches.reshard.live_memory import ABSORBED, post_load
 from verl_patches.rollout.engine import engine_arguments, refresh_absorbed_mla, route_in_fp32
+from verl_patches.worker.rollout_engine import seeded_apart
 
 
 def test_image_arguments_go_only_without_a_limit():
@@ -18,6 +20,16 @@ def test_image_arguments_go_only_without_a_limit():
     of_text = {**plain, "limit_mm_per_prompt": None, "disable_mm_preprocessor_cache": True}
     of_images = {**of_text, "limit_mm_per_prompt": {"image": 1}}
     assert engine_arguments(of_text) == plain and engine_arguments(of_images) == of_images
+
+
+def test_requests_of_one_prompt_have_seeds_of_their_own():
+    """Validation with val_kwargs.n > 1; a training batch has each prompt once, and n responses in one request."""
+    twice, once = [{"prompt_token_ids": ids} for ids in ([1, 2], [1, 2], [3])], [{"prompt_token_ids": [1, 2]}]
+    params = SamplingParams(seed=7, temperature=0.5)
+    apart = seeded_apart(twice, params)
+    assert [each.seed for each in apart] == [7, 8, 9] and params.seed == 7 and {e.temperature for e in apart} == {0.5}
+    assert seeded_apart(once, params) is params and seeded_apart(twice, apart) is apart
+    assert seeded_apart(twice, unseeded := SamplingParams(temperature=0.5)) is unseeded
 
 
 @pytest.mark.parametrize("overrides", [None, {"n_group": 1}, lambda config: config.update({"n_group": 1}) or config])

@@ -42,6 +42,11 @@ def metrics_have_the_delta():
     return ray_trainer.compute_data_metrics(batch=batch, use_critic=False)["recipe/logprob_delta_mean"] == 0.5
 
 
+def validation_has_pass_at_k():
+    found = ray_trainer.process_validation_metrics(["a", "a"], ["p", "p"], {"reward": [1.0, 0.0]})
+    return found["a"]["reward"]["pass@2"] == 1
+
+
 def empty_cache_is_left_to_the_schedule():
     """What the stand-in does: tests/memory/test_scheduler.py."""
     seen = [module.torch for module in (workers, megatron_actor)]
@@ -69,5 +74,6 @@ def effects():
         "platform.pickle_torch_config": works(lambda: ray.cloudpickle.dumps(torch._dynamo.config)),
         "update.sharding_manager": issubclass(sharding.MegatronVLLMShardingManager, RecipeShardingManager),
         "model.optimizer_dtype": works(optimizer_takes_the_models_dtype),
+        "reward.pass_at_k": works(validation_has_pass_at_k),
         "memory.empty_cache": works(empty_cache_is_left_to_the_schedule),
     }

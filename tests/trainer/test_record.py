@@ -49,6 +49,31 @@ def test_a_run_that_goes_on_has_one_record_with_its_seam(tmp_path, first, kept):
     assert (record["logprob_delta"] is not None) == bool(kept)
 
 
+VAL = {"score": 0.5, "metrics": {"val-core/a/reward/mean@1": 0.5}}
+
+
+def test_a_validation_before_the_first_step_is_step_0_and_at_a_seam_that_steps(tmp_path):
+    """metrics.jsonl has a line of it; lines of steps that are made again are cut before it, not with it."""
+    before = Summary(tmp_path, {})
+    before.add_validation(0, VAL)
+    before.add_metrics(0, {"part": 1})
+    for step in (1, 2, 3):
+        before.add_step({"step": step, "logprob_delta": None, "val": VAL if step == 2 else None})
+        before.add_metrics(step, {"part": 1})
+    assert "resumed_after" not in before.own_steps[0]
+    assert [step for step, _ in before.validations] == [0, 2]
+    after, later = Summary(tmp_path, {}), {**VAL, "score": 0.75}
+    after.add_validation(2, later)
+    after.add_metrics(2, {"part": 2})
+    after.add_step({"step": 3, "logprob_delta": None})
+    after.add_metrics(3, {"part": 2})
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert record["val_before"] == {"step": 0, "val": VAL} and record["steps"][-1]["resumed_after"] == 2
+    assert [(step, val["score"]) for step, val in after.validations] == [(0, 0.5), (2, 0.75)]
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["part"]) for line in lines] == [(0, 1), (1, 1), (2, 1), (2, 2), (3, 2)]
+
+
 def test_the_record_of_another_run_is_not_gone_on_with_and_is_not_lost(tmp_path):
     before = Summary(tmp_path, {"id": "a"})
     before.add_step({"step": 1, "logprob_delta": None})

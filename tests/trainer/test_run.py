@@ -14,6 +14,7 @@ from verl_patches.trainer.alarms import AlarmError, SkippedStepsError
 from verl_patches.trainer.record import Progress, Summary
 from verl_patches.trainer.step_record import NARROW, WIDE, header
 
+CORE = "val-core/maths/reward/mean@1"
 REPORT = {  # what a worker reports of a step in which nothing happened
     **dict.fromkeys(("memory", "emulated", "rebalance", "skipped", "profile", "routing_replay")),
     "seconds": {},
@@ -34,17 +35,21 @@ def made(tmp_path):
     return made
 
 
-def after_steps(made, *numbers, skipped=None, **bounds):
-    """The progress lines of these steps; `bounds`: of recipe.alarms."""
+def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, **bounds):
+    """The progress lines of these steps; `bounds`: of recipe.alarms; `val`: {step: score} of validations."""
     report = {**REPORT, "skipped": skipped}
-    made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
+    made.trainer = SimpleNamespace(
+        actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]),
+        config=SimpleNamespace(trainer=SimpleNamespace(test_freq=test_freq)),
+    )
     train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
     check = SimpleNamespace(action="report")
     made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**bounds), platform="npu")
     made.recipe.objective = Objective()
     made.workers_see_log_probs, made.not_compared = False, "not here"
     for number in numbers:
-        metrics = made.after_step({"critic/score/mean": 0.5, "timing_s/step": 2.0}, number)
+        validated = {CORE: val[number]} if val and number in val else {}
+        metrics = made.after_step({"critic/score/mean": 0.5, "timing_s/step": 2.0, **validated}, number)
         assert metrics["recipe/expert_load/train"] == 1.5 and "recipe/expert_load/rollout" not in metrics
     return made.progress.path.read_text().splitlines()
 
@@ -57,6 +62,31 @@ def test_the_header_comes_before_the_first_row_of_the_process(made, first):
         assert title == header(columns) and [int(row.split()[0]) for row in rows] == [first, first + 1]
     steps = json.loads(made.summary.path.read_text())["steps"]
     assert [step["step"] for step in steps] == [first, first + 1] and steps[0]["seconds"]["step"] == 2.0
+
+
+def test_validations_are_a_column_a_line_before_the_first_step_and_the_runs_last_line(made):
+    made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=list))
+    with run.active_run.set(made):
+        log = run.log_with_run(lambda tracking, data, step: data)
+        assert log(None, {CORE: 0.125, "val-aux/maths/reward/std@1": 0.0}, 0)[CORE] == 0.125
+    lines = after_steps(made, 1, 2, 3, test_freq=2, val={2: 0.25})
+    assert lines[0] == f"| validation after step 0: 0.1250 ({CORE} 0.125)"
+    title, *rows = [text.split() for text in lines if text.startswith("- ")]
+    assert title[-1] == "val" and [row[-1] for row in rows] == ["-", "0.2500", "-"]
+    assert [text for text in lines if text.startswith("+ ")][0].split()[-3:] == ["val", "validate", "s"]
+    made.end("ok")
+    (last,) = made.progress.path.read_text().splitlines()[len(lines) :]
+    assert last == f"| validation by step: 0: 0.1250, 2: 0.2500; the last: 0.2500 ({CORE} 0.25)"
+    record = json.loads(made.summary.path.read_text())
+    assert record["val_before"]["val"]["score"] == 0.125 and record["steps"][1]["val"]["metrics"] == {CORE: 0.25}
+    metrics = [json.loads(text) for text in made.summary.path.with_name("metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line.get(CORE)) for line in metrics] == [(0, 0.125), (1, None), (2, 0.25), (3, None)]
+
+
+def test_a_run_without_validation_has_no_word_of_it(made):
+    lines = after_steps(made, 1)
+    made.end("ok")
+    assert not [text for text in made.progress.path.read_text().splitlines() if "val" in text] and len(lines) == 4
 
 
 def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made):

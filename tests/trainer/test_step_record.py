@@ -103,6 +103,16 @@ def test_reshard_is_taken_out_of_the_rollout_it_lies_in():
     assert found == {"rollout": 2.0, "update": 2.0, "reshard": 1.0, "offload": 0.5, "step": 6.0}
 
 
+def test_greedy_responses_are_rollout_and_a_validation_with_its_sync_is_no_phase():
+    metrics = {"timing_s/gen": 3.0, "timing_s/gen_max": 1.5, "timing_s/testing": 2.0, "timing_s/step": 9.0}
+    found = step_record.phase_seconds(metrics, [{"reshard": 1.0, "validate/reshard": 5.0}])
+    assert found == {"rollout": 3.5, "reshard": 1.0, "offload": 0.0, "validate": 2.0, "step": 9.0}
+    val = {"score": 0.25, "metrics": {}}
+    step = whole_step() | {"seconds": found, "val": val}
+    assert row(step, step_record.WIDE_VAL_COLUMNS).split()[-2:] == ["0.2500", "2.000"]
+    assert row({**step, "val": None}, step_record.WIDE_VAL_COLUMNS).split()[-2:] == ["-", "-"]
+
+
 def test_tokens_are_verls_without_padding():
     lengths = {"prompt_length/mean": 20.0, "response_length/mean": 60.0, "response_length/max": 64.0}
     found = step_record.tokens_of_step({**lengths, "response_length/clip_ratio": 0.5, "perf/total_num_tokens": 640})

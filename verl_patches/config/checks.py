@@ -380,6 +380,8 @@ def _algorithm_checks(config: DictConfig) -> Iterator[Check]:
         return
     estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
     held = f"{estimator}, {rollout.n} response(s) a prompt"
+    if estimator == "remax":
+        held += ", and a greedy one, whose rollout and weight sync the modelled step leaves out"
     fault = (
         f"algorithm.adv_estimator is {estimator}, which compares the responses of one prompt, and {_ROLLOUT}.n is 1; "
         "expected 2 or more, or algo=reinforce_plus_plus or remax, which need no group"

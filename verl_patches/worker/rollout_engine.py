@@ -64,10 +64,10 @@ class RolloutEngine:
         super().wake_up([tag])
         self.awake.add(tag)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, prompts: Any = None, sampling_params: Any = None, **kwargs: Any) -> Any:
         """As upstream, in phase rollout, which lasts until the engine sleeps."""
         context().begin("rollout")
-        outputs = super().generate(*args, **kwargs)
+        outputs = super().generate(prompts, seeded_apart(prompts, sampling_params), **kwargs)
         context().raise_peak()
         return outputs
 
@@ -97,6 +97,23 @@ class RolloutEngine:
         """A weight sync has written every weight; `last`: no sync follows, so sleep must keep them."""
         if self.sleep_mode is not None:
             self.sleep_mode.weights_written(last)
+
+
+def seeded_apart(prompts: Any, params: Any) -> Any:
+    """`params`, or a copy for each prompt with a seed of its own, where they have one seed and a prompt comes twice.
+
+    verl repeats the prompts of a validation (rollout.val_kwargs.n) as requests of their own: with one rollout.seed for
+    all of them the responses of a prompt would be equal.
+    """
+    if getattr(params, "seed", None) is None:
+        return params
+    ids = [tuple(prompt["prompt_token_ids"]) for prompt in prompts]
+    if len({*ids}) == len(ids):
+        return params
+    each = [params.clone() for _ in ids]
+    for number, own in enumerate(each):
+        own.seed += number
+    return each
 
 
 def _refuse_unready(sleep_mode: SleepMode, add_request: Callable) -> Callable:

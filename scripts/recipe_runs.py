@@ -1,0 +1,150 @@
+"""Run the presets of configs/algo and record how each run ended in docs/recipes.json; tables of docs/recipes.md.
+
+scripts/recipes.sh says how to call it. The record: {runs: [{algo, where, command, date, exit, step, figures, reason}]};
+exit: that of the command, 2 for a refusal; step, figures: the last step, {name: value}; reason: why it is not 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "docs" / "recipes.json"
+PROGRAM = ("-m", "verl_patches")
+STEPS, SHOWN = 3, 160
+PLACES = {"pypi": "pypi", "a3": "a3 on CPU", "emulated": "a3, emulated NPU", "learning": "learning run"}
+OPTIONS = {"a3": ("--line", "a3"), "emulated": ("--line", "a3", "--emulate-npu")}
+# what a preset learns on the tiny model: the options of its smoke. A preset that is not here has no learning run.
+LEARNING = {"grpo": ("--learn", "algo=grpo")}
+# metrics of a step (metrics.jsonl) that a cell shows, as far as the run has them
+FIGURES = {
+    "critic/score/mean": "reward",
+    "actor/pg_loss": "loss",
+    "actor/grad_norm": "grad norm",
+    "critic/vf_loss": "value loss",
+    "critic/grad_norm": "value grad norm",
+    "recipe/logprob_delta_mean": "dlogp",
+}
+
+
+def presets() -> list[str]:
+    """Names of the presets."""
+    return sorted(path.stem for path in (ROOT / "configs" / "algo").glob("*.yaml"))
+
+
+def described(name: str) -> str:
+    """The comment at the head of a preset, in one line."""
+    lines = (ROOT / "configs" / "algo" / f"{name}.yaml").read_text().splitlines()[1:]
+    head = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
+    return " ".join(line.lstrip("# ") for line in head)
+
+
+def arguments_of(algo: str, where: str, upstream: str | None) -> list[str]:
+    """The words behind `bash scripts/smoke.sh`, with the folder of the upstream sources as given."""
+    if where == "learning":
+        return list(LEARNING[algo])
+    sources = ["--upstream", upstream] if upstream and where != "pypi" else []
+    return [*OPTIONS.get(where, ()), *sources, "--steps", str(STEPS), f"algo={algo}"]
+
+
+def run(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
+    """Make one run, and say how it ended."""
+    name = f"recipe_{algo}_{where}"
+    words = ["smoke", "--run", name, *arguments_of(algo, where, upstream), f"recipe.output_root={ROOT / 'outputs'}"]
+    done = subprocess.run([sys.executable, *PROGRAM, *words], cwd=ROOT, capture_output=True, text=True)
+    command = " ".join(["bash scripts/smoke.sh", *arguments_of(algo, where, upstream and "upstream")])
+    head = {"algo": algo, "where": where, "command": command, "date": datetime.date.today().isoformat()}
+    return head | outcome(done.returncode, done.stderr, ROOT / "outputs" / name)
+
+
+def outcome(code: int, stderr: str, folder: Path) -> dict[str, Any]:
+    """{exit, step, figures, reason} of a run that ended, from its folder and what it wrote to standard error."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    said = next((line for line in lines if line.startswith("verl_patches: ")), lines[-1] if lines else "")
+    found: dict[str, Any] = {"exit": code, "step": None, "figures": {}, "reason": ""}
+    if code:
+        return found | {"reason": said.removeprefix("verl_patches: ")}
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last, first = steps[-1], steps[0] if steps[0]["step"] else steps[1]
+    figures = {label: last[name] for name, label in FIGURES.items() if name in last}
+    start = {f"{label} of step 1": first[name] for name, label in list(FIGURES.items())[:1] if name in first}
+    return found | {"step": last["step"], "figures": figures | start}
+
+
+def merged(record: Mapping[str, Any], made: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """The record with these runs in place of those of the same preset and place; presets that are gone are left out."""
+    runs = {(run["algo"], run["where"]): dict(run) for run in (*record["runs"], *made) if run["algo"] in names}
+    return {"runs": [runs[key] for key in sorted(runs, key=lambda key: (key[0], list(PLACES).index(key[1])))]}
+
+
+def read_record() -> dict[str, Any]:
+    """The record; one without runs where there is none yet."""
+    return json.loads(RECORD.read_text()) if RECORD.is_file() else {"runs": []}
+
+
+def table(record: Mapping[str, Any], names: Sequence[str]) -> str:
+    """What each preset is; how it ended in each place; the learning runs."""
+    text = ["| `algo=` | what it is |", "|---|---|"]
+    text += [f"| `{name}` | {described(name).replace('|', '&#124;')} |" for name in names]
+    runs = {(run["algo"], run["where"]): run for run in record["runs"]}
+    places = [place for place in PLACES if place != "learning"]
+    head = ["`algo=`", *(PLACES[place] for place in places)]
+    text += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name in names:
+        text.append(f"| `{name}` | " + " | ".join(_cell(runs.get((name, place))) for place in places) + " |")
+    text += ["", "| learning run | reward of step 1 | at the end | date |", "|---" * 4 + "|"]
+    for name in names:
+        if (run := runs.get((name, "learning"))) is not None:
+            first, last = run["figures"].get("reward of step 1"), run["figures"].get("reward")
+            ends = (_number(first), f"step {run['step']}: {_number(last)}") if last is not None else ("-", _cell(run))
+            text.append(f"| `{run['command']}` | {' | '.join(ends)} | {run['date']} |")
+    return "\n".join(text) + "\n"
+
+
+def _cell(run: Mapping[str, Any] | None) -> str:
+    if run is None:
+        return "not run"
+    if run["exit"]:
+        how = "refused" if run["exit"] == 2 else "failed"
+        reason = run["reason"] if len(run["reason"]) <= SHOWN else f"{run['reason'][:SHOWN]}..."
+        return f"{how}: {reason.replace('|', '&#124;')} ({run['date']})"
+    figures = [f"{name} {_number(value)}" for name, value in run["figures"].items() if not name.endswith("step 1")]
+    return f"{', '.join(figures)} ({run['date']})"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the runs that are asked for; 1 where one of them neither ended well nor was refused."""
+    names = presets()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--upstream")
+    parser.add_argument("--only", action="append", choices=names)
+    parser.add_argument("--where", action="append", choices=PLACES)
+    given = parser.parse_args(arguments)
+    if given.upstream is None and {"a3", "emulated"} & {*(given.where or ())}:
+        parser.error("--where a3 or emulated needs --upstream DIR, which scripts/fetch_upstream.sh --dest DIR brings")
+    places = given.where or [place for place in PLACES if given.upstream or place not in OPTIONS]
+    failed = False
+    for name in given.only or names:
+        for place in places:
+            if place == "learning" and name not in LEARNING:
+                continue
+            made = run(name, place, given.upstream)
+            RECORD.write_text(json.dumps(merged(read_record(), [made], names), indent=1) + "\n")
+            print(f"{name}, {PLACES[place]}: {_cell(made)}", flush=True)
+            failed = failed or made["exit"] not in (0, 2)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

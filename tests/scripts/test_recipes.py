@@ -1,0 +1,87 @@
+"""The record of the presets' runs and its table: how an outcome is read, kept and shown (page: test_readme_tables)."""
+
+import json
+
+import pytest
+import recipe_runs
+from recipe_runs import arguments_of, main, merged, outcome, presets, table
+
+NAMES = ["grpo", "rloo"]
+
+
+def ran(algo, where, **more):
+    command = " ".join(["bash scripts/smoke.sh", *arguments_of(algo, where, "upstream")])
+    head = {"algo": algo, "where": where, "command": command, "date": "2026-11-26"}
+    return head | {"exit": 0, "step": 3, "figures": {"reward": 0.125, "grad norm": 2.5}, "reason": ""} | more
+
+
+def test_the_record_is_of_presets_that_are_there_each_place_once():
+    runs = [(run["algo"], run["where"]) for run in recipe_runs.read_record()["runs"]]
+    assert len({*runs}) == len(runs) and {algo for algo, _ in runs} <= {*presets()}
+    assert {*recipe_runs.LEARNING} <= {*presets()} and {where for _, where in runs} <= {*recipe_runs.PLACES}
+
+
+def test_a_run_that_ended_well_has_the_figures_of_its_last_step(tmp_path):
+    lines = [{"step": 0, "val-core/a/reward/mean@1": 0.5}]  # a validation before the first step
+    lines += [{"step": n, "critic/score/mean": n / 8, "actor/grad_norm": 1.0, "other": 1.0} for n in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = outcome(0, "ok in 3 s", tmp_path)
+    assert (found["exit"], found["step"], found["reason"]) == (0, 3, "")
+    assert found["figures"] == {"reward": 0.375, "grad norm": 1.0, "reward of step 1": 0.125}
+
+
+def test_a_refusal_and_a_failure_have_their_reason(tmp_path):
+    refused = outcome(2, "a warning\nverl_patches: micro batch: 3 is too many\n  more\n", tmp_path)
+    assert refused == {"exit": 2, "step": None, "figures": {}, "reason": "micro batch: 3 is too many"}
+    record = {
+        "runs": [ran("grpo", "pypi", **refused), ran("grpo", "a3", **refused | {"exit": 1, "reason": "x | y" * 99})]
+    }
+    text = table(record, NAMES)
+    assert (
+        "refused: micro batch: 3 is too many (2026-11-26)" in text
+        and "failed: x &#124; y" in text
+        and "...(" not in text
+    )
+    assert outcome(3, "", tmp_path)["reason"] == ""
+
+
+def test_a_new_run_takes_the_place_of_the_old_one_and_a_preset_that_is_gone_is_left_out():
+    record = {"runs": [ran("rloo", "pypi", date="2026-11-01"), ran("gone", "pypi"), ran("grpo", "a3")]}
+    made = merged(record, [ran("rloo", "pypi"), ran("grpo", "pypi")], NAMES)["runs"]
+    assert [(run["algo"], run["where"]) for run in made] == [("grpo", "pypi"), ("grpo", "a3"), ("rloo", "pypi")]
+    assert made[-1]["date"] == "2026-11-26"
+
+
+def test_the_table_has_a_row_for_each_preset_and_says_what_was_not_run():
+    learned = ran("grpo", "learning", step=40, figures={"reward": 0.75, "reward of step 1": 0.25})
+    text = table({"runs": [ran("rloo", "pypi"), learned]}, NAMES)
+    assert "| `rloo` | reward 0.125, grad norm 2.5 (2026-11-26) | not run | not run |" in text
+    assert "| `grpo` | not run | not run | not run |" in text
+    assert "| `bash scripts/smoke.sh --learn algo=grpo` | 0.25 | step 40: 0.75 | 2026-11-26 |" in text
+    assert "RLOO (arXiv:2402.14740): a response's advantage" in text
+
+
+FAKE = """
+import json, sys
+with open(sys.argv[1], "a") as file:
+    file.write(json.dumps(sys.argv[2:]) + "\\n")
+sys.exit(1 if "algo=rloo" in sys.argv else 2)
+"""
+
+
+def test_the_runs_that_are_asked_for_are_made_and_recorded_and_a_failure_is_the_exit_code(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(recipe_runs, "PROGRAM", (str(tmp_path / "fake.py"), str(tmp_path / "calls")))
+    monkeypatch.setattr(recipe_runs, "RECORD", tmp_path / "recipes.json")
+    assert main(["--only", "grpo", "--where", "pypi"]) == 0  # refused
+    assert main(["--only", "rloo", "--upstream", "/up", "--where", "emulated"]) == 1
+    first, second = (json.loads(line) for line in (tmp_path / "calls").read_text().splitlines())
+    assert first[:5] == ["smoke", "--run", "recipe_grpo_pypi", "--steps", "3"]
+    assert second[3:-1] == ["--line", "a3", "--emulate-npu", "--upstream", "/up", "--steps", "3", "algo=rloo"]
+    assert [run["algo"] for run in recipe_runs.read_record()["runs"]] == ["grpo", "rloo"]
+    assert "/up" not in (tmp_path / "recipes.json").read_text()
+    with pytest.raises(SystemExit):
+        main(["--where", "a3"])
+    assert "--where a3 or emulated needs --upstream" in capsys.readouterr().err

@@ -1,0 +1,55 @@
+"""A validation's metrics: pass@k by hand and against all draws, and what of verl's metrics the record keeps."""
+
+import itertools
+
+import pytest
+from verl.trainer.ppo.metric_utils import process_validation_metrics
+
+from verl_patches.trainer.validation import pass_at_k, validation_of, with_pass_at_k
+
+
+@pytest.mark.parametrize(("n", "correct"), [(4, 0), (4, 1), (4, 3), (4, 4), (7, 2)])
+def test_pass_at_k_is_the_share_of_draws_without_replacement_that_have_a_correct_one(n, correct):
+    answers = [1] * correct + [0] * (n - correct)
+    for k in range(1, n + 1):
+        draws = [max(draw) for draw in itertools.combinations(answers, k)]
+        assert pass_at_k(n, correct, k) == pytest.approx(sum(draws) / len(draws))
+    assert pass_at_k(n, correct, 1) == pytest.approx(correct / n)
+
+
+SOURCES, PROMPTS = ["maths"] * 8, ["p"] * 4 + ["q"] * 4
+REWARDS = [1, 0, 0, 0, 0, 1, 1, 0]  # 1 of 4 and 2 of 4
+
+
+def metrics_of(sources=SOURCES, prompts=PROMPTS, **infos):
+    """Names and values as verl's _validate makes them of the wrapped function's answer."""
+    found = with_pass_at_k(process_validation_metrics)(sources, prompts, infos)
+    return {
+        (source, name, metric): v for source, a in found.items() for name, b in a.items() for metric, v in b.items()
+    }
+
+
+def test_pass_at_k_is_beside_verls_metrics_which_stay_as_they_are():
+    found = metrics_of(reward=REWARDS)
+    plain = process_validation_metrics(SOURCES, PROMPTS, {"reward": REWARDS})["maths"]["reward"]
+    assert {metric: found["maths", "reward", metric] for metric in plain} == dict(plain)
+    values = {k: found["maths", "reward", f"pass@{k}"] for k in (1, 2, 4)}
+    assert values == pytest.approx({1: 3 / 8, 2: (1 / 2 + 5 / 6) / 2, 4: 1.0})
+    assert found["maths", "reward", "best@4/mean"] < 0.9  # drawn with replacement: 1 - (3/4)^4 and 1 - (1/2)^4
+    assert len(found) == len(plain) + 3
+
+
+def test_pass_at_k_is_of_variables_that_are_0_or_1_and_needs_several_responses():
+    found = metrics_of(reward=[value / 2 for value in REWARDS], acc=[bool(value) for value in REWARDS])
+    assert ("maths", "acc", "pass@4") in found and ("maths", "reward", "pass@4") not in found
+    assert not [key for key in metrics_of(SOURCES[:2], ["p", "q"], reward=[1, 0]) if "pass" in key[2]]
+    both = metrics_of(["a"] * 4 + ["b"] * 4, reward=[*REWARDS[:4], 0.5, 1, 1, 0])
+    assert ("a", "reward", "pass@2") in both and ("b", "reward", "pass@2") not in both
+
+
+def test_the_score_is_the_mean_of_the_sources_and_a_step_without_validation_has_none():
+    metrics = {"val-core/a/x/acc/mean@4": 0.25, "val-core/a/x/acc/best@4/mean": 0.5, "val-aux/a/x/acc/pass@4": 0.75}
+    metrics |= {"val-core/b/reward/mean@4": 0.75, "val-aux/b/reward/mean@4": 9.0, "val-aux/a/x/acc/std@4": 9.0}
+    found = validation_of({**metrics, "critic/score/mean": 9.0})
+    assert found["score"] == 0.5 and list(found["metrics"]) == [*metrics][:4]
+    assert validation_of({"critic/score/mean": 0.5, "val-aux/a/reward/mean@1": 0.5}) is None
