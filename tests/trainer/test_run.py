@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl_patches.config.recipe import Alarms, Objective
+from verl_patches.objectives.advantages import FixedData
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
@@ -37,14 +38,14 @@ def made(tmp_path):
     return made
 
 
-def after_steps(made, *numbers, skipped=None, **bounds):
+def after_steps(made, *numbers, skipped=None, objective="rl", **bounds):
     """The progress lines of these steps; `bounds`: of recipe.alarms."""
     report = {**REPORT, "skipped": skipped}
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
     train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
     check = SimpleNamespace(action="report")
     made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**bounds), platform="npu")
-    made.recipe.objective = Objective()
+    made.recipe.objective = Objective(objective)
     made.workers_see_log_probs, made.not_compared = False, "not here"
     for number in numbers:
         metrics = made.after_step({"critic/score/mean": 0.5, "timing_s/step": 2.0}, number)
@@ -60,6 +61,19 @@ def test_the_header_comes_before_the_first_row_of_the_process(made, first):
         assert title == header(columns) and [int(row.split()[0]) for row in rows] == [first, first + 1]
     steps = json.loads(made.summary.path.read_text())["steps"]
     assert [step["step"] for step in steps] == [first, first + 1] and steps[0]["seconds"]["step"] == 2.0
+
+
+def test_a_run_on_fixed_data_shows_loss_margin_and_accuracy_in_place_of_the_reward(made):
+    made.fixed_data = FixedData(Objective("dpo"))
+    made.fixed_data.metrics = {"objective/loss": 0.6931471, "objective/margin": 0.25, "objective/accuracy": 0.75}
+    lines = after_steps(made, 3, objective="dpo")
+    title, values = (text[2:].split() for text in lines if text.startswith("- "))
+    assert title[:4] == ["step", "loss", "grad_norm", "margin"] and "reward" not in title and "rollout" not in title
+    assert (values[:2], values[3:5]) == (["3", "0.693147"], ["0.2500", "0.7500"])
+    (step,) = json.loads(made.summary.path.read_text())["steps"]
+    assert step["reward"] is None and step["objective"] == {"loss": 0.6931471, "margin": 0.25, "accuracy": 0.75}
+    (metrics,) = map(json.loads, made.summary.path.with_name("metrics.jsonl").read_text().splitlines())
+    assert metrics["objective/loss"] == 0.6931471
 
 
 def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made):
