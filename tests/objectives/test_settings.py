@@ -4,12 +4,15 @@ import re
 
 import pytest
 
+from verl_patches.config import hccl
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
 from verl_patches.memory.schedule import OF_ROLLOUT, schedule_of
 from verl_patches.objectives import dataset
 from verl_patches.objectives.settings import COLUMNS, KINDS, columns_of, faults
 from verl_patches.planning.calibration import FITTED
+from verl_patches.planning.expected import group_bytes
+from verl_patches.planning.memory_plan import run_memory
 from verl_patches.planning.step_plan import step_input, step_time
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
@@ -71,10 +74,17 @@ def test_no_phase_of_a_rollout_is_scheduled_or_modelled():
     rows = ["memory.order", "memory.sleep_mode", "reshard.direct"]
     schedule, stays = schedule_of(config.actor_rollout_ref, config.recipe, rows)
     assert not {phase.name for phase in schedule.phases} & {*OF_ROLLOUT} and "rollout_weights" not in stays
+    sizes = group_bytes(run_memory(config, rows).setting, 0)
+    assert sizes["rollout_weights"] == sizes["kv_cache"] == sizes["reshard_buffers"] == 0 < sizes["ref_params"]
+    of_sft = group_bytes(run_memory(compose(LARGE, ["algo=sft"]), rows).setting, 0)
+    assert of_sft["ref_params"] == 0 < of_sft["actor_params"]
+    assert {group.side for group in hccl.groups(config)} == {"train"} and hccl.buffer_need_mib(config, None) == 0
     seconds = step_time(step_input(config, rows), FITTED)
     assert seconds["rollout"] == seconds["reshard"] == seconds["reward"] == 0.0
     assert all(seconds[phase] > 0 for phase in ("old_log_prob", "ref", "update"))
     of_grpo = compose(LARGE)  # control
     assert step_time(step_input(of_grpo, rows), FITTED)["rollout"] > 0
+    assert group_bytes(run_memory(of_grpo, rows).setting, 0)["rollout_weights"] > 0
+    assert {group.side for group in hccl.groups(of_grpo)} == {"train", "rollout"}
     whole, _ = schedule_of(of_grpo.actor_rollout_ref, of_grpo.recipe, rows)
     assert {*OF_ROLLOUT} <= {phase.name for phase in whole.phases}

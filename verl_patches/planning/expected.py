@@ -43,7 +43,8 @@ class Setting:
     has copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend (attention/mla_v1.py:669), and vLLM
     where MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of
     kv_b_proj. `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out
-    HCCL and CANN.
+    HCCL and CANN. `sampled`: false on fixed data, which has no rollout engine. `reference`: whether a loss or the
+    reward has the KL to a reference model.
     """
 
     inventory: Inventory
@@ -58,6 +59,8 @@ class Setting:
     absorbed_copies: bool = False
     passes: Passes | None = None
     hccl: dict[str, int] | None = None
+    sampled: bool = True
+    reference: bool = True
 
 
 def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
@@ -82,14 +85,17 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
         projections = (shard for shard in served.shards.values() if shard.parameter.kind == "kv_b_proj")
         weights += sum(shard.count * DTYPE_BYTES[shard.dtype] for shard in projections)
     swapped = setting.swap_pieces is not None
+    cache = max(setting.vllm_bytes - weights, 0)
+    if not setting.sampled:
+        weights = cache = buffers = 0
     return {
         "actor_params": params,
         "grads": static.grad_bytes,
         "optimizer": 0 if swapped else static.optimizer_bytes // OPTIMIZER_BYTES * per_value,
         "swap_window": _window(setting, rank, per_value) if swapped else 0,
-        "ref_params": params,
+        "ref_params": params if setting.reference else 0,
         "rollout_weights": weights,
-        "kv_cache": max(setting.vllm_bytes - weights, 0),
+        "kv_cache": cache,
         "tensor_cache": setting.tensor_cache_bytes,
         "reshard_buffers": buffers,
     }
