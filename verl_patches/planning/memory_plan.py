@@ -79,7 +79,7 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
     """{modelled, hbm_bytes, followed, swapped, orders, communicators, host, not_modelled}: bytes of the worst rank.
 
     `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
-    for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows that are on. Activations
+    for the run's own order (on fixed data alone), which `followed` names; it depends on `rows`, the ids of the rows that are on. Activations
     are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is what a process sees of an
     A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group, node_bytes,
     limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
@@ -90,7 +90,9 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
         (order.without("old_log_prob") if skip else order, setting)
         for order, setting in ((SCHEDULE, ours), (VERL[config.recipe.line], replace(ours, bucket_bytes=None)))
     ]
-    if run.schedule.name not in (order.name for order, _ in compared):
+    if not run.setting.sampled:  # neither order is that of a step without a rollout
+        compared = [(run.schedule, run.setting)]
+    elif run.schedule.name not in (order.name for order, _ in compared):
         compared.append((run.schedule, run.setting))
     return {
         "modelled": True,
