@@ -79,10 +79,10 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
     """{modelled, hbm_bytes, followed, swapped, orders, communicators, host, not_modelled}: bytes of the worst rank.
 
     `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
-    for the run's own order (on fixed data alone), which `followed` names; it depends on `rows`, the ids of the rows that are on. Activations
-    are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is what a process sees of an
-    A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group, node_bytes,
-    limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
+    for the run's own order (on fixed data alone), which `followed` names; it depends on `rows`, the ids of the rows
+    that are on. Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is
+    what a process sees of an A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a
+    node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
     """
     run, npu, skip = run_memory(config, rows), config.recipe.platform == "npu", config.recipe.train.skip_old_log_prob
     ours = replace(run.setting, bucket_bytes=config.recipe.reshard.bucket_bytes)
