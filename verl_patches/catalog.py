@@ -370,7 +370,7 @@ ADVANTAGE: tuple[PatchSpec, ...] = (
     _row("advantage.objective", "wrap", f"{_TRAINER}:compute_advantage",
          "verl_patches.objectives.advantages:advantages_of_objective",
          "verl's Megatron trainer has no loss of fixed responses; with these advantages its own update has the "
-         "gradient of each of them (docs/recipes.md).",
+         "gradient of each of them (docs/own-data-and-reward.md).",
          processes=_CONTROLLER),
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from verl.trainer.ppo.core_algos import compute_policy_loss
 
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
+from verl_patches.config.recipe import Objective
 from verl_patches.errors import RecipeError
 from verl_patches.log_probs import on_policy_update, rollout_correction
 from verl_patches.log_probs.on_policy import faults
@@ -95,11 +96,12 @@ class Worker:
 
     loss = staticmethod(on_policy_update.loss_on_policy(compute_policy_loss))
 
-    def __init__(self, skip=False, ratio="token", **correction):
+    def __init__(self, skip=False, ratio="token", objective="rl", **correction):
         off = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None}
         section = SimpleNamespace(**{**off, **correction})
         train = SimpleNamespace(skip_old_log_prob=skip, importance_ratio=ratio)
-        self.config, self.role = {"recipe": SimpleNamespace(train=train, rollout_correction=section)}, "actor"
+        recipe = SimpleNamespace(train=train, rollout_correction=section, objective=Objective(objective))
+        self.config, self.role = {"recipe": recipe}, "actor"
         self.parameter = torch.zeros(LENGTH, requires_grad=True)
 
     def update_actor(self, data):
@@ -195,11 +197,24 @@ def test_a_batch_without_rollout_log_probs_has_no_report_and_no_correction():
     data, worker = batch(), Worker(skip=True)  # replayed responses
     data.batch.pop("rollout_log_probs")
     assert torch.equal(worker.run(data), Worker().run(batch()))
-    assert rollout_correction.with_workers_metrics({}, [worker.log_prob_moments], worker.config["recipe"]) == {}
+    found = rollout_correction.with_workers_metrics({}, [worker.log_prob_moments] * 2, worker.config["recipe"])
+    mask = data.batch["attention_mask"][:, -LENGTH:].bool()
+    mean = OF_ACTOR.view(4, LENGTH)[mask].mean().item()  # also of two replicas
+    assert found == {rollout_correction.MEAN_LOG_PROB: pytest.approx(mean)}
     data = batch()
     data.batch.pop("rollout_log_probs")
     with pytest.raises(LogProbError, match="rollout_correction is on, but the batch has no rollout_log_probs"):
         Worker(rollout_is="token").run(data)
+
+
+def test_on_fixed_data_the_ratio_is_one_whatever_the_pass_before_the_update_found():
+    data = batch()
+    data.batch.pop("rollout_log_probs")
+    wrong = data.batch["old_log_probs"] = data.batch["old_log_probs"] + 0.05  # as bf16 may
+    expected = Worker(skip=True).run(DataProto.from_dict({**data.batch}))
+    assert torch.equal(Worker(objective="dpo").run(data), expected)
+    data.batch["old_log_probs"] = wrong
+    assert not torch.equal(Worker().run(data), expected)  # control
 
 
 def test_a_failed_update_leaves_the_loss_alone():

@@ -51,6 +51,17 @@ def on_models(change):
         after_init(module, name, change)
 
 
+def no_reference():
+    """Log-probs of the reference are zeros."""
+
+    def zeros(original, self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        output.batch["ref_log_prob"].zero_()
+        return output
+
+    wrap("verl_patches.worker.recipe_worker", "RecipeWorker.compute_ref_log_prob", zeros)
+
+
 # -- ranks that differ in their patches, which is refused before step 1, or in their work ------------------------------
 
 

@@ -117,7 +117,7 @@ def of_run(rows, by_vllm=False, synced=True, skip=False, one_memory=False, **off
     ref = {"param_offload": offload.get("ref_offload", True)}
     section = {"actor": {"megatron": actor}, "ref": {"megatron": ref}, "rollout": {"enforce_eager": not by_vllm}}
     recipe = {"line": "a3", "weight_sync": {"enabled": synced}, "train": {"skip_old_log_prob": skip}}
-    recipe |= {"rollout": {"ascend": {"vllm_sleep_mode": True}}}
+    recipe |= {"rollout": {"ascend": {"vllm_sleep_mode": True}}, "objective": {"name": "rl"}}
     schedule, stays = schedule_of(OmegaConf.create(section), OmegaConf.create(recipe), rows.split(), one_memory)
     return schedule.name, stays
 

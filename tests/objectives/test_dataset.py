@@ -23,7 +23,7 @@ def make(tmp_path, tokenizer):
     """make(class, rows, **data) -> the dataset of these rows, {column: values} in one file."""
 
     def build(name, columns, **data):
-        columns = {"prompt": [PROMPT] * len(next(iter(columns.values()))), **columns}
+        columns = {"prompt": [PROMPT] * len([*columns.values()][-1]), **columns}
         table = pa.table({name: values for name, values in columns.items() if values is not None})
         parquet.write_table(table, tmp_path / "d.parquet")
         config = {"max_prompt_length": 32, "max_response_length": 8, "truncation": "error", "cache_dir": str(tmp_path)}

@@ -70,6 +70,15 @@ def test_a_waiting_row_fails_verify_only_in_its_own_process(play):
     assert out[0] is None and "t.f is waiting" in out[1]
 
 
+def test_rows_of_unused_packages_may_wait(play):
+    out = play("""
+        e = engine(row("t.f", processes=frozenset({"worker"}))); e.apply()
+        packages = "up", "up.base", "up.b", "base"
+        out = [tried(lambda name=name: e.verify("worker", (name,))) for name in packages]
+    """)
+    assert out[:2] == [None, None] and all("t.f is waiting" in error for error in out[2:])
+
+
 # -- rows of kind subclass and override --------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl_patches.config.recipe import Alarms, Objective
+from verl_patches.objectives.advantages import FixedData
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
@@ -35,7 +36,7 @@ def made(tmp_path):
     return made
 
 
-def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, **bounds):
+def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective="rl", **bounds):
     """The progress lines of these steps; `bounds`: of recipe.alarms; `val`: {step: score} of validations."""
     report = {**REPORT, "skipped": skipped}
     made.trainer = SimpleNamespace(
@@ -45,7 +46,7 @@ def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, **bounds):
     train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
     check = SimpleNamespace(action="report")
     made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**bounds), platform="npu")
-    made.recipe.objective = Objective()
+    made.recipe.objective = Objective(objective)
     made.workers_see_log_probs, made.not_compared = False, "not here"
     for number in numbers:
         validated = {CORE: val[number]} if val and number in val else {}
@@ -87,6 +88,19 @@ def test_a_run_without_validation_has_no_word_of_it(made):
     lines = after_steps(made, 1)
     made.end("ok")
     assert not [text for text in made.progress.path.read_text().splitlines() if "val" in text] and len(lines) == 4
+
+
+def test_a_run_on_fixed_data_shows_loss_margin_and_accuracy_in_place_of_the_reward(made):
+    made.fixed_data = FixedData(Objective("dpo"))
+    made.fixed_data.metrics = {"objective/loss": 0.6931471, "objective/margin": 0.25, "objective/accuracy": 0.75}
+    lines = after_steps(made, 3, objective="dpo")
+    title, values = (text[2:].split() for text in lines if text.startswith("- "))
+    assert title[:4] == ["step", "loss", "grad_norm", "margin"] and "reward" not in title and "rollout" not in title
+    assert (values[:2], values[3:5]) == (["3", "0.693147"], ["0.2500", "0.7500"])
+    (step,) = json.loads(made.summary.path.read_text())["steps"]
+    assert step["reward"] is None and step["objective"] == {"loss": 0.6931471, "margin": 0.25, "accuracy": 0.75}
+    (metrics,) = map(json.loads, made.summary.path.with_name("metrics.jsonl").read_text().splitlines())
+    assert metrics["objective/loss"] == 0.6931471
 
 
 def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made):

@@ -17,6 +17,7 @@ from verl_patches.config.recipe import HCCL_PORTS
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
+from verl_patches.layout.phases import samples
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import MC2_FROM_RANKS
 from verl_patches.platform.npu.groups import EXPERTS_IN_ROLLOUT, EXPERTS_IN_TRAINING
@@ -38,8 +39,8 @@ def checks(config: DictConfig, model: ModelShape) -> list[Check]:
 
 
 def decodes_by_mc2(config: DictConfig) -> bool:
-    """Whether the rollout exchanges experts by MC2 in decode."""
-    return config.recipe.rollout.expert_parallel and world_size(config) >= MC2_FROM_RANKS
+    """Whether a rollout exchanges experts by MC2 in decode."""
+    return samples(config.recipe) and config.recipe.rollout.expert_parallel and world_size(config) >= MC2_FROM_RANKS
 
 
 def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
@@ -147,7 +148,8 @@ def groups(config: DictConfig) -> list[Group]:
         *(Group("rollout", f"vllm_{name}", ranks, small and name != large, used) for name, ranks, used in engine),
         Group("rollout", "unfinished requests", config.recipe.rollout.dp, False, True),
     ]
-    return [group for group in made if group.ranks > 1]
+    sides = ("train", "rollout") if samples(config.recipe) else ("train",)
+    return [group for group in made if group.ranks > 1 and group.side in sides]
 
 
 def group_buffer_mib(config: DictConfig, model: ModelShape, group: Group) -> int:

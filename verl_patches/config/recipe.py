@@ -410,8 +410,8 @@ class Restart:
 class Objective:
     """What is trained: rewards of sampled responses, or a loss of fixed ones, for which no rollout engine is started.
 
-    name: rl, or a loss of the data's responses (docs/recipes.md has their columns). sft, dpo, ipo and kto train the
-    actor; rm and prm train the critic as a reward model of responses, or of steps.
+    name: rl, or a loss of the data's responses (docs/own-data-and-reward.md has their columns). sft, dpo, ipo and kto
+    train the actor; rm and prm train the critic as a reward model of responses, or of steps.
     beta: of dpo, ipo and kto, the scale of the log-ratio to the reference model.
     label_smoothing: of dpo (cDPO), the share of pairs whose preference is taken to be the other way round.
     desirable_weight, undesirable_weight: of kto, the weight of rows with label true, and of the others.

@@ -68,15 +68,16 @@ class FixedData(RLHFDataset):
                 if not _FITS[kind](row[name]):
                     text = f"{file}, row {number}: {name} is {row[name]!r:.80}; expected {KINDS[kind]}, not empty"
                     raise ConfigError(text)
-            if self.truncation == "error":
-                longest = max(map(len, self._ids(row)["responses"]))
-                if longest > self.most_tokens:
-                    raise ConfigError(
-                        f"{file}, row {number}: a response has {longest} tokens with the end token; expected at most "
-                        f"data.max_response_length, {self.most_tokens}: raise it, or set data.truncation to left or "
-                        "right"
-                    )
+            if fault := self._fault(row):
+                raise ConfigError(f"{file}, row {number}: {fault}")
         return columns
+
+    def _fault(self, row: dict[str, Any]) -> str | None:
+        longest = max(map(len, self._ids(row)["responses"])) if self.truncation == "error" else 0
+        if longest <= self.most_tokens:
+            return None
+        limit = f"data.max_response_length, {self.most_tokens}: raise it, or set data.truncation to left or right"
+        return f"a response has {longest} tokens with the end token; expected at most {limit}"
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         columns = columns_of(self.objective, self.dataframe.column_names)
@@ -84,7 +85,7 @@ class FixedData(RLHFDataset):
             row = super().__getitem__(item)
             given = self._ids(row)
         else:
-            given = self._ids(self.dataframe[item])
+            given = self._ids({"text": self.dataframe[item]["text"]})
             prompt = torch.tensor(given.pop("prompt"))
             tensors = prompt_inputs(Ragged(prompt, (1,)), self.max_prompt_length, self.tokenizer.pad_token_id)
             row = {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
@@ -145,13 +146,10 @@ class StepData(FixedData):
 
     objective = "prm"
 
-    def _check(self, file: str) -> dict[str, str]:
-        columns = super()._check(file)
-        for number, row in enumerate(parquet.read_table(file, columns=["steps", "labels"]).to_pylist()):
-            if len(row["steps"]) != len(row["labels"]):
-                found = f"{len(row['steps'])} steps and {len(row['labels'])} labels"
-                raise ConfigError(f"{file}, row {number}: found {found}; expected a label for each step")
-        return columns
+    def _fault(self, row: dict[str, Any]) -> str | None:
+        if (found := len(row["labels"])) != len(row["steps"]):
+            return f"found {len(row['steps'])} steps and {found} labels; expected a label for each step"
+        return super()._fault(row)
 
     def _ids(self, row: dict[str, Any]) -> dict[str, Any]:
         parts = [self._tokens(step) for step in row["steps"]]

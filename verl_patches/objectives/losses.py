@@ -41,7 +41,7 @@ def kto(log_ratios: torch.Tensor, of_kl: torch.Tensor, desirable: torch.Tensor, 
     kl = of_kl.detach().mean().clamp(min=0)
     signs = torch.where(desirable, 1.0, -1.0)
     gains = settings.beta * (log_ratios - kl) * signs
-    weights = torch.where(desirable, settings.desirable_weight, settings.undesirable_weight)
+    weights = log_ratios.new_tensor((settings.undesirable_weight, settings.desirable_weight))[desirable.long()]
     rewards, metrics = settings.beta * log_ratios.detach(), {"kl": kl, "accuracy": (gains > 0).double().mean()}
     kinds = {"chosen_reward": rewards[desirable], "rejected_reward": rewards[~desirable]}
     metrics |= {name: found.mean() for name, found in kinds.items() if len(found)}  # a batch may lack one kind

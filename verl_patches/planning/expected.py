@@ -43,7 +43,8 @@ class Setting:
     has copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend (attention/mla_v1.py:669), and vLLM
     where MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of
     kv_b_proj. `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out
-    HCCL and CANN. `critic`: whether a value model is trained too.
+    HCCL and CANN. `critic`: whether a value model is trained too. `sampled`: false on fixed data, which has no rollout
+    engine. `reference`: whether a loss or the reward has the KL to a reference model.
     """
 
     inventory: Inventory
@@ -59,6 +60,8 @@ class Setting:
     passes: Passes | None = None
     hccl: dict[str, int] | None = None
     critic: bool = False
+    sampled: bool = True
+    reference: bool = True
 
 
 def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
@@ -79,13 +82,16 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
     if setting.absorbed_copies:
         projections = (shard for shard in served.shards.values() if shard.parameter.kind == "kv_b_proj")
         weights += sum(shard.count * DTYPE_BYTES[shard.dtype] for shard in projections)
+    cache = max(setting.vllm_bytes - weights, 0)
+    if not setting.sampled:
+        weights = cache = buffers = 0
     if setting.critic:
         trained |= _trained_bytes(setting, build_inventory(inventory.model, value=True), CRITIC, rank)
     return {
         **trained,
-        "ref_params": trained["actor_params"],
+        "ref_params": trained["actor_params"] if setting.reference else 0,
         "rollout_weights": weights,
-        "kv_cache": max(setting.vllm_bytes - weights, 0),
+        "kv_cache": cache,
         "tensor_cache": setting.tensor_cache_bytes,
         "reshard_buffers": buffers,
     }

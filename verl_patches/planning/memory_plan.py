@@ -22,6 +22,7 @@ from verl_patches.config.compose import graph_arguments, model_shape_of, rollout
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
+from verl_patches.layout.phases import samples
 from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
 from verl_patches.planning.activations import UNBALANCED, Passes
 from verl_patches.planning.expected import (
@@ -69,6 +70,8 @@ def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
         passes=passes_of(config, train.dp, rows) if recipe.line == LINE else None,
         hccl=hccl.buffer_bytes(config, inventory.model) if npu else None,
         critic=critic_of(config) is not None,
+        sampled=samples(recipe),
+        reference=config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward,
     )
     return RunMemory(setting, *schedule_of(config.actor_rollout_ref, recipe, rows, critic=critic_of(config)))
 
@@ -77,10 +80,10 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
     """{modelled, hbm_bytes, followed, swapped, orders, communicators, host, not_modelled}: bytes of the worst rank.
 
     `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
-    for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows that are on. Activations
-    are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is what a process sees of an
-    A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group, node_bytes,
-    limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
+    for the run's own order (on fixed data alone), which `followed` names; it depends on `rows`, the ids of the rows
+    that are on. Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is
+    what a process sees of an A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a
+    node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
     """
     run, npu, skip = run_memory(config, rows), config.recipe.platform == "npu", config.recipe.train.skip_old_log_prob
     ours = replace(run.setting, bucket_bytes=config.recipe.reshard.bucket_bytes)
@@ -89,7 +92,9 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
         compared = [(order.without("old_log_prob"), setting) for order, setting in compared]
     if run.setting.critic:
         compared = [(order.with_critic(), setting) for order, setting in compared]
-    if run.schedule.name not in (order.name for order, _ in compared):
+    if not run.setting.sampled:  # neither order is that of a step without a rollout
+        compared = [(run.schedule, run.setting)]
+    elif run.schedule.name not in (order.name for order, _ in compared):
         compared.append((run.schedule, run.setting))
     return {
         "modelled": True,

@@ -92,7 +92,7 @@ def _experts(step: Mapping[str, Any], limit: float | None) -> Iterator[Alarm]:
 
 def _lengths(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
     tokens = step["tokens"]
-    if not tokens or step["objective"]:  # lengths of fixed data say nothing of the model
+    if not tokens or step.get("objective"):  # lengths of fixed data say nothing of the model
         return
     usual = _median(first, lambda record: (record["tokens"] or {}).get("response_mean"))
     if usual and bounds.length_share is not None and tokens["response_mean"] < bounds.length_share * usual:

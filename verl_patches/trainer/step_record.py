@@ -288,7 +288,7 @@ class Rates:
         self.passes = passes(
             rollout=recipe.rollout.replay is None and samples(recipe),
             ref=ref,
-            old_log_prob=not recipe.train.skip_old_log_prob and needs_old_log_probs(config),
+            old_log_prob=not recipe.train.skip_old_log_prob and (needs_old_log_probs(config) or not samples(recipe)),
             epochs=actor.ppo_epochs,
         )
         given = recipe.profile.peak_tflops
@@ -364,7 +364,7 @@ def row(step: dict[str, Any], columns: Sequence[str]) -> str:
     """One row of the step table, with what `header` names."""
     first = "-" if step["reward"] is None else f"{step['reward']:.4f}"
     last = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
-    if objective := step["objective"]:
+    if objective := step.get("objective"):
         first, last = f"{objective['loss']:.6f}", f"{objective['margin']:.4f}" if "margin" in objective else "-"
     norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
     if (skipped := step["skipped"]) and skipped["steps"]:
@@ -398,7 +398,7 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
         sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
         texts = f"{sent:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
         cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
-    if "accuracy" in (step["objective"] or {}):
+    if "accuracy" in (step.get("objective") or {}):
         cells["accuracy"] = f"{step['objective']['accuracy']:.4f}"
     if replay := step.get("routing_replay"):
         cells["agreement"] = f"{replay['agreement']:.5f}"

@@ -1,0 +1,82 @@
+"""Objectives on fixed data in the loop: loss and gradient norm of step 1 as in transformers; no rollout engine."""
+
+import math
+
+import pytest
+import torch
+from loop_runs import hook, metrics_of, resume
+from omegaconf import OmegaConf
+from pyarrow import parquet
+from torch.nn.functional import logsigmoid
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+IN_ORDER = "data.shuffle=false"
+DPO, SFT = (("--steps", "2", f"algo={name}", IN_ORDER, "trainer.save_freq=1") for name in ("dpo", "sft"))
+
+
+@pytest.fixture(scope="module")
+def peer():
+    """peer(run, objective) -> (loss, gradient norm) of the run's first batch by transformers' DeepSeek-V3."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def first_step(run, objective):
+        config = OmegaConf.load(run.folder / "config.yaml")
+        folder, limit = config.actor_rollout_ref.model.path, config.data.max_response_length
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        kind = {"torch_dtype": torch.float32, "attn_implementation": "eager"}
+        model = AutoModelForCausalLM.from_pretrained(folder, **kind).train()
+        rows = parquet.read_table(config.data.train_files[0]).to_pylist()[: config.data.train_batch_size]
+
+        def log_prob(row, column):
+            prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)
+            ids = [*tokenizer.encode(row[column], add_special_tokens=False), tokenizer.eos_token_id]
+            assert len(ids) <= limit
+            logits = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None]).sum(), len(ids)
+
+        if objective == "sft":
+            sums, counts = zip(*(log_prob(row, "response") for row in rows), strict=True)
+            loss = -sum(sums) / sum(counts)
+        else:  # the reference is the model itself
+            chosen, rejected = (torch.stack([log_prob(row, c)[0] for row in rows]) for c in ("chosen", "rejected"))
+            margin = chosen - rejected
+            loss = -logsigmoid(0.1 * (margin - margin.detach())).mean()
+        loss.backward()
+        squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+        return float(loss.detach()), math.sqrt(sum(map(float, squares)))
+
+    return first_step
+
+
+@pytest.mark.parametrize(("objective", "arguments"), [("dpo", DPO), ("sft", SFT)])
+def test_the_first_step_is_that_of_transformers(start, peer, objective, arguments):
+    run = start(*arguments)
+    loss, norm = peer(run, objective)
+    first, second = run.steps
+    assert first["objective"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert second["objective"]["loss"] != first["objective"]["loss"]
+    assert ("log_prob" in first["seconds"]) == ("ref" in first["seconds"]) == (objective == "dpo")
+
+
+def test_no_rollout_engine_is_started(start):
+    run = start(*DPO)
+    assert run.summary["exit"] == "ok" and run.summary["layout"]["rollout"] == "none: fixed data"
+    for step in run.steps:
+        assert step["reward"] is step["sync"] is step["logprob_delta"] is None and not step["memory"]["violations"]
+        assert not {"rollout", "reshard"} & step["seconds"].keys()
+    states = {row["state"]: row["target"] for row in run.summary["patches"] if row["process"] == "worker 0"}
+    assert "vllm" in states["waiting"] and {*states} <= {"active", "waiting", "off"}
+
+
+def test_a_resumed_run_goes_on_with_the_same_rows(smoke):
+    whole = smoke(*DPO)
+    resumed = smoke(*DPO, *resume(whole, 1))
+    names = "objective", "grad_norm"
+    assert metrics_of(resumed, *names) == metrics_of(whole, *names)[1:]
+
+
+def test_a_missing_reference_shows_in_the_first_loss(smoke):
+    """The control of the comparison: with the reference at zero the loss is not ln 2."""
+    run = smoke("--steps", "1", *DPO[2:4], hook("no_reference"))
+    assert abs(run.steps[0]["objective"]["loss"] - math.log(2)) > 0.01

@@ -1,0 +1,90 @@
+"""The presets of fixed data hold over every base, and what contradicts the identity is refused by name."""
+
+import re
+
+import pytest
+
+from verl_patches.config import hccl
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
+from verl_patches.memory.schedule import OF_ROLLOUT, schedule_of
+from verl_patches.objectives import dataset
+from verl_patches.objectives.settings import COLUMNS, KINDS, columns_of, faults
+from verl_patches.planning.calibration import FITTED
+from verl_patches.planning.expected import group_bytes
+from verl_patches.planning.memory_plan import run_memory
+from verl_patches.planning.step_plan import step_input, step_time
+
+TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
+ALGORITHMS = ("sft", "dpo", "ipo", "kto")
+ACTOR = "actor_rollout_ref.actor"
+
+
+def refusals(config):
+    return [check.detail for check in check_config(config) if not check.ok]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("base", [TINY, LARGE])
+def test_a_preset_holds_over_a_base(base, algorithm):
+    config = compose(base, [f"algo={algorithm}"])
+    assert list(faults(config)) == [] and refusals(config) == []
+    (shown,) = (check for check in check_config(config) if check.name == "objective")
+    assert "no rollout: fixed data" in shown.detail
+    assert getattr(dataset, config.data.custom_cls.name).objective in COLUMNS
+
+
+@pytest.mark.parametrize(("algorithm", "override", "words"), [
+    ("dpo", f"{ACTOR}.loss_agg_mode=token-mean", "loss_agg_mode is token-mean: only then each response weighs equally"),
+    ("dpo", f"{ACTOR}.use_kl_loss=false", "use_kl_loss is False: the loss needs the reference's log-probs; set true"),
+    ("dpo", f"{ACTOR}.kl_loss_coef=0.1", "kl_loss_coef is 0.1: the loss has no other term; set 0"),
+    ("dpo", f"{ACTOR}.kl_loss_type=low_var_kl", "kl_loss_type is low_var_kl: others overflow, .*; set kl"),
+    ("dpo", f"{ACTOR}.ppo_mini_batch_size=2", "ppo_mini_batch_size is 2: the gradient is that of the whole batch"),
+    ("dpo", f"{ACTOR}.ppo_epochs=2", "ppo_epochs is 2: .*; set 1"),
+    ("dpo", f"{ACTOR}.entropy_coeff=0.1", "entropy_coeff is 0.1: the loss has no other term"),
+    ("dpo", "recipe.train.skip_old_log_prob=true", "skip_old_log_prob is True: the loss needs the policy's log-probs"),
+    ("dpo", "actor_rollout_ref.rollout.n=1", "rollout.n is 1: a prompt has that many responses in a batch; set 2"),
+    ("sft", "recipe.objective.label_smoothing=0.1", "label_smoothing is 0.1: only dpo has it; set 0"),
+    ("sft", "data.custom_cls.path=null", "custom_cls.path is null: verl's own dataset gives no responses"),
+    ("sft", f"{ACTOR}.use_dynamic_bsz=true", "use_dynamic_bsz is true: verl 0.4.0 weighs micro batches equally"),
+    ("sft", "recipe.tensor_cache.enabled=true", "tensor_cache.enabled is True: the cache begins with a rollout"),
+    ("sft", "trainer.test_freq=1", "trainer.test_freq is 1: validation would sample; set 0"),
+    ("sft", "algorithm.adv_estimator=gae", "adv_estimator is gae: others would need a critic; set grpo"),
+    ("kto", "data.train_batch_size=1", "train_batch_size is 1: the KL pairs a prompt with another row's response"),
+])  # fmt: skip
+def test_what_contradicts_the_gradient_is_refused_with_the_reason(algorithm, override, words):
+    found = list(faults(compose(TINY, [f"algo={algorithm}", override])))
+    assert len(found) == 1 and re.search(f"recipe.objective.name is {algorithm}, but .*{words}", found[0]), found
+
+
+def test_grpo_has_no_such_rules():
+    config = compose(TINY)
+    assert list(faults(config)) == [] and "objective" not in {check.name for check in check_config(config)}
+
+
+def test_columns_have_known_kinds_and_raw_text_stands_for_a_prompt_and_a_response():
+    assert {kind for ways in COLUMNS.values() for way in ways for kind in way.values()} == KINDS.keys()
+    assert columns_of("sft", ["text", "id"]) == {"text": "text"}
+    assert columns_of("sft", ["text", "prompt", "response"]).keys() == {"prompt", "response"}
+    assert columns_of("kto", ["text"]).keys() == {"prompt", "response", "label"}  # what a message shows
+
+
+def test_no_phase_of_a_rollout_is_scheduled_or_modelled():
+    config = compose(LARGE, ["algo=dpo"])
+    rows = ["memory.order", "memory.sleep_mode", "reshard.direct"]
+    schedule, stays = schedule_of(config.actor_rollout_ref, config.recipe, rows)
+    assert not {phase.name for phase in schedule.phases} & {*OF_ROLLOUT} and "rollout_weights" not in stays
+    sizes = group_bytes(run_memory(config, rows).setting, 0)
+    assert sizes["rollout_weights"] == sizes["kv_cache"] == sizes["reshard_buffers"] == 0 < sizes["ref_params"]
+    of_sft = group_bytes(run_memory(compose(LARGE, ["algo=sft"]), rows).setting, 0)
+    assert of_sft["ref_params"] == 0 < of_sft["actor_params"]
+    assert {group.side for group in hccl.groups(config)} == {"train"} and hccl.buffer_need_mib(config, None) == 0
+    seconds = step_time(step_input(config, rows), FITTED)
+    assert seconds["rollout"] == seconds["reshard"] == seconds["reward"] == 0.0
+    assert all(seconds[phase] > 0 for phase in ("old_log_prob", "ref", "update"))
+    of_grpo = compose(LARGE)  # control
+    assert step_time(step_input(of_grpo, rows), FITTED)["rollout"] > 0
+    assert group_bytes(run_memory(of_grpo, rows).setting, 0)["rollout_weights"] > 0
+    assert {group.side for group in hccl.groups(of_grpo)} == {"train", "rollout"}
+    whole, _ = schedule_of(of_grpo.actor_rollout_ref, of_grpo.recipe, rows)
+    assert {*OF_ROLLOUT} <= {phase.name for phase in whole.phases}
