@@ -16,7 +16,7 @@ from typing import Any
 from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
-from verl_patches.layout.parallel import world_size
+from verl_patches.layout.parallel import critic_of, world_size
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.log_probs.on_policy import needs_old_log_probs
 from verl_patches.memory.counters import offload_of_step
@@ -274,6 +274,7 @@ class Rates:
             ref=ref,
             old_log_prob=not recipe.train.skip_old_log_prob and needs_old_log_probs(config),
             epochs=actor.ppo_epochs,
+            critic_epochs=0 if critic_of(config) is None else config.critic.ppo_epochs,
         )
         given = recipe.profile.peak_tflops
         self.peak_flops_per_s = PEAK_FLOPS_PER_S.get(recipe.platform) if given is None else given * 1e12
