@@ -19,6 +19,7 @@ from verl_patches.memory.schedule import schedule_of
 from verl_patches.patching import engine
 from verl_patches.weights.manifest import CHECKPOINT, Manifest, rank_files
 from verl_patches.weights.writer import begin, complete
+from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.models import reference_weights
 
@@ -104,6 +105,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
     found["head"] = [t.clone() for t in head_of(worker)] if "as_word" in found else []
     if spoilt or "as_word" not in found:
         return found
+    worker.checkpoint = worker.checkpoint or WorkerCheckpoint(worker)  # line a3 has no row checkpoint.parts here
     checkpoint = folder / "critic"
     if not checkpoint.exists():
         dist.barrier()
