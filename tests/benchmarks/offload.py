@@ -80,16 +80,16 @@ def count(functions: str) -> list[dict[str, Any]]:
 
 def moves_of_schedule(chunks: list, optimizer: Any, reference: list) -> Moves:
     """By the scheduler; all is on the host afterwards."""
-    from verl_patches.memory.offload import Params, actor_handlers
+    from verl_patches.memory.offload import Params, training_handlers
     from verl_patches.memory.schedule import SCHEDULE
     from verl_patches.memory.scheduler import Scheduler
 
     scheduler = Scheduler(SCHEDULE, lambda: None)
-    handlers = {**actor_handlers(chunks, optimizer), "ref_params": Params(reference)}
+    handlers = {**training_handlers(chunks, optimizer), "ref_params": Params(reference)}
     handlers.pop("grads").free()
     for handler in handlers.values():
         handler.offload()
-    scheduler.add({**actor_handlers(chunks, optimizer), **handlers})
+    scheduler.add({**training_handlers(chunks, optimizer), **handlers})
     return {phase: (functools.partial(scheduler.begin, phase), scheduler.end) for phase in PHASES}
 
 

@@ -28,6 +28,28 @@ ASCEND = "recipe.rollout.ascend"
 GRAPHS = f"{ASCEND}.graph_batch_sizes"
 
 
+@pytest.mark.parametrize(("override", "check", "detail"), [
+    ("critic.use_dynamic_bsz=true", "critic", "exchanges do not meet"),
+    ("critic.rollout_n=3", "critic", "expected actor_rollout_ref.rollout.n, 2"),
+    ("critic.ppo_micro_batch_size_per_gpu=null", "critic", "ppo_micro_batch_size_per_gpu is None"),
+    ("critic.ppo_micro_batch_size_per_gpu=3", "critic micro batch", "not a multiple of 3"),
+    ("critic.ppo_mini_batch_size=3", "critic mini batch", "not a multiple of 3"),
+    ("critic.load_weight=false", "critic", "load_weight must be true"),
+    ("recipe.patches=[-update.recipe_critic]", "critic", "verl's own critic"),
+    ("critic.megatron.expert_model_parallel_size=1", "actor = critic", "expert_model_parallel_size 2 != 1"),
+    ("critic.megatron.use_distributed_optimizer=false", "optimizer", "critic.megatron.use_distributed_optimizer"),
+    ("critic.optim.lr=1e-4", None, ""),  # its own
+])  # fmt: skip
+def test_what_a_critic_cannot_do_is_refused_where_there_is_one(override, check, detail):
+    found = failed(TINY, "algo=ppo", override)
+    if check is None:
+        assert not {name for name in found if "critic" in name}
+    else:
+        assert detail in found[check]
+    without = failed(TINY, override)
+    assert not {name for name in without if "critic" in name} and "critic" not in without.get("optimizer", "")
+
+
 def failed(name, *overrides):
     return {c.name: c.detail for c in check_config(compose(name, overrides)) if not c.ok}
 

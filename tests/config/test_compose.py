@@ -17,7 +17,8 @@ def test_verls_config_is_below_ours_and_everything_is_resolved():
     assert config.data.train_batch_size == 8 and config.data.image_key == "x"
     assert config.trainer.project_name == "deepseekv3_tiny" and config.algorithm.gamma == 1.0  # ours, verl's
     assert config.actor_rollout_ref.rollout.dtype == "bfloat16"  # follows recipe.dtype
-    assert config.actor_rollout_ref.recipe == config.recipe  # where verl's workers see it
+    assert config.actor_rollout_ref.recipe == config.recipe and "recipe" not in config.critic  # where workers see it
+    assert (ppo := compose(TINY, ["algo=ppo"])).critic.recipe == ppo.recipe
     assert "${" not in OmegaConf.to_yaml(config, resolve=False) and "???" not in OmegaConf.to_yaml(config)
 
 

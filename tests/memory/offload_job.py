@@ -34,12 +34,13 @@ from verl_patches.memory.host_backed import HostBackedStorage
 from verl_patches.memory.ledger import Ledger
 from verl_patches.memory.measure import optimizer_full_bytes
 from verl_patches.memory.offload import Grads, Optimizer, Params
-from verl_patches.memory.schedule import MEMORY_GROUPS, SCHEDULE
+from verl_patches.memory.schedule import CRITIC, MEMORY_GROUPS, SCHEDULE
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.patching.row import subclass_of
 from verl_patches.weights.train_state import Place, StoredTensor, optimizer_shards
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
+from verl_patches.worker.memory import Trained
 
 
 def failures(names):
@@ -211,8 +212,9 @@ def worker_of(chunks, optimizer, swap=False, offload=True):
         "watch": {"action": "off"},
     }
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
+    context().schedule, context().stays = None, frozenset()
     worker = subclass_of(Upstream, RecipeWorker)(OmegaConf.create({**config, "recipe": recipe}), "actor")
-    worker.actor_module, worker.actor_optimizer = chunks, optimizer
+    worker.trained = Trained(chunks, optimizer, None)
     worker.checkpoint = None  # as with row checkpoint.parts off: verl's own bodies are called
     return worker
 
@@ -220,11 +222,11 @@ def worker_of(chunks, optimizer, swap=False, offload=True):
 @contextlib.contextmanager
 def started(worker):
     """The scheduler of this process, which moves the memory of `worker`."""
-    worker.memory.start(worker)
+    worker.memory.start(worker, worker.trained)
     try:
         yield context().scheduler
     finally:
-        context().scheduler = context().ledger = None
+        context().scheduler = context().ledger = context().schedule = None
 
 
 def a_checkpoint_has_weights_and_states_which_are_offloaded_again():
@@ -357,13 +359,13 @@ def every_group_of_a_worker_is_watched():
             ledger = context().ledger
             if swap:
                 swap_optimizer(optimizer, 4, raise_peak=context().raise_peak)
-            worker.memory._watch(worker, ledger)
+            worker.memory._watch(worker, worker.trained, ledger)
             ledger.enter("reshard")
             ledger.enter("update")
             step(chunks, optimizer, 0)
             record = ledger.take()["records"][-1]
             in_update.append(record["peak_bytes"] - record["total_bytes"])
-            assert set(record["bytes"]) == set(MEMORY_GROUPS) - {"tensor_cache"}  # the batch's
+            assert set(record["bytes"]) == set(MEMORY_GROUPS) - {"tensor_cache", *CRITIC}  # the batch's
             assert record["bytes"]["rollout_weights"] == 2 * 4 * 6 * 4  # W_UK_T is a view of the weight, W_UV a copy
             ledger.enter("reshard")
             executor.held_bytes = 5

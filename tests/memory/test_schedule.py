@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from verl_patches.memory.schedule import (
+    CRITIC,
     LOADS,
     MEMORY_GROUPS,
     RELEASES,
@@ -25,6 +26,7 @@ from verl_patches.memory.schedule import (
 VARIANTS = (in_sleep_mode(copied=True), in_sleep_mode(copied=False))
 SCHEDULES = (SCHEDULE, *VERL.values(), *VARIANTS)
 SCHEDULES += tuple(schedule.without("old_log_prob") for schedule in SCHEDULES)
+SCHEDULES += tuple(schedule.with_critic() for schedule in SCHEDULES)
 SIZES = {group: 2**bit for bit, group in enumerate(MEMORY_GROUPS)}  # a sum identifies the groups
 SUBSETS = st.sets(st.sampled_from(sorted(MEMORY_GROUPS)))
 
@@ -44,6 +46,19 @@ def test_groups_on_the_device_in_each_phase_of_our_schedule():
     assert found["old_log_prob"] == found["advantage"] == {"tensor_cache", "actor_params"}
     assert found["ref"] == {"tensor_cache", "actor_params", "ref_params"}
     assert found["update"] == {"actor_params", "grads", "optimizer", "swap_window"}
+
+
+def test_a_critic_takes_the_actors_place_between_the_reference_and_its_update():
+    plain, found = residency(SCHEDULE), residency(SCHEDULE.with_critic())
+    names = "reshard wake_kv rollout sleep reward old_log_prob ref values advantage update_critic update"
+    assert list(found) == names.split()
+    assert found["values"] == found["advantage"] == {"tensor_cache", "critic_params"}
+    assert found["update_critic"] == {"tensor_cache", *CRITIC}
+    assert {name: groups for name, groups in found.items() if name in plain and name != "advantage"} == {
+        name: groups for name, groups in plain.items() if name != "advantage"
+    }
+    stay = residency(SCHEDULE.with_critic(), {"actor_params", "grads", *CRITIC[:3]})
+    assert all(groups >= {"actor_params", "critic_params", "critic_optimizer"} for groups in stay.values())
 
 
 def test_a_peak_includes_groups_that_the_step_before_left():

@@ -21,6 +21,8 @@ _NOT_HERE = {"platform.torch_tensor_type"}
 _WORKER = {
     "update.recipe_by_default",
     "update.recipe_worker",
+    "update.recipe_critic",
+    "update.critic_gradients",
     "update.routing_samples",
     "update.routing_replay_mindspeed",
     "update.skip_bad_steps",

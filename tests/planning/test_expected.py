@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
-from verl_patches.memory.schedule import MEMORY_GROUPS, SCHEDULE, VERL, in_sleep_mode
+from verl_patches.memory.schedule import CRITIC, MEMORY_GROUPS, SCHEDULE, VERL, in_sleep_mode
 from verl_patches.planning.activations import Passes
 from verl_patches.planning.expected import Setting, group_bytes, host_bytes, peaks, record_bytes, work_bytes
 
@@ -24,6 +24,7 @@ HBM = 64 << 30
 SHARE = int(0.8 * HBM)
 DIE256 = Setting(BIG, TRAIN, ONE, vllm_bytes=SHARE)
 SWAPPED = replace(DIE256, swap_pieces=16)
+CRITICS = set(CRITIC)
 
 
 def gb(size):
@@ -34,7 +35,28 @@ def test_published_bytes_of_the_first_stage():
     """All stages: tests/layout/test_sharding.py, by the same `static_bytes`."""
     found = group_bytes(DIE256, 0)
     assert tuple(gb(found[group]) for group in ("actor_params", "grads", "optimizer")) == (4.79, 9.59, 18.39)
-    assert found["ref_params"] == found["actor_params"] and set(found) == set(MEMORY_GROUPS)
+    assert found["ref_params"] == found["actor_params"] and set(found) == set(MEMORY_GROUPS) - CRITICS
+
+
+def test_a_critic_is_a_second_trained_model_with_another_head():
+    last = DIE256.train.world_size - 1
+    for rank, head in ((0, 0), (last, 129280 // 4 * 7168 - (7168 + 1))):
+        alone, found = (group_bytes(replace(DIE256, critic=critic), rank) for critic in (False, True))
+        assert {group: size for group, size in found.items() if group not in CRITICS} == alone
+        assert found.keys() == MEMORY_GROUPS.keys()
+        assert found["actor_params"] - found["critic_params"] == 2 * head
+        assert found["grads"] - found["critic_grads"] == 4 * head
+    swapped = group_bytes(replace(SWAPPED, critic=True), 0)
+    assert swapped["critic_window"] == swapped["swap_window"] > 0 == swapped["critic_optimizer"]
+    found = peaks(SCHEDULE.with_critic(), replace(SWAPPED, critic=True))
+    held = {phase["phase"]: phase["bytes"].keys() for phase in found["phases"]}
+    assert held["values"] == {"critic_params"} and "actor_params" not in held["update_critic"]
+    sizes = group_bytes(replace(DIE256, critic=True), 0)
+    pinned = host_bytes(sizes, SCHEDULE.with_critic(), (), swapped=False, saves=False)
+    assert CRITICS & pinned.keys() == {"critic_params", "critic_optimizer"}
+    assert all(pinned[group] == sizes[group] for group in CRITICS & pinned.keys())
+    stays = host_bytes(sizes, SCHEDULE.with_critic(), {"critic_params"}, swapped=False, saves=False)
+    assert "critic_params" not in stays and "actor_params" in stays
 
 
 def test_rollout_weights_and_the_caches_share():

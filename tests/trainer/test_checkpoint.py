@@ -1,5 +1,6 @@
 """Checkpoints in the trainer's process: what is complete, what is kept, what a killed save leaves; no workers."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -26,7 +27,14 @@ from verl_patches.trainer.checkpoint import Checkpoints, changes, data_state
 from verl_patches.weights import writer
 from verl_patches.weights.checkpoint_files import CheckpointError, write_rank
 from verl_patches.weights.checkpoint_folders import newest, recover, remove_oldest
-from verl_patches.weights.manifest import Manifest, folder_problems, rank_files, read_manifest, whole_tensor
+from verl_patches.weights.manifest import (
+    Manifest,
+    content_digest,
+    folder_problems,
+    rank_files,
+    read_manifest,
+    whole_tensor,
+)
 from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import Place, StoredTensor
 
@@ -70,8 +78,8 @@ class Saves(Checkpoints):
     def _model_files(self):
         return {"config.json": b"{}"}
 
-    def _manifest(self, step, files):
-        facts = {"step": step, "id": self.run, "line": "pypi", **SETTINGS}
+    def _manifest(self, step, files, facts):
+        facts = {**facts, "step": step, "id": self.run, "line": "pypi", **SETTINGS}
         return Manifest("checkpoint", TINY, "@2", "fp32", str(step), tuple(files), facts=facts)
 
 
@@ -134,6 +142,41 @@ def test_what_cannot_be_gone_on_with_is_refused_before_workers_read_it(saves, tm
     with pytest.raises(ConfigError, match=words):
         run.load()
     assert run.trainer.actor_rollout_wg.loaded is None
+
+
+def with_critic(run):
+    run.trainer.use_critic, run.trainer.critic_wg = True, Workers()
+    return run
+
+
+def test_a_checkpoint_is_whole_with_its_critic_alone(saves, tmp_path):
+    run = with_critic(saves())
+    run.trainer.critic_wg.failing = True  # its ranks never write
+    run.trainer.global_steps = run.trainer.train_dataloader.position = 1
+    run.save()
+    with pytest.raises(CheckpointError, match="disk full"):
+        run.finish()
+    run._given_up.set()
+    run._thread.join()
+    assert not [path for path in tmp_path.glob("global_step_*") if "writing" not in path.name]
+    save(with_critic(saves()), 2)
+    folder = tmp_path / "global_step_2"
+    resumed(again := with_critic(saves(**path_of(2, tmp_path))))
+    assert again.trainer.critic_wg.loaded == again.trainer.actor_rollout_wg.loaded == [2, 2]
+    assert folder_problems(folder / "critic", read_manifest(folder / "critic")) == []
+    with pytest.raises(ConfigError, match="it has a critic"):
+        saves(**path_of(2, tmp_path)).load()
+    other = json.loads((folder / "critic" / "manifest.json").read_text()) | {"identity": "another"}
+    (folder / "critic" / "manifest.json").write_text(json.dumps({**other, "digest": content_digest(other)}))
+    with pytest.raises(ConfigError, match="of another checkpoint"):
+        with_critic(saves(**path_of(2, tmp_path))).load()
+    shutil.rmtree(folder / "critic")
+    for load in (with_critic(saves(**path_of(2, tmp_path))).load, functools.partial(newest, tmp_path, RUN)):
+        with pytest.raises(ConfigError, match="critic"):
+            load()
+    save(saves(), 3)
+    with pytest.raises(ConfigError, match="it has no critic"):
+        with_critic(saves(**path_of(3, tmp_path))).load()
 
 
 def test_folders_that_are_no_checkpoints_are_refused(saves, tmp_path):

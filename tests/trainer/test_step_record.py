@@ -1,6 +1,7 @@
 """The record of one step, its row in the table, and its rates, by hand from metrics and reports."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ def test_a_pass_for_old_log_probs_counts_only_where_the_update_needs_it(config):
     assert share()["step"] / on_policy["step"] == pytest.approx(5 / 4) and "log_prob" not in on_policy
     config.recipe.rollout.replay = "a run"
     assert share()["step"] == on_policy["step"] and "rollout" not in share()
+
+
+def test_a_critic_has_columns_and_passes_where_a_run_has_one(config):
+    forward = forward_flops_of(read_model_shape(TINY), LENGTHS)
+    metrics = {f"critic/{name}": value for name, value in {"vf_loss": 0.5, "grad_norm": math.nan}.items()}
+    metrics["critic/vf_explained_var"] = -0.25
+    record = {"loss": 0.5, "grad_norm": None, "explained_var": -0.25}
+    assert step_record.critic_of_step(metrics) == record and step_record.critic_of_step({}) is None
+    cells = step_record._cells({**whole_step(), "critic": record, "seconds": {"update_critic": 2.0}})
+    assert [cells[name] for name in step_record.CRITIC_COLUMNS] == ["0.50000", "-", "-0.25000"]
+    assert cells["update_critic s"] == "2.000" and not {*WIDE} & {*step_record.CRITIC_COLUMNS}
+    config.algorithm.adv_estimator = "gae"
+    rates = Rates(config, ref=False).of_step(LENGTHS, TOKENS, {**SECONDS, "values": 1.0, "update_critic": 3.0})
+    of_critic = {phase: rates["tflops_per_s_per_rank"][phase] for phase in ("values", "update_critic")}
+    assert of_critic == pytest.approx({"values": forward / 2e12, "update_critic": forward / 2e12})
 
 
 def test_the_peak_is_the_platforms_or_the_users_and_a_cpu_has_none(config):

@@ -28,7 +28,7 @@ OTHER = {  # another value than a neutral one, for keys of every kind
     f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config": "{model: x}",
     f"+{ROLLOUT}.prompt_logprobs": "0",
     "+actor_rollout_ref.model.lora_rank": "8",
-    "algorithm.adv_estimator": "gae",
+    "critic.optim.warmup_style": "cosine",
     "+reward_model.overlong_buffer": "{enable: true, len: 8}",
     "trainer.del_local_ckpt_after_load": "true",
     "ray_init.timeline_json_file": "t.json",

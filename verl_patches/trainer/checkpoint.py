@@ -24,7 +24,7 @@ import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +98,16 @@ class Checkpoints:
         self._say_once(recover(self.folder, self.run))
         writing = unnamed(self.folder / f"global_step_{step}", "writing", self.run)
         own, groups = {writing: {**self._model_files(), **self._trainer_files()}}, [self.trainer.actor_rollout_wg]
+        ranks, facts, answers = rank_files(world_size(self.config)), {}, []
         if self.critic is not None:
             own[writing / CRITIC] = {"config.json": own[writing]["config.json"]}
             groups.append(self.critic)
-        critic = secrets.token_hex(16) if self.critic is not None else None
-        answers = []
-        for group, (folder, files), identity in zip(groups, own.items(), (None, critic), strict=False):
-            begin(folder, self._manifest(step, files, identity, critic))
+            critic = self._manifest(step, [*ranks, "config.json"], {})
+            facts = {CRITIC: critic.identity}
+        begin(writing, self._manifest(step, [*ranks, *own[writing]], facts))
+        if self.critic is not None:
+            begin(writing / CRITIC, critic)
+        for group, folder in zip(groups, own, strict=True):
             answers += group.save_checkpoint(str(folder), None, step)
         record = {"step": step, "blocking_s": time.perf_counter() - started}
         record["copied_bytes"] = max(answer["copied_bytes"] for answer in answers)
@@ -168,15 +171,11 @@ class Checkpoints:
         except OSError as error:  # the new one is whole
             self._not_removed.append(f"{self.folder}: an old checkpoint cannot be removed ({error}); left there")
 
-    def _manifest(self, step: int, own: Iterable[str], identity: str | None, critic: str | None) -> Manifest:
-        """`own`: names of the trainer's files. `critic`: identity of the critic's manifest, a fact of both."""
-        files = [*rank_files(world_size(self.config)), *own]
+    def _manifest(self, step: int, files: list[str], facts: dict[str, Any]) -> Manifest:
         layout, dtype = str(train_layout_of(self.config)), self.config.recipe.dtype
-        facts = {"step": step, "id": self.run, "run": self.config.recipe.run, "line": self.config.recipe.line}
+        facts = {**facts, "step": step, "id": self.run, "run": self.config.recipe.run, "line": self.config.recipe.line}
         facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), **settings_of(self.config)}
-        facts |= {CRITIC: critic} if critic else {}
-        identity = identity or secrets.token_hex(16)
-        return Manifest(CHECKPOINT, self._model(), layout, dtype, identity, tuple(files), facts=facts)
+        return Manifest(CHECKPOINT, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
 
     def _config(self) -> dict[str, Any]:
         """config.json of the model as it is trained: its dtype, and nothing of how the folder stores weights."""

@@ -290,6 +290,7 @@ class Rates:
             ref=ref,
             old_log_prob=not recipe.train.skip_old_log_prob and (needs_old_log_probs(config) or not samples(recipe)),
             epochs=actor.ppo_epochs,
+            critic_epochs=0 if critic_of(config) is None else config.critic.ppo_epochs,
         )
         given = recipe.profile.peak_tflops
         self.peak_flops_per_s = PEAK_FLOPS_PER_S.get(recipe.platform) if given is None else given * 1e12

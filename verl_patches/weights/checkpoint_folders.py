@@ -215,5 +215,5 @@ def require_whole(folder: Path) -> None:
         if found != f"{entry.size_bytes} bytes":
             raise ConfigError(f"{path}: expected {entry.size_bytes} bytes (manifest), found {found}")
     check_headers(folder, manifest)
-    if CRITIC in manifest.facts and manifest.facts[CRITIC] != manifest.identity:
+    if CRITIC in manifest.facts:
         require_whole(folder / CRITIC)

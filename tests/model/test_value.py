@@ -1,0 +1,117 @@
+"""A critic on Megatron: its values against transformers, gradients of all ranks at every layout, its own checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.model.mindspeed_start import LAYOUTS
+from tests.model.value_job import FROM, SAMPLES, WORD
+
+SIZES = {
+    "pp2": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1},
+    "ep2": {},  # of the tiny configuration
+    "dp2": {"expert_model_parallel_size": 1},
+    "tp2ep2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+CASES = {name: ("", sizes) for name, sizes in SIZES.items()}
+CASES["moved"] = ("", {"param_offload": True, "grad_offload": True, "optimizer_offload": True})
+CASES |= {"reduction": ("reduction", SIZES["ep2"]), "bias": ("bias", SIZES["tp2ep2"])}
+A3 = {"ep2": "ep2", "tp2ep2": "tp2_extends_ep", "reduction": "ep2"}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(reference):
+    """That of `reference`, with the head of one word."""
+    torch.save(reference["weights"]["lm_head.weight"][WORD : WORD + 1].clone(), reference["folder"] / "word.pt")
+    return reference["folder"]
+
+
+@pytest.fixture(scope="module", params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
+def found(request, folder, run_ranks):
+    """{case: answers of each rank}."""
+    if request.param == "pypi":
+        options = {"size": 2, "backend": "nccl", "patches": "line=pypi,platform=cpu"}
+        ranks = run_ranks("tests.model.value_job:layouts_job", folder, CASES, **options)
+        return {name: [rank[name] for rank in ranks] for name in CASES}
+    run = request.getfixturevalue("run_a3")
+    spoilt = {name: name if name not in SIZES else "" for name in A3}
+    return {name: run("value_job:a3_job", LAYOUTS[layout], spoilt[name]) for name, layout in A3.items()}
+
+
+def test_gae_with_gamma_and_lambda_of_1_is_the_reward_less_the_value():
+    """verl's function; it whitens advantages afterwards."""
+    from verl.trainer.ppo.core_algos import compute_gae_advantage_return
+
+    lengths, generator = torch.tensor([4, 7, 2]), torch.Generator().manual_seed(1)
+    mask = (torch.arange(7) < lengths[:, None]).float()
+    values, rewards = torch.randn(3, 7, generator=generator) * mask, torch.tensor([1.0, 0.0, -0.5])[:, None]
+    given = rewards * (torch.arange(7) == lengths[:, None] - 1)
+    for gamma, same in ((1.0, True), (0.9, False)):
+        advantages, returns = compute_gae_advantage_return(given, values, mask, gamma, 1.0)
+        left = (rewards - values)[mask > 0]
+        whitened = (left - left.mean()) / left.std()
+        assert torch.allclose(advantages[mask > 0], whitened, atol=1e-5) == same
+        assert torch.allclose(returns * mask, rewards * mask, atol=1e-6) == same
+
+
+def layouts(found):
+    return [name for name in found if name in SIZES]
+
+
+def by_sample(ranks, key):
+    """[samples, R] of the ranks' own samples."""
+    values = {sample: row for rank in ranks for sample, row in rank[key].items()}
+    return torch.stack([values[sample] for sample in range(SAMPLES)])
+
+
+def test_a_head_that_is_a_word_gives_the_logits_of_transformers(reference, found):
+    rows = torch.arange(SAMPLES) % len(reference["mask"])
+    expected = reference["logits"][:, FROM - 1 : -1, WORD] * reference["mask"][:, FROM:]
+    for name in layouts(found):
+        assert (by_sample(found[name], "as_word") - expected[rows]).abs().max() < 1e-4, name
+
+
+def test_the_norm_is_that_of_all_ranks_gradients_at_every_layout(found):
+    norms = {name: found[name][0]["norms"] for name in (*layouts(found), *(["moved"] if "moved" in found else []))}
+    for name, of_layout in norms.items():
+        assert of_layout == pytest.approx(norms["ep2"], rel=1e-4), (name, norms)
+        assert all(rank["norms"] == of_layout for rank in found[name])
+    assert found["reduction"][0]["norms"][0] != pytest.approx(norms["ep2"][0], rel=1e-2)  # verl's own: the control
+
+
+def test_the_drawn_head_is_equal_on_all_ranks_and_stays_so(found):
+    drawn = [rank["drawn"] for name in layouts(found) for rank in found[name] if rank["drawn"]]
+    assert all(torch.equal(head[0], drawn[0][0]) and not head[1].any() for head in drawn)
+    assert drawn[0][0].std() == pytest.approx(1 / math.sqrt(drawn[0][0].numel() + 1), rel=0.3)
+    for name in layouts(found):
+        first, *others = [rank["head"] for rank in found[name] if rank["head"]]
+        assert not torch.equal(first[1], torch.zeros(1))
+        assert all(torch.equal(a, b) for head in others for a, b in zip(first, head, strict=True)), name
+    if "bias" in found:  # as verl marks its head: the control
+        one, other = (rank["head"] for rank in found["bias"])
+        assert torch.equal(one[0], other[0]) and not torch.equal(one[1], other[1])
+
+
+def test_a_zero_head_has_the_mean_square_of_the_returns_as_loss(reference, found):
+    tokens = reference["mask"][:, FROM:].sum(1)[torch.arange(SAMPLES) % len(reference["mask"])].view(-1, 2)
+    squares = torch.linspace(-1, 1, SAMPLES).square().view(-1, 2)  # micro batches of two samples
+    expected = ((squares * tokens).sum(1) / tokens.sum(1)).mean().item()
+    for name in layouts(found):
+        losses = [torch.tensor(rank["loss"]).mean() for rank in found[name] if rank["last_stage"]]
+        assert torch.stack(losses).mean().item() == pytest.approx(expected, rel=1e-6), name
+
+
+def test_another_layout_goes_on_from_the_checkpoint(found):
+    wrote, *others = layouts(found)  # the first layout to run has written it
+    for name in others:
+        assert (by_sample(found[name], "values") - by_sample(found[wrote], "values")).abs().max() < 1e-4, name
+        assert found[name][0]["norm"] == pytest.approx(found[wrote][0]["norm"], rel=1e-4), name
+    assert found[wrote][0]["norm"] != pytest.approx(found[wrote][0]["norms"][0], rel=1e-3)
+
+
+def test_the_learning_rate_is_the_critics_own(found):
+    assert {rank["lr"] for ranks in found.values() for rank in ranks} == {0.01}  # the actor's is 0.001

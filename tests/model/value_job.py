@@ -1,0 +1,154 @@
+"""What one rank does in the tests of critics (test_value.py): verl's CriticWorker under the rows, without the loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.utils import get_model_config
+from omegaconf import DictConfig, OmegaConf
+from verl import DataProto
+
+from tests.model.megatron_model import start_parallel
+from verl_patches.config.compose import compose
+from verl_patches.layout.inventory import read_model_shape
+from verl_patches.layout.parallel import train_layout_of
+from verl_patches.memory.schedule import schedule_of
+from verl_patches.patching import engine
+from verl_patches.weights.manifest import CHECKPOINT, Manifest, rank_files
+from verl_patches.weights.writer import begin, complete
+from verl_patches.worker.checkpoint import WorkerCheckpoint
+from verl_patches.worker.context import context
+from verl_patches.worker.models import reference_weights
+
+SAMPLES, FROM, WORD = 8, 60, 7  # FROM: first column of the responses; WORD: whose logits the head of `as_word` gives
+
+
+def start_critic(section: DictConfig):
+    """The critic's worker with the layout of `section`, actor_rollout_ref; the process group is there already."""
+    from verl.workers.megatron_workers import CriticWorker
+
+    here, wanted = context(), engine.current().wanted
+    here.schedule, here.stays = schedule_of(section, section.recipe, wanted, one_memory=True)  # as the actor's worker
+    here.scheduler = here.ledger = reference_weights.value = None
+    names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "shuffle", "megatron", "load_weight")
+    names += ("data_loader_seed", "loss_agg_mode", "optim", "checkpoint")
+    own = OmegaConf.to_container(section)
+    critic = {name: own["actor"][name] for name in names} | {"model": own["model"], "rollout_n": 2}
+    critic |= {"cliprange_value": 0.5, "use_dynamic_bsz": False, "forward_max_token_len_per_gpu": 0}
+    critic["model"]["tokenizer_path"] = own["model"]["path"]
+    critic["optim"] |= {"lr": 0.01}
+    worker = CriticWorker(OmegaConf.create({**critic, "recipe": own["recipe"], "ppo_micro_batch_size": None}))
+    worker.init_model()
+    return worker
+
+
+def samples(folder: Path) -> dict[str, torch.Tensor]:
+    """This rank's share of SAMPLES samples, rows of `reference`; `returns`: one number a sample."""
+    ids, mask, position_ids = torch.load(folder / "batch.pt")
+    rows = torch.arange(SAMPLES) % len(ids)
+    returns = torch.linspace(-1, 1, SAMPLES)[:, None].expand(-1, ids.shape[1] - FROM)
+    tensors = {"input_ids": ids[rows], "attention_mask": mask[rows].long(), "position_ids": position_ids[rows]}
+    tensors |= {"responses": ids[rows][:, FROM:], "returns": returns, "sample": torch.arange(SAMPLES)}
+    share = torch.arange(SAMPLES).chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
+    return {name: tensor[share].contiguous() for name, tensor in tensors.items()}
+
+
+def values_of(worker, tensors: dict) -> dict[int, torch.Tensor]:
+    """{sample: values [R]}."""
+    values = worker.compute_values(DataProto.from_dict(dict(tensors))).batch["values"]
+    return dict(zip(tensors["sample"].tolist(), values, strict=True))
+
+
+def update_of(worker, tensors: dict) -> dict:
+    """verl's metrics of one update by the critic."""
+    values = torch.stack(list(values_of(worker, tensors).values()))
+    data = DataProto.from_dict({**tensors, "values": values})
+    data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
+    return worker.update_critic(data).meta_info["metrics"]
+
+
+def head_of(worker) -> tuple[torch.Tensor, ...]:
+    """(weight, bias) of the score; empty on other pipeline stages."""
+    named = [p for chunk in worker.critic_module for n, p in chunk.named_parameters() if "output_layer.score" in n]
+    return tuple(p.detach() for p in named)
+
+
+def set_head(worker, weight) -> None:
+    """A head of this weight and no bias."""
+    for parameter in head_of(worker):
+        parameter.copy_(weight if parameter.dim() == 2 else torch.zeros(1))
+
+
+def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
+    """Norms of two updates, the head before and after them; values of a head that is a word's; loss of a zero head.
+
+    `spoilt`: "reduction" or "bias" is left out, of the control.
+    """
+    worker, tensors = start_critic(section), samples(folder)
+    if spoilt == "reduction":
+        get_model_config(worker.critic_module[0]).finalize_model_grads_func = None
+    if spoilt == "bias":
+        for chunk in worker.critic_module:
+            chunk.module.output_layer.score.bias.sequence_parallel = False
+    found = {"drawn": [], "lr": worker.critic_optimizer.param_groups[0]["lr"]}
+    if not section.actor.megatron.param_offload:  # else there is nothing on the device between the phases
+        found["drawn"] = [t.clone() for t in head_of(worker)]
+        set_head(worker, torch.load(folder / "word.pt"))
+        found["as_word"] = values_of(worker, tensors)
+        set_head(worker, found["drawn"][0] if found["drawn"] else None)
+    updates = [update_of(worker, tensors) for _ in range(2)]
+    found["norms"] = [norm for metrics in updates for norm in metrics["critic/grad_norm"]]
+    found["last_stage"] = mpu.is_pipeline_last_stage(ignore_virtual=True)
+    found["head"] = [t.clone() for t in head_of(worker)] if "as_word" in found else []
+    if spoilt or "as_word" not in found:
+        return found
+    worker.checkpoint = worker.checkpoint or WorkerCheckpoint(worker)  # line a3 has no row checkpoint.parts here
+    checkpoint = folder / "critic"
+    if not checkpoint.exists():
+        dist.barrier()
+        save(worker, checkpoint, section)
+    else:  # of another layout
+        worker.load_checkpoint(str(checkpoint))
+    found["values"], found["norm"] = values_of(worker, tensors), update_of(worker, tensors)["critic/grad_norm"][0]
+    set_head(worker, 0.0)
+    metrics = update_of(worker, tensors)
+    if found["last_stage"]:
+        found["loss"] = metrics["critic/vf_loss"]
+    return found
+
+
+def save(worker, checkpoint: Path, section: DictConfig) -> None:
+    """One checkpoint of the critic, as trainer/checkpoint.py has workers write it."""
+    if dist.get_rank() == 0:
+        model, files = read_model_shape(Path(section.model.path)), tuple(rank_files(dist.get_world_size()))
+        layout = str(worker.checkpoint.state().layout)
+        begin(checkpoint, Manifest(CHECKPOINT, model, layout, "fp32", "x", files, facts={"step": 1}))
+    else:
+        worker.checkpoint.state()
+    dist.barrier()
+    worker.save_checkpoint(str(checkpoint))
+    worker.finish_checkpoint()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        complete(checkpoint)
+    dist.barrier()
+
+
+def layouts_job(folder: Path, cases: dict[str, tuple[str, dict]]) -> dict:
+    """`answers` on line pypi: {name: (spoilt, sizes of the actor's megatron section)}."""
+    found = {}
+    for name, (spoilt, sizes) in cases.items():
+        more = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in sizes.items()]
+        more += ["algo=ppo", f"actor_rollout_ref.model.path={folder / 'model'}", "recipe.memory.ledger=strict"]
+        config = compose("deepseekv3_tiny_cpu", more)
+        start_parallel(train_layout_of(config))
+        found[name] = answers(config.actor_rollout_ref, folder, spoilt)
+    return found
+
+
+def a3_job(folder: Path, config: DictConfig, spoilt: str, args) -> dict:
+    """`answers` on line a3."""
+    return answers(config, folder, spoilt)
