@@ -19,6 +19,13 @@ LENGTHS = (4, 8, 2)  # of at most 8 tokens
 NOTHING = object()
 
 
+@pytest.fixture(autouse=True)
+def without_verls_module():
+    """verl's loader leaves a user's file in sys.modules."""
+    yield
+    sys.modules.pop("custom_module", None)
+
+
 class Tokenizer:
     """A token is a character; those from 128 on are special."""
 
@@ -197,4 +204,4 @@ def test_a_line_is_found_in_the_traceback_of_another_process(tmp_path, monkeypat
     with pytest.raises(ValueError) as raised, ProcessPoolExecutor(1) as pool:
         pool.submit(own.score, "x").result()
     del sys.modules["own"]
-    assert f"here: {path}:5: JSONDecodeError" in str(manager._failed(part, raised.value, "here"))
+    assert f"here: {path}:5: JSONDecodeError" in str(manager.failed(part, raised.value, "here"))

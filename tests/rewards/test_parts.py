@@ -81,7 +81,7 @@ def test_two_entries_of_one_name_have_labels_of_their_own():
     ("given", "words"),
     [
         (["recipe.rewards=[]"], "recipe.rewards is empty"),
-        (["recipe.rewards=[{name: length, buffer_tokens: 17}]"], "buffer_tokens is 17; expected at most .*, 16"),
+        (["recipe.rewards=[{name: length, buffer_tokens: 17}]"], "buffer_tokens is above data.max_response_length, 16"),
         (["recipe.rewards=[{name: reward_model}]"], "reward_model.enable is false with 1 parts"),
         (["recipe.patches=[-reward.parts]"], "row reward.parts is off"),
         (["reward_model.reward_manager=dapo"], "reward_manager is dapo.*an entry of name length"),

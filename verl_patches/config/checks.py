@@ -544,18 +544,14 @@ def _reward_checks(config: DictConfig) -> list[Check]:
         faults.append("row reward.parts is off, and verl's reward manager has no parts; remove -reward.parts")
     if not parts and samples(recipe):
         faults.append("recipe.rewards is empty, so every reward would be 0; expected a part, or null")
-    for part in parts:
-        if part.entry.name == "length" and part.entry.buffer_of(longest) > longest:
-            found = f"{part.where}.buffer_tokens is {part.entry.buffer_tokens}"
-            faults.append(f"{found}; expected at most data.max_response_length, {longest}")
-    models = [part.where for part in parts if part.entry.name == "reward_model"]
-    if len(models) != int(config.reward_model.enable):
-        faults.append(
-            f"reward_model.enable is {str(config.reward_model.enable).lower()} with {len(models)} parts of name "
-            "reward_model; expected one where it is true, else none"
-        )
+    for where in (p.where for p in parts if p.entry.name == "length" and p.entry.buffer_of(longest) > longest):
+        faults.append(f"{where}.buffer_tokens is above data.max_response_length, {longest}; expected at most that")
+    models, enabled = sum(part.entry.name == "reward_model" for part in parts), config.reward_model.enable
+    if models != int(enabled):
+        held = f"reward_model.enable is {str(enabled).lower()} with {models} parts of name reward_model"
+        faults.append(f"{held}; expected one where it is true, else none")
     if models and config.algorithm.adv_estimator == "remax":
-        faults.append(f"{models[0]} has no scores for remax's baseline, which verl rewards without a reward model")
+        faults.append("verl runs no reward model for remax's baseline; leave the part reward_model out")
     held = " + ".join(f"{part.entry.weight:g} x {part.label}" for part in parts) or "no part"
     return [Check("rewards", False, fault) for fault in faults] or [Check("rewards", True, held)]
 

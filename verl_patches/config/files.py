@@ -36,8 +36,8 @@ from verl_patches.weights.checkpoint_folders import saved_in
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
-_MODEL, _REWARDS = "actor_rollout_ref.model.path", ("recipe.rewards", f"{SHORT_FORM}.path")
-PATHS = (*_DATA, _MODEL, *_REWARDS)  # keys that name files which a run reads
+_MODEL = "actor_rollout_ref.model.path"
+PATHS = (*_DATA, _MODEL, "recipe.rewards", f"{SHORT_FORM}.path")  # keys that name files which a run reads
 # of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main ones
 _PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
 _RECORD_BYTES = 64 << 20, 32 << 10  # of logs, and of a step in summary.json and metrics.jsonl
@@ -173,6 +173,7 @@ def _replay_checks(config: DictConfig) -> Iterator[Check]:
 # the user's code: it must import, and define what is named
 
 IMPORT_S = 120  # time limit of an import
+_FILE_HOOKS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # files with a path
 _CHILD = """
 import importlib, importlib.util, json, os, sys, traceback
 where, name, answer = sys.argv[1:]
@@ -207,24 +208,20 @@ os._exit(0)
 
 
 class Hook(NamedTuple):
-    """A file or module, what it must define ("": it is imported only), and the key or section that says so.
-
-    given_by: keys that name the file of a section with a path; none of a module.
-    """
+    """A file or module, what it must define ("": it is imported only), and the key or section that says so."""
 
     where: str
     name: str
     key: str
-    given_by: tuple[str, ...] = ()
 
 
 def hooks_of(config: DictConfig) -> Iterator[Hook]:
     """The user's code that `config` names."""
     for part in parts_of(config):
         if part.entry.path:
-            yield Hook(part.entry.path, part.entry.function, part.where, _REWARDS)
+            yield Hook(part.entry.path, part.entry.function, part.where)
     if (dataset := config.data.custom_cls).path:
-        yield Hook(dataset.path, dataset.name, "data.custom_cls", ("data.custom_cls.path",))
+        yield Hook(dataset.path, dataset.name, "data.custom_cls")
     if hook := config.recipe.worker_process_setup_hook:
         module, _, name = hook.rpartition(".")
         yield Hook(module, name, "recipe.worker_process_setup_hook")
@@ -243,8 +240,8 @@ def hook_checks(config: DictConfig, must_exist: Collection[str] = (), trees: Tre
     """
     for hook in hooks_of(config):
         what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
-        if hook.given_by and not file.is_file():
-            expected = not {*hook.given_by}.isdisjoint(must_exist)
+        if hook.key.startswith(_FILE_HOOKS) and not file.is_file():
+            expected = not {f"{hook.key}.path", hook.key.partition("[")[0]}.isdisjoint(must_exist)
             yield _absent("hooks", [file], f"{hook.key}.path", expected, "a Python file")
             continue
         fault = unchecked = None

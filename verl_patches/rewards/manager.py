@@ -10,7 +10,8 @@ import functools
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from verl import DataProto
@@ -26,36 +27,26 @@ _FUNCTIONS = {
     "format": maths.format_score,
 }
 RM_SCORES = "rm_scores"  # [B, S_response], of verl's reward model
+# (verl's keywords of a response, its tokens) -> a number, or a dict with `score` and other values; None: a reward model
+Score = Callable[[dict[str, Any], int], Any] | None
 
 
 class RewardError(RecipeError):
     """A part of the reward failed; names the part, the sample, and the line of the user's file."""
 
 
-class Sample(NamedTuple):
-    """What a function sees of one response; `tokens`: its length."""
-
-    data_source: Any
-    text: str
-    ground_truth: Any
-    extra_info: Any
-    tokens: int
-
-
-Score = Callable[[Sample], Any]  # a number, or a dict with `score` and more columns
-
-
+@dataclass
 class RewardManager:
-    """Callable as verl's reward managers; `parts`: with None as the score of a reward model.
+    """Callable as verl's reward managers.
 
     validates: for verl's validation, which runs no reward model, so that its part is left out.
     """
 
-    def __init__(
-        self, parts: Sequence[tuple[Part, Score | None]], tokenizer: Any, reward_fn_key: str, validates: bool = False
-    ):
-        self.parts, self.tokenizer, self.reward_fn_key, self.validates = parts, tokenizer, reward_fn_key, validates
-        self._error: Exception | None = None
+    parts: Sequence[tuple[Part, Score]]
+    tokenizer: Any
+    reward_fn_key: str
+    validates: bool = False
+    error: Exception | None = None
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Rewards [B, S_response] fp32, on the last token of each response but for a reward model's; zeros of no part.
@@ -66,86 +57,77 @@ class RewardManager:
         Raises RewardError, at any later call too: verl's compute_reward prints the error of a first call and makes a
         second, which would train on rewards of a part that had failed.
         """
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         try:
             rewards, columns = self._add_up(data)
         except Exception as error:
-            self._error = error
+            self.error = error
             raise
         return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
 
     def _add_up(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-        responses, others = data.batch["responses"], data.non_tensor_batch
+        responses = data.batch["responses"]
         lengths = data.batch["attention_mask"][:, -responses.shape[1] :].sum(-1)
         rewards, columns = torch.zeros(responses.shape), {}
         totals = torch.zeros(len(responses), dtype=torch.float64)
-        samples = self._samples(responses, lengths.tolist(), others)
+        samples = self._samples(data, lengths.tolist()) if self.parts else []
+        uids = data.non_tensor_batch.get("uid")
         for part, score in self.parts:
             if score is not None:
-                values, more = _results(part, score, samples, others)
+                values, more = _results(part, score, samples, uids)
                 totals += part.entry.weight * torch.tensor(values, dtype=torch.float64)
                 columns = more | columns
             elif self.validates:
                 continue
-            elif RM_SCORES in data.batch.keys():
+            elif RM_SCORES not in data.batch.keys():
+                raise RewardError(f"{part}: the batch has no {RM_SCORES}; expected those of reward_model.enable=true")
+            else:
                 rewards += part.entry.weight * data.batch[RM_SCORES]
                 values = data.batch[RM_SCORES].sum(-1).tolist()
-            else:
-                text = f"{_named(part)}: the batch has no {RM_SCORES}; expected those of reward_model.enable=true"
-                raise RewardError(text)
             columns[f"{METRIC}{part.label}"] = values
         rewards[torch.arange(len(responses)), lengths - 1] += totals.float()
         return rewards, columns
 
-    def _samples(self, responses: torch.Tensor, lengths: list[int], others: Mapping[str, Any]) -> list[Sample]:
-        """One a response; rows without a gold answer have None."""
-        if not self.parts:
-            return []
-        nothing = [None] * len(lengths)
-        sources, golds, infos = (others.get(n, nothing) for n in (self.reward_fn_key, "reward_model", "extra_info"))
-        return [
-            Sample(
-                sources[row],
-                self.tokenizer.decode(responses[row][:tokens], skip_special_tokens=True),
-                (golds[row] or {}).get("ground_truth"),
-                infos[row],
-                tokens,
-            )
-            for row, tokens in enumerate(lengths)
-        ]
+    def _samples(self, data: DataProto, lengths: Sequence[int]) -> list[tuple[dict[str, Any], int]]:
+        """(verl's keywords, tokens) of each response; rows without a gold answer have None."""
+        nothing, names = [None] * len(lengths), (self.reward_fn_key, "reward_model", "extra_info")
+        columns = (data.non_tensor_batch.get(name, nothing) for name in names)
+        samples = []
+        for ids, tokens, source, gold, info in zip(data.batch["responses"], lengths, *columns, strict=True):
+            keywords = {"data_source": source, "ground_truth": (gold or {}).get("ground_truth"), "extra_info": info}
+            text = self.tokenizer.decode(ids[:tokens], skip_special_tokens=True)
+            samples.append(({**keywords, "solution_str": text}, tokens))
+        return samples
 
 
 def _results(
-    part: Part, score: Score, samples: Sequence[Sample], others: Mapping[str, Any]
+    part: Part, score: Score, samples: Sequence[tuple[dict[str, Any], int]], uids: Sequence[str] | None
 ) -> tuple[list[float], dict[str, list[Any]]]:
     """(scores, other columns) of one part; RewardError names the sample."""
     values: list[float] = []
     columns: dict[str, list[Any]] = {}
-    for row, sample in enumerate(samples):
-        uid = f", uid {others['uid'][row]}" if "uid" in others else ""
-        place = f"sample {row} of the batch (data_source {sample.data_source!r}{uid})"
+    for row, (keywords, tokens) in enumerate(samples):
+        uid = "" if uids is None else f", uid {uids[row]}"
+        place = f"sample {row} of the batch (data_source {keywords['data_source']!r}{uid})"
         try:
-            result = score(sample)
+            result = score(keywords, tokens)
             found = dict(result) if isinstance(result, Mapping) else {"score": result}
             values.append(float(found.pop("score")))
         except Exception as error:
-            raise _failed(part, error, place) from error
+            raise failed(part, error, place) from error
         if not math.isfinite(values[-1]) or (row and found.keys() != columns.keys()):
             expected = f"a finite score and the keys of the first response, {', '.join(columns) or 'none'}"
-            raise RewardError(f"{_named(part)}, {place}: expected {expected}; found {result!r}")
+            raise RewardError(f"{part}, {place}: expected {expected}; found {result!r}")
         for name, value in found.items():
             columns.setdefault(name, []).append(value)
     return values, columns
 
 
-def _named(part: Part) -> str:
-    return f"{part.where} ({part.entry.name})"
-
-
-def _failed(part: Part, error: Exception, place: str) -> RewardError:
+def failed(part: Part, error: Exception, place: str) -> RewardError:
+    """The error of a part, with the last line of the user's file that led to it, in another process too."""
     line = place_in("".join(traceback.format_exception(error)), part.entry.path)
-    return RewardError(f"{_named(part)}, {place}: {line}{type(error).__name__}: {error}")
+    return RewardError(f"{part}, {place}: {line}{type(error).__name__}: {error}")
 
 
 def load_parts(original: Callable) -> Callable:
@@ -153,34 +135,29 @@ def load_parts(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def load(config: Any, tokenizer: Any, num_examine: int, **kwargs: Any) -> RewardManager:
-        from verl.trainer.ppo.reward import get_custom_reward_fn
-
-        def score_of(part: Part) -> Score | None:
-            entry, options = part.entry, {}
-            if entry.name == "reward_model":
-                return None
-            if entry.name == "length":
-                longest = config.data.max_response_length
-                return lambda sample: length_penalty(sample.tokens, longest, entry.buffer_of(longest))
-            if entry.name == "python":
-                named = {"path": entry.path, "name": entry.function, "reward_kwargs": entry.kwargs}
-                try:
-                    function = get_custom_reward_fn({"custom_reward_function": named})
-                except Exception as error:
-                    raise _failed(part, error, "while it is loaded") from error
-            elif entry.name == "data_source":
-                function = original(config, tokenizer, num_examine).compute_score
-            else:
-                function, options = _FUNCTIONS[entry.name], {key: getattr(entry, key) for key in TAKES[entry.name]}
-            return lambda sample: function(
-                data_source=sample.data_source,
-                solution_str=sample.text,
-                ground_truth=sample.ground_truth,
-                extra_info=sample.extra_info,
-                **options,
-            )
-
-        parts = [(part, score_of(part)) for part in parts_of(config)]
+        verls = functools.partial(original, config, tokenizer, num_examine)
+        parts = [(part, _score_of(part, config.data.max_response_length, verls)) for part in parts_of(config)]
         return RewardManager(parts, tokenizer, config.data.reward_fn_key, validates=num_examine > 0)
 
     return load
+
+
+def _score_of(part: Part, longest: int, verls_manager: Callable[[], Any]) -> Score:
+    from verl.trainer.ppo.reward import get_custom_reward_fn  # whose import applies this row
+
+    entry, options = part.entry, {}
+    if entry.name == "reward_model":
+        return None
+    if entry.name == "length":
+        return lambda keywords, tokens: length_penalty(tokens, longest, entry.buffer_of(longest))
+    if entry.name == "python":
+        named = {"path": entry.path, "name": entry.function, "reward_kwargs": entry.kwargs}
+        try:
+            function = get_custom_reward_fn({"custom_reward_function": named})
+        except Exception as error:
+            raise failed(part, error, "while it is loaded") from error
+    elif entry.name == "data_source":
+        function = verls_manager().compute_score
+    else:
+        function, options = _FUNCTIONS[entry.name], {key: getattr(entry, key) for key in TAKES[entry.name]}
+    return lambda keywords, tokens: function(**keywords, **options)

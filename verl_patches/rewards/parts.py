@@ -69,6 +69,9 @@ class Part(NamedTuple):
     label: str
     entry: Reward
 
+    def __str__(self) -> str:
+        return f"{self.where} ({self.entry.name})"
+
 
 def parts_of(config: Mapping[str, Any]) -> list[Part]:
     """The parts that a configuration has, in order; without any key that names one, verl's own score by data source.
