@@ -224,7 +224,7 @@ def test_another_verl_checkout_is_used(tmp_path):
     ("override", "words"),
     [
         ("+data.own_key=1", "unknown key data.own_key"),
-        ("+algorithm.filter_groups.enable=true", "algorithm.filter_groups .*raise actor_rollout_ref.rollout.n"),
+        ("+algorithm.filter_groups.enable=true", "algorithm.filter_groups .*recipe.keep_groups.metric"),
         ("+reward_model.overlong_buffer.enable=true", "overlong_buffer .*an entry of name length"),
         (
             "+actor_rollout_ref.actor.fsdp_config.param_offload=true",

@@ -11,10 +11,9 @@ k*D+1 longest samples fill at least k+1 slots, so the (k+1)-th longest slot of a
 (k*D+1)-th longest sample, and here it is exactly that long. Within a slot, the longest sample goes to the replica with
 the fewest tokens so far. The longest micro batches run first, so that too little memory shows at once.
 
-Gradients do not depend on the plan (micro_batches.py, row update.sample_weights). Without that row verl's Megatron actor
-aggregates the loss of each micro batch by itself, and Megatron divides by their number; with loss_agg_mode token-mean
-the weight of a sample depends then on the other samples of its micro batch, so the micro batches of arrival order stay
-together. With a token budget it depends on the packing.
+Gradients do not depend on the plan with row update.sample_weights (micro_batches.py). Without it verl's Megatron actor
+averages the loss of each micro batch by itself, and Megatron divides by their number: with loss_agg_mode token-mean
+the weight of a sample depends on the others of its micro batch, so those of arrival order stay together.
 
 Mini batches are those of verl without trainer.balance_batch: contiguous shares of the replicas, each cut into mini
 batches. PPO epochs repeat the plan.

@@ -588,19 +588,17 @@ def _keep_groups_checks(config: DictConfig) -> Iterator[Check]:
     section, recipe, rollout = config.recipe.keep_groups, config.recipe, config.actor_rollout_ref.rollout
     if section.metric is None:
         return
-    faults = {
-        f"{_ROLLOUT}.n is {rollout.n}: the responses of a prompt must differ; set 2 or more": rollout.n < 2,
-        "recipe.tensor_cache.enabled is true: the cache holds one batch of responses, without a choice among them; set "
-        "it false": recipe.tensor_cache.enabled,
-        "recipe.rollout.replay gives the responses; set one of them": recipe.rollout.replay is not None,
-        "algorithm.adv_estimator is remax: its greedy responses are those of the first batch; use another": (
-            config.algorithm.adv_estimator == "remax"
+    faults = [
+        (rollout.n < 2, f"{_ROLLOUT}.n is {rollout.n}: the responses of a prompt must differ; set 2 or more"),
+        (recipe.tensor_cache.enabled, "recipe.tensor_cache.enabled is true: it holds all responses; set it false"),
+        (recipe.rollout.replay is not None, "recipe.rollout.replay gives the responses; set one of them"),
+        (
+            config.algorithm.adv_estimator == "remax",
+            "algorithm.adv_estimator is remax, with responses of the first batch",
         ),
-        "reward_model.enable is true: a reward model has no memory while the rollout engine is awake; set it false": (
-            config.reward_model.enable
-        ),
-    }
-    wrong = [text for text, is_wrong in faults.items() if is_wrong]
+        (config.reward_model.enable, "reward_model.enable is true: it has no memory while the rollout engine is awake"),
+    ]
+    wrong = [text for is_wrong, text in faults if is_wrong]
     held = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
     yield either(
         "keep groups", not wrong, held, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"

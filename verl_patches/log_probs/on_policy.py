@@ -62,15 +62,11 @@ def faults(config: Any, hf_config: Mapping[str, Any]) -> list[str]:
     return [*_skip_faults(config, hf_config), *_sequence_faults(config), *_correction_faults(config)]
 
 
-def single_update(config: Any) -> bool:
-    """Whether a step is one mini batch and one epoch, so that every ratio of new and old probabilities is 1."""
-    actor = config.actor_rollout_ref.actor
-    return actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
-
-
 def needs_old_log_probs(config: Any) -> bool:
     """Whether the update cannot take its own log-probs as old ones: weights change in it, or KL is in the reward."""
-    return bool(not single_update(config) or config.algorithm.use_kl_in_reward)
+    actor = config.actor_rollout_ref.actor
+    several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs != 1
+    return bool(several or config.algorithm.use_kl_in_reward)
 
 
 def _skip_faults(config: Any, hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -103,16 +99,16 @@ def _skip_faults(config: Any, hf_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sequence_faults(config: Any) -> Iterator[str]:
-    train, mode = config.recipe.train, config.actor_rollout_ref.actor.loss_agg_mode
-    if train.importance_ratio != "sequence":
+    actor = config.actor_rollout_ref.actor
+    if config.recipe.train.importance_ratio != "sequence":
         return
     given = "recipe.train.importance_ratio is sequence, but"
-    if mode != "seq-mean-token-mean":
-        yield f"{given} {_ACTOR}.loss_agg_mode is {mode}: GSPO's loss is a mean over sequences; set seq-mean-token-mean"
-    if single_update(config):
+    if actor.loss_agg_mode != "seq-mean-token-mean":
+        yield f"{given} {_ACTOR}.loss_agg_mode is {actor.loss_agg_mode}; GSPO's mean is seq-mean-token-mean: set that"
+    if actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1:
         yield (
-            f"{given} a step is one mini batch and one epoch: new and old probabilities are equal, so all ratios are 1 "
-            f"and nothing is clipped; set {_ACTOR}.ppo_mini_batch_size to a part of data.train_batch_size"
+            f"{given} a step is one mini batch and one epoch, so all ratios are 1; set {_ACTOR}.ppo_mini_batch_size to a "
+            "part of data.train_batch_size"
         )
 
 

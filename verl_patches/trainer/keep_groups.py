@@ -4,15 +4,13 @@ A prompt whose responses all have the same reward gives no gradient: it is left 
 the batch of the step is full. What is left over of the last drawn batch is dropped, so the data loader's own state
 is all that a resumed run needs.
 
-    fit() of both pins                                   here
-    for batch_dict in self.train_dataloader              __iter__: verl's loader, without end; keeps the batch it gave
-    batch = DataProto.from_single_dict(batch_dict)       shares the columns of batch_dict: no copy
-    with timer gen: generate_sequences(gen_batch)        generate_sequences: draws, generates, scores and keeps; then
-                                                         writes the kept prompts into the columns, in place
-    batch.repeat(n).union(responses)                     rows of the kept prompts, and their responses
+    fit() of both pins                                here
+    for batch_dict in self.train_dataloader           __iter__: verl's loader, without end
+    batch = DataProto.from_single_dict(batch_dict)    its columns are those of batch_dict, not copies
+    generate_sequences(gen_batch), in timer gen       draws, generates, scores; writes kept prompts into the columns
+    batch.repeat(n).union(responses)                  kept prompts, and their responses
 
-So drawing, generating and scoring are inside verl's timers `gen` and `step`. verl scores the kept responses once more.
-The rollout engine stays awake meanwhile: one weight sync a step (worker/sharding.py).
+verl scores kept responses once more. The rollout engine stays awake: one weight sync a step (worker/sharding.py).
 """
 
 from __future__ import annotations
@@ -67,55 +65,52 @@ class KeptGroups:
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses of as many prompts as `prompts` has, whose rewards differ; KeepGroupsError after max_batches."""
-        size, batch, more = len(prompts), self._given, prompts
+        size, batch, most = len(prompts), self._given, self._section.max_batches
         names = {"batch_keys": list(prompts.batch.keys()), "non_tensor_batch_keys": list(prompts.non_tensor_batch)}
         rows: list[tuple[dict[str, Any], int]] = []  # (drawn batch, row) of the prompts that differ
         found: list[DataProto] = []
-        for drawn in range(1, self._section.max_batches + 1):
-            output, differ = self._sample(batch, more)
+        for drawn in range(1, most + 1):
+            whole = DataProto.from_single_dict(batch)
+            own = whole.pop(**names)
+            differ = self._sample(prompts if drawn == 1 else own, whole, found)
             rows += [(batch, int(row)) for row in np.flatnonzero(differ)]
-            found.append(output[np.flatnonzero(differ.repeat(len(output) // size))])
             self.report = {"drawn_batches": drawn, "prompts": drawn * size, "differ": len(rows)}
-            self.report["kept_share"] = len(rows) / (drawn * size)
-            if len(rows) >= size:
+            if len(rows) >= size or drawn == most:
                 break
-            if drawn < self._section.max_batches:
-                batch = self._draw()
-                more = DataProto.from_single_dict(batch).pop(**names)
+            batch = self._draw()
+        self.report["kept_share"] = len(rows) / self.report["prompts"]
         self._workers.end_rollout()
         if len(rows) < size:
             raise KeepGroupsError(self._too_few(size))
-        for name in self._given.keys() - {*names["batch_keys"], *names["non_tensor_batch_keys"]}:
-            column = [drawn_batch[name][row] for drawn_batch, row in rows[:size]]
-            for place, value in enumerate(column):
+        for name in self._given.keys() - set().union(*names.values()):
+            for place, value in enumerate([drawn_batch[name][row] for drawn_batch, row in rows[:size]]):
                 self._given[name][place] = value
-        return DataProto.concat(found)[: size * (len(output) // size)]
+        kept = DataProto.concat(found)
+        return kept[: len(kept) // len(rows) * size]
 
-    def _sample(self, batch: dict[str, Any], prompts: DataProto) -> tuple[DataProto, np.ndarray]:
-        """(responses of `prompts`, which of them differ in the metric); the columns of `batch` are for their reward."""
+    def _sample(self, prompts: DataProto, rest: DataProto, found: list[DataProto]) -> np.ndarray:
+        """Which prompts have responses that differ, [prompts]; these responses are appended to `found`.
+
+        `rest`: the columns of the batch that verl does not generate from; the reward reads them.
+        """
         self._on_call("generate_sequences")
         prompts.meta_info[STAYS_AWAKE] = True
         output = self._workers.generate_sequences(prompts)
         self._on_call("reward")
-        whole, n = DataProto.from_single_dict(batch), len(output) // len(prompts)
-        whole.pop(batch_keys=list(prompts.batch.keys()), non_tensor_batch_keys=list(prompts.non_tensor_batch))
-        result = self._trainer.reward_fn(whole.repeat(n, interleave=True).union(output), return_dict=True)
-        values, metric = result["reward_tensor"].sum(-1).numpy(), self._section.metric
-        if metric != SCORE:
-            extra = result.get("reward_extra_info") or {}
-            if metric not in extra:
-                names = ", ".join(sorted({SCORE, *extra}))
-                raise ConfigError(f"recipe.keep_groups.metric is {metric!r}; the reward function gives {names}")
-            values = np.asarray(extra[metric], dtype=float)
-        values = values.reshape(-1, n)
-        return output, values.max(1) > values.min(1)  # exact, where a standard deviation of equal numbers may not be 0
+        n, metric = len(output) // len(prompts), self._section.metric
+        result = self._trainer.reward_fn(rest.repeat(n, interleave=True).union(output), return_dict=True)
+        values = {**(result.get("reward_extra_info") or {}), SCORE: result["reward_tensor"].sum(-1)}
+        if metric not in values:
+            raise ConfigError(f"recipe.keep_groups.metric is {metric!r}; the reward function gives {', '.join(values)}")
+        of_prompts = np.asarray(values[metric], dtype=float).reshape(-1, n)
+        differ = of_prompts.max(1) > of_prompts.min(1)  # exact: equal numbers may have a standard deviation above 0
+        found.append(output[np.flatnonzero(differ.repeat(n))])
+        return differ
 
     def _too_few(self, size: int) -> str:
-        report, section = self.report, self._section
         return (
-            f"recipe.keep_groups: only {report['differ']} of {report['prompts']} prompts ({report['kept_share']:.1%}) "
-            f"in {report['drawn_batches']} batches have responses that differ in {section.metric!r}, expected {size} "
-            "for the step. The data are too easy or too hard for the model, or all responses are cut at the length "
-            "limit: look at the rewards, raise recipe.keep_groups.max_batches or rollout.n, or set "
+            "recipe.keep_groups: only {differ} of {prompts} prompts ({kept_share:.1%}) in {drawn_batches} batches have "
+            f"responses that differ in {self._section.metric!r}, expected {size} for the step. The data are too easy "
+            "or too hard for the model: look at its rewards, raise recipe.keep_groups.max_batches or rollout.n, or set "
             "recipe.keep_groups.metric=null"
-        )
+        ).format(**self.report)
