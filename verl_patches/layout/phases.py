@@ -42,6 +42,7 @@ CALLS = {  # of the trainer, in their order in a step: what is shown while one r
     "update_actor": "update",
 }
 OF_WORKERS = tuple(phase.planned for phase in STEP_PHASES if phase.call not in (None, "reward"))
+OF_VALUES = ("rm", "prm")  # objectives of value models
 STAYS_AWAKE = "stays_awake"  # key of a batch's meta_info: its rollout may go on in a next call of generate_sequences
 # where else a process may be: in its start, verl's validation, a wait for the last checkpoint's files, a trace's files
 START, VALIDATE, LAST_CHECKPOINT, PROFILE = "start", "validate", "last checkpoint", "profile"
@@ -50,3 +51,8 @@ START, VALIDATE, LAST_CHECKPOINT, PROFILE = "start", "validate", "last checkpoin
 def samples(recipe: Any) -> bool:
     """Whether the run samples its responses; with an objective on fixed data no rollout engine is started."""
     return recipe.objective.name == "rl"
+
+
+def trains_actor(recipe: Any) -> bool:
+    """Whether the run trains an actor; the objectives of value models train the critic alone, and build no actor."""
+    return recipe.objective.name not in OF_VALUES

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from verl_patches.layout.phases import samples
+from verl_patches.layout.phases import OF_VALUES, samples
 
 _PAIR = {"prompt": "messages", "chosen": "text", "rejected": "text"}
 # objective -> columns of a data file and their kinds, or other columns in their place
@@ -29,7 +29,7 @@ KINDS = {
     "marks": "a list of true or false, or of numbers from 0 to 1",
 }
 RESPONSES = {"sft": 1, "prm": 1, "dpo": 2, "ipo": 2, "kto": 2, "rm": 2}  # of each prompt in a batch
-WITH_REFERENCE, OF_VALUES = ("dpo", "ipo", "kto"), ("rm", "prm")
+WITH_REFERENCE = ("dpo", "ipo", "kto")
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 

@@ -44,7 +44,8 @@ class Setting:
     where MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of
     kv_b_proj. `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out
     HCCL and CANN. `critic`: whether a value model is trained too. `sampled`: false on fixed data, which has no rollout
-    engine. `reference`: whether a loss or the reward has the KL to a reference model.
+    engine. `actor`: false where the critic alone is trained. `reference`: whether a loss or the reward has the KL to a
+    reference model.
     """
 
     inventory: Inventory
@@ -61,6 +62,7 @@ class Setting:
     hccl: dict[str, int] | None = None
     critic: bool = False
     sampled: bool = True
+    actor: bool = True
     reference: bool = True
 
 
@@ -85,6 +87,8 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
     cache = max(setting.vllm_bytes - weights, 0)
     if not setting.sampled:
         weights = cache = buffers = 0
+    if not setting.actor:
+        trained = dict.fromkeys(trained, 0)
     if setting.critic:
         trained |= _trained_bytes(setting, build_inventory(inventory.model, value=True), CRITIC, rank)
     return {

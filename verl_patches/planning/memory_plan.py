@@ -22,7 +22,7 @@ from verl_patches.config.compose import graph_arguments, model_shape_of, rollout
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
-from verl_patches.layout.phases import samples
+from verl_patches.layout.phases import samples, trains_actor
 from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
 from verl_patches.planning.activations import UNBALANCED, Passes
 from verl_patches.planning.expected import (
@@ -71,6 +71,7 @@ def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
         hccl=hccl.buffer_bytes(config, inventory.model) if npu else None,
         critic=critic_of(config) is not None,
         sampled=samples(recipe),
+        actor=trains_actor(recipe),
         reference=config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward,
     )
     return RunMemory(setting, *schedule_of(config.actor_rollout_ref, recipe, rows, critic=critic_of(config)))

@@ -127,7 +127,8 @@ class StepInput:
 
     `copies`: how often the trainer sends a sample to its workers where the tensor cache is off: 1, or once for each of
     the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out,
-    `critic_micro_batch` without a critic. `sampled`: false on fixed data, without rollout, weight sync and reward.
+    `critic_micro_batch` without a critic. `sampled`: false on fixed data, without rollout, weight sync and reward;
+    `actor`: false where the critic alone is trained.
     `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
     """
 
@@ -158,6 +159,7 @@ class StepInput:
     dp_sync: str = "hccl"
     kv_bytes: float | None = None
     sampled: bool = True
+    actor: bool = True
     sync: SyncTraffic | None = None
     offload: Offload = field(default_factory=Offload)
 
@@ -445,7 +447,7 @@ def step_time(run: StepInput, constants: Constants) -> dict[str, float]:
         "advantage": tokens * constants.advantage_s,
         "values": log_prob_s(critic, critic.micro_batch, constants) if critic else 0.0,
         "update_critic": update_s(critic, constants) if critic else 0.0,
-        "update": update_s(run, constants),
+        "update": update_s(run, constants) if run.actor else 0.0,
         "reshard": reshard_s(sync, constants) if run.sampled else 0.0,
         "offload": offload_s(run.offload, constants),
     }

@@ -18,7 +18,7 @@ from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
-from verl_patches.layout.phases import STEP_PHASES, samples
+from verl_patches.layout.phases import STEP_PHASES, samples, trains_actor
 from verl_patches.memory.schedule import Moment, direct_sync, simulate
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
 from verl_patches.planning.expected import group_bytes
@@ -121,6 +121,7 @@ def step_input(
         dp_sync=workload.dp_sync,
         kv_bytes=kv_bytes,
         sampled=samples(recipe),
+        actor=trains_actor(recipe),
         offload=offload or Offload(),
     )
     if sync is None:

@@ -36,6 +36,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import critic_of, train_layout_of, world_size
+from verl_patches.layout.phases import trains_actor
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.values import leaves, size_text
@@ -97,23 +98,30 @@ class Checkpoints:
         started, step = time.perf_counter(), self.trainer.global_steps
         self._say_once(recover(self.folder, self.run))
         writing = unnamed(self.folder / f"global_step_{step}", "writing", self.run)
-        own, groups = {writing: {**self._model_files(), **self._trainer_files()}}, [self.trainer.actor_rollout_wg]
+        own, groups = {writing: {**self._model_files(), **self._trainer_files()}}, {}
         ranks, facts, answers = rank_files(world_size(self.config)), {}, []
+        if self.trains_actor:
+            groups[writing] = self.trainer.actor_rollout_wg
         if self.critic is not None:
             own[writing / CRITIC] = {"config.json": own[writing]["config.json"]}
-            groups.append(self.critic)
+            groups[writing / CRITIC] = self.critic
             critic = self._manifest(step, [*ranks, "config.json"], {})
             facts = {CRITIC: critic.identity}
-        begin(writing, self._manifest(step, [*ranks, *own[writing]], facts))
+        begin(writing, self._manifest(step, [*(ranks if self.trains_actor else ()), *own[writing]], facts))
         if self.critic is not None:
             begin(writing / CRITIC, critic)
-        for group, folder in zip(groups, own, strict=True):
+        for folder, group in groups.items():
             answers += group.save_checkpoint(str(folder), None, step)
         record = {"step": step, "blocking_s": time.perf_counter() - started}
         record["copied_bytes"] = max(answer["copied_bytes"] for answer in answers)
         record["copy_s"] = max(answer["seconds"] for answer in answers)
         self._thread = threading.Thread(target=self._complete, args=(writing, own, record, started), name="checkpoint")
         self._thread.start()
+
+    @property
+    def trains_actor(self) -> bool:
+        """Whether there is an actor to save; else the critic is all that is trained."""
+        return trains_actor(self.config.recipe)
 
     @property
     def critic(self) -> Any:
@@ -225,7 +233,8 @@ class Checkpoints:
         manifest = self._checked(folder)
         step, here = manifest.facts["step"], folder.resolve().parent == self.folder.resolve()
         try:
-            self.trainer.actor_rollout_wg.load_checkpoint(str(folder), None, False)
+            if self.trains_actor:
+                self.trainer.actor_rollout_wg.load_checkpoint(str(folder), None, False)
             if self.critic is not None:
                 self.critic.load_checkpoint(str(folder / CRITIC), None, False)
         except CheckpointError as error:  # Ray's error of a worker's is of its type too, and has it as `cause`

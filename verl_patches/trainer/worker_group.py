@@ -25,7 +25,7 @@ import torch
 from verl import DataProto
 
 from verl_patches.batches.cached_step import SAMPLE, TensorCacheStages
-from verl_patches.layout.phases import VALIDATE, samples
+from verl_patches.layout.phases import VALIDATE, samples, trains_actor
 from verl_patches.log_probs.sampled_check import SampledCheck
 from verl_patches.log_probs.truth_check import not_compared
 from verl_patches.objectives.advantages import given_responses
@@ -59,7 +59,7 @@ class RecipeWorkerGroup:
         self._record_to, self._replay_from = record_to, find_recording(recipe.rollout.replay)
         self._profile_to, self._profiled = profile_to, frozenset(recipe.profile.steps or ())
         self.lengths: list[int] | None = None
-        self._fixed_data = None if samples(recipe) else recipe.objective.name
+        self._fixed_data, self._trains_actor = None if samples(recipe) else recipe.objective.name, trains_actor(recipe)
         self._rewards: dict[str, float] | None = None  # means of the parts of this step's reward
         self._skip_old_log_prob = recipe.train.skip_old_log_prob
         self.cache: TensorCacheStages | None = None
@@ -124,9 +124,11 @@ class RecipeWorkerGroup:
         return self._stages.compute_ref_log_prob(batch)
 
     def update_actor(self, batch: DataProto) -> DataProto:
-        """verl's metrics of the update."""
-        self._on_call(self.step, "update_actor")
+        """verl's metrics of the update; none where the critic alone is trained."""
         self.lengths, self._rewards = batch.meta_info.get("global_token_num"), part_means(batch.non_tensor_batch)
+        if not self._trains_actor:
+            return DataProto(meta_info={"metrics": {}})
+        self._on_call(self.step, "update_actor")
         if self._skip_old_log_prob:
             batch.batch.pop("old_log_probs")
         return self._stages.update_actor(batch)

@@ -35,7 +35,7 @@ from verl_patches.batches.micro_batches import Update, current_mini_batches, sta
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
-from verl_patches.layout.phases import LAST_CHECKPOINT, START, VALIDATE, samples
+from verl_patches.layout.phases import LAST_CHECKPOINT, START, VALIDATE, samples, trains_actor
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
@@ -91,7 +91,12 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """verl's, which builds models, optimizer and rollout; then the ledger and the schedule start."""
+        """verl's, which builds models, optimizer and rollout; then the ledger and the schedule start.
+
+        Nothing is built where the critic alone is trained.
+        """
+        if not trains_actor(self.recipe):
+            return
         with counters.timed("start/models"):
             super().init_model()
         self.memory.start(self, self.trained)
