@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for place in places:
             if place == "learning" and name not in LEARNING:
                 continue
-            made = run(name, place, given.upstream)
+            made = run(name, place, given.upstream and str(Path(given.upstream).absolute()))
             RECORD.write_text(json.dumps(merged(read_record(), [made], names), indent=1) + "\n")
             print(f"{name}, {PLACES[place]}: {_cell(made)}", flush=True)
             failed = failed or made["exit"] not in (0, 2)

@@ -14,5 +14,4 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 bash "$root/scripts/setup.sh" >&2
-cd "$root"
-exec .venv/bin/python scripts/recipe_runs.py "$@" </dev/null
+exec "$root/.venv/bin/python" "$root/scripts/recipe_runs.py" "$@" </dev/null

@@ -53,6 +53,7 @@ FETCH = "<-m><verl_patches><fetch-upstream><--mirror><a b><--json><path={root}"
         ("scripts/test.sh", "--upstream up", "<--upstream={root}/scripts/up>"),
         ("scripts/test.sh", "--venv ../other", "<{root}/scripts/../other/bin/python>"),
         ("scripts/smoke.sh", "--steps 3 \"trainer.x='a b'\"", "<verl_patches><smoke><--steps><3><trainer.x='a b'>"),
+        ("scripts/recipes.sh", "--only rloo", "<{root}/scripts/recipe_runs.py><--only><rloo>"),
         ("scripts/real_fetch.sh", "--mirror 'a b' --json", FETCH),
         (".ci/run", "", "<--no-loadscope-reorder><--full>"),
         (".ci/run", "", "mirrors.tar"),
