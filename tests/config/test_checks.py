@@ -165,7 +165,7 @@ def test_the_configs_of_this_repository_hold_and_their_details_ask_for_no_change
     ]),
     (TINY, [
         ("trainer.save_freq=1", "checkpoints", "files go to trainer.default_local_dir"),
-        ("algorithm.adv_estimator=gae", "line pypi", "Instead: algorithm.adv_estimator=grpo"),
+        ("critic.optim.warmup_style=cosine", "line pypi", "Instead: a constant critic.optim.lr"),
         ("trainer.default_hdfs_dir=hdfs://x", "checkpoints", "expected null"),
         (f"{ACTOR}.use_distributed_optimizer=false", "optimizer", "expected true: each rank"),
     ]),

@@ -106,7 +106,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
     if spoilt or "as_word" not in found:
         return found
     worker.checkpoint = worker.checkpoint or WorkerCheckpoint(worker)  # line a3 has no row checkpoint.parts here
-    checkpoint = folder / "critic"
+    checkpoint = folder / f"critic_{section.recipe.line}"
     if not checkpoint.exists():
         dist.barrier()
         save(worker, checkpoint, section)

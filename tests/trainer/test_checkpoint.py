@@ -189,11 +189,7 @@ def test_folders_that_are_no_checkpoints_are_refused(saves, tmp_path):
         saves(**path_of(7, tmp_path)).load()
 
 
-def test_a_critic_and_a_remote_folder_are_refused(saves):
-    run = saves()
-    run.trainer.use_critic = True
-    with pytest.raises(ConfigError, match="critic"):
-        run.save()
+def test_a_remote_folder_is_refused(saves):
     with pytest.raises(ConfigError, match="default_hdfs_dir"):
         saves(default_hdfs_dir="hdfs://x").save()
 

@@ -74,9 +74,15 @@ class RecipeCriticWorker:
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_values(self, data: Any) -> Any:
-        """verl's, in phase values: `values` [B, S_response]."""
+        """verl's, in phase values: `values` [B, S_response], 0 beyond a response.
+
+        54c9b736 has one more there, from which GAE with lam below 1 would go on (megatron_critic.py:105).
+        """
         with context().phase("values"):
-            return super().compute_values(data)
+            output = super().compute_values(data)
+        values = output.batch["values"]
+        output.batch["values"] = values * data.batch["attention_mask"][:, -values.shape[1] :].to(values)
+        return output
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_critic(self, data: Any) -> Any:
