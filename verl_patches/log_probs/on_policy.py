@@ -107,8 +107,8 @@ def _sequence_faults(config: Any) -> Iterator[str]:
         yield f"{given} {_ACTOR}.loss_agg_mode is {actor.loss_agg_mode}; GSPO's mean is seq-mean-token-mean: set that"
     if actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1:
         yield (
-            f"{given} a step is one mini batch and one epoch, so all ratios are 1; set {_ACTOR}.ppo_mini_batch_size to a "
-            "part of data.train_batch_size"
+            f"{given} a step is one mini batch and one epoch, so all ratios are 1: set {_ACTOR}.ppo_mini_batch_size to "
+            "a part of data.train_batch_size"
         )
 
 

@@ -68,6 +68,7 @@ class RecipeShardingManager:
         """Put the rollout engine to sleep; with our memory schedule without verl's empty_cache."""
         if self.stays_awake and exc_type is None:
             return
+        self.stays_awake = False
         if context().scheduler is None:
             super().__exit__(exc_type, exc_value, traceback)
             return
