@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from verl_patches.rewards.learnable import KINDS
+
 DATA = Path(__file__).resolve().parents[2] / "data"
 SAMPLE = DATA / "deepscaler_sample.json"
 
@@ -82,9 +84,22 @@ def test_wrong_use_exits_2_and_writes_nothing(run, tmp_path, arguments, message)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments", ["", "x.json --learnable 9", "x.json --tokenizer x", "x.json --max-prompt-length 9"]
-)
+@pytest.mark.parametrize("unpaired", [False, True])
+def test_learnable_rows_have_the_columns_of_fixed_data(run, tmp_path, unpaired):
+    code, _ = run("--learnable", 12, "-o", tmp_path / "out", *(["--unpaired"] if unpaired else []))
+    rows = read(tmp_path / "out" / "train.parquet")
+    assert code == 0 and [row["label"] for row in rows] == [not (unpaired and at % 2) for at in range(12)]
+    for row in rows:
+        kind = set(KINDS[row["reward_model"]["ground_truth"]])
+        assert set(row["chosen"]) <= kind and not set(row["rejected"]) & kind
+        assert row["response"] == (row["chosen"] if row["label"] else row["rejected"])
+        assert [set(step) <= kind for step in row["steps"]] == row["labels"]
+        assert 4 <= len(row["chosen"]) <= 12 and len("".join(row["steps"])) <= 12
+
+
+@pytest.mark.parametrize("arguments", [
+    "", "x.json --learnable 9", "x.json --unpaired", "x.json --tokenizer x", "x.json --max-prompt-length 9"
+])  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(run, tmp_path, arguments):
     with pytest.raises(SystemExit) as end:
         run(*arguments.split(), "-o", tmp_path)
