@@ -84,12 +84,14 @@ def test_wrong_use_exits_2_and_writes_nothing(run, tmp_path, arguments, message)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("unpaired", [False, True])
-def test_learnable_rows_have_the_columns_of_fixed_data(run, tmp_path, unpaired):
-    code, _ = run("--learnable", 12, "-o", tmp_path / "out", *(["--unpaired"] if unpaired else []))
-    rows = read(tmp_path / "out" / "train.parquet")
-    assert code == 0 and [row["label"] for row in rows] == [not (unpaired and at % 2) for at in range(12)]
-    for row in rows:
+@pytest.mark.parametrize("answers", ["paired", "unpaired"])
+def test_learnable_rows_may_have_the_columns_of_fixed_data(run, tmp_path, answers):
+    plain, given = tmp_path / "plain", tmp_path / "given"
+    assert run("--learnable", 12, "-o", plain)[0] == run("--learnable", 12, "-o", given, "--answers", answers)[0] == 0
+    rows = read(given / "train.parquet")
+    assert [row["label"] for row in rows] == [answers == "paired" or at % 2 == 0 for at in range(12)]
+    for row, other in zip(rows, read(plain / "train.parquet"), strict=True):
+        assert {name: row[name] for name in other} == other and "label" not in other
         kind = set(KINDS[row["reward_model"]["ground_truth"]])
         assert set(row["chosen"]) <= kind and not set(row["rejected"]) & kind
         assert row["response"] == (row["chosen"] if row["label"] else row["rejected"])
@@ -98,7 +100,8 @@ def test_learnable_rows_have_the_columns_of_fixed_data(run, tmp_path, unpaired):
 
 
 @pytest.mark.parametrize("arguments", [
-    "", "x.json --learnable 9", "x.json --unpaired", "x.json --tokenizer x", "x.json --max-prompt-length 9"
+    "", "x.json --learnable 9", "x.json --answers paired", "--learnable 9 --answers none",
+    "x.json --tokenizer x", "x.json --max-prompt-length 9"
 ])  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(run, tmp_path, arguments):
     with pytest.raises(SystemExit) as end:

@@ -97,8 +97,8 @@ def test_an_objective_on_fixed_data_has_rows_with_responses_alone(tmp_path):
         return {folder.name.partition("-")[0]: task for folder, task in made.items()}
 
     assert tasks().keys() == tasks("algo=grpo").keys() == {"maths", "learnable"}
-    assert tasks("algo=dpo") == {"learnable": smoke.LEARN_TASK}
-    assert tasks("algo=dpo", "algo=kto") == {"learnable": [*smoke.LEARN_TASK, "--unpaired"]}  # the last one counts
+    assert tasks("algo=dpo") == {"learnable": [*smoke.LEARN_TASK, "--answers", "paired"]}
+    assert tasks("algo=dpo", "algo=kto")["learnable"][-1] == "unpaired"  # the last one counts
     folders = [next(iter(smoke.inputs_of(SmokeOptions(), tmp_path, [f"algo={name}"]).tasks)) for name in ("sft", "kto")]
     assert folders[0] != folders[1]
 
