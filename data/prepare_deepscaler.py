@@ -1,7 +1,7 @@
 """Make train.parquet and test.parquet, in the schema verl trains on, from DeepScaleR or GSM8K files.
 
     python data/prepare_deepscaler.py FILE [FILE ...] -o DIR [--tokenizer DIR --max-prompt-length N] [--json]
-    python data/prepare_deepscaler.py --learnable ROWS -o DIR [--unpaired]
+    python data/prepare_deepscaler.py --learnable ROWS -o DIR [--answers paired|unpaired]
 
 Exit codes: 0 written, 1 bad rows (each named by file and line; nothing written), 2 wrong use.
 """
@@ -44,14 +44,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-prompt-length", type=int, help="in tokens, with the chat template")
     parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of refusing the file")
     parser.add_argument("--learnable", type=int, metavar="ROWS", help="make the task for tiny random models instead")
-    parser.add_argument("--unpaired", action="store_true", help="with --learnable: every second response is wrong")
+    answers = "with --learnable: columns of fixed data; unpaired: half the responses are wrong"
+    parser.add_argument("--answers", choices=("paired", "unpaired"), help=answers)
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(argv)
     if bool(args.inputs) == (args.learnable is not None):
         parser.error("give input files or --learnable ROWS, one of the two")
-    if args.unpaired and args.learnable is None:
-        parser.error("--unpaired goes with --learnable")
+    if args.answers and args.learnable is None:
+        parser.error("--answers goes with --learnable")
     if (args.prompt_key is None) != (args.answer_key is None):
         parser.error("--prompt-key and --answer-key go together")
     if (args.tokenizer is None) != (args.max_prompt_length is None):
@@ -103,14 +104,14 @@ def drop_long(
     return kept, dropped
 
 
-def make_rows(count: int, seed: int = 0, unpaired: bool = False) -> list[Row]:
+def make_rows(count: int, seed: int = 0, answers: str | None = None) -> list[Row]:
     """`count` rows in verl's schema, the same for the same seed.
 
     Any three neighbours (rows 0-2, 3-5, ...) ask for the three kinds, in a drawn order, so every batch of a multiple
-    of three rows is balanced if the data is not shuffled again. Columns of fixed data (objectives/settings.py): chosen
-    and rejected are answers in the prompt's kind and in another, response is the chosen one, or with `unpaired` every
-    second time the rejected one, and label says which; steps are of either kind, with their labels. Raises ConfigError
-    for fewer than three rows, or more than MAX_ROWS.
+    of three rows is balanced if the data is not shuffled again. `answers` adds the columns of fixed data
+    (verl_patches/objectives/settings.py): chosen and rejected are answers in the prompt's kind and in another, response
+    is the chosen one (paired), or every second time the rejected one (unpaired), and label says which; steps are of
+    either kind, with their labels. Raises ConfigError for fewer than three rows, or more than MAX_ROWS.
     """
     if not len(KINDS) <= count <= MAX_ROWS:
         raise ConfigError(
@@ -121,11 +122,12 @@ def make_rows(count: int, seed: int = 0, unpaired: bool = False) -> list[Row]:
     order: list[str] = []
     while len(order) < count:
         order += rng.sample(list(KINDS), len(KINDS))
-    rows, answers = [], Random(f"answers {seed}")
+    rows, of_answers = [], Random(f"answers {seed}")
     for at, kind in enumerate(order[:count]):
         prompt = " ".join(rng.choice(KINDS[kind]) for _ in range(PROMPT_SYMBOLS))
         row = verl_row(DATA_SOURCE, prompt, kind, ability="kinds", origin=f"seed {seed}")
-        rows.append({**row, **_answers(answers, kind, good=not (unpaired and at % 2))})
+        good = answers == "paired" or at % 2 == 0
+        rows.append({**row, **(_answers(of_answers, kind, good) if answers else {})})
     return rows
 
 
@@ -144,10 +146,10 @@ def _answers(rng: Random, kind: str, good: bool) -> Row:
 
 
 def write_task(
-    folder: Path, count: int, seed: int = 0, test_rows: int = 30, overwrite: bool = False, unpaired: bool = False
+    folder: Path, count: int, seed: int = 0, test_rows: int = 30, overwrite: bool = False, answers: str | None = None
 ) -> tuple[Path, Path]:
     """Write the task's train.parquet (`count` rows) and test.parquet to `folder` and return their paths."""
-    train, test = make_rows(count, seed, unpaired), make_rows(test_rows, seed + 1_000_003, unpaired)
+    train, test = make_rows(count, seed, answers), make_rows(test_rows, seed + 1_000_003, answers)
     return write_tables(folder, number(train, "train"), number(test, "test"), overwrite)
 
 
@@ -155,7 +157,7 @@ def prepare(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Exit code and report; ConfigError for wrong use."""
     check_free(args.output, args.overwrite)
     if args.learnable is not None:
-        files = write_task(args.output, args.learnable, args.seed, LEARNABLE_TEST_ROWS, args.overwrite, args.unpaired)
+        files = write_task(args.output, args.learnable, args.seed, LEARNABLE_TEST_ROWS, args.overwrite, args.answers)
         return 0, {"files": [str(file) for file in files], "train": args.learnable, "test": LEARNABLE_TEST_ROWS}
     keys = (args.prompt_key, args.answer_key) if args.prompt_key else None
     problems, bad, repeated = read_all(args.inputs, keys, args.json)

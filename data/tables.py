@@ -224,7 +224,7 @@ def write_tables(folder: Path, train: list[Row], test: list[Row], overwrite: boo
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as written:
             for target, rows in targets.items():
-                table = pyarrow.Table.from_pylist(rows, schema=_schema())
+                table = pyarrow.Table.from_pylist(rows, schema=_schema(answers="label" in rows[0]))
                 pyarrow.parquet.write_table(table, written.enter_context(replacing(target)))
     except OSError as error:
         raise ConfigError(f"output {folder}: cannot be written ({error}): choose another --output") from error
@@ -244,11 +244,13 @@ def check_free(folder: Path, overwrite: bool) -> None:
         raise ConfigError(f"output {folder}: {text}: choose another --output or give --overwrite")
 
 
-def _schema() -> pyarrow.Schema:
+def _schema(answers: bool) -> pyarrow.Schema:
     import pyarrow as pa
 
     text = pa.string()
     extra = [("index", pa.int64()), ("split", text), ("answer", text), ("solution", text), ("origin", text)]
+    given = [(name, text) for name in ("response", "chosen", "rejected")]
+    given += [("label", pa.bool_()), ("steps", pa.list_(text)), ("labels", pa.list_(pa.bool_()))]
     return pa.schema(
         [
             ("data_source", text),
@@ -256,5 +258,6 @@ def _schema() -> pyarrow.Schema:
             ("ability", text),
             ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
             ("extra_info", pa.struct(extra)),
+            *(given if answers else ()),
         ]
     )

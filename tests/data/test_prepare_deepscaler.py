@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from verl_patches.rewards.learnable import KINDS
+
 DATA = Path(__file__).resolve().parents[2] / "data"
 SAMPLE = DATA / "deepscaler_sample.json"
 
@@ -82,9 +84,25 @@ def test_wrong_use_exits_2_and_writes_nothing(run, tmp_path, arguments, message)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments", ["", "x.json --learnable 9", "x.json --tokenizer x", "x.json --max-prompt-length 9"]
-)
+@pytest.mark.parametrize("answers", ["paired", "unpaired"])
+def test_learnable_rows_may_have_the_columns_of_fixed_data(run, tmp_path, answers):
+    plain, given = tmp_path / "plain", tmp_path / "given"
+    assert run("--learnable", 12, "-o", plain)[0] == run("--learnable", 12, "-o", given, "--answers", answers)[0] == 0
+    rows = read(given / "train.parquet")
+    assert [row["label"] for row in rows] == [answers == "paired" or at % 2 == 0 for at in range(12)]
+    for row, other in zip(rows, read(plain / "train.parquet"), strict=True):
+        assert {name: row[name] for name in other} == other and "label" not in other
+        kind = set(KINDS[row["reward_model"]["ground_truth"]])
+        assert set(row["chosen"]) <= kind and not set(row["rejected"]) & kind
+        assert row["response"] == (row["chosen"] if row["label"] else row["rejected"])
+        assert [set(step) <= kind for step in row["steps"]] == row["labels"]
+        assert 4 <= len(row["chosen"]) <= 12 and len("".join(row["steps"])) <= 12
+
+
+@pytest.mark.parametrize("arguments", [
+    "", "x.json --learnable 9", "x.json --answers paired", "--learnable 9 --answers none",
+    "x.json --tokenizer x", "x.json --max-prompt-length 9"
+])  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(run, tmp_path, arguments):
     with pytest.raises(SystemExit) as end:
         run(*arguments.split(), "-o", tmp_path)

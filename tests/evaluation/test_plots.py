@@ -73,6 +73,17 @@ def test_validations_are_a_dashed_curve_that_begins_before_the_first_step():
     assert run_figure(run_of(0.25)).axes[0].get_legend() is None
 
 
+def test_a_run_on_fixed_data_has_its_loss():
+    run = run_of(None, None)
+    for number, each in enumerate(run["steps"]):
+        each["objective"] = {"loss": 0.5 - number / 4}
+    for figure in (run_figure(run), runs_figure([run, run])):
+        left = figure.axes[0]
+        assert left.get_ylabel() == "loss" and np.array_equal(left.lines[0].get_ydata(), [0.5, 0.25])
+    left = runs_figure([run, run_of(1.0, 2.0)]).axes[0]  # one of them has a reward
+    assert left.get_ylabel() == "reward" and np.array_equal(left.lines[1].get_ydata(), [1, 2])
+
+
 @pytest.mark.parametrize("count", [1, 2, MOST, MOST + 1, 2000])
 def test_a_run_of_any_length_has_whole_steps_below_it_and_at_most_so_many_columns(count):
     figure = run_figure(run_of(*(step % 7 / 7 for step in range(count))))

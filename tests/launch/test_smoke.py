@@ -91,6 +91,18 @@ def test_a_failed_preparation_says_what_and_shows_the_end_of_its_output(monkeypa
         smoke.inputs_of(SmokeOptions(), tmp_path).make(lambda text: None)
 
 
+def test_an_objective_on_fixed_data_has_rows_with_responses_alone(tmp_path):
+    def tasks(*overrides):
+        made = smoke.inputs_of(SmokeOptions(), tmp_path, overrides).tasks
+        return {folder.name.partition("-")[0]: task for folder, task in made.items()}
+
+    assert tasks().keys() == tasks("algo=grpo").keys() == {"maths", "learnable"}
+    assert tasks("algo=dpo") == {"learnable": [*smoke.LEARN_TASK, "--answers", "paired"]}
+    assert tasks("algo=dpo", "algo=kto")["learnable"][-1] == "unpaired"  # the last one counts
+    folders = [next(iter(smoke.inputs_of(SmokeOptions(), tmp_path, [f"algo={name}"]).tasks)) for name in ("sft", "kto")]
+    assert folders[0] != folders[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("learn", [False, True])
 def test_model_and_data_are_made_once(tmp_path, learn):

@@ -7,6 +7,7 @@ import pytest
 from verl_patches.config import hccl
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
 from verl_patches.memory.schedule import OF_ROLLOUT, schedule_of
 from verl_patches.objectives import dataset
 from verl_patches.objectives.settings import COLUMNS, KINDS, columns_of, faults
@@ -55,6 +56,11 @@ def test_a_preset_holds_over_a_base(base, algorithm):
 def test_what_contradicts_the_gradient_is_refused_with_the_reason(algorithm, override, words):
     found = list(faults(compose(TINY, [f"algo={algorithm}", override])))
     assert len(found) == 1 and re.search(f"recipe.objective.name is {algorithm}, but .*{words}", found[0]), found
+
+
+def test_a_key_of_data_that_nothing_reads_is_refused_as_with_verls_own_dataset():
+    with pytest.raises(ConfigError, match="nothing would act on .*data.max_respons_length"):
+        compose(TINY, ["algo=sft", "+data.max_respons_length=4"])
 
 
 def test_grpo_has_no_such_rules():

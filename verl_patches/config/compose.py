@@ -186,7 +186,8 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
     for section in ("actor_rollout_ref", "critic"):
         if "recipe" in config[section]:
             raise ConfigError(f"config {name}: {section}.recipe is given; expected `recipe:` alone: remove the line")
-    free = ("recipe.", "data.") if config.data.custom_cls.path else ("recipe.",)
+    users = config.data.custom_cls.path not in (None, str(CONFIGS_DIR.parent / "verl_patches/objectives/dataset.py"))
+    free = ("recipe.", "data.") if users else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
     hint = f"verl of line {line} reads no such key here (verl_patches/verl_keys.json): remove it"
     for key in _keys(config):

@@ -215,9 +215,9 @@ def inputs_of(options: SmokeOptions, cache: Path, overrides: Sequence[str] = ())
     sources = [CONFIGS_DIR / options.model_shape, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
     maths = [str(SAMPLE), "--tokenizer", str(model), "--max-prompt-length", PROMPT_TOKENS]
-    tasks = {"learnable": [*LEARN_TASK, "--unpaired"] if algorithm == "kto" else LEARN_TASK}
-    if not options.learn and algorithm not in COLUMNS:
-        tasks = {"maths": maths, **tasks}
+    tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
+    if algorithm in COLUMNS:
+        tasks = {"learnable": [*LEARN_TASK, "--answers", "unpaired" if algorithm == "kto" else "paired"]}
     sources += [SAMPLE, *sorted((REPOSITORY / "data").glob("*.py"))]
     sources += sorted((REPOSITORY / "verl_patches/rewards").glob("*.py"))
     folders = {cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}": task for name, task in tasks.items()}
