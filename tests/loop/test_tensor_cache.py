@@ -41,7 +41,7 @@ def assert_validated(run):
         assert len(means) == 2 and each["val"]["score"] == pytest.approx(sum(means) / 2)  # of maths and learnable rows
         assert line.items() >= each["val"]["metrics"].items() and each["step"] == line["step"]
     assert all(0 < step["seconds"]["validate"] < step["seconds"]["step"] for step in run.steps)
-    assert all(step["seconds"]["rollout"] > 0 for step in run.steps)
+    assert all(step["seconds"]["rollout"] > 0 and step["memory"]["violations"]["count"] == 0 for step in run.steps)
     last = f"{validations[-1]['val']['score']:.4f}"
     assert re.search(rf"^- +2 .* {last}$", run.progress, re.MULTILINE) and f"2: {last}; the last: {last}" in run.output
 

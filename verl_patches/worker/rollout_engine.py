@@ -64,10 +64,10 @@ class RolloutEngine:
         super().wake_up([tag])
         self.awake.add(tag)
 
-    def generate(self, prompts: Any = None, sampling_params: Any = None, **kwargs: Any) -> Any:
+    def generate(self, prompts: Any = None, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As upstream, in phase rollout, which lasts until the engine sleeps."""
         context().begin("rollout")
-        outputs = super().generate(prompts, seeded_apart(prompts, sampling_params), **kwargs)
+        outputs = super().generate(prompts, seeded_apart(prompts, sampling_params), *args, **kwargs)
         context().raise_peak()
         return outputs
 
@@ -105,12 +105,12 @@ def seeded_apart(prompts: Any, params: Any) -> Any:
     verl repeats the prompts of a validation (rollout.val_kwargs.n) as requests of their own: with one rollout.seed for
     all of them the responses of a prompt would be equal.
     """
-    if getattr(params, "seed", None) is None:
+    if getattr(params, "seed", None) is None or not isinstance(prompts, list):
         return params
-    ids = [tuple(prompt["prompt_token_ids"]) for prompt in prompts]
+    ids = [tuple(prompt["prompt_token_ids"]) for prompt in prompts if "prompt_token_ids" in prompt]
     if len({*ids}) == len(ids):
         return params
-    each = [params.clone() for _ in ids]
+    each = [params.clone() for _ in prompts]
     for number, own in enumerate(each):
         own.seed += number
     return each
