@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+# of a critic's tests: samples, first column of their responses, and the word whose logits a head gives
+SAMPLES, FROM, WORD = 8, 60, 7
+
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of the real tokens: logits [B, S, V], ids and mask [B, S]."""

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.model.mindspeed_start import LAYOUTS
-from tests.model.value_job import FROM, SAMPLES, WORD
+from tests.model.parity import FROM, SAMPLES, WORD
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import SCORE, SCORE_BIAS
+from verl_patches.layout.model_folder import INDEX
+from verl_patches.reshard.region import Region
+from verl_patches.weights.load import draw_head
+from verl_patches.weights.reader import WeightReader
+from verl_patches.weights.source import open_source
 
 SIZES = {
     "pp2": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1},
@@ -111,6 +121,33 @@ def test_another_layout_goes_on_from_the_checkpoint(found):
         assert (by_sample(found[name], "values") - by_sample(found[wrote], "values")).abs().max() < 1e-4, name
         assert found[name][0]["norm"] == pytest.approx(found[wrote][0]["norm"], rel=1e-4), name
     assert found[wrote][0]["norm"] != pytest.approx(found[wrote][0]["norms"][0], rel=1e-3)
+
+
+def test_a_reference_copies_all_but_its_head_from_the_critic_and_reads_that(found):
+    for name in ("ep2", "pp2", "tp2ep2", "moved"):
+        for rank in found[name] if "moved" in found else ():  # moved: the critic is on the host meanwhile
+            same, read_bytes, head_bytes = rank["copied"]
+            assert same and read_bytes == head_bytes, (name, rank["copied"])
+
+
+def test_a_folder_of_a_value_model_gives_its_head_and_no_causal_lm(tiny_model, tmp_path):
+    shutil.copytree(tiny_model, folder := tmp_path / "model")
+    index = json.loads((folder / INDEX).read_text())
+    file = folder / index["weight_map"].pop("lm_head.weight")
+    index["weight_map"][SCORE] = file.name
+    (folder / INDEX).write_text(json.dumps(index))
+    tensors = load_file(file)
+    score = tensors[SCORE] = tensors.pop("lm_head.weight")[:1].clone()
+    save_file(tensors, file)
+    source = open_source(folder)
+    assert SCORE in source.tensors and SCORE_BIAS not in source.tensors and "lm_head.weight" not in source.tensors
+    with WeightReader(source) as reader:
+        reader.copy(Region(SCORE, 0, 0, 1), found := torch.empty(1, score.shape[1]))
+    assert torch.equal(found, score.float())
+    draw_head(SCORE_BIAS, bias := torch.ones(1), folder)
+    assert not bias.any()
+    with pytest.raises(ConfigError, match="has no lm_head.weight: it is of a value model"):
+        draw_head("lm_head.weight", found, folder)
 
 
 def test_the_learning_rate_is_the_critics_own(found):

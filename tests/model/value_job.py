@@ -11,19 +11,19 @@ from megatron.core.utils import get_model_config
 from omegaconf import DictConfig, OmegaConf
 from verl import DataProto
 
-from tests.model.megatron_model import start_parallel
+from tests.model.megatron_model import build_model, start_parallel
+from tests.model.parity import FROM, SAMPLES
 from verl_patches.config.compose import compose
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.layout.parallel import train_layout_of
 from verl_patches.memory.schedule import schedule_of
+from verl_patches.model.weights import named_weights
 from verl_patches.patching import engine
 from verl_patches.weights.manifest import CHECKPOINT, Manifest, rank_files
 from verl_patches.weights.writer import begin, complete
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
-from verl_patches.worker.models import reference_weights
-
-SAMPLES, FROM, WORD = 8, 60, 7  # FROM: first column of the responses; WORD: whose logits the head of `as_word` gives
+from verl_patches.worker.models import load_model, reference_weights
 
 
 def start_critic(section: DictConfig):
@@ -94,6 +94,8 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
         for chunk in worker.critic_module:
             chunk.module.output_layer.score.bias.sequence_parallel = False
     found = {"drawn": [], "lr": worker.critic_optimizer.param_groups[0]["lr"]}
+    if not spoilt and section.recipe.line == "pypi":
+        found["copied"] = copied_from_the_critic(folder / "model")
     if not section.actor.megatron.param_offload:  # else there is nothing on the device between the phases
         found["drawn"] = [t.clone() for t in head_of(worker)]
         set_head(worker, torch.load(folder / "word.pt"))
@@ -118,6 +120,16 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
     if found["last_stage"]:
         found["loss"] = metrics["critic/vf_loss"]
     return found
+
+
+def copied_from_the_critic(model: Path) -> tuple[bool, int, int]:
+    """(whether a causal LM has the folder's weights, bytes that it read of it, bytes of its head): a reference's."""
+    chunks, read = build_model(model, load=False)[0], build_model(model)[0]
+    loaded = load_model(str(model), chunks, "pypi", 60.0)
+    weights = [[dict(named_weights(chunk)) for chunk in each] for each in (chunks, read)]
+    same = all(t.equal(other[n]) for one, other in zip(*weights, strict=True) for n, t in one.items())
+    heads = [t for one in weights[0] for n, t in one.items() if n.endswith("output_layer.weight")]
+    return same, loaded.read_bytes, sum(head.numel() * 4 for head in heads)
 
 
 def save(worker, checkpoint: Path, section: DictConfig) -> None:

@@ -33,7 +33,7 @@ from verl_patches.errors import Check, ConfigError, either, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
 from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of, world_size
-from verl_patches.layout.phases import samples
+from verl_patches.layout.phases import STEP_PHASES, samples
 from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.log_probs.of_rollout import CHECK_TOKENS
 from verl_patches.memory.schedule import sleeps_by_vllm
@@ -564,8 +564,13 @@ def _profile_checks(config: DictConfig) -> Iterator[Check]:
     faults = list(_profile_faults(section, world_size(config), config))
     yield from (Check("profile", False, fault) for fault in faults)
     if not faults:
-        phases = ", ".join(section.phases or PROFILED)
+        phases = ", ".join(section.phases or [phase for phase in PROFILED if phase not in _without(config)])
         yield Check("profile", True, f"steps {list(section.steps)}, ranks {list(section.ranks)}: {phases}")
+
+
+def _without(config: DictConfig) -> set[str]:
+    """Phases that the run does not have: of a critic."""
+    return {phase.planned for phase in STEP_PHASES if phase.critic and critic_of(config) is None}
 
 
 def _profile_faults(section: DictConfig, world: int, config: DictConfig) -> Iterator[str]:
@@ -579,6 +584,8 @@ def _profile_faults(section: DictConfig, world: int, config: DictConfig) -> Iter
     for step in section.steps:
         if last is not None and step > last:
             yield f"{key}.steps: {step} comes after the last step, {last} (trainer.total_training_steps)"
+    if absent := _without(config).intersection(section.phases or ()):
+        yield f"{key}.phases: the run has no {', '.join(sorted(absent))}, as algorithm.adv_estimator needs no critic"
     if config.recipe.train.skip_old_log_prob and "old_log_prob" in (section.phases or ()):
         yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"
 

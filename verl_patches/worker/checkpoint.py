@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.layout.parallel import train_layout_in
+from verl_patches.layout.phases import LAST_CHECKPOINT
 from verl_patches.memory.host_backed import (
     HostBackedStorage,
     offload_state_of_model,
@@ -31,15 +33,60 @@ from verl_patches.memory.host_backed import (
     synchronise,
 )
 from verl_patches.memory.schedule import CRITIC
+from verl_patches.patching.engine import is_on
 from verl_patches.platform import NO_DEVICE
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
+from verl_patches.watch import heartbeat
 from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import CheckpointError
 from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import StoredTensor, TrainState
+from verl_patches.worker.memory import Trained
+from verl_patches.worker.step_guard import StepGuard
 
 log = logging.getLogger(__name__)
+
+
+class TrainingWorker:
+    """What verl's actor and critic with a `recipe:` have in common. A feature that is off in a worker is None."""
+
+    checkpoint: WorkerCheckpoint | None = None
+    step_guard: StepGuard | None = None
+    trained: Trained | None = None
+
+    def start_checkpoint(self) -> None:
+        """Checkpoints by parts, where row checkpoint.parts is on."""
+        if is_on("checkpoint.parts"):
+            self.checkpoint = WorkerCheckpoint(self)
+
+    def wait_for_checkpoint(self) -> None:
+        """Before an update: what is being written must not change."""
+        if self.checkpoint is not None:
+            heartbeat.here().phase(LAST_CHECKPOINT)
+            self.checkpoint.wait()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> dict[str, float] | None:
+        """This rank's part, written in a thread (worker/checkpoint.py); verl's own with row checkpoint.parts off."""
+        if self.checkpoint is not None:
+            return self.checkpoint.save(checkpoint_path)
+        with self.memory.all_on_device(self.trained, writes=False):
+            return super().save_checkpoint(checkpoint_path, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
+        """Weights and optimizer states of a checkpoint of any layout; verl's own with row checkpoint.parts off."""
+        with self.memory.all_on_device(self.trained, writes=True):
+            if self.checkpoint is not None:
+                self.checkpoint.load(checkpoint_path)
+            else:
+                super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self) -> None:
+        """Wait until this rank's part of the last save is written."""
+        self.checkpoint.wait()
 
 
 class WorkerCheckpoint:

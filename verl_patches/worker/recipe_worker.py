@@ -35,7 +35,7 @@ from verl_patches.batches.micro_batches import Update, current_mini_batches, sta
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
-from verl_patches.layout.phases import LAST_CHECKPOINT, START, VALIDATE, samples, trains_actor
+from verl_patches.layout.phases import START, VALIDATE, samples, trains_actor
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
@@ -50,27 +50,23 @@ from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.trainer.dispatch import take_starts
 from verl_patches.watch import heartbeat
-from verl_patches.worker.checkpoint import WorkerCheckpoint
+from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory, device_type
 from verl_patches.worker.models import prepare_training
 from verl_patches.worker.sharding import RecipeShardingManager
-from verl_patches.worker.step_guard import StepGuard
 
 # a worker on fixed data imports none of them
 _OF_ENGINE = ("vllm", "vllm_ascend", "verl.workers.rollout", "verl.workers.sharding_manager.megatron_vllm")
 
 
-class RecipeWorker:
+class RecipeWorker(TrainingWorker):
     """Methods over those of ActorRolloutRefWorker. A feature that is off in this worker is None."""
 
     log_prob_moments: Mapping[str, Any] | None = None
-    checkpoint: WorkerCheckpoint | None = None
     rebalancer: Rebalancer | None = None
     routing: RoutingReplay | None = None
     expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # recipe.expert_load: train, rollout
-    step_guard: StepGuard | None = None
-    trained: Trained | None = None
 
     def __init__(self, config: Any, role: str) -> None:
         if config.recipe.watch.action != "off":
@@ -86,8 +82,7 @@ class RecipeWorker:
         pads_sequences.value = not self.recipe.train.use_remove_padding
         if self.memory.scheduled:  # then verl's own calls move nothing
             self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
-        if is_on("checkpoint.parts"):
-            self.checkpoint = WorkerCheckpoint(self)
+        self.start_checkpoint()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -182,9 +177,7 @@ class RecipeWorker:
         With recipe.train.routing_replay the recorded experts are replayed.
         """
         on_policy = OnPolicyUpdate.of(self.recipe) if is_on("update.on_policy") else None
-        if self.checkpoint is not None:
-            heartbeat.here().phase(LAST_CHECKPOINT)
-            self.checkpoint.wait()  # what is being written must not change
+        self.wait_for_checkpoint()
         replaying = self.routing.replaying() if self.routing is not None else nullcontext()
         around = nullcontext() if on_policy is None else on_policy.around(data.batch)
         mini_batches = current_mini_batches.set(Update())
@@ -224,28 +217,6 @@ class RecipeWorker:
         """Put the rollout engine to sleep, where generate_sequences left it awake (trainer/keep_groups.py)."""
         if isinstance(self.sharding_manager, RecipeShardingManager):
             self.sharding_manager.end_rollout()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> dict[str, float] | None:
-        """This rank's part, written in a thread (worker/checkpoint.py); verl's own with row checkpoint.parts off."""
-        if self.checkpoint is not None:
-            return self.checkpoint.save(checkpoint_path)
-        with self.memory.all_on_device(self.trained, writes=False):
-            return super().save_checkpoint(checkpoint_path, *args, **kwargs)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
-        """Weights and optimizer states of a checkpoint of any layout; verl's own with row checkpoint.parts off."""
-        with self.memory.all_on_device(self.trained, writes=True):
-            if self.checkpoint is not None:
-                self.checkpoint.load(checkpoint_path)
-            else:
-                super().load_checkpoint(checkpoint_path, *args, **kwargs)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def finish_checkpoint(self) -> None:
-        """Wait until this rank's part of the last save is written."""
-        self.checkpoint.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_profile(self, step: int, folder: str) -> None:

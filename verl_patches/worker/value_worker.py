@@ -16,24 +16,17 @@ from typing import Any
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.errors import RecipeError
-from verl_patches.layout.phases import LAST_CHECKPOINT
 from verl_patches.memory.schedule import CRITIC
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
-from verl_patches.watch import heartbeat
-from verl_patches.worker.checkpoint import WorkerCheckpoint
+from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory
 from verl_patches.worker.models import prepare_training
-from verl_patches.worker.step_guard import StepGuard
 
 
-class RecipeCriticWorker:
+class RecipeCriticWorker(TrainingWorker):
     """Methods over those of CriticWorker. A feature that is off in this worker is None."""
-
-    checkpoint: WorkerCheckpoint | None = None
-    step_guard: StepGuard | None = None
-    trained: Trained | None = None
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -41,8 +34,7 @@ class RecipeCriticWorker:
         self._norms: list[float] = []
         if self.memory.scheduled:  # then verl's own calls move nothing
             self._is_offload_param = self._is_offload_optimizer = False
-        if is_on("checkpoint.parts"):
-            self.checkpoint = WorkerCheckpoint(self)
+        self.start_checkpoint()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -90,9 +82,7 @@ class RecipeCriticWorker:
 
         RecipeError once recipe.train.max_skipped_steps optimizer steps in a row were left out.
         """
-        if self.checkpoint is not None:
-            heartbeat.here().phase(LAST_CHECKPOINT)
-            self.checkpoint.wait()  # what is being written must not change
+        self.wait_for_checkpoint()
         self._norms.clear()
         with context().phase("update_critic"):
             output = super().update_critic(data)
@@ -111,28 +101,6 @@ class RecipeCriticWorker:
                 f"fewer than {most} (recipe.train.max_skipped_steps). Look at rewards and values of these steps"
             )
         return taken["skipped"]
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> dict[str, float] | None:
-        """This rank's part, written in a thread (worker/checkpoint.py); verl's own with row checkpoint.parts off."""
-        if self.checkpoint is not None:
-            return self.checkpoint.save(checkpoint_path)
-        with self.memory.all_on_device(self.trained, writes=False):
-            return super().save_checkpoint(checkpoint_path, *args, **kwargs)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
-        """Weights and optimizer states of a checkpoint of any layout; verl's own with row checkpoint.parts off."""
-        with self.memory.all_on_device(self.trained, writes=True):
-            if self.checkpoint is not None:
-                self.checkpoint.load(checkpoint_path)
-            else:
-                super().load_checkpoint(checkpoint_path, *args, **kwargs)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def finish_checkpoint(self) -> None:
-        """Wait until this rank's part of the last save is written."""
-        self.checkpoint.wait()
 
 
 def reduce_gradients(chunks: Any) -> None:
