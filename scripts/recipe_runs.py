@@ -1,7 +1,8 @@
 """Run the presets of configs/algo and record how each run ended in docs/recipes.json; tables of docs/recipes.md.
 
-scripts/recipes.sh says how to call it. The record: {runs: [{algo, where, command, date, exit, step, figures, reason}]};
-exit: that of the command, 2 for a refusal; step, figures: the last step, {name: value}; reason: why it is not 0.
+scripts/recipes.sh says how to call it. The record: {runs: [{algo, where, command, date, exit, step, figures, learnt,
+reason}]}; exit: that of the command, 2 for a refusal; step, figures: the last step, {name: value}; learnt: [name, mean
+of the first steps, of the last]; reason: why exit is not 0.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,16 +24,35 @@ STEPS, SHOWN = 3, 160
 PLACES = {"pypi": "pypi", "a3": "a3 on CPU", "emulated": "a3, emulated NPU", "learning": "learning run"}
 OPTIONS = {"a3": ("--line", "a3"), "emulated": ("--line", "a3", "--emulate-npu")}
 # what a preset learns on the tiny model: the options of its smoke. A preset that is not here has no learning run.
-LEARNING = {"grpo": ("--learn", "algo=grpo")}
-# metrics of a step (metrics.jsonl) that a cell shows, as far as the run has them
+_MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+LEARNING = {
+    "grpo": ("--learn", "algo=grpo"),
+    "ppo": ("--learn", "algo=ppo"),
+    "sft": ("--learn", "algo=sft", f"{_MICRO}=6"),
+    "dpo": (
+        "--learn",
+        "algo=dpo",
+        f"{_MICRO}=12",
+        *(f"actor_rollout_ref.{name}.log_prob_micro_batch_size_per_gpu=12" for name in ("ref", "rollout")),
+    ),
+}
+# metrics of a step (metrics.jsonl) that a cell shows, as far as the run has them; on fixed data there are no rewards,
+# and verl's loss has the gradient of the objective's, not its value
 FIGURES = {
     "critic/score/mean": "reward",
     "actor/pg_loss": "loss",
+    "objective/loss": "objective's loss",
+    "objective/accuracy": "accuracy",
     "actor/grad_norm": "grad norm",
     "critic/vf_loss": "value loss",
     "critic/grad_norm": "value grad norm",
     "recipe/logprob_delta_mean": "dlogp",
 }
+OF_ROLLOUT = ("reward", "loss")
+LEARNT, ENDS = (
+    ("objective/accuracy", "objective/loss", "critic/score/mean"),
+    5,
+)  # the first of a run; mean of first, last steps
 
 
 def presets() -> list[str]:
@@ -72,10 +93,14 @@ def outcome(code: int, stderr: str, folder: Path) -> dict[str, Any]:
     if code:
         return found | {"reason": said.removeprefix("verl_patches: ")}
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    last, first = steps[-1], steps[0] if steps[0]["step"] else steps[1]
+    steps = [step for step in steps if step["step"]]  # 0 is a validation
+    last, fixed = steps[-1], "objective/loss" in steps[-1]
     figures = {label: last[name] for name, label in FIGURES.items() if name in last}
-    start = {f"{label} of step 1": first[name] for name, label in list(FIGURES.items())[:1] if name in first}
-    return found | {"step": last["step"], "figures": figures | start}
+    if fixed:
+        figures = {label: value for label, value in figures.items() if label not in OF_ROLLOUT}
+    learnt = next(name for name in LEARNT if name in last)
+    ends = [statistics.fmean(step[learnt] for step in part) for part in (steps[:ENDS], steps[-ENDS:])]
+    return found | {"step": last["step"], "figures": figures, "learnt": [FIGURES[learnt], *ends]}
 
 
 def merged(record: Mapping[str, Any], made: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
@@ -99,12 +124,11 @@ def table(record: Mapping[str, Any], names: Sequence[str]) -> str:
     text += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name in names:
         text.append(f"| `{name}` | " + " | ".join(_cell(runs.get((name, place))) for place in places) + " |")
-    text += ["", "| learning run | reward of step 1 | at the end | date |", "|---" * 4 + "|"]
+    text += ["", f"| learning run | mean of | first {ENDS} steps | last {ENDS} | date |", "|---" * 5 + "|"]
     for name in names:
         if (run := runs.get((name, "learning"))) is not None:
-            first, last = run["figures"].get("reward of step 1"), run["figures"].get("reward")
-            ends = (_number(first), f"step {run['step']}: {_number(last)}") if last is not None else ("-", _cell(run))
-            text.append(f"| `{run['command']}` | {' | '.join(ends)} | {run['date']} |")
+            what, *ends = run.get("learnt") or [_cell(run), None, None]
+            text.append(f"| `{run['command']}` | {what} | {' | '.join(map(_number, ends))} | {run['date']} |")
     return "\n".join(text) + "\n"
 
 
@@ -115,7 +139,7 @@ def _cell(run: Mapping[str, Any] | None) -> str:
         how = "refused" if run["exit"] == 2 else "failed"
         reason = run["reason"] if len(run["reason"]) <= SHOWN else f"{run['reason'][:SHOWN]}..."
         return f"{how}: {reason.replace('|', '&#124;')} ({run['date']})"
-    figures = [f"{name} {_number(value)}" for name, value in run["figures"].items() if not name.endswith("step 1")]
+    figures = [f"{name} {_number(value)}" for name, value in run["figures"].items()]
     return f"{', '.join(figures)} ({run['date']})"
 
 

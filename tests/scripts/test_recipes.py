@@ -27,7 +27,16 @@ def test_a_run_that_ended_well_has_the_figures_of_its_last_step(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = outcome(0, "ok in 3 s", tmp_path)
     assert (found["exit"], found["step"], found["reason"]) == (0, 3, "")
-    assert found["figures"] == {"reward": 0.375, "grad norm": 1.0, "reward of step 1": 0.125}
+    assert found["figures"] == {"reward": 0.375, "grad norm": 1.0} and found["learnt"] == ["reward", 0.25, 0.25]
+
+
+def test_a_run_on_fixed_data_has_its_objectives_figures(tmp_path):
+    step = {"critic/score/mean": 0.0, "actor/pg_loss": -0.1, "actor/grad_norm": 1.0, "objective/loss": 0.5}
+    lines = [{"step": n, **step, "objective/accuracy": n / 16} for n in range(1, 13)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = outcome(0, "ok in 3 s", tmp_path)
+    assert found["figures"] == {"objective's loss": 0.5, "accuracy": 0.75, "grad norm": 1.0}
+    assert found["learnt"] == ["accuracy", 3 / 16, 10 / 16]
 
 
 def test_a_refusal_and_a_failure_have_their_reason(tmp_path):
@@ -53,11 +62,11 @@ def test_a_new_run_takes_the_place_of_the_old_one_and_a_preset_that_is_gone_is_l
 
 
 def test_the_table_has_a_row_for_each_preset_and_says_what_was_not_run():
-    learned = ran("grpo", "learning", step=40, figures={"reward": 0.75, "reward of step 1": 0.25})
+    learned = ran("grpo", "learning", step=40, learnt=["reward", 0.25, 0.75])
     text = table({"runs": [ran("rloo", "pypi"), learned]}, NAMES)
     assert "| `rloo` | reward 0.125, grad norm 2.5 (2026-11-26) | not run | not run |" in text
     assert "| `grpo` | not run | not run | not run |" in text
-    assert "| `bash scripts/smoke.sh --learn algo=grpo` | 0.25 | step 40: 0.75 | 2026-11-26 |" in text
+    assert "| `bash scripts/smoke.sh --learn algo=grpo` | reward | 0.25 | 0.75 | 2026-11-26 |" in text
     assert "RLOO (arXiv:2402.14740): a response's advantage" in text
 
 
