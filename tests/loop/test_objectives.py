@@ -65,8 +65,9 @@ def test_no_rollout_engine_is_started(start):
     for step in run.steps:
         assert step["reward"] is step["sync"] is step["logprob_delta"] is None and not step["memory"]["violations"]
         assert not {"rollout", "reshard"} & step["seconds"].keys()
-    states = {row["state"]: row["target"] for row in run.summary["patches"] if row["process"] == "worker 0"}
-    assert "vllm" in states["waiting"] and {*states} <= {"active", "waiting", "off"}
+    rows = [row for row in run.summary["patches"] if row["process"] == "worker 0"]
+    waiting = {row["target"] for row in rows if row["state"] == "waiting"}
+    assert "vllm.entrypoints.llm:LLM" in waiting and {row["state"] for row in rows} == {"active", "waiting", "off"}
 
 
 def test_a_resumed_run_goes_on_with_the_same_rows(smoke):
