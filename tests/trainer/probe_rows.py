@@ -17,6 +17,7 @@ from verl.utils.tracking import Tracking
 from verl_patches.trainer import run
 from verl_patches.worker import recipe_worker
 from verl_patches.worker.sharding import RecipeShardingManager
+from verl_patches.worker.value_worker import RecipeCriticWorker
 
 
 def works(probe):
@@ -68,6 +69,7 @@ def effects():
     actor = workers.ActorRolloutRefWorker
     return {
         "update.recipe_worker": issubclass(actor, recipe_worker.RecipeWorker),
+        "update.recipe_critic": issubclass(workers.CriticWorker, RecipeCriticWorker),
         "update.log_with_run": works(log_reaches_the_run),
         "logprob.truth_check": works(metrics_have_the_delta),
         "platform.tensordict_cuda": works(lambda: tensordict.TensorDict({"a": torch.ones(1)}, [1]).cuda() is not None),

@@ -9,14 +9,14 @@ from verl_patches.patching.switches import parse
 
 ON = "line=pypi,platform=cpu"
 IDS = (
-    "update.recipe_worker update.log_with_run update.sharding_manager logprob.truth_check platform.tensordict_cuda "
-    "platform.pickle_torch_config model.optimizer_dtype memory.empty_cache reward.pass_at_k"
+    "update.recipe_worker update.recipe_critic update.log_with_run update.sharding_manager logprob.truth_check "
+    "platform.tensordict_cuda platform.pickle_torch_config model.optimizer_dtype memory.empty_cache reward.pass_at_k"
 ).split()
 # rows that need classes of the others, and have tests of their own with and without them
 NEED_THESE = (
     "update.on_policy update.micro_batches_as_planned update.tensor_cache update.skip_bad_steps reshard.direct "
     "memory.swap_optimizer memory.order memory.ledger checkpoint.parts checkpoint.save checkpoint.load "
-    "update.recipe_by_default update.fit_as_run model.train_dtype"
+    "update.recipe_by_default update.fit_as_run model.train_dtype update.critic_gradients"
 ).split()
 OFF = ",".join([ON, *(f"-{name}" for name in (*IDS, *NEED_THESE))])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.report import PHASES, medians, names_of, reduced, validations
+from verl_patches.evaluation.report import OF_CRITIC, PHASES, in_step, medians, names_of, reduced, validations
 from verl_patches.memory.schedule import MEMORY_GROUPS
 
 if TYPE_CHECKING:
@@ -105,6 +105,12 @@ class _Columns:
                 axes.text(after + 0.5, 0.98, f"resumed after step {after}", fontsize=7, **place)
 
 
+def _phases(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of PHASE_COLOURS that are drawn: a critic's only where one of the runs has one."""
+    steps = [step for summary in summaries for step in summary["steps"]]
+    return [name for name in PHASE_COLOURS if name not in OF_CRITIC or any(in_step(step, name) for step in steps)]
+
+
 def run_figure(summary: Mapping[str, Any]) -> Figure:
     """Reward, validation (left) and seconds per phase (right) of every step of a summary.json, of a long run means."""
     figure = _figure(11, 4)
@@ -115,7 +121,7 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     columns.draw_parts(left)
     if columns.width > 1:
         left.fill_between(columns.middles, columns.means(name, of=min), columns.means(name, of=max), alpha=0.2)
-    _stack(right, columns.edges, {name: columns.means(name, 0.0) for name in PHASE_COLOURS})
+    _stack(right, columns.edges, {name: columns.means(name, 0.0) for name in _phases([summary])})
     right.set(title=f"seconds per phase{columns.each}", ylabel="s", ylim=(0, None))
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (left, right):
@@ -160,7 +166,7 @@ def runs_figure(summaries: Sequence[Mapping[str, Any]]) -> Figure:
     left.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     seconds = [medians(summary["steps"], PHASE_COLOURS) for summary in summaries]
     edges = [number - 0.5 for number in range(count + 1)]
-    _stack(right, edges, {name: [of[name] or 0.0 for of in seconds] for name in PHASE_COLOURS}, "horizontal")
+    _stack(right, edges, {name: [of[name] or 0.0 for of in seconds] for name in _phases(summaries)}, "horizontal")
     for edge in edges:
         right.axhline(edge, color="white", linewidth=3)
     right.set_yticks(range(count), names)

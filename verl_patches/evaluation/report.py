@@ -21,7 +21,9 @@ from verl_patches.layout.phases import STEP_PHASES
 ENDS = 5  # steps of the means at the start and at the end of a run
 FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
 SIDE_BY_SIDE = 2  # runs with a column each on a terminal; of more, each has a row
-PHASES = tuple(phase.name for phase in STEP_PHASES if phase.name != "offload")  # which lies in others
+OF_CRITIC = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)  # shown where a run has them
+# without offload, which lies in others
+PHASES = tuple(each.name for each in sorted(STEP_PHASES, key=lambda each: each.critic) if each.name != "offload")
 # name -> where a step's record has it (trainer/step_record.py); docs/profile.md defines the rates
 IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
     "tokens": ("tokens", "total"),
@@ -156,12 +158,14 @@ def names_of(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
 def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each figure of all runs: {name, over, values, ratios}; ratios: of each later run to the first, None without both.
 
-    Left out where no run has them: MFU (a CPU has no peak rate), val, and what only runs on fixed data have.
+    Left out where no run has them: MFU (a CPU has no peak rate), val, a critic's phases, and what only runs on fixed
+    data have.
     """
     rows, runs = [], [figures(summary) for summary in summaries]
     for name, over in runs[0]:
         values = [each[name, over] for each in runs]
-        if not name.startswith(("MFU", "val", *ENDED[1:])) or any(value is not None for value in values):
+        has = any(values) if name in OF_CRITIC else any(value is not None for value in values)
+        if has or not name.startswith(("MFU", "val", *ENDED[1:], *OF_CRITIC)):
             ratios = [_ratio(value, values[0]) for value in values[1:]]
             rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
     return rows

@@ -108,4 +108,4 @@ def training_handlers(
     chunks: Sequence[torch.nn.Module], optimizer: Any, groups: TrainedGroups = ACTOR
 ) -> dict[str, Any]:
     """{memory group: handler} of a model in DDP and its Megatron optimizer."""
-    return {groups.params: Params(chunks), groups.grads: Grads(chunks), groups.optimizer: Optimizer(optimizer)}
+    return {groups.grads: Grads(chunks), groups.params: Params(chunks), groups.optimizer: Optimizer(optimizer)}
