@@ -116,7 +116,8 @@ def test_prompts_are_drawn_until_the_batch_is_full_of_groups_that_differ():
     assert (
         workers.generated == [*range(10), 0, 1, *range(2, 6)] and workers.ended == 3
     )  # one sleep, so one sync, a step
-    assert calls == ["generate_sequences", "reward"] * 8
+    between = ["reward", "generate_sequences"]  # of batches; trainer/worker_group.py calls before the first
+    assert calls == [*between * 2, "reward"] * 2 + [*between, "reward"]
     plain, _, _ = kept_groups()  # negative control: the loader's own first batch
     assert next(iter(plain))["index"].tolist() == [0, 1] and SCORES[0].std() >= 0 == SCORES[0].max() - SCORES[0].min()
 

@@ -34,8 +34,8 @@ class KeepGroupsError(RecipeError):
 class KeptGroups:
     """verl's data loader of `trainer`, and the sampling of a step from it by `workers`, verl's own group.
 
-    on_call(name) is called before each generation and each scoring. `report` after a step: {drawn_batches, prompts,
-    differ: prompts drawn, and those with different rewards; kept_share: the second by the first}.
+    on_call(name) is called before each scoring, and each generation but the first. `report` after a step:
+    {drawn_batches, prompts, differ: prompts drawn, and those with different rewards; kept_share: these by those}.
     """
 
     def __init__(self, trainer: Any, workers: Any, on_call: Callable[[str], None]):
@@ -78,6 +78,7 @@ class KeptGroups:
             if len(rows) >= size or drawn == most:
                 break
             batch = self._draw()
+            self._on_call("generate_sequences")
         self.report["kept_share"] = len(rows) / self.report["prompts"]
         self._workers.end_rollout()
         if len(rows) < size:
@@ -93,7 +94,6 @@ class KeptGroups:
 
         `rest`: the columns of the batch that verl does not generate from; the reward reads them.
         """
-        self._on_call("generate_sequences")
         prompts.meta_info[STAYS_AWAKE] = True
         output = self._workers.generate_sequences(prompts)
         self._on_call("reward")
