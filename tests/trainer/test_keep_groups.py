@@ -82,7 +82,8 @@ def kept_groups(metric="score", max_batches=4, state=None):
 
 def step_of_fit(kept, batch_dict):
     """The batch of a step by the lines of RayPPOTrainer.fit at both pins, as it goes into the reward."""
-    batch = DataProto.from_single_dict(batch_dict)
+    copied = {k: v if torch.is_tensor(v) else v.copy() for k, v in batch_dict.items()}  # as 54c9b736's from_dict does
+    batch = DataProto.from_single_dict(copied)
     gen_batch = batch.pop(["input_ids", "attention_mask", "position_ids"], ["raw_prompt_ids"])
     output = kept.generate_sequences(gen_batch)
     batch.non_tensor_batch["uid"] = np.array([str(at) for at in range(len(batch.batch))], dtype=object)
@@ -119,7 +120,7 @@ def test_prompts_are_drawn_until_the_batch_is_full_of_groups_that_differ():
     between = ["reward", "generate_sequences"]  # of batches; trainer/worker_group.py calls before the first
     assert calls == [*between * 2, "reward"] * 2 + [*between, "reward"]
     plain, _, _ = kept_groups()  # negative control: the loader's own first batch
-    assert next(iter(plain))["index"].tolist() == [0, 1] and SCORES[0].std() >= 0 == SCORES[0].max() - SCORES[0].min()
+    assert next(iter(plain))["input_ids"][:, 0].tolist() == [0, 1] and SCORES[0].std() >= 0 == SCORES[0].max() - SCORES[0].min()
 
 
 def test_a_metric_of_the_reward_function_decides():
@@ -146,7 +147,7 @@ def test_a_resumed_run_draws_what_the_run_would_have_drawn():
     second = steps(resumed, 1)[0]
     whole, *_ = kept_groups()
     assert steps(whole, 2) == [(first, steps(kept_groups()[0], 1)[0][1]), second]
-    assert next(batches)["index"].tolist() == [6, 7]  # after three batches, whose surplus is dropped
+    assert next(batches)["input_ids"][:, 0].tolist() == [6, 7]  # after three batches, whose surplus is dropped
 
 
 def refusals(*overrides):

@@ -120,7 +120,7 @@ def old_of_sequences(old: torch.Tensor, log_prob: torch.Tensor, mask: torch.Tens
     All [b, S_response], without gradient. verl's loss with seq-mean-token-mean has the gradient of eq. 5 then: each
     token brings 1/length of its sequence's.
     """
-    mean = ((log_prob - old) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    mean = ((log_prob - old) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return log_prob - mean
 
 

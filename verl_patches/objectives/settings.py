@@ -97,6 +97,7 @@ def _rules(config: Any, name: str) -> Iterator[tuple[str, Any, tuple[Any, ...], 
     yield "recipe.rollout_correction.rollout_rs", correction.rollout_rs, (None,), why
     yield "recipe.logprob_check.action", check.action, ("off",), why
     yield "recipe.rollout.replay", recipe.rollout.replay, (None,), why
+    yield "recipe.keep_groups.metric", recipe.keep_groups.metric, (None,), why
     yield "trainer.val_before_train", config.trainer.val_before_train, (False,), "validation would sample"
     yield "trainer.test_freq", max(config.trainer.test_freq, 0), (0,), "validation would sample"
     why = "fixed responses have no reward"

@@ -4,11 +4,10 @@ A prompt whose responses all have the same reward gives no gradient: it is left 
 the batch of the step is full. What is left over of the last drawn batch is dropped, so the data loader's own state
 is all that a resumed run needs.
 
-    fit() of both pins                                here
-    for batch_dict in self.train_dataloader           __iter__: verl's loader, without end
-    batch = DataProto.from_single_dict(batch_dict)    its columns are those of batch_dict, not copies
-    generate_sequences(gen_batch), in timer gen       draws, generates, scores; writes kept prompts into the columns
-    batch.repeat(n).union(responses)                  kept prompts, and their responses
+    fit() of both pins                           here
+    for batch_dict in self.train_dataloader      __iter__: verl's loader, without end; only the columns of the rollout
+    generate_sequences(gen_batch), in timer gen  draws, generates, scores
+    batch.repeat(n).union(responses)             responses of kept prompts, with all other columns of these prompts
 
 verl scores kept responses once more. The rollout engine stays awake: one weight sync a step (worker/sharding.py).
 """
@@ -19,11 +18,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from verl import DataProto
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.phases import STAYS_AWAKE
 
+# columns that fit() hands to generate_sequences, and gets no more of
+_OF_ROLLOUT = {"input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "raw_prompt", "tools_kwargs"}
 SCORE = "score"  # the reward itself; other metrics are keys of the reward function's dict
 
 
@@ -56,7 +58,7 @@ class KeptGroups:
         self._batches = iter(self._loader)
         while True:
             self._given = self._draw()
-            yield self._given
+            yield {name: column for name, column in self._given.items() if name in _OF_ROLLOUT}
 
     def _draw(self) -> dict[str, Any]:
         while (batch := next(self._batches, None)) is None:
@@ -83,11 +85,16 @@ class KeptGroups:
         self._workers.end_rollout()
         if len(rows) < size:
             raise KeepGroupsError(self._too_few(size))
-        for name in self._given.keys() - set().union(*names.values()):
-            for place, value in enumerate([drawn_batch[name][row] for drawn_batch, row in rows[:size]]):
-                self._given[name][place] = value
         kept = DataProto.concat(found)
-        return kept[: len(kept) // len(rows) * size]
+        n = len(kept) // len(rows)
+        kept = kept[: size * n]
+        for name in self._given.keys() - _OF_ROLLOUT:
+            column = [drawn_batch[name][row] for drawn_batch, row in rows[:size]]
+            if torch.is_tensor(column[0]):
+                kept.batch[name] = torch.stack(column).repeat_interleave(n, 0)
+            else:
+                kept.non_tensor_batch[name] = np.fromiter(column, dtype=object, count=size).repeat(n)
+        return kept
 
     def _sample(self, prompts: DataProto, rest: DataProto, found: list[DataProto]) -> np.ndarray:
         """Which prompts have responses that differ, [prompts]; these responses are appended to `found`.
