@@ -71,13 +71,13 @@ def test_validations_are_a_column_a_line_before_the_first_step_and_the_runs_last
         log = run.log_with_run(lambda tracking, data, step: data)
         assert log(None, {CORE: 0.125, "val-aux/maths/reward/std@1": 0.0}, 0)[CORE] == 0.125
     lines = after_steps(made, 1, 2, 3, test_freq=2, val={2: 0.25})
-    assert lines[0] == f"| validation after step 0: 0.1250 ({CORE} 0.125)"
+    assert lines[0] == "| validation after step 0: 0.1250 (maths/reward/mean@1 0.125)"
     title, *rows = [text.split() for text in lines if text.startswith("- ")]
     assert title[-1] == "val" and [row[-1] for row in rows] == ["-", "0.2500", "-"]
     assert [text for text in lines if text.startswith("+ ")][0].split()[-3:] == ["val", "validate", "s"]
     made.end("ok")
     (last,) = made.progress.path.read_text().splitlines()[len(lines) :]
-    assert last == f"| validation by step: 0: 0.1250, 2: 0.2500; the last: 0.2500 ({CORE} 0.25)"
+    assert last == "| validation by step: 0: 0.1250, 2: 0.2500; the last: 0.2500 (maths/reward/mean@1 0.25)"
     record = json.loads(made.summary.path.read_text())
     assert record["val_before"]["val"]["score"] == 0.125 and record["steps"][1]["val"]["metrics"] == {CORE: 0.25}
     metrics = [json.loads(text) for text in made.summary.path.with_name("metrics.jsonl").read_text().splitlines()]

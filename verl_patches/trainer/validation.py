@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _MEAN = re.compile(r"val-core/.+/mean@\d+")
+_AT = re.compile(r"@(\d+)(?:/mean)?$")
 _KEPT = re.compile(r"val-core/.+/(mean|best|maj)@\d+(/mean)?|val-\w+/.+/pass@\d+")
 
 
@@ -32,9 +33,11 @@ def validation_of(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def said_of_validation(validation: Mapping[str, Any]) -> str:
-    """A validation in one line."""
-    values = ", ".join(f"{name} {value:.4g}" for name, value in validation["metrics"].items())
-    return f"{validation['score']:.4f} ({values})"
+    """A validation in one line: its score, and of each source what verl measures with the most responses."""
+    most = max(int(_AT.search(name)[1]) for name in validation["metrics"])
+    named = {name: value for name, value in validation["metrics"].items() if int(_AT.search(name)[1]) == most}
+    values = [f"{name.partition('/')[2].removesuffix('/mean')} {value:.4g}" for name, value in named.items()]
+    return f"{validation['score']:.4f} ({', '.join(values)})"
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -46,7 +49,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def with_pass_at_k(process_validation_metrics: Callable) -> Callable:
-    """Row provider for verl's process_validation_metrics: pass@k beside best@k, of variables that are 0 or 1.
+    """Row provider for verl's process_validation_metrics: pass@k of core variables that are 0 or 1.
 
     k: 1, 2, 4, ... below n, and n, the responses of a prompt (rollout.val_kwargs.n). None with n = 1.
     """
@@ -54,19 +57,19 @@ def with_pass_at_k(process_validation_metrics: Callable) -> Callable:
     @functools.wraps(process_validation_metrics)
     def process(data_sources: Sequence[str], sample_inputs: Sequence[str], infos_dict: Mapping, *args, **kwargs) -> Any:
         found = process_validation_metrics(data_sources, sample_inputs, infos_dict, *args, **kwargs)
-        for name in ("acc", "reward"):
-            of_prompt = defaultdict(list)
-            for source, prompt, value in zip(data_sources, sample_inputs, infos_dict.get(name, ()), strict=False):
-                of_prompt[source, prompt].append(value)
-            values = defaultdict(lambda: defaultdict(list))
-            not_binary = {source for (source, _), given in of_prompt.items() if not {*given} <= {0, 1}}
-            for (source, _), given in of_prompt.items():
-                n = len(given)
-                for k in {*(1 << power for power in range(n.bit_length()) if 1 << power < n), n}:
-                    if n > 1 and source not in not_binary:
-                        values[source][f"pass@{k}"].append(pass_at_k(n, int(sum(given)), k))
-            for source, of_k in values.items():
-                found[source][name].update((key, statistics.fmean(of_k[key])) for key in of_k)
+        core = "acc" if infos_dict.get("acc") else "reward"
+        of_prompt = defaultdict(list)
+        for source, prompt, value in zip(data_sources, sample_inputs, infos_dict.get(core, ()), strict=False):
+            of_prompt[source, prompt].append(value)
+        values = defaultdict(lambda: defaultdict(list))
+        not_binary = {source for (source, _), given in of_prompt.items() if not {*given} <= {0, 1}}
+        for (source, _), given in of_prompt.items():
+            n = len(given)
+            for k in {*(1 << power for power in range(n.bit_length()) if 1 << power < n), n}:
+                if n > 1 and source not in not_binary:
+                    values[source][f"pass@{k}"].append(pass_at_k(n, int(sum(given)), k))
+        for source, of_k in values.items():
+            found[source][core].update((key, statistics.fmean(of_k[key])) for key in of_k)
         return found
 
     return process
