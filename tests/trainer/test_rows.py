@@ -9,8 +9,8 @@ from verl_patches.patching.switches import parse
 
 ON = "line=pypi,platform=cpu"
 IDS = (
-    "update.recipe_worker update.recipe_critic update.log_with_run update.sharding_manager logprob.truth_check platform.tensordict_cuda "
-    "platform.pickle_torch_config model.optimizer_dtype memory.empty_cache"
+    "update.recipe_worker update.recipe_critic update.log_with_run update.sharding_manager logprob.truth_check "
+    "platform.tensordict_cuda platform.pickle_torch_config model.optimizer_dtype memory.empty_cache"
 ).split()
 # rows that need classes of the others, and have tests of their own with and without them
 NEED_THESE = (
