@@ -129,7 +129,7 @@ def copied_from_the_critic(model: Path) -> tuple[bool, int, int]:
     weights = [[dict(named_weights(chunk)) for chunk in each] for each in (chunks, read)]
     same = all(t.equal(other[n]) for one, other in zip(*weights, strict=True) for n, t in one.items())
     heads = [t for one in weights[0] for n, t in one.items() if n.endswith("output_layer.weight")]
-    return same, loaded.read_bytes, sum(head.numel() * 4 for head in heads)
+    return same, loaded.read_bytes, sum(head.numel() * 2 for head in heads)  # stored in bf16
 
 
 def save(worker, checkpoint: Path, section: DictConfig) -> None:

@@ -120,7 +120,8 @@ def test_prompts_are_drawn_until_the_batch_is_full_of_groups_that_differ():
     between = ["reward", "generate_sequences"]  # of batches; trainer/worker_group.py calls before the first
     assert calls == [*between * 2, "reward"] * 2 + [*between, "reward"]
     plain, _, _ = kept_groups()  # negative control: the loader's own first batch
-    assert next(iter(plain))["input_ids"][:, 0].tolist() == [0, 1] and SCORES[0].std() >= 0 == SCORES[0].max() - SCORES[0].min()
+    assert next(iter(plain))["input_ids"][:, 0].tolist() == [0, 1]
+    assert SCORES[0].std() >= 0 == SCORES[0].max() - SCORES[0].min()
 
 
 def test_a_metric_of_the_reward_function_decides():
