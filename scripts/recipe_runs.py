@@ -48,7 +48,7 @@ FIGURES = {
     "critic/grad_norm": "value grad norm",
     "recipe/logprob_delta_mean": "dlogp",
 }
-OF_ROLLOUT = ("reward", "loss")
+OF_ROLLOUT = ("reward", "loss", "value loss")
 LEARNT, ENDS = (
     ("objective/accuracy", "objective/loss", "critic/score/mean"),
     5,

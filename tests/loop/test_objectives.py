@@ -9,9 +9,11 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 from torch.nn.functional import logsigmoid
 
+from verl_patches.weights.manifest import CRITIC, rank_files, read_manifest
+
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 IN_ORDER = "data.shuffle=false"
-DPO, SFT = (("--steps", "2", f"algo={name}", IN_ORDER, "trainer.save_freq=1") for name in ("dpo", "sft"))
+DPO, SFT, RM = (("--steps", "2", f"algo={name}", IN_ORDER, "trainer.save_freq=1") for name in ("dpo", "sft", "rm"))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,8 @@ def test_no_rollout_engine_is_started(start):
     run = start(*DPO)
     assert run.summary["exit"] == "ok" and run.summary["layout"]["rollout"] == "none: fixed data"
     for step in run.steps:
-        assert step["reward"] is step["sync"] is step["logprob_delta"] is None and not step["memory"]["violations"]
+        assert step["reward"] is step["sync"] is step["logprob_delta"] is None
+        assert step["memory"]["violations"]["count"] == 0
         assert not {"rollout", "reshard"} & step["seconds"].keys()
     rows = [row for row in run.summary["patches"] if row["process"] == "worker 0"]
     waiting = {row["target"] for row in rows if row["state"] == "waiting"}
@@ -81,3 +84,17 @@ def test_a_missing_reference_shows_in_the_first_loss(smoke):
     """The control of the comparison: with the reference at zero the loss is not ln 2."""
     run = smoke("--steps", "1", *DPO[2:4], hook("no_reference"))
     assert abs(run.steps[0]["objective"]["loss"] - math.log(2)) > 0.01
+
+
+def test_a_reward_model_trains_alone_and_goes_on_from_its_checkpoint(smoke):
+    whole = smoke(*RM)
+    for step in whole.steps:
+        assert step["grad_norm"] is None and step["critic"]["grad_norm"] > 0 and step["objective"]["loss"] > 0
+        assert step["memory"]["violations"]["count"] == 0
+        assert not step["memory"]["phases"]["update_critic"]["bytes"].get("actor_params")
+    saved = whole.folder / "checkpoints" / "global_step_1"
+    assert not {*rank_files(2)} & {*read_manifest(saved).files} and {*rank_files(2)} <= {
+        *read_manifest(saved / CRITIC).files
+    }
+    resumed = smoke(*RM, *resume(whole, 1))
+    assert metrics_of(resumed, "objective", "critic") == metrics_of(whole, "objective", "critic")[1:]

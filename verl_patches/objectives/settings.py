@@ -85,6 +85,9 @@ def _rules(config: Any, name: str) -> Iterator[tuple[str, Any, tuple[Any, ...], 
         yield f"{_ACTOR}.use_kl_loss", actor.use_kl_loss, (False,), "the loss has no reference"
     if name in OF_VALUES:
         yield "algorithm.adv_estimator", config.algorithm.adv_estimator, ("gae",), "the value model is what is trained"
+        why = "the critic's update is the one that trains"
+        for key in ("loss_agg_mode", "ppo_mini_batch_size", "ppo_epochs"):
+            yield f"critic.{key}", config.critic[key], (actor[key],), why
     else:
         yield "algorithm.adv_estimator", config.algorithm.adv_estimator, ("grpo",), "others would need a critic"
         yield "trainer.critic_warmup", config.trainer.critic_warmup, (0,), "each step has an update"
