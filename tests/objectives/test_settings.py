@@ -17,7 +17,7 @@ from verl_patches.planning.memory_plan import run_memory
 from verl_patches.planning.step_plan import step_input, step_time
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
-ALGORITHMS = ("sft", "dpo", "ipo", "kto")
+ALGORITHMS = ("sft", "dpo", "ipo", "kto", "rm", "prm")
 ACTOR = "actor_rollout_ref.actor"
 
 
@@ -51,6 +51,9 @@ def test_a_preset_holds_over_a_base(base, algorithm):
     ("sft", "recipe.tensor_cache.enabled=true", "tensor_cache.enabled is True: the cache begins with a rollout"),
     ("sft", "trainer.test_freq=1", "trainer.test_freq is 1: validation would sample; set 0"),
     ("sft", "algorithm.adv_estimator=gae", "adv_estimator is gae: others would need a critic; set grpo"),
+    ("rm", "critic.ppo_epochs=2", "critic.ppo_epochs is 2: the critic's update is the one that trains; set 1"),
+    ("sft", "recipe.keep_groups.metric=acc", "keep_groups.metric is acc: no response is sampled"),
+    ("sft", "recipe.rewards=[{name: maths}]", "recipe.rewards is .*: fixed responses have no reward"),
     ("kto", "data.train_batch_size=1", "train_batch_size is 1: the KL pairs a prompt with another row's response"),
 ])  # fmt: skip
 def test_what_contradicts_the_gradient_is_refused_with_the_reason(algorithm, override, words):
@@ -88,6 +91,11 @@ def test_no_phase_of_a_rollout_is_scheduled_or_modelled():
     seconds = step_time(step_input(config, rows), FITTED)
     assert seconds["rollout"] == seconds["reshard"] == seconds["reward"] == 0.0
     assert all(seconds[phase] > 0 for phase in ("old_log_prob", "ref", "update"))
+    of_rm = compose(LARGE, ["algo=rm"])
+    sizes = group_bytes(run_memory(of_rm, rows).setting, 0)
+    assert sizes["actor_params"] == sizes["optimizer"] == sizes["swap_window"] == 0 < sizes["critic_params"]
+    seconds = step_time(step_input(of_rm, rows), FITTED)
+    assert seconds["update"] == 0.0 < seconds["update_critic"]
     of_grpo = compose(LARGE)  # control
     assert step_time(step_input(of_grpo, rows), FITTED)["rollout"] > 0
     assert group_bytes(run_memory(of_grpo, rows).setting, 0)["rollout_weights"] > 0
