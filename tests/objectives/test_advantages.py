@@ -19,7 +19,6 @@ from verl_patches.objectives.advantages import (
     advantages_of_objective,
     current_fixed_data,
     given_responses,
-    no_reward,
     pairs_of,
 )
 
@@ -194,4 +193,3 @@ def test_the_row_takes_verls_place_only_on_fixed_data():
     with current_fixed_data.set(FixedData(settings_of("dpo"))) as fixed:
         assert compute(data, gamma=1) is data
     assert data.batch["advantages"].shape == data.batch["responses"].shape and fixed.metrics["objective/margin"]
-    assert no_reward(data, return_dict=True)["reward_tensor"].equal(no_reward(data)) and not no_reward(data).any()

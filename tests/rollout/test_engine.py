@@ -23,12 +23,14 @@ def test_image_arguments_go_only_without_a_limit():
 
 
 def test_requests_of_one_prompt_have_seeds_of_their_own():
-    """Validation with val_kwargs.n > 1; a training batch has each prompt once, and n responses in one request."""
-    twice, once = [{"prompt_token_ids": ids} for ids in ([1, 2], [1, 2], [3])], [{"prompt_token_ids": [1, 2]}]
+    """Validation with val_kwargs.n > 1, over all engines; a training batch has n responses in one request."""
+    twice = [{"prompt_token_ids": ids} for ids in ([1, 2], [1, 2], [3])]
     params = SamplingParams(seed=7, temperature=0.5)
     apart = seeded_apart(twice, params)
     assert [each.seed for each in apart] == [7, 8, 9] and params.seed == 7 and {e.temperature for e in apart} == {0.5}
-    assert seeded_apart(once, params) is params and seeded_apart(twice, apart) is apart
+    assert [each.seed for each in seeded_apart(twice, params, replica=2)] == [13, 14, 15]
+    for as_given in (apart, SamplingParams(seed=7, n=2), SamplingParams(seed=7, temperature=0.0)):
+        assert seeded_apart(twice, as_given) is as_given
     assert seeded_apart(twice, unseeded := SamplingParams(temperature=0.5)) is unseeded
 
 

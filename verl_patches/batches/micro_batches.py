@@ -107,11 +107,11 @@ def by_tokens(split_dict_tensor_into_batches: Callable) -> Callable:
     return split
 
 
-LOSSES = "actor/pg_loss", "actor/kl_loss"  # verl's metrics of an update
+LOSSES = "actor/pg_loss", "actor/kl_loss", "critic/vf_loss"  # verl's metrics of an update
 
 
 class Update:
-    """One update_actor: its mini batches, as the loss of a micro batch is divided by what its mini batch holds.
+    """One update of actor or critic: the loss of a micro batch is divided by what its mini batch holds.
 
     micro_batches: number in each mini batch so far; samples: of the last one on this rank; tokens: its response tokens,
     as the mean over data-parallel ranks.
@@ -139,7 +139,7 @@ class Update:
                 metrics[name] = _mean_over_replicas(torch.stack([loss.mean() for loss in losses]).mean()).item()
 
 
-current_mini_batches: Current[Update] = Current()  # of update_actor (worker/recipe_worker.py); None in other passes
+current_mini_batches: Current[Update] = Current()  # of an update of actor or critic; None in other passes
 
 
 def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:

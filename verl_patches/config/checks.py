@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -24,6 +25,7 @@ from verl_patches.config.compose import (
     shape_file,
     switched_off,
     vllm_arguments,
+    with_layers,
 )
 from verl_patches.config.environment import DROPPED, derive
 from verl_patches.config.files import check_files, disk_detail, disk_fault, disk_needs
@@ -36,11 +38,11 @@ from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layo
 from verl_patches.layout.phases import STEP_PHASES, samples
 from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.log_probs.of_rollout import CHECK_TOKENS
-from verl_patches.memory.schedule import sleeps_by_vllm
+from verl_patches.memory.schedule import OF_ROLLOUT, sleeps_by_vllm
 from verl_patches.model.mindspeed.arguments import ONLY
 from verl_patches.objectives import settings
 from verl_patches.reshard.blocks import Block, make_blocks
-from verl_patches.rewards.parts import parts_of
+from verl_patches.rewards.parts import METRIC, parts_of
 from verl_patches.upstream.checkouts import LINE, Trees
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 from verl_patches.values import Count, Positive, value_faults
@@ -71,16 +73,18 @@ def check_config(
     checks += [*check_files(config, must_exist, trees), *_model_checks(config, model)]
     if train:
         checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train, start, no_start)]
-    if rollout:
-        checks += [*_rollout_checks(config, rollout, model), *ascend.checks(config, model)]
+    sampled = samples(config.recipe)
+    if rollout and sampled:
+        checks += [*_rollout_checks(config, rollout, model), *ascend.checks(config, model), _sleep_check(config)]
     if train and rollout:
-        checks += [*_batch_checks(config, train, rollout), *_sync_checks(config, train, rollout, model)]
-    checks += [*_length_checks(config), *_algorithm_checks(config), *_objective_checks(config), *_line_checks(config)]
+        checks += _batch_checks(config, train, rollout)
+        checks += _sync_checks(config, train, rollout, model) if sampled else ()
+    checks += [*_length_checks(config), *_algorithm_checks(config), *objective_checks(config), *_line_checks(config)]
     checks += [*_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
-    checks += [*_swap_checks(config), _sleep_check(config), check_disk(config, start), *_replay_checks(config)]
-    checks += [*_reward_checks(config), *_keep_groups_checks(config)]
+    checks += [*_swap_checks(config), check_disk(config, start), *_replay_checks(config), *_reward_checks(config)]
+    checks += keep_groups_checks(config)
     return [*checks, *hccl.checks(config, model), *_profile_checks(config), *_restart_checks(config)]
 
 
@@ -259,8 +263,9 @@ def _experts(name: str, ep: int, experts: int, key: str) -> Check:
 def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLayout) -> Iterator[Check]:
     actor, prompts, n = config.actor_rollout_ref.actor, config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini, micro = actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
-    key = "data.train_batch_size (verl hands each rank an equal share of the prompts)"
-    yield _divides("prompts", prompts, rollout.world_size, key, "prompts a rank")
+    if samples(config.recipe):
+        key = "data.train_batch_size (verl hands each rank an equal share of the prompts)"
+        yield _divides("prompts", prompts, rollout.world_size, key, "prompts a rank")
     key = "data.train_batch_size or rollout.n (train data-parallel ranks)"
     yield _divides("responses", prompts * n, train.dp, key, "responses a train replica")
     key = "actor.ppo_mini_batch_size (must divide data.train_batch_size)"
@@ -280,9 +285,9 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
         micro, key = section.log_prob_micro_batch_size_per_gpu, f"{name}.log_prob_micro_batch_size_per_gpu"
         if micro is not None and not section.get("log_prob_use_dynamic_bsz"):  # verl 0.4.0 has that key
             yield _divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
-    yield from _critic_checks(config, train)
+    yield from critic_checks(config, train)
     seats = vllm_arguments(config).get("max_num_seqs")
-    if seats is None:
+    if seats is None or not samples(config.recipe):
         return
     budget = config.actor_rollout_ref.rollout.max_num_batched_tokens
     responses = math.ceil(prompts * n / (rollout.world_size // rollout.tp))
@@ -301,7 +306,7 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
         yield either("graph batch sizes", max(sizes) >= running, held, fault)
 
 
-def _critic_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
+def critic_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
     """Sizes of the critic's batches, and what its passes do not have; none without a critic."""
     critic, actor = critic_of(config), config.actor_rollout_ref
     if critic is None:
@@ -310,8 +315,8 @@ def _critic_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]
     faults, key = [], "critic.ppo_micro_batch_size_per_gpu"
     if critic.use_dynamic_bsz:
         faults.append(
-            "critic.use_dynamic_bsz is true: verl packs each rank's samples by itself, so that ranks have other "
-            "numbers of micro batches and their experts' exchanges do not meet; set it false"
+            "critic.use_dynamic_bsz is true: verl 54c9b736's critic does not read it, and micro batches of 0.4.0's are "
+            "not planned within the budget; set it false"
         )
     if n != actor.rollout.n:
         faults.append(f"critic.rollout_n is {n}; expected actor_rollout_ref.rollout.n, {actor.rollout.n}")
@@ -323,6 +328,11 @@ def _critic_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]
         faults.append("critic.shuffle is true, which needs critic.data_loader_seed=N")
     if critic.megatron.use_dist_checkpointing or not critic.load_weight:
         faults.append("critic.load_weight must be true and critic.megatron.use_dist_checkpointing false")
+    file, model = Path(critic.model.path) / "config.json", model_shape_of(config)
+    if file.is_file() and critic.model.path != actor.model.path:
+        found = replace(with_layers(config, read_model_shape(file)), torch_dtype=model.torch_dtype)
+        if unlike := differences(found, model):
+            faults.append(f"critic.model.path is of another model than the actor: {unlike}")
     if switched_off(config, "update.recipe_critic") or switched_off(config, "update.recipe_worker"):
         faults.append("row update.recipe_critic or update.recipe_worker is off: verl's own critic would train")
     yield either("critic", not faults, f"values by a head on {critic.model.path}", "; ".join(faults))
@@ -415,14 +425,19 @@ def _line_checks(config: DictConfig) -> Iterator[Check]:
             yield Check("environment", False, text)
 
 
-def _objective_checks(config: DictConfig) -> list[Check]:
+def objective_checks(config: DictConfig) -> list[Check]:
     """Whether the update has the gradient of recipe.objective; none where responses are sampled."""
     if samples(config.recipe):
         return []
-    if faults := list(settings.faults(config)):
-        return [Check("objective", False, fault) for fault in faults]
     name = config.recipe.objective.name
-    return [Check("objective", True, f"{name}; no rollout: fixed data, and what is said of rollout layout is not used")]
+    faults = [
+        f"recipe.objective.name is {name}, but row {row} is off; remove -{row} from recipe.patches"
+        for row in ("advantage.objective", "update.fit_as_run", "update.recipe_worker", "update.on_policy")
+        if switched_off(config, row)
+    ]
+    if faults := [*settings.faults(config), *faults]:
+        return [Check("objective", False, fault) for fault in faults]
+    return [Check("objective", True, f"{name} on fixed data: no rollout")]
 
 
 def _on_policy_checks(config: DictConfig) -> list[Check]:
@@ -569,8 +584,9 @@ def _profile_checks(config: DictConfig) -> Iterator[Check]:
 
 
 def _without(config: DictConfig) -> set[str]:
-    """Phases that the run does not have: of a critic."""
-    return {phase.planned for phase in STEP_PHASES if phase.critic and critic_of(config) is None}
+    """Phases that the run does not have: of a critic, of a rollout."""
+    absent = {phase.planned for phase in STEP_PHASES if phase.critic and critic_of(config) is None}
+    return absent if samples(config.recipe) else {*absent, *OF_ROLLOUT}
 
 
 def _profile_faults(section: DictConfig, world: int, config: DictConfig) -> Iterator[str]:
@@ -590,7 +606,7 @@ def _profile_faults(section: DictConfig, world: int, config: DictConfig) -> Iter
         yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"
 
 
-def _keep_groups_checks(config: DictConfig) -> Iterator[Check]:
+def keep_groups_checks(config: DictConfig) -> Iterator[Check]:
     """recipe.keep_groups: what else samples, or cannot while the rollout engine is awake; nothing where it is off."""
     section, recipe, rollout = config.recipe.keep_groups, config.recipe, config.actor_rollout_ref.rollout
     if section.metric is None:
@@ -606,6 +622,9 @@ def _keep_groups_checks(config: DictConfig) -> Iterator[Check]:
         (config.reward_model.enable, "reward_model.enable is true: it has no memory while the rollout engine is awake"),
     ]
     wrong = [text for is_wrong, text in faults if is_wrong]
+    labels = [f"{METRIC}{part.label}" for part in parts_of(config)]
+    if section.metric.startswith(METRIC) and section.metric not in labels:
+        wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a function's own key")
     held = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
     yield either(
         "keep groups", not wrong, held, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"

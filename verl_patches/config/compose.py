@@ -60,6 +60,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     if name not in runs:
         new = name.removeprefix("grpo_")
         hint = f"it is {new} now" if new in runs else "there is: " + (", ".join(runs) or "none")
+        hint += "; the defaults of a run end with `algo: NAME`"
         raise ConfigError(f"no config of a run in {CONFIGS_DIR} has the name {config_name}; {hint}")
     _check_overrides(overrides)
     _check_files(name)

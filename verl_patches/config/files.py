@@ -25,7 +25,8 @@ from verl_patches.config.run_start import Start, checkpoints_of
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
-from verl_patches.layout.phases import samples
+from verl_patches.layout.parallel import critic_of
+from verl_patches.layout.phases import samples, trains_actor
 from verl_patches.objectives.settings import columns_of
 from verl_patches.replay.recording import find_recording
 from verl_patches.rewards.parts import SHORT_FORM, parts_of
@@ -306,7 +307,7 @@ def disk_needs(config: DictConfig, start: Start) -> list[Need]:
     left = None if steps is None else max(steps - done, 0)
     records, step_bytes = _RECORD_BYTES
     least, text = records + step_bytes * (left or 1), "logs and records"
-    if config.recipe.rollout.record:
+    if config.recipe.rollout.record and samples(config.recipe):
         rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
         prompt, response = data.max_prompt_length, data.max_response_length
         size = rows * (4 * 8 * (prompt + response) + 4 * response)  # ids, masks, positions; log-probs in fp32
@@ -314,7 +315,10 @@ def disk_needs(config: DictConfig, start: Start) -> list[Need]:
         text += f", responses of {_many(left, 'step')}, {size_text(size)} each (modelled)"
     needs = [Need("run", run_dir(config), least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
-        parameters = sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
+        models = {"actor": trains_actor(config.recipe), "critic": critic_of(config) is not None}
+        trained = [name for name, has in models.items() if has]
+        trained = [build_inventory(model_shape_of(config), value=name == "critic") for name in trained]
+        parameters = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
         size, kept = _PARAMETER_BYTES[config.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
         saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
         held = len(saved_in(checkpoints_of(config), start.id).own) if start.id else 0

@@ -128,7 +128,7 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
         columns.label(axes)
     if columns.validations:
         left.set_xlim(left=min(columns.edges[0], columns.validations[0][0] - 0.5))
-        left.legend(("reward", "validation"), fontsize=8)
+        left.legend(fontsize=8)
     return figure
 
 
@@ -141,9 +141,9 @@ def _trained(summaries: Sequence[Mapping[str, Any]]) -> str:
 def _draw_curve(axes: Axes, columns: _Columns, name: str, **style: Any) -> None:
     """Means of `name`, and as a dashed line of the same colour the validations."""
     marker = "o" if columns.width == 1 else ""
-    (line,) = axes.plot(columns.middles, columns.means(name), marker=marker, markersize=3, **style)
+    (line,) = axes.plot(columns.middles, columns.means(name), marker=marker, markersize=3, **{"label": name, **style})
     if columns.validations:
-        of_line = {"color": line.get_color(), "linewidth": line.get_linewidth()}
+        of_line = {"color": line.get_color(), "linewidth": line.get_linewidth(), "label": "validation"}
         axes.plot(*zip(*columns.validations, strict=True), linestyle="--", marker="s", markersize=3, **of_line)
     axes.grid(alpha=0.3)
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.batches import limits
 from verl_patches.boot.worker_settings import send_settings
-from verl_patches.config.checks import fault_of_experts
+from verl_patches.config.checks import critic_checks, fault_of_experts, keep_groups_checks, objective_checks
 from verl_patches.config.compose import model_changes, output_root
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.errors import ConfigError
@@ -125,6 +125,8 @@ def _check(config: DictConfig) -> None:
     hf_config = {**read_config(copy_to_local(config.actor_rollout_ref.model.path)), **model_changes(config)}
     faults += [*on_policy.faults(config, hf_config), *limits.faults(config), *truth_check.faults(config)]
     faults += [refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config)]
+    checks = [*objective_checks(config), *critic_checks(config, train), *keep_groups_checks(config)]
+    faults += [check.detail for check in checks if not check.ok]
     if faults:
         raise ConfigError("\n  ".join(faults))
 

@@ -107,7 +107,7 @@ class FixedData:
             marks = batch[MARKS].double()
             marked = mask & ~marks.isnan()
             return losses.steps(values[marked], marks[marked])
-        scores = values.gather(1, mask.sum(-1, keepdim=True) - 1)[:, 0]  # at a response's last token
+        scores = values.gather(1, mask.sum(-1, keepdim=True) - 1)[:, 0]  # see dataset.RewardData
         first, second = pairs_of(uids, batch[ROLE])
         return losses.bradley_terry(scores[first], scores[second])
 

@@ -33,7 +33,7 @@ def _is_list(value: Any, of: Any) -> bool:
     return isinstance(value, list) and value != [] and all(map(of, value))
 
 
-class FixedData(RLHFDataset):
+class FixedDataset(RLHFDataset):
     """Rows of an objective; a response ends with the end token, and is cut by data.truncation, verl's key.
 
     ConfigError for a missing column, a value of another kind, and, with truncation=error, for a response of more than
@@ -115,12 +115,12 @@ class FixedData(RLHFDataset):
         return [*self._tokens(text), self.tokenizer.eos_token_id]
 
 
-class SftData(FixedData):
+class SftData(FixedDataset):
     """sft: `prompt` and `response`, or raw `text`, whose first token is the prompt (continued pre-training)."""
 
 
-class PairData(FixedData):
-    """dpo, ipo and rm: `prompt`, `chosen` and `rejected`."""
+class PairData(FixedDataset):
+    """dpo and ipo: `prompt`, `chosen` and `rejected`."""
 
     objective = "dpo"
 
@@ -128,7 +128,16 @@ class PairData(FixedData):
         return {"responses": [self._response(row["chosen"]), self._response(row["rejected"])]}
 
 
-class KtoData(FixedData):
+class RewardData(PairData):
+    """rm: as PairData, with a second end token: verl's value of a token is that of the sequence before it."""
+
+    objective = "rm"
+
+    def _response(self, text: str) -> list[int]:
+        return [*super()._response(text), self.tokenizer.eos_token_id]
+
+
+class KtoData(FixedDataset):
     """kto: `prompt`, `response` and `label`, true for a desirable response."""
 
     objective = "kto"
@@ -137,7 +146,7 @@ class KtoData(FixedData):
         return {"responses": [self._response(row["response"])], "label": row["label"]}
 
 
-class StepData(FixedData):
+class StepData(FixedDataset):
     """prm: `prompt`, `steps` and `labels`, one for each step.
 
     marks: {place in the response: label}. verl's value of a token is that of the sequence before it, so a step's value

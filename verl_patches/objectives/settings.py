@@ -41,7 +41,7 @@ def columns_of(objective: str, names: list[str]) -> dict[str, str]:
 
 def faults(config: Any) -> Iterator[str]:
     """Why a composed configuration does not train recipe.objective exactly, one sentence each; none for rl."""
-    recipe, actor, objective = config.recipe, config.actor_rollout_ref.actor, config.recipe.objective
+    recipe, objective = config.recipe, config.recipe.objective
     if samples(recipe):
         return
     given = f"recipe.objective.name is {objective.name}, but"
@@ -55,11 +55,6 @@ def faults(config: Any) -> Iterator[str]:
         if found not in expected:
             shown = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in expected)
             yield f"{given} {key} is {found}: {why}; set {shown}"
-    if recipe.line == "pypi" and actor.use_dynamic_bsz:
-        yield (
-            f"{given} {_ACTOR}.use_dynamic_bsz is true: verl 0.4.0 weighs micro batches equally, whatever number of "
-            "responses they have; set false"
-        )
 
 
 def _rules(config: Any, name: str) -> Iterator[tuple[str, Any, tuple[Any, ...], str]]:
@@ -106,5 +101,3 @@ def _rules(config: Any, name: str) -> Iterator[tuple[str, Any, tuple[Any, ...], 
     why = "fixed responses have no reward"
     yield "recipe.rewards", recipe.rewards, ([],), why
     yield "reward_model.enable", config.reward_model.enable, (False,), why
-    asynchronous = config.reward_model.launch_reward_fn_async
-    yield "reward_model.launch_reward_fn_async", asynchronous, (False,), why

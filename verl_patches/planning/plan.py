@@ -80,11 +80,11 @@ def build_plan(
             "instances": layout.edp,
             "dp_per_instance": layout.dp // layout.edp,
             "groups": {name: ranks for name, ranks in groups.items() if len(ranks[0]) > 1},
-            "ranks": _ranks(layout, ("edp", "dp", "tp"), experts if ok["rollout experts"] else None, True),
+            "ranks": _ranks(layout, ("edp", "dp", "tp"), experts if ok.get("rollout experts") else None, True),
         }
     patches = patch_table(config, rows)
     sections = dict.fromkeys(("step", "traffic", "ports"))
-    if train and rollout and all(ok[name] for name in _SIZED):
+    if train and rollout and all(ok.get(name, True) for name in _SIZED):
         on = [row["id"] for row in patches if row["on"]]
         memory = memory_plan(config, on)
         checks += [_memory(memory), *_host_memory(memory)]

@@ -28,6 +28,8 @@ FINITE = (
     "objective/loss",
     "actor/kl_loss",
     "actor/grad_norm",
+    "critic/vf_loss",
+    "critic/grad_norm",
     "critic/score/mean",
     "critic/rewards/mean",
     "critic/advantages/mean",

@@ -27,6 +27,7 @@ MODELLED = {
     "reward": ("reward", "advantage"),
     "compute_log_prob": ("advantage",),
     "compute_ref_log_prob": ("advantage",),
+    "compute_values": ("advantage",),
 }
 
 

@@ -185,7 +185,7 @@ class RecipeWorker(TrainingWorker):
             output = super().update_actor(data)
             if update.micro_batches:  # row update.mini_batches is on
                 update.report(output.meta_info["metrics"])
-        if on_policy is not None:
+        if on_policy is not None and (on_policy.skip or on_policy.correction):  # else a pass before has noted them
             self.log_prob_moments = on_policy.moments()
         return output
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
 import wrapt
 
 from verl_patches.current import Current
@@ -67,7 +68,9 @@ class RolloutEngine:
     def generate(self, prompts: Any = None, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As upstream, in phase rollout, which lasts until the engine sleeps."""
         context().begin("rollout")
-        outputs = super().generate(prompts, seeded_apart(prompts, sampling_params), *args, **kwargs)
+        tp = self.llm_engine.vllm_config.parallel_config.tensor_parallel_size
+        replica = dist.get_rank() // tp if dist.is_initialized() else 0
+        outputs = super().generate(prompts, seeded_apart(prompts, sampling_params, replica), *args, **kwargs)
         context().raise_peak()
         return outputs
 
@@ -99,20 +102,17 @@ class RolloutEngine:
             self.sleep_mode.weights_written(last)
 
 
-def seeded_apart(prompts: Any, params: Any) -> Any:
-    """`params`, or a copy for each prompt with a seed of its own, where they have one seed and a prompt comes twice.
+def seeded_apart(prompts: Any, params: Any, replica: int = 0) -> Any:
+    """`params`, or a copy for each prompt with a seed of its own, where each prompt is one sampled request.
 
-    verl repeats the prompts of a validation (rollout.val_kwargs.n) as requests of their own: with one rollout.seed for
-    all of them the responses of a prompt would be equal.
+    verl repeats the prompts of a validation (rollout.val_kwargs.n) as requests of their own, over all engines: with one
+    rollout.seed for all of them the responses of a prompt would be equal. `replica`: the engine's number.
     """
-    if getattr(params, "seed", None) is None or not isinstance(prompts, list):
-        return params
-    ids = [tuple(prompt["prompt_token_ids"]) for prompt in prompts if "prompt_token_ids" in prompt]
-    if len({*ids}) == len(ids):
+    if getattr(params, "seed", None) is None or not isinstance(prompts, list) or params.n > 1 or not params.temperature:
         return params
     each = [params.clone() for _ in prompts]
     for number, own in enumerate(each):
-        own.seed += number
+        own.seed += replica * len(prompts) + number
     return each
 
 

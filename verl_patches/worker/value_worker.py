@@ -15,7 +15,9 @@ from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, register
 
+from verl_patches.batches.micro_batches import Update, current_mini_batches
 from verl_patches.errors import RecipeError
+from verl_patches.memory import counters
 from verl_patches.memory.schedule import CRITIC
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
@@ -39,7 +41,8 @@ class RecipeCriticWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """verl's, which builds model and optimizer; then ledger and schedule know them."""
-        super().init_model()
+        with counters.timed("start/models"):
+            super().init_model()
         self.memory.start(self, self.trained)
 
     def _build_critic_model_optimizer(self, *args: Any, **kwargs: Any) -> tuple:
@@ -84,9 +87,11 @@ class RecipeCriticWorker(TrainingWorker):
         """
         self.wait_for_checkpoint()
         self._norms.clear()
-        with context().phase("update_critic"):
+        with context().phase("update_critic"), current_mini_batches.set(Update()) as update:
             output = super().update_critic(data)
-        metrics = output.meta_info["metrics"]
+            metrics = output.meta_info["metrics"]
+            if update.micro_batches:  # row update.mini_batches is on
+                update.report(metrics)
         metrics["critic/grad_norm"] = list(self._norms)
         if self.step_guard is not None:
             metrics["critic/skipped_steps"] = self._skipped()

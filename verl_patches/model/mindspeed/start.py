@@ -227,7 +227,7 @@ def optimizer_config_from_arguments(original: Callable) -> Callable:
         names = (field.name for field in dataclasses.fields(OptimizerConfig))
         given = {name: getattr(args, name) for name in names if hasattr(args, name)}
         own = {name: optim_config[name] for name in ("lr", "clip_grad", "weight_decay")}  # the critic has others
-        return OptimizerConfig(**{**given, **own})
+        return OptimizerConfig(**{**given, **{name: value for name, value in own.items() if value is not None}})
 
     return config
 
