@@ -459,7 +459,7 @@ UPDATE: tuple[PatchSpec, ...] = (
          "verl_patches.batches.micro_batches:by_mini_batch",
          "The loss of each micro batch is an average of its own, and Megatron averages those (schedules.py:283): the "
          "gradient depends on the micro batches where they hold unequally many samples or, with token-mean, tokens.",
-         exit="the pins move to a verl whose agg_loss divides by the tokens of the mini batch ",
+         exit="the pins move to a verl whose agg_loss divides by the tokens of the mini batch",
          needs=("update.mini_batches",),
          bindings=("verl.workers.actor.megatron_actor:agg_loss", "verl.workers.actor.dp_actor:agg_loss",
                    f"{_TRAINER}:agg_loss")),

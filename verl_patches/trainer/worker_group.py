@@ -1,4 +1,4 @@
-"""One GRPO step as verl's trainer runs it: the calls of RayPPOTrainer.fit() to its workers, in their order.
+"""One step as verl's trainer runs it: the calls of RayPPOTrainer.fit() to its workers, in their order.
 
     generate_sequences      responses of the data (recipe.objective), of a recording, or vLLM's, of several batches with
                             recipe.keep_groups (keep_groups.py); vLLM's are recorded, and every N steps sampled once

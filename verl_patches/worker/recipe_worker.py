@@ -1,4 +1,4 @@
-"""One GRPO step of a worker: methods over those of verl's ActorRolloutRefWorker.
+"""One step of a worker: methods over those of verl's ActorRolloutRefWorker.
 
     call of the trainer       code here                                       memory phases (memory/schedule.py)
     generate_sequences        sharding.py: weight sync, then wake the cache   reshard, wake_kv
