@@ -41,6 +41,8 @@ def test_responses_are_text_and_the_end_token(make, tokenizer):
     assert row["data_source"] == "s" and not {"chosen", "rejected", "prompt"} & row.keys()
     whole = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True)
     assert row["input_ids"][row["attention_mask"].bool()].tolist() == whole == row["raw_prompt_ids"]
+    scored = make("RewardData", {"chosen": ["xyz"], "rejected": ["1 2"]})[0]["tools_kwargs"]["responses"]
+    assert scored == [[*ids, tokenizer.eos_token_id] for ids in row["tools_kwargs"]["responses"]]
     found = make("KtoData", {"response": ["xy"], "label": [True]})[0]["tools_kwargs"]
     assert found["label"] is True and len(found["responses"]) == 1
 

@@ -47,7 +47,6 @@ def test_a_preset_holds_over_a_base(base, algorithm):
     ("dpo", "actor_rollout_ref.rollout.n=1", "rollout.n is 1: a prompt has that many responses in a batch; set 2"),
     ("sft", "recipe.objective.label_smoothing=0.1", "label_smoothing is 0.1: only dpo has it; set 0"),
     ("sft", "data.custom_cls.path=null", "custom_cls.path is null: verl's own dataset gives no responses"),
-    ("sft", f"{ACTOR}.use_dynamic_bsz=true", "use_dynamic_bsz is true: verl 0.4.0 weighs micro batches equally"),
     ("sft", "recipe.tensor_cache.enabled=true", "tensor_cache.enabled is True: the cache begins with a rollout"),
     ("sft", "trainer.test_freq=1", "trainer.test_freq is 1: validation would sample; set 0"),
     ("sft", "algorithm.adv_estimator=gae", "adv_estimator is gae: others would need a critic; set grpo"),
@@ -59,6 +58,11 @@ def test_a_preset_holds_over_a_base(base, algorithm):
 def test_what_contradicts_the_gradient_is_refused_with_the_reason(algorithm, override, words):
     found = list(faults(compose(TINY, [f"algo={algorithm}", override])))
     assert len(found) == 1 and re.search(f"recipe.objective.name is {algorithm}, but .*{words}", found[0]), found
+
+
+def test_a_row_that_makes_the_gradient_must_be_on():
+    (found,) = refusals(compose(TINY, ["algo=dpo", "recipe.patches=[-advantage.objective]"]))
+    assert found.startswith("recipe.objective.name is dpo, but row advantage.objective is off; remove")
 
 
 def test_a_key_of_data_that_nothing_reads_is_refused_as_with_verls_own_dataset():

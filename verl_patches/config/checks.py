@@ -437,7 +437,7 @@ def objective_checks(config: DictConfig) -> list[Check]:
     ]
     if faults := [*settings.faults(config), *faults]:
         return [Check("objective", False, fault) for fault in faults]
-    return [Check("objective", True, f"{name} on fixed data: no rollout")]
+    return [Check("objective", True, f"{name}; no rollout: fixed data")]
 
 
 def _on_policy_checks(config: DictConfig) -> list[Check]:
