@@ -477,7 +477,7 @@ UPDATE: tuple[PatchSpec, ...] = (
 
 CHECKPOINT: tuple[PatchSpec, ...] = (
     _row("checkpoint.parts", "override", f"{_ACTOR}.save_checkpoint",
-         "verl_patches.worker.recipe_worker:RecipeWorker.save_checkpoint",
+         "verl_patches.worker.checkpoint:TrainingWorker.save_checkpoint",
          "verl saves the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), so experts of all "
          "other expert-parallel ranks are lost; gathers the states of a replica on one rank; and resumes in the same "
          "layout only. Ours: every rank writes what it alone holds, while the run goes on; load_checkpoint too.",

@@ -207,7 +207,9 @@ def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> Non
 
     base: as in `verl_types`.
     """
-    types = verl_types(base)
+    types, algorithm = verl_types(base), config.get("algorithm")
+    if not isinstance(algorithm, Mapping) or algorithm.get("adv_estimator") != "gae":  # its keys repeat the actor's
+        types = {key: kind for key, kind in types.items() if not key.startswith("critic.") or key == "critic.strategy"}
     given = dict(leaves(config, ends=types.__contains__))
     for key in _sections(types) & given.keys():
         if given[key] != {} and not (given[key] is None and key in _MAY_BE_NULL):
