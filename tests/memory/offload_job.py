@@ -210,6 +210,7 @@ def worker_of(chunks, optimizer, swap=False, offload=True):
         "train": {"skip_old_log_prob": False, "swap_optimizer": swap, "use_remove_padding": True},
         "memory": {"ledger": "off"},
         "watch": {"action": "off"},
+        "objective": {"name": "rl"},
     }
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     context().schedule, context().stays = None, frozenset()

@@ -311,7 +311,7 @@ def test_a_small_share_may_be_missing(missing, sleeper, monkeypatch):
 def test_a_worker_checks_sleep_where_there_is_a_device_and_a_ledger(platform, ledger, rows, device, build, monkeypatch):
     megatron = {"param_offload": True, "optimizer_offload": True}
     recipe = {"line": "pypi", "platform": platform, "weight_sync": {"enabled": True}, "memory": {"ledger": ledger}}
-    recipe |= {"train": {"skip_old_log_prob": False}}
+    recipe |= {"train": {"skip_old_log_prob": False}, "objective": {"name": "rl"}}
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     monkeypatch.setattr(patches.of_process, "value", SimpleNamespace(wanted=rows))
     WorkerMemory(OmegaConf.create(config), OmegaConf.create(recipe))
@@ -339,7 +339,7 @@ def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
     llm.wake_up(["weights"])  # a wake-up that failed is repeated
     llm.wake_up()
     llm.wake_up(["kv_cache"])
-    assert llm.generate(1) == (1,) and llm.awake == {"weights", "kv_cache"}
+    assert llm.generate(1) == (1, None) and llm.awake == {"weights", "kv_cache"}
     calls = ", ".join(call for call in llm.calls if "vLLM" not in call)
     assert calls == "sleep, wake ['weights'], wake ['weights'], wake ['kv_cache'], generate"
     assert phases == ["look", "sleep", "reshard", "wake_kv", "rollout", "look"]

@@ -26,12 +26,11 @@ def test_requests_of_one_prompt_have_seeds_of_their_own():
     """Validation with val_kwargs.n > 1, over all engines; a training batch has n responses in one request."""
     twice = [{"prompt_token_ids": ids} for ids in ([1, 2], [1, 2], [3])]
     params = SamplingParams(seed=7, temperature=0.5)
-    apart = seeded_apart(twice, params)
+    apart = seeded_apart(twice, params, lambda: 0)
     assert [each.seed for each in apart] == [7, 8, 9] and params.seed == 7 and {e.temperature for e in apart} == {0.5}
-    assert [each.seed for each in seeded_apart(twice, params, replica=2)] == [13, 14, 15]
-    for as_given in (apart, SamplingParams(seed=7, n=2), SamplingParams(seed=7, temperature=0.0)):
-        assert seeded_apart(twice, as_given) is as_given
-    assert seeded_apart(twice, unseeded := SamplingParams(temperature=0.5)) is unseeded
+    assert [each.seed for each in seeded_apart(twice, params, lambda: 2)] == [13, 14, 15]
+    for given in (apart, SamplingParams(seed=7, n=2), SamplingParams(seed=7, temperature=0.0), SamplingParams()):
+        assert seeded_apart(twice, given, lambda: 0) is given
 
 
 @pytest.mark.parametrize("overrides", [None, {"n_group": 1}, lambda config: config.update({"n_group": 1}) or config])

@@ -68,9 +68,7 @@ class RolloutEngine:
     def generate(self, prompts: Any = None, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As upstream, in phase rollout, which lasts until the engine sleeps."""
         context().begin("rollout")
-        tp = self.llm_engine.vllm_config.parallel_config.tensor_parallel_size
-        replica = dist.get_rank() // tp if dist.is_initialized() else 0
-        outputs = super().generate(prompts, seeded_apart(prompts, sampling_params, replica), *args, **kwargs)
+        outputs = super().generate(prompts, seeded_apart(prompts, sampling_params, self._replica), *args, **kwargs)
         context().raise_peak()
         return outputs
 
@@ -87,6 +85,10 @@ class RolloutEngine:
                     device.empty_cache()
         here.trace(None)
 
+    def _replica(self) -> int:
+        """The number of this engine's replica, whose tensor-parallel ranks sample alike."""
+        return dist.get_rank() // self.llm_engine.vllm_config.parallel_config.tensor_parallel_size
+
     def _sleep(self, level: int) -> None:
         super().sleep(level)
         self.awake.clear()
@@ -102,17 +104,17 @@ class RolloutEngine:
             self.sleep_mode.weights_written(last)
 
 
-def seeded_apart(prompts: Any, params: Any, replica: int = 0) -> Any:
+def seeded_apart(prompts: Any, params: Any, replica: Callable[[], int]) -> Any:
     """`params`, or a copy for each prompt with a seed of its own, where each prompt is one sampled request.
 
     verl repeats the prompts of a validation (rollout.val_kwargs.n) as requests of their own, over all engines: with one
-    rollout.seed for all of them the responses of a prompt would be equal. `replica`: the engine's number.
+    rollout.seed for all of them the responses of a prompt would be equal. `replica` gives the engine's number.
     """
     if getattr(params, "seed", None) is None or not isinstance(prompts, list) or params.n > 1 or not params.temperature:
         return params
-    each = [params.clone() for _ in prompts]
-    for number, own in enumerate(each):
-        own.seed += replica * len(prompts) + number
+    each, first = [params.clone() for _ in prompts], replica() * len(prompts)
+    for number, own in enumerate(each, first):
+        own.seed += number
     return each
 
 
