@@ -34,7 +34,8 @@ NEVER_IMPORTED = {
         "verl.models.mcore.registry", "verl.models.mcore.util", "verl.utils.megatron.optimizer",
         "verl.workers.rollout", "verl.workers.sharding_manager", "vllm", "vllm_ascend",  # no engine either
     ),
-    "worker": ("verl.trainer.ppo.metric_utils", "verl.trainer.ppo.ray_trainer", "verl.utils.tracking"),
+    "worker": ("verl.trainer.ppo.metric_utils", "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.reward",
+               "verl.utils.tracking"),
 }  # fmt: skip
 STEPS = {
     "driver": ["verl_patches.main"],

@@ -82,6 +82,9 @@ def _followers(key: str) -> Iterator[str]:
     section, _, name = key.rpartition(".")
     if section == ACTOR and name.endswith("_parallel_size"):
         yield f"{REF}.{name}"
+        yield f"critic.megatron.{name}"
+    if section == "actor_rollout_ref.actor" and name.startswith("ppo_"):
+        yield f"critic.{name}"
     if key == "recipe.rollout.dp":
         yield f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size"
 
