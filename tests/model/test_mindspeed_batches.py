@@ -36,12 +36,12 @@ def plain(run_batches):
 def assert_same(found, plain, whole=True):
     """Log-probs and entropy of responses within 1e-5 before an update, gradient norms by 1e-5 of themselves.
 
-    Both after an update, and weights where a rank has `whole` ones, within 1e-4: Adam makes steps of up to 1e-3 of
-    gradients that are nothing but rounding.
+    After an update within 5e-4, and weights, where a rank has `whole` ones, within 1e-4: Adam makes steps of up to 1e-3
+    of gradients that are nothing but rounding.
     """
     assert len(plain["grad_norm"]) == len(plain["log_probs"]) == 2
     for name in ("log_probs", "entropy"):
-        for there, here, most in zip(plain[name], found[name], (1e-5, 1e-4), strict=True):
+        for there, here, most in zip(plain[name], found[name], (1e-5, 5e-4), strict=True):
             assert (here - there[found["samples"]])[found["mask"]].abs().max() < most, name
     assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
     for there, here in zip(plain["weights"], found["weights"], strict=True) if whole else ():
