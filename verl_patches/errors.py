@@ -45,6 +45,12 @@ def either(name: str, ok: bool, held: str, fault: str) -> Check:
     return Check(name, ok, held if ok else fault)
 
 
+def divides(name: str, total: int, part: int, key: str, quotient: str) -> Check:
+    """Whether `part` divides `total`; `key`: what to change, `quotient`: what the quotient counts."""
+    held = f"{total} / {part} = {total // part} {quotient}"
+    return either(name, total % part == 0, held, f"{total} is not a multiple of {part}; change {key}")
+
+
 def require(checks: Iterable[Check]) -> None:
     """ConfigError that lists every failed check; nothing if all hold."""
     if failed := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:

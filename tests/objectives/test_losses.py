@@ -21,10 +21,15 @@ def trl_dpo(kind, beta, smoothing, policy, reference):
     from trl.trainer.dpo_config import FDivergenceType
 
     trainer = SimpleNamespace(
-        beta=beta, label_smoothing=smoothing, loss_type=kind, reference_free=False, f_divergence_params=None,
-        f_divergence_type=FDivergenceType.REVERSE_KL.value, accelerator=SimpleNamespace(device="cpu"),
+        beta=beta,
+        label_smoothing=smoothing,
+        loss_type=kind,
+        reference_free=False,
+        f_divergence_params=None,
+        f_divergence_type=FDivergenceType.REVERSE_KL.value,
+        accelerator=SimpleNamespace(device="cpu"),
         use_weighting=False,
-    )  # fmt: skip
+    )
     found, chosen, rejected = DPOTrainer.dpo_loss(trainer, *policy, *reference)
     return found.mean(), {"chosen_reward": chosen.mean(), "rejected_reward": rejected.mean()}
 

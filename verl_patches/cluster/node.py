@@ -26,7 +26,6 @@ import psutil
 from verl_patches.cluster.job import MASTER, Job
 from verl_patches.cluster.place import Place
 from verl_patches.config.environment import DROPPED
-from verl_patches.config.ray_start import ray_start
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE
@@ -43,6 +42,7 @@ from verl_patches.processes import (
     taken_by,
 )
 from verl_patches.ray_nodes import CALL_S, JOB, RANK_LABEL, ask_nodes
+from verl_patches.ray_start import ray_start
 from verl_patches.shared_files import LOCK, locked_folder, write_whole
 
 MARK = "CLUSTER_NODE_MARK"

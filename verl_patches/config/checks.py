@@ -10,13 +10,20 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_patches.batches import limits
 from verl_patches.config import ascend, hccl
+from verl_patches.config.algorithm import (
+    critic_checks,
+    estimator_checks,
+    keep_groups_checks,
+    objective_checks,
+    reward_checks,
+    validates,
+)
 from verl_patches.config.compose import (
     graph_arguments,
     hf_config_of,
@@ -25,13 +32,12 @@ from verl_patches.config.compose import (
     shape_file,
     switched_off,
     vllm_arguments,
-    with_layers,
 )
 from verl_patches.config.environment import DROPPED, derive
 from verl_patches.config.files import check_files, disk_detail, disk_fault, disk_needs
 from verl_patches.config.recipe import PROFILED, VLLM_DTYPES
 from verl_patches.config.run_start import Start, planned_start
-from verl_patches.errors import Check, ConfigError, either, fault_of
+from verl_patches.errors import Check, ConfigError, divides, either, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
 from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of, world_size
@@ -40,16 +46,13 @@ from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.log_probs.of_rollout import CHECK_TOKENS
 from verl_patches.memory.schedule import OF_ROLLOUT, sleeps_by_vllm
 from verl_patches.model.mindspeed.arguments import ONLY
-from verl_patches.objectives import settings
 from verl_patches.reshard.blocks import Block, make_blocks
-from verl_patches.rewards.parts import METRIC, parts_of
 from verl_patches.upstream.checkouts import LINE, Trees
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 from verl_patches.values import Count, Positive, value_faults
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
-_OF_GROUPS = ("grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo")  # advantage estimators
 _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
 
 
@@ -79,18 +82,13 @@ def check_config(
     if train and rollout:
         checks += _batch_checks(config, train, rollout)
         checks += _sync_checks(config, train, rollout, model) if sampled else ()
-    checks += [*_length_checks(config), *_algorithm_checks(config), *objective_checks(config), *_line_checks(config)]
+    checks += [*_length_checks(config), *estimator_checks(config), *objective_checks(config), *_line_checks(config)]
     checks += [*_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
-    checks += [*_swap_checks(config), check_disk(config, start), *_replay_checks(config), *_reward_checks(config)]
+    checks += [*_swap_checks(config), check_disk(config, start), *_replay_checks(config), *reward_checks(config)]
     checks += keep_groups_checks(config)
     return [*checks, *hccl.checks(config, model), *_profile_checks(config), *_restart_checks(config)]
-
-
-def _divides(name: str, total: int, part: int, key: str, quotient: str) -> Check:
-    held = f"{total} / {part} = {total // part} {quotient}"
-    return either(name, total % part == 0, held, f"{total} is not a multiple of {part}; change {key}")
 
 
 def check_disk(config: DictConfig, start: Start, starts: bool = False) -> Check:
@@ -153,7 +151,7 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
     yield Check("layers", not fault, fault or f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)")
     yield _experts("train experts", train.ep, model.n_routed_experts, f"{_ACTOR}.expert_model_parallel_size")
     key = f"{_ACTOR}.tensor_model_parallel_size or context_parallel_size (Ulysses exchanges heads)"
-    yield _divides("attention heads", heads, train.tp * train.cp, key, "heads a rank")
+    yield divides("attention heads", heads, train.tp * train.cp, key, "heads a rank")
     keys = [f"{name}_parallel_size" for name in _SIZES]
     unequal = [f"{key} {actor[key]} != {ref[key]}" for key in keys if actor[key] != ref[key]]
     fault = (
@@ -235,7 +233,7 @@ def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelSha
     else:
         keys = "recipe.rollout.dp or rollout.tensor_model_parallel_size"
         yield _experts("rollout experts", rollout.ep, experts, keys)
-    yield _divides("rollout heads", heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size", "heads a rank")
+    yield divides("rollout heads", heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size", "heads a rank")
     wanted = {"enable_expert_parallel": recipe.expert_parallel, "data_parallel_size": recipe.dp}
     found = {key: engine.get(key) for key in wanted}
     unequal = [f"{key} is {found[key]}, expected {wanted[key]}" for key in wanted if found[key] != wanted[key]]
@@ -265,26 +263,26 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     mini, micro = actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
     if samples(config.recipe):
         key = "data.train_batch_size (verl hands each rank an equal share of the prompts)"
-        yield _divides("prompts", prompts, rollout.world_size, key, "prompts a rank")
+        yield divides("prompts", prompts, rollout.world_size, key, "prompts a rank")
     key = "data.train_batch_size or rollout.n (train data-parallel ranks)"
-    yield _divides("responses", prompts * n, train.dp, key, "responses a train replica")
+    yield divides("responses", prompts * n, train.dp, key, "responses a train replica")
     key = "actor.ppo_mini_batch_size (must divide data.train_batch_size)"
-    yield _divides("mini batch", prompts, mini, key, "mini batches a step")
+    yield divides("mini batch", prompts, mini, key, "mini batches a step")
     key = "actor.ppo_mini_batch_size (responses of a mini batch over train dp)"
-    yield _divides("mini batch share", mini * n, train.dp, key, "responses of a mini batch a train replica")
+    yield divides("mini batch share", mini * n, train.dp, key, "responses of a mini batch a train replica")
     key = "actor.ppo_micro_batch_size_per_gpu"
     if not actor.use_dynamic_bsz and micro is None:
         yield Check("micro batch", False, f"{key} is null; verl needs it without use_dynamic_bsz")
     elif not actor.use_dynamic_bsz:
         key += " (responses a rank and mini batch)"
-        yield _divides("micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
+        yield divides("micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
     reference = actor.use_kl_loss or config.algorithm.use_kl_in_reward
     passes = {"rollout": not config.recipe.train.skip_old_log_prob, "ref": reference}
     for name in (name for name, runs in passes.items() if runs):
         section = config.actor_rollout_ref[name]
         micro, key = section.log_prob_micro_batch_size_per_gpu, f"{name}.log_prob_micro_batch_size_per_gpu"
         if micro is not None and not section.get("log_prob_use_dynamic_bsz"):  # verl 0.4.0 has that key
-            yield _divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
+            yield divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
     yield from critic_checks(config, train)
     seats = vllm_arguments(config).get("max_num_seqs")
     if seats is None or not samples(config.recipe):
@@ -294,7 +292,7 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     held = f"{responses} responses a replica, {seats} at once, within max_num_batched_tokens {budget}"
     fault = held.replace("within", "expected <=") + " (vLLM's SchedulerConfig refuses more)"
     yield either("max_num_seqs", seats <= budget, held, fault)
-    running = seats if _validates(config) else min(responses, seats)  # a validation may have more responses
+    running = seats if validates(config) else min(responses, seats)  # a validation may have more responses
     sizes = graph_arguments(config).get("graph_batch_sizes") or ()
     if sizes:
         decoded = f"the {running} responses that a replica decodes at once"
@@ -304,47 +302,6 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
         least, most = (minutes * len(sizes) for minutes in _GRAPH_MINUTES)
         held += f"{least:g} to {most:g} minutes to compile at the start"
         yield either("graph batch sizes", max(sizes) >= running, held, fault)
-
-
-def critic_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
-    """Sizes of the critic's batches, and what its passes do not have; none without a critic."""
-    critic, actor = critic_of(config), config.actor_rollout_ref
-    if critic is None:
-        return
-    mini, micro, n = critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.rollout_n
-    faults, key = [], "critic.ppo_micro_batch_size_per_gpu"
-    if critic.use_dynamic_bsz:
-        faults.append(
-            "critic.use_dynamic_bsz is true: verl 54c9b736's critic does not read it, and micro batches of 0.4.0's are "
-            "not planned within the budget; set it false"
-        )
-    if n != actor.rollout.n:
-        faults.append(f"critic.rollout_n is {n}; expected actor_rollout_ref.rollout.n, {actor.rollout.n}")
-    if critic.ppo_micro_batch_size is not None or micro is None:
-        faults.append(
-            f"{key} is {micro}, critic.ppo_micro_batch_size {critic.ppo_micro_batch_size}; set the first alone"
-        )
-    if critic.shuffle and critic.data_loader_seed is None:
-        faults.append("critic.shuffle is true, which needs critic.data_loader_seed=N")
-    if critic.megatron.use_dist_checkpointing or not critic.load_weight:
-        faults.append("critic.load_weight must be true and critic.megatron.use_dist_checkpointing false")
-    file, model = Path(critic.model.path) / "config.json", model_shape_of(config)
-    if file.is_file() and critic.model.path != actor.model.path:
-        found = replace(with_layers(config, read_model_shape(file)), torch_dtype=model.torch_dtype)
-        if unlike := differences(found, model):
-            faults.append(f"critic.model.path is of another model than the actor: {unlike}")
-    if switched_off(config, "update.recipe_critic") or switched_off(config, "update.recipe_worker"):
-        faults.append("row update.recipe_critic or update.recipe_worker is off: verl's own critic would train")
-    yield either("critic", not faults, f"values by a head on {critic.model.path}", "; ".join(faults))
-    if faults:
-        return
-    key = "critic.ppo_mini_batch_size (must divide data.train_batch_size)"
-    yield _divides("critic mini batch", config.data.train_batch_size, mini, key, "mini batches a step")
-    yield _divides("critic mini batch share", mini * n, train.dp, key, "responses of a mini batch a train replica")
-    key = "critic.ppo_micro_batch_size_per_gpu (responses a rank and mini batch)"
-    yield _divides("critic micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
-    all_responses = config.data.train_batch_size * n // train.dp
-    yield _divides("critic values", all_responses, micro, key, "micro batches of a step's values")
 
 
 def _length_checks(config: DictConfig) -> Iterator[Check]:
@@ -380,34 +337,6 @@ def _length_checks(config: DictConfig) -> Iterator[Check]:
     yield either("graph mode", bool(rollout.enforce_eager) == bool(rollout.free_cache_engine), mode, fault)
 
 
-def _validates(config: DictConfig) -> bool:
-    return config.trainer.test_freq > 0 or config.trainer.val_before_train
-
-
-def _algorithm_checks(config: DictConfig) -> Iterator[Check]:
-    """Whether a prompt has as many responses as the advantage estimator and the validation need."""
-    if not samples(config.recipe):
-        return
-    estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
-    held = f"{estimator}, {rollout.n} response(s) a prompt"
-    if estimator == "remax":
-        held += ", and a greedy one, whose rollout and weight sync the modelled step leaves out"
-    fault = (
-        f"algorithm.adv_estimator is {estimator}, which compares the responses of one prompt, and {_ROLLOUT}.n is 1; "
-        "expected 2 or more, or algo=reinforce_plus_plus or remax, which need no group"
-    )
-    yield either("advantages", estimator not in _OF_GROUPS or rollout.n > 1, held, fault)
-    val, trainer = rollout.val_kwargs, config.trainer
-    if _validates(config):
-        held = f"{val.n} response(s) a prompt of data.val_files"
-        held += f", every {trainer.test_freq} steps" if trainer.test_freq > 0 else ", before the first step only"
-        fault = f"{_ROLLOUT}.val_kwargs.n is {val.n}, but greedy responses are equal; set do_sample=true, or n=1"
-        yield either("validation", val.n == 1 or val.do_sample, held, fault)
-        if val.do_sample and not val.temperature:
-            fault = f"{_ROLLOUT}.val_kwargs.do_sample is true and temperature 0, which verl refuses; set temperature"
-            yield Check("validation", False, fault)
-
-
 # what the line, the recipe and the switches allow
 
 
@@ -423,21 +352,6 @@ def _line_checks(config: DictConfig) -> Iterator[Check]:
         if finding.state == "problem":
             text = f"{finding.name} is {finding.found}, expected {finding.expected}; {finding.todo}"
             yield Check("environment", False, text)
-
-
-def objective_checks(config: DictConfig) -> list[Check]:
-    """Whether the update has the gradient of recipe.objective; none where responses are sampled."""
-    if samples(config.recipe):
-        return []
-    name = config.recipe.objective.name
-    faults = [
-        f"recipe.objective.name is {name}, but row {row} is off; remove -{row} from recipe.patches"
-        for row in ("advantage.objective", "update.fit_as_run", "update.recipe_worker", "update.on_policy")
-        if switched_off(config, row)
-    ]
-    if faults := [*settings.faults(config), *faults]:
-        return [Check("objective", False, fault) for fault in faults]
-    return [Check("objective", True, f"{name}; no rollout: fixed data")]
 
 
 def _on_policy_checks(config: DictConfig) -> list[Check]:
@@ -551,26 +465,6 @@ def _sleep_check(config: DictConfig) -> Check:
 # sections of the recipe
 
 
-def _reward_checks(config: DictConfig) -> list[Check]:
-    """recipe.rewards: parts that the run can have, and some, unless the objective needs none."""
-    parts, recipe, longest = parts_of(config), config.recipe, config.data.max_response_length
-    faults = []
-    if switched_off(config, "reward.parts") and recipe.rewards is not None:
-        faults.append("row reward.parts is off, and verl's reward manager has no parts; remove -reward.parts")
-    if not parts and samples(recipe):
-        faults.append("recipe.rewards is empty, so every reward would be 0; expected a part, or null")
-    for where in (p.where for p in parts if p.entry.name == "length" and p.entry.buffer_of(longest) > longest):
-        faults.append(f"{where}.buffer_tokens is above data.max_response_length, {longest}; expected at most that")
-    models, enabled = sum(part.entry.name == "reward_model" for part in parts), config.reward_model.enable
-    if models != int(enabled):
-        held = f"reward_model.enable is {str(enabled).lower()} with {models} parts of name reward_model"
-        faults.append(f"{held}; expected one where it is true, else none")
-    if models and config.algorithm.adv_estimator == "remax":
-        faults.append("verl runs no reward model for remax's baseline; leave the part reward_model out")
-    held = " + ".join(f"{part.entry.weight:g} x {part.label}" for part in parts) or "no part"
-    return [Check("rewards", False, fault) for fault in faults] or [Check("rewards", True, held)]
-
-
 def _profile_checks(config: DictConfig) -> Iterator[Check]:
     """recipe.profile: numbers of steps and ranks that the run has; nothing where it is off."""
     section = config.recipe.profile
@@ -604,31 +498,6 @@ def _profile_faults(section: DictConfig, world: int, config: DictConfig) -> Iter
         yield f"{key}.phases: the run has no {', '.join(sorted(absent))}, as algorithm.adv_estimator needs no critic"
     if config.recipe.train.skip_old_log_prob and "old_log_prob" in (section.phases or ()):
         yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"
-
-
-def keep_groups_checks(config: DictConfig) -> Iterator[Check]:
-    """recipe.keep_groups: what else samples, or cannot while the rollout engine is awake; nothing where it is off."""
-    section, recipe, rollout = config.recipe.keep_groups, config.recipe, config.actor_rollout_ref.rollout
-    if section.metric is None:
-        return
-    faults = [
-        (rollout.n < 2, f"{_ROLLOUT}.n is {rollout.n}: the responses of a prompt must differ; set 2 or more"),
-        (recipe.tensor_cache.enabled, "recipe.tensor_cache.enabled is true: it holds all responses; set it false"),
-        (recipe.rollout.replay is not None, "recipe.rollout.replay gives the responses; set one of them"),
-        (
-            config.algorithm.adv_estimator == "remax",
-            "algorithm.adv_estimator is remax, with responses of the first batch",
-        ),
-        (config.reward_model.enable, "reward_model.enable is true: it has no memory while the rollout engine is awake"),
-    ]
-    wrong = [text for is_wrong, text in faults if is_wrong]
-    labels = [f"{METRIC}{part.label}" for part in parts_of(config)]
-    if section.metric.startswith(METRIC) and section.metric not in labels:
-        wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a function's own key")
-    held = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
-    yield either(
-        "keep groups", not wrong, held, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"
-    )
 
 
 def _restart_checks(config: DictConfig) -> Iterator[Check]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from verl_patches.config.compose import graph_arguments, seats_of
-from verl_patches.config.ray_start import RayPorts
 from verl_patches.config.recipe import HCCL_PORTS
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import ModelShape
@@ -21,6 +20,7 @@ from verl_patches.layout.phases import samples
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import MC2_FROM_RANKS
 from verl_patches.platform.npu.groups import EXPERTS_IN_ROLLOUT, EXPERTS_IN_TRAINING
+from verl_patches.ray_start import RayPorts
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100

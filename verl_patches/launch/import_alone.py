@@ -15,7 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.batches import limits
 from verl_patches.boot.worker_settings import send_settings
-from verl_patches.config.checks import critic_checks, fault_of_experts, keep_groups_checks, objective_checks
+from verl_patches.config.algorithm import critic_checks, keep_groups_checks, objective_checks
+from verl_patches.config.checks import fault_of_experts
 from verl_patches.config.compose import model_changes, output_root
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.errors import ConfigError

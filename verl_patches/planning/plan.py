@@ -18,7 +18,6 @@ from omegaconf import DictConfig
 from verl_patches.config import environment
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of
-from verl_patches.config.ray_start import ray_start
 from verl_patches.errors import Check
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import explain
@@ -26,6 +25,7 @@ from verl_patches.patching.spec import PatchSpec
 from verl_patches.planning.memory_plan import exceeding, followed_peaks, memory_plan, pinned_bytes, states_bytes
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
+from verl_patches.ray_start import ray_start
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
 
 DRIVER_MODULE = "verl_patches.main"
