@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from types import SimpleNamespace
 
 import ray
 import torch
@@ -14,6 +15,8 @@ from verl.single_controller.ray.base import create_colocated_worker_cls
 
 class Bare(Worker):
     """Stands for ActorRolloutRefWorker; under the prelude its process adds the method of row update.recipe_worker."""
+
+    recipe = SimpleNamespace(objective=SimpleNamespace(name="rl"))
 
     def __init__(self):
         super().__init__()

@@ -41,12 +41,15 @@ def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective=
     report = {**REPORT, "skipped": skipped}
     made.trainer = SimpleNamespace(
         actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]),
-        config=SimpleNamespace(trainer=SimpleNamespace(test_freq=test_freq)),
+        config=SimpleNamespace(
+            trainer=SimpleNamespace(test_freq=test_freq), algorithm=SimpleNamespace(adv_estimator="grpo")
+        ),
     )
     train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
     check = SimpleNamespace(action="report")
     made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**bounds), platform="npu")
     made.recipe.objective = Objective(objective)
+    made.trainer.config.recipe = made.recipe
     made.workers_see_log_probs, made.not_compared = False, "not here"
     for number in numbers:
         validated = {CORE: val[number]} if val and number in val else {}

@@ -125,6 +125,7 @@ def test_allowed_values(allowed, good, bad):
 
 # what a user may take over from another recipe, or from the other line
 OF_OTHER_RECIPES = {"reward_model.overlong_buffer", "algorithm.filter_groups", "actor_rollout_ref.model.lora_rank"}
+OF_OTHER_RECIPES |= {"reward_model.reward_kwargs"}  # of managers that recipe.rewards stands for
 OF_OTHER_RECIPES |= {"actor_rollout_ref.rollout.prompt_logprobs"}  # SamplingParams', whose names the scan cannot see
 
 
