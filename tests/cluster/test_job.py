@@ -12,7 +12,7 @@ from verl_patches.cluster.hosts import START_CONTAINER
 from verl_patches.cluster.job import MAX_NODES, Job, as_text, load_job, read_job, require_secrets, require_volumes
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.errors import ConfigError
-from verl_patches.ray_start import RayPorts, ray_start
+from verl_patches.ray_nodes import RayPorts, ray_start
 
 SMALL = {"name": "j", "nodes": 2, "dies": 16}
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError
-from verl_patches.ray_start import HEAD_PORT, RayPorts
+from verl_patches.ray_nodes import HEAD_PORT, RayPorts
 from verl_patches.values import is_secret_value, is_secret_variable, printable, secret_options
 from verl_patches.yaml_files import head_of, parse_yaml
 

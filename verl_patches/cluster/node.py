@@ -41,8 +41,7 @@ from verl_patches.processes import (
     state_of,
     taken_by,
 )
-from verl_patches.ray_nodes import CALL_S, JOB, RANK_LABEL, ask_nodes
-from verl_patches.ray_start import ray_start
+from verl_patches.ray_nodes import CALL_S, JOB, RANK_LABEL, ask_nodes, ray_start
 from verl_patches.shared_files import LOCK, locked_folder, write_whole
 
 MARK = "CLUSTER_NODE_MARK"

@@ -18,7 +18,7 @@ from verl_patches.cluster.node import start_words
 from verl_patches.cluster.place import Place
 from verl_patches.errors import ConfigError
 from verl_patches.platform.npu import SOCKETS
-from verl_patches.ray_start import ray_start
+from verl_patches.ray_nodes import ray_start
 from verl_patches.upstream.pins import load_pins
 
 SRUN_WAIT_S = 15  # below the 60 s after which a raylet ends that has lost its head

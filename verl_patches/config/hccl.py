@@ -20,7 +20,7 @@ from verl_patches.layout.phases import samples
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import MC2_FROM_RANKS
 from verl_patches.platform.npu.groups import EXPERTS_IN_ROLLOUT, EXPERTS_IN_TRAINING
-from verl_patches.ray_start import RayPorts
+from verl_patches.ray_nodes import RayPorts
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100

@@ -25,7 +25,7 @@ from verl_patches.patching.spec import PatchSpec
 from verl_patches.planning.memory_plan import exceeding, followed_peaks, memory_plan, pinned_bytes, states_bytes
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
-from verl_patches.ray_start import ray_start
+from verl_patches.ray_nodes import ray_start
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
 
 DRIVER_MODULE = "verl_patches.main"
