@@ -1,4 +1,6 @@
-"""Ray's nodes: their ports and `ray start` (`RayPorts`, `ray_start`), and questions to those of a running Ray: in a process that is in it (`living`, `on_node`, `results`), or by `ask_nodes`.
+"""Ray's nodes: their ports and `ray start` (`RayPorts`, `ray_start`), and questions to those of a running Ray.
+
+They are asked in a process that is in it (`living`, `on_node`, `results`), or by `ask_nodes`.
 
 `ask_nodes` runs this module as a program (`python -m verl_patches.ray_nodes JSON`), so that its caller joins no Ray,
 whose client ends its process where the head goes away. JSON is {address} and one of
