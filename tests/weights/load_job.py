@@ -155,7 +155,7 @@ def copies_job(folder: Path, other: Path) -> dict[str, object]:
     found["reference unlike"] = _unlike(_values(reference), read[torch.float32])
     found["another folder"] = second(path=other)
     found["bf16"] = second(torch.bfloat16)
-    reference_weights.value = str(folder), reference
+    reference_weights.value = str(folder), reference, False
     with torch.no_grad():
         next(iter(reference[0].parameters())).add_(1)
     found["control"] = second()
