@@ -49,10 +49,8 @@ FIGURES = {
     "recipe/logprob_delta_mean": "dlogp",
 }
 OF_ROLLOUT = ("reward", "loss", "value loss")
-LEARNT, ENDS = (
-    ("objective/accuracy", "objective/loss", "critic/score/mean"),
-    5,
-)  # the first of a run; mean of first, last steps
+LEARNT = ("objective/accuracy", "objective/loss", "critic/score/mean")  # what a run learns: the first that it has
+ENDS = 5  # its mean over so many first and last steps
 
 
 def presets() -> list[str]:

@@ -55,6 +55,11 @@ def test_the_presets_keys_win_over_those_of_a_base():
         assert found == expected
 
 
+def test_ratios_of_sequences_need_the_rows_that_make_them():
+    found = failed(TINY, "algo=gspo", "recipe.patches=[-update.on_*]")
+    assert "row update.on_policy is off" in found["on policy"]
+
+
 @pytest.mark.parametrize("algo", KL_IN_REWARD)
 def test_kl_in_the_reward_makes_the_pass_for_old_log_probs_which_a_run_cannot_leave_out(algo):
     config = compose(LARGE, [f"algo={algo}"])

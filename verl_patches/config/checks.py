@@ -356,6 +356,9 @@ def _line_checks(config: DictConfig) -> Iterator[Check]:
 
 def _on_policy_checks(config: DictConfig) -> list[Check]:
     faults = on_policy.faults(config, hf_config_of(config))
+    for row in ("update.on_policy", "update.loss_on_policy"):
+        if config.recipe.train.importance_ratio == "sequence" and switched_off(config, row):
+            faults.append(f"recipe.train.importance_ratio is sequence, but row {row} is off; switch it on")
     if config.recipe.train.skip_old_log_prob and not faults:
         return [Check("on policy", True, "no pass for old log-probs: one mini batch and one epoch an update")]
     return [Check("on policy", False, fault) for fault in faults]

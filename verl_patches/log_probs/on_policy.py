@@ -103,9 +103,6 @@ def _sequence_faults(config: Any) -> Iterator[str]:
     if config.recipe.train.importance_ratio != "sequence":
         return
     given = "recipe.train.importance_ratio is sequence, but"
-    for row in ("update.on_policy", "update.loss_on_policy"):
-        if f"-{row}" in config.recipe.patches:
-            yield f"{given} row {row} is off; remove -{row} from recipe.patches"
     if actor.loss_agg_mode != "seq-mean-token-mean":
         yield f"{given} {_ACTOR}.loss_agg_mode is {actor.loss_agg_mode}; GSPO's mean is seq-mean-token-mean: set that"
     if actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1:
