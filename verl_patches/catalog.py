@@ -553,6 +553,12 @@ REWARD: tuple[PatchSpec, ...] = (
          "and compute_reward prints an error, calls again and trains without extra information (reward.py:115).",
          exit="verl adds up several rewards, and ends a run where one of them fails",
          processes=_CONTROLLER, bindings=("verl.trainer.main_ppo:load_reward_manager",)),
+    _row("reward.models", "subclass", f"{_WORKERS}:RewardModelWorker",
+         "verl_patches.worker.value_worker:RecipeRewardModelWorker",
+         "verl has one reward model a run, in bfloat16, and moves its parameters by a copy in each direction "
+         "(megatron/reward_model.py:300). Ours are those of recipe.rewards, one after another by the memory schedule.",
+         exit="verl runs several reward models on one worker group", processes=_ALL,
+         needs=("update.recipe_worker", "reward.parts")),
 )  # fmt: skip
 
 FUNCTIONAL: tuple[PatchSpec, ...] = (

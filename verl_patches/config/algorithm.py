@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.compose import model_shape_of, switched_off, with_layers
 from verl_patches.errors import Check, divides, either
 from verl_patches.layout.inventory import differences, read_model_shape
 from verl_patches.layout.parallel import ParallelLayout, critic_of
-from verl_patches.layout.phases import samples
+from verl_patches.layout.phases import reward_models, samples
 from verl_patches.objectives import settings
 from verl_patches.rewards.parts import METRIC, parts_of
 
@@ -114,14 +114,40 @@ def reward_checks(config: DictConfig) -> list[Check]:
         faults.append("recipe.rewards is empty, so every reward would be 0; expected a part, or null")
     for where in (p.where for p in parts if p.entry.name == "length" and p.entry.buffer_of(longest) > longest):
         faults.append(f"{where}.buffer_tokens is above data.max_response_length, {longest}; expected at most that")
-    models, enabled = sum(part.entry.name == "reward_model" for part in parts), config.reward_model.enable
-    if models != int(enabled):
-        held = f"reward_model.enable is {str(enabled).lower()} with {models} parts of name reward_model"
-        faults.append(f"{held}; expected one where it is true, else none")
+    models = reward_models(recipe)
+    if config.reward_model.enable and not models:
+        faults.append(
+            "reward_model.enable is true, which entries of recipe.rewards stand for: leave it false, and give "
+            "recipe.rewards=[{name: reward_model, path: FOLDER}, ...]"
+        )
     if models and config.algorithm.adv_estimator == "remax":
         faults.append("verl runs no reward model for remax's baseline; leave the part reward_model out")
     held = " + ".join(f"{part.entry.weight:g} x {part.label}" for part in parts) or "no part"
     return [Check("rewards", False, fault) for fault in faults] or [Check("rewards", True, held)]
+
+
+def reward_model_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
+    """What the passes of reward models need of verl's section; none without one."""
+    models, section, rollout = reward_models(config.recipe), config.reward_model, config.actor_rollout_ref.rollout
+    if not models:
+        return
+    expected = {"use_dynamic_bsz": False, "load_weight": True, "megatron.use_dist_checkpointing": False}
+    expected |= {"megatron.param_offload": True, "model.rm_tokenizer": None, "micro_batch_size": None, "enable": True}
+    found = {key: OmegaConf.select(section, key) for key in expected}
+    faults = [
+        f"reward_model.{key} is {found[key]}; expected {value}"
+        for key, value in expected.items()
+        if found[key] != value
+    ]
+    if (micro := section.micro_batch_size_per_gpu) is None:
+        faults.append("reward_model.micro_batch_size_per_gpu is null; set responses of a micro batch")
+    if switched_off(config, "reward.models") or switched_off(config, "update.recipe_worker"):
+        faults.append("row reward.models or update.recipe_worker is off: verl's own worker has one model")
+    yield either("reward models", not faults, f"{len(models)}, one after another on a die", "; ".join(faults))
+    if not faults:
+        key = "reward_model.micro_batch_size_per_gpu (responses a rank and step)"
+        responses = config.data.train_batch_size * rollout.n // train.dp
+        yield divides("reward model micro batch", responses, micro, key, "micro batches of a step's scores")
 
 
 def keep_groups_checks(config: DictConfig) -> Iterator[Check]:
@@ -137,7 +163,7 @@ def keep_groups_checks(config: DictConfig) -> Iterator[Check]:
             config.algorithm.adv_estimator == "remax",
             "algorithm.adv_estimator is remax, with responses of the first batch",
         ),
-        (config.reward_model.enable, "reward_model.enable is true: it has no memory while the rollout engine is awake"),
+        (reward_models(recipe) != [], "recipe.rewards has a reward model: no memory while the rollout engine is awake"),
     ]
     wrong = [text for is_wrong, text in faults if is_wrong]
     labels = [f"{METRIC}{part.label}" for part in parts_of(config)]

@@ -22,6 +22,7 @@ from verl_patches.config.algorithm import (
     keep_groups_checks,
     objective_checks,
     reward_checks,
+    reward_model_checks,
     validates,
 )
 from verl_patches.config.compose import (
@@ -41,7 +42,7 @@ from verl_patches.errors import Check, ConfigError, divides, either, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
 from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of, world_size
-from verl_patches.layout.phases import STEP_PHASES, samples
+from verl_patches.layout.phases import STEP_PHASES, reward_models, samples
 from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.log_probs.of_rollout import CHECK_TOKENS
 from verl_patches.memory.schedule import OF_ROLLOUT, sleeps_by_vllm
@@ -76,6 +77,7 @@ def check_config(
     checks += [*check_files(config, must_exist, trees), *_model_checks(config, model)]
     if train:
         checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train, start, no_start)]
+        checks += reward_model_checks(config, train)
     sampled = samples(config.recipe)
     if rollout and sampled:
         checks += [*_rollout_checks(config, rollout, model), *ascend.checks(config, model), _sleep_check(config)]
@@ -159,11 +161,16 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
         f"(megatron_workers.py:88); found {', '.join(unequal)}"
     )
     yield either("actor = ref", not unequal, "one layout", fault)
-    if (critic := critic_of(config)) is not None:
-        own = critic.megatron
+    others = {
+        "critic": critic_of(config),
+        "reward model": config.reward_model if reward_models(config.recipe) else None,
+    }
+    for name, section in others.items():
+        own = actor if section is None else section.megatron
         unequal = [f"{key} {actor[key]} != {own[key]}" for key in keys if actor[key] != own[key]]
-        fault = f"{fault.partition(';')[0]}; of the critic found {', '.join(unequal)}"
-        yield either("actor = critic", not unequal, "one layout", fault)
+        fault = f"{fault.partition(';')[0]}; of the {name} found {', '.join(unequal)}"
+        if section is not None:
+            yield either(f"actor = {name}", not unequal, "one layout", fault)
     whole = f"experts are whole, {train.ep} ranks share them"
     split = f"each expert is split over {train.etp} ranks, as tp"
     fault = fault_of_experts(train)
@@ -481,8 +488,9 @@ def _profile_checks(config: DictConfig) -> Iterator[Check]:
 
 
 def _without(config: DictConfig) -> set[str]:
-    """Phases that the run does not have: of a critic, of a rollout."""
+    """Phases that the run does not have: of a critic, of reward models, of a rollout."""
     absent = {phase.planned for phase in STEP_PHASES if phase.critic and critic_of(config) is None}
+    absent |= set() if reward_models(config.recipe) else {"rm_scores"}
     return absent if samples(config.recipe) else {*absent, *OF_ROLLOUT}
 
 
@@ -498,7 +506,7 @@ def _profile_faults(section: DictConfig, world: int, config: DictConfig) -> Iter
         if last is not None and step > last:
             yield f"{key}.steps: {step} comes after the last step, {last} (trainer.total_training_steps)"
     if absent := _without(config).intersection(section.phases or ()):
-        yield f"{key}.phases: the run has no {', '.join(sorted(absent))}, as algorithm.adv_estimator needs no critic"
+        yield f"{key}.phases: the run has no {', '.join(sorted(absent))}, by its algorithm and rewards"
     if config.recipe.train.skip_old_log_prob and "old_log_prob" in (section.phases or ()):
         yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"
 

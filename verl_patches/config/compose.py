@@ -25,6 +25,7 @@ from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import critic_of
+from verl_patches.layout.phases import reward_models
 from verl_patches.patching.spec import LINES
 from verl_patches.rewards.parts import parts_of
 from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, verl_config_dir
@@ -87,9 +88,21 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
     _check_verl_keys(config, base, name)
     _check_dtype(config)
-    for section in filter(None, (config.actor_rollout_ref, critic_of(config))):
-        section.recipe = config.recipe  # where verl's workers see it
+    give_recipe(config)
     return config
+
+
+def give_recipe(config: DictConfig) -> None:
+    """Put `recipe` where verl's workers see it, and what it says of reward models into verl's section of them."""
+    sections, models = [config.actor_rollout_ref, critic_of(config)], reward_models(config.recipe)
+    for entry in models:
+        entry.path = str(Path(entry.path).absolute())  # workers have other current folders
+    if models:
+        config.reward_model.enable = True
+        config.reward_model.model.override_config = config.actor_rollout_ref.model.override_config
+        sections.append(config.reward_model)
+    for section in filter(None, sections):
+        section.recipe = config.recipe
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -184,7 +197,7 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
 
     A dataset class of the user gets all of `data`, with keys of its own.
     """
-    for section in ("actor_rollout_ref", "critic"):
+    for section in ("actor_rollout_ref", "critic", "reward_model"):
         if "recipe" in config[section]:
             raise ConfigError(f"config {name}: {section}.recipe is given; expected `recipe:` alone: remove the line")
     users = config.data.custom_cls.path not in (None, str(CONFIGS_DIR.parent / "verl_patches/objectives/dataset.py"))

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from verl_patches.config.compose import config_file, model_changes, model_shape_
 from verl_patches.config.environment import derive, process_environment, run_dir
 from verl_patches.config.run_start import Start, checkpoints_of
 from verl_patches.errors import Check, ConfigError, either
-from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
+from verl_patches.layout.inventory import SCORE, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
 from verl_patches.layout.parallel import critic_of
 from verl_patches.layout.phases import samples, trains_actor
@@ -33,7 +34,7 @@ from verl_patches.rewards.parts import SHORT_FORM, parts_of
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
-from verl_patches.weights.checkpoint_folders import saved_in
+from verl_patches.weights.checkpoint_folders import saved_in, value_model_in
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
@@ -47,6 +48,7 @@ _RECORD_BYTES = 64 << 20, 32 << 10  # of logs, and of a step in summary.json and
 def check_files(config: DictConfig, must_exist: Collection[str], trees: Trees | None = None) -> list[Check]:
     """The rules about files; arguments as in checks.check_config."""
     checks = [*_folder_checks(config, must_exist), *_data_checks(config, must_exist)]
+    checks += _reward_model_checks(config, must_exist)
     return [*checks, *hook_checks(config, must_exist, trees), *_replay_checks(config)]
 
 
@@ -86,6 +88,31 @@ def _weights_check(config: DictConfig, folder: Path) -> Check:
     fault += "dummy_megatron (the first weight sync fills vLLM), or a HF folder in bf16 (`weights convert`)"
     fits = load_format.startswith("dummy") or how == "a HF folder"
     return either(name, fits, f"whole files: {how}", fault)
+
+
+def _reward_model_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
+    """Each folder of a reward model on this machine has a head and the actor's sizes and tokenizer."""
+    model = model_shape_of(config)
+    for part in (part for part in parts_of(config) if part.entry.name == "reward_model"):
+        folder, key = value_model_in(part.entry.path), f"{part.where}.path"
+        if not folder.exists():
+            yield _absent("reward model", [folder], key, "recipe.rewards" in must_exist, "a folder with score.weight")
+            continue
+        try:
+            source = open_source(folder)
+        except ConfigError as error:
+            yield Check("reward model", False, f"{key}: {error}")
+            continue
+        found = replace(with_layers(config, source.inventory.model), torch_dtype=model.torch_dtype)
+        faults = [f"another model than the actor's: {unlike}"] if (unlike := differences(found, model)) else []
+        if SCORE not in source.tensors:
+            faults.append(f"no {SCORE} [1, H]; expected critic/ of a checkpoint of algo=rm, or a folder with that head")
+        if not any(folder.glob("tokenizer*")):
+            faults.append(
+                "no tokenizer; copy those files from actor_rollout_ref.model.path, whose token ids are scored"
+            )
+        text = f"{key}: {folder}: {'; '.join(faults)}"
+        yield either("reward model", not faults, f"{part.label}: {source.kind} in {folder}", text)
 
 
 def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expected: str) -> Check:
@@ -219,7 +246,7 @@ class Hook(NamedTuple):
 def hooks_of(config: DictConfig) -> Iterator[Hook]:
     """The user's code that `config` names."""
     for part in parts_of(config):
-        if part.entry.path:
+        if part.entry.name == "python":
             yield Hook(part.entry.path, part.entry.function, part.where)
     if (dataset := config.data.custom_cls).path:
         yield Hook(dataset.path, dataset.name, "data.custom_cls")

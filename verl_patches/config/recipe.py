@@ -46,7 +46,8 @@ _OF_GRAPHS = {
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
-PROFILED = tuple(phase.name for phase in SCHEDULE.with_critic().phases if phase.name not in ON_CONTROLLER)
+_ALL_PHASES = SCHEDULE.with_critic().with_reward_models().phases
+PROFILED = tuple(phase.name for phase in _ALL_PHASES if phase.name not in ON_CONTROLLER)
 
 
 def _one_of(*words: str) -> Any:

@@ -27,9 +27,9 @@ MOST, MOST_OF_MANY = 200, 40  # columns of a picture of steps, and of more runs 
 SEAMS = 8  # that are named where a run was resumed
 LEGEND = 10  # runs that a legend names; of more the names at the bars have the colours of the curves
 NAME = 40  # characters of a run's name
-# a group has the same colour in every picture, in the order of MEMORY_GROUPS; the critic's are lighter
+# a group has the same colour in every picture, in the order of MEMORY_GROUPS; those of value models are lighter
 _COLOURS = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #bcbd22 #17becf".split()
-_COLOURS += "#aec7e8 #ffbb78 #98df8a #ff9896".split()
+_COLOURS += "#aec7e8 #ffbb78 #98df8a #ff9896 #c5b0d5".split()
 GROUP_COLOURS = dict(zip(MEMORY_GROUPS, _COLOURS, strict=True))
 PHASE_COLOURS = {f"{phase} s": f"C{number}" for number, phase in enumerate(PHASES)}
 OTHER_COLOUR = "0.6"  # of a group that MEMORY_GROUPS does not have

@@ -15,15 +15,22 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.batches import limits
 from verl_patches.boot.worker_settings import send_settings
-from verl_patches.config.algorithm import critic_checks, keep_groups_checks, objective_checks
+from verl_patches.config.algorithm import (
+    critic_checks,
+    keep_groups_checks,
+    objective_checks,
+    reward_checks,
+    reward_model_checks,
+)
 from verl_patches.config.checks import fault_of_experts
-from verl_patches.config.compose import model_changes, output_root
+from verl_patches.config.compose import give_recipe, model_changes, output_root
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.launch.run_folder import id_without_launcher
 from verl_patches.layout.model_folder import read_config
-from verl_patches.layout.parallel import critic_of, rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
+from verl_patches.layout.phases import reward_models
 from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
@@ -106,10 +113,16 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
     check_recipe(merged)
     merged["watch"]["action"] = "off"  # the launcher's driver reads the heartbeats
     merged |= {"run": given.get("run"), "output_root": str(output_root(merged["output_root"]))}
-    with open_dict(config), open_dict(config.actor_rollout_ref), open_dict(config.critic):
-        config.recipe = config.actor_rollout_ref.recipe = merged
-        if critic_of(config) is not None:
-            config.critic.recipe = merged
+    with (
+        open_dict(config),
+        open_dict(config.actor_rollout_ref),
+        open_dict(config.critic),
+        open_dict(config.reward_model),
+    ):
+        config.recipe = merged
+        if reward_models(config.recipe) and not config.reward_model.enable:  # verl's main has read it by now
+            raise ConfigError("recipe.rewards has a reward model, and reward_model.enable is false; set it true")
+        give_recipe(config)
     _check(config)
 
 
@@ -127,6 +140,7 @@ def _check(config: DictConfig) -> None:
     faults += [*on_policy.faults(config, hf_config), *limits.faults(config), *truth_check.faults(config)]
     faults += [refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config)]
     checks = [*objective_checks(config), *critic_checks(config, train), *keep_groups_checks(config)]
+    checks += [*reward_checks(config), *reward_model_checks(config, train)]
     faults += [check.detail for check in checks if not check.ok]
     if faults:
         raise ConfigError("\n  ".join(faults))

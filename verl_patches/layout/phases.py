@@ -53,6 +53,11 @@ def samples(recipe: Any) -> bool:
     return recipe.objective.name == "rl"
 
 
+def reward_models(recipe: Any) -> list[Any]:
+    """The entries of recipe.rewards that are reward models, in their order."""
+    return [entry for entry in recipe.rewards or () if entry.name == "reward_model"]
+
+
 def trains_actor(recipe: Any) -> bool:
     """Whether the run trains an actor; the objectives of value models train the critic alone, and build no actor."""
     return recipe.objective.name not in OF_VALUES

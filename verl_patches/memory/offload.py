@@ -34,7 +34,7 @@ class _OfModel:
 
 
 class Params(_OfModel):
-    """actor_params, ref_params or critic_params: parameters of `chunks`, without their gradients."""
+    """actor_params, ref_params, critic_params or reward_params: parameters of `chunks`, without their gradients."""
 
     def load(self) -> None:
         """Load the parameters, for reading; `Grads.alloc` permits writes."""

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from verl_patches.layout.phases import samples
+from verl_patches.layout.phases import reward_models, samples
 
 MEMORY_GROUPS = {
     "actor_params": "parameters of the actor: Megatron's param buffers",
@@ -33,6 +33,7 @@ MEMORY_GROUPS = {
     "critic_grads": "its main gradients",
     "critic_optimizer": "fp32 main parameters and Adam's moments of the critic, of this rank's share, all at once",
     "critic_window": "the piece of the critic's optimizer that is on the device during a swapped step",
+    "reward_params": "parameters of the reward model that scores; each has a host copy of its own",
 }
 OF_ROLLOUT = ("reshard", "wake_kv", "rollout", "sleep")  # phases
 
@@ -106,6 +107,13 @@ class Schedule:
         for row in self.phases:
             phases += [update, row] if row.name == "update" else [row, values] if row.name == "ref" else [row]
         return Schedule(f"{self.name}, with a critic", tuple(phases))
+
+    def with_reward_models(self) -> Schedule:
+        """The schedule of runs with reward models: phase rm_scores before the reward, once for each model."""
+        leave = "free reward_params" if not self.name.startswith("verl") else "offload reward_params, empty_cache"
+        scores = Phase("rm_scores", _moves("load reward_params"), _moves(leave))
+        phases = [each for row in self.phases for each in ((scores, row) if row.name == "reward" else (row,))]
+        return Schedule(f"{self.name}, with reward models", tuple(phases))
 
     def releases(self, group: str, phase: str) -> bool:
         """Whether `phase` offloads or frees `group`, before or after its work."""
@@ -348,6 +356,8 @@ def schedule_of(
         schedule, stays = schedule.with_critic(), stays | stays_of(critic.megatron, CRITIC)
     if not samples(recipe):
         schedule = schedule.without_rollout()
+    if reward_models(recipe):
+        schedule = schedule.with_reward_models()
     if not section.ref.megatron.param_offload:
         stays.add("ref_params")
     if samples(recipe) and ((dropped and not synced) or (not dropped and one_memory)):

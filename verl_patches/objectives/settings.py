@@ -100,4 +100,3 @@ def _rules(config: Any, name: str) -> Iterator[tuple[str, Any, tuple[Any, ...], 
     yield "trainer.test_freq", max(config.trainer.test_freq, 0), (0,), "validation would sample"
     why = "fixed responses have no reward"
     yield "recipe.rewards", recipe.rewards, ([],), why
-    yield "reward_model.enable", config.reward_model.enable, (False,), why

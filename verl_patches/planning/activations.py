@@ -51,7 +51,8 @@ class Passes:
     how many of them at once (method uniform), 1 for method block. `entropy`: whether the update's loss has it.
     `chunked_logits`: rows logprob.*. `recorded_tokens`: of a replica's step, whose routed experts are recorded
     (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`: no weight gradient of its own.
-    `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a critic.
+    `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a critic; `reward_tokens`: of a reward
+    model.
     """
 
     update_tokens: int
@@ -69,6 +70,7 @@ class Passes:
     fused_linear_wgrad: bool = False
     critic_tokens: int = 0
     critic_batches: int = 0
+    reward_tokens: int = 0
 
 
 def layer_terms(

@@ -31,6 +31,8 @@ from verl_patches.planning.activations import Passes, forward_bytes, update_byte
 # on Atlas A3
 A3_SEEN_BYTES = int(61.27 * (1 << 30))
 CONTEXT_BYTES = 1 << 30
+_READ = ("ref_params", "reward_params", "rollout_weights")  # memory groups of weights that are not trained
+_OF_VALUES = ("rm_scores", "values", "update_critic")  # phases of value models
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class Setting:
     has copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend (attention/mla_v1.py:669), and vLLM
     where MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of
     kv_b_proj. `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out
-    HCCL and CANN. `critic`: whether a value model is trained too. `sampled`: false on fixed data, which has no rollout
-    engine. `actor`: false where the critic alone is trained. `reference`: whether a loss or the reward has the KL to a
-    reference model.
+    HCCL and CANN. `critic`: whether a value model is trained too. `reward_models`: how many score. `sampled`: false on
+    fixed data, which has no rollout engine. `actor`: false where the critic alone is trained.
+    `reference`: whether a loss or the reward has the KL to a reference model.
     """
 
     inventory: Inventory
@@ -61,6 +63,7 @@ class Setting:
     passes: Passes | None = None
     hccl: dict[str, int] | None = None
     critic: bool = False
+    reward_models: int = 0
     sampled: bool = True
     actor: bool = True
     reference: bool = True
@@ -89,10 +92,14 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
         weights = cache = buffers = 0
     if not setting.actor:
         trained = dict.fromkeys(trained, 0)
+    value = {}
+    if setting.critic or setting.reward_models:
+        value = _trained_bytes(setting, build_inventory(inventory.model, value=True), CRITIC, rank)
     if setting.critic:
-        trained |= _trained_bytes(setting, build_inventory(inventory.model, value=True), CRITIC, rank)
+        trained |= value
     return {
         **trained,
+        "reward_params": value["critic_params"] if setting.reward_models else 0,
         "ref_params": trained["actor_params"] if setting.reference else 0,
         "rollout_weights": weights,
         "kv_cache": cache,
@@ -160,13 +167,14 @@ def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
     """{term: bytes} of activations and recorded experts on `rank`; empty for phases without a pass of the model."""
     model, train, passes = setting.inventory.model, setting.train, setting.passes
     stage = train.coordinates(rank).pp
-    if passes is None or phase not in ("update", "old_log_prob", "ref", "values", "update_critic"):
+    if passes is None or phase not in ("update", "old_log_prob", "ref", *_OF_VALUES):
         return {}
-    if phase in ("values", "update_critic"):
+    if phase in _OF_VALUES:
         if stage:  # the first stage's weight gradient is that of the embedding
             model = replace(model, vocab_size=1)
-        if phase == "values":
-            return forward_bytes(model, train, stage, passes.critic_tokens, passes, entropy=False)
+        if phase != "update_critic":
+            tokens = passes.critic_tokens if phase == "values" else passes.reward_tokens
+            return forward_bytes(model, train, stage, tokens, passes, entropy=False)
         held = len(train.local_experts(rank, model.n_routed_experts))
         own = replace(passes, update_tokens=passes.critic_tokens, micro_batches=passes.critic_batches, entropy=False)
         return update_bytes(model, train, stage, held, own)
@@ -271,7 +279,7 @@ def host_bytes(
     if swapped:
         on_host |= {ACTOR.optimizer, CRITIC.optimizer}
     saved = [group for each in (ACTOR, CRITIC) for group in (each.params, each.optimizer) if group in sizes]
-    copies = {group: sizes[group] for group in (*saved, "ref_params", "rollout_weights") if group in on_host}
+    copies = {group: sizes[group] for group in (*saved, *_READ) if group in on_host}
     if saves:
         copies["checkpoint"] = sum(sizes[group] for group in saved if group not in on_host)
     return {group: size for group, size in copies.items() if size}

@@ -22,7 +22,7 @@ from verl_patches.config.compose import graph_arguments, model_shape_of, rollout
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
-from verl_patches.layout.phases import samples, trains_actor
+from verl_patches.layout.phases import reward_models, samples, trains_actor
 from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
 from verl_patches.planning.activations import UNBALANCED, Passes
 from verl_patches.planning.expected import (
@@ -70,6 +70,7 @@ def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
         passes=passes_of(config, train.dp, rows) if recipe.line == LINE else None,
         hccl=hccl.buffer_bytes(config, inventory.model) if npu else None,
         critic=critic_of(config) is not None,
+        reward_models=len(reward_models(recipe)),
         sampled=samples(recipe),
         actor=trains_actor(recipe),
         reference=config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward,
@@ -93,6 +94,8 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
         compared = [(order.without("old_log_prob"), setting) for order, setting in compared]
     if run.setting.critic:
         compared = [(order.with_critic(), setting) for order, setting in compared]
+    if run.setting.reward_models:
+        compared = [(order.with_reward_models(), setting) for order, setting in compared]
     if not run.setting.sampled:  # neither order is that of a step without a rollout
         compared = [(run.schedule, run.setting)]
     elif run.schedule.name not in (order.name for order, _ in compared):
@@ -280,6 +283,7 @@ def passes_of(config: DictConfig, replicas: int, rows: Collection[str]) -> Passe
         fused_linear_wgrad=train.fused_linear_wgrad,
         critic_tokens=critic_size * longest,
         critic_batches=critic_batches,
+        reward_tokens=(config.reward_model.micro_batch_size_per_gpu or 1) * longest,
     )
 
 
@@ -307,7 +311,7 @@ def pinned_bytes(config: DictConfig, rows: Collection[str]) -> int:
 def states_bytes(config: DictConfig, rows: Collection[str]) -> int:
     """Bytes of all memory groups of the fullest node, where dies are emulated or absent."""
     setting = replace(run_memory(config, rows).setting, bucket_bytes=config.recipe.reshard.bucket_bytes)
-    nodes = _of_nodes(config, setting.train, lambda rank: group_bytes(setting, rank))
+    nodes = _of_nodes(config, setting.train, lambda rank: _on_host(setting, rank))
     return max(sum(node.values()) for node in nodes)
 
 
@@ -326,12 +330,18 @@ def _of_nodes(
     return nodes
 
 
+def _on_host(setting: Setting, rank: int) -> dict[str, int]:
+    """`group_bytes` with all reward models, of which the device has one at a time."""
+    sizes = group_bytes(setting, rank)
+    return {**sizes, "reward_params": sizes["reward_params"] * setting.reward_models}
+
+
 def _host(config: DictConfig, run: RunMemory) -> dict[str, Any]:
     """The node whose workers pin most. The parts of a host copy are equal within a stage."""
     whole, swapped = replace(run.setting, swap_pieces=None), run.setting.swap_pieces is not None
 
     def of_rank(rank: int) -> dict[str, int]:
-        sizes = group_bytes(whole, rank)
+        sizes = _on_host(whole, rank)
         return host_bytes(sizes, run.schedule, run.stays, swapped=swapped, saves=config.trainer.save_freq > 0)
 
     fullest = max(_of_nodes(config, run.setting.train, of_rank), key=lambda node: sum(node.values()))

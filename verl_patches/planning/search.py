@@ -83,6 +83,7 @@ def _followers(key: str) -> Iterator[str]:
     if section == ACTOR and name.endswith("_parallel_size"):
         yield f"{REF}.{name}"
         yield f"critic.megatron.{name}"
+        yield f"reward_model.megatron.{name}"
     if section == "actor_rollout_ref.actor" and name.startswith("ppo_"):
         yield f"critic.{name}"
     if key == "recipe.rollout.dp":

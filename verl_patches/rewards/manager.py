@@ -18,7 +18,7 @@ from verl import DataProto
 
 from verl_patches.errors import RecipeError, place_in
 from verl_patches.rewards import by_source, learnable, maths
-from verl_patches.rewards.parts import METRIC, TAKES, Part, length_penalty, parts_of
+from verl_patches.rewards.parts import METRIC, RM_SCORES, TAKES, Part, length_penalty, parts_of
 
 _FUNCTIONS = {
     "maths": maths.compute_score,
@@ -26,7 +26,6 @@ _FUNCTIONS = {
     "learnable": learnable.compute_score,
     "format": maths.format_score,
 }
-RM_SCORES = "rm_scores"  # [B, S_response], of verl's reward model
 # (verl's keywords of a response, its tokens) -> a number, or a dict with `score` and other values; None: a reward model
 Score = Callable[[dict[str, Any], int], Any] | None
 
@@ -49,7 +48,7 @@ class RewardManager:
     error: Exception | None = None
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        """Rewards [B, S_response] fp32, on the last token of each response but for a reward model's; zeros of no part.
+        """Rewards [B, S_response] fp32, on the last token of each response; zeros of no part.
 
         With `return_dict` also, as reward_extra_info, columns of B values: reward/LABEL, the score of each part without
         its weight, and what functions return beside `score`; of two equal names that of the earlier part.
@@ -72,19 +71,18 @@ class RewardManager:
         rewards, columns = torch.zeros(responses.shape), {}
         totals = torch.zeros(len(responses), dtype=torch.float64)
         samples = self._samples(data, lengths.tolist()) if self.parts else []
-        uids = data.non_tensor_batch.get("uid")
+        uids, models = data.non_tensor_batch.get("uid"), 0
         for part, score in self.parts:
             if score is not None:
                 values, more = _results(part, score, samples, uids)
-                totals += part.entry.weight * torch.tensor(values, dtype=torch.float64)
                 columns = more | columns
             elif self.validates:
                 continue
             elif RM_SCORES not in data.batch.keys():
-                raise RewardError(f"{part}: the batch has no {RM_SCORES}; expected those of reward_model.enable=true")
+                raise RewardError(f"{part}: the batch has no {RM_SCORES}; expected those of verl's reward model worker")
             else:
-                rewards += part.entry.weight * data.batch[RM_SCORES]
-                values = data.batch[RM_SCORES].sum(-1).tolist()
+                values, models = data.batch[RM_SCORES][:, models].tolist(), models + 1
+            totals += part.entry.weight * torch.tensor(values, dtype=torch.float64)
             columns[f"{METRIC}{part.label}"] = values
         rewards[torch.arange(len(responses)), lengths - 1] += totals.float()
         return rewards, columns

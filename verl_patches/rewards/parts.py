@@ -17,6 +17,7 @@ from verl_patches.rewards.maths import FORMAT_WEIGHT, MAX_FORMAT_WEIGHT
 from verl_patches.values import Count, Positive, Text, types_of, unknown_key, value_faults
 
 METRIC = "reward/"  # before a part's label: its scores in verl's extra information, and its mean among the metrics
+RM_SCORES = "rm_scores"  # [B, M] fp32 in a batch: scores of the M reward models, in the order of their entries
 SHORT_FORM = "custom_reward_function"
 TAKES = {  # keys of an entry beside name and weight
     "maths": ("format_weight", "cpu_limit_s"),
@@ -24,7 +25,7 @@ TAKES = {  # keys of an entry beside name and weight
     "learnable": (),
     "format": (),
     "length": ("buffer_tokens",),
-    "reward_model": (),
+    "reward_model": ("path",),
     "python": ("path", "function", "kwargs"),
     "data_source": (),
 }
@@ -37,14 +38,15 @@ class Reward:
     name: maths compares the last \\boxed{} of a response with the gold answer; learnable is the task of smoke --learn;
     by_source is learnable for rows of that task and maths for all others; format is 1 for a closed last \\boxed{} that
     is not empty, else 0; length is DAPO's penalty near the length limit, -1 at the limit (arXiv:2503.14476, eq. 13);
-    reward_model takes the scores of verl's reward model; python calls a function with verl's compute_score contract;
-    data_source is verl's own score by a row's data_source.
+    reward_model is a model's score of prompt and response, at the last token; python calls a function with verl's
+    compute_score contract; data_source is verl's own score by a row's data_source.
     weight: factor of the part's score. 0 only reports the part's mean.
     format_weight: of maths and by_source: score of a wrong answer in the right form.
     cpu_limit_s: of maths and by_source: CPU time of a comparison, which is wrong where it takes more.
     buffer_tokens: of length: the penalty begins this many tokens before data.max_response_length and falls linearly;
     null is a fifth of it, DAPO's share.
-    path, function: of python: the file, and the function in it.
+    path: of python: the file; of reward_model: a folder with a score head, as a checkpoint of algo=rm.
+    function: of python: the function in the file.
     kwargs: of python: keyword arguments of the function.
     """
 
@@ -109,8 +111,10 @@ def _faults(where: str, entry: Mapping[str, Any]) -> list[str]:
     known = dict.fromkeys(("name", "weight", *TAKES[entry["name"]]))
     hint = f"{entry['name']} takes {', '.join(known)}"
     faults += [f"{where}: {unknown_key(key, known, hint)}" for key in entry if key not in known]
-    if entry["name"] == "python" and entry.get("path") is None:
-        faults.append(f"{where}.path is missing; expected the Python file that defines the function")
+    files = {"python": "the Python file that defines the function"}
+    files["reward_model"] = "a checkpoint of algo=rm, or another folder with score.weight"
+    if entry["name"] in files and entry.get("path") is None:
+        faults.append(f"{where}.path is missing; expected {files[entry['name']]}")
     return faults
 
 

@@ -98,14 +98,15 @@ class Checkpoints:
         started, step = time.perf_counter(), self.trainer.global_steps
         self._say_once(recover(self.folder, self.run))
         writing = unnamed(self.folder / f"global_step_{step}", "writing", self.run)
-        own, groups = {writing: {**self._model_files(), **self._trainer_files()}}, {}
+        of_model, groups = self._model_files(), {}
+        own = {writing: {**of_model, **self._trainer_files()}}
         ranks, facts, answers = rank_files(world_size(self.config)), {}, []
         if self.trains_actor:
             groups[writing] = self.trainer.actor_rollout_wg
         if self.critic is not None:
-            own[writing / CRITIC] = {"config.json": own[writing]["config.json"]}
+            own[writing / CRITIC] = of_model
             groups[writing / CRITIC] = self.critic
-            critic = self._manifest(step, [*ranks, "config.json"], {})
+            critic = self._manifest(step, [*ranks, *of_model], {})
             facts = {CRITIC: critic.identity}
         begin(writing, self._manifest(step, [*(ranks if self.trains_actor else ()), *own[writing]], facts))
         if self.critic is not None:

@@ -203,6 +203,12 @@ def size_bytes(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
+def value_model_in(folder: str | Path) -> Path:
+    """Where the weights of a value model are: critic/ of a checkpoint, else `folder` itself."""
+    critic = Path(folder, CRITIC)
+    return critic if critic.is_dir() else Path(folder)
+
+
 def require_whole(folder: Path) -> None:
     """ConfigError unless `folder` is complete and its files have the sizes and tensors of its manifest; reads headers.
 

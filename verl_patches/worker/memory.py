@@ -50,7 +50,7 @@ class WorkerMemory:
             checked_device.value = device_module(recipe.platform)
         rows = engine.current().wanted
         self.scheduled, here = "memory.order" in rows, context()
-        if "actor" not in config:  # verl makes actors first: their section has all of the schedule but the critic's
+        if "ppo_epochs" in config:  # verl makes actors first: their section has all of the schedule but the critic's
             here.schedule, here.stays = here.schedule.with_critic(), here.stays | stays_of(config.megatron, CRITIC)
         elif here.schedule is None:
             here.schedule, here.stays = schedule_of(config, recipe, rows, one_memory=recipe.platform in NO_DEVICE)
@@ -85,7 +85,7 @@ class WorkerMemory:
         here.scheduler.ledger = here.ledger
         if trained is not None:
             here.scheduler.add(training_handlers(trained.chunks, trained.optimizer, trained.groups))
-        if getattr(worker, "_is_ref", False):  # verl's critic worker has no such attributes
+        if getattr(worker, "_is_ref", False):  # verl's other workers have no such attributes
             here.scheduler.add({"ref_params": Params(worker.ref_module)})
 
     def _watch(self, worker: Any, trained: Trained | None, ledger: Ledger) -> None:
@@ -95,6 +95,9 @@ class WorkerMemory:
             self._watch_rollout(worker, ledger)
         if getattr(worker, "_is_ref", False):
             ledger.register("ref_params", self._bytes_of(lambda: [list(m.parameters()) for m in worker.ref_module]))
+        if models := getattr(worker, "reward_models", ()):
+            chunks = [chunk for model in models for chunk in model.reward_model_module]
+            ledger.register("reward_params", self._bytes_of(lambda: [list(m.parameters()) for m in chunks]))
 
     def _watch_training(self, trained: Trained, ledger: Ledger) -> None:
         buffers, optimizer, groups = measure.buffers_of(trained.chunks), trained.optimizer, trained.groups

@@ -1,9 +1,9 @@
 """The models that verl builds in a worker: their weights, and reductions of gradients under the backward pass.
 
-verl builds critic, reference and actor in one process, in this order on both lines (`RayPPOTrainer.init_workers`), with
-one layout, and each calls `load_megatron_gptmodel_weights`. The folder is read once, for the first of them; the others
-copy its parameters, which nothing writes before all are there, but for the heads of critic and others. Bit for bit as
-if they had read them.
+verl builds critic, reference, reward models and actor in one process, in this order on both lines
+(`RayPPOTrainer.init_workers`), with one layout, and each calls `load_megatron_gptmodel_weights`. The folder is read
+once, for the first of them; the others copy its parameters, which nothing writes before all are there, but for the
+heads of critic and others. Bit for bit as if they had read them. A reward model's folder is its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from verl_patches.worker.memory import Trained, WorkerMemory
 from verl_patches.worker.step_guard import StepGuard
 
 log = logging.getLogger("verl_patches.weights")  # its child in weights/load.py too
-_ARCHITECTURE = "DeepseekV3ForCausalLM"
+ARCHITECTURE = "DeepseekV3ForCausalLM"
 reads: Current[int] = Current(0)  # how often this process has read a model's folder
 # folder and chunks of the model whose parameters others copy, and whether it is a value model
 reference_weights: Current[tuple[str, Sequence[torch.nn.Module], bool]] = Current()
@@ -41,7 +41,7 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi"
 
     @functools.wraps(load_megatron_gptmodel_weights)
     def load_gpt_weights(config, model_config, parallel_model, params_dtype, is_value_model=False, *args, **kwargs):
-        if _ARCHITECTURE not in (model_config.architectures or ()):
+        if ARCHITECTURE not in (model_config.architectures or ()):
             return load_megatron_gptmodel_weights(
                 config, model_config, parallel_model, params_dtype, is_value_model, *args, **kwargs
             )
@@ -78,15 +78,15 @@ def load_model(
 
     `value`: they are of a value model. From one with another head all but the head is copied.
     """
-    rank, copied = dist.get_rank(), None
+    rank, copied, scores = dist.get_rank(), None, value and _is_reference(chunks)
     _show_log(rank)
     if reference_weights.value is not None:
         read_from, reference, has_value = reference_weights.value
         head, which = has_value == value, "critic" if has_value else "reference"
         unlike = difference(chunks, reference, head) if read_from == folder else f"the {which} has read {read_from}"
-        if unlike:
+        if unlike and not scores:
             log.warning("weights: %s is read again, not copied from the %s: %s", folder, which, unlike)
-        else:
+        elif not unlike:
             with parameters_loaded(reference):
                 copied = copy_weights(chunks, reference, head)
             if rank == 0:
@@ -97,7 +97,9 @@ def load_model(
     reads.value += 1
     key = f"verl_patches/load/{reads.value}"
     loaded = load_weights(folder, chunks, line, key, wait_s, layout, head=copied is not None)
-    if _is_reference(chunks) or (value and is_on("memory.order")):  # verl's own offload leaves no storage to copy from
+    if not scores and (
+        _is_reference(chunks) or (value and is_on("memory.order"))
+    ):  # verl's own offload leaves no storage to copy from
         reference_weights.value = folder, chunks, value
     return loaded
 
@@ -139,7 +141,7 @@ def deepseekv3_generator(per_tensor_generator: Callable) -> Callable:
 
     @functools.wraps(per_tensor_generator)
     def generate(actor_module, model_config, *args, **kwargs):
-        if _ARCHITECTURE in (model_config.architectures or ()):
+        if ARCHITECTURE in (model_config.architectures or ()):
             return gathered_weights(actor_module, model_config)
         return per_tensor_generator(actor_module, model_config, *args, **kwargs)
 

@@ -1,30 +1,38 @@
-"""One PPO step of a critic: methods over those of verl's CriticWorker, as recipe_worker.py has them of the actor.
+"""One step of value models: methods over those of verl's CriticWorker and RewardModelWorker, as recipe_worker.py's.
 
     call of the trainer       code here                                       memory phases (memory/schedule.py)
+    compute_rm_score          verl's own, once for each reward model          rm_scores
     compute_values            verl's own                                      values
     update_critic             verl's own, with gradients of all ranks         update_critic
     save_checkpoint           checkpoint.py: the critic's part
 
-The actor's worker, which verl makes first, has started the process: groups, heartbeat, ledger, report. Row
-update.recipe_critic installs the class.
+The actor's worker, which verl makes first, has started the process: groups, heartbeat, ledger, report. Rows
+update.recipe_critic and reward.models install the classes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from omegaconf import OmegaConf, open_dict
+from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.batches.micro_batches import Update, current_mini_batches
 from verl_patches.errors import RecipeError
+from verl_patches.layout.phases import reward_models
 from verl_patches.memory import counters
+from verl_patches.memory.offload import Params
 from verl_patches.memory.schedule import CRITIC
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
+from verl_patches.rewards.parts import RM_SCORES
+from verl_patches.weights.checkpoint_folders import value_model_in
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory
-from verl_patches.worker.models import prepare_training
+from verl_patches.worker.models import ARCHITECTURE, prepare_training
 
 
 class RecipeCriticWorker(TrainingWorker):
@@ -106,6 +114,56 @@ class RecipeCriticWorker(TrainingWorker):
                 f"fewer than {most} (recipe.train.max_skipped_steps). Look at rewards and values of these steps"
             )
         return taken["skipped"]
+
+
+class RecipeRewardModelWorker:
+    """Methods over those of RewardModelWorker: the reward models of recipe.rewards, one at a time on the device.
+
+    reward_models: verl's MegatronRewardModel of each, in the order of the entries.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
+        self.reward_models: list[Any] = []
+        with open_dict(config):  # HF's ...ForSequenceClassification is no name of verl's
+            OmegaConf.update(config, "model.override_config.model_config.architectures", [ARCHITECTURE])
+            if self.memory.scheduled:  # then verl's own calls move nothing
+                config.megatron.param_offload = False
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """verl's, for each folder; each model is offloaded before the next is built."""
+        with counters.timed("start/models"):
+            for entry in reward_models(self.recipe):
+                self.config.model.path = str(value_model_in(entry.path))
+                super().init_model()
+                self.reward_models.append(self.rm)
+        self.memory.start(self, None)
+
+    def _build_rm_model(self, *args: Any, **kwargs: Any) -> tuple:
+        if is_on("model.train_dtype"):
+            self.dtype = self.param_dtype = DTYPES[self.recipe.dtype]
+        built = super()._build_rm_model(*args, **kwargs)
+        if self.memory.scheduled:
+            Params(built[0]).offload()
+        return built
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_rm_score(self, data: Any) -> Any:
+        """`rm_scores` [B, M] fp32: of each model the output of its head at the last token of the response.
+
+        That token's output is the value that algo=rm trains behind the end token (objectives/dataset.py, RewardData).
+        """
+        scores = []
+        for model in self.reward_models:
+            self.rm = model
+            if self.memory.scheduled:
+                context().scheduler.add({"reward_params": Params(model.reward_model_module)})
+            read = data.select(["input_ids", "attention_mask", "position_ids", "responses"])  # verl replaces its mask
+            with context().phase("rm_scores"):
+                scores.append(super().compute_rm_score(read).batch["rm_scores"].sum(-1))
+        return DataProto.from_dict({RM_SCORES: torch.stack(scores, -1)})
 
 
 def reduce_gradients(chunks: Any) -> None:
