@@ -211,6 +211,7 @@ def worker_of(chunks, optimizer, swap=False, offload=True):
         "memory": {"ledger": "off"},
         "watch": {"action": "off"},
         "objective": {"name": "rl"},
+        "rewards": None,
     }
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     context().schedule, context().stays = None, frozenset()

@@ -27,6 +27,7 @@ VARIANTS = (in_sleep_mode(copied=True), in_sleep_mode(copied=False))
 SCHEDULES = (SCHEDULE, *VERL.values(), *VARIANTS)
 SCHEDULES += tuple(schedule.without("old_log_prob") for schedule in SCHEDULES)
 SCHEDULES += tuple(schedule.with_critic() for schedule in SCHEDULES)
+SCHEDULES += tuple(schedule.with_reward_models() for schedule in SCHEDULES)
 SIZES = {group: 2**bit for bit, group in enumerate(MEMORY_GROUPS)}  # a sum identifies the groups
 SUBSETS = st.sets(st.sampled_from(sorted(MEMORY_GROUPS)))
 
@@ -46,6 +47,14 @@ def test_groups_on_the_device_in_each_phase_of_our_schedule():
     assert found["old_log_prob"] == found["advantage"] == {"tensor_cache", "actor_params"}
     assert found["ref"] == {"tensor_cache", "actor_params", "ref_params"}
     assert found["update"] == {"actor_params", "grads", "optimizer", "swap_window"}
+
+
+def test_a_reward_model_is_there_while_it_scores_and_changes_no_other_phase():
+    for plain in SCHEDULES[: len(SCHEDULES) // 2]:
+        found, before = residency(plain.with_reward_models()), residency(plain)
+        assert found.pop("rm_scores") == before["reward"] | {"reward_params"} and found == before
+    names = list(residency(SCHEDULE.with_reward_models()))
+    assert names.index("rm_scores") + 1 == names.index("reward")
 
 
 def test_a_critic_takes_the_actors_place_between_the_reference_and_its_update():
@@ -132,7 +141,7 @@ def of_run(rows, by_vllm=False, synced=True, skip=False, one_memory=False, **off
     ref = {"param_offload": offload.get("ref_offload", True)}
     section = {"actor": {"megatron": actor}, "ref": {"megatron": ref}, "rollout": {"enforce_eager": not by_vllm}}
     recipe = {"line": "a3", "weight_sync": {"enabled": synced}, "train": {"skip_old_log_prob": skip}}
-    recipe |= {"rollout": {"ascend": {"vllm_sleep_mode": True}}, "objective": {"name": "rl"}}
+    recipe |= {"rollout": {"ascend": {"vllm_sleep_mode": True}}, "objective": {"name": "rl"}, "rewards": None}
     schedule, stays = schedule_of(OmegaConf.create(section), OmegaConf.create(recipe), rows.split(), one_memory)
     return schedule.name, stays
 

@@ -311,7 +311,7 @@ def test_a_small_share_may_be_missing(missing, sleeper, monkeypatch):
 def test_a_worker_checks_sleep_where_there_is_a_device_and_a_ledger(platform, ledger, rows, device, build, monkeypatch):
     megatron = {"param_offload": True, "optimizer_offload": True}
     recipe = {"line": "pypi", "platform": platform, "weight_sync": {"enabled": True}, "memory": {"ledger": ledger}}
-    recipe |= {"train": {"skip_old_log_prob": False}, "objective": {"name": "rl"}}
+    recipe |= {"train": {"skip_old_log_prob": False}, "objective": {"name": "rl"}, "rewards": None}
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     monkeypatch.setattr(patches.of_process, "value", SimpleNamespace(wanted=rows))
     WorkerMemory(OmegaConf.create(config), OmegaConf.create(recipe))

@@ -38,6 +38,18 @@ def test_published_bytes_of_the_first_stage():
     assert found["ref_params"] == found["actor_params"] and set(found) == set(MEMORY_GROUPS) - CRITICS
 
 
+def test_a_reward_model_is_as_large_as_a_critics_parameters_and_one_is_on_a_die():
+    for rank in (0, 255):
+        none, one, two = (group_bytes(replace(DIE256, critic=True, reward_models=n), rank) for n in (0, 1, 2))
+        assert none["reward_params"] == 0 and one == two and one["reward_params"] == one["critic_params"]
+        assert one | {"reward_params": 0} == none
+    setting = replace(DIE256, reward_models=2)
+    held = {each["phase"]: each["bytes"] for each in peaks(SCHEDULE.with_reward_models(), setting)["phases"]}
+    assert {phase for phase, sizes in held.items() if "reward_params" in sizes} == {"rm_scores"}
+    pinned = host_bytes(group_bytes(setting, 0), SCHEDULE.with_reward_models(), (), swapped=False, saves=False)
+    assert pinned["reward_params"] == one["critic_params"]
+
+
 def test_a_critic_is_a_second_trained_model_with_another_head():
     last = DIE256.train.world_size - 1
     for rank, head in ((0, 0), (last, 129280 // 4 * 7168 - (7168 + 1))):

@@ -102,16 +102,19 @@ def test_the_length_part_needs_no_gold_answer():
     assert made(of_lengths(4, 5, 8)).sum(-1).tolist() == [0.0, -0.125, -0.5]
 
 
-def test_scores_of_a_reward_model_are_added_and_not_taken_alone():
-    scores = torch.zeros(3, 8)
-    scores[torch.arange(3), torch.tensor(LENGTHS) - 1] = torch.tensor([1.0, 2.0, 3.0])
+def test_scores_of_reward_models_are_added_and_not_taken_alone():
+    scores = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
     data = of_lengths(*LENGTHS, rm_scores=scores)
-    entries = [{"name": "reward_model", "weight": 0.5}, {"name": "length", "buffer_tokens": 4}]
+    models = [{"name": "reward_model", "path": name, "weight": weight} for name, weight in (("a", 0.5), ("b", 0.25))]
+    entries = [models[0], {"name": "length", "buffer_tokens": 4}, models[1]]
     found = manager_of(*entries)(data, return_dict=True)
-    assert torch.equal(found["reward_tensor"].sum(-1), torch.tensor([0.5, 0.0, 1.5]))
-    assert found["reward_tensor"][0, 3] == 0.5 and found["reward_extra_info"]["reward/reward_model"] == [1.0, 2.0, 3.0]
+    assert torch.equal(found["reward_tensor"].sum(-1), torch.tensor([3.0, 5.0, 9.0]))
+    assert found["reward_tensor"][0, 3] == 3.0
+    columns = found["reward_extra_info"]
+    assert columns["reward/reward_model_0"] == [1.0, 2.0, 3.0]
+    assert columns["reward/reward_model_2"] == [10.0, 20.0, 30.0]
     naive = NaiveRewardManager(Tokenizer(), 0, lambda **sample: 7.0)
-    assert torch.equal(naive(data), scores)  # the control: verl's knows one of them
+    assert torch.equal(naive(data), scores)  # the control: verl's takes these alone
     with pytest.raises(RewardError, match=r"recipe.rewards\[0\] \(reward_model\): the batch has no rm_scores"):
         manager_of(*entries)(of_lengths(*LENGTHS))
     validation = manager_of(*entries, validates=1)(of_lengths(*LENGTHS), return_dict=True)  # runs no reward model

@@ -12,6 +12,9 @@ from verl_patches.errors import ConfigError
 from verl_patches.rewards.parts import Reward, length_penalty, parts_of
 
 TINY = "deepseekv3_tiny_cpu"
+MODEL = "recipe.rewards=[{name: reward_model, path: elsewhere}]"
+CHECKS = {"rewards", "line pypi", "objective", "keep groups"}
+CHECKS |= {"reward models", "reward model micro batch", "actor = reward model"}
 SHORT = ["recipe.rewards=null", "custom_reward_function.path=a.py", "custom_reward_function.name=score"]
 
 
@@ -20,7 +23,7 @@ def rewards(text, *overrides):
 
 
 def faults(config):
-    return [check.detail for check in check_config(config) if check.name in ("rewards", "line pypi") and not check.ok]
+    return [check.detail for check in check_config(config) if check.name in CHECKS and not check.ok]
 
 
 @given(st.integers(1, 4096), st.data())
@@ -82,7 +85,14 @@ def test_two_entries_of_one_name_have_labels_of_their_own():
     [
         (["recipe.rewards=[]"], "recipe.rewards is empty"),
         (["recipe.rewards=[{name: length, buffer_tokens: 17}]"], "buffer_tokens is above data.max_response_length, 16"),
-        (["recipe.rewards=[{name: reward_model}]"], "reward_model.enable is false with 1 parts"),
+        (["reward_model.enable=true"], "leave it false, and give recipe.rewards=.{name: reward_model, path: FOLDER}"),
+        ([MODEL, "reward_model.megatron.param_offload=false"], "reward_model.megatron.param_offload is False"),
+        ([MODEL, "reward_model.megatron.tensor_model_parallel_size=2"], "of the reward model found tensor"),
+        ([MODEL, "reward_model.micro_batch_size_per_gpu=3"], "not a multiple of 3"),
+        ([MODEL, "recipe.patches=[-reward.models]"], "row reward.models or .* is off"),
+        ([MODEL, "algorithm.adv_estimator=remax"], "no reward model for remax"),
+        ([MODEL, "recipe.keep_groups.metric=score"], "recipe.rewards has a reward model: no memory"),
+        (["algo=sft", MODEL], "recipe.rewards is .*fixed responses have no reward"),
         (["recipe.patches=[-reward.parts]"], "row reward.parts is off"),
         (["reward_model.reward_manager=dapo"], "reward_manager is dapo.*an entry of name length"),
         (["reward_model.reward_manager=prime"], "scores an error and a timeout as 0"),
