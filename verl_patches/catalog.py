@@ -558,7 +558,7 @@ REWARD: tuple[PatchSpec, ...] = (
          "verl has one reward model a run, in bfloat16, and moves its parameters by a copy in each direction "
          "(megatron/reward_model.py:300). Ours are those of recipe.rewards, one after another by the memory schedule.",
          exit="verl runs several reward models on one worker group", processes=_ALL,
-         needs=("update.recipe_worker", "reward.parts")),
+         needs=("update.recipe_worker",)),
 )  # fmt: skip
 
 FUNCTIONAL: tuple[PatchSpec, ...] = (

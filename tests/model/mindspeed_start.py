@@ -23,6 +23,7 @@ _WORKER = {
     "update.recipe_worker",
     "update.recipe_critic",
     "update.critic_gradients",
+    "reward.models",
     "update.routing_samples",
     "update.routing_replay_mindspeed",
     "update.skip_bad_steps",
@@ -77,7 +78,9 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
 def rows():
     """The rows of this line that a rank without verl's loop needs."""
     shared = [row for row in (*catalog.NO_BUILD, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
-    shared += [row for row in (*catalog.CONTROLLER, *catalog.MODEL, *catalog.UPDATE) if row.id in _WORKER]
+    shared += [
+        row for row in (*catalog.CONTROLLER, *catalog.MODEL, *catalog.UPDATE, *catalog.REWARD) if row.id in _WORKER
+    ]
     shared += catalog.LOG_PROB
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
     return (*catalog.MINDSPEED, *cpu_rows.NPU, *shared)

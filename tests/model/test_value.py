@@ -36,8 +36,28 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(reference):
     """That of `reference`, with the head of one word."""
-    torch.save(reference["weights"]["lm_head.weight"][WORD : WORD + 1].clone(), reference["folder"] / "word.pt")
-    return reference["folder"]
+    folder = reference["folder"]
+    torch.save(reference["weights"]["lm_head.weight"][WORD : WORD + 1].clone(), folder / "word.pt")
+    for number in range(2):
+        as_value_model(folder / "model", folder / f"reward_{number}", WORD + number)
+    return folder
+
+
+def as_value_model(model, folder, word):
+    """A copy of a causal LM's folder as HF's ...ForSequenceClassification, whose head is that of a word; the head."""
+    shutil.copytree(model, folder)
+    index = json.loads((folder / INDEX).read_text())
+    file = folder / index["weight_map"].pop("lm_head.weight")
+    index["weight_map"][SCORE] = file.name
+    (folder / INDEX).write_text(json.dumps(index))
+    tensors = load_file(file)
+    score = tensors[SCORE] = tensors.pop("lm_head.weight")[word : word + 1].clone()
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "architectures": ["DeepseekV3ForSequenceClassification"]})
+    )
+    return score
 
 
 @pytest.fixture(scope="module", params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
@@ -83,6 +103,17 @@ def test_a_head_that_is_a_word_gives_the_logits_of_transformers(reference, found
     expected = reference["logits"][:, FROM - 1 : -1, WORD] * reference["mask"][:, FROM:]
     for name in layouts(found):
         assert (by_sample(found[name], "as_word") - expected[rows]).abs().max() < 1e-4, name
+
+
+def test_reward_models_score_as_transformers_and_as_algo_rm_trains_them(reference, found):
+    rows = torch.arange(SAMPLES) % len(reference["mask"])
+    last = torch.tensor([row.nonzero().max() for row in reference["mask"]])[rows]
+    expected, before = (reference["logits"][rows, at, WORD : WORD + 2] for at in (last, last - 1))
+    for name in layouts(found):
+        scores = by_sample(found[name], "scored")
+        assert (scores - expected).abs().max() < 1e-5 * expected.abs().max(), name
+        assert (scores[:, 0] - by_sample(found[name], "behind")).abs().max() < 1e-5, name  # verl's value there
+        assert (scores - before).abs().max() > 1e-2, name  # that of the last token: the control
 
 
 def test_the_norm_is_that_of_all_ranks_gradients_at_every_layout(found):
@@ -131,14 +162,7 @@ def test_a_reference_copies_all_but_its_head_from_the_critic_and_reads_that(foun
 
 
 def test_a_folder_of_a_value_model_gives_its_head_and_no_causal_lm(tiny_model, tmp_path):
-    shutil.copytree(tiny_model, folder := tmp_path / "model")
-    index = json.loads((folder / INDEX).read_text())
-    file = folder / index["weight_map"].pop("lm_head.weight")
-    index["weight_map"][SCORE] = file.name
-    (folder / INDEX).write_text(json.dumps(index))
-    tensors = load_file(file)
-    score = tensors[SCORE] = tensors.pop("lm_head.weight")[:1].clone()
-    save_file(tensors, file)
+    score = as_value_model(tiny_model, folder := tmp_path / "model", 0)
     source = open_source(folder)
     assert SCORE in source.tensors and SCORE_BIAS not in source.tensors and "lm_head.weight" not in source.tensors
     with WeightReader(source) as reader:

@@ -45,6 +45,40 @@ def start_critic(section: DictConfig):
     return worker
 
 
+def scores_of(section: DictConfig, tensors: dict, folders: list[Path]) -> dict[int, torch.Tensor]:
+    """{sample: scores [M]} of the reward models of `folders`, beside the worker that `start_critic` has made."""
+    from verl.workers.megatron_workers import RewardModelWorker
+
+    own = OmegaConf.to_container(section)
+    reward = {"megatron": {**own["actor"]["megatron"], "param_offload": True}, "load_weight": True}
+    reward |= {
+        "micro_batch_size": None,
+        "micro_batch_size_per_gpu": 2,
+        "use_dynamic_bsz": False,
+        "recipe": own["recipe"],
+    }
+    reward |= {"forward_max_token_len_per_gpu": 0, "model": own["model"] | {"input_tokenizer": own["model"]["path"]}}
+    reward["recipe"]["rewards"] = [{"name": "reward_model", "path": str(path)} for path in folders]
+    worker = RewardModelWorker(OmegaConf.create(reward))
+    here = context()
+    if here.schedule is not None:
+        here.scheduler = here.ledger = None
+        here.schedule = here.schedule.with_reward_models()
+    worker.init_model()
+    found = worker.compute_rm_score(DataProto.from_dict(dict(tensors))).batch["rm_scores"]
+    return dict(zip(tensors["sample"].tolist(), found, strict=True))
+
+
+def with_second_end(tensors: dict) -> tuple[dict, torch.Tensor]:
+    """(the samples with one more token, its place in the response [B]), as algo=rm trains on them."""
+    longer = {name: tensor.clone() for name, tensor in tensors.items()}
+    places = torch.stack([row.nonzero().max() for row in longer["attention_mask"]]) + 1
+    rows = torch.arange(len(places))
+    longer["position_ids"][rows, places] = longer["position_ids"][rows, places - 1] + 1
+    longer["attention_mask"][rows, places] = longer["input_ids"][rows, places] = 1
+    return longer, places - FROM
+
+
 def samples(folder: Path) -> dict[str, torch.Tensor]:
     """This rank's share of SAMPLES samples, rows of `reference`; `returns`: one number a sample."""
     ids, mask, position_ids = torch.load(folder / "batch.pt")
@@ -100,6 +134,10 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
         found["drawn"] = [t.clone() for t in head_of(worker)]
         set_head(worker, torch.load(folder / "word.pt"))
         found["as_word"] = values_of(worker, tensors)
+        longer, places = with_second_end(tensors)
+        behind = values_of(worker, longer)
+        of_sample = zip(tensors["sample"].tolist(), places.tolist(), strict=True)
+        found["behind"] = {sample: behind[sample][place] for sample, place in of_sample}
         set_head(worker, found["drawn"][0] if found["drawn"] else None)
     updates = [update_of(worker, tensors) for _ in range(2)]
     found["norms"] = [norm for metrics in updates for norm in metrics["critic/grad_norm"]]
@@ -107,6 +145,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
     found["head"] = [t.clone() for t in head_of(worker)] if "as_word" in found else []
     if spoilt or "as_word" not in found:
         return found
+    found["scored"] = scores_of(section, tensors, [folder / "reward_0", folder / "reward_1"])
     worker.checkpoint = worker.checkpoint or WorkerCheckpoint(worker)  # line a3 has no row checkpoint.parts here
     checkpoint = folder / f"critic_{section.recipe.line}"
     if not checkpoint.exists():

@@ -57,6 +57,19 @@ def test_the_order_and_its_buffers_depend_on_the_rows_that_are_on():
     assert own["followed"] == "ours" and len(own["orders"]) == 2
 
 
+def test_a_die_has_one_reward_model_at_a_time_and_a_node_a_host_copy_of_each():
+    entries = "{name: reward_model, path: a},{name: reward_model, path: b}"
+    one, two = (plan(BIG, f"recipe.rewards=[{text}]") for text in (entries[: len(entries) // 2], entries))
+    for found in (one, two):
+        assert all(order["order"].endswith("with reward models") for order in found["orders"])
+    (of_one, of_two) = (found["orders"][0]["phases"] for found in (one, two))
+    assert of_one == of_two
+    (scoring,) = (phase["bytes"] for phase in of_one if phase["phase"] == "rm_scores")
+    assert scoring["reward_params"] > 0 < scoring["working_activations"]
+    host = [found["host"]["bytes"]["reward_params"] for found in (one, two)]
+    assert host[1] == 2 * host[0] > 0
+
+
 def bytes_of(group, *overrides, **options):
     """{phase: bytes of a memory group} in our order."""
     return {p["phase"]: p["bytes"].get(group) for p in plan(BIG, *overrides, **options)["orders"][0]["phases"]}
