@@ -83,7 +83,7 @@ def test_the_longest_time_of_any_rank_counts():
 
 
 def test_every_name_of_the_table_is_a_place_of_a_run_and_a_phase_of_the_model():
-    phases = {phase.name for phase in SCHEDULE.with_critic().phases}
+    phases = {phase.name for phase in SCHEDULE.with_critic().with_reward_models().phases}
     assert set(MODELLED) <= phases | set(CALLS) and {each for names in MODELLED.values() for each in names} == {*PHASES}
     assert phases <= {*MODELLED, "advantage"}  # of which the controller has no call
 

@@ -116,13 +116,21 @@ def forward_flops_of(model: ModelShape, lengths: Sequence[int]) -> float:
     return forward_flops(model, tokens, sum(length * length for length in lengths) / tokens) if tokens else 0.0
 
 
-def passes(*, rollout: bool, ref: bool, old_log_prob: bool, epochs: int, critic_epochs: int = 0) -> dict[str, int]:
+def passes(
+    *, rollout: bool, ref: bool, old_log_prob: bool, epochs: int, critic_epochs: int = 0, scores: int = 0
+) -> dict[str, int]:
     """{phase: forward passes that its model FLOPs count as}; only phases that count.
 
     `rollout`: responses are sampled, not replayed; `ref`: there is a reference; `old_log_prob`: the update cannot take
-    its own log-probs as old ones; `critic_epochs`: of a critic's update, 0 without one. Its head counts as the
-    vocabulary's.
+    its own log-probs as old ones; `critic_epochs`: of a critic's update, 0 without one; `scores`: reward models.
+    A value model's head counts as the vocabulary's.
     """
-    counts = {"rollout": int(rollout), "log_prob": int(old_log_prob), "ref": int(ref), "update": 3 * epochs}
+    counts = {
+        "rollout": int(rollout),
+        "log_prob": int(old_log_prob),
+        "ref": int(ref),
+        "update": 3 * epochs,
+        "reward": scores,
+    }
     counts |= {"values": int(critic_epochs > 0), "update_critic": 3 * critic_epochs}
     return {phase: count for phase, count in counts.items() if count}

@@ -86,6 +86,8 @@ def _followers(key: str) -> Iterator[str]:
         yield f"reward_model.megatron.{name}"
     if section == "actor_rollout_ref.actor" and name.startswith("ppo_"):
         yield f"critic.{name}"
+    if key == "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu":
+        yield "reward_model.micro_batch_size_per_gpu"
     if key == "recipe.rollout.dp":
         yield f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size"
 

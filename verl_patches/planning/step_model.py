@@ -127,8 +127,8 @@ class StepInput:
 
     `copies`: how often the trainer sends a sample to its workers where the tensor cache is off: 1, or once for each of
     the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out,
-    `critic_micro_batch` without a critic. `sampled`: false on fixed data, without rollout, weight sync and reward;
-    `actor`: false where the critic alone is trained.
+    `critic_micro_batch` without a critic. `reward_micro_batch`: of each reward model. `sampled`: false on fixed data,
+    without rollout, weight sync and reward; `actor`: false where the critic alone is trained.
     `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
     """
 
@@ -142,6 +142,8 @@ class StepInput:
     ref_micro_batch: int | None = 1
     old_micro_batch: int | None = None
     critic_micro_batch: int | None = None
+    reward_models: int = 0
+    reward_micro_batch: int = 1
     mini_batches: int = 1
     epochs: int = 1
     recompute_layers: int = 0
@@ -436,14 +438,14 @@ def step_time(run: StepInput, constants: Constants) -> dict[str, float]:
     """{phase: modelled seconds} of a step; phases that the run leaves out are 0."""
     tokens = run.responses * run.lengths.mean_of_longest()
     passes = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch}
-    critic = None
-    if run.critic_micro_batch:  # it gets the trainer's batch, also with the tensor cache
-        critic = replace(run, micro_batch=run.critic_micro_batch, tensor_cache=False)
+    whole = replace(run, tensor_cache=False)  # value models get the trainer's batch, also with the cache
+    critic = replace(whole, micro_batch=run.critic_micro_batch) if run.critic_micro_batch else None
+    scores_s = log_prob_s(whole, run.reward_micro_batch, constants) if run.reward_models else 0.0
     sync = run.sync or verl_sync(run.model, run.train)
     return {
         "rollout": rollout_s(run, constants) if run.sampled else 0.0,
         **{name: log_prob_s(run, size, constants) if size else 0.0 for name, size in passes.items()},
-        "reward": tokens * constants.reward_s if run.sampled else 0.0,
+        "reward": tokens * constants.reward_s + run.reward_models * scores_s if run.sampled else 0.0,
         "advantage": tokens * constants.advantage_s,
         "values": log_prob_s(critic, critic.micro_batch, constants) if critic else 0.0,
         "update_critic": update_s(critic, constants) if critic else 0.0,

@@ -18,7 +18,7 @@ from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
-from verl_patches.layout.phases import STEP_PHASES, samples, trains_actor
+from verl_patches.layout.phases import STEP_PHASES, reward_models, samples, trains_actor
 from verl_patches.memory.schedule import Moment, direct_sync, simulate
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
 from verl_patches.planning.expected import group_bytes
@@ -104,6 +104,8 @@ def step_input(
         ref_micro_batch=(section.ref.log_prob_micro_batch_size_per_gpu or micro) if ref_used else None,
         old_micro_batch=None if recipe.train.skip_old_log_prob else rollout.log_prob_micro_batch_size_per_gpu or micro,
         critic_micro_batch=None if critic is None else critic.ppo_micro_batch_size_per_gpu,
+        reward_models=len(reward_models(recipe)),
+        reward_micro_batch=config.reward_model.micro_batch_size_per_gpu or 1,
         mini_batches=max(1, train_batch // actor.ppo_mini_batch_size),
         epochs=actor.ppo_epochs,
         recompute_layers=recomputation(config)[0],
@@ -185,8 +187,10 @@ def step_sections(config: DictConfig, rows: Collection[str], workload: Workload)
     if step is not None and config.recipe.watch.action != "off":
         step["watch"] = str(bounds_of(config, rows))
     dispatch = {name: round(driver_bytes(run, columns[name])) for name, used in calls.items() if used}
-    if run.critic_micro_batch:  # the trainer's batch, also with the tensor cache
-        whole = replace(run, tensor_cache=False)
+    whole = replace(run, tensor_cache=False)  # value models get the trainer's batch, also with the cache
+    if run.reward_models:
+        dispatch["rm_scores"] = round(driver_bytes(whole, 0))
+    if run.critic_micro_batch:
         dispatch |= {"values": round(driver_bytes(whole, 3)), "update_critic": round(driver_bytes(whole, 6))}
     return {
         "step": step,
@@ -241,9 +245,9 @@ def offload_of(config: DictConfig, rows: Collection[str]) -> tuple[Offload, int]
     model, library = setting.inventory.model, setting.train_library
     fullest = max(range(train.pp), key=lambda stage: sum(stage_elements(model, train, stage, library)))
     sizes = group_bytes(setting, fullest * train.world_size // train.pp)
-    moments = simulate(schedule, sizes, stays)
+    moments, other_models = simulate(schedule, sizes, stays), max(setting.reward_models - 1, 0)
     moved = Offload(
-        sum(moment.to_device_bytes for moment in moments.values()),
+        sum(moment.to_device_bytes for moment in moments.values()) + other_models * sizes["reward_params"],
         sum(moment.to_host_bytes for moment in moments.values()),
         released_bytes(moments, sizes),
         sum(moment.empty_cache_calls for moment in moments.values()),

@@ -17,7 +17,7 @@ from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import critic_of, world_size
-from verl_patches.layout.phases import STEP_PHASES, VALIDATE, samples, trains_actor
+from verl_patches.layout.phases import STEP_PHASES, VALIDATE, reward_models, samples, trains_actor
 from verl_patches.log_probs.on_policy import needs_old_log_probs
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
@@ -290,6 +290,7 @@ class Rates:
             ref=ref,
             old_log_prob=not recipe.train.skip_old_log_prob and (needs_old_log_probs(config) or not samples(recipe)),
             epochs=actor.ppo_epochs if trains_actor(recipe) else 0,
+            scores=len(reward_models(recipe)),
             critic_epochs=0 if critic_of(config) is None else config.critic.ppo_epochs,
         )
         given = recipe.profile.peak_tflops

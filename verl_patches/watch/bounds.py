@@ -25,6 +25,7 @@ MODELLED = {
     "wake_kv": ("offload",),
     "sleep": ("offload",),
     "reward": ("reward", "advantage"),
+    "rm_scores": ("reward", "offload"),
     "compute_log_prob": ("advantage",),
     "compute_ref_log_prob": ("advantage",),
     "compute_values": ("advantage",),
