@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.weights.cases import make_checkpoint
+from tests.weights.cases import as_value_model, make_checkpoint
 from verl_patches.__main__ import app
 from verl_patches.config import files
 from verl_patches.config.checks import check_config, check_disk
@@ -35,6 +35,31 @@ def test_the_models_folder_has_the_layers_that_a_run_takes_of_it(tmp_path, held,
     assert found["model shape"] is fits
     found = {check.name: check.ok for check in check_config(compose(TINY, [path]))}
     assert found["model shape"] is (held == 4)
+
+
+def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny_model, tmp_path):
+    as_value_model(tiny_model, model := tmp_path / "model", 0)
+
+    def said(path, *overrides):
+        config = compose(TINY, [f"recipe.rewards=[{{name: reward_model, path: {path}}}]", *overrides])
+        (check,) = (each for each in check_config(config, ["recipe.rewards"]) if each.name == "reward model")
+        return check.detail if not check.ok else ""
+
+    assert said(model) == "" and said(tmp_path) == f"recipe.rewards[0].path: {said(tmp_path).partition(': ')[2]}"
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/critic").symlink_to(model)
+    assert said(tmp_path / "whole") == ""  # a checkpoint as it stands
+    assert "no score.weight" in said(tiny_model)
+    assert "does not exist" in said(tmp_path / "absent")
+    shape = {"num_hidden_layers": 3}
+    (tmp_path / "three.json").write_text(json.dumps(tiny_config(shape)))
+    assert "num_hidden_layers" in said(model, f"recipe.model_shape={tmp_path / 'three.json'}")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    assert "no tokenizer" in said(model)
+    config = compose(TINY, [f"recipe.rewards=[{{name: reward_model, path: {tmp_path / 'absent'}}}]"])
+    (check,) = (each for each in check_config(config) if each.name == "reward model")
+    assert check.ok and check.note  # of another machine: the control
 
 
 @pytest.mark.parametrize(("overrides", "count"), [

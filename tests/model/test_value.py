@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.model.mindspeed_start import LAYOUTS
 from tests.model.parity import FROM, SAMPLES, WORD
+from tests.weights.cases import as_value_model
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS
-from verl_patches.layout.model_folder import INDEX
 from verl_patches.reshard.region import Region
 from verl_patches.weights.load import draw_head
 from verl_patches.weights.reader import WeightReader
@@ -41,23 +38,6 @@ def folder(reference):
     for number in range(2):
         as_value_model(folder / "model", folder / f"reward_{number}", WORD + number)
     return folder
-
-
-def as_value_model(model, folder, word):
-    """A copy of a causal LM's folder as HF's ...ForSequenceClassification, whose head is that of a word; the head."""
-    shutil.copytree(model, folder)
-    index = json.loads((folder / INDEX).read_text())
-    file = folder / index["weight_map"].pop("lm_head.weight")
-    index["weight_map"][SCORE] = file.name
-    (folder / INDEX).write_text(json.dumps(index))
-    tensors = load_file(file)
-    score = tensors[SCORE] = tensors.pop("lm_head.weight")[word : word + 1].clone()
-    save_file(tensors, file)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "architectures": ["DeepseekV3ForSequenceClassification"]})
-    )
-    return score
 
 
 @pytest.fixture(scope="module", params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])

@@ -2,14 +2,15 @@
 
 import json
 import random
+import shutil
 
 import numpy
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import build_inventory, read_model_shape
+from verl_patches.layout.inventory import SCORE, build_inventory, read_model_shape
 from verl_patches.layout.model_folder import INDEX, QUANTIZATION
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.tiny import tiny_config
@@ -24,6 +25,23 @@ NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # of DeepSeek's o
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SMALL = tiny_config() | {"num_hidden_layers": 2, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
 SMALL_LAYOUT = parse_layout("tp2 pp2 ep3 etp1 @12 layers=1,1")
+
+
+def as_value_model(model, folder, word):
+    """A copy of a causal LM's folder as HF's ...ForSequenceClassification, whose head is that of a word; the head."""
+    shutil.copytree(model, folder)
+    index = json.loads((folder / INDEX).read_text())
+    file = folder / index["weight_map"].pop("lm_head.weight")
+    index["weight_map"][SCORE] = file.name
+    (folder / INDEX).write_text(json.dumps(index))
+    tensors = load_file(file)
+    score = tensors[SCORE] = tensors.pop("lm_head.weight")[word : word + 1].clone()
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "architectures": ["DeepseekV3ForSequenceClassification"]})
+    )
+    return score
 
 
 def run(source, destination, layout=None, dtype=None, file_bytes=100_000, **more):
