@@ -161,7 +161,7 @@ def refusals(*overrides):
     ("recipe.tensor_cache.enabled=true", "recipe.tensor_cache.enabled is true"),
     ("recipe.rollout.replay=outputs/x", "recipe.rollout.replay gives the responses"),
     ("algorithm.adv_estimator=remax", "remax"),
-    ("reward_model.enable=true", "reward_model.enable is true"),
+    ("recipe.rewards=[{name: reward_model, path: x}]", "recipe.rewards has a reward model"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused_by_name(override, words):
     (fault,) = refusals(override)
