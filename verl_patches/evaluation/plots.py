@@ -72,7 +72,8 @@ class _Columns:
             self.steps[(step["step"] - first) // self.width].append(step)
         self.edges = [first - 0.5 + self.width * number for number in range(len(self.steps) + 1)]
         self.middles = [edge + self.width / 2 for edge in self.edges[:-1]]
-        self.validations = [(step, NAN if score is None else score) for step, score in validations(summary)]
+        scores = [(step, val["score"]) for step, val in validations(summary)]
+        self.validations = [(step, NAN if score is None else score) for step, score in scores]
         self.seams = [step["resumed_after"] for step in steps if step.get("resumed_after")]
         self.each = "" if self.width == 1 else f", means of {self.width} steps"
 

@@ -67,6 +67,7 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
     """What a reader must know of a run before its figures."""
     steps, layout, start = summary["steps"], summary.get("layout", {}), summary.get("start", {})
     slowest = [f"{part} {of['max_s']:.1f} s" for part, of in start.items() if of.get("max_s") is not None]
+    last = [f"{name} {_text(value)}" for _, val in validations(summary)[-1:] for name, value in val["metrics"].items()]
     return {
         "run": str(summary.get("run")),
         "line, platform, dtype": ", ".join(str(summary.get(key)) for key in ("line", "platform", "dtype")),
@@ -75,7 +76,7 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
         "steps": f"{steps[0]['step']} to {steps[-1]['step']}",
         "resumed": resumed(steps) or "-",
         "start, slowest worker": ", ".join(slowest) or "-",
-        "last validation": ", ".join(f"{name} {_text(value)}" for name, value in last_validation(summary)) or "-",
+        "last validation": ", ".join(last) or "-",
         "ended": str(summary.get("exit")),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
         "modified sources": ", ".join(summary.get("dirty", {})) or "none",
@@ -90,7 +91,7 @@ def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     for name in ENDED:
         values[name, FIRST] = reduced(steps[:ENDS], name, statistics.fmean)
         values[name, LAST] = reduced(steps[-ENDS:], name, statistics.fmean)
-    scores = [score for _, score in validations(summary)] or [None]
+    scores = [val["score"] for _, val in validations(summary)] or [None]
     values |= {("val", "first"): scores[0], ("val", "last"): scores[-1]}
     values["val", "largest"] = max((score for score in scores if score is not None), default=None)
     whole, named = values["step s", "median"], sum(values[f"{phase} s", "median"] or 0.0 for phase in PHASES)
@@ -100,18 +101,10 @@ def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     return {row: values[row] for row in _ROWS}
 
 
-def validations(summary: Mapping[str, Any]) -> list[tuple[int, float | None]]:
-    """(step, its `val`) of each validation; the one before the first step comes first."""
-    before = summary.get("val_before")
-    start = [(before["step"], before["val"]["score"])] if before else []
-    return start + [(step["step"], step["val"]["score"]) for step in summary["steps"] if step.get("val")]
-
-
-def last_validation(summary: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """(verl's name, value) of the last validation; none without one."""
-    last = next((step["val"] for step in reversed(summary["steps"]) if step.get("val")), None)
-    last = last or (summary.get("val_before") or {}).get("val")
-    return [*last["metrics"].items()] if last else []
+def validations(summary: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
+    """(step, {score, metrics}) of each validation; the one before the first step comes first."""
+    every = [summary.get("val_before") or {}, *summary["steps"]]
+    return [(each["step"], each["val"]) for each in every if each.get("val")]
 
 
 def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:

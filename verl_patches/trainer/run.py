@@ -38,12 +38,11 @@ from verl_patches.trainer.handshake import (
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW, STEP, Progress, Summary, new_run_id, run_id, write_json
 from verl_patches.trainer.step_record import Rates, start_of_workers
-from verl_patches.trainer.validation import said_of_validation, validation_of
+from verl_patches.trainer.validation import validation_of
 from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # dead workers that an error names
-SHOWN_VALIDATIONS = 8  # the last ones, at the end of a run
 _RAISED_IN = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
 active_run: Current[Run] = Current()
 
@@ -221,7 +220,7 @@ class Run:
         take_calls()
         self.summary.add_validation(step, validation)
         self.summary.add_metrics(step, metrics)
-        self.progress.say(f"| validation after step {step}: {said_of_validation(validation)}")
+        self.progress.say(f"| validation after step {step}: {validation['score']:.4f}")
 
     def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
         """Record one step, then check it; returns the metrics with ours added. A check that fails ends the run."""
@@ -291,9 +290,6 @@ class Run:
     def end(self, reason: str) -> None:
         """Write the outcome."""
         self.summary.data["exit"] = reason
-        if validations := self.summary.validations:
-            scores = ", ".join(f"{step}: {each['score']:.4f}" for step, each in validations[-SHOWN_VALIDATIONS:])
-            self.progress.say(f"| validation by step: {scores}; the last: {said_of_validation(validations[-1][1])}")
         if self.coverage:
             self.summary.data["emulated"], lines = self.coverage
             for line in lines:

@@ -40,7 +40,7 @@ CRITIC_SECONDS = tuple(f"{phase} s" for phase in CRITIC_PHASES)
 # in a run with a critic: verl's metrics; explained_var: 1 - var(returns - values) / var(returns)
 CRITIC_COLUMNS = ("vf_loss", "vf_norm", "expl_var")
 _CRITIC = {"loss": "critic/vf_loss", "grad_norm": "critic/grad_norm", "explained_var": "critic/vf_explained_var"}
-SKIPPED_STEPS, ALARMS = "actor/skipped_steps", "recipe/alarms"  # names of metrics
+SKIPPED_STEPS, ALARMS = "recipe/skipped_steps", "recipe/alarms"  # names of metrics
 
 
 def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -367,9 +367,9 @@ def row(step: dict[str, Any], columns: Sequence[str]) -> str:
     last = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
     if objective := step.get("objective"):
         first, last = f"{objective['loss']:.6f}", f"{objective['margin']:.4f}" if "margin" in objective else "-"
-    norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
-    if (skipped := step["skipped"]) and skipped["steps"]:
-        norm = "skipped"
+    norm = "skipped" if (step["skipped"] or {}).get("steps") else "-"
+    if step["grad_norm"] is not None:
+        norm = f"{step['grad_norm']:.5f}"
     cells = _cells(step)
     rest = " ".join(f"{cells.get(column, '-'):>10}" for column in columns)
     return f"{step['step']:>4} {first:>8} {norm:>10} {last:>9} {rest}"

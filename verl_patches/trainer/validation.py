@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _MEAN = re.compile(r"val-core/.+/mean@\d+")
-_AT = re.compile(r"@(\d+)(?:/mean)?$")
 _KEPT = re.compile(r"val-core/.+/(mean|best|maj)@\d+(/mean)?|val-\w+/.+/pass@\d+")
 
 
@@ -30,14 +29,6 @@ def validation_of(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     kept = {name: float(value) for name, value in metrics.items() if _KEPT.fullmatch(name)}
     return {"score": statistics.fmean(means), "metrics": kept}
-
-
-def said_of_validation(validation: Mapping[str, Any]) -> str:
-    """A validation in one line: its score, and of each source what verl measures with the most responses."""
-    most = max(int(_AT.search(name)[1]) for name in validation["metrics"])
-    named = {name: value for name, value in validation["metrics"].items() if int(_AT.search(name)[1]) == most}
-    values = [f"{name.partition('/')[2].removesuffix('/mean')} {value:.4g}" for name, value in named.items()]
-    return f"{validation['score']:.4f} ({', '.join(values)})"
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from verl_patches.current import Current
 from verl_patches.layout.parallel import ParallelLayout, train_layout_in
 from verl_patches.memory.offload import parameters_loaded
+from verl_patches.memory.schedule import CRITIC
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.region import Region, part_of
@@ -108,7 +109,8 @@ def prepare_training(trained: Trained, memory: WorkerMemory, train: Any) -> Step
     if train.swap_optimizer and is_on("memory.swap_optimizer"):
         swap_optimizer(trained.optimizer, train.swap_optimizer_times, raise_peak=context().raise_peak)
     if is_on("update.skip_bad_steps"):
-        guard = StepGuard(trained.chunks, trained.optimizer)
+        guard = StepGuard(trained.chunks, trained.optimizer, "critic " if trained.groups is CRITIC else "")
+        context().step_guards.append(guard)
     memory.built(trained.chunks, trained.optimizer, trained.groups)
     return guard
 
