@@ -123,18 +123,11 @@ def _read_rows(file: str, config: DictConfig) -> int:
     def is_struct(kind: Any, *names: str) -> bool:
         return types.is_struct(kind) and set(names) <= {kind.field(n).name for n in range(kind.num_fields)}
 
-    def is_text(kind: Any) -> bool:
-        return types.is_string(kind) or types.is_large_string(kind)
-
-    fits = {
-        "messages": lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
-        "text": is_text,
-        "answer": lambda kind: is_struct(kind, "ground_truth"),
-        "bool": types.is_boolean,
-        "texts": lambda kind: is_list(kind) and is_text(kind.value_type),
-        "marks": lambda kind: is_list(kind) and not is_text(kind.value_type),
+    columns = {
+        config.data.prompt_key: lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
+        "data_source": lambda kind: types.is_string(kind) or types.is_large_string(kind),
+        "reward_model": lambda kind: is_struct(kind, "ground_truth"),
     }
-    columns = {config.data.prompt_key: "messages", "data_source": "text", "reward_model": "answer"}
     try:
         with parquet.ParquetFile(file) as opened:
             schema, rows = opened.schema_arrow, opened.metadata.num_rows
@@ -142,13 +135,14 @@ def _read_rows(file: str, config: DictConfig) -> int:
                 opened.read_row_group(0)
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{file} is not a whole parquet file ({error}); make it again") from error
-    if not samples(config.recipe):
-        columns = columns_of(config.recipe.objective.name, schema.names)
-    faults = [n for n, kind in columns.items() if n not in schema.names or not fits[kind](schema.field(n).type)]
+    if not samples(config.recipe):  # objectives/dataset.py reads the values
+        columns = dict.fromkeys(columns_of(config.recipe.objective.name, schema.names), lambda kind: True)
+    faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
     if faults:
         raise ConfigError(
             f"{file}: column {' or '.join(faults)} is missing or of another type; expected those of "
-            "docs/own-data-and-reward.md (data.prompt_key names that of the prompts)"
+            "docs/own-data-and-reward.md (data.prompt_key names that of the prompts; of fixed data data.val_files has "
+            "the same)"
         )
     return rows
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.report import OF_CRITIC, PHASES, in_step, medians, names_of, reduced, validations
 from verl_patches.memory.schedule import MEMORY_GROUPS
+from verl_patches.rewards.parts import METRIC
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,6 +75,7 @@ class _Columns:
         self.middles = [edge + self.width / 2 for edge in self.edges[:-1]]
         scores = [(step, val["score"]) for step, val in validations(summary)]
         self.validations = [(step, NAN if score is None else score) for step, score in scores]
+        self.parts = [*dict.fromkeys(label for step in steps for label in step.get("rewards") or {})]  # of the reward
         self.seams = [step["resumed_after"] for step in steps if step.get("resumed_after")]
         self.each = "" if self.width == 1 else f", means of {self.width} steps"
 
@@ -81,17 +83,6 @@ class _Columns:
         """Of a name of evaluation/report.py in each column; `lacking` where its steps do not have it."""
         values = [reduced(steps, name, of) if steps else NAN for steps in self.steps]
         return [lacking if value is None else value for value in values]
-
-    def draw_parts(self, axes: Axes) -> None:
-        """A line for the mean of each part of the reward, where it has several."""
-        rewards = [[step.get("rewards") or {} for step in steps] for steps in self.steps]
-        labels = dict.fromkeys(label for column in rewards for means in column for label in means)
-        for label in labels if len(labels) > 1 else ():
-            found = [[means[label] for means in column if means.get(label) is not None] for column in rewards]
-            means_of = [statistics.fmean(values) if values else NAN for values in found]
-            axes.plot(self.middles, means_of, linewidth=1, label=_text(label))
-        if len(labels) > 1:
-            axes.legend(fontsize=8)
 
     def label(self, axes: Axes) -> None:
         """Whole steps below the axes, and a line where the run was resumed."""
@@ -119,7 +110,8 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     columns, name = _Columns(summary), _trained([summary])
     _draw_curve(left, columns, name)
     left.set(title=f"{columns.name}: mean {name}{columns.each}", ylabel=name)
-    columns.draw_parts(left)
+    for label in columns.parts if len(columns.parts) > 1 else ():
+        left.plot(columns.middles, columns.means(f"{METRIC}{label}"), linewidth=1, label=_text(label))
     if columns.width > 1:
         left.fill_between(columns.middles, columns.means(name, of=min), columns.means(name, of=max), alpha=0.2)
     _stack(right, columns.edges, {name: columns.means(name, 0.0) for name in _phases([summary])})
@@ -129,6 +121,7 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
         columns.label(axes)
     if columns.validations:
         left.set_xlim(left=min(columns.edges[0], columns.validations[0][0] - 0.5))
+    if columns.validations or len(columns.parts) > 1:
         left.legend(fontsize=8)
     return figure
 

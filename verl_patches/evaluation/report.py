@@ -17,6 +17,7 @@ from typing import Any
 from verl_patches.errors import RecipeError
 from verl_patches.evaluation.record import SUMMARY, read_summary
 from verl_patches.layout.phases import STEP_PHASES
+from verl_patches.rewards.parts import METRIC
 
 ENDS = 5  # steps of the means at the start and at the end of a run
 FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
@@ -114,9 +115,9 @@ def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[st
 
 
 def in_step(step: Mapping[str, Any], name: str) -> float | None:
-    """The value of one step for a name of IN_STEP; None where its record does not have it."""
+    """The value of one step for a name of IN_STEP, or reward/LABEL of a part; None where its record lacks it."""
     value: Any = step
-    for key in IN_STEP[name]:
+    for key in IN_STEP.get(name) or ("rewards", name.removeprefix(METRIC)):
         value = (value or {}).get(key)
     return _mb(value) if name.endswith(" MB") else value
 

@@ -52,15 +52,15 @@ def with_pass_at_k(process_validation_metrics: Callable) -> Callable:
         of_prompt = defaultdict(list)
         for source, prompt, value in zip(data_sources, sample_inputs, infos_dict.get(core, ()), strict=False):
             of_prompt[source, prompt].append(value)
-        values = defaultdict(lambda: defaultdict(list))
         not_binary = {source for (source, _), given in of_prompt.items() if not {*given} <= {0, 1}}
+        values = defaultdict(list)
         for (source, _), given in of_prompt.items():
             n = len(given)
-            for k in {*(1 << power for power in range(n.bit_length()) if 1 << power < n), n}:
-                if n > 1 and source not in not_binary:
-                    values[source][f"pass@{k}"].append(pass_at_k(n, int(sum(given)), k))
-        for source, of_k in values.items():
-            found[source][core].update((key, statistics.fmean(of_k[key])) for key in of_k)
+            if n > 1 and source not in not_binary:
+                for k in {*(1 << power for power in range(n.bit_length())), n}:
+                    values[source, k].append(pass_at_k(n, int(sum(given)), k))
+        for (source, k), of_prompts in values.items():
+            found[source][core][f"pass@{k}"] = statistics.fmean(of_prompts)
         return found
 
     return process

@@ -35,7 +35,7 @@ from verl_patches.batches.micro_batches import Update, current_mini_batches, sta
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
-from verl_patches.layout.phases import START, VALIDATE, samples, trains_actor
+from verl_patches.layout.phases import START, samples, trains_actor
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
@@ -154,8 +154,8 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: Any) -> Any:
-        """verl's; the seconds of a validation are counted apart, as its sync and rollout are none of the step's."""
-        with counters.apart(VALIDATE) if prompts.meta_info.get("validate") else nullcontext():
+        """verl's; seconds and moves of a validation are not counted, as its sync and rollout are none of the step's."""
+        with counters.not_counted() if prompts.meta_info.get("validate") else nullcontext():
             return super().generate_sequences(prompts)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
