@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.report import OF_CRITIC, PHASES, in_step, medians, names_of, reduced, validations
+from verl_patches.evaluation.report import PHASES, medians, names_of, reduced, validations
 from verl_patches.memory.schedule import MEMORY_GROUPS
 from verl_patches.rewards.parts import METRIC
 
@@ -97,12 +97,6 @@ class _Columns:
                 axes.text(after + 0.5, 0.98, f"resumed after step {after}", fontsize=7, **place)
 
 
-def _phases(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of PHASE_COLOURS that are drawn: a critic's only where one of the runs has one."""
-    steps = [step for summary in summaries for step in summary["steps"]]
-    return [name for name in PHASE_COLOURS if name not in OF_CRITIC or any(in_step(step, name) for step in steps)]
-
-
 def run_figure(summary: Mapping[str, Any]) -> Figure:
     """Reward, validation (left) and seconds per phase (right) of every step of a summary.json, of a long run means."""
     figure = _figure(11, 4)
@@ -114,7 +108,7 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
         left.plot(columns.middles, columns.means(f"{METRIC}{label}"), linewidth=1, label=_text(label))
     if columns.width > 1:
         left.fill_between(columns.middles, columns.means(name, of=min), columns.means(name, of=max), alpha=0.2)
-    _stack(right, columns.edges, {name: columns.means(name, 0.0) for name in _phases([summary])})
+    _stack(right, columns.edges, {name: columns.means(name, 0.0) for name in PHASE_COLOURS})
     right.set(title=f"seconds per phase{columns.each}", ylabel="s", ylim=(0, None))
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (left, right):
@@ -160,7 +154,7 @@ def runs_figure(summaries: Sequence[Mapping[str, Any]]) -> Figure:
     left.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     seconds = [medians(summary["steps"], PHASE_COLOURS) for summary in summaries]
     edges = [number - 0.5 for number in range(count + 1)]
-    _stack(right, edges, {name: [of[name] or 0.0 for of in seconds] for name in _phases(summaries)}, "horizontal")
+    _stack(right, edges, {name: [of[name] or 0.0 for of in seconds] for name in PHASE_COLOURS}, "horizontal")
     for edge in edges:
         right.axhline(edge, color="white", linewidth=3)
     right.set_yticks(range(count), names)
@@ -230,9 +224,14 @@ def _draw_moments(
 def _stack(
     axes: Axes, edges: Sequence[float], layers: Mapping[str, Sequence[float]], orientation: str = "vertical"
 ) -> None:
-    """Areas of the layers, {label: sizes between the edges}, one on the other; NaN in all of them is a gap."""
+    """Areas of the layers, {label: sizes between the edges}, one on the other; NaN in all of them is a gap.
+
+    A layer without a size above 0, such as the phases of a critic in a run without one, is left out.
+    """
     below = [0.0] * (len(edges) - 1)
     for label, sizes in layers.items():
+        if not any(size > 0 for size in sizes):
+            continue
         above = [low + size for low, size in zip(below, sizes, strict=True)]
         colour = (GROUP_COLOURS | PHASE_COLOURS).get(label, OTHER_COLOUR)
         axes.stairs(above, edges, baseline=below, fill=True, color=colour, label=label, orientation=orientation)

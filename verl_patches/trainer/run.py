@@ -18,7 +18,7 @@ from typing import Any
 
 from verl_patches.current import Current
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
-from verl_patches.layout.phases import CALLS, samples
+from verl_patches.layout.phases import CALLS, samples, trains_actor
 from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.on_policy import correction_of
 from verl_patches.objectives.advantages import FixedData, current_fixed_data
@@ -83,9 +83,7 @@ class Run:
                 "platform": self.recipe.platform,
                 "layout": {
                     "train": str(train_layout_of(trainer.config)),
-                    "rollout": str(rollout_layout_of(trainer.config))
-                    if self.fixed_data is None
-                    else "none: fixed data",
+                    "rollout": "none: fixed data" if self.fixed_data else str(rollout_layout_of(trainer.config)),
                 },
                 "ranks": world_size(trainer.config),
                 "dtype": self.recipe.dtype,
@@ -243,7 +241,8 @@ class Run:
         if self.fixed_data is not None:
             found = self.fixed_data.of_step(metrics)
             metrics |= found
-            record["seconds"] = {p: s for p, s in record["seconds"].items() if p not in ("rollout", "reshard")}
+            absent = ("rollout", "reshard") if trains_actor(recipe) else ("rollout", "reshard", "update")
+            record["seconds"] = {p: s for p, s in record["seconds"].items() if p not in absent}
             record |= {"reward": None, "objective": {name.rpartition("/")[2]: value for name, value in found.items()}}
         if recipe.train.skip_old_log_prob:
             record["seconds"].pop("log_prob", None)

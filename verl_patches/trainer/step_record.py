@@ -347,7 +347,8 @@ def tables(config: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(prefix of its lines in progress.log, columns) of the narrow and of the wide table of a run."""
     for prefix, columns, val in (("-", NARROW, VAL_COLUMNS), ("+", WIDE, WIDE_VAL_COLUMNS)):
         if not samples(config.recipe):
-            columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in OF_ROLLOUT))
+            absent = OF_ROLLOUT if trains_actor(config.recipe) else (*OF_ROLLOUT, "update s")
+            columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in absent))
         if config.recipe.train.routing_replay:
             columns += REPLAY_COLUMNS
         if critic_of(config) is not None:
