@@ -25,8 +25,8 @@ from verl_patches.config.run_start import Start, checkpoints_of
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
-from verl_patches.layout.parallel import critic_of
-from verl_patches.layout.phases import samples, trains_actor
+from verl_patches.layout.parallel import trained_of
+from verl_patches.layout.phases import samples
 from verl_patches.objectives.settings import columns_of
 from verl_patches.replay.recording import find_recording
 from verl_patches.rewards.parts import SHORT_FORM, parts_of
@@ -309,9 +309,7 @@ def disk_needs(config: DictConfig, start: Start) -> list[Need]:
         text += f", responses of {_many(left, 'step')}, {size_text(size)} each (modelled)"
     needs = [Need("run", run_dir(config), least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
-        models = {"actor": trains_actor(config.recipe), "critic": critic_of(config) is not None}
-        trained = [name for name, has in models.items() if has]
-        trained = [build_inventory(model_shape_of(config), value=name == "critic") for name in trained]
+        trained = [build_inventory(model_shape_of(config), value=name == "critic") for name in trained_of(config)]
         parameters = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
         size, kept = _PARAMETER_BYTES[config.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
         saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
