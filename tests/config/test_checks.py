@@ -31,7 +31,7 @@ GRAPHS = f"{ASCEND}.graph_batch_sizes"
 @pytest.mark.parametrize(("override", "check", "detail"), [
     ("critic.use_dynamic_bsz=true", "critic", "critic does not read it"),
     ("critic.rollout_n=3", "critic", "expected actor_rollout_ref.rollout.n, 2"),
-    ("critic.ppo_micro_batch_size_per_gpu=null", "critic", "ppo_micro_batch_size_per_gpu is None"),
+    ("critic.ppo_micro_batch_size_per_gpu=null", "critic micro batch", "is null; verl needs it"),
     ("critic.ppo_micro_batch_size_per_gpu=3", "critic micro batch", "not a multiple of 3"),
     ("critic.ppo_mini_batch_size=3", "critic mini batch", "not a multiple of 3"),
     ("critic.load_weight=false", "critic", "load_weight must be true"),

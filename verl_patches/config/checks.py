@@ -209,10 +209,8 @@ def _checkpoint_checks(config: DictConfig, train: ParallelLayout, start: Start, 
     off = [row for row in ours if switched_off(config, row)]
     for name, section in trained_of(config).items():
         if not section.megatron.get("use_distributed_optimizer", True):
-            key = f"{name}.megatron.use_distributed_optimizer"
-            yield Check(
-                "optimizer", False, f"{key} is false, expected true: each rank offloads and saves its own states"
-            )
+            fault = f"{name}.megatron.use_distributed_optimizer is false, expected true"
+            yield Check("optimizer", False, f"{fault}: each rank offloads and saves its own states")
     if (trainer.save_freq <= 0 and trainer.resume_mode == "disable") or (len(off) == len(ours) and train.ep == 1):
         return
     faults = []

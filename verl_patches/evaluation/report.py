@@ -158,8 +158,7 @@ def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows, runs = [], [figures(summary) for summary in summaries]
     for name, over in runs[0]:
         values = [each[name, over] for each in runs]
-        has = any(values) if name in OF_CRITIC else any(value is not None for value in values)
-        if has or not name.startswith(("MFU", "val", *ENDED[1:], *OF_CRITIC)):
+        if any(value is not None for value in values) or not name.startswith(("MFU", "val", *ENDED[1:], *OF_CRITIC)):
             ratios = [_ratio(value, values[0]) for value in values[1:]]
             rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
     return rows

@@ -94,8 +94,7 @@ class FixedDataset(RLHFDataset):
             prompt = torch.tensor(given.pop("prompt"))
             tensors = prompt_inputs(Ragged(prompt, (1,)), self.max_prompt_length, self.tokenizer.pad_token_id)
             row = {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
-        every = set(chain.from_iterable(way for ways in COLUMNS.values() for way in ways))
-        row = {name: value for name, value in row.items() if name not in every}  # not sent through the step as text
+        row = {name: value for name, value in row.items() if name not in columns}  # not sent through the step as text
         given["responses"] = [self._cut(ids) for ids in given["responses"]]
         return {**row, "tools_kwargs": given}
 

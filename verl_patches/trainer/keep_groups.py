@@ -76,16 +76,16 @@ class KeptGroups:
             own = whole.pop(**names)
             differ = self._sample(prompts if drawn == 1 else own, whole, found)
             rows += [(batch, int(row)) for row in np.flatnonzero(differ)]
-            self.report = {"drawn_batches": drawn, "prompts": drawn * size, "differ": len(rows)}
             if len(rows) >= size or drawn == most:
                 break
             batch = self._draw()
             self._on_call("generate_sequences")
-        self.report["kept_share"] = len(rows) / self.report["prompts"]
+        self.report = {"drawn_batches": drawn, "prompts": drawn * size, "differ": len(rows)}
+        self.report["kept_share"] = len(rows) / (drawn * size)
         self._workers.end_rollout()
         if len(rows) < size:
             raise KeepGroupsError(
-                f"recipe.keep_groups: only {len(rows)} of {self.report['prompts']} prompts "
+                f"recipe.keep_groups: only {len(rows)} of {drawn * size} prompts "
                 f"({self.report['kept_share']:.1%}) in {drawn} batches have responses that differ in "
                 f"{self._section.metric!r}, expected {size} for the step. The data are too easy or too hard for the "
                 "model: look at its rewards, raise recipe.keep_groups.max_batches or rollout.n, or set "
