@@ -53,7 +53,8 @@ def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective=
     made.workers_see_log_probs, made.not_compared = False, "not here"
     for number in numbers:
         validated = {CORE: val[number]} if val and number in val else {}
-        metrics = made.after_step({"critic/score/mean": 0.5, "timing_s/step": 2.0, **validated}, number)
+        timers = {"timing_s/step": 2.0, "timing_s/update_actor": 1.0}
+        metrics = made.after_step({"critic/score/mean": 0.5, **timers, **validated}, number)
         assert metrics["recipe/expert_load/train"] == 1.5 and "recipe/expert_load/rollout" not in metrics
     return made.progress.path.read_text().splitlines()
 
@@ -101,6 +102,15 @@ def test_a_run_on_fixed_data_shows_loss_margin_and_accuracy_in_place_of_the_rewa
     assert step["reward"] is None and step["objective"] == {"loss": 0.6931471, "margin": 0.25, "accuracy": 0.75}
     (metrics,) = map(json.loads, made.summary.path.with_name("metrics.jsonl").read_text().splitlines())
     assert metrics["objective/loss"] == 0.6931471
+    assert "update" in title
+
+
+def test_a_run_that_trains_the_critic_alone_has_no_seconds_of_an_update(made):
+    made.fixed_data = FixedData(Objective("rm"))
+    made.fixed_data.metrics = {"objective/loss": 0.6931471}
+    title = next(text for text in after_steps(made, 3, objective="rm") if text.startswith("- "))
+    (step,) = json.loads(made.summary.path.read_text())["steps"]
+    assert "update" not in step["seconds"] and "update" not in title and "step" in title
 
 
 def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made):
