@@ -108,9 +108,10 @@ def test_a_run_on_fixed_data_shows_loss_margin_and_accuracy_in_place_of_the_rewa
 def test_a_run_that_trains_the_critic_alone_has_no_seconds_of_an_update(made):
     made.fixed_data = FixedData(Objective("rm"))
     made.fixed_data.metrics = {"objective/loss": 0.6931471}
-    title = next(text for text in after_steps(made, 3, objective="rm") if text.startswith("- "))
+    title, values = (text[2:].split() for text in after_steps(made, 3, objective="rm") if text.startswith("- "))
     (step,) = json.loads(made.summary.path.read_text())["steps"]
-    assert "update" not in step["seconds"] and "update" not in title and "step" in title
+    assert "update" not in step["seconds"] and title[5:9] == ["update", "s", "step", "s"]
+    assert values[5:7] == ["-", "2.000"]
 
 
 def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made):

@@ -35,8 +35,7 @@ WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH
 OBJECTIVE_COLUMNS, OF_ROLLOUT = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS)
 REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 VAL_COLUMNS, WIDE_VAL_COLUMNS = ("val",), ("val", f"{VALIDATE} s")  # with trainer.test_freq
-CRITIC_PHASES = tuple(phase.name for phase in STEP_PHASES if phase.critic)
-CRITIC_SECONDS = tuple(f"{phase} s" for phase in CRITIC_PHASES)
+CRITIC_SECONDS = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)
 # in a run with a critic: verl's metrics; explained_var: 1 - var(returns - values) / var(returns)
 CRITIC_COLUMNS = ("vf_loss", "vf_norm", "expl_var")
 _CRITIC = {"loss": "critic/vf_loss", "grad_norm": "critic/grad_norm", "explained_var": "critic/vf_explained_var"}
@@ -347,8 +346,7 @@ def tables(config: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(prefix of its lines in progress.log, columns) of the narrow and of the wide table of a run."""
     for prefix, columns, val in (("-", NARROW, VAL_COLUMNS), ("+", WIDE, WIDE_VAL_COLUMNS)):
         if not samples(config.recipe):
-            absent = OF_ROLLOUT if trains_actor(config.recipe) else (*OF_ROLLOUT, "update s")
-            columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in absent))
+            columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in OF_ROLLOUT))
         if config.recipe.train.routing_replay:
             columns += REPLAY_COLUMNS
         if critic_of(config) is not None:
@@ -384,9 +382,9 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
     difference between two workers' starts of one call. Share of replayed experts that routers chose
     too.
     """
-    cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in (*PHASES, *CRITIC_PHASES)}
+    cells = {f"{phase} s": f"{seconds:.3f}" for phase, seconds in step["seconds"].items()}
     if val := step.get("val"):
-        cells |= {"val": f"{val['score']:.4f}", f"{VALIDATE} s": f"{step['seconds'].get(VALIDATE, 0.0):.3f}"}
+        cells["val"] = f"{val['score']:.4f}"
     if critic := step.get("critic"):
         texts = ("-" if value is None else f"{value:.5f}" for value in critic.values())
         cells |= dict(zip(CRITIC_COLUMNS, texts, strict=True))
