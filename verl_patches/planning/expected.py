@@ -165,17 +165,14 @@ def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
     if phase in ("values", "update_critic"):
         if stage:  # the first stage's weight gradient is that of the embedding
             model = replace(model, vocab_size=1)
-        if phase == "values":
-            return forward_bytes(model, train, stage, passes.critic_tokens, passes, entropy=False)
-        held = len(train.local_experts(rank, model.n_routed_experts))
-        own = replace(passes, update_tokens=passes.critic_tokens, micro_batches=passes.critic_batches, entropy=False)
-        return update_bytes(model, train, stage, held, own)
-    if phase == "update":
+        passes = replace(passes, update_tokens=passes.critic_tokens, micro_batches=passes.critic_batches, entropy=False)
+    if phase in ("update", "update_critic"):
         work = update_bytes(model, train, stage, len(train.local_experts(rank, model.n_routed_experts)), passes)
     elif phase == "old_log_prob":
         work = forward_bytes(model, train, stage, passes.log_prob_tokens, passes, entropy=True)
     else:
-        work = forward_bytes(model, train, stage, passes.ref_tokens, passes, entropy=False)
+        tokens = passes.ref_tokens if phase == "ref" else passes.critic_tokens
+        work = forward_bytes(model, train, stage, tokens, passes, entropy=False)
     # by micro batch and, at the end of the pass that records, by sample too
     copies = 2 if phase == "old_log_prob" else 1
     return work | {"routing_record": copies * record_bytes(model, train, stage, passes.recorded_tokens)}
