@@ -28,7 +28,6 @@ def test_a_critic_trains_beside_the_actor(ppo):
         assert {"compute_values", "update_critic"} <= step["dispatch"]["start_skew_s"]["by_call"].keys()
     held = ppo.steps[1]["memory"]["phases"]["update_critic"]["bytes"]
     assert held["critic_params"] and held["critic_grads"] and held["critic_optimizer"]
-    assert {"load critic_params", "alloc critic_grads", "load actor_params"} <= ppo.steps[1]["offload"]["moves"].keys()
     assert "vf_loss" in ppo.progress and f"{ppo.steps[1]['critic']['loss']:.5f}" in ppo.progress
 
 
