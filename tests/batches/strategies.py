@@ -18,6 +18,5 @@ def steps(draw, worlds=ANY):
         lengths=draw(st.lists(st.integers(1, 99), min_size=samples, max_size=samples)),
         mini_batch_size=mini,
         balance=draw(st.booleans()),
-        loss_agg_mode=draw(st.sampled_from(["token-mean", "seq-mean-token-mean"])),
         **size,
     )

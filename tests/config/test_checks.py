@@ -31,7 +31,7 @@ GRAPHS = f"{ASCEND}.graph_batch_sizes"
 @pytest.mark.parametrize(("override", "check", "detail"), [
     ("critic.use_dynamic_bsz=true", "critic", "critic does not read it"),
     ("critic.rollout_n=3", "critic", "expected actor_rollout_ref.rollout.n, 2"),
-    ("critic.ppo_micro_batch_size_per_gpu=null", "critic", "ppo_micro_batch_size_per_gpu is None"),
+    ("critic.ppo_micro_batch_size_per_gpu=null", "critic micro batch", "is null; verl needs it"),
     ("critic.ppo_micro_batch_size_per_gpu=3", "critic micro batch", "not a multiple of 3"),
     ("critic.ppo_mini_batch_size=3", "critic mini batch", "not a multiple of 3"),
     ("critic.load_weight=false", "critic", "load_weight must be true"),
@@ -145,8 +145,8 @@ def test_the_configs_of_this_repository_hold_and_their_details_ask_for_no_change
     ]),
     (LARGE, [
         ("data.train_batch_size=500", "prompts", "500 is not a multiple of 256"),
-        (f"{PPO}_mini_batch_size=300", "mini batch", "500 is not a multiple of 300"),
-        (f"{PPO}_micro_batch_size_per_gpu=7", "micro batch", "600 is not a multiple of 7"),
+        (f"{PPO}_mini_batch_size=300", "actor mini batch", "500 is not a multiple of 300"),
+        (f"{PPO}_micro_batch_size_per_gpu=7", "actor micro batch", "600 is not a multiple of 7"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7", "ref micro batch", "1000 is not a multiple of 7"),
         (f"{VLLM}.max_num_seqs=2048", "max_num_seqs", "expected <= max_num_batched_tokens 1024"),
         (f"{GRAPHS}=[1,32]", "graph batch sizes", "largest graph 32, expected at least the 63"),

@@ -24,6 +24,7 @@ ON_BOTH_LINES = """
     states_that_a_resume_makes_are_offloaded_too
     a_checkpoint_uses_the_host_copies_of_the_schedule
     every_group_of_a_worker_is_watched
+    moves_of_a_critic_have_its_groups
 """.split()
 SWAPPED = "a_swapped_step_equals_the_unswapped_one_and_has_one_piece_on_the_device"
 CASES = {  # (line, ranks): functions of offload_job.py

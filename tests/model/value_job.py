@@ -101,7 +101,9 @@ def update_of(worker, tensors: dict) -> dict:
     values = torch.stack(list(values_of(worker, tensors).values()))
     data = DataProto.from_dict({**tensors, "values": values})
     data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
-    return worker.update_critic(data).meta_info["metrics"]
+    metrics = worker.update_critic(data).meta_info["metrics"]
+    worker.step_guard.take()  # the report of the step
+    return metrics
 
 
 def head_of(worker) -> tuple[torch.Tensor, ...]:

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from verl_patches.evaluation.report import validations
 from verl_patches.trainer.record import Progress, Summary
 
 
@@ -61,7 +62,7 @@ def test_a_validation_before_the_first_step_is_step_0_and_at_a_seam_that_steps(t
         before.add_step({"step": step, "logprob_delta": None, "val": VAL if step == 2 else None})
         before.add_metrics(step, {"part": 1})
     assert "resumed_after" not in before.own_steps[0]
-    assert [step for step, _ in before.validations] == [0, 2]
+    assert [step for step, _ in validations(before.data)] == [0, 2]
     after, later = Summary(tmp_path, {}), {**VAL, "score": 0.75}
     after.add_validation(2, later)
     after.add_metrics(2, {"part": 2})
@@ -69,7 +70,7 @@ def test_a_validation_before_the_first_step_is_step_0_and_at_a_seam_that_steps(t
     after.add_metrics(3, {"part": 2})
     record = json.loads((tmp_path / "summary.json").read_text())
     assert record["val_before"] == {"step": 0, "val": VAL} and record["steps"][-1]["resumed_after"] == 2
-    assert [(step, val["score"]) for step, val in after.validations] == [(0, 0.5), (2, 0.75)]
+    assert [(step, val["score"]) for step, val in validations(after.data)] == [(0, 0.5), (2, 0.75)]
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["part"]) for line in lines] == [(0, 1), (1, 1), (2, 1), (2, 2), (3, 2)]
 

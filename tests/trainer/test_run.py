@@ -53,7 +53,8 @@ def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective=
     made.workers_see_log_probs, made.not_compared = False, "not here"
     for number in numbers:
         validated = {CORE: val[number]} if val and number in val else {}
-        metrics = made.after_step({"critic/score/mean": 0.5, "timing_s/step": 2.0, **validated}, number)
+        timers = {"timing_s/step": 2.0, "timing_s/update_actor": 1.0}
+        metrics = made.after_step({"critic/score/mean": 0.5, **timers, **validated}, number)
         assert metrics["recipe/expert_load/train"] == 1.5 and "recipe/expert_load/rollout" not in metrics
     return made.progress.path.read_text().splitlines()
 
@@ -68,19 +69,16 @@ def test_the_header_comes_before_the_first_row_of_the_process(made, first):
     assert [step["step"] for step in steps] == [first, first + 1] and steps[0]["seconds"]["step"] == 2.0
 
 
-def test_validations_are_a_column_a_line_before_the_first_step_and_the_runs_last_line(made):
+def test_validations_are_a_column_and_a_line_before_the_first_step(made):
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=list))
     with run.active_run.set(made):
         log = run.log_with_run(lambda tracking, data, step: data)
         assert log(None, {CORE: 0.125, "val-aux/maths/reward/std@1": 0.0}, 0)[CORE] == 0.125
     lines = after_steps(made, 1, 2, 3, test_freq=2, val={2: 0.25})
-    assert lines[0] == "| validation after step 0: 0.1250 (maths/reward/mean@1 0.125)"
+    assert lines[0] == "| validation after step 0: 0.1250"
     title, *rows = [text.split() for text in lines if text.startswith("- ")]
     assert title[-1] == "val" and [row[-1] for row in rows] == ["-", "0.2500", "-"]
     assert [text for text in lines if text.startswith("+ ")][0].split()[-3:] == ["val", "validate", "s"]
-    made.end("ok")
-    (last,) = made.progress.path.read_text().splitlines()[len(lines) :]
-    assert last == "| validation by step: 0: 0.1250, 2: 0.2500; the last: 0.2500 (maths/reward/mean@1 0.25)"
     record = json.loads(made.summary.path.read_text())
     assert record["val_before"]["val"]["score"] == 0.125 and record["steps"][1]["val"]["metrics"] == {CORE: 0.25}
     metrics = [json.loads(text) for text in made.summary.path.with_name("metrics.jsonl").read_text().splitlines()]
@@ -104,6 +102,16 @@ def test_a_run_on_fixed_data_shows_loss_margin_and_accuracy_in_place_of_the_rewa
     assert step["reward"] is None and step["objective"] == {"loss": 0.6931471, "margin": 0.25, "accuracy": 0.75}
     (metrics,) = map(json.loads, made.summary.path.with_name("metrics.jsonl").read_text().splitlines())
     assert metrics["objective/loss"] == 0.6931471
+    assert "update" in title
+
+
+def test_a_run_that_trains_the_critic_alone_has_no_seconds_of_an_update(made):
+    made.fixed_data = FixedData(Objective("rm"))
+    made.fixed_data.metrics = {"objective/loss": 0.6931471}
+    title, values = (text[2:].split() for text in after_steps(made, 3, objective="rm") if text.startswith("- "))
+    (step,) = json.loads(made.summary.path.read_text())["steps"]
+    assert "update" not in step["seconds"] and title[5:9] == ["update", "s", "step", "s"]
+    assert values[5:7] == ["-", "2.000"]
 
 
 def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made):
@@ -121,7 +129,7 @@ def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(
     made.recipe.train.max_skipped_steps = 3
     metrics = made.after_step({"critic/score/mean": 0.5, "actor/grad_norm": float("inf")}, 6)
     steps = json.loads(made.summary.path.read_text(), parse_constant=pytest.fail)["steps"]
-    assert steps[-1]["grad_norm"] is None and metrics["actor/skipped_steps"] == 1
+    assert steps[-1]["grad_norm"] is None and metrics["recipe/skipped_steps"] == 1
 
 
 def test_dead_workers_are_named_with_rank_pid_node_and_step(made):

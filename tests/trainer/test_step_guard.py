@@ -2,11 +2,12 @@
 
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from verl_patches.worker.step_guard import parameter_names
+from verl_patches.worker.step_guard import parameter_names, take_all
 
 NAN, INF = float("nan"), float("inf")
 STEPS = [None, (1, "dense1", NAN), None, (0, "expert", INF), (1, "dense3", -INF), None]
@@ -61,3 +62,15 @@ def test_layers_are_named_by_their_place_in_the_whole_model():
     chunk.module, model.decoder, decoder.layers = torch.nn.Module(), decoder, torch.nn.ModuleList([layer])
     chunk.module.module, model.output_layer = model, torch.nn.Linear(2, 2, bias=False)
     assert list(parameter_names(chunk).values()) == ["decoder.layers.5.mlp.weight", "output_layer.weight"]
+
+
+def test_the_guards_of_a_process_report_together():
+    def guard(skipped, nearest):
+        fault = nearest and {"parameters": 1, "nearest": nearest}
+        taken = {"skipped": skipped, "in_a_row": skipped, "stage": 1, "fault": fault}
+        return SimpleNamespace(take=lambda: taken)
+
+    critic, actor = guard(2, "critic decoder.w"), guard(1, "decoder.w")
+    found = {"skipped": 3, "in_a_row": 2, "stage": 1, "fault": {"parameters": 1, "nearest": "critic decoder.w"}}
+    assert take_all([critic, actor]) == found and take_all([]) is None
+    assert take_all([guard(0, None), actor]) == actor.take()

@@ -121,6 +121,11 @@ def test_the_parts_of_the_reward_have_their_means_in_the_record_of_the_step():
     batch.non_tensor_batch |= {"reward/maths": np.array([0.0, 1.0]), "acc": np.array([0.0, 1.0])}
     group.update_actor(batch)
     assert group.end_step() == {"rewards": {"maths": 0.5}}
+    critic, workers = group_of(actor=group)
+    workers.update_critic = lambda batch: "metrics"
+    generate(group, prompts())
+    assert critic.update_critic(batch) == "metrics"  # in trainer.critic_warmup the only update
+    assert group.end_step() == {"rewards": {"maths": 0.5}}
 
 
 def test_a_recording_is_found_by_run_folder_or_file_and_refused_elsewhere(tmp_path):

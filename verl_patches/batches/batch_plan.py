@@ -13,7 +13,7 @@ the fewest tokens so far. The longest micro batches run first, so that too littl
 
 Gradients do not depend on the plan with row update.sample_weights (micro_batches.py). Without it verl's Megatron actor
 averages the loss of each micro batch by itself, and Megatron divides by their number: with loss_agg_mode token-mean
-the weight of a sample depends on the others of its micro batch, so those of arrival order stay together.
+the weight of a sample depends on the others of its micro batch.
 
 Mini batches are those of verl without trainer.balance_batch: contiguous shares of the replicas, each cut into mini
 batches. PPO epochs repeat the plan.
@@ -46,19 +46,12 @@ def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
     return [[list(samples[i : i + size]) for i in range(0, len(samples), size)] for samples in share]
 
 
-def balanced(
-    share: Sequence[Samples], lengths: Sequence[int], micro_batch_size: int, *, move_whole: bool = False
-) -> Replicas:
+def balanced(share: Sequence[Samples], lengths: Sequence[int], micro_batch_size: int) -> Replicas:
     """Micro batches of `micro_batch_size` samples, equally long on all replicas; ConfigError as `arrival`.
 
-    `lengths`: tokens by sample. `move_whole` moves the micro batches of arrival order as they are.
+    `lengths`: tokens by sample.
     """
-    units = [unit for batches in arrival(share, micro_batch_size) for unit in batches]
-    together = 1
-    if not move_whole:
-        units, together = [[sample] for unit in units for sample in unit], micro_batch_size
-    dealt = _deal(units, lengths, len(share))
-    return [[sum(own[i : i + together], []) for i in range(0, len(own), together)] for own in dealt]
+    return arrival(_deal([sample for samples in share for sample in samples], lengths, len(share)), micro_batch_size)
 
 
 def packed(share: Sequence[Samples], lengths: Sequence[int], token_budget: int, *, balance: bool = True) -> Replicas:
@@ -75,8 +68,7 @@ def packed(share: Sequence[Samples], lengths: Sequence[int], token_budget: int, 
             "raise that max_token_len_per_gpu to data.max_prompt_length + data.max_response_length or more"
         )
     if balance:
-        dealt = _deal([[sample] for samples in own for sample in samples], lengths, len(own))
-        own = [[unit[0] for unit in units] for units in dealt]
+        own = _deal([sample for samples in own for sample in samples], lengths, len(own))
         slots = [max(lengths[sample] for sample in slot) for slot in zip(*own, strict=True)]
         bins = _equally_many([slots], token_budget) * len(own)
     else:
@@ -92,17 +84,16 @@ def steps_cost(replicas: Replicas, lengths: Sequence[int]) -> tuple[int, float]:
     return sum(map(max, zip(*tokens, strict=True))), sum(map(sum, tokens)) / len(replicas)
 
 
-def _deal(units: Sequence[list[int]], lengths: Sequence[int], replicas: int) -> list[list[list[int]]]:
-    """Units by replica, longest first; equally many to each."""
-    tokens = [sum(lengths[sample] for sample in unit) for unit in units]
-    order = sorted(range(len(units)), key=lambda at: (-tokens[at], at))
-    dealt: list[list[list[int]]] = [[] for _ in range(replicas)]
+def _deal(samples: Samples, lengths: Sequence[int], replicas: int) -> list[list[int]]:
+    """Samples by replica, longest first; equally many to each."""
+    order = sorted(samples, key=lambda sample: -lengths[sample])
+    dealt: list[list[int]] = [[] for _ in range(replicas)]
     totals = [0] * replicas
     for begin in range(0, len(order), replicas):
         by_load = sorted(range(replicas), key=lambda replica: (totals[replica], replica))
-        for replica, at in zip(by_load, order[begin : begin + replicas], strict=True):
-            dealt[replica].append(units[at])
-            totals[replica] += tokens[at]
+        for replica, sample in zip(by_load, order[begin : begin + replicas], strict=True):
+            dealt[replica].append(sample)
+            totals[replica] += lengths[sample]
     return dealt
 
 
@@ -183,7 +174,6 @@ def plan_batch(
     micro_batch_size: int | None = None,
     token_budget: int | None = None,
     balance: bool = True,
-    loss_agg_mode: str = "token-mean",
 ) -> BatchPlan:
     """The plan of one step; the same arguments give the same plan on every rank.
 
@@ -197,8 +187,7 @@ def plan_batch(
         if token_budget is not None:
             by_mini.append(packed(share, lengths, token_budget, balance=balance))
         elif balance:
-            whole = micro_batch_size > 1 and loss_agg_mode == "token-mean"  # see the module's docstring
-            by_mini.append(balanced(share, lengths, micro_batch_size, move_whole=whole))
+            by_mini.append(balanced(share, lengths, micro_batch_size))
         else:
             by_mini.append(arrival(share, micro_batch_size))
     schedule = tuple(tuple(tuple(map(tuple, mini)) for mini in minis) for minis in zip(*by_mini, strict=True))

@@ -121,7 +121,6 @@ class CachedBatch:
             mini_batch_size=actor.ppo_mini_batch_size * train.dp,  # verl has divided it in the worker
             micro_batch_size=size,
             token_budget=budget if packs else None,
-            loss_agg_mode=actor.loss_agg_mode,
         )
         specs = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
         if "rollout_log_probs" in self.cache.names:

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.compose import model_shape_of, switched_off, with_layers
-from verl_patches.errors import Check, divides, either
+from verl_patches.errors import Check, either
 from verl_patches.layout.inventory import differences, read_model_shape
 from verl_patches.layout.parallel import ParallelLayout, critic_of
 from verl_patches.layout.phases import reward_models, samples
@@ -63,24 +63,21 @@ def objective_checks(config: DictConfig) -> list[Check]:
     return [Check("objective", True, f"{name}; no rollout: fixed data")]
 
 
-def critic_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
-    """Sizes of the critic's batches, and what its passes do not have; none without a critic."""
+def critic_checks(config: DictConfig) -> Iterator[Check]:
+    """What a critic's passes do not have, and its model; none without a critic."""
     critic, actor = critic_of(config), config.actor_rollout_ref
     if critic is None:
         return
-    mini, micro, n = critic.ppo_mini_batch_size, critic.ppo_micro_batch_size_per_gpu, critic.rollout_n
-    faults, key = [], "critic.ppo_micro_batch_size_per_gpu"
+    faults: list[str] = []
     if critic.use_dynamic_bsz:
         faults.append(
             "critic.use_dynamic_bsz is true: verl 54c9b736's critic does not read it, and micro batches of 0.4.0's are "
             "not planned within the budget; set it false"
         )
-    if n != actor.rollout.n:
-        faults.append(f"critic.rollout_n is {n}; expected actor_rollout_ref.rollout.n, {actor.rollout.n}")
-    if critic.ppo_micro_batch_size is not None or micro is None:
-        faults.append(
-            f"{key} is {micro}, critic.ppo_micro_batch_size {critic.ppo_micro_batch_size}; set the first alone"
-        )
+    if critic.rollout_n != actor.rollout.n:
+        faults.append(f"critic.rollout_n is {critic.rollout_n}; expected {_ROLLOUT}.n, {actor.rollout.n}")
+    if critic.ppo_micro_batch_size is not None:
+        faults.append("critic.ppo_micro_batch_size is given; set critic.ppo_micro_batch_size_per_gpu alone")
     if critic.shuffle and critic.data_loader_seed is None:
         faults.append("critic.shuffle is true, which needs critic.data_loader_seed=N")
     if critic.megatron.use_dist_checkpointing or not critic.load_weight:
@@ -93,15 +90,6 @@ def critic_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
     if switched_off(config, "update.recipe_critic") or switched_off(config, "update.recipe_worker"):
         faults.append("row update.recipe_critic or update.recipe_worker is off: verl's own critic would train")
     yield either("critic", not faults, f"values by a head on {critic.model.path}", "; ".join(faults))
-    if faults:
-        return
-    key = "critic.ppo_mini_batch_size (must divide data.train_batch_size)"
-    yield divides("critic mini batch", config.data.train_batch_size, mini, key, "mini batches a step")
-    yield divides("critic mini batch share", mini * n, train.dp, key, "responses of a mini batch a train replica")
-    key = "critic.ppo_micro_batch_size_per_gpu (responses a rank and mini batch)"
-    yield divides("critic micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
-    all_responses = config.data.train_batch_size * n // train.dp
-    yield divides("critic values", all_responses, micro, key, "micro batches of a step's values")
 
 
 def reward_checks(config: DictConfig) -> list[Check]:

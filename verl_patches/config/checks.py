@@ -41,7 +41,14 @@ from verl_patches.config.run_start import Start, planned_start
 from verl_patches.errors import Check, ConfigError, divides, either, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
-from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of, world_size
+from verl_patches.layout.parallel import (
+    ParallelLayout,
+    critic_of,
+    rollout_layout_of,
+    train_layout_of,
+    trained_of,
+    world_size,
+)
 from verl_patches.layout.phases import STEP_PHASES, reward_models, samples
 from verl_patches.log_probs import on_policy, truth_check
 from verl_patches.log_probs.of_rollout import CHECK_TOKENS
@@ -145,8 +152,7 @@ def _model_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
 
 
 def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) -> Iterator[Check]:
-    actor, ref = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
-    layers, heads = model.num_hidden_layers, model.num_attention_heads
+    actor, layers, heads = config.actor_rollout_ref.actor.megatron, model.num_hidden_layers, model.num_attention_heads
     fault = fault_of(train.chunk_layers, layers)
     if config.recipe.line == LINE and not fault:
         fault = _fault_of_stages(train, model)
@@ -155,22 +161,18 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
     key = f"{_ACTOR}.tensor_model_parallel_size or context_parallel_size (Ulysses exchanges heads)"
     yield divides("attention heads", heads, train.tp * train.cp, key, "heads a rank")
     keys = [f"{name}_parallel_size" for name in _SIZES]
-    unequal = [f"{key} {actor[key]} != {ref[key]}" for key in keys if actor[key] != ref[key]]
-    fault = (
-        "expected actor and ref to share one layout, as verl initializes Megatron once per process "
-        f"(megatron_workers.py:88); found {', '.join(unequal)}"
-    )
-    yield either("actor = ref", not unequal, "one layout", fault)
     others = {
+        "ref": config.actor_rollout_ref.ref,
         "critic": critic_of(config),
         "reward model": config.reward_model if reward_models(config.recipe) else None,
     }
-    for name, section in others.items():
-        own = actor if section is None else section.megatron
-        unequal = [f"{key} {actor[key]} != {own[key]}" for key in keys if actor[key] != own[key]]
-        fault = f"{fault.partition(';')[0]}; of the {name} found {', '.join(unequal)}"
-        if section is not None:
-            yield either(f"actor = {name}", not unequal, "one layout", fault)
+    for name, other in ((name, section.megatron) for name, section in others.items() if section is not None):
+        unequal = [f"{key} {actor[key]} != {other[key]}" for key in keys if actor[key] != other[key]]
+        fault = (
+            f"expected actor and {name} to share one layout, as verl initializes Megatron once per process "
+            f"(megatron_workers.py:88); found {', '.join(unequal)}"
+        )
+        yield either(f"actor = {name}", not unequal, "one layout", fault)
     whole = f"experts are whole, {train.ep} ranks share them"
     split = f"each expert is split over {train.etp} ranks, as tp"
     fault = fault_of_experts(train)
@@ -210,13 +212,11 @@ def fault_of_experts(train: ParallelLayout) -> str | None:
 def _checkpoint_checks(config: DictConfig, train: ParallelLayout, start: Start, no_start: str) -> Iterator[Check]:
     """Whether the run can save and resume; none where it does neither, or without experts to lose as verl does."""
     trainer, ours = config.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
-    trained = {_ACTOR: config.actor_rollout_ref.actor.megatron}
-    if (critic := critic_of(config)) is not None:
-        trained["critic.megatron"] = critic.megatron
     off = [row for row in ours if switched_off(config, row)]
-    for key in (key for key, megatron in trained.items() if not megatron.get("use_distributed_optimizer", True)):
-        text = f"{key}.use_distributed_optimizer is false, expected true: each rank offloads and saves its own states"
-        yield Check("optimizer", False, text)
+    for name, section in trained_of(config).items():
+        if not section.megatron.get("use_distributed_optimizer", True):
+            fault = f"{name}.megatron.use_distributed_optimizer is false, expected true"
+            yield Check("optimizer", False, f"{fault}: each rank offloads and saves its own states")
     if (trainer.save_freq <= 0 and trainer.resume_mode == "disable") or (len(off) == len(ours) and train.ep == 1):
         return
     faults = []
@@ -267,22 +267,23 @@ def _experts(name: str, ep: int, experts: int, key: str) -> Check:
 
 def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLayout) -> Iterator[Check]:
     actor, prompts, n = config.actor_rollout_ref.actor, config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    mini, micro = actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
     if samples(config.recipe):
         key = "data.train_batch_size (verl hands each rank an equal share of the prompts)"
         yield divides("prompts", prompts, rollout.world_size, key, "prompts a rank")
     key = "data.train_batch_size or rollout.n (train data-parallel ranks)"
     yield divides("responses", prompts * n, train.dp, key, "responses a train replica")
-    key = "actor.ppo_mini_batch_size (must divide data.train_batch_size)"
-    yield divides("mini batch", prompts, mini, key, "mini batches a step")
-    key = "actor.ppo_mini_batch_size (responses of a mini batch over train dp)"
-    yield divides("mini batch share", mini * n, train.dp, key, "responses of a mini batch a train replica")
-    key = "actor.ppo_micro_batch_size_per_gpu"
-    if not actor.use_dynamic_bsz and micro is None:
-        yield Check("micro batch", False, f"{key} is null; verl needs it without use_dynamic_bsz")
-    elif not actor.use_dynamic_bsz:
-        key += " (responses a rank and mini batch)"
-        yield divides("micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
+    for name, section in trained_of(config).items():
+        mini, micro = section.ppo_mini_batch_size, section.ppo_micro_batch_size_per_gpu
+        key = f"{name}.ppo_mini_batch_size (must divide data.train_batch_size)"
+        yield divides(f"{name} mini batch", prompts, mini, key, "mini batches a step")
+        key = f"{name}.ppo_mini_batch_size (responses of a mini batch over train dp)"
+        yield divides(f"{name} mini batch share", mini * n, train.dp, key, "responses of a mini batch a train replica")
+        key = f"{name}.ppo_micro_batch_size_per_gpu"
+        if not section.use_dynamic_bsz and micro is None:
+            yield Check(f"{name} micro batch", False, f"{key} is null; verl needs it without use_dynamic_bsz")
+        elif not section.use_dynamic_bsz:
+            key += " (responses a rank and mini batch)"
+            yield divides(f"{name} micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
     reference = actor.use_kl_loss or config.algorithm.use_kl_in_reward
     passes = {"rollout": not config.recipe.train.skip_old_log_prob, "ref": reference}
     for name in (name for name, runs in passes.items() if runs):
@@ -290,7 +291,7 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
         micro, key = section.log_prob_micro_batch_size_per_gpu, f"{name}.log_prob_micro_batch_size_per_gpu"
         if micro is not None and not section.get("log_prob_use_dynamic_bsz"):  # verl 0.4.0 has that key
             yield divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
-    yield from critic_checks(config, train)
+    yield from critic_checks(config)
     seats = vllm_arguments(config).get("max_num_seqs")
     if seats is None or not samples(config.recipe):
         return

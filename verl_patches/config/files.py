@@ -26,8 +26,8 @@ from verl_patches.config.run_start import Start, checkpoints_of
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import SCORE, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
-from verl_patches.layout.parallel import critic_of
-from verl_patches.layout.phases import samples, trains_actor
+from verl_patches.layout.parallel import trained_of
+from verl_patches.layout.phases import samples
 from verl_patches.objectives.settings import columns_of
 from verl_patches.replay.recording import find_recording
 from verl_patches.rewards.parts import SHORT_FORM, parts_of
@@ -150,18 +150,11 @@ def _read_rows(file: str, config: DictConfig) -> int:
     def is_struct(kind: Any, *names: str) -> bool:
         return types.is_struct(kind) and set(names) <= {kind.field(n).name for n in range(kind.num_fields)}
 
-    def is_text(kind: Any) -> bool:
-        return types.is_string(kind) or types.is_large_string(kind)
-
-    fits = {
-        "messages": lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
-        "text": is_text,
-        "answer": lambda kind: is_struct(kind, "ground_truth"),
-        "bool": types.is_boolean,
-        "texts": lambda kind: is_list(kind) and is_text(kind.value_type),
-        "marks": lambda kind: is_list(kind) and not is_text(kind.value_type),
+    columns = {
+        config.data.prompt_key: lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
+        "data_source": lambda kind: types.is_string(kind) or types.is_large_string(kind),
+        "reward_model": lambda kind: is_struct(kind, "ground_truth"),
     }
-    columns = {config.data.prompt_key: "messages", "data_source": "text", "reward_model": "answer"}
     try:
         with parquet.ParquetFile(file) as opened:
             schema, rows = opened.schema_arrow, opened.metadata.num_rows
@@ -169,13 +162,14 @@ def _read_rows(file: str, config: DictConfig) -> int:
                 opened.read_row_group(0)
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{file} is not a whole parquet file ({error}); make it again") from error
-    if not samples(config.recipe):
-        columns = columns_of(config.recipe.objective.name, schema.names)
-    faults = [n for n, kind in columns.items() if n not in schema.names or not fits[kind](schema.field(n).type)]
+    if not samples(config.recipe):  # objectives/dataset.py reads the values
+        columns = dict.fromkeys(columns_of(config.recipe.objective.name, schema.names), lambda kind: True)
+    faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
     if faults:
         raise ConfigError(
             f"{file}: column {' or '.join(faults)} is missing or of another type; expected those of "
-            "docs/own-data-and-reward.md (data.prompt_key names that of the prompts)"
+            "docs/own-data-and-reward.md (data.prompt_key names that of the prompts; of fixed data data.val_files has "
+            "the same)"
         )
     return rows
 
@@ -342,9 +336,7 @@ def disk_needs(config: DictConfig, start: Start) -> list[Need]:
         text += f", responses of {_many(left, 'step')}, {size_text(size)} each (modelled)"
     needs = [Need("run", run_dir(config), least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
-        models = {"actor": trains_actor(config.recipe), "critic": critic_of(config) is not None}
-        trained = [name for name, has in models.items() if has]
-        trained = [build_inventory(model_shape_of(config), value=name == "critic") for name in trained]
+        trained = [build_inventory(model_shape_of(config), value=name == "critic") for name in trained_of(config)]
         parameters = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
         size, kept = _PARAMETER_BYTES[config.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
         saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq

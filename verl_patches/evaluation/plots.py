@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.report import OF_CRITIC, PHASES, in_step, medians, names_of, reduced, validations
+from verl_patches.evaluation.report import PHASES, medians, names_of, reduced, validations
 from verl_patches.memory.schedule import MEMORY_GROUPS
+from verl_patches.rewards.parts import METRIC
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +73,9 @@ class _Columns:
             self.steps[(step["step"] - first) // self.width].append(step)
         self.edges = [first - 0.5 + self.width * number for number in range(len(self.steps) + 1)]
         self.middles = [edge + self.width / 2 for edge in self.edges[:-1]]
-        self.validations = [(step, NAN if score is None else score) for step, score in validations(summary)]
+        scores = [(step, val["score"]) for step, val in validations(summary)]
+        self.validations = [(step, NAN if score is None else score) for step, score in scores]
+        self.parts = [*dict.fromkeys(label for step in steps for label in step.get("rewards") or {})]  # of the reward
         self.seams = [step["resumed_after"] for step in steps if step.get("resumed_after")]
         self.each = "" if self.width == 1 else f", means of {self.width} steps"
 
@@ -80,17 +83,6 @@ class _Columns:
         """Of a name of evaluation/report.py in each column; `lacking` where its steps do not have it."""
         values = [reduced(steps, name, of) if steps else NAN for steps in self.steps]
         return [lacking if value is None else value for value in values]
-
-    def draw_parts(self, axes: Axes) -> None:
-        """A line for the mean of each part of the reward, where it has several."""
-        rewards = [[step.get("rewards") or {} for step in steps] for steps in self.steps]
-        labels = dict.fromkeys(label for column in rewards for means in column for label in means)
-        for label in labels if len(labels) > 1 else ():
-            found = [[means[label] for means in column if means.get(label) is not None] for column in rewards]
-            means_of = [statistics.fmean(values) if values else NAN for values in found]
-            axes.plot(self.middles, means_of, linewidth=1, label=_text(label))
-        if len(labels) > 1:
-            axes.legend(fontsize=8)
 
     def label(self, axes: Axes) -> None:
         """Whole steps below the axes, and a line where the run was resumed."""
@@ -105,12 +97,6 @@ class _Columns:
                 axes.text(after + 0.5, 0.98, f"resumed after step {after}", fontsize=7, **place)
 
 
-def _phases(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of PHASE_COLOURS that are drawn: a critic's only where one of the runs has one."""
-    steps = [step for summary in summaries for step in summary["steps"]]
-    return [name for name in PHASE_COLOURS if name not in OF_CRITIC or any(in_step(step, name) for step in steps)]
-
-
 def run_figure(summary: Mapping[str, Any]) -> Figure:
     """Reward, validation (left) and seconds per phase (right) of every step of a summary.json, of a long run means."""
     figure = _figure(11, 4)
@@ -118,16 +104,18 @@ def run_figure(summary: Mapping[str, Any]) -> Figure:
     columns, name = _Columns(summary), _trained([summary])
     _draw_curve(left, columns, name)
     left.set(title=f"{columns.name}: mean {name}{columns.each}", ylabel=name)
-    columns.draw_parts(left)
+    for label in columns.parts if len(columns.parts) > 1 else ():
+        left.plot(columns.middles, columns.means(f"{METRIC}{label}"), linewidth=1, label=_text(label))
     if columns.width > 1:
         left.fill_between(columns.middles, columns.means(name, of=min), columns.means(name, of=max), alpha=0.2)
-    _stack(right, columns.edges, {name: columns.means(name, 0.0) for name in _phases([summary])})
+    _stack(right, columns.edges, {name: columns.means(name, 0.0) for name in PHASE_COLOURS})
     right.set(title=f"seconds per phase{columns.each}", ylabel="s", ylim=(0, None))
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (left, right):
         columns.label(axes)
     if columns.validations:
         left.set_xlim(left=min(columns.edges[0], columns.validations[0][0] - 0.5))
+    if columns.validations or len(columns.parts) > 1:
         left.legend(fontsize=8)
     return figure
 
@@ -166,7 +154,7 @@ def runs_figure(summaries: Sequence[Mapping[str, Any]]) -> Figure:
     left.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     seconds = [medians(summary["steps"], PHASE_COLOURS) for summary in summaries]
     edges = [number - 0.5 for number in range(count + 1)]
-    _stack(right, edges, {name: [of[name] or 0.0 for of in seconds] for name in _phases(summaries)}, "horizontal")
+    _stack(right, edges, {name: [of[name] or 0.0 for of in seconds] for name in PHASE_COLOURS}, "horizontal")
     for edge in edges:
         right.axhline(edge, color="white", linewidth=3)
     right.set_yticks(range(count), names)
@@ -236,9 +224,14 @@ def _draw_moments(
 def _stack(
     axes: Axes, edges: Sequence[float], layers: Mapping[str, Sequence[float]], orientation: str = "vertical"
 ) -> None:
-    """Areas of the layers, {label: sizes between the edges}, one on the other; NaN in all of them is a gap."""
+    """Areas of the layers, {label: sizes between the edges}, one on the other; NaN in all of them is a gap.
+
+    A layer without a size above 0, such as the phases of a critic in a run without one, is left out.
+    """
     below = [0.0] * (len(edges) - 1)
     for label, sizes in layers.items():
+        if not any(size > 0 for size in sizes):
+            continue
         above = [low + size for low, size in zip(below, sizes, strict=True)]
         colour = (GROUP_COLOURS | PHASE_COLOURS).get(label, OTHER_COLOUR)
         axes.stairs(above, edges, baseline=below, fill=True, color=colour, label=label, orientation=orientation)

@@ -17,6 +17,7 @@ from typing import Any
 from verl_patches.errors import RecipeError
 from verl_patches.evaluation.record import SUMMARY, read_summary
 from verl_patches.layout.phases import STEP_PHASES
+from verl_patches.rewards.parts import METRIC
 
 ENDS = 5  # steps of the means at the start and at the end of a run
 FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
@@ -67,6 +68,7 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
     """What a reader must know of a run before its figures."""
     steps, layout, start = summary["steps"], summary.get("layout", {}), summary.get("start", {})
     slowest = [f"{part} {of['max_s']:.1f} s" for part, of in start.items() if of.get("max_s") is not None]
+    last = [f"{name} {_text(value)}" for _, val in validations(summary)[-1:] for name, value in val["metrics"].items()]
     return {
         "run": str(summary.get("run")),
         "line, platform, dtype": ", ".join(str(summary.get(key)) for key in ("line", "platform", "dtype")),
@@ -75,7 +77,7 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
         "steps": f"{steps[0]['step']} to {steps[-1]['step']}",
         "resumed": resumed(steps) or "-",
         "start, slowest worker": ", ".join(slowest) or "-",
-        "last validation": ", ".join(f"{name} {_text(value)}" for name, value in last_validation(summary)) or "-",
+        "last validation": ", ".join(last) or "-",
         "ended": str(summary.get("exit")),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
         "modified sources": ", ".join(summary.get("dirty", {})) or "none",
@@ -90,7 +92,7 @@ def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     for name in ENDED:
         values[name, FIRST] = reduced(steps[:ENDS], name, statistics.fmean)
         values[name, LAST] = reduced(steps[-ENDS:], name, statistics.fmean)
-    scores = [score for _, score in validations(summary)] or [None]
+    scores = [val["score"] for _, val in validations(summary)] or [None]
     values |= {("val", "first"): scores[0], ("val", "last"): scores[-1]}
     values["val", "largest"] = max((score for score in scores if score is not None), default=None)
     whole, named = values["step s", "median"], sum(values[f"{phase} s", "median"] or 0.0 for phase in PHASES)
@@ -100,18 +102,10 @@ def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     return {row: values[row] for row in _ROWS}
 
 
-def validations(summary: Mapping[str, Any]) -> list[tuple[int, float | None]]:
-    """(step, its `val`) of each validation; the one before the first step comes first."""
-    before = summary.get("val_before")
-    start = [(before["step"], before["val"]["score"])] if before else []
-    return start + [(step["step"], step["val"]["score"]) for step in summary["steps"] if step.get("val")]
-
-
-def last_validation(summary: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """(verl's name, value) of the last validation; none without one."""
-    last = next((step["val"] for step in reversed(summary["steps"]) if step.get("val")), None)
-    last = last or (summary.get("val_before") or {}).get("val")
-    return [*last["metrics"].items()] if last else []
+def validations(summary: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
+    """(step, {score, metrics}) of each validation; the one before the first step comes first."""
+    every = [summary.get("val_before") or {}, *summary["steps"]]
+    return [(each["step"], each["val"]) for each in every if each.get("val")]
 
 
 def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
@@ -121,9 +115,9 @@ def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[st
 
 
 def in_step(step: Mapping[str, Any], name: str) -> float | None:
-    """The value of one step for a name of IN_STEP; None where its record does not have it."""
+    """The value of one step for a name of IN_STEP, or reward/LABEL of a part; None where its record lacks it."""
     value: Any = step
-    for key in IN_STEP[name]:
+    for key in IN_STEP.get(name) or ("rewards", name.removeprefix(METRIC)):
         value = (value or {}).get(key)
     return _mb(value) if name.endswith(" MB") else value
 
@@ -164,8 +158,7 @@ def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows, runs = [], [figures(summary) for summary in summaries]
     for name, over in runs[0]:
         values = [each[name, over] for each in runs]
-        has = any(values) if name in OF_CRITIC else any(value is not None for value in values)
-        if has or not name.startswith(("MFU", "val", *ENDED[1:], *OF_CRITIC)):
+        if any(value is not None for value in values) or not name.startswith(("MFU", "val", *ENDED[1:], *OF_CRITIC)):
             ratios = [_ratio(value, values[0]) for value in values[1:]]
             rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
     return rows

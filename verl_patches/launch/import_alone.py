@@ -139,7 +139,7 @@ def _check(config: DictConfig) -> None:
     hf_config = {**read_config(copy_to_local(config.actor_rollout_ref.model.path)), **model_changes(config)}
     faults += [*on_policy.faults(config, hf_config), *limits.faults(config), *truth_check.faults(config)]
     faults += [refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config)]
-    checks = [*objective_checks(config), *critic_checks(config, train), *keep_groups_checks(config)]
+    checks = [*objective_checks(config), *critic_checks(config), *keep_groups_checks(config)]
     checks += [*reward_checks(config), *reward_model_checks(config, train)]
     faults += [check.detail for check in checks if not check.ok]
     if faults:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.phases import trains_actor
 
 MAX_RANKS = 1 << 14  # more than any cluster that a plan is made for; each rank costs time and memory
 DENSE_AXES = ("tp", "cp", "dp", "pp")  # the fastest first
@@ -255,6 +256,13 @@ def rollout_layout_of(config: Any) -> ParallelLayout:
 def critic_of(config: Any) -> Any:
     """verl's section `critic` of a composed configuration; None where its trainer has no critic (`use_critic`)."""
     return config.critic if config.algorithm.adv_estimator == "gae" else None
+
+
+def trained_of(config: Any) -> dict[str, Any]:
+    """{actor, critic: verl's section} of the models that a run trains."""
+    sections = {"actor": config.actor_rollout_ref.actor if trains_actor(config.recipe) else None}
+    sections["critic"] = critic_of(config)
+    return {name: section for name, section in sections.items() if section is not None}
 
 
 def train_layout_in(section: Any, recipe: Any, world: int) -> ParallelLayout:

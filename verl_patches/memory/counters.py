@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,17 +84,9 @@ def timed(phase: str) -> Iterator[None]:
         _counters.value.seconds[phase] += time.perf_counter() - start
 
 
-@contextmanager
-def apart(name: str) -> Iterator[None]:
-    """Count the seconds inside under `name`/PHASE, not under PHASE."""
-    counters, outside = _counters.value, _counters.value.seconds
-    counters.seconds = inside = defaultdict(float)
-    try:
-        yield
-    finally:
-        counters.seconds = outside
-        for phase, seconds in inside.items():
-            outside[f"{name}/{phase}"] += seconds
+def not_counted() -> AbstractContextManager[Any]:
+    """Inside, nothing is counted."""
+    return _counters.set(Counters())
 
 
 def note_process_age(phase: str) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from verl_patches.errors import RecipeError
 from verl_patches.memory.counters import move, note_copy, note_host_allocation
+from verl_patches.memory.schedule import ACTOR
 
 # torch's allocator of pinned memory rounds each piece up to a power of two (ATen/core/CachingHostAllocator.h)
 PIECE_BYTES, _ALIGN_BYTES = 512 << 20, 512
@@ -177,7 +178,7 @@ def _allocate(size_bytes: int, device: Any) -> torch.Tensor:
 
 
 class ModelOffloadState:
-    """Parameters and gradients of one model chunk. `group`: actor_params in DDP, else ref_params.
+    """Parameters and gradients of one model chunk, which in DDP may name its `memory_groups`, else those of the actor.
 
     RecipeError from every method if a storage was replaced or resized by other code.
     """
@@ -186,12 +187,13 @@ class ModelOffloadState:
         from megatron.core.distributed import DistributedDataParallel
 
         in_ddp = isinstance(chunk, DistributedDataParallel)
-        self.group = "actor_params" if in_ddp else "ref_params"
+        self.groups = getattr(chunk, "memory_groups", ACTOR)
+        self.group = self.groups.params if in_ddp else "ref_params"
         self.weights = list(chunk.named_parameters())
         kinds = ("buffers", "expert_parallel_buffers") if in_ddp else ()
         self.buffers = {f"{kind}[{i}]": buffer for kind in kinds for i, buffer in enumerate(getattr(chunk, kind))}
         self.params = self._storages(self.group, self._param_tensors())
-        self.grads = self._storages("grads", self._grad_tensors())
+        self.grads = self._storages(self.groups.grads, self._grad_tensors())
         self.written = True  # whether the device may hold values that the host copy does not
         self.versions: dict[str, int] = {}
 
@@ -258,7 +260,7 @@ class ModelOffloadState:
         """Allocate the gradients and set them to zero; from now on training may write to the parameters."""
         self.written = True
         offloaded = [storage for storage in self._checked_grads() if storage.offloaded]
-        with move("alloc", "grads") as moved, torch.no_grad():
+        with move("alloc", self.groups.grads) as moved, torch.no_grad():
             for storage in offloaded:
                 storage.allocate()
             for _, tensor in self._grad_tensors():
@@ -268,7 +270,7 @@ class ModelOffloadState:
     def free_grads(self) -> None:
         """Free the gradients; nothing is copied."""
         here = [storage for storage in self._checked_grads() if not storage.offloaded]
-        with move("free", "grads") as moved:
+        with move("free", self.groups.grads) as moved:
             for storage in here:
                 storage.offload(copy=False)
             moved.bytes = sum(storage.size_bytes for storage in here)
@@ -295,11 +297,11 @@ class OptimizerOffloadState:
     """fp32 main parameters of 16-bit parameters, and the states, of a DistributedOptimizer; not its step counts.
 
     verl makes no other optimizer. fp32 parameters have no main copy: their shards are views of the model's. Adam makes
-    its states in the first step; they are added here when they are first seen.
+    its states in the first step; they are added here when they are first seen. `memory_groups`: as of a chunk.
     """
 
     def __init__(self, megatron: Any):
-        self.megatron = megatron
+        self.megatron, self.group = megatron, getattr(megatron, "memory_groups", ACTOR).optimizer
         self.swapped = False  # then only swap_optimizer.py loads it, in pieces during a step
         self.mains = {id(main) for group in megatron.shard_fp32_from_float16_groups for main in group}
         self.storages: dict[str, HostBackedStorage] = {}
@@ -320,7 +322,7 @@ class OptimizerOffloadState:
     def _storage(self, name: str, tensor: torch.Tensor) -> HostBackedStorage:
         known, storage = self.storages.get(name), tensor.untyped_storage()
         if known is None:
-            self.storages[name] = HostBackedStorage(f"optimizer, {name}", tensor)
+            self.storages[name] = HostBackedStorage(f"{self.group}, {name}", tensor)
         elif not known.offloaded and storage._cdata != known.storage._cdata and storage.nbytes() == known.size_bytes:
             self.storages[name] = HostBackedStorage(known.name, tensor)  # a checkpoint was loaded
             self.storages[name].host = known.host

@@ -84,10 +84,10 @@ class Grads(_OfModel):
 
 
 class Optimizer:
-    """Main parameters and states of a Megatron optimizer, or of a chain of them."""
+    """Main parameters and states of a Megatron optimizer, or of a chain of them; `group`: of memory."""
 
-    def __init__(self, optimizer: Any):
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any, group: str = ACTOR.optimizer):
+        self._optimizer, self._group = optimizer, group
 
     def load(self) -> None:
         """Load everything."""
@@ -99,7 +99,7 @@ class Optimizer:
 
     def _move(self, verb: str) -> None:
         states = [offload_state_of_optimizer(one) for one in single_optimizers(self._optimizer)]
-        with move(verb, "optimizer") as moved:
+        with move(verb, self._group) as moved:
             moved.bytes = sum(getattr(state, verb)() for state in states)
         synchronise(storage for state in states for storage in state.storages.values())
 
@@ -108,4 +108,5 @@ def training_handlers(
     chunks: Sequence[torch.nn.Module], optimizer: Any, groups: TrainedGroups = ACTOR
 ) -> dict[str, Any]:
     """{memory group: handler} of a model in DDP and its Megatron optimizer."""
-    return {groups.grads: Grads(chunks), groups.params: Params(chunks), groups.optimizer: Optimizer(optimizer)}
+    states = Optimizer(optimizer, groups.optimizer)
+    return {groups.grads: Grads(chunks), groups.params: Params(chunks), groups.optimizer: states}

@@ -94,10 +94,17 @@ class Schedule:
         phases = tuple(rare if phase is row else phase for phase in self.phases)
         return Schedule(f"{self.name}, without {name}", phases)
 
-    def without_rollout(self) -> Schedule:
-        """The schedule of runs on fixed data, which have no weight sync and no rollout engine."""
-        phases = tuple(row for row in self.phases if row.name not in OF_ROLLOUT)
-        return Schedule(f"{self.name}, no rollout", phases)
+    def of_run(self, recipe: Any, critic: bool) -> Schedule:
+        """Without the phases that a run of `recipe` leaves out, and with those of a critic and of reward models."""
+        schedule = self.without("old_log_prob") if recipe.train.skip_old_log_prob else self
+        if critic:
+            schedule = schedule.with_critic()
+        if reward_models(recipe):
+            schedule = schedule.with_reward_models()
+        if samples(recipe):
+            return schedule
+        phases = tuple(row for row in schedule.phases if row.name not in OF_ROLLOUT)
+        return Schedule(f"{schedule.name}, no rollout", phases)
 
     def with_critic(self) -> Schedule:
         """The schedule of runs with a critic: after the reference its values, before the actor's update its own."""
@@ -349,17 +356,11 @@ def schedule_of(
         schedule = SCHEDULE
     else:
         schedule = in_sleep_mode(copied=not dropped)
-    if recipe.train.skip_old_log_prob:
-        schedule = schedule.without("old_log_prob")
     stays = stays_of(section.actor.megatron, ACTOR)
     if critic is not None:
-        schedule, stays = schedule.with_critic(), stays | stays_of(critic.megatron, CRITIC)
-    if not samples(recipe):
-        schedule = schedule.without_rollout()
-    if reward_models(recipe):
-        schedule = schedule.with_reward_models()
+        stays |= stays_of(critic.megatron, CRITIC)
     if not section.ref.megatron.param_offload:
         stays.add("ref_params")
     if samples(recipe) and ((dropped and not synced) or (not dropped and one_memory)):
         stays.add("rollout_weights")
-    return schedule, frozenset(stays)
+    return schedule.of_run(recipe, critic is not None), frozenset(stays)

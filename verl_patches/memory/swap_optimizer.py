@@ -58,7 +58,7 @@ class SwappedOptimizer:
         self._read_models = megatron._copy_model_params_to_main_params
         megatron._copy_main_params_to_model_params = self.write_models
         megatron._copy_model_params_to_main_params = self.read_models
-        with move("offload", "optimizer") as moved:
+        with move("offload", self.states.group) as moved:
             moved.bytes = self.states.offload()
         self._synchronise()
 
@@ -83,7 +83,7 @@ class SwappedOptimizer:
         before = [group.get("step") for group in groups]
         after = list(before)
         for piece in self.pieces:
-            with move("load", "optimizer") as moved:
+            with move("load", self.states.group) as moved:
                 moved.bytes = load_storages(self._storages(piece))
             with self._only(piece):
                 self._set_counts(before)
@@ -92,7 +92,7 @@ class SwappedOptimizer:
                 after = [group.get("step") if group["params"] else n for group, n in zip(groups, after, strict=True)]
             self._raise_peak()
             storages = self._storages(piece)  # with the states that a first step has made
-            with move("offload", "optimizer") as moved:
+            with move("offload", self.states.group) as moved:
                 moved.peak_bytes = sum(s.size_bytes for s in self.states.storages.values() if not s.offloaded)
                 moved.bytes = offload_storages(storages)
         self._set_counts(after)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from pyarrow import parquet
+from tqdm import tqdm
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from verl_patches.batches.exchange import Ragged, prompt_inputs
@@ -20,6 +21,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.objectives.settings import COLUMNS, KINDS, columns_of
 
 _TRUNCATIONS = ("error", "left", "right")
+_SHOWN_S = 10.0  # how often the log shows how many rows have been checked
 _FITS = {
     "messages": lambda value: _is_list(value, lambda one: isinstance(one, dict) and {"role", "content"} <= one.keys()),
     "text": lambda value: isinstance(value, str) and value != "",
@@ -58,12 +60,15 @@ class FixedDataset(RLHFDataset):
 
     def _check(self, file: str) -> dict[str, str]:
         """{column: kind} that the file is read by."""
-        names = parquet.read_schema(file).names
+        opened = parquet.ParquetFile(file)
+        names = opened.schema_arrow.names
         columns = columns_of(self.objective, names)
         if not columns.keys() <= set(names):
             ways = " or ".join(", ".join(way) for way in COLUMNS[self.objective])
             raise ConfigError(f"{file}: {self.objective} needs the columns {ways}; found {', '.join(names)}")
-        for number, row in enumerate(parquet.read_table(file, columns=list(columns)).to_pylist()):
+        rows = chain.from_iterable(batch.to_pylist() for batch in opened.iter_batches(columns=[*columns]))
+        shown = {"desc": f"check {file}", "unit": "row", "mininterval": _SHOWN_S, "delay": _SHOWN_S}
+        for number, row in enumerate(tqdm(rows, total=opened.metadata.num_rows, **shown)):
             for name, kind in columns.items():
                 if not _FITS[kind](row[name]):
                     text = f"{file}, row {number}: {name} is {row[name]!r:.80}; expected {KINDS[kind]}, not empty"
@@ -89,8 +94,7 @@ class FixedDataset(RLHFDataset):
             prompt = torch.tensor(given.pop("prompt"))
             tensors = prompt_inputs(Ragged(prompt, (1,)), self.max_prompt_length, self.tokenizer.pad_token_id)
             row = {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
-        every = set(chain.from_iterable(way for ways in COLUMNS.values() for way in ways))
-        row = {name: value for name, value in row.items() if name not in every}  # not sent through the step as text
+        row = {name: value for name, value in row.items() if name not in columns}  # not sent through the step as text
         given["responses"] = [self._cut(ids) for ids in given["responses"]]
         return {**row, "tools_kwargs": given}
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verl_patches.layout.phases import OF_VALUES, samples
 
 _PAIR = {"prompt": "messages", "chosen": "text", "rejected": "text"}
@@ -51,52 +53,48 @@ def faults(config: Any) -> Iterator[str]:
         yield f"{given} data.custom_cls.path is null: verl's own dataset gives no responses; use algo={objective.name}"
     if objective.name == "kto" and config.data.train_batch_size < 2:
         yield f"{given} data.train_batch_size is 1: the KL pairs a prompt with another row's response; set 2 or more"
-    for key, found, expected, why in _rules(config, objective.name):
-        if found not in expected:
-            shown = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in expected)
+    for key, (expected, why) in _expected(config, objective.name).items():
+        if (found := OmegaConf.select(config, key)) != expected:
+            shown = str(expected).lower() if isinstance(expected, bool) else expected
             yield f"{given} {key} is {found}: {why}; set {shown}"
+    if config.trainer.test_freq > 0 or config.trainer.val_before_train:
+        yield f"{given} validation would sample; set trainer.test_freq=-1 and trainer.val_before_train=false"
 
 
-def _rules(config: Any, name: str) -> Iterator[tuple[str, Any, tuple[Any, ...], str]]:
-    """(key, value found, values expected, reason)."""
-    recipe, actor, rollout = config.recipe, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    batch, reference = config.data.train_batch_size, name in WITH_REFERENCE
-    yield f"{_ROLLOUT}.n", rollout.n, (RESPONSES[name],), "a prompt has that many responses in a batch"
-    why = "only then each response weighs equally, whatever its length and micro batch"
-    yield f"{_ACTOR}.loss_agg_mode", actor.loss_agg_mode, ("seq-mean-token-sum",), why
-    why = "the gradient is that of the whole batch, at weights that have not changed"
-    yield f"{_ACTOR}.ppo_mini_batch_size", actor.ppo_mini_batch_size, (batch,), why
-    yield f"{_ACTOR}.ppo_epochs", actor.ppo_epochs, (1,), why
-    why = "the loss has no other term"
-    yield f"{_ACTOR}.entropy_coeff", actor.entropy_coeff, (0,), why
-    yield "algorithm.use_kl_in_reward", config.algorithm.use_kl_in_reward, (False,), why
-    if reference:
-        yield f"{_ACTOR}.use_kl_loss", actor.use_kl_loss, (True,), "the loss needs the reference's log-probs"
-        yield f"{_ACTOR}.kl_loss_coef", actor.kl_loss_coef, (0,), why
-        yield f"{_ACTOR}.kl_loss_type", actor.kl_loss_type, ("kl",), "others overflow, and 0 x inf is NaN"
-        why = "the loss needs the policy's log-probs before the update"
-        yield "recipe.train.skip_old_log_prob", recipe.train.skip_old_log_prob, (False,), why
-    else:
-        yield f"{_ACTOR}.use_kl_loss", actor.use_kl_loss, (False,), "the loss has no reference"
+def _expected(config: Any, name: str) -> dict[str, tuple[Any, str]]:
+    """{key: (value, reason)} of an objective."""
+    trained = "critic" if name in OF_VALUES else _ACTOR
+    term, sampled = "the loss has no other term", "no response is sampled"
+    whole = "the gradient is that of the whole batch, at weights that have not changed"
+    equally = "only then each response weighs equally, whatever its length and micro batch"
+    expected = {
+        f"{_ROLLOUT}.n": (RESPONSES[name], "a prompt has that many responses in a batch"),
+        f"{trained}.loss_agg_mode": ("seq-mean-token-sum", equally),
+        f"{trained}.ppo_mini_batch_size": (config.data.train_batch_size, whole),
+        f"{trained}.ppo_epochs": (1, whole),
+        f"{_ACTOR}.entropy_coeff": (0, term),
+        f"{_ACTOR}.use_kl_loss": (False, "the loss has no reference"),
+        "algorithm.adv_estimator": ("grpo", "others would need a critic"),
+        "algorithm.use_kl_in_reward": (False, term),
+        "data.prompt_key": ("prompt", "columns of fixed data have these names"),
+        "recipe.tensor_cache.enabled": (False, "the cache begins with a rollout"),
+        "recipe.train.routing_replay": (None, sampled),
+        "recipe.rollout_correction.rollout_is": (None, sampled),
+        "recipe.rollout_correction.rollout_rs": (None, sampled),
+        "recipe.logprob_check.action": ("off", sampled),
+        "recipe.rollout.replay": (None, sampled),
+        "recipe.keep_groups.metric": (None, sampled),
+        "recipe.rewards": ([], "fixed responses have no reward"),
+    }
+    if name in WITH_REFERENCE:
+        expected |= {
+            f"{_ACTOR}.use_kl_loss": (True, "the loss needs the reference's log-probs"),
+            f"{_ACTOR}.kl_loss_coef": (0, term),
+            f"{_ACTOR}.kl_loss_type": ("kl", "others overflow, and 0 x inf is NaN"),
+            "recipe.train.skip_old_log_prob": (False, "the loss needs the policy's log-probs before the update"),
+        }
     if name in OF_VALUES:
-        yield "algorithm.adv_estimator", config.algorithm.adv_estimator, ("gae",), "the value model is what is trained"
-        why = "the critic's update is the one that trains"
-        for key in ("loss_agg_mode", "ppo_mini_batch_size", "ppo_epochs"):
-            yield f"critic.{key}", config.critic[key], (actor[key],), why
+        expected["algorithm.adv_estimator"] = "gae", "the value model is what is trained"
     else:
-        yield "algorithm.adv_estimator", config.algorithm.adv_estimator, ("grpo",), "others would need a critic"
-        yield "trainer.critic_warmup", config.trainer.critic_warmup, (0,), "each step has an update"
-    yield "data.prompt_key", config.data.prompt_key, ("prompt",), "columns of fixed data have these names"
-    why = "no response is sampled"
-    correction, check = recipe.rollout_correction, recipe.logprob_check
-    yield "recipe.tensor_cache.enabled", recipe.tensor_cache.enabled, (False,), "the cache begins with a rollout"
-    yield "recipe.train.routing_replay", recipe.train.routing_replay, (None,), "a batch is no rollout's"
-    yield "recipe.rollout_correction.rollout_is", correction.rollout_is, (None,), why
-    yield "recipe.rollout_correction.rollout_rs", correction.rollout_rs, (None,), why
-    yield "recipe.logprob_check.action", check.action, ("off",), why
-    yield "recipe.rollout.replay", recipe.rollout.replay, (None,), why
-    yield "recipe.keep_groups.metric", recipe.keep_groups.metric, (None,), why
-    yield "trainer.val_before_train", config.trainer.val_before_train, (False,), "validation would sample"
-    yield "trainer.test_freq", max(config.trainer.test_freq, 0), (0,), "validation would sample"
-    why = "fixed responses have no reward"
-    yield "recipe.rewards", recipe.rewards, ([],), why
+        expected["trainer.critic_warmup"] = 0, "each step has an update"
+    return expected

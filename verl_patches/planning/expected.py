@@ -172,18 +172,14 @@ def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
     if phase in _OF_VALUES:
         if stage:  # the first stage's weight gradient is that of the embedding
             model = replace(model, vocab_size=1)
-        if phase != "update_critic":
-            tokens = passes.critic_tokens if phase == "values" else passes.reward_tokens
-            return forward_bytes(model, train, stage, tokens, passes, entropy=False)
-        held = len(train.local_experts(rank, model.n_routed_experts))
-        own = replace(passes, update_tokens=passes.critic_tokens, micro_batches=passes.critic_batches, entropy=False)
-        return update_bytes(model, train, stage, held, own)
-    if phase == "update":
+        passes = replace(passes, update_tokens=passes.critic_tokens, micro_batches=passes.critic_batches, entropy=False)
+    if phase in ("update", "update_critic"):
         work = update_bytes(model, train, stage, len(train.local_experts(rank, model.n_routed_experts)), passes)
     elif phase == "old_log_prob":
         work = forward_bytes(model, train, stage, passes.log_prob_tokens, passes, entropy=True)
     else:
-        work = forward_bytes(model, train, stage, passes.ref_tokens, passes, entropy=False)
+        tokens = {"ref": passes.ref_tokens, "values": passes.critic_tokens, "rm_scores": passes.reward_tokens}[phase]
+        work = forward_bytes(model, train, stage, tokens, passes, entropy=False)
     # by micro batch and, at the end of the pass that records, by sample too
     copies = 2 if phase == "old_log_prob" else 1
     return work | {"routing_record": copies * record_bytes(model, train, stage, passes.recorded_tokens)}

@@ -82,30 +82,23 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
     """{modelled, hbm_bytes, followed, swapped, orders, communicators, host, not_modelled}: bytes of the worst rank.
 
     `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
-    for the run's own order (on fixed data alone), which `followed` names; it depends on `rows`, the ids of the rows
+    for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows
     that are on. Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is
     what a process sees of an A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a
     node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
     """
-    run, npu, skip = run_memory(config, rows), config.recipe.platform == "npu", config.recipe.train.skip_old_log_prob
-    ours = replace(run.setting, bucket_bytes=config.recipe.reshard.bucket_bytes)
-    compared = [(SCHEDULE, ours), (VERL[config.recipe.line], replace(ours, bucket_bytes=None))]
-    if skip:
-        compared = [(order.without("old_log_prob"), setting) for order, setting in compared]
-    if run.setting.critic:
-        compared = [(order.with_critic(), setting) for order, setting in compared]
-    if run.setting.reward_models:
-        compared = [(order.with_reward_models(), setting) for order, setting in compared]
-    if not run.setting.sampled:  # neither order is that of a step without a rollout
-        compared = [(run.schedule, run.setting)]
-    elif run.schedule.name not in (order.name for order, _ in compared):
+    run, npu, recipe = run_memory(config, rows), config.recipe.platform == "npu", config.recipe
+    ours = replace(run.setting, bucket_bytes=recipe.reshard.bucket_bytes)
+    compared = [(SCHEDULE, ours), (VERL[recipe.line], replace(ours, bucket_bytes=None))]
+    compared = [(order.of_run(recipe, run.setting.critic), setting) for order, setting in compared]
+    if run.schedule.name not in (order.name for order, _ in compared):
         compared.append((run.schedule, run.setting))
     return {
         "modelled": True,
         "hbm_bytes": A3_SEEN_BYTES if npu else None,
         "followed": run.schedule.name,
         "orders": [peaks(order, setting, run.stays) for order, setting in compared],
-        "swapped": config.recipe.train.swap_optimizer,
+        "swapped": recipe.train.swap_optimizer,
         "communicators": _communicators(config, model_shape_of(config)) if npu else [],
         "host": _host(config, run),
         "not_modelled": _not_modelled(run.setting, npu, len(graph_arguments(config).get("graph_batch_sizes") or ())),

@@ -82,6 +82,7 @@ class Checkpoints:
         config = trainer.config
         self.run, self._say, self._said = run, say, set()
         self.trainer, self.config, self.folder = trainer, config, Path(config.trainer.default_local_dir).absolute()
+        self.trains_actor = trains_actor(config.recipe)  # else the critic is all that is saved
         self.keep = config.trainer.get("max_actor_ckpt_to_keep", None)
         self.records: list[dict[str, Any]] = []  # of complete ones: step, bytes, seconds
         self._thread: threading.Thread | None = None
@@ -118,11 +119,6 @@ class Checkpoints:
         record["copy_s"] = max(answer["seconds"] for answer in answers)
         self._thread = threading.Thread(target=self._complete, args=(writing, own, record, started), name="checkpoint")
         self._thread.start()
-
-    @property
-    def trains_actor(self) -> bool:
-        """Whether there is an actor to save; else the critic is all that is trained."""
-        return trains_actor(self.config.recipe)
 
     @property
     def critic(self) -> Any:

@@ -76,15 +76,21 @@ class KeptGroups:
             own = whole.pop(**names)
             differ = self._sample(prompts if drawn == 1 else own, whole, found)
             rows += [(batch, int(row)) for row in np.flatnonzero(differ)]
-            self.report = {"drawn_batches": drawn, "prompts": drawn * size, "differ": len(rows)}
             if len(rows) >= size or drawn == most:
                 break
             batch = self._draw()
             self._on_call("generate_sequences")
-        self.report["kept_share"] = len(rows) / self.report["prompts"]
+        self.report = {"drawn_batches": drawn, "prompts": drawn * size, "differ": len(rows)}
+        self.report["kept_share"] = len(rows) / (drawn * size)
         self._workers.end_rollout()
         if len(rows) < size:
-            raise KeepGroupsError(self._too_few(size))
+            raise KeepGroupsError(
+                f"recipe.keep_groups: only {len(rows)} of {drawn * size} prompts "
+                f"({self.report['kept_share']:.1%}) in {drawn} batches have responses that differ in "
+                f"{self._section.metric!r}, expected {size} for the step. The data are too easy or too hard for the "
+                "model: look at its rewards, raise recipe.keep_groups.max_batches or rollout.n, or set "
+                "recipe.keep_groups.metric=null"
+            )
         kept = DataProto.concat(found)
         n = len(kept) // len(rows)
         kept = kept[: size * n]
@@ -113,11 +119,3 @@ class KeptGroups:
         differ = of_prompts.max(1) > of_prompts.min(1)  # exact: equal numbers may have a standard deviation above 0
         found.append(output[np.flatnonzero(differ.repeat(n))])
         return differ
-
-    def _too_few(self, size: int) -> str:
-        return (
-            "recipe.keep_groups: only {differ} of {prompts} prompts ({kept_share:.1%}) in {drawn_batches} batches have "
-            f"responses that differ in {self._section.metric!r}, expected {size} for the step. The data are too easy "
-            "or too hard for the model: look at its rewards, raise recipe.keep_groups.max_batches or rollout.n, or set "
-            "recipe.keep_groups.metric=null"
-        ).format(**self.report)

@@ -137,13 +137,6 @@ class Summary:
         """The steps of this process."""
         return [] if self._earlier is None else self.data["steps"][self._earlier :]
 
-    @property
-    def validations(self) -> list[tuple[int, dict[str, Any]]]:
-        """(step, what validation_of gives) of the whole run."""
-        before = self.data["val_before"]
-        of_steps = [(step["step"], step["val"]) for step in self.data["steps"] if step.get("val")]
-        return [(before["step"], before["val"]), *of_steps] if before else of_steps
-
     def _begin(self, first: int) -> None:
         """Leave out what is recorded from step `first` on, the first of this process."""
         self.data["steps"] = [earlier for earlier in self.data["steps"] if earlier["step"] < first]

@@ -18,7 +18,7 @@ from typing import Any
 
 from verl_patches.current import Current
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
-from verl_patches.layout.phases import CALLS, samples
+from verl_patches.layout.phases import CALLS, samples, trains_actor
 from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.on_policy import correction_of
 from verl_patches.objectives.advantages import FixedData, current_fixed_data
@@ -38,12 +38,11 @@ from verl_patches.trainer.handshake import (
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW, STEP, Progress, Summary, new_run_id, run_id, write_json
 from verl_patches.trainer.step_record import Rates, start_of_workers
-from verl_patches.trainer.validation import said_of_validation, validation_of
+from verl_patches.trainer.validation import validation_of
 from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # dead workers that an error names
-SHOWN_VALIDATIONS = 8  # the last ones, at the end of a run
 _RAISED_IN = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
 active_run: Current[Run] = Current()
 
@@ -84,9 +83,7 @@ class Run:
                 "platform": self.recipe.platform,
                 "layout": {
                     "train": str(train_layout_of(trainer.config)),
-                    "rollout": str(rollout_layout_of(trainer.config))
-                    if self.fixed_data is None
-                    else "none: fixed data",
+                    "rollout": "none: fixed data" if self.fixed_data else str(rollout_layout_of(trainer.config)),
                 },
                 "ranks": world_size(trainer.config),
                 "dtype": self.recipe.dtype,
@@ -221,7 +218,7 @@ class Run:
         take_calls()
         self.summary.add_validation(step, validation)
         self.summary.add_metrics(step, metrics)
-        self.progress.say(f"| validation after step {step}: {said_of_validation(validation)}")
+        self.progress.say(f"| validation after step {step}: {validation['score']:.4f}")
 
     def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
         """Record one step, then check it; returns the metrics with ours added. A check that fails ends the run."""
@@ -244,7 +241,8 @@ class Run:
         if self.fixed_data is not None:
             found = self.fixed_data.of_step(metrics)
             metrics |= found
-            record["seconds"] = {p: s for p, s in record["seconds"].items() if p not in ("rollout", "reshard")}
+            absent = ("rollout", "reshard") if trains_actor(recipe) else ("rollout", "reshard", "update")
+            record["seconds"] = {p: s for p, s in record["seconds"].items() if p not in absent}
             record |= {"reward": None, "objective": {name.rpartition("/")[2]: value for name, value in found.items()}}
         if recipe.train.skip_old_log_prob:
             record["seconds"].pop("log_prob", None)
@@ -291,9 +289,6 @@ class Run:
     def end(self, reason: str) -> None:
         """Write the outcome."""
         self.summary.data["exit"] = reason
-        if validations := self.summary.validations:
-            scores = ", ".join(f"{step}: {each['score']:.4f}" for step, each in validations[-SHOWN_VALIDATIONS:])
-            self.progress.say(f"| validation by step: {scores}; the last: {said_of_validation(validations[-1][1])}")
         if self.coverage:
             self.summary.data["emulated"], lines = self.coverage
             for line in lines:

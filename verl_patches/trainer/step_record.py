@@ -35,12 +35,11 @@ WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH
 OBJECTIVE_COLUMNS, OF_ROLLOUT = ("accuracy",), ("rollout s", "reshard s", *SYNC_COLUMNS)
 REPLAY_COLUMNS = ("agreement",)  # with recipe.train.routing_replay
 VAL_COLUMNS, WIDE_VAL_COLUMNS = ("val",), ("val", f"{VALIDATE} s")  # with trainer.test_freq
-CRITIC_PHASES = tuple(phase.name for phase in STEP_PHASES if phase.critic)
-CRITIC_SECONDS = tuple(f"{phase} s" for phase in CRITIC_PHASES)
+CRITIC_SECONDS = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)
 # in a run with a critic: verl's metrics; explained_var: 1 - var(returns - values) / var(returns)
 CRITIC_COLUMNS = ("vf_loss", "vf_norm", "expl_var")
 _CRITIC = {"loss": "critic/vf_loss", "grad_norm": "critic/grad_norm", "explained_var": "critic/vf_explained_var"}
-SKIPPED_STEPS, ALARMS = "actor/skipped_steps", "recipe/alarms"  # names of metrics
+SKIPPED_STEPS, ALARMS = "recipe/skipped_steps", "recipe/alarms"  # names of metrics
 
 
 def record_of(step: int, metrics: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -368,9 +367,9 @@ def row(step: dict[str, Any], columns: Sequence[str]) -> str:
     last = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
     if objective := step.get("objective"):
         first, last = f"{objective['loss']:.6f}", f"{objective['margin']:.4f}" if "margin" in objective else "-"
-    norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
-    if (skipped := step["skipped"]) and skipped["steps"]:
-        norm = "skipped"
+    norm = "skipped" if (step["skipped"] or {}).get("steps") else "-"
+    if step["grad_norm"] is not None:
+        norm = f"{step['grad_norm']:.5f}"
     cells = _cells(step)
     rest = " ".join(f"{cells.get(column, '-'):>10}" for column in columns)
     return f"{step['step']:>4} {first:>8} {norm:>10} {last:>9} {rest}"
@@ -384,9 +383,9 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
     difference between two workers' starts of one call. Share of replayed experts that routers chose
     too.
     """
-    cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in (*PHASES, *CRITIC_PHASES)}
+    cells = {f"{phase} s": f"{seconds:.3f}" for phase, seconds in step["seconds"].items()}
     if val := step.get("val"):
-        cells |= {"val": f"{val['score']:.4f}", f"{VALIDATE} s": f"{step['seconds'].get(VALIDATE, 0.0):.3f}"}
+        cells["val"] = f"{val['score']:.4f}"
     if critic := step.get("critic"):
         texts = ("-" if value is None else f"{value:.5f}" for value in critic.values())
         cells |= dict(zip(CRITIC_COLUMNS, texts, strict=True))

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _MEAN = re.compile(r"val-core/.+/mean@\d+")
-_AT = re.compile(r"@(\d+)(?:/mean)?$")
 _KEPT = re.compile(r"val-core/.+/(mean|best|maj)@\d+(/mean)?|val-\w+/.+/pass@\d+")
 
 
@@ -30,14 +29,6 @@ def validation_of(metrics: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     kept = {name: float(value) for name, value in metrics.items() if _KEPT.fullmatch(name)}
     return {"score": statistics.fmean(means), "metrics": kept}
-
-
-def said_of_validation(validation: Mapping[str, Any]) -> str:
-    """A validation in one line: its score, and of each source what verl measures with the most responses."""
-    most = max(int(_AT.search(name)[1]) for name in validation["metrics"])
-    named = {name: value for name, value in validation["metrics"].items() if int(_AT.search(name)[1]) == most}
-    values = [f"{name.partition('/')[2].removesuffix('/mean')} {value:.4g}" for name, value in named.items()]
-    return f"{validation['score']:.4f} ({', '.join(values)})"
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -61,15 +52,15 @@ def with_pass_at_k(process_validation_metrics: Callable) -> Callable:
         of_prompt = defaultdict(list)
         for source, prompt, value in zip(data_sources, sample_inputs, infos_dict.get(core, ()), strict=False):
             of_prompt[source, prompt].append(value)
-        values = defaultdict(lambda: defaultdict(list))
         not_binary = {source for (source, _), given in of_prompt.items() if not {*given} <= {0, 1}}
+        values = defaultdict(list)
         for (source, _), given in of_prompt.items():
             n = len(given)
-            for k in {*(1 << power for power in range(n.bit_length()) if 1 << power < n), n}:
-                if n > 1 and source not in not_binary:
-                    values[source][f"pass@{k}"].append(pass_at_k(n, int(sum(given)), k))
-        for source, of_k in values.items():
-            found[source][core].update((key, statistics.fmean(of_k[key])) for key in of_k)
+            if n > 1 and source not in not_binary:
+                for k in {*(1 << power for power in range(n.bit_length())), n}:
+                    values[source, k].append(pass_at_k(n, int(sum(given)), k))
+        for (source, k), of_prompts in values.items():
+            found[source][core][f"pass@{k}"] = statistics.fmean(of_prompts)
         return found
 
     return process

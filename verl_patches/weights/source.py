@@ -169,18 +169,14 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
     for name in left_out:
         del by_name[name]
     if SCORE in by_name:
-        inventory = _of_value_model(inventory, SCORE_BIAS in by_name)
+        inventory = build_inventory(model, value=True)
+        if SCORE_BIAS not in by_name:  # as in HF's ...ForSequenceClassification
+            inventory = replace(inventory, outer=tuple(each for each in inventory.outer if each.name != SCORE_BIAS))
     tensors = _tensors(folder, inventory, block, by_name)
     if not any(tensor.dtype == FP8 for tensor in tensors.values()):
         block = None
     kind, files = (manifest.kind, manifest.files) if manifest else ("hf", ())
     return Source(folder, kind, config, inventory, tensors, block, left_out, _digest(identity), files)
-
-
-def _of_value_model(inventory: Inventory, bias: bool) -> Inventory:
-    """The inventory of a value model of the same sizes; HF's ...ForSequenceClassification has a head without bias."""
-    value = build_inventory(inventory.model, value=True)
-    return replace(value, outer=tuple(each for each in value.outer if bias or each.name != SCORE_BIAS))
 
 
 def _tensors(

@@ -43,7 +43,6 @@ from verl_patches.weights.checkpoint_files import CheckpointError
 from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import StoredTensor, TrainState
 from verl_patches.worker.memory import Trained
-from verl_patches.worker.step_guard import StepGuard
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,6 @@ class TrainingWorker:
     """What verl's actor and critic with a `recipe:` have in common. A feature that is off in a worker is None."""
 
     checkpoint: WorkerCheckpoint | None = None
-    step_guard: StepGuard | None = None
     trained: Trained | None = None
 
     def start_checkpoint(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.watch import heartbeat
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from verl_patches.memory.schedule import Schedule
     from verl_patches.memory.scheduler import Scheduler
     from verl_patches.worker.profile import PhaseProfiler
+    from verl_patches.worker.step_guard import StepGuard
 
 
 @dataclass
@@ -23,7 +24,7 @@ class WorkerContext:
     `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
     None with recipe.memory.ledger=off or without a scheduler. `profiler`: traces the phases of this step; None in
     others. `schedule`, `stays`: of schedule.py, from all workers of the process, which are made before one of them
-    builds a model; None before.
+    builds a model; None before. `step_guards`: of the models that are trained, in the order in which they are built.
     """
 
     schedule: Schedule | None = None
@@ -31,6 +32,7 @@ class WorkerContext:
     scheduler: Scheduler | None = None
     ledger: Ledger | None = None
     profiler: PhaseProfiler | None = None
+    step_guards: list[StepGuard] = field(default_factory=list)
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Begin `phase` of memory/schedule.py and end the one before; `by_vllm` makes the moves that are vLLM's."""

@@ -134,7 +134,7 @@ class WorkerMemory:
         models = [] if scheduler is None else [offload_state_of_model(chunk) for chunk in chunks]
         states = [offload_state_of_optimizer(one) for one in single_optimizers(optimizer)]
         offloaded = [Params(chunks)] if any(model.offloaded for model in models) else []
-        offloaded += [Optimizer(optimizer)] if any(state.offloaded for state in states) else []
+        offloaded += [Optimizer(optimizer, groups.optimizer)] if any(state.offloaded for state in states) else []
         for handler in offloaded:
             handler.load()
         try:
@@ -147,7 +147,9 @@ class WorkerMemory:
             moves = scheduler is not None and scheduler.moves(groups.optimizer)
             scheduled = moves and not scheduler.has(groups.optimizer)
             if writes and (scheduled or any(state.swapped for state in states)):
-                Optimizer(optimizer).offload()  # states that load_checkpoint made; else verl's call offloads them
+                Optimizer(
+                    optimizer, groups.optimizer
+                ).offload()  # states that load_checkpoint made; else verl's call offloads them
 
 
 def _buffer_bytes(worker: Any) -> int:

@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from verl_patches.current import Current
 from verl_patches.layout.parallel import ParallelLayout, train_layout_in
+from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.offload import parameters_loaded
+from verl_patches.memory.schedule import CRITIC
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.region import Region, part_of
@@ -107,10 +109,13 @@ def load_model(
 def prepare_training(trained: Trained, memory: WorkerMemory, train: Any) -> StepGuard | None:
     """What every trained model gets by recipe.`train`: a swapped optimizer, a guard, which is returned, and offload."""
     guard = None
+    for each in (*trained.chunks, *single_optimizers(trained.optimizer)):
+        each.memory_groups = trained.groups
     if train.swap_optimizer and is_on("memory.swap_optimizer"):
         swap_optimizer(trained.optimizer, train.swap_optimizer_times, raise_peak=context().raise_peak)
     if is_on("update.skip_bad_steps"):
-        guard = StepGuard(trained.chunks, trained.optimizer)
+        guard = StepGuard(trained.chunks, trained.optimizer, "critic " if trained.groups is CRITIC else "")
+        context().step_guards.append(guard)
     memory.built(trained.chunks, trained.optimizer, trained.groups)
     return guard
 

@@ -35,7 +35,7 @@ from verl_patches.batches.micro_batches import Update, current_mini_batches, sta
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
-from verl_patches.layout.phases import START, VALIDATE, samples, trains_actor
+from verl_patches.layout.phases import START, samples, trains_actor
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
@@ -55,6 +55,7 @@ from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory, device_type
 from verl_patches.worker.models import prepare_training
 from verl_patches.worker.sharding import RecipeShardingManager
+from verl_patches.worker.step_guard import take_all
 
 # a worker on fixed data imports none of them
 _OF_ENGINE = ("vllm", "vllm_ascend", "verl.workers.rollout", "verl.workers.sharding_manager.megatron_vllm")
@@ -107,7 +108,7 @@ class RecipeWorker(TrainingWorker):
             self.trained = Trained(chunks, optimizer, built[2])
             if self.recipe.train.routing_replay and is_on("update.routing_samples"):
                 self.routing = RoutingReplay(chunks)
-            self.step_guard = prepare_training(self.trained, self.memory, self.recipe.train)
+            prepare_training(self.trained, self.memory, self.recipe.train)
         if self.recipe.expert_load and self._is_actor:
             self.expert_loads = {"train": of_training(chunks), "rollout": None}
         return built
@@ -153,8 +154,8 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: Any) -> Any:
-        """verl's; the seconds of a validation are counted apart, as its sync and rollout are none of the step's."""
-        with counters.apart(VALIDATE) if prompts.meta_info.get("validate") else nullcontext():
+        """verl's; seconds and moves of a validation are not counted, as its sync and rollout are none of the step's."""
+        with counters.not_counted() if prompts.meta_info.get("validate") else nullcontext():
             return super().generate_sequences(prompts)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -234,8 +235,8 @@ class RecipeWorker(TrainingWorker):
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
-        with a device. rebalance, routing_replay, skipped, profile: what
-        Rebalancer.take_counts, RoutingReplay.end_step, StepGuard.take, PhaseProfiler.take give; None where it is off.
+        with a device. skipped: of actor and critic (step_guard.take_all). rebalance, routing_replay, profile: what
+        Rebalancer.take_counts, RoutingReplay.end_step, PhaseProfiler.take give; None where it is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
@@ -253,7 +254,7 @@ class RecipeWorker(TrainingWorker):
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
-            "skipped": self.step_guard.take() if self.step_guard is not None else None,
+            "skipped": take_all(context().step_guards),
             "profile": profiler and profiler.take(),
             "emulated": room and room.called(self.recipe.platform),
         }

@@ -28,14 +28,17 @@ class StepGuard:
     """The guard of one Megatron optimizer, or chain of them, and of the DDP `chunks` that it updates.
 
     Replaces methods of these objects. `skipped`: steps left out since `take`; `in_a_row`: the most of these
-    that had no step between them, counted on from those before.
+    that had no step between them, counted on from those before; `norms`: gradient norms of all steps since `take`.
+    `of`: before a parameter's name, which of the process's models it is.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any):
+    def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any, of: str = ""):
         self.skipped = self.in_a_row = self._row = 0
+        self.norms: list[float] = []
         self.fault: dict[str, Any] | None = None
         self._optimizer, self._norms = optimizer, []
-        self._names = {param: name for chunk in chunks for param, name in parameter_names(chunk).items()}  # in order
+        names = (named for chunk in chunks for named in parameter_names(chunk).items())
+        self._names = {param: of + name for param, name in names}  # in order
         self._own: dict[torch.nn.Parameter, torch.Tensor] = {}  # norms of this rank's gradients
         # Megatron moves correction biases before the step: after the reductions, in finalize_model_grads
         biases = (getattr(module, "expert_bias", None) for chunk in chunks for module in chunk.modules())
@@ -65,7 +68,8 @@ class StepGuard:
             for bias, before in self._biases:
                 bias.copy_(before)
         self._own.clear()
-        return True, math.nan if norm is None else norm, zeros
+        self.norms.append(math.nan if norm is None else norm)
+        return True, self.norms[-1], zeros
 
     def step_if_finite(self) -> bool:
         """Megatron's step_with_ready_grads, whose answer is whether the weights were updated."""
@@ -83,6 +87,7 @@ class StepGuard:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         taken = {"skipped": self.skipped, "in_a_row": self.in_a_row, "stage": stage, "fault": self.fault}
         self.skipped, self.in_a_row, self.fault = 0, 0, None
+        self.norms.clear()
         return taken
 
     def _noting_norm(self, method: Callable) -> Callable:
@@ -109,6 +114,19 @@ class StepGuard:
         bad = {param for param, norm in self._own.items() if not math.isfinite(norm.item())}
         names = [name for param, name in self._names.items() if param in bad]
         return {"parameters": len(names), "nearest": names[-1]} if names else None
+
+
+def take_all(guards: Sequence[StepGuard]) -> dict[str, Any] | None:
+    """What `StepGuard.take` gives, of the models of one process together; None without guards.
+
+    fault: of the first that has one, as gradients of the next model may come from it.
+    """
+    if not guards:
+        return None
+    taken = [guard.take() for guard in guards]
+    skipped, in_a_row = sum(each["skipped"] for each in taken), max(each["in_a_row"] for each in taken)
+    fault = next((each["fault"] for each in taken if each["fault"]), None)
+    return {**taken[0], "skipped": skipped, "in_a_row": in_a_row, "fault": fault}
 
 
 def parameter_names(chunk: torch.nn.Module) -> dict[torch.nn.Parameter, str]:

@@ -20,7 +20,6 @@ from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.batches.micro_batches import Update, current_mini_batches
-from verl_patches.errors import RecipeError
 from verl_patches.layout.phases import reward_models
 from verl_patches.memory import counters
 from verl_patches.memory.offload import Params
@@ -41,7 +40,6 @@ class RecipeCriticWorker(TrainingWorker):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
-        self._norms: list[float] = []
         if self.memory.scheduled:  # then verl's own calls move nothing
             self._is_offload_param = self._is_offload_optimizer = False
         self.start_checkpoint()
@@ -62,18 +60,7 @@ class RecipeCriticWorker(TrainingWorker):
             reduce_gradients(chunks)
         self.trained = Trained(chunks, optimizer, hf_config, CRITIC)
         self.step_guard = prepare_training(self.trained, self.memory, self.recipe.train)
-        self._note_norms(optimizer)
         return built
-
-    def _note_norms(self, optimizer: Any) -> None:
-        step = optimizer.step
-
-        def noting(*args: Any, **kwargs: Any) -> tuple:
-            done = step(*args, **kwargs)
-            self._norms.append(done[1])
-            return done
-
-        optimizer.step = noting
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_values(self, data: Any) -> Any:
@@ -89,31 +76,16 @@ class RecipeCriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_critic(self, data: Any) -> Any:
-        """verl's, in phase update_critic; its metrics have critic/grad_norm (54c9b736 has none) and skipped steps too.
-
-        RecipeError once recipe.train.max_skipped_steps optimizer steps in a row were left out.
-        """
+        """verl's, in phase update_critic; with row update.skip_bad_steps critic/grad_norm, which 54c9b736 has not."""
         self.wait_for_checkpoint()
-        self._norms.clear()
         with context().phase("update_critic"), current_mini_batches.set(Update()) as update:
             output = super().update_critic(data)
             metrics = output.meta_info["metrics"]
             if update.micro_batches:  # row update.mini_batches is on
                 update.report(metrics)
-        metrics["critic/grad_norm"] = list(self._norms)
         if self.step_guard is not None:
-            metrics["critic/skipped_steps"] = self._skipped()
+            metrics["critic/grad_norm"] = list(self.step_guard.norms)
         return output
-
-    def _skipped(self) -> int:
-        taken, most = self.step_guard.take(), self.recipe.train.max_skipped_steps
-        if taken["in_a_row"] >= most:
-            nearest = f", nearest to the loss {taken['fault']['nearest']}" if taken["fault"] else ""
-            raise RecipeError(
-                f"critic: {taken['in_a_row']} optimizer steps in a row were skipped for NaN or inf{nearest}; expected "
-                f"fewer than {most} (recipe.train.max_skipped_steps). Look at rewards and values of these steps"
-            )
-        return taken["skipped"]
 
 
 class RecipeRewardModelWorker:
