@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.compose import model_shape_of, switched_off, with_layers
-from verl_patches.errors import Check, either
+from verl_patches.errors import Check, divides, either
 from verl_patches.layout.inventory import differences, read_model_shape
 from verl_patches.layout.parallel import ParallelLayout, critic_of
 from verl_patches.layout.phases import reward_models, samples
