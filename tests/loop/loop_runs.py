@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 OFFLOAD = (*(f"{ACTOR}.{group}_offload=true" for group in ("param", "grad", "optimizer")), f"{REF}.param_offload=true")
 VERIFY = "recipe.reshard.verify=every"
+ARRIVAL = "trainer.balance_batch=false"
+PPO = ("--steps", "2", "algo=ppo", "trainer.save_freq=1")
+GSPO = ("--steps", "2", "algo=gspo", ARRIVAL)
 STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
@@ -117,6 +120,18 @@ def resume(run, step):
     """Overrides that resume from a run's checkpoint of that step."""
     saved = run.folder / "checkpoints" / f"global_step_{step}"
     return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"
+
+
+KILLED = (hook("killed_in_update"), "recipe.restart.times=1")  # of a run of two steps that saves both
+
+
+def assert_goes_on(killed, whole, *names):
+    """A KILLED run was started again once, after step 1, and has the metrics of the run that was not, bit for bit."""
+    (restart,) = killed.summary["restarts"]
+    assert "died" in restart["reason"] and killed.summary["exit"] == "ok", killed.summary
+    assert [step.get("resumed_after") for step in killed.steps] == [None, 1]
+    assert metrics_of(killed, *names) == metrics_of(whole, *names)
+    assert all(value is not None for values in metrics_of(killed, *names) for value in values)
 
 
 def metrics_of(run, *names):
