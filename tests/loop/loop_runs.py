@@ -122,7 +122,8 @@ def resume(run, step):
     return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"
 
 
-KILLED = (hook("killed_in_update"), "recipe.restart.times=1")  # of a run of two steps that saves both
+# of a run of two steps that saves both
+KILLED = (hook("killed_in_update"), "recipe.restart.times=1", "trainer.resume_mode=auto")
 
 
 def assert_goes_on(killed, whole, *names):
