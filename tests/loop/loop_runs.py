@@ -98,14 +98,14 @@ def hook(name):
     return f"recipe.worker_process_setup_hook=loop_hooks.{name}"
 
 
-def assert_weights_arrive(run, limit=1e-5, verified=False):
-    """Every step has vLLM's log-probs of the actor and one weight sync; `verified`: the sync was compared.
+def assert_weights_arrive(run, limit=1e-5, verified=False, syncs=1):
+    """Every step has vLLM's log-probs of the actor and `syncs` weight syncs; `verified`: they were compared.
 
     limit: of the mean |dlogp|; in fp32, of the largest.
     """
     which = "max" if run.summary["dtype"] == "fp32" else "mean"
     assert run.summary["exit"] == "ok" and all(s["logprob_delta"][which] < limit for s in run.steps)
-    assert all(s["grad_norm"] > 0 and s["sync"]["syncs"] == 1 for s in run.steps)
+    assert all(s["grad_norm"] > 0 and s["sync"]["syncs"] == syncs for s in run.steps)
     assert not verified or all(s["sync"]["verified"] for s in run.steps)
 
 
