@@ -1,8 +1,9 @@
 """Run the presets of configs/algo and record how each run ended in docs/recipes.json; tables of docs/recipes.md.
 
 scripts/recipes.sh says how to call it. The record: {runs: [{algo, where, command, date, exit, step, figures, learnt,
-reason}]}; exit: that of the command, 2 for a refusal; step, figures: the last step, {name: value}; learnt: [name, mean
-of the first steps, of the last]; reason: why exit is not 0.
+reason}]}; exit: that of the command, 2 for a refusal, 1 also for a learning run that does not reach its stated amount;
+step, figures: the last step, {name: value}; learnt: [name, mean of the first steps, of the last]; reason: why exit is
+not 0.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ PROGRAM = ("-m", "verl_patches")
 STEPS, SHOWN = 3, 160
 PLACES = {"pypi": "pypi", "a3": "a3 on CPU", "emulated": "a3, emulated NPU", "learning": "learning run"}
 OPTIONS = {"a3": ("--line", "a3"), "emulated": ("--line", "a3", "--emulate-npu")}
-# what a preset learns on the tiny model: the options of its smoke. A preset that is not here has no learning run.
+# what a preset learns on the tiny model: by how much that improves at least from the first steps to the last (half of
+# what was seen, about), and the options of its smoke. A preset that is not here has no learning run.
 _MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 LEARNING = {
-    "grpo": ("--learn", "algo=grpo"),
-    "ppo": ("--learn", "algo=ppo"),
-    "sft": ("--learn", "algo=sft", f"{_MICRO}=6"),
+    "grpo": (0.35, ("--learn", "algo=grpo")),
+    "ppo": (0.09, ("--learn", "algo=ppo")),
+    "sft": (1.3, ("--learn", "algo=sft", f"{_MICRO}=6")),
     "dpo": (
-        "--learn",
-        "algo=dpo",
-        f"{_MICRO}=12",
-        *(f"actor_rollout_ref.{name}.log_prob_micro_batch_size_per_gpu=12" for name in ("ref", "rollout")),
+        0.28,
+        (
+            "--learn",
+            "algo=dpo",
+            f"{_MICRO}=12",
+            *(f"actor_rollout_ref.{name}.log_prob_micro_batch_size_per_gpu=12" for name in ("ref", "rollout")),
+        ),
     ),
 }
 # metrics of a step (metrics.jsonl) that a cell shows, as far as the run has them; on fixed data there are no rewards,
@@ -68,7 +73,7 @@ def described(name: str) -> str:
 def arguments_of(algo: str, where: str, upstream: str | None) -> list[str]:
     """The words behind `bash scripts/smoke.sh`, with the folder of the upstream sources as given."""
     if where == "learning":
-        return list(LEARNING[algo])
+        return list(LEARNING[algo][1])
     sources = ["--upstream", upstream] if upstream and where != "pypi" else []
     return [*OPTIONS.get(where, ()), *sources, "--steps", str(STEPS), f"algo={algo}"]
 
@@ -80,7 +85,17 @@ def run(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
     done = subprocess.run([sys.executable, *PROGRAM, *words], cwd=ROOT, capture_output=True, text=True)
     command = " ".join(["bash scripts/smoke.sh", *arguments_of(algo, where, upstream and "upstream")])
     head = {"algo": algo, "where": where, "command": command, "date": datetime.date.today().isoformat()}
-    return head | outcome(done.returncode, done.stderr, ROOT / "outputs" / name)
+    made = head | outcome(done.returncode, done.stderr, ROOT / "outputs" / name)
+    if where == "learning" and not made["exit"] and (reason := shortfall(algo, made["learnt"])):
+        made |= {"exit": 1, "reason": reason}
+    return made
+
+
+def shortfall(algo: str, learnt: Sequence[Any]) -> str:
+    """Why a learning run's `learnt` is not what LEARNING states; empty where it is."""
+    (what, first, last), stated = learnt, LEARNING[algo][0]
+    improved = first - last if what == FIGURES["objective/loss"] else last - first
+    return "" if improved >= stated else f"{what} improved by {_number(improved)}, expected {_number(stated)} or more"
 
 
 def outcome(code: int, stderr: str, folder: Path) -> dict[str, Any]:
@@ -122,11 +137,14 @@ def table(record: Mapping[str, Any], names: Sequence[str]) -> str:
     text += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name in names:
         text.append(f"| `{name}` | " + " | ".join(_cell(runs.get((name, place))) for place in places) + " |")
-    text += ["", f"| learning run | mean of | first {ENDS} steps | last {ENDS} | date |", "|---" * 5 + "|"]
+    text += ["", f"| learning run | mean of | first {ENDS} steps | last {ENDS} | improves by at least | date |"]
+    text.append("|---" * 6 + "|")
     for name in names:
-        if (run := runs.get((name, "learning"))) is not None:
-            what, *ends = run.get("learnt") or [_cell(run), None, None]
-            text.append(f"| `{run['command']}` | {what} | {' | '.join(map(_number, ends))} | {run['date']} |")
+        if name in LEARNING and (run := runs.get((name, "learning"))) is not None:
+            what, *ends = run.get("learnt") or ["-", None, None]
+            numbers = " | ".join(map(_number, (*ends, LEARNING[name][0])))
+            how = _cell(run) if run["exit"] else run["date"]
+            text.append(f"| `{run['command']}` | {what} | {numbers} | {how} |")
     return "\n".join(text) + "\n"
 
 

@@ -8,7 +8,8 @@
 #   --only NAME     one preset; can be repeated
 #   --where PLACE   one kind of run; can be repeated. Without it all, a3 and emulated only with --upstream
 #
-# 1 to 3 minutes a run, one after the other; the exit code is 1 where a run neither ended well nor was refused. Runs are kept in
+# 1 to 3 minutes a run, one after the other; the exit code is 1 where a run neither ended well nor was refused, or did not learn
+# what is stated (LEARNING in recipe_runs.py). Runs are kept in
 # outputs/recipe_NAME_PLACE. A record of a preset that is not run stays. This runs scripts/recipe_runs.py.
 set -euo pipefail
 

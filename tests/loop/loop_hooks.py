@@ -287,6 +287,19 @@ def killed_in_save():
     wrap("verl_patches.weights.checkpoint_files", "write_rank", write)
 
 
+def killed_in_update():
+    """All ranks, in the second update of their processes; those that begin with that step make only one."""
+    updates = []
+
+    def update(update_policy, *args, **kwargs):
+        updates.append(None)
+        if len(updates) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return update_policy(*args, **kwargs)
+
+    wrap("verl.workers.actor.megatron_actor", "MegatronPPOActor.update_policy", update)
+
+
 def stopped_in_update():
     """By SIGSTOP in the second update of its process; a process that begins with that step makes only one.
 

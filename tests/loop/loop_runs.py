@@ -4,6 +4,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 OFFLOAD = (*(f"{ACTOR}.{group}_offload=true" for group in ("param", "grad", "optimizer")), f"{REF}.param_offload=true")
 VERIFY = "recipe.reshard.verify=every"
+ARRIVAL = "trainer.balance_batch=false"
+PPO = ("--steps", "2", "algo=ppo", "trainer.save_freq=1")
+GSPO = ("--steps", "2", "algo=gspo", ARRIVAL)
 STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
@@ -95,14 +99,14 @@ def hook(name):
     return f"recipe.worker_process_setup_hook=loop_hooks.{name}"
 
 
-def assert_weights_arrive(run, limit=1e-5, verified=False):
-    """Every step has vLLM's log-probs of the actor and one weight sync; `verified`: the sync was compared.
+def assert_weights_arrive(run, limit=1e-5, verified=False, syncs=1):
+    """Every step has vLLM's log-probs of the actor and `syncs` weight syncs; `verified`: they were compared.
 
     limit: of the mean |dlogp|; in fp32, of the largest.
     """
     which = "max" if run.summary["dtype"] == "fp32" else "mean"
     assert run.summary["exit"] == "ok" and all(s["logprob_delta"][which] < limit for s in run.steps)
-    assert all(s["grad_norm"] > 0 and s["sync"]["syncs"] == 1 for s in run.steps)
+    assert all(s["grad_norm"] > 0 and s["sync"]["syncs"] == syncs for s in run.steps)
     assert not verified or all(s["sync"]["verified"] for s in run.steps)
 
 
@@ -117,6 +121,20 @@ def resume(run, step):
     """Overrides that resume from a run's checkpoint of that step."""
     saved = run.folder / "checkpoints" / f"global_step_{step}"
     return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"
+
+
+# of a run of two steps that saves both
+KILLED = (hook("killed_in_update"), "recipe.restart.times=1", "trainer.resume_mode=auto")
+
+
+def assert_goes_on(killed, whole, *names):
+    """A KILLED run was started again once, after step 1, and has the metrics of the run that was not, bit for bit."""
+    (restart,) = killed.summary["restarts"]
+    died = r"died in step 2|ended \d+ s ago .*by a signal"  # by a call of the trainer, or by the watch
+    assert re.search(died, restart["reason"], re.S) and killed.summary["exit"] == "ok", killed.summary
+    assert [step.get("resumed_after") for step in killed.steps] == [None, 1]
+    assert metrics_of(killed, *names) == metrics_of(whole, *names)
+    assert all(value is not None for values in metrics_of(killed, *names) for value in values)
 
 
 def metrics_of(run, *names):

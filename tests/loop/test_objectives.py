@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from loop_runs import hook, metrics_of, resume
+from loop_runs import KILLED, assert_goes_on, hook, metrics_of, resume
 from omegaconf import OmegaConf
 from pyarrow import parquet
 from torch.nn.functional import logsigmoid
@@ -73,11 +73,9 @@ def test_no_rollout_engine_is_started(start):
     assert "vllm.entrypoints.llm:LLM" in waiting and {row["state"] for row in rows} == {"active", "waiting", "off"}
 
 
-def test_a_resumed_run_goes_on_with_the_same_rows(smoke):
-    whole = smoke(*DPO)
-    resumed = smoke(*DPO, *resume(whole, 1))
-    names = "objective", "grad_norm"
-    assert metrics_of(resumed, *names) == metrics_of(whole, *names)[1:]
+def test_a_run_that_is_killed_goes_on_to_the_numbers_of_the_uninterrupted_one(smoke):
+    """With the same rows."""
+    assert_goes_on(smoke(*DPO, *KILLED), smoke(*DPO), "step", "objective", "grad_norm")
 
 
 def test_a_missing_reference_shows_in_the_first_loss(smoke):
@@ -86,12 +84,36 @@ def test_a_missing_reference_shows_in_the_first_loss(smoke):
     assert abs(run.steps[0]["objective"]["loss"] - math.log(2)) > 0.01
 
 
-def test_a_reward_model_trains_alone_and_goes_on_from_its_checkpoint(smoke):
-    whole = smoke(*RM)
-    for step in whole.steps:
+@pytest.mark.parametrize(("algorithm", "first"), [("ipo", 25.0), ("kto", 0.5)])
+def test_the_first_loss_is_that_of_a_policy_that_is_its_reference(smoke, algorithm, first):
+    """IPO: (1 / (2 beta))^2 with beta 0.1; KTO: 1 - sigmoid(0)."""
+    run = smoke("--steps", "2", f"algo={algorithm}")
+    before, after = (step["objective"]["loss"] for step in run.steps)
+    assert before == pytest.approx(first, rel=1e-4) and after != pytest.approx(first, rel=1e-3)
+    assert run.summary["exit"] == "ok" and all(step["grad_norm"] > 0 for step in run.steps)
+
+
+def assert_trains_alone(run):
+    """The value model, in an objective's run of two steps."""
+    for step in run.steps:
         assert step["grad_norm"] is None and step["critic"]["grad_norm"] > 0 and step["objective"]["loss"] > 0
         assert step["memory"]["violations"]["count"] == 0
         assert not step["memory"]["phases"]["update_critic"]["bytes"].get("actor_params")
+    assert run.summary["exit"] == "ok" and len({step["objective"]["loss"] for step in run.steps}) == 2
+
+
+def test_a_reward_model_trains_alone(start):
+    assert_trains_alone(start(*RM))
+
+
+def test_a_process_reward_model_trains_alone(smoke):
+    run = smoke("--steps", "2", "algo=prm")
+    assert_trains_alone(run)
+    assert all(0 < step["objective"]["accuracy"] <= 1 for step in run.steps)
+
+
+def test_a_reward_model_goes_on_from_its_checkpoint(smoke):
+    whole = smoke(*RM)
     saved = whole.folder / "checkpoints" / "global_step_1"
     names, of_critic = ({file.name for file in read_manifest(folder).files} for folder in (saved, saved / CRITIC))
     assert not {*rank_files(2)} & names and {*rank_files(2), "tokenizer.json"} <= of_critic  # a model's folder

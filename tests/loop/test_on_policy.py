@@ -1,7 +1,9 @@
-"""The loop without a pass for old log-probs, and with weights: same gradients, same truth check, closed forms."""
+"""The loop without a pass for old log-probs, with weights, with ratios of sequences: same gradients, closed forms."""
+
+import json
 
 import pytest
-from loop_runs import VERIFY
+from loop_runs import GSPO, VERIFY, assert_weights_arrive
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 SKIP = "recipe.train.skip_old_log_prob=true"
@@ -31,3 +33,22 @@ def test_a_cap_of_one_half_halves_the_gradient(smoke):
     run = smoke("--steps", "1", SKIP, *HALF)
     assert run.steps[0]["grad_norm"] == pytest.approx(smoke().steps[0]["grad_norm"] / 2, rel=1e-6)
     assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
+
+
+def clipped(run):
+    """Shares of clipped tokens, by step."""
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["actor/pg_clipfrac"] for line in lines]
+
+
+def test_gspo_clips_whole_sequences(smoke):
+    """8 sequences a step; tests/log_probs has the formula. The control clips tokens, on the same first responses."""
+    run = smoke(*GSPO)
+    assert_weights_arrive(run)
+    assert max(clipped(run)) > 0
+    assert all(8 * share == pytest.approx(round(8 * share), abs=1e-6) for share in clipped(run))
+    replay = "--replay-rollout", str(run.folder), "recipe.train.importance_ratio=token"
+    tokens = smoke("--steps", "1", *GSPO[2:], *replay)
+    (share,) = clipped(tokens)
+    assert abs(8 * share - round(8 * share)) > 1e-3
+    assert tokens.steps[0]["grad_norm"] != pytest.approx(run.steps[0]["grad_norm"], rel=1e-3)

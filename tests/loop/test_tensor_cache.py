@@ -4,11 +4,11 @@ import json
 import re
 
 import pytest
-from loop_runs import hook, metrics_of
+from loop_runs import ARRIVAL, GSPO, PPO, hook, metrics_of
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-ON, ARRIVAL = "recipe.tensor_cache.enabled=true", "trainer.balance_batch=false"
+ON = "recipe.tensor_cache.enabled=true"
 # with the default seed and in arrival order, a token of step 2 has two experts whose scores are 5e-8 apart: vLLM takes
 # the other one, and log-probs differ there
 SEED = "actor_rollout_ref.rollout.seed=1"
@@ -85,6 +85,19 @@ def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
         assert step["logprob_delta"]["mean"] < 1e-5
         assert 1 <= step["tensor_cache"]["balance"] < 1.1
     assert "global_seqlen/" not in cached.log and "global_seqlen/" in plain.log
+
+
+def test_gspo_has_the_same_steps(smoke):
+    assert_same_steps(smoke(*GSPO, ON), smoke(*GSPO))
+
+
+def test_ppo_has_the_same_steps_but_for_rounding(smoke):
+    """Balanced: ranks have other samples, of the critic too."""
+    cached, plain = smoke(*PPO, ON), smoke(*PPO)
+    for step, other in zip(cached.steps, plain.steps, strict=True):
+        assert step["tensor_cache"]["received_bytes"] > 0 and step["reward"] == other["reward"]
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert step["critic"] == pytest.approx(other["critic"], rel=1e-4)
 
 
 @pytest.mark.upstream

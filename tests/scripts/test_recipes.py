@@ -21,6 +21,35 @@ def test_the_record_is_of_presets_that_are_there_each_place_once():
     assert {*recipe_runs.LEARNING} <= {*presets()} and {where for _, where in runs} <= {*recipe_runs.PLACES}
 
 
+def test_the_record_has_each_preset_in_each_place_and_the_learning_runs_with_their_stated_amounts():
+    runs = {(run["algo"], run["where"]): run for run in recipe_runs.read_record()["runs"]}
+    places = {*recipe_runs.PLACES} - {"learning"}
+    learning = [(name, "learning") for name in recipe_runs.LEARNING]
+    missing = sorted({(name, place) for name in presets() for place in places}.union(learning) - runs.keys())
+    assert not missing
+    assert {run["exit"] for run in runs.values()} <= {0, 2}  # a refusal has its reason in the table
+    assert [runs[key]["exit"] for key in learning] == [0] * len(learning)
+    assert [recipe_runs.shortfall(name, runs[name, where]["learnt"]) for name, where in learning] == [""] * len(
+        learning
+    )
+
+
+def test_a_learning_run_that_does_not_reach_its_stated_amount_has_failed(tmp_path, monkeypatch):
+    assert recipe_runs.shortfall("grpo", ["reward", 0.25, 0.75]) == ""
+    assert recipe_runs.shortfall("sft", ["objective's loss", 6.0, 4.0]) == ""
+    assert "improved by -2, expected 1.3" in recipe_runs.shortfall("sft", ["objective's loss", 4.0, 6.0])
+    (folder := tmp_path / "outputs" / "recipe_grpo_learning").mkdir(parents=True)
+    lines = [{"step": n, "critic/score/mean": 0.5 + n / 100} for n in range(1, 13)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(recipe_runs, "ROOT", tmp_path)
+    monkeypatch.setattr(recipe_runs, "PROGRAM", ("-c", ""))
+    made = recipe_runs.run("grpo", "learning", None)
+    assert made["exit"] == 1 and made["reason"] == "reward improved by 0.07, expected 0.35 or more"
+    monkeypatch.undo()
+    text = table({"runs": [made]}, NAMES)
+    assert f"| reward | 0.53 | 0.6 | 0.35 | failed: {made['reason']} ({made['date']}) |" in text
+
+
 def test_a_run_that_ended_well_has_the_figures_of_its_last_step(tmp_path):
     lines = [{"step": 0, "val-core/a/reward/mean@1": 0.5}]  # a validation before the first step
     lines += [{"step": n, "critic/score/mean": n / 8, "actor/grad_norm": 1.0, "other": 1.0} for n in (1, 2, 3)]
@@ -66,7 +95,7 @@ def test_the_table_has_a_row_for_each_preset_and_says_what_was_not_run():
     text = table({"runs": [ran("rloo", "pypi"), learned]}, NAMES)
     assert "| `rloo` | reward 0.125, grad norm 2.5 (2026-11-26) | not run | not run |" in text
     assert "| `grpo` | not run | not run | not run |" in text
-    assert "| `bash scripts/smoke.sh --learn algo=grpo` | reward | 0.25 | 0.75 | 2026-11-26 |" in text
+    assert "| `bash scripts/smoke.sh --learn algo=grpo` | reward | 0.25 | 0.75 | 0.35 | 2026-11-26 |" in text
     assert "RLOO (arXiv:2402.14740): a response's advantage" in text
 
 

@@ -1,0 +1,68 @@
+"""What one rank does in test_objective.py: first updates of SFT and DPO by verl's worker, without the loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from verl import DataProto
+
+from tests.model.megatron_model import start_parallel
+from tests.model.parity import FROM, SAMPLES
+from tests.model.value_job import samples
+from verl_patches.config.compose import compose
+from verl_patches.layout.parallel import train_layout_of
+from verl_patches.objectives import losses
+from verl_patches.objectives.advantages import PREFIX, ROLE, FixedData
+from verl_patches.worker.context import context
+from verl_patches.worker.models import reference_weights
+
+# how far the reference's log-prob of a response is from the policy's
+SHIFTS = torch.linspace(0, 6, SAMPLES).square()
+MORE = ("algo=dpo", "actor_rollout_ref.actor.optim.lr=1e-12")  # moves no weight: each update is the first
+
+
+def first_steps(section: DictConfig, folder: Path) -> dict[str, tuple[float, float]]:
+    """{objective: (loss, gradient norm)} of updates of SAMPLES samples, pairs of two for DPO; of one replica.
+
+    section: actor_rollout_ref of a run with algo=dpo; SFT's actor has no reference.
+    """
+    from verl.workers.megatron_workers import ActorRolloutRefWorker
+
+    worker = ActorRolloutRefWorker(section, "actor_rollout")
+    worker.init_model()
+    tensors = samples(folder)
+    mask, lengths = (part := tensors["attention_mask"][:, FROM:]), part.sum(1)
+    assert len(mask) == SAMPLES
+    log_probs = worker.compute_log_prob(DataProto.from_dict(dict(tensors))).batch["old_log_probs"]
+    tensors |= {"response_mask": mask, "old_log_probs": log_probs, ROLE: torch.arange(SAMPLES) % 2}
+    tensors["ref_log_prob"] = log_probs + (SHIFTS / lengths)[:, None]
+    uids, found = [f"p{row // 2}" for row in range(SAMPLES)], {}
+    for name in ("sft", "dpo"):
+        worker.actor.config.use_kl_loss = name == "dpo"
+        batch, settings = dict(tensors), OmegaConf.merge(section.recipe.objective, {"name": name})
+        (fixed := FixedData(settings)).add_advantages(batch, uids)
+        data = DataProto.from_dict(batch)
+        data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
+        (norm,) = worker.update_actor(data).meta_info["metrics"]["actor/grad_norm"]
+        of_update = losses.sft((log_probs.double() * mask).sum(1), lengths).item()
+        found[name] = fixed.metrics.get(f"{PREFIX}loss", of_update), norm
+    return found
+
+
+def layouts_job(folder: Path, cases: dict[str, dict]) -> dict:
+    """`first_steps` on line pypi: {name: sizes of the actor's megatron section}."""
+    found = {}
+    for name, sizes in cases.items():
+        more = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in sizes.items()]
+        config = compose("deepseekv3_tiny_cpu", [*MORE, *more, f"actor_rollout_ref.model.path={folder / 'model'}"])
+        start_parallel(train_layout_of(config))
+        context().scheduler = context().ledger = reference_weights.value = None
+        found[name] = first_steps(config.actor_rollout_ref, folder)
+    return found
+
+
+def a3_job(folder: Path, config: DictConfig, args) -> dict:
+    """`first_steps` on line a3."""
+    return first_steps(config, folder)
