@@ -70,7 +70,7 @@ def require_stores(targets: Collection[str]) -> None:
 
 
 def files_of(source: Path) -> Iterator[tuple[str, Path]]:
-    """(path below `source`, file) of all whole files, sorted: no hidden ones, links, nor what is being written."""
+    """(path below `source`, file) of all whole files: no hidden ones, links, nor what is being written."""
     if source.is_file():
         yield source.name, source
     for folder, folders, names in os.walk(source):
