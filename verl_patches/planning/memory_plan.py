@@ -195,7 +195,7 @@ def die_bytes(config: DictConfig) -> int:
 
 
 def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
-    """Of phases that a die of `room` bytes does not hold: one sentence for those of one die with the same largest terms.
+    """Of phases that a die of `room` bytes does not hold: one sentence for those of a die with the same largest terms.
 
     It says what the die needs, of what, for what.
     """

@@ -128,7 +128,7 @@ def search(
     if config.recipe.hardware != "a3":
         raise ConfigError(
             "plan --search orders layouts by seconds, which no published run has for "
-            f"{HARDWARE[config.recipe.hardware].title}: search with recipe.hardware=a3, then plan the overrides of a row"
+            f"{HARDWARE[config.recipe.hardware].title}: search with recipe.hardware=a3, then plan a row's overrides"
         )
     if config.recipe.platform != "npu" or config.recipe.train.expert_split != "tp_extend_ep":
         raise ConfigError(

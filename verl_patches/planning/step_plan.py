@@ -168,7 +168,8 @@ def _lengths(config: DictConfig, workload: Workload) -> Lengths:
 def step_sections(config: DictConfig, rows: Collection[str], workload: Workload) -> dict[str, Any]:
     """{step, traffic, ports} of a plan, as JSON-ready data; all modelled.
 
-    step: None on a CPU, and on machines of which no published run has seconds. ConfigError where layouts or the weight sync do not fit.
+    step: None on a CPU and on machines of which no published run has seconds. ConfigError where layouts or the weight
+    sync do not fit.
     """
     model, train, rollout = model_in_dtype(config), train_layout_of(config), rollout_layout_of(config)
     sync, spread = verl_sync(model, train), {}
