@@ -53,9 +53,8 @@ def test_every_host_gets_the_job_its_rank_and_the_secrets_on_standard_input_alon
 
 
 def test_uploads_are_sent_from_the_heads_host_with_the_secrets_on_standard_input(program, tmp_path):
-    ssh = program(
-        "ssh", f"cat > {tmp_path}/$1.stdin; echo profile; echo 'verl_patches: output begins'; echo sent; exit 1"
-    )
+    begins = "echo profile; echo 'verl_patches: output begins'; echo sent; exit 1"
+    ssh = program("ssh", f"cat > {tmp_path}/$1.stdin; {begins}")
     made = hosts(ssh, secrets=["AWS_SECRET_ACCESS_KEY"], command=["a"], uploads=[{"from": "o", "to": "s3://b"}])
     made.secrets, to = {"AWS_SECRET_ACCESS_KEY": "s3cret"}, io.BytesIO()
     assert made.upload(to, as_json=True) == 1 and to.getvalue() == b"sent\n"

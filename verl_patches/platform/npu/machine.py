@@ -41,7 +41,7 @@ _A3_RANKS, _A2_RANKS = (8, 16, 32, 64, 128, 144, 256, 288), (16, 32, 64)
 # seen: of A3 sgl-project/sglang issue 29838, of A2 vllm-project/vllm-ascend issue 5020. AIV on A2 is for inference
 # alone, and for one communicator; the modules of a Box16 are HCCL_INTRA_PCIE_ENABLE's (envref_07_0081)
 HARDWARE = {
-    "a3": Hardware("Atlas A3", 16, 16, int(61.27 * _GIB), _A3_RANKS, 512, 256, ("AIV", "AI_CPU"), True),
+    "a3": Hardware("Atlas A3", 16, 16, int(61.27 * _GIB), _A3_RANKS, 512, 512, ("AIV", "AI_CPU"), True),
     "800t_a2": Hardware("Atlas 800T A2", 8, 8, int(60.96 * _GIB), _A2_RANKS, 256, 24, ("HOST",), False),
     "200t_a2_box16": Hardware("Atlas 200T A2 Box16", 16, 8, int(60.96 * _GIB), _A2_RANKS, 256, 24, ("HOST",), False),
 }
