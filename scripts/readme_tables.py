@@ -64,8 +64,8 @@ WHERE = {  # runs of RUNS that have a row on: the word of docs/patches.md
     (): "-",
 }
 IN_README = ("use", "state", "engine", "Python", "verl")
-IN_SUPPORT = (*IN_README, "Megatron", "MindSpeed", "MindSpeed-LLM", "vLLM", "vllm-ascend", "torch", "torch_npu", "driver")
-IN_SUPPORT += ("cann",)
+IN_SUPPORT = (*IN_README, "Megatron", "MindSpeed", "MindSpeed-LLM", "vLLM", "vllm-ascend", "torch", "torch_npu")
+IN_SUPPORT += ("driver", "cann")
 # label of a row: what shares it of a line's repositories, packages and system software; the rest has own rows
 SAME_ROW = {
     "Megatron": ("Megatron-LM", "megatron-core"),

@@ -226,9 +226,8 @@ def test_a_job_takes_values_from_its_env_file_and_no_secret_is_written(tmp_path)
     (tmp_path / "values.env").write_text(ENV_FILE)
     (tmp_path / "job.yaml").write_text(SEED)
     job, secrets = load_job(str(tmp_path / "job.yaml"), "", {"RUN": "r1", "image": ""})
-    assert (job.image, job.nodes, job.env, job.command[2]) == (
-        "registry/a3:1", 1, {"HF_HOME": "/models/hub"}, "$HOME/${MODELS_ROOT}"
-    )  # fmt: skip
+    assert (job.image, job.nodes, job.command[2]) == ("registry/a3:1", 1, "$HOME/${MODELS_ROOT}")
+    assert job.env == {"HF_HOME": "/models/hub"}
     assert job.volumes == {"/models": "/models", "/o": "/c/outputs"} and job.uploads[0].to == "s3://b/r1"
     assert secrets == {"WANDB": "w4 #ndb"} and job.uploads[0].source == "outputs/r1"
     require_secrets(job, secrets)

@@ -56,7 +56,8 @@ class Sent:
 
     def __str__(self) -> str:
         text = f"{self.files} files sent ({size_text(self.sent_bytes)}), {self.there} were there"
-        return text + "".join(f"; NOT SENT: {path}: {why}" for path, why in self.faults.items())
+        shown = "".join(f"; {path}: {why}" for path, why in list(self.faults.items())[:3])
+        return text + (f"; {len(self.faults)} NOT SENT{shown}" if shown else "")
 
 
 def require_stores(targets: Collection[str]) -> None:
