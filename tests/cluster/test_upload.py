@@ -209,7 +209,7 @@ def run(job, capfdbinary):
 
 
 GATE = "mkdir -p outputs/global_step_1; echo w > outputs/global_step_1/w; echo l > outputs/log; {}"
-WAIT = 'while [ ! -e to/global_step_1/w ]; do sleep 0.05; done; [ ! -e to/log ] || exit 9; exit {}'
+WAIT = "while [ ! -e to/global_step_1/w ]; do sleep 0.05; done; [ ! -e to/log ] || exit 9; exit {}"
 
 
 @pytest.mark.parametrize("code", [0, 3])
