@@ -2,7 +2,8 @@
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
-`pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue without the
+`pins` comes from configs/upstream.yaml (some rows of it in the READMEs and docs/support.md), `machines` from
+verl_patches/platform/npu/machine.py, `patches` from the catalogue without the
 emulation, `recipe` from the docstrings of verl_patches/config/recipe.py and rewards/parts.py, `checks` from the rows of
 verl_patches/doctor/doctor.py, and `recipes` from configs/algo and docs/recipes.json (scripts/recipe_runs.py).
 """
@@ -29,14 +30,15 @@ from verl_patches.config.recipe import Recipe  # noqa: E402
 from verl_patches.doctor.doctor import ACROSS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
+from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402
 from verl_patches.rewards.parts import Reward  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import types_of, value_words  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
-CHECKS, RECIPES = "docs/doctor.md", "docs/recipes.md"
-FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES)
+CHECKS, RECIPES, SUPPORT = "docs/doctor.md", "docs/recipes.md", "docs/support.md"
+FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS, RECIPES, SUPPORT)
 WORDS = {
     "en": {
         "engine": "vLLM's engine",
@@ -62,6 +64,8 @@ WHERE = {  # runs of RUNS that have a row on: the word of docs/patches.md
     (): "-",
 }
 IN_README = ("use", "state", "engine", "Python", "verl")
+IN_SUPPORT = (*IN_README, "Megatron", "MindSpeed", "MindSpeed-LLM", "vLLM", "vllm-ascend", "torch", "torch_npu")
+IN_SUPPORT += ("driver", "cann")
 # label of a row: what shares it of a line's repositories, packages and system software; the rest has own rows
 SAME_ROW = {
     "Megatron": ("Megatron-LM", "megatron-core"),
@@ -155,6 +159,25 @@ def _cells_of_key(schema: type, item: Field, meaning: str) -> tuple[str, str]:
     return tuple(cell.replace("|", "\\|").replace("<", "\\<") for cell in (f"`{shown}`{values}", meaning))
 
 
+def machines_table() -> str:
+    """One column a kind of machine."""
+    machines = HARDWARE.values()
+    rows = {
+        "`recipe.hardware`": [f"`{name}`" for name in HARDWARE],
+        "dies of a node": [machine.node_dies for machine in machines],
+        "dies of a run on a part of a node": [
+            f"at most {m.module_dies}" if m.module_dies < m.node_dies else "any" for m in machines
+        ],
+        "GiB of a die that a process sees, of 64": [f"{machine.seen_bytes / 2**30:.2f}" for machine in machines],
+        "`recipe.hccl.expansion_mode`": [", ".join(machine.expansion_modes) for machine in machines],
+        "MC2: ranks of a rollout instance": [", ".join(map(str, machine.mc2_ranks)) for machine in machines],
+        "MC2: tokens, experts of a rank": [f"{m.mc2_tokens}, {m.mc2_experts}" for m in machines],
+        "planned": ["memory, layout" + (", seconds" if machine.timed else "") for machine in machines],
+    }
+    text = ["| | " + " | ".join(machine.title for machine in machines) + " |", "|---" * (len(HARDWARE) + 1) + "|"]
+    return "\n".join([*text, *(f"| {name} | {' | '.join(map(str, row))} |" for name, row in rows.items())]) + "\n"
+
+
 def checks_table() -> str:
     """One row a check of `doctor`; what is not as expected is a problem, or a note where the row says so."""
     text = []
@@ -186,17 +209,19 @@ def with_table(text: str, name: str, table: str) -> str:
     return head + begin + table + end + rest.partition(end)[2]
 
 
-def _table_of(name: str) -> tuple[str, str]:
-    """(marker, table) of a file."""
+def _tables_of(name: str) -> dict[str, str]:
+    """{marker: table} of a file."""
     if name in READMES:
-        return "pins", pins_table(load_pins(), READMES[name], IN_README)
+        return {"pins": pins_table(load_pins(), READMES[name], IN_README)}
     if name == PINS:
-        return "pins", pins_table(load_pins(), "en")
+        return {"pins": pins_table(load_pins(), "en")}
+    if name == SUPPORT:
+        return {"pins": pins_table(load_pins(), "en", IN_SUPPORT), "machines": machines_table()}
     if name == RECIPES:
-        return "recipes", recipe_runs.table(recipe_runs.read_record(), recipe_runs.presets())
+        return {"recipes": recipe_runs.table(recipe_runs.read_record(), recipe_runs.presets())}
     if name == CHECKS:
-        return "checks", checks_table()
-    return ("patches", patches_table(ROWS)) if name == PATCHES else ("recipe", all_recipe_tables())
+        return {"checks": checks_table()}
+    return {"patches": patches_table(ROWS)} if name == PATCHES else {"recipe": all_recipe_tables()}
 
 
 def stale(write: bool = False) -> list[str]:
@@ -204,7 +229,9 @@ def stale(write: bool = False) -> list[str]:
     found = []
     for name in FILES:
         text = (ROOT / name).read_text()
-        fresh = with_table(text, *_table_of(name))
+        fresh = text
+        for marker, table in _tables_of(name).items():
+            fresh = with_table(fresh, marker, table)
         if fresh != text:
             found.append(name)
             if write:

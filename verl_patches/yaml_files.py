@@ -30,13 +30,13 @@ def read_yaml(path: Path) -> Any:
     return next(iter(parse_yaml(head_of(path), str(path))), None)
 
 
-def head_of(path: Path) -> bytes:
+def head_of(path: Path, expected: str = "a YAML file") -> bytes:
     """The file's first MAX_BYTES and, where it is longer, one byte more; ConfigError where it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: expected a YAML file, found: {error.strerror}") from None
+        raise ConfigError(f"{path}: expected {expected}, found: {error.strerror}") from None
 
 
 def parse_yaml(text: str | bytes, source: str, documents: int = 1) -> list[Any]:

@@ -61,3 +61,27 @@ def test_no_layout_is_searched_where_none_would_help():
 def test_wrong_use_is_refused(arguments, message):
     done = call("plan", *arguments)
     assert isinstance(done.exception, ConfigError) and message in str(done.exception)  # __main__ makes it code 2
+
+
+A2 = ["recipe.hardware=800t_a2", "trainer.nnodes=32", "trainer.n_gpus_per_node=8", "recipe.rollout.instances=4"]
+A2 += ["recipe.hccl.expansion_mode=HOST", "recipe.rollout.dp=32"]
+
+
+def test_a2_is_planned_without_seconds():
+    """The control: the same layout on A3 has them, and a larger die."""
+    found = {}
+    for name, words in (("a2", A2), ("a3", A2[3:4] + A2[5:])):
+        done = call("plan", "deepseekv3_256die_true_weight", *words, "--json")
+        found[name] = plan = json.loads(done.stdout)
+        assert done.exit_code == 0 and plan["ok"], plan["verdict"]
+    assert found["a2"]["step"] is None and found["a3"]["step"]["total_s"] > 0
+    assert found["a2"]["memory"]["hbm_bytes"] < found["a3"]["memory"]["hbm_bytes"] and found["a2"]["traffic"]
+    shown = call("plan", "deepseekv3_256die_true_weight", *A2).stdout
+    assert "no seconds of a step: no published run has them for Atlas 800T A2" in shown and "tokens/s" not in shown
+
+
+def test_a_plan_for_a2_says_what_to_take_and_a_search_is_refused():
+    done = call("plan", "deepseekv3_256die_true_weight", A2[0])
+    assert done.exit_code == 1 and "take trainer.nnodes=32 trainer.n_gpus_per_node=8" in done.output
+    done = call("plan", "deepseekv3_256die_true_weight", *A2, "--search")
+    assert isinstance(done.exception, ConfigError) and "search with recipe.hardware=a3" in str(done.exception)

@@ -9,7 +9,17 @@ from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
 from verl_patches.cluster.hosts import START_CONTAINER
-from verl_patches.cluster.job import MAX_NODES, Job, as_text, load_job, read_job, require_secrets, require_volumes
+from verl_patches.cluster.job import (
+    MAX_NODES,
+    Job,
+    Kubernetes,
+    as_text,
+    load_job,
+    read_job,
+    require_secrets,
+    require_volumes,
+)
+from verl_patches.cluster.render import rendered
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 from verl_patches.ray_nodes import RayPorts, ray_start
@@ -72,11 +82,26 @@ def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb,
         ({"checkout": "/a\nb"}, "checkout"),
         ({"env": {"A": "a\0b"}}, "env.A: .*without NUL"),
         ({"ports": {"gcs": 6380}}, "overlap at 6380"),
+        ({"uploads": [{"from": "o", "to": "s3://b"}]}, "command, which is missing"),
+        ({"command": ["a"], "uploads": [{"from": "o", "to": "b"}]}, "uploads.0.to"),
+        ({"command": ["a"], "uploads": [{"from": "-o", "to": "s3://b"}]}, "uploads.0.from"),
+        ({"command": ["a"], "uploads": [{"from": "o", "to": f"s3://b{end}"} for end in ("", "/")]}, "a target twice"),
+        ({"command": ["a"], "uploads": [{"from": "o", "to": "ftp://u:pass@b/x"}]}, "has a password"),
+        ({"replica_count": 3}, "nodes: 2, but replica_count, which is the same, is 3"),
+        ({"image": "${NONE}"}, "image: .*NONE.* is unset; give it in env_file or export it"),
+        ({"image": "${a b}"}, "a b.* is unset"),
+        ({"folder": "/x/${HF_TOKEN}"}, "folder: .*HF_TOKEN.* is a secret"),
+        ({"secrets": ["WANDB"], "env": {"A": "${WANDB}"}}, "env.A: .*WANDB.* is a secret"),
+        ({"uploads": [{"from": "o", "to": "s3://${KEYED}"}]}, "uploads.to: .*KEYED.* is a secret"),
+        ({"env_file": "no.env"}, "no.env: expected a file of NAME=VALUE lines, found: No such file"),
+        ({"env_file": 3}, "env_file: expected a path, found 3"),
     ],
 )
 def test_a_wrong_job_is_refused_by_name(changes, text):
-    with pytest.raises(ConfigError, match=text):
-        read(**{"checkout": "/c", **changes})
+    environ = {"HF_TOKEN": "t", "WANDB": "w", "KEYED": "hf_" + "x" * 30}
+    with pytest.raises(ConfigError, match=text) as error:
+        read(environ, **{"checkout": "/c", **changes})
+    assert "xxxxx" not in str(error.value)
 
 
 IN_DATA = {"provider": "kubernetes", "volumes": {"/data": "/data"}}
@@ -172,6 +197,56 @@ def test_secrets_come_from_the_environment_or_the_second_document_and_are_requir
     assert again == job and sent == secrets
     with pytest.raises(ConfigError, match="needs HF_TOKEN"):
         require_secrets(job, read({}, secrets=["HF_TOKEN"])[1])
+
+
+ENV_FILE = """
+# build values
+MODELS_ROOT=/models
+export image="registry/a3:1" # the image
+WANDB='w4 #ndb'
+EMPTY=
+"""
+SEED = """
+name: test-ppo-training
+image: ${image}
+replica_count: 1
+dies: 8
+env_file: values.env
+volumes: {"${MODELS_ROOT}": /models, /o: /c/outputs}
+checkout: /c
+command: [bash, scripts/smoke.sh, "$HOME/${MODELS_ROOT}"]
+env: {HF_HOME: "${MODELS_ROOT}/hub"}
+secrets: [WANDB]
+uploads: [{from: "outputs/${RUN}", to: "s3://b/${RUN}"}]
+"""
+
+
+def test_a_job_takes_values_from_its_env_file_and_no_secret_is_written(tmp_path):
+    """The file is read beside the job; the caller's environment takes precedence; a command keeps its own ${...}."""
+    (tmp_path / "values.env").write_text(ENV_FILE)
+    (tmp_path / "job.yaml").write_text(SEED)
+    job, secrets = load_job(str(tmp_path / "job.yaml"), "", {"RUN": "r1", "image": ""})
+    assert (job.image, job.nodes, job.command[2]) == ("registry/a3:1", 1, "$HOME/${MODELS_ROOT}")
+    assert job.env == {"HF_HOME": "/models/hub"}
+    assert job.volumes == {"/models": "/models", "/o": "/c/outputs"} and job.uploads[0].to == "s3://b/r1"
+    assert secrets == {"WANDB": "w4 #ndb"} and job.uploads[0].source == "outputs/r1"
+    require_secrets(job, secrets)
+    again, sent = load_job("-", as_text(job, secrets), {})
+    assert (again, sent) == (job, secrets)
+    jobs = [job.model_copy(update={"provider": name}) for name in ("nodes", "slurm", "kubernetes")]
+    jobs[2] = jobs[2].model_copy(update={"command": ["train"], "kubernetes": Kubernetes(secret="s")})
+    for text in (as_text(job), *map(rendered, jobs)):
+        assert "w4 #ndb" not in text and "WANDB" in text and "s3://b/r1" in text
+    other, _ = load_job(str(tmp_path / "job.yaml"), "", {"RUN": "r2", "image": "mine"})
+    assert other.image == "mine" and other.digest != job.digest
+
+
+@pytest.mark.parametrize("line", ["A", "A B=c", "1A=b", "A=b c", "A='b"])
+def test_a_line_of_an_env_file_that_is_none_is_named_without_its_value(tmp_path, line):
+    (tmp_path / "v.env").write_text(f"B=secretvalue\n{line} secretvalue\n")
+    with pytest.raises(ConfigError, match=r"v.env:2: expected NAME=VALUE") as error:
+        read(env_file=str(tmp_path / "v.env"))
+    assert "secretvalue" not in str(error.value)
 
 
 def test_the_job_of_another_image_is_another_job():

@@ -20,6 +20,7 @@ from verl_patches.cluster import gather, node
 from verl_patches.cluster.job import Job, read_job
 from verl_patches.cluster.place import Place, place_of
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.platform.npu import machine
 from verl_patches.processes import started_at
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -316,3 +317,15 @@ def test_logs_that_could_not_be_copied_stay_for_another_down(logged, tmp_path):
 def test_logs_that_nobody_wants_are_not_copied(logged, tmp_path):
     assert cluster(logged, "down", "--logs", "none").returncode == 0
     assert not (tmp_path / "logs").exists() and not (tmp_path / "f" / "ray").exists()
+
+
+def test_ray_of_npus_gets_jemalloc_unless_the_job_says_otherwise(tmp_path, monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setattr(machine, "JEMALLOC", (str(tmp_path),))
+    npu, gpu = (Job(name="j", nodes=1, dies=1, device=device) for device in ("NPU", "GPU"))
+    assert "LD_PRELOAD" not in node.node_environment(npu, {}, "m")
+    (tmp_path / "libjemalloc.so.2").touch()
+    assert node.node_environment(npu, {}, "m")["LD_PRELOAD"] == f"{tmp_path}/libjemalloc.so.2"
+    assert "LD_PRELOAD" not in node.node_environment(gpu, {}, "m")
+    own = npu.model_copy(update={"env": {"LD_PRELOAD": ""}})
+    assert node.node_environment(own, {}, "m")["LD_PRELOAD"] == ""

@@ -9,6 +9,7 @@ from verl_patches.config import environment
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import derive, process_environment, worker_environment
 from verl_patches.patching.contract import installed_root
+from verl_patches.platform.npu import machine
 from verl_patches.upstream.pins import load_pins
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init"
@@ -127,3 +128,14 @@ def test_the_page_lists_every_variable_of_platform_npu_with_its_value(name):
     assert differences(page, npu) == [] and len(npu) > 10
     changed = [replace(v, value="17") if v.name == "HCCL_BUFFSIZE" else v for v in npu]  # the control
     assert differences(page, changed[1:]) == ["HCCL_BUFFSIZE", npu[0].name]
+
+
+def test_a_run_on_npus_preloads_jemalloc_in_its_driver_and_ray_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setattr(machine, "JEMALLOC", (str(tmp_path),))
+    config = compose("deepseekv3_16die")
+    assert "LD_PRELOAD" not in {v.name for v in derive(config)}
+    (tmp_path / "libjemalloc.so.2").touch()
+    (found,) = (v for v in derive(config) if v.name == "LD_PRELOAD")
+    assert (found.value, found.where) == (f"{tmp_path}/libjemalloc.so.2", "driver")
+    assert "LD_PRELOAD" not in {v.name for v in derive(compose("deepseekv3_tiny_cpu"))}

@@ -1,6 +1,8 @@
 """HCCL settings: the buffer by the documented formula, timeouts, and ports that nothing else uses."""
 
 import functools
+import re
+from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
@@ -174,3 +176,44 @@ def test_ports_are_those_that_nothing_else_uses(tmp_path, base, kernel, words):
 def test_the_two_variables_share_no_port():
     names = ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE")
     assert [variables()[name] for name in names] == ["61000", "61016-61143"]
+
+
+ON_A2 = {"recipe__hccl__expansion_mode": "HOST", "recipe__rollout__dp": 32, "recipe__rollout__instances": 4}
+OF_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8, **ON_A2}
+OF_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        (OF_800T, None),
+        (OF_BOX, None),
+        ({**OF_800T, "trainer__nnodes": 16, "trainer__n_gpus_per_node": 16}, "is 16, expected at most 8: take .*=32 "),
+        ({**OF_BOX, "trainer__nnodes": 64, "trainer__n_gpus_per_node": 8}, None),  # one module of each
+        ({**OF_BOX, "trainer__nnodes": 32, "trainer__n_gpus_per_node": 12}, "is 12, expected at most 8 or 16"),
+        ({**OF_800T, "recipe__hccl__expansion_mode": "AIV"}, "expansion_mode is AIV, expected HOST"),
+        ({"recipe__hccl__expansion_mode": "HOST"}, "expansion_mode is HOST, expected AIV or AI_CPU"),
+        ({**OF_800T, "recipe__rollout__dp": 64}, "has 128 ranks, MC2 takes 16, 32, 64: change recipe.rollout.dp"),
+        ({"recipe__rollout__dp": 64}, None),  # the control: A3 takes it
+        ({**OF_800T, SEATS: 1024}, "decodes 512 tokens, MC2 takes 256"),
+        ({"recipe__rollout__dp": 4, "trainer__n_gpus_per_node": 16}, None),
+    ],
+)
+def test_the_machine_has_such_nodes_and_takes_what_is_asked_of_hccl_and_mc2(changes, fault):
+    check = hccl.check_machine(config_of(**changes), MODEL)
+    assert check.ok == (fault is None) and re.search(fault or "dies of a node of", check.detail), check.detail
+
+
+def test_a_rank_of_a2_holds_at_most_24_experts_for_mc2():
+    config = config_of(**{**OF_800T, "recipe__rollout__dp": 8})
+    assert hccl.check_machine(config, MODEL).ok  # 16 experts on each of 16 ranks
+    more = hccl.check_machine(config, replace(MODEL, n_routed_experts=512))
+    assert not more.ok and "has 32 experts, MC2 takes 24" in more.detail
+
+
+def test_the_need_of_a2_by_its_own_formula():
+    # 2 x (32 tokens x 64 ranks x min(4 experts, top 8) x 7168 x 2 bytes + 2 MiB), in MiB
+    assert 2 * (32 * 64 * 4 * 7168 * 2 / 2**20 + 2) == 228
+    assert hccl.buffer_need_mib(config_of(**OF_800T), MODEL) == 228
+    assert hccl.buffer_need_mib(config_of(**{**OF_800T, "recipe__hardware": "a3"}), MODEL) == 239

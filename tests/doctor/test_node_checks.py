@@ -217,6 +217,15 @@ def test_limits_and_memory_of_a_container(make_node, tmp_path):
     assert absent.state == "problem" and "/none/libjemalloc.so.2, which does not exist" in absent.found
 
 
+def test_a_stale_lock_is_a_problem_with_the_command_that_removes_it(make_node, tmp_path):
+    node = make_node(environ={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert findings(node, "extension locks")["extension locks"].state == "fine"
+    (tmp_path / "fused adam").mkdir()
+    (tmp_path / "fused adam" / "lock").touch()
+    found = findings(node, "extension locks")["extension locks"]
+    assert found.state == "problem" and found.todo == f"rm '{tmp_path}/fused adam/lock'"
+
+
 def test_limits_of_control_groups_v1(make_node, tmp_path):
     (tmp_path / "pids").mkdir()
     (tmp_path / "memory").mkdir()

@@ -240,3 +240,11 @@ def test_a_full_disk_ends_the_run_with_its_name(monkeypatch, tmp_path):
         assert f"{disk}" in outcome.reason and "its disk has 0.0 MiB left" in outcome.reason
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_stale_lock_of_a_compiled_extension_is_named_before_the_run(start, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    (tmp_path / "extensions/op").mkdir(parents=True)
+    (tmp_path / "extensions/op/lock").touch()
+    outcome, _, lines = start(SUMMARY)
+    assert outcome.code == 0 and any(f"rm {tmp_path}/extensions/op/lock" in line for line in lines), lines

@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 from verl_patches.cli.output import memory_rows, other_memory_rows
 from verl_patches.config.compose import compose
 from verl_patches.planning import memory_plan as memory_plan_module
-from verl_patches.planning.expected import A3_SEEN_BYTES
 from verl_patches.planning.memory_plan import exceeding, followed_peaks, host_limit, memory_plan, settings_that_fit
+from verl_patches.planning.search import A3_SEEN_BYTES
 
 pytestmark = pytest.mark.slow
 
@@ -156,19 +156,19 @@ SHORT = {
 def test_settings_that_fit_are_the_first_that_do(big, case):
     given, expected = SHORT[case]
     config = changed(big, given)
-    assert exceeding(followed_peaks(config, RUN)["phases"])
+    assert exceeding(followed_peaks(config, RUN)["phases"], A3_SEEN_BYTES)
     found, phases = settings_that_fit(config, RUN)
-    assert not exceeding(phases)
+    assert not exceeding(phases, A3_SEEN_BYTES)
     mended = changed(config, found)
     assert followed_peaks(mended, RUN)["phases"] == phases
     for key, (enough, before) in expected.items():
         assert found[key] == enough
-        assert exceeding(followed_peaks(changed(mended, {key: before}), RUN)["phases"]), key
+        assert exceeding(followed_peaks(changed(mended, {key: before}), RUN)["phases"], A3_SEEN_BYTES), key
 
 
 def test_settings_that_are_not_enough_leave_phases_that_exceed_a_die(big):
     config = changed(big, {"recipe.reshard.bucket_bytes": 1 << 34})
-    (said,) = exceeding(settings_that_fit(config, RUN)[1])
+    (said,) = exceeding(settings_that_fit(config, RUN)[1], A3_SEEN_BYTES)
     assert said.startswith("reshard: die ") and "GB of 65.79; largest: reshard_buffers 68.72" in said
 
 

@@ -10,10 +10,10 @@ from verl_patches.config.checks import check_config
 from verl_patches.config.compose import CONFIGS_DIR, compose, model_shape_of
 from verl_patches.errors import ConfigError
 from verl_patches.planning import search as search_module
-from verl_patches.planning.expected import A3_SEEN_BYTES
 from verl_patches.planning.memory_plan import followed_peaks, recomputation, recompute_keys
 from verl_patches.planning.plan import build_plan, patch_table
 from verl_patches.planning.search import (
+    A3_SEEN_BYTES,
     GRAPHS,
     as_overrides,
     balanced_layers,

@@ -82,5 +82,5 @@ def test_the_nearest_preset_has_no_more_dies_and_fits_the_node(dies, host_gib, n
 
 
 def test_a_preset_whose_plan_fails_is_not_named(monkeypatch):
-    monkeypatch.setattr(verdict, "exceeding", lambda phases: ["update: die 0 needs more"])
+    monkeypatch.setattr(verdict, "exceeding", lambda phases, room: ["update: die 0 needs more"])
     assert nearest_preset(NAME, 256, None, ON) is None

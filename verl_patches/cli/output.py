@@ -22,6 +22,7 @@ from verl_patches.patching.report import NOT_RUN, Report
 from verl_patches.planning.plan import build_plan
 from verl_patches.planning.step_plan import Workload
 from verl_patches.planning.verdict import conclude
+from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.values import printable
 
@@ -230,6 +231,8 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
     if plan["step"]:
         table(*step_rows(plan["step"]))
         table(*calibration_rows(plan["step"]["calibration"]))
+    elif config.recipe.hardware != "a3":
+        say(f"no seconds of a step: no published run has them for {HARDWARE[config.recipe.hardware].title}", "bold")
     _show_start(plan)
 
 

@@ -55,6 +55,9 @@ SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAli
 FROM_ENVIRONMENT = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
 PLACEHOLDER = ".example"  # no host has a name in it (RFC 2606)
 MASTER, RANK = "MASTER_ADDR", "NODE_RANK"
+# fields in which ${NAME} is the value of a variable
+EXPANDED = ("image", "volumes", "env", "env_file", "checkout", "upstream", "python", "folder", "logs", "uploads")
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _OUTPUT_ROOT = re.compile(r"""(?:^|[\s+'"])recipe\.output_root=['"]?([^\s'"]+)""")  # also in a line of bash -c
 
 
@@ -99,13 +102,21 @@ class Slurm(_Strict):
     srun_options: list[Line] = []
 
 
+class Upload(_Strict):
+    """`from`: a file or folder, relative to the checkout; `to`: where it is copied (cluster/upload.py)."""
+
+    source: PlainPath = Field(alias="from")
+    to: Annotated[Line, StringConstraints(pattern=r"^[a-z][a-z0-9+]*://[^\s]+$")]
+
+
 class Job(_Strict):
     """One job file, completed from the environment of the seeds' scripts; unknown keys are refused.
 
     provider: how nodes are reached. volumes: {folder of the host: folder of the container}, with an image; nothing else
     outlives a container. nodes, dies: how many, and how many dies each. device: Ray's name of a die.
     hosts: addresses in the order of ranks (ssh), the first has Ray's head. command: words, run on the head's node.
-    env: variables of Ray and the command. secrets: names of variables, whose values are in the caller's environment.
+    env: variables of Ray and the command. secrets: names of variables, whose values are in the caller's environment or
+    its env_file. uploads: of the command's results.
     checkout, upstream, python: the same paths on every node, in the image where there is one. folder: of sockets, logs
     and the record of what was started, on each node. wait_s: the longest wait for nodes.
     """
@@ -121,6 +132,7 @@ class Job(_Strict):
     command: list[Word] = []
     env: dict[Variable, Word] = {}
     secrets: list[Variable] = []
+    uploads: list[Upload] = []
     interface: Interface | None = None
     checkout: PlainPath = str(REPOSITORY)
     upstream: list[PlainPath] = []
@@ -155,6 +167,12 @@ class Job(_Strict):
         if known or shown:
             names = ", ".join(sorted({*known, *shown}))
             raise ValueError(f"env has the value of {names}: give secrets by name only, under secrets:")
+        if self.uploads and not self.command:
+            raise ValueError("uploads are of the results of the job's command, which is missing")
+        if len({upload.to.rstrip("/") for upload in self.uploads}) != len(self.uploads):
+            raise ValueError("uploads has a target twice")
+        if shown := [upload.to for upload in self.uploads if is_secret_value(upload.to)]:
+            raise ValueError(f"upload {len(shown)} has a password in its address: give it under secrets:")
         slurm = self.slurm.options, self.slurm.srun_options
         for words in (self.command, self.ssh.command, self.ssh.container_options, *slurm):
             if options := secret_options(words):
@@ -177,18 +195,13 @@ class Job(_Strict):
     @property
     def digest(self) -> str:
         """Twelve hex digits: two jobs are the same if everything but waiting and logs is."""
-        text = self.model_dump_json(exclude={"wait_s", "logs", "command", "interface"})
+        text = self.model_dump_json(exclude={"wait_s", "logs", "command", "interface", "uploads"})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def python_path(self) -> str:
         """What stands before a node's own PYTHONPATH."""
         return os.pathsep.join([self.checkout, *self.upstream])
-
-    @property
-    def command_text(self) -> str:
-        """The command as one line of a shell."""
-        return shlex.join(self.command)
 
     def host_of(self, rank: int) -> str:
         """ "node 3 (10.0.0.4)", or without the address where the job has none."""
@@ -209,6 +222,7 @@ def read_job(
             f"{source}: expected a job file with name, nodes and dies; configs/cluster_256die.yaml is one"
         )
     given = dict(parsed[0])
+    environ = _completed(given, source, environ)
     for variable, field in FROM_ENVIRONMENT.items():
         if environ.get(variable):
             _take(given, field, variable, environ[variable], source)
@@ -221,6 +235,59 @@ def read_job(
     if not isinstance(sent, dict) or not all(isinstance(value, str) for value in sent.values()):
         raise ConfigError(f"{source}: expected {{secrets: {{name: text}}}} as the second document, found other values")
     return job, {name: sent.get(name, environ.get(name, "")) for name in job.secrets}
+
+
+def _completed(given: dict[str, Any], source: str, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Take env_file and replica_count out of the file, and put values for ${NAME}; the environment with env_file's.
+
+    A variable of the caller's own environment takes precedence. ConfigError where one is unset or a secret.
+    """
+    count, nodes = given.pop("replica_count", None), given.get("nodes")
+    if count is not None:
+        if nodes not in (None, count):
+            raise ConfigError(f"{source} has nodes: {nodes!r}, but replica_count, which is the same, is {count!r}")
+        given["nodes"] = count
+    secrets = given.get("secrets") if isinstance(given.get("secrets"), list) else []
+
+    def put(node: Any, where: str) -> Any:
+        if isinstance(node, dict):
+            return {put(key, where): put(value, f"{where}.{key}") for key, value in node.items()}
+        if isinstance(node, list):
+            return [put(value, where) for value in node]
+        return _REFERENCE.sub(lambda match: value_of(match[1], where), node) if isinstance(node, str) else node
+
+    def value_of(name: str, where: str) -> str:
+        value = environ.get(name, "")
+        if name in secrets or is_secret_variable(name) or is_secret_value(value):
+            raise ConfigError(f"{source}: {where}: ${{{name}}} is a secret, whose value would be written into files")
+        if not value:
+            raise ConfigError(f"{source}: {where}: ${{{name}}} is unset; give it in env_file or export it")
+        return value
+
+    if "env_file" in given:
+        path = put(given.pop("env_file"), "env_file")
+        if not isinstance(path, str):
+            raise ConfigError(f"{source}: env_file: expected a path, found {path!r}")
+        environ = {**_read_env_file(Path(source).parent / path), **{k: v for k, v in environ.items() if v}}
+    given.update({key: put(given[key], key) for key in EXPANDED if key in given})
+    return environ
+
+
+def _read_env_file(path: Path) -> dict[str, str]:
+    """{name: value} of lines NAME=VALUE, with quotes, comments and `export` as in bash."""
+    found = {}
+    for number, line in enumerate(head_of(path, "a file of NAME=VALUE lines").decode(errors="replace").splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            word, *rest = shlex.split(line.strip().removeprefix("export "))
+        except ValueError:
+            word, rest = "", []
+        name, equals, value = word.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or (rest and not rest[0].startswith("#")):
+            raise ConfigError(f"{path}:{number}: expected NAME=VALUE, with quotes around spaces")
+        found[name] = value
+    return found
 
 
 def _take(given: dict[str, Any], field: str, variable: str, value: str, source: str) -> None:
@@ -245,7 +312,7 @@ def load_job(path: str, stdin: str | bytes, environ: Mapping[str, str]) -> tuple
 
 def as_text(job: Job, secrets: Mapping[str, str] | None = None) -> str:
     """The job as text for the standard input of another node."""
-    documents = [json.loads(job.model_dump_json()), *([{"secrets": dict(secrets)}] if secrets else [])]
+    documents = [json.loads(job.model_dump_json(by_alias=True)), *([{"secrets": dict(secrets)}] if secrets else [])]
     return yaml.safe_dump_all(documents, sort_keys=False)
 
 

@@ -30,6 +30,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE
 from verl_patches.platform.npu import SOCKETS
+from verl_patches.platform.npu.machine import preload, start_notes
 from verl_patches.processes import (
     Descendants,
     SharedMemory,
@@ -87,6 +88,8 @@ def up(job: Job, place: Place, secrets: Mapping[str, str], say: Callable[[str], 
             _require_free_ports(job, place)
             if place.rank:
                 _wait_for_head(job, place, end, say)
+            for note in start_notes({**os.environ, **job.env}, job.device == "NPU"):
+                say(f"{job.host_of(place.rank)}: {note}")
             say(f"{job.host_of(place.rank)}: starting Ray, address {place.address}, head {place.head}")
             started = _start(job, place, secrets, folder)
         else:
@@ -232,6 +235,8 @@ def node_environment(job: Job, secrets: Mapping[str, str], mark: str) -> dict[st
     base = {name: value for name, value in os.environ.items() if name not in dropped}
     sockets = {name: form.format(job.interface) for name, form in SOCKETS.items()} if job.interface else {}
     base.update({**sockets, **job.env, **secrets, MARK: mark})
+    if job.device == "NPU" and "LD_PRELOAD" not in job.env and (libraries := preload(base)):
+        base["LD_PRELOAD"] = libraries
     base["PYTHONPATH"] = os.pathsep.join(filter(None, [job.python_path, os.environ.get("PYTHONPATH")]))
     base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
     return base

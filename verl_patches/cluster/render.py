@@ -16,6 +16,7 @@ import yaml
 from verl_patches.cluster.job import Job, as_text, of_a_node
 from verl_patches.cluster.node import start_words
 from verl_patches.cluster.place import Place
+from verl_patches.cluster.upload import command_words
 from verl_patches.errors import ConfigError
 from verl_patches.platform.npu import SOCKETS
 from verl_patches.ray_nodes import ray_start
@@ -72,7 +73,7 @@ def commands(job: Job) -> str:
         words = shlex.join(start_words(job, Place(rank, head, head if rank == 0 else address)))
         text += f"\n# {job.host_of(rank)}\n{words}\n"
     if job.command:
-        text += f"\n# {job.host_of(0)}, when all nodes are in\n{job.command_text}\n"
+        text += f"\n# {job.host_of(0)}, when all nodes are in\n{shlex.join(command_words(job))}\n"
     return text
 
 
@@ -134,7 +135,7 @@ def _entrypoint(job: Job) -> str:
 
     ConfigError for words that this shell, or that of the head, would change.
     """
-    words = ["env", f"--chdir={job.checkout}", *job.command]
+    words = ["env", f"--chdir={job.checkout}", *command_words(job)]
     odd = [word for word in words if not _PLAIN.fullmatch(word)]
     if odd:
         raise ConfigError(

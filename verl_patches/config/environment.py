@@ -20,6 +20,7 @@ from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import SOCKETS
+from verl_patches.platform.npu.machine import preload
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 
@@ -166,6 +167,8 @@ def _driver(config: DictConfig, temp_dir: str | None, trees: Trees) -> dict[str,
         variables["RAY_ADDRESS"] = (recipe.ray_address, "recipe.ray_address")
     else:
         variables["RAY_TMPDIR"] = (f"{temp}/{RAY_FOLDER}", "a path short enough for sockets (107 bytes)")
+    if recipe.platform == "npu" and (libraries := preload(os.environ)):
+        variables["LD_PRELOAD"] = (libraries, "jemalloc, which gives host memory back to the system")
     if recipe.ray_port is not None:
         variables["RAY_GCS_SERVER_PORT"] = (str(recipe.ray_port), "recipe.ray_port")
     return {name: (*entry, "driver") for name, entry in variables.items()}

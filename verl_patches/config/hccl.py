@@ -20,6 +20,7 @@ from verl_patches.layout.phases import samples
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import MC2_FROM_RANKS
 from verl_patches.platform.npu.groups import EXPERTS_IN_ROLLOUT, EXPERTS_IN_TRAINING
+from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.ray_nodes import RayPorts
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
@@ -35,7 +36,7 @@ def checks(config: DictConfig, model: ModelShape) -> list[Check]:
     """The rules of this file; nothing on other platforms than npu."""
     if not as_npu(config.recipe.platform):
         return []
-    return [check_buffer(config, model), check_timeouts(config), check_ports(config)]
+    return [check_machine(config, model), check_buffer(config, model), check_timeouts(config), check_ports(config)]
 
 
 def decodes_by_mc2(config: DictConfig) -> bool:
@@ -49,16 +50,49 @@ def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
     By the documentation of torch_npu.npu_moe_distribute_dispatch for Atlas A3 (op-plugin 7.1.0):
     2^20 x (HCCL_BUFFSIZE - 2) / 2 >= tokens x 2 x (hidden + 128) x (ep x local experts + top-k + 1), where `tokens` is
     the largest decode batch of a replica, split over TP (vllm_ascend/ops/fused_moe.py:134). With less the operator ends
-    with an address out of range and names no variable (vllm-ascend issue 2674).
+    with an address out of range and names no variable (vllm-ascend issue 2674). For A2 the same page has
+    HCCL_BUFFSIZE >= 2 x (tokens x ep x min(local experts, top-k) x hidden x 2 bytes + 2 MiB).
     """
     if not decodes_by_mc2(config):
         return 0
+    ep, local, tokens = _exchange(config, model)
+    if config.recipe.hardware != "a3":
+        sent = tokens * ep * min(local, model.num_experts_per_tok) * model.hidden_size * 2
+        return math.ceil(2 * (sent / _MIB + 2))
+    moved = tokens * 2 * (model.hidden_size + 128) * (ep * local + model.num_experts_per_tok + 1)
+    return math.ceil(2 * moved / _MIB + 2)
+
+
+def _exchange(config: DictConfig, model: ModelShape) -> tuple[int, int, int]:
+    """(ranks of an expert group, experts of its last rank, tokens of a rank in decode) of the rollout."""
     tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     ep = tp * config.recipe.rollout.dp
     local = model.n_routed_experts // ep + model.n_routed_experts % ep  # the last rank has the rest
-    tokens = math.ceil(_decode_batch(config) / tp)
-    moved = tokens * 2 * (model.hidden_size + 128) * (ep * local + model.num_experts_per_tok + 1)
-    return math.ceil(2 * moved / _MIB + 2)
+    return ep, local, math.ceil(_decode_batch(config) / tp)
+
+
+def check_machine(config: DictConfig, model: ModelShape) -> Check:
+    """Whether recipe.hardware has such nodes, and runs what the configuration asks of HCCL and MC2."""
+    machine, dies = HARDWARE[config.recipe.hardware], config.trainer.n_gpus_per_node
+    most, half, mode, faults = machine.node_dies, machine.module_dies, config.recipe.hccl.expansion_mode, []
+    if dies > most or half < dies < most:
+        sizes = f"at most {half} or {most}" if half < most else f"at most {most}"
+        todo = f"trainer.nnodes={math.ceil(world_size(config) / most)} trainer.n_gpus_per_node={most}"
+        faults.append(f"trainer.n_gpus_per_node is {dies}, expected {sizes}: take {todo}")
+    if mode not in machine.expansion_modes:
+        modes = " or ".join(machine.expansion_modes)
+        faults.append(f"recipe.hccl.expansion_mode is {mode}, expected {modes} for training")
+    if decodes_by_mc2(config):
+        ep, local, tokens = _exchange(config, model)
+        if ep not in machine.mc2_ranks:
+            sizes = ", ".join(map(str, machine.mc2_ranks))
+            faults.append(f"a rollout instance has {ep} ranks, MC2 takes {sizes}: change recipe.rollout.dp")
+        if tokens > machine.mc2_tokens:
+            faults.append(f"a rank decodes {tokens} tokens, MC2 takes {machine.mc2_tokens}: lower max_num_seqs")
+        if local > machine.mc2_experts:
+            faults.append(f"a rank has {local} experts, MC2 takes {machine.mc2_experts}: raise recipe.rollout.dp")
+    held = f"{machine.title}: {dies} dies of a node of {most}"
+    return either("hardware", not faults, held, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
 
 
 def _decode_batch(config: DictConfig) -> int:

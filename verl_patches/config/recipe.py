@@ -17,6 +17,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.memory.schedule import SCHEDULE
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
 from verl_patches.platform import as_npu
+from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.values import (
     Count,
     Decay,
@@ -308,14 +309,15 @@ class Hccl:
     buffer_mib: HCCL_BUFFSIZE in MiB; null: what the layout needs.
     small_groups_mib: the same for groups of Megatron and vLLM over which neither training nor MC2 exchanges experts;
         null: HCCL_BUFFSIZE.
-    expansion_mode: what runs collectives on the device: its vector cores (AIV) or its AI CPU.
+    expansion_mode: what runs collectives on the device: its vector cores (AIV) or its AI CPU; HOST, the
+    host, is for A2 alone.
     base_port: first of the 144 ports that HCCL listens on, on every node.
     """
 
     interface: str | None = None
     buffer_mib: Count | None = None
     small_groups_mib: Count | None = 64
-    expansion_mode: _one_of("AIV", "AI_CPU") = "AIV"
+    expansion_mode: _one_of("AIV", "AI_CPU", "HOST") = "AIV"
     base_port: _HcclPort = 61000
 
 
@@ -434,6 +436,8 @@ class Recipe:
     command is called.
     line: the set of pins: pypi (CPU) or a3 (production).
     platform: the kind of device. cpu uses stand-ins for compiled code; npu_emulated runs what npu does, on a CPU.
+    hardware: the kind of machine with NPUs: Atlas A3, 800T A2, or 200T A2 Box16 (docs/support.md). Of A2 memory and
+    layouts are planned, and no seconds.
     patches: +row.id or -row.id, switches of the catalogue's rows; `*` stands for any text.
     drift: what to do where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
     marks it, skip leaves upstream as it is there.
@@ -456,6 +460,7 @@ class Recipe:
     output_root: Text | None = None
     line: _one_of(*LINES) = "a3"
     platform: _one_of(*PLATFORMS) = "npu"
+    hardware: _one_of(*HARDWARE) = "a3"
     patches: list[_Pattern] = field(default_factory=list)
     drift: _one_of(*DRIFT_POLICIES) = "strict"
     dtype: _one_of(*VLLM_DTYPES) = "bf16"

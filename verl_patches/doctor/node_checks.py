@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -37,6 +38,7 @@ from verl_patches.planning.plan import host_bytes
 from verl_patches.platform import NO_DEVICE, as_npu
 from verl_patches.platform import require as require_platform
 from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
+from verl_patches.platform.npu.machine import INSTALL_JEMALLOC, preload, stale_locks
 from verl_patches.processes import taken_by
 from verl_patches.upstream import versions
 from verl_patches.upstream.checkouts import LINE, Trees
@@ -352,9 +354,18 @@ def _jemalloc(node: Node) -> Iterator[Result]:
     if absent:
         yield Result(False, f"LD_PRELOAD names {', '.join(absent)}, which does not exist", state="problem")
     elif node.npu or named:
-        yield Result(bool(named), f"LD_PRELOAD={':'.join(preloaded)}" if preloaded else "LD_PRELOAD is unset")
+        there = "" if named else f"; {preload({}) or 'no libjemalloc.so.2'} on this machine"
+        yield Result(bool(named), (f"LD_PRELOAD={':'.join(preloaded)}" if preloaded else "LD_PRELOAD is unset") + there)
     else:
         yield Result(True, "not needed on this platform")
+
+
+def _locks(node: Node) -> Iterator[Result]:
+    locks = stale_locks(node.machine.environ)
+    for lock in locks:
+        yield Result(False, f"stale: {lock}", todo=f"rm {shlex.quote(str(lock))}")
+    if not locks:
+        yield Result(True, "none")
 
 
 # network
@@ -435,7 +446,10 @@ HOST_ROWS = (
         "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",
         _limits),
     NodeCheck("jemalloc", "LD_PRELOAD", "libjemalloc in LD_PRELOAD",
-        "source /etc/profile.d/deepseekv3.sh where Ray is started (yum install jemalloc)", _jemalloc, "note"),
+        f"{INSTALL_JEMALLOC}; cluster up and a run that starts its own Ray preload it", _jemalloc, "note"),
+    NodeCheck("extension locks", "`lock` in TORCH_EXTENSIONS_DIR, or ~/.cache/torch_extensions",
+        "none that no process holds: every later compilation waits for it",
+        "remove it, unless another machine that shares the folder compiles", _locks),
     NodeCheck("interface", "own variables, recipe.hccl.interface, or the route to Ray's head",
         "an interface that is up; not the loopback between nodes",
         "ip -brief address lists them; set recipe.hccl.interface, or HCCL_, GLOO_ and TP_SOCKET_IFNAME", _interface),

@@ -27,6 +27,7 @@ from verl_patches.launch.restart import Restarts
 from verl_patches.launch.run_folder import RunFolder, open_run_folder, start_again
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
+from verl_patches.platform.npu.machine import start_notes
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, taken_by
 from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.trainer.record import Progress, write_json
@@ -77,7 +78,7 @@ def run(
     require_free_port(config.recipe.ray_port)
     with open_run_folder(config) as here:
         folder = here.path
-        for line in here.said:
+        for line in (*here.said, *start_notes(os.environ, config.recipe.platform == "npu")):
             Progress(folder).say(line)
         for name, files in (dirty or {}).items():
             Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")

@@ -27,9 +27,6 @@ from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES, local_para
 from verl_patches.memory.schedule import ACTOR, CRITIC, Moment, Schedule, TrainedGroups, simulate
 from verl_patches.planning.activations import Passes, forward_bytes, update_bytes
 
-# What a process sees of the 64 GiB of a die (mem_get_info): the rest is the driver's. sgl-project/sglang issue 29838,
-# on Atlas A3
-A3_SEEN_BYTES = int(61.27 * (1 << 30))
 CONTEXT_BYTES = 1 << 30
 _READ = ("ref_params", "reward_params", "rollout_weights")  # memory groups of weights that are not trained
 _OF_VALUES = ("rm_scores", "values", "update_critic")  # phases of value models

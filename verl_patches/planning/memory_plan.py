@@ -25,16 +25,8 @@ from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layo
 from verl_patches.layout.phases import reward_models, samples, trains_actor
 from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
 from verl_patches.planning.activations import UNBALANCED, Passes
-from verl_patches.planning.expected import (
-    A3_SEEN_BYTES,
-    Alike,
-    Setting,
-    group_bytes,
-    host_bytes,
-    peaks,
-    phase_peak,
-    simulated,
-)
+from verl_patches.planning.expected import Alike, Setting, group_bytes, host_bytes, peaks, phase_peak, simulated
+from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.upstream.checkouts import LINE
 
 DEVICES = Path("/dev")
@@ -64,7 +56,7 @@ def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
         rollout_library=rollout_library(config),
         bucket_bytes=recipe.reshard.bucket_bytes if direct_sync(rows) else None,
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
-        vllm_bytes=int(rollout.gpu_memory_utilization * A3_SEEN_BYTES) if npu else 0,
+        vllm_bytes=int(rollout.gpu_memory_utilization * die_bytes(config)) if npu else 0,
         tensor_cache_bytes=cached_bytes(config) // train.dp if recipe.tensor_cache.enabled else 0,
         absorbed_copies=npu or recipe.line == LINE,  # MindSpeed's view on the CPU too
         passes=passes_of(config, train.dp, rows) if recipe.line == LINE else None,
@@ -84,7 +76,7 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
     `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
     for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows
     that are on. Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is
-    what a process sees of an A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a
+    what a process sees of a die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a
     node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
     """
     run, npu, recipe = run_memory(config, rows), config.recipe.platform == "npu", config.recipe
@@ -95,7 +87,7 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
         compared.append((run.schedule, run.setting))
     return {
         "modelled": True,
-        "hbm_bytes": A3_SEEN_BYTES if npu else None,
+        "hbm_bytes": die_bytes(config) if npu else None,
         "followed": run.schedule.name,
         "orders": [peaks(order, setting, run.stays) for order, setting in compared],
         "swapped": recipe.train.swap_optimizer,
@@ -122,14 +114,16 @@ def settings_that_fit(config: DictConfig, rows: Collection[str]) -> tuple[dict[s
     choices = {} if setting.passes is None else _choices(config, setting)
     keys, phases = {}, []
     for phase in step[0].moments:
-        chosen, peak = _first_that_fits(phase, step, setting, choices.get(phase, [({}, {})]))
+        chosen, peak = _first_that_fits(phase, step, setting, choices.get(phase, [({}, {})]), die_bytes(config))
         keys |= chosen
         phases.append(peak)
     cached = [peak for peak in phases if "kv_cache" in peak["bytes"]]
-    over = max((peak["peak_bytes"] - A3_SEEN_BYTES for peak in cached), default=0)
+    over = max((peak["peak_bytes"] - die_bytes(config) for peak in cached), default=0)
     if 0 < 2 * over <= min(peak["bytes"]["kv_cache"] for peak in cached):
         smaller = config.copy()
-        share = smaller.actor_rollout_ref.rollout.gpu_memory_utilization - math.ceil(100 * over / A3_SEEN_BYTES) / 100
+        share = (
+            smaller.actor_rollout_ref.rollout.gpu_memory_utilization - math.ceil(100 * over / die_bytes(config)) / 100
+        )
         keys["actor_rollout_ref.rollout.gpu_memory_utilization"] = round(share, 2)
         smaller.actor_rollout_ref.rollout.gpu_memory_utilization = round(share, 2)
         return keys, settings_that_fit(smaller, rows)[1]
@@ -137,7 +131,11 @@ def settings_that_fit(config: DictConfig, rows: Collection[str]) -> tuple[dict[s
 
 
 def _first_that_fits(
-    phase: str, step: Collection[Alike], setting: Setting, options: Sequence[tuple[dict[str, Any], dict[str, int]]]
+    phase: str,
+    step: Collection[Alike],
+    setting: Setting,
+    options: Sequence[tuple[dict[str, Any], dict[str, int]]],
+    room: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(keys, peak) of the first option with which a die holds the phase, else of the last; from 1 on peaks only fall.
 
@@ -150,7 +148,7 @@ def _first_that_fits(
         return phase_peak(phase, step, replace(setting, passes=passes))
 
     def fits(place: int) -> bool:
-        return peak(place)["peak_bytes"] <= A3_SEEN_BYTES
+        return peak(place)["peak_bytes"] <= room
 
     place, last = 0, len(options) - 1
     if not fits(0):
@@ -187,12 +185,17 @@ def recompute_keys(layers: int) -> dict[str, Any]:
     return {checkpointing: True, **{prefix + name: value for name, value in kwargs.items()}}
 
 
-def exceeding(phases: Iterable[dict[str, Any]]) -> list[str]:
-    """Of phases that a die does not hold: one sentence for those of one die with the same largest terms.
+def die_bytes(config: DictConfig) -> int:
+    """What a process sees of the memory of a die of recipe.hardware."""
+    return HARDWARE[config.recipe.hardware].seen_bytes
+
+
+def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
+    """Of phases that a die of `room` bytes does not hold: one sentence for those of a die with the same largest terms.
 
     It says what the die needs, of what, for what.
     """
-    short = [phase for phase in phases if phase["peak_bytes"] > A3_SEEN_BYTES]
+    short = [phase for phase in phases if phase["peak_bytes"] > room]
     alike: dict[tuple, list[dict[str, Any]]] = {}  # such as wake_kv and rollout
     for phase in short:
         largest = tuple(sorted(phase["bytes"], key=phase["bytes"].get, reverse=True)[:3])
@@ -202,7 +205,7 @@ def exceeding(phases: Iterable[dict[str, Any]]) -> list[str]:
         phase = max(phases, key=lambda each: each["peak_bytes"])
         terms = ", ".join(f"{term} {phase['bytes'][term] / 1e9:.2f}" for term in largest)
         names = ", ".join(each["phase"] for each in phases)
-        need = f"{phase['peak_bytes'] / 1e9:.2f} GB of {A3_SEEN_BYTES / 1e9:.2f}"
+        need = f"{phase['peak_bytes'] / 1e9:.2f} GB of {room / 1e9:.2f}"
         said.append(f"{names}: die {rank} needs {need}; largest: {terms}")
     return said
 

@@ -115,7 +115,7 @@ def _memory(plan: dict[str, Any]) -> Check:
     if plan["hbm_bytes"] is None:
         return Check("memory", True, "modelled, with no die to compare with on this platform")
     (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
-    if short := exceeding(followed["phases"]):
+    if short := exceeding(followed["phases"], plan["hbm_bytes"]):
         return Check("memory", False, f"modelled: {'; '.join(short)}")
     return Check("memory", True, f"modelled: no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die")
 

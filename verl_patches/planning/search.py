@@ -28,7 +28,6 @@ from verl_patches.layout.parallel import ParallelLayout, rollout_layout, train_l
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
 from verl_patches.planning.activations import Passes, update_bytes
 from verl_patches.planning.calibration import FITTED
-from verl_patches.planning.expected import A3_SEEN_BYTES
 from verl_patches.planning.memory_plan import (
     exceeding,
     host_limit,
@@ -50,7 +49,9 @@ from verl_patches.planning.step_model import (
     update_s,
 )
 from verl_patches.planning.step_plan import Workload, step_input, step_sections
+from verl_patches.platform.npu.machine import HARDWARE
 
+A3_SEEN_BYTES = HARDWARE["a3"].seen_bytes
 DIES = range(16, 1025)
 NODE_DIES = 16
 RESERVE_BYTES = 8 << 30  # of a die, for HCCL's buffers, CANN's context and a swapped piece, in the estimates
@@ -127,6 +128,11 @@ def search(
     """
     if dies not in DIES or dies % NODE_DIES:
         raise ConfigError(f"--dies is {dies}; expected a multiple of {NODE_DIES} from {DIES.start} to {DIES.stop - 1}")
+    if config.recipe.hardware != "a3":
+        raise ConfigError(
+            "plan --search orders layouts by seconds, which no published run has for "
+            f"{HARDWARE[config.recipe.hardware].title}: search with recipe.hardware=a3, then plan a row's overrides"
+        )
     if config.recipe.platform != "npu" or config.recipe.train.expert_split != "tp_extend_ep":
         raise ConfigError(
             "plan --search models A3 dies with whole experts: expected recipe.platform=npu and "
@@ -334,7 +340,7 @@ def _verified(
         fitting, phases = settings_that_fit(tried, rows)
     except ConfigError as error:
         return str(error)
-    if short := exceeding(phases):
+    if short := exceeding(phases, A3_SEEN_BYTES):
         return f"memory: {'; '.join(short)}"
     limit = host_limit(tried)
     if limit is not None and pinned_bytes(tried, rows) > limit:

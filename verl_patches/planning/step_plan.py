@@ -38,6 +38,7 @@ from verl_patches.planning.step_model import (
     verl_sync,
 )
 from verl_patches.platform import as_npu
+from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.reshard.blocks import Block
 from verl_patches.watch.bounds import MODELLED, WAIT_SHARE, Bounds
 
@@ -136,7 +137,7 @@ def bounds_of(config: DictConfig, rows: Collection[str]) -> Bounds:
     """The watch's bounds of a run, on platform npu with the step model's times, where it has an answer."""
     watch, load_s = config.recipe.watch, config.recipe.timeouts.load_s
     modelled: dict[str, float] = {}
-    if config.recipe.platform == "npu":
+    if config.recipe.platform == "npu" and HARDWARE[config.recipe.hardware].timed:
         try:
             seconds = _longest_step(config, rows)
             modelled = {place: sum(seconds[phase] for phase in phases) for place, phases in MODELLED.items()}
@@ -169,7 +170,8 @@ def _lengths(config: DictConfig, workload: Workload) -> Lengths:
 def step_sections(config: DictConfig, rows: Collection[str], workload: Workload) -> dict[str, Any]:
     """{step, traffic, ports} of a plan, as JSON-ready data; all modelled.
 
-    step: None on a CPU, whose speed nothing here models. ConfigError where layouts or the weight sync do not fit.
+    step: None on a CPU and on machines of which no published run has seconds. ConfigError where layouts or the weight
+    sync do not fit.
     """
     model, train, rollout = model_in_dtype(config), train_layout_of(config), rollout_layout_of(config)
     sync, spread = verl_sync(model, train), {}
@@ -183,7 +185,8 @@ def step_sections(config: DictConfig, rows: Collection[str], workload: Workload)
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch, "update": run.micro_batch}
     columns = {"old_log_prob": 0, "ref": 0, "update": 3}
-    step = step_figures(run, workload) if as_npu(config.recipe.platform) else None
+    timed = HARDWARE[config.recipe.hardware].timed
+    step = step_figures(run, workload) if as_npu(config.recipe.platform) and timed else None
     if step is not None and config.recipe.watch.action != "off":
         step["watch"] = str(bounds_of(config, rows))
     dispatch = {name: round(driver_bytes(run, columns[name])) for name, used in calls.items() if used}

@@ -18,7 +18,7 @@ from verl_patches.config.compose import CONFIGS_DIR, compose, keys_of, model_sha
 from verl_patches.config.files import check_files
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import world_size
-from verl_patches.planning.memory_plan import exceeding, followed_peaks, host_limit, pinned_bytes
+from verl_patches.planning.memory_plan import die_bytes, exceeding, followed_peaks, host_limit, pinned_bytes
 from verl_patches.planning.search import DIES, NODE_DIES, NoLayout, search
 from verl_patches.planning.step_plan import Workload
 from verl_patches.upstream.checkouts import Trees
@@ -63,7 +63,7 @@ def _ways_on(
     plan: dict[str, Any], config: DictConfig, given: Sequence[str], workload: Workload
 ) -> list[dict[str, str]]:
     """A search that lists layouts for the dies of the configuration, or for the fewest that do; the nearest preset."""
-    if config.recipe.platform != "npu":
+    if config.recipe.platform != "npu" or config.recipe.hardware != "a3":
         return []
     asked, rows = world_size(config), [row["id"] for row in plan["patches"] if row["on"]]
     dies = min(max(asked // NODE_DIES * NODE_DIES, DIES.start), DIES.stop // NODE_DIES * NODE_DIES)
@@ -99,7 +99,7 @@ def nearest_preset(
             config = compose(name)
         except ConfigError:
             continue  # what presets share is no config by itself
-        short = exceeding(followed_peaks(config, rows)["phases"])
+        short = exceeding(followed_peaks(config, rows)["phases"], die_bytes(config))
         pinned = pinned_bytes(config, rows)
         if all(check.ok for check in check_config(config)) and not short and pinned <= (host_bytes or pinned):
             return name, sizes[name], model_shape_of(config).num_hidden_layers

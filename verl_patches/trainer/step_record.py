@@ -293,7 +293,8 @@ class Rates:
             critic_epochs=0 if critic_of(config) is None else config.critic.ppo_epochs,
         )
         given = recipe.profile.peak_tflops
-        self.peak_flops_per_s = PEAK_FLOPS_PER_S.get(recipe.platform) if given is None else given * 1e12
+        peak = PEAK_FLOPS_PER_S.get(recipe.platform) if recipe.hardware == "a3" else None
+        self.peak_flops_per_s = peak if given is None else given * 1e12
 
     def of_step(
         self, lengths: Sequence[int] | None, tokens: Mapping[str, float] | None, seconds: Mapping[str, float]

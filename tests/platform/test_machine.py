@@ -1,0 +1,72 @@
+"""Machines: jemalloc where each system has it, and locks of compiled extensions that nobody holds."""
+
+import subprocess
+import sys
+
+import pytest
+
+from verl_patches.platform.npu.machine import HARDWARE, preload, stale_locks, start_notes
+
+PLACES = {
+    ("aarch64", "Ubuntu"): "usr/lib/aarch64-linux-gnu",
+    ("x86_64", "Ubuntu"): "usr/lib/x86_64-linux-gnu",
+    ("aarch64", "openEuler"): "usr/lib64",
+    ("x86_64", "openEuler"): "usr/lib64",
+    ("aarch64", "make install"): "usr/local/lib",
+}
+
+
+@pytest.mark.parametrize(("machine", "system"), PLACES)
+def test_jemalloc_is_found_on_each_system_and_comes_first(tmp_path, machine, system):
+    assert preload({}, tmp_path, machine) == "" and preload({"LD_PRELOAD": "/a.so"}, tmp_path, machine) == "/a.so"
+    library = tmp_path / PLACES[machine, system] / "libjemalloc.so.2"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert preload({}, tmp_path, machine) == str(library)
+    assert preload({"LD_PRELOAD": "/a.so"}, tmp_path, machine) == f"{library}:/a.so"
+    assert preload({"LD_PRELOAD": "/mine/libjemalloc.so.1"}, tmp_path, machine) == "/mine/libjemalloc.so.1"
+    other = {"aarch64": "x86_64", "x86_64": "aarch64"}[machine]
+    assert (preload({}, tmp_path, other) == "") == (system == "Ubuntu")  # that of another processor is not loaded
+
+
+HOLD = """
+import sys
+from torch.utils.file_baton import FileBaton
+baton = FileBaton(sys.argv[1])
+assert baton.try_acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_is_stale_when_its_process_was_killed_and_not_while_it_compiles(tmp_path):
+    """torch's own lock; the same without TORCH_EXTENSIONS_DIR, in the folder below it that has Python's version."""
+    folder = tmp_path / "cache" / "torch_extensions" / "py311_cpu" / "my op"
+    folder.mkdir(parents=True)
+    lock, given = folder / "lock", {"TORCH_EXTENSIONS_DIR": str(folder.parent)}
+    words = [sys.executable, "-c", HOLD, str(lock)]
+    holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n" and lock.exists()
+    assert stale_locks(given) == [] == start_notes(given, npu=False)
+    holder.kill()
+    holder.communicate()
+    assert stale_locks(given) == [lock] == stale_locks({"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    (note,) = start_notes(given, npu=False)
+    command = note.partition(": ")[2].partition(" (")[0]
+    subprocess.run(["bash", "-c", command], check=True)
+    assert not lock.exists() and start_notes(given, npu=False) == []
+
+
+def test_absent_jemalloc_is_said_on_npus_alone(tmp_path):
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "LD_PRELOAD": "/usr/lib64/libjemalloc.so.2"}
+    assert start_notes(environ, npu=True) == []
+    if not preload({}):
+        (note,) = start_notes({**environ, "LD_PRELOAD": ""}, npu=True)
+        assert "apt install libjemalloc2" in note and "yum install jemalloc" in note
+    assert start_notes({**environ, "LD_PRELOAD": ""}, npu=False) == []
+
+
+def test_the_kinds_of_machines():
+    dies = {name: (machine.node_dies, machine.module_dies, machine.timed) for name, machine in HARDWARE.items()}
+    assert dies == {"a3": (16, 16, True), "800t_a2": (8, 8, False), "200t_a2_box16": (16, 8, False)}
+    assert all(machine.seen_bytes < 64 << 30 for machine in HARDWARE.values())

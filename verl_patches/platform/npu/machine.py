@@ -1,0 +1,87 @@
+"""The machines with NPUs: what differs between their kinds, jemalloc on each system, locks of compiled operators.
+
+docs/support.md has the kinds as a table, generated from HARDWARE, and the sources' addresses. None was tried here.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of machine.
+
+    node_dies: devices of a node; module_dies: of each half, which a run on one node uses alike. seen_bytes: of a die's
+    64 GiB, what a process sees. mc2_ranks, mc2_tokens, mc2_experts: of npu_moe_distribute_dispatch, the sizes of a
+    group, and the most tokens and experts of a rank (op-plugin 7.1.0). expansion_modes: values of
+    HCCL_OP_EXPANSION_MODE that training may use (CANN 8.2.RC1, envref_07_0096). timed: whether a published run of this
+    model says how long a step takes.
+    """
+
+    title: str
+    node_dies: int
+    module_dies: int
+    seen_bytes: int
+    mc2_ranks: tuple[int, ...]
+    mc2_tokens: int
+    mc2_experts: int
+    expansion_modes: tuple[str, ...]
+    timed: bool
+
+
+_A3_RANKS, _A2_RANKS = (8, 16, 32, 64, 128, 144, 256, 288), (16, 32, 64)
+# seen: of A3 sgl-project/sglang issue 29838, of A2 vllm-project/vllm-ascend issue 5020. AIV on A2 is for inference
+# alone, and for one communicator; the modules of a Box16 are HCCL_INTRA_PCIE_ENABLE's (envref_07_0081)
+HARDWARE = {
+    "a3": Hardware("Atlas A3", 16, 16, int(61.27 * _GIB), _A3_RANKS, 512, 512, ("AIV", "AI_CPU"), True),
+    "800t_a2": Hardware("Atlas 800T A2", 8, 8, int(60.96 * _GIB), _A2_RANKS, 256, 24, ("HOST",), False),
+    "200t_a2_box16": Hardware("Atlas 200T A2 Box16", 16, 8, int(60.96 * _GIB), _A2_RANKS, 256, 24, ("HOST",), False),
+}
+# of Ubuntu (libjemalloc2), openEuler (jemalloc), and of its own `make install`
+JEMALLOC = ("usr/lib/{machine}-linux-gnu", "usr/lib64", "usr/local/lib")
+INSTALL_JEMALLOC = "apt install libjemalloc2 (Ubuntu) or yum install jemalloc (openEuler)"
+
+
+def preload(environ: Mapping[str, str], root: Path = Path("/"), machine: str = "") -> str:
+    """LD_PRELOAD for Ray and the processes of a run: jemalloc, where this machine has one, before what is given."""
+    given = environ.get("LD_PRELOAD", "")
+    if "jemalloc" in given:
+        return given
+    folders = (root / folder.format(machine=machine or os.uname().machine) for folder in JEMALLOC)
+    found = next((str(folder / "libjemalloc.so.2") for folder in folders if (folder / "libjemalloc.so.2").exists()), "")
+    return ":".join(filter(None, [found, given]))
+
+
+def stale_locks(environ: Mapping[str, str]) -> list[Path]:
+    """Locks of torch's compiled extensions that no process of this machine holds: every later build waits for them.
+
+    torch.utils.file_baton holds a lock open while it compiles, and waits for others without an end.
+    """
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions")
+    folder = Path(environ.get("TORCH_EXTENSIONS_DIR") or cache)
+    locks = [lock.resolve() for lock in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")])]
+    held = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
+        with suppress(OSError):  # it has ended, or is another user's
+            held.add(os.readlink(descriptor))
+    return [lock for lock in locks if str(lock) not in held]
+
+
+def start_notes(environ: Mapping[str, str], npu: bool) -> list[str]:
+    """What a run or its Ray says at its start: locks that would stop it, and jemalloc where there is none."""
+    notes = [
+        f"stale lock of a compiled extension, which no process here holds: rm {shlex.quote(str(lock))} (unless another "
+        "machine that shares the folder compiles)"
+        for lock in stale_locks(environ)
+    ]
+    if npu and "jemalloc" not in preload(environ):
+        notes.append(f"no libjemalloc.so.2: Ray's workers may keep host memory that they freed; {INSTALL_JEMALLOC}")
+    return notes
