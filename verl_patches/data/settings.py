@@ -72,8 +72,8 @@ class Settings(BaseModel):
         return Handler(handler.read, handler.ability, handler.columns, {**handler.fields, **mapped})
 
 
-def read_settings(file: Path, overrides: Iterable[str] = ()) -> Settings:
-    """The settings of a file and of texts KEY=VALUE. ConfigError, one sentence, for whatever is wrong."""
+def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None = None) -> Settings:
+    """The settings of a file, of texts KEY=VALUE, and of `output`, an output_prefix. ConfigError for what is wrong."""
     values = read_yaml(file)
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: expected keys and values, as in docs/data.md")
@@ -82,6 +82,8 @@ def read_settings(file: Path, overrides: Iterable[str] = ()) -> Settings:
         if not sign:
             raise ConfigError(f"{override}: expected KEY=VALUE")
         values[key] = next(iter(parse_yaml(text, key)), None)
+    if output is not None:
+        values["output_prefix"] = str(output)
     types, hint = {key: types_of(Settings)[key] for key in Settings.model_fields}, "docs/data.md has all"
     faults = [f"{key} does not apply here: {_INSTEAD[key]}" for key in values if key in _INSTEAD]
     faults += [unknown_key(str(key), types, hint) for key in values if key not in {**types, **_INSTEAD}]

@@ -27,6 +27,7 @@ MAX_GROUP_BYTES = 4 << 30  # of a row group of a parquet file, uncompressed
 CHUNK_ROWS, CHUNK_BYTES = 256, 1 << 20  # of one call of a worker; the same whatever their number is
 _BLOCK = 1 << 20
 _TOO_LARGE = f"a row has more than {MAX_ROW_BYTES >> 20} MiB"
+_ENDS = {*" \t\r\n,]"}  # of a value in a list
 _BLANK = re.compile(r"[ \t\r\n]*")
 _URL, _ID = re.compile("(s3|hf)://."), re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PACKAGES = {"s3": "s3fs", "hf": "huggingface_hub"}
@@ -180,14 +181,24 @@ class _Text:
         """The text of the value that begins here."""
         size = _BLOCK
         while True:
+            fault = None
             try:
                 _, stop = json.JSONDecoder().raw_decode(self.text, self.at)
-                if stop < len(self.text) or not self.more(size):
+                if self.text[stop : stop + 1] in _ENDS:
                     break
-            except json.JSONDecodeError:
-                if len(self.text) - self.at > MAX_ROW_BYTES or not self.more(size):
-                    raise
+            except json.JSONDecodeError as error:
+                fault = error
+                if error.pos < len(self.text) - 16 and not error.msg.startswith("Unterminated"):
+                    raise  # not because the text ends here
+            if len(self.text) - self.at > MAX_ROW_BYTES:
+                raise ValueError(_TOO_LARGE)
+            if not self.more(size):
+                if fault:
+                    raise fault
+                break
             size *= 2
+        if stop - self.at > MAX_ROW_BYTES:
+            raise ValueError(_TOO_LARGE)
         found, self.at = self.text[self.at : stop], stop
         return found
 
