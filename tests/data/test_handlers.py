@@ -83,7 +83,7 @@ def test_map_keys_and_additional_keys(tmp_path):
     ("maths", {"problem": " ", "answer": "1"}, "prompt to hold text"),
     ("maths", {"problem": ["a"], "answer": "1"}, "a message of prompt with role and content, found str"),
     ("maths", {"problem": [HI, HELLO], "answer": "1"}, "end with a message of user, found assistant"),
-    ("maths", {"other": "p"}, "expected response in answer, found other"),
+    ("maths", {"other": "p"}, "expected prompt in problem or question or prompt, found other"),
     ("maths", {"problem": "\ud800", "answer": "1"}, "surrogates not allowed"),
     ("gsm8k", {"question": "p", "answer": "42"}, "#### 42"),
     ("instruction", {"messages": [HI]}, "end with one of assistant, found user"),
@@ -172,11 +172,10 @@ def test_prompt_types(tmp_path):
     boxed = row_of(tmp_path, "maths", record, prompt_type="boxed")["prompt"][-1]["content"]
     assert boxed.startswith(record["problem"]) and boxed.endswith("\\boxed{}.")
     assert [m["role"] for m in row_of(tmp_path, "maths", record, prompt_type="think")["prompt"]] == ["system", "user"]
-    jinja = "{% for word in [prompt] %}{{ word | trim }}{% endfor %}{% if answer %} ({{ solution }}){% endif %}"
-    with pytest.raises(ConfigError, match="list is not allowed"):
-        template_of(jinja)
-    jinja = jinja.replace("[prompt]", "tags")
-    made = row_of(tmp_path, "maths", {**record, "tags": [" a ", "b"]}, prompt_type=jinja, refuse_above={"bad": 1})
+    jinja = (
+        "{% for word in tags|default(prompt) %}{{ word|trim }}{% endfor %}{% if answer %} ({{ solution }}){% endif %}"
+    )
+    made = row_of(tmp_path, "maths", {**record, "tags": [" a ", "b"]}, prompt_type=jinja)
     assert made["prompt"] == user("ab (Add.)")
     others = [RECORDS["maths"](n) for n in range(4)]
     code, report = make(tmp_path, others, prompt_type="{{ gone }}", out="b")
@@ -185,8 +184,10 @@ def test_prompt_types(tmp_path):
 
 @pytest.mark.parametrize("text", [
     "{% for a in prompt %}{% for b in prompt %}x{% endfor %}{% endfor %}", "{% for a in range(9) %}x{% endfor %}",
-    "{{ prompt * 1000000000 }}", "{{ 10 ** 10 ** 10 }}", "{{ prompt.ljust(10000000000) }}", "{{ '%99999999d' | format(1) }}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{% set x = prompt %}", "{% include 'x' %}", "{{ cycler.__init__() }}",
+    "{{ prompt * 1000000000 }}", "{{ 10 ** 10 ** 10 }}", "{{ prompt.ljust(10000000000) }}",
+    "{{ '%99999999d' | format(1) }}", "{% for a in [prompt] %}x{% endfor %}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{% set x = prompt %}", "{% include 'x' %}",
+    "{{ cycler.__init__() }}",
     "{% for a in b recursive %}{{ loop(a) }}{% endfor %}", "{{ prompt | replace('a', 'b') }}", "{{ prompt", "{% if %}",
     "{{ " + "(" * 100_000, "x{{ prompt }}" * 10_000, "{% if a %}" * 5000,
 ])  # fmt: skip
@@ -253,7 +254,8 @@ def test_a_yaml_of_mindspeed_rl(tmp_path):
     ({"dataset_additional_keys": ["origin"]}, "extra_info has origin already"),
     ({"dataset_additional_keys": ["labels"]}, "reward_model.ground_truth"),
     ({"refuse_above": {"bad": 2}}, "refuse_above"), ({"refuse_above": {"worse": 0}}, "refuse_above"),
-    ({"output_prefix": "s3://b/c"}, "expected a local folder"), ({"input": []}, "input is"), ({"input": 7}, "input is 7"),
+    ({"output_prefix": "s3://b/c"}, "expected a local folder"),
+    ({"input": []}, "input is"), ({"input": 7}, "input is 7"),
     ({"prompt_type": "boxed", "handler_name": "text"}, "raw text has no prompt"), ({"seed": -1}, "seed is -1"),
 ])  # fmt: skip
 def test_wrong_keys_are_refused_in_one_sentence(tmp_path, keys, message):
