@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
 import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -241,6 +242,22 @@ def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, worker
     assert done.returncode == 0, done.stderr
     assert len(read(tmp_path / "out")) == 5400
     assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
+
+
+def test_nothing_is_written_but_the_output(tmp_path):
+    """Neither at home nor where the command runs; the input is a saved HF dataset, whose library has caches."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    datasets.Dataset.from_list(MATHS).save_to_disk(str(tmp_path / "saved"))
+    before = contents(tmp_path / "saved")
+    command = [sys.executable, "-m", "verl_patches", "data", "build", str(ROOT / "data" / "sample.yaml"), "workers=2"]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT), "TMPDIR": str(here)}
+    words = [f"input={tmp_path}/saved", "-o", str(tmp_path / "out")]
+    done = subprocess.run([*command, *words], cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [*home.rglob("*"), *here.rglob("*")] == [] and contents(tmp_path / "saved") == before
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "here", "saved", "out"}
 
 
 def test_a_killed_worker_is_named(tmp_path, monkeypatch):

@@ -234,6 +234,7 @@ def test_a_yaml_of_mindspeed_rl(tmp_path):
     )  # fmt: skip
     assert found.handler_name == "maths" and found.handler.fields["prompt"] == ("problem",)
     assert found.handler.fields["query"] == ()
+    assert settings_of(tmp_path, "prompt_type={{ prompt }} {% if a %}b{% endif %}").prompt_type.startswith("{{ prompt")
     assert settings_of(tmp_path, "seed=7", "input=[a.json, b.json]").inputs == ["a.json", "b.json"]
 
 

@@ -81,7 +81,7 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
         key, sign, text = override.partition("=")
         if not sign:
             raise ConfigError(f"{override}: expected KEY=VALUE")
-        values[key] = next(iter(parse_yaml(text, key)), None)
+        values[key] = text if key == "prompt_type" else next(iter(parse_yaml(text, key)), None)
     if output is not None:
         values["output_prefix"] = str(output)
     types, hint = {key: types_of(Settings)[key] for key in Settings.model_fields}, "docs/data.md has all"
