@@ -153,6 +153,24 @@ def test_the_manifest_has_the_hashes_of_inputs_and_files(tmp_path):
     assert manifest["settings"]["seed"] == 3 and "workers" not in manifest["settings"]
 
 
+ROWS = st.lists(
+    st.integers() | st.dictionaries(st.sampled_from(["problem", "answer"]), st.text(max_size=9) | st.integers())
+)
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(ROWS.map(json.dumps).map(str.encode) | st.binary(max_size=60), st.sampled_from(["json", "jsonl", "parquet"]))
+def test_any_file_ends_with_a_code_or_a_sentence(tmp_path_factory, content, ending):
+    folder = tmp_path_factory.mktemp("any")
+    source = folder / f"rows.{ending}"
+    source.write_bytes(content)
+    try:
+        code = make(folder, source)[0]
+    except ConfigError:
+        code = 2
+    assert (folder / "out").exists() is (code == 0) and not (folder / ".out.partial").exists()
+
+
 # ---- the folder
 
 

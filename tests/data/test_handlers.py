@@ -2,14 +2,18 @@
 
 import json
 
+import pyarrow
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
 from tests.data.cases import HELLO, HI, RECORDS, make, read, say
 from verl_patches.config.compose import compose
 from verl_patches.config.files import check_files
-from verl_patches.data.handlers import HANDLERS
+from verl_patches.data.build import make_chunk
+from verl_patches.data.handlers import HANDLERS, schema_of
 from verl_patches.data.settings import Settings, read_settings
 from verl_patches.data.templates import MAX_CHARS, template_of
 from verl_patches.errors import ConfigError
@@ -102,6 +106,31 @@ def test_a_bad_record_is_named_in_one_sentence(tmp_path, handler, record, messag
     assert code == 1 and report["bad"]["rows"] == 1
     (sentence,) = report["bad"]["shown"]
     assert sentence.startswith("rows.jsonl:5: ") and message in sentence and "\n" not in sentence
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["\ud800", "\0"])
+)
+MESSAGE = st.dictionaries(
+    st.sampled_from(["role", "content", "from", "value"]), st.sampled_from(["user", "gpt", 1, ""])
+)
+VALUES = st.recursive(SCALARS | MESSAGE, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
+    name = data.draw(st.sampled_from(sorted(HANDLERS)))
+    columns = sorted({column for columns in HANDLERS[name].fields.values() for column in columns})
+    records = data.draw(st.lists(VALUES | st.dictionaries(st.sampled_from(columns), VALUES), max_size=6))
+    found = Settings(input="x", handler_name=name, output_prefix="x", dataset_additional_keys=columns[:1])
+    lines = [(number, json.dumps(record).encode()) for number, record in enumerate(records)]
+    read, rows, left_out, _ = make_chunk(found, "", "f", [*lines, (99, json.dumps(RECORDS[name](1)).encode())])
+    assert read == len(records) + 1 == len(rows) + len(left_out)
+    assert all(reason == "bad" and sentence.startswith("f:") for reason, sentence in left_out)
+    schema = schema_of(HANDLERS[name].columns, columns[:1])
+    made = [json.loads(text) for text, _ in rows]
+    assert pyarrow.Table.from_pylist(made, schema).to_pylist() == made
 
 
 # ---- a run takes the files as they are
