@@ -8,15 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches.cli.output import Json, print_json, say
-from verl_patches.data.build import build
-from verl_patches.data.settings import REASONS, read_settings
 
 app = typer.Typer(no_args_is_help=True, help="Make data that runs read.")
-
-
-@app.callback()
-def _group() -> None:
-    """Make data that runs read."""
 
 
 @app.command("build")
@@ -28,6 +21,9 @@ def build_command(
     as_json: Json = False,
 ) -> None:
     """Make train.parquet and test.parquet, in verl's columns, of files, folders, HF datasets or s3:// and hf://."""
+    from verl_patches.data.build import build  # here, as other commands need no jinja2
+    from verl_patches.data.settings import read_settings
+
     settings = read_settings(file, overrides or (), output)
     code, report = build(settings, overwrite, quiet=as_json)
     if as_json:
@@ -38,14 +34,14 @@ def build_command(
 
 
 def _show(report: dict[str, Any], output: str) -> None:
-    for reason in REASONS:
-        found, what = report[reason], reason.replace("_", " ")
-        for line in found["shown"]:
-            say(f"{what}: {line}", err=True)
-        if more := found["rows"] - len(found["shown"]):
-            say(f"{what}: {more} more", err=True)
-    counts = ", ".join(f"{report[reason]['rows']} {reason.replace('_', ' ')}" for reason in REASONS)
-    say(f"{report['read']} rows read: {counts}")
+    counts = []
+    for reason, found in report.items():
+        if isinstance(found, dict) and "shown" in found:
+            what, more = reason.replace("_", " "), found["rows"] - len(found["shown"])
+            counts.append(f"{found['rows']} {what}")
+            for line in found["shown"] + [f"{more} more"] * (more > 0):
+                say(f"{what}: {line}", err=True)
+    say(f"{report['read']} rows read: {', '.join(counts)}")
     if report["refused"]:
         say(f"nothing written: too many rows are {' and '.join(report['refused'])} (refuse_above)", err=True)
         return
