@@ -155,7 +155,8 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
         rows.file.flush()
         order, again = rows.split(settings.dedupe)
         for number in again:
-            leave_out("repeated", json.loads(rows.read(number))["extra_info"]["origin"])
+            shown = report["repeated"]["rows"] < SHOWN
+            leave_out("repeated", json.loads(rows.read(number))["extra_info"]["origin"] if shown else "")
         if not report["read"]:
             raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
         limits = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0} | settings.refuse_above
