@@ -65,7 +65,7 @@ def test_presets_can_be_read(name):
     assert read_settings(ROOT / "data" / f"{name}.yaml").handler_name in RECORDS
 
 
-@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.integers(0, 30) | st.sampled_from([None, {"problem": 1}, {"problem": "\ud800", "answer": "1"}]), min_size=8
@@ -232,7 +232,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == before and not work.exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, workers):
     """SIGKILL after different times; then a second call writes all, and no process or file of the first is left."""
     source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(6000)])
