@@ -256,11 +256,9 @@ def settings_of(folder, *overrides, **keys):
 
 
 def test_a_yaml_of_mindspeed_rl(tmp_path):
-    found = settings_of(
-        tmp_path, tokenizer_type="HuggingFaceTokenizer", tokenizer_name_or_path="m", workers=8, log_interval=1000,
-        handler_name="R1AlpacaStyleInstructionHandler", seq_length=1024,
-        map_keys={"prompt": "problem", "query": "", "response": "answer", "system": ""},
-    )  # fmt: skip
+    keys = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_name_or_path": "m", "workers": 8, "seq_length": 1024}
+    keys["map_keys"] = {"prompt": "problem", "query": "", "response": "answer", "system": ""}
+    found = settings_of(tmp_path, handler_name="R1AlpacaStyleInstructionHandler", log_interval=1000, **keys)
     assert found.handler_name == "maths" and found.handler.fields["prompt"] == ("problem",)
     assert found.handler.fields["query"] == ()
     assert settings_of(tmp_path, "prompt_type={{ prompt }} {% if a %}b{% endif %}").prompt_type.startswith("{{ prompt")
