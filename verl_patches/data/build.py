@@ -216,6 +216,8 @@ def _progress(settings: Settings, quiet: bool, what: str, total: int | None = No
     """A progress bar on stderr: on a terminal twice a second, in a file at every log_interval rows."""
     from tqdm import tqdm
 
-    often = {"mininterval": 0.5} if sys.stderr.isatty() else {"mininterval": 0, "miniters": settings.log_interval}
+    often = {"mininterval": 0.5}
+    if not sys.stderr.isatty():
+        often = {"mininterval": 0, "miniters": settings.log_interval, "maxinterval": float("inf")}
     with tqdm(total=total, desc=what, unit="row", disable=quiet, **often) as bar:
         yield bar.update

@@ -7,7 +7,7 @@ loop has at most as many turns as a row has characters, and rendering stops at M
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError, nodes
@@ -37,13 +37,14 @@ class Template:
         try:
             if len(user) > MAX_TEMPLATE_CHARS:
                 raise ValueError(f"it has more than {MAX_TEMPLATE_CHARS} characters")
-            for node, loops in _walk(environment.parse(user)):
+            tree = environment.parse(user)
+            for node in (tree, *tree.find_all(nodes.Node)):
                 name = node.name if isinstance(node, nodes.Filter) else type(node).__name__
                 if name not in (_FILTERS if isinstance(node, nodes.Filter) else _ALLOWED):
-                    raise ValueError(
-                        f"{name.lower()} is not allowed; names, if, for and {', '.join(sorted(_FILTERS))} are"
-                    )
-                if loops > 1 or getattr(node, "recursive", False):
+                    allowed = f"names, if, for and {', '.join(sorted(_FILTERS))} are"
+                    raise ValueError(f"{name.lower()} is not allowed; {allowed}")
+            for loop in tree.find_all(nodes.For):
+                if loop.find(nodes.For) or loop.recursive:
                     raise ValueError("a loop in a loop is not allowed")
             self._template = environment.from_string(user)
         except (TemplateError, ValueError, RecursionError) as error:
@@ -61,13 +62,6 @@ class Template:
         except (TemplateError, TypeError) as error:
             raise ValueError(f"prompt_type: {error}") from None
         return "".join(parts)
-
-
-def _walk(node: nodes.Node, loops: int = 0) -> Iterator[tuple[nodes.Node, int]]:
-    loops += isinstance(node, nodes.For)
-    yield node, loops
-    for child in node.iter_child_nodes():
-        yield from _walk(child, loops)
 
 
 def template_of(prompt_type: str) -> Template | None:
