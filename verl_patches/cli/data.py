@@ -1,0 +1,51 @@
+"""The command `data build`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from verl_patches.cli.output import Json, print_json, say
+
+app = typer.Typer(no_args_is_help=True, help="Make data that runs read.")
+
+
+@app.command("build")
+def build_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Keys: docs/data.md.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="In place of its.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="In place of output_prefix.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make train.parquet and test.parquet, in verl's columns, of files, folders, HF datasets or s3:// and hf://."""
+    from verl_patches.data.build import build  # here, as other commands need no jinja2
+    from verl_patches.data.settings import read_settings
+
+    settings = read_settings(file, overrides or (), output)
+    code, report = build(settings, overwrite, quiet=as_json)
+    if as_json:
+        print_json({"exit": code, **report})
+    else:
+        _show(report, settings.output_prefix)
+    raise typer.Exit(code)
+
+
+def _show(report: dict[str, Any], output: str) -> None:
+    counts = []
+    for reason, found in report.items():
+        if isinstance(found, dict) and "shown" in found:
+            what, more = reason.replace("_", " "), found["rows"] - len(found["shown"])
+            counts.append(f"{found['rows']} {what}")
+            for line in found["shown"] + [f"{more} more"] * (more > 0):
+                say(f"{what}: {line}", err=True)
+    say(f"{report['read']} rows read: {', '.join(counts)}")
+    if report["refused"]:
+        say(f"nothing written: too many rows are {' and '.join(report['refused'])} (refuse_above)", err=True)
+        return
+    say(f"{output}: {report['train']} train rows, {report['test']} test rows")
+    if tokens := report.get("longest_tokens"):
+        keys = " ".join(f"data.max_{part}_length={count}" for part, count in tokens.items() if count)
+        say(f"longest, in tokens, as keys of a run: {keys}")

@@ -1,0 +1,223 @@
+"""`data build`: read, make rows, leave out, shuffle, split, write. The same input and keys give the same bytes.
+
+Rows go as JSON to a scratch file, in the order of the input whatever process has made them; only their places and
+digests are held, 24 bytes a row. Order and split follow from those; the parquet files are then written row by row.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from verl_patches.data.handlers import RESPONSES, Record, Row, make_row, schema_of
+from verl_patches.data.output import MANIFEST, TEST, TRAIN, whole_folder, write_rows
+from verl_patches.data.settings import REASONS, Settings
+from verl_patches.data.sources import Item, chunks_of, file_facts, load, parse, sources_of
+from verl_patches.data.templates import template_of
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.processes import die_with_parent
+
+SHOWN = 20  # of the records that were left out, for each reason
+_UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
+Made = tuple[int, list[tuple[bytes, bytes]], list[tuple[str, str]], tuple[int, int]]
+
+
+# ---- a chunk, in any process
+
+
+def make_chunk(settings: Settings, scratch: str, name: str, chunk: list[Item]) -> Made:
+    """(records, rows as (JSON, digest), (reason, sentence) of the others, most tokens) of a chunk of source `name`."""
+    template, tokenizer = _tools(settings.prompt_type, settings.tokenizer_name_or_path, scratch)
+    handler, additional = settings.handler, settings.dataset_additional_keys
+    read, rows, left_out, longest = 0, [], [], (0, 0)
+    for line, record in _records(chunk):
+        read, origin = read + 1, f"{name}:{line}"
+        try:
+            if isinstance(record, ValueError):
+                raise record
+            values = Record(parse(record) if isinstance(record, bytes) else record, handler.fields)
+            row = make_row(handler, values, template, settings.data_source or settings.handler_name, origin, additional)
+            tokens = _tokens(tokenizer, row) if tokenizer else (0, 0)
+            text = json.dumps(row).encode()
+        except (ValueError, RecursionError) as error:
+            left_out.append(("bad", f"{origin}: {error}"))
+            continue
+        if settings.seq_length and sum(tokens) > settings.seq_length:
+            left_out.append(("too_long", f"{origin}: {sum(tokens)} tokens; expected at most {settings.seq_length}"))
+            continue
+        longest = tuple(map(max, longest, tokens))
+        words = [message["content"].split() for message in row.get("prompt", ())]
+        key = json.dumps([words, [row[column] for column in handler.columns]])
+        rows.append((text, hashlib.blake2b(key.encode(), digest_size=16).digest()))
+    return read, rows, left_out, longest
+
+
+def _records(chunk: list[Item]) -> Iterator[tuple[int, Any]]:
+    for line, value in chunk:
+        yield from enumerate([value] if isinstance(value, bytes | ValueError) else value.to_pylist(), line)
+
+
+@functools.cache
+def _tools(prompt_type: str, tokenizer: str | None, scratch: str) -> tuple[Any, Any]:
+    """(template, tokenizer) of this process."""
+    if tokenizer is None:
+        return template_of(prompt_type), None
+    from transformers import AutoTokenizer
+
+    local, where = os.path.isdir(tokenizer), f"tokenizer_name_or_path {tokenizer}"
+    with load(f"{where}: expected a model folder or an id"):
+        found = AutoTokenizer.from_pretrained(tokenizer, cache_dir=scratch, local_files_only=local)
+    if not found.chat_template:
+        raise ConfigError(f"{where}: it has no chat template, which verl needs")
+    return template_of(prompt_type), found
+
+
+def _tokens(tokenizer: Any, row: Row) -> tuple[int, int]:
+    """(prompt, longest response with its end tokens), as a run counts them (objectives/dataset.py)."""
+    if "text" in row:
+        return 1, len(tokenizer.encode(row["text"]))
+    try:
+        prompt = len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True))
+    except Exception as error:  # of the template: raise_exception, a role that it does not know
+        raise ValueError(f"the tokenizer's chat template: {type(error).__name__}: {error}") from None
+    texts = [row[name] if name == "steps" else [row[name]] for name in RESPONSES if name in row]
+    sizes = [sum(len(tokenizer.encode(part, add_special_tokens=False)) for part in parts) for parts in texts]
+    return prompt, max(sizes) + len(sizes) if sizes else 0  # of a pair, a reward model has two end tokens
+
+
+# ---- all of them
+
+
+class _Rows:
+    """JSON of rows in a file, found by their number."""
+
+    def __init__(self, path: Path):
+        self.file, self.starts, self.digests = path.open("w+b"), array("Q", [0]), bytearray()
+
+    def add(self, text: bytes, digest: bytes) -> None:
+        self.file.write(text)
+        self.starts.append(self.starts[-1] + len(text))
+        self.digests += digest
+
+    def read(self, number: int) -> bytes:
+        start, stop = self.starts[number : number + 2]
+        return os.pread(self.file.fileno(), stop - start, start)
+
+    def split(self, dedupe: bool) -> tuple[array, array]:
+        """The numbers of the rows whose digest no earlier row has, and of the others (none unless `dedupe`)."""
+        import numpy as np
+
+        halves = np.frombuffer(self.digests, np.uint64).reshape(-1, 2)
+        order = np.lexsort((halves[:, 1], halves[:, 0]))  # stable: of equal ones the first comes first
+        again = np.zeros(len(order), bool)
+        again[order[1:]] = dedupe & (halves[order[1:]] == halves[order[:-1]]).all(1)
+        return tuple(array("q", np.flatnonzero(mask).tolist()) for mask in (~again, again))
+
+
+def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> tuple[int, dict[str, Any]]:
+    """Write the folder of output_prefix: (0, report), or (1, report) and nothing written (refuse_above).
+
+    ConfigError for wrong use. `quiet`: no progress.
+    """
+    report: dict[str, Any] = {"read": 0, **{reason: {"rows": 0, "shown": []} for reason in REASONS}}
+
+    def leave_out(reason: str, sentence: str) -> None:
+        report[reason]["rows"] += 1
+        report[reason]["shown"] += [sentence] if len(report[reason]["shown"]) < SHOWN else []
+
+    target, longest = Path(settings.output_prefix), (0, 0)
+    with whole_folder(target, overwrite) as work:
+        out, rows, sources = work / "out", _Rows(work / "rows"), list(sources_of(settings, work))
+        _tools(settings.prompt_type, settings.tokenizer_name_or_path, str(work))  # what is wrong ends the command here
+        chunks = ((source.name, chunk) for source in sources for chunk in chunks_of(source))
+        with _progress(settings, quiet, "read") as step:
+            for count, made, left_out, most in _in_order(settings, str(work), chunks):
+                report["read"] += count
+                longest = tuple(map(max, longest, most))
+                for row in made:
+                    rows.add(*row)
+                for one in left_out:
+                    leave_out(*one)
+                step(count)
+        rows.file.flush()
+        order, again = rows.split(settings.dedupe)
+        for number in again:
+            shown = report["repeated"]["rows"] < SHOWN
+            leave_out("repeated", json.loads(rows.read(number))["extra_info"]["origin"] if shown else "")
+        if not report["read"]:
+            raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
+        limits = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0} | settings.refuse_above
+        report["refused"] = [why for why in REASONS if report[why]["rows"] > limits[why] * report["read"]]
+        if report["refused"]:
+            return 1, report
+        if settings.tokenizer_name_or_path:
+            report["longest_tokens"] = {"prompt": longest[0], "response": longest[1]}
+        if settings.shuffle:
+            Random(settings.seed).shuffle(order)
+        size = settings.test_size
+        tests = int(size) if size >= 1 else max(1, round(size * len(order)))
+        if tests >= len(order):
+            raise ConfigError(f"test_size: {tests} of {len(order)} rows leave none to train on; give a smaller one")
+        schema = schema_of(settings.handler.columns, settings.dataset_additional_keys)
+        with _progress(settings, quiet, "write", len(order)) as step:
+            for name, part in ((TRAIN, order[tests:]), (TEST, order[:tests])):
+                report[Path(name).stem] = len(part)
+                write_rows(out / name, map(rows.read, part), schema, step)
+        manifest = {"format": "verl_patches data", "version": 1, "settings": settings.model_dump(exclude=_UNSAID)}
+        manifest |= {"inputs": [source.facts for source in sources], "report": report}
+        manifest["files"] = [file_facts(out / name) for name in (TRAIN, TEST)]
+        (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return 0, {**report, "files": [str(target / name) for name in (TRAIN, TEST)]}
+
+
+def _in_order(settings: Settings, scratch: str, chunks: Iterable[tuple[str, list[Item]]]) -> Iterator[Made]:
+    """What each chunk becomes, in their order; at most two for each worker are held."""
+    make = functools.partial(make_chunk, settings, scratch)
+    if settings.workers == 1:
+        yield from (make(*chunk) for chunk in chunks)
+        return
+    begun: deque[Any] = deque()
+    try:
+        with ProcessPoolExecutor(settings.workers, get_context("spawn"), _start, (os.getpid(),)) as pool:
+            for chunk in chunks:
+                begun.append(pool.submit(make, *chunk))
+                if len(begun) == 2 * settings.workers:
+                    yield begun.popleft().result()
+            while begun:
+                yield begun.popleft().result()
+    except BrokenProcessPool as error:
+        raise RecipeError(
+            "a worker of data build was killed; lower workers, or give the machine more memory"
+        ) from error
+
+
+def _start(parent: int) -> None:
+    """In a new worker."""
+    die_with_parent()
+    if os.getppid() != parent:  # which died before that
+        os._exit(1)
+
+
+@contextmanager
+def _progress(settings: Settings, quiet: bool, what: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
+    """A progress bar on stderr: on a terminal twice a second, in a file at every log_interval rows."""
+    from tqdm import tqdm
+
+    often = {"mininterval": 0.5}
+    if not sys.stderr.isatty():
+        often = {"mininterval": 0, "miniters": settings.log_interval, "maxinterval": float("inf")}
+    with tqdm(total=total, desc=what, unit="row", disable=quiet, **often) as bar:
+        yield bar.update
