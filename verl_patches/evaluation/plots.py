@@ -1,4 +1,4 @@
-"""Plots: reward and seconds of one run or of several, memory by phase, traffic of a reshard plan; `save` makes PNGs.
+"""Plots: reward and seconds of runs, memory by phase, errors of curves, traffic of a reshard plan; `save` makes PNGs.
 
 A run of more than MOST steps is drawn in columns of several steps. matplotlib is imported inside functions: commands
 that draw nothing do not wait for it.
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from verl_patches.evaluation.compare import Error
+    from verl_patches.evaluation.curves import Curves
     from verl_patches.reshard.plan import ReshardPlan
 
 NAN = float("nan")  # is not drawn
@@ -243,6 +245,34 @@ def _stack(
         colour = (GROUP_COLOURS | PHASE_COLOURS).get(label, OTHER_COLOUR)
         axes.stairs(above, edges, baseline=below, fill=True, color=colour, label=label, orientation=orientation)
         below = [size if size == size else 0.0 for size in above]
+
+
+def errors_figure(a: Curves, b: Curves, errors: Sequence[Error], limits: Mapping[str, float]) -> Figure:
+    """A row for each metric: both curves (left), |a - b| at the common steps with its mean and its limit (right)."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure = _figure(11, 0.5 + 2.6 * len(errors))
+    for error, (left, right) in zip(errors, figure.subplots(len(errors), 2, squeeze=False), strict=True):
+        curves = [of.values[error.metric] for of in (a, b)]
+        for number, (source, curve) in enumerate(zip((a, b), curves, strict=True)):
+            steps = sorted(curve)
+            label = f"{'ab'[number]}: {_text(source.name)}"
+            left.plot(steps, [curve[step] for step in steps], "-" if number == 0 else "--", linewidth=1, label=label)
+        steps = sorted(curves[0].keys() & curves[1].keys())
+        right.plot(steps, [abs(curves[0][step] - curves[1][step]) for step in steps], linewidth=1, label="|a - b|")
+        if error.absolute is not None:
+            right.axhline(error.absolute, color="C1", linestyle="--", label=f"mean {error.absolute:.3g}")
+        if error.metric in limits:
+            limit = limits[error.metric]
+            right.axhline(limit, color="C3", label=f"limit of the mean {limit:.3g}")
+        left.set(title=_text(error.metric), ylabel=_text(error.metric))
+        right.set(title=f"{_text(error.metric)}: error", ylim=(0, None))
+        for axes in (left, right):
+            axes.set_xlabel("step")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)
+    return figure
 
 
 def plan_figure(plan: ReshardPlan) -> Figure:
