@@ -148,7 +148,7 @@ def _collect(name: str, kind: str, rows: Iterable[Row], metrics: Mapping[str, It
             if number_of is None:
                 continue
             if plain not in metric_of:
-                if len(seen) < 9:
+                if len(seen) < 9 and plain.lower() not in STEPS:
                     seen[printable(plain[:80])] = None
                 continue
             at = at if at is not None else _step(number if step is None else step, name)

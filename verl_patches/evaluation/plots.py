@@ -256,10 +256,12 @@ def errors_figure(a: Curves, b: Curves, errors: Sequence[Error], limits: Mapping
         curves = [of.values[error.metric] for of in (a, b)]
         for number, (source, curve) in enumerate(zip((a, b), curves, strict=True)):
             steps = sorted(curve)
-            label = f"{'ab'[number]}: {_text(source.name)}"
-            left.plot(steps, [curve[step] for step in steps], "-" if number == 0 else "--", linewidth=1, label=label)
+            style = {"linestyle": "--" if number else "-", "marker": "." if len(steps) <= MOST else "", "linewidth": 1}
+            left.plot(
+                steps, [curve[s] for s in steps], label=f"{'ab'[number]}: {_text(Path(source.name).name)}", **style
+            )
         steps = sorted(curves[0].keys() & curves[1].keys())
-        right.plot(steps, [abs(curves[0][step] - curves[1][step]) for step in steps], linewidth=1, label="|a - b|")
+        right.plot(steps, [abs(curves[0][s] - curves[1][s]) for s in steps], label="|a - b|", **style)
         if error.absolute is not None:
             right.axhline(error.absolute, color="C1", linestyle="--", label=f"mean {error.absolute:.3g}")
         if error.metric in limits:
