@@ -11,7 +11,7 @@ import sys
 try:
     import typer
 
-    from verl_patches.cli import cluster, contract, doctor, inspect, patches, plan, run, weights
+    from verl_patches.cli import cluster, contract, data, doctor, inspect, patches, plan, run, weights
     from verl_patches.errors import ConfigError, RecipeError, interrupted
     from verl_patches.values import printable
 except ModuleNotFoundError as error:
@@ -41,6 +41,7 @@ app.command("compare")(inspect.compare_command)
 app.command("versions")(contract.versions_command)
 app.command("fetch-upstream")(contract.fetch_upstream_command)
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(data.app, name="data")
 app.add_typer(weights.app, name="weights")
 
 
