@@ -179,7 +179,7 @@ def console() -> Console:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
+def progress_bar(what: str, total: int | None, unit: str = "B") -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr: on a terminal twice a second, in a file every 30 s."""
     from tqdm import tqdm
 
