@@ -42,7 +42,7 @@ def build_command(
 @app.command("from-rollouts")
 def from_rollouts_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that recorded its rollouts.")],
-    output_prefix: Annotated[Path, typer.Option("--output-prefix", "-o", help="The folder to make.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to make.")],
     kind: Annotated[str, typer.Option("--to", metavar="KIND", help=f"One of {', '.join(COLUMNS)}.")] = "best",
     best: Annotated[int, typer.Option(help="With best: responses of a prompt at most.")] = 1,
     threshold: Annotated[float | None, typer.Option(help="Least reward of a response, or of a chosen one.")] = None,
@@ -57,7 +57,7 @@ def from_rollouts_command(
     choice = Choice(kind, best, threshold, margin, finished, template, from_step)
     folder = find_run(run, output_root())
     with progress_bar("steps", None, "step") as advance:
-        report = from_rollouts(folder, output_prefix, choice, overwrite, advance)
+        report = from_rollouts(folder, output, choice, overwrite, advance)
     if as_json:
         print_json(report)
         return
@@ -65,7 +65,7 @@ def from_rollouts_command(
         say(f"left out: {count} {reason}")
     say("{rows} rows of {responses} responses to {prompts} prompts in {steps} steps".format(**report))
     algo = "dpo" if kind == "pairs" else "sft"
-    say(f"{output_prefix}: train on it with algo={algo} data.train_files={report['files'][0]}")
+    say(f"{output}: train on it with algo={algo} data.train_files={report['files'][0]}")
 
 
 def _show(report: dict[str, Any], output: str) -> None:
