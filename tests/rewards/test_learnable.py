@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.prepare_deepscaler import make_rows, write_task
+from data.make_learnable import make_rows, write_task
 from verl_patches.errors import ConfigError
 from verl_patches.rewards import by_source
 from verl_patches.rewards.learnable import DATA_SOURCE, KINDS, MIN_CHARS, compute_score

@@ -26,11 +26,12 @@ def _group() -> None:
 def build_command(
     file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Keys: docs/data.md.", show_default=False)],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="In place of its.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="In place of output_prefix.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.")] = False,
     as_json: Json = False,
 ) -> None:
     """Make train.parquet and test.parquet, in verl's columns, of files, folders, HF datasets or s3:// and hf://."""
-    settings = read_settings(file, overrides or ())
+    settings = read_settings(file, overrides or (), output)
     code, report = build(settings, overwrite, quiet=as_json)
     if as_json:
         print_json({"exit": code, **report})

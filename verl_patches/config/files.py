@@ -102,7 +102,7 @@ def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Ch
         files = [files] if isinstance(files, str) else files
         absent = [file for file in files if not os.path.isfile(file)]
         if absent:
-            yield _absent("data", absent, key, key in must_exist, "parquet of data/prepare_deepscaler.py")
+            yield _absent("data", absent, key, key in must_exist, "parquet of `data build` (docs/data.md)")
             continue
         try:
             rows = sum(_read_rows(file, config) for file in files)

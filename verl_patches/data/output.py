@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_patches.data.handlers import Row
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import LOCK, PARTIAL, locked_folder, sync
 
@@ -16,39 +16,47 @@ if TYPE_CHECKING:
     import pyarrow
 
 TRAIN, TEST, MANIFEST = "train.parquet", "test.parquet", "manifest.json"
-GROUP_ROWS, GROUP_CHARS = 4096, 32 << 20  # of a row group
+GROUP_ROWS, GROUP_BYTES = 1024, 16 << 20  # of a row group, as JSON
 
 
 @contextmanager
 def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     """A new folder for scratch; its folder `out`, if the block ends well and it holds files, takes the name `target`.
 
-    The new folder is `.NAME.partial` beside `target`, locked while it is used and removed in the end; what a killed
-    call has left there is removed first. ConfigError where `target` is taken (`overwrite`: by other files than these),
-    cannot be written, or is being written.
+    It is `.NAME.partial` beside `target`, locked while it is used and removed in the end; what a killed call has left
+    there is removed first. ConfigError where `target` is taken (`overwrite`: by files that have other names than
+    these), cannot be written, or is being written.
     """
-    if target.name in ("", "..") or "\0" in str(target):
-        raise ConfigError(f"output {target}: expected the path of a folder to make")
-    work = target.with_name(f".{target.name}{PARTIAL}")
-    busy = ConfigError(f"output {target}: another process writes it; wait for its end, or choose another output_prefix")
-
-    def unusable(error: OSError) -> ConfigError:
-        return ConfigError(f"output {target}: cannot be written ({error}); choose another output_prefix")
-
+    work = target.with_name(f".{target.name}{PARTIAL}") if target.name not in ("", "..") else target
     old, out = work / "old", work / "out"
-    with locked_folder(work, lambda: busy, unusable):
+
+    def wrong(text: str) -> ConfigError:
+        return ConfigError(f"output {target}: {text}; choose another output_prefix")
+
+    def unusable(error: Exception) -> ConfigError:
+        return wrong(f"cannot be written ({error})")
+
+    if work == target or not target.name.isprintable():
+        raise wrong("expected the path of a folder to make")
+    with locked_folder(work, lambda: wrong("another process writes it: wait for its end"), unusable):
         try:
             if old.exists() and not target.exists():  # a call was killed between its two renames
                 old.rename(target)
-            _check_free(target, overwrite)
+            there = {path.name for path in target.iterdir()} if target.is_dir() else set()
+            if target.is_symlink() or (target.exists() and not target.is_dir()):
+                raise wrong("expected a folder or nothing")
+            if others := there - {TRAIN, TEST, MANIFEST}:
+                raise wrong(f"holds other files, such as {min(others)!r}")
+            if there and not overwrite:
+                raise wrong("exists already: give --overwrite to replace it")
             _clear(work)
             out.mkdir()
             yield work
-            for file in (files := list(out.iterdir())):
-                sync(file)
-            if files and target.exists():
-                target.rename(old)
-            if files:
+            if files := list(out.iterdir()):
+                for file in files:
+                    sync(file)
+                if target.exists():
+                    target.rename(old)
                 out.rename(target)
         except OSError as error:
             raise unusable(error) from error
@@ -56,16 +64,6 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
             _clear(work)
             (work / LOCK).unlink()
             work.rmdir()
-
-
-def _check_free(target: Path, overwrite: bool) -> None:
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ConfigError(f"output {target}: expected a folder or nothing; choose another output_prefix")
-    there = {path.name for path in target.iterdir()} if target.exists() else set()
-    if others := there - {TRAIN, TEST, MANIFEST}:
-        raise ConfigError(f"output {target}: holds other files, as {min(others)!r}; choose another output_prefix")
-    if there and not overwrite:
-        raise ConfigError(f"output {target}: exists already; choose another output_prefix or give --overwrite")
 
 
 def _clear(work: Path) -> None:
@@ -77,31 +75,30 @@ def _clear(work: Path) -> None:
 
 
 def write_rows(
-    path: Path, rows: Iterable[Row], schema: pyarrow.Schema, progress: Callable[[int], Any] = lambda _: None
-) -> int:
-    """Write rows to a parquet file, numbered in extra_info.index, with the file's stem as .split; how many they were.
+    path: Path, rows: Iterable[str | bytes], schema: pyarrow.Schema, progress: Callable[[int], Any] = lambda _: None
+) -> None:
+    """Write rows, each as JSON, to a parquet file, numbered in extra_info.index, with the file's stem as .split.
 
-    At most GROUP_ROWS rows, or those of GROUP_CHARS characters, are held at a time; the bytes depend on the rows alone.
+    At most GROUP_ROWS rows are held at a time, or those of GROUP_BYTES; the file's bytes depend on the rows alone.
     """
     import pyarrow
     from pyarrow import parquet
 
-    count, chars, group = 0, 0, []
+    group: list[dict[str, Any]] = []
     with parquet.ParquetWriter(path, schema) as writer:
 
         def flush() -> None:
-            if group:
-                writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
-                group.clear()
+            writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
+            progress(len(group))
+            group.clear()
 
-        for row in rows:
-            row["extra_info"] |= {"index": count, "split": path.stem}
-            group.append(row)
-            count, chars = count + 1, chars + len(str(row))
-            if len(group) == GROUP_ROWS or chars > GROUP_CHARS:
-                progress(len(group))
+        size = 0
+        for number, text in enumerate(rows):
+            group.append(json.loads(text))
+            group[-1]["extra_info"] |= {"index": number, "split": path.stem}
+            size += len(text)
+            if len(group) == GROUP_ROWS or size > GROUP_BYTES:
                 flush()
-                chars = 0
-        progress(len(group))
-        flush()
-    return count
+                size = 0
+        if group:
+            flush()

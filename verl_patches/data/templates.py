@@ -20,47 +20,34 @@ from verl_patches.yaml_files import read_yaml
 
 TEMPLATES = REPOSITORY / "data" / "templates.yaml"  # {name: {user: Jinja, system: text}}
 MODEL = "model"  # messages as they are
-MAX_CHARS = 4 << 20
-MAX_TEMPLATE_CHARS = 64 << 10
-_ALLOWED = tuple(
-    getattr(nodes, name)
-    for name in "Template Output TemplateData Name Const Getattr Getitem Filter If For Compare Operand And Or Not Test "
-    "CondExpr Concat Keyword".split()
+MAX_CHARS, MAX_TEMPLATE_CHARS = 4 << 20, 64 << 10
+_ALLOWED = set(
+    "Template Output TemplateData Name Const Getattr Getitem Filter If For Compare Operand And Or Not Test "
+    "CondExpr".split()
 )
-_FILTERS = {
-    "trim",
-    "upper",
-    "lower",
-    "title",
-    "capitalize",
-    "default",
-    "first",
-    "last",
-    "length",
-    "string",
-    "int",
-    "tojson",
-}
-_OF_CHATS = re.compile(
-    "(qwen|deepseek|llama|chatglm|glm|baichuan|mixtral|mistral|gemma|phi|cpm|minicpm|hunyuan|yi|intern)"
-)
+_FILTERS = {"trim", "upper", "lower", "capitalize", "default", "first", "last", "length", "string", "int", "tojson"}
+_CHATS = re.compile("qwen|deepseek|llama|chatglm|glm|baichuan|mixtral|mistral|gemma|phi|cpm|minicpm|hunyuan|yi|intern")
 
 
 class Template:
     """The Jinja text of a user message, and the system message or None. ConfigError for a text that may not be used."""
 
-    def __init__(self, user: str, system: str | None = None, where: str = "prompt_type"):
-        self.system = system
-        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    def __init__(self, user: str, system: str | None = None):
+        environment, self.system = ImmutableSandboxedEnvironment(undefined=StrictUndefined), system
         try:
             if len(user) > MAX_TEMPLATE_CHARS:
-                raise ValueError(f"at most {MAX_TEMPLATE_CHARS} characters")
-            _check(environment.parse(user))
+                raise ValueError(f"it has more than {MAX_TEMPLATE_CHARS} characters")
+            for node, loops in _walk(environment.parse(user)):
+                name = node.name if isinstance(node, nodes.Filter) else type(node).__name__
+                if name not in (_FILTERS if isinstance(node, nodes.Filter) else _ALLOWED):
+                    raise ValueError(
+                        f"{name.lower()} is not allowed; names, if, for and {', '.join(sorted(_FILTERS))} are"
+                    )
+                if loops > 1 or getattr(node, "recursive", False):
+                    raise ValueError("a loop in a loop is not allowed")
             self._template = environment.from_string(user)
-        except RecursionError:
-            raise ConfigError(f"{where}: its Jinja is nested too deep") from None
-        except (TemplateError, ValueError) as error:
-            raise ConfigError(f"{where}: expected Jinja with {error}, found {user!r:.80}") from None
+        except (TemplateError, ValueError, RecursionError) as error:
+            raise ConfigError(f"prompt_type: expected Jinja, found {user!r:.80}: {error}") from None
 
     def render(self, values: Mapping[str, Any]) -> str:
         """The text; ValueError where it is too long, or a value is missing."""
@@ -71,9 +58,16 @@ class Template:
                 chars += len(part)
                 if chars > MAX_CHARS:
                     raise ValueError(f"prompt_type makes more than {MAX_CHARS} characters of this row")
-        except (TemplateError, TypeError, RecursionError) as error:
+        except (TemplateError, TypeError) as error:
             raise ValueError(f"prompt_type: {error}") from None
         return "".join(parts)
+
+
+def _walk(node: nodes.Node, loops: int = 0) -> Iterator[tuple[nodes.Node, int]]:
+    loops += isinstance(node, nodes.For)
+    yield node, loops
+    for child in node.iter_child_nodes():
+        yield from _walk(child, loops)
 
 
 def template_of(prompt_type: str) -> Template | None:
@@ -84,30 +78,10 @@ def template_of(prompt_type: str) -> Template | None:
         return Template(prompt_type)
     found = read_yaml(TEMPLATES)
     if prompt_type in found:
-        return Template(found[prompt_type]["user"], found[prompt_type].get("system"), f"{TEMPLATES}: {prompt_type}")
-    if _OF_CHATS.match(prompt_type):
-        raise ConfigError(
-            f"prompt_type is {prompt_type}, a chat template of MindSpeed-RL; a run applies that of the model's "
-            "tokenizer: write prompt_type: model"
-        )
-    names = {MODEL: None, **found}
-    hint = f"{', '.join(names)}, or a Jinja text with {{{{ prompt }}}}"
-    raise ConfigError(f"prompt_type: {unknown_key(prompt_type, names, f'expected {hint}')}".replace("key ", "name "))
-
-
-def _check(tree: nodes.Template) -> None:
-    """ValueError that says what is expected, for a node that is not allowed."""
-    for node, loops in _walk(tree, 0):
-        if not isinstance(node, _ALLOWED):
-            raise ValueError(f"names, filters, if and for alone (no {type(node).__name__.lower()})")
-        if isinstance(node, nodes.Filter) and node.name not in _FILTERS:
-            raise ValueError(f"the filters {', '.join(sorted(_FILTERS))} (no {node.name})")
-        if isinstance(node, nodes.For) and (loops > 1 or node.recursive):
-            raise ValueError("no loop in a loop")
-
-
-def _walk(node: nodes.Node, loops: int) -> Iterator[tuple[nodes.Node, int]]:
-    loops += isinstance(node, nodes.For)
-    yield node, loops
-    for child in node.iter_child_nodes():
-        yield from _walk(child, loops)
+        return Template(**found[prompt_type])
+    if _CHATS.match(prompt_type):
+        fault = "a chat template of MindSpeed-RL, and a run applies that of the model's tokenizer: write model"
+    else:
+        fault = unknown_key(prompt_type, {MODEL: 0, **found}, f"expected {MODEL}, {', '.join(found)} or a Jinja text")
+        fault = fault.partition("; ")[2]
+    raise ConfigError(f"prompt_type is {prompt_type:.80}; {fault}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "data" / "deepscaler_sample.json"
 PREPARE_S = 300
 PROMPT_TOKENS = "256"  # data.max_prompt_length of the config
-LEARN_TASK = ["--learnable", "768"]
+LEARN_TASK = [str(REPOSITORY / "data" / "make_learnable.py"), "768"]
 _MAKE_MODEL = """
 import json
 import sys
@@ -174,7 +175,7 @@ def overrides_of(options: SmokeOptions) -> list[str]:
 class Inputs:
     """The model and the data of a smoke below a cache. Their places are known before they are made.
 
-    model: its folder. tasks: {folder of a task's data: arguments of the program that makes it}.
+    model: its folder. tasks: {folder of a task's data: arguments of the Python that makes it}.
     """
 
     options: SmokeOptions
@@ -214,12 +215,14 @@ def inputs_of(options: SmokeOptions, cache: Path, overrides: Sequence[str] = ())
     algorithm = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("algo=")), "")
     sources = [CONFIGS_DIR / options.model_shape, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
-    maths = [str(SAMPLE), "--tokenizer", str(model), "--max-prompt-length", PROMPT_TOKENS]
+    given = {"input": SAMPLE, "tokenizer_name_or_path": model, "seq_length": PROMPT_TOKENS}
+    maths = ["-m", "verl_patches", "data", "build", str(SAMPLE.with_name("sample.yaml"))]
+    maths += [f"{key}={json.dumps(str(value)) if isinstance(value, Path) else value}" for key, value in given.items()]
     tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
     if algorithm in COLUMNS:
         tasks = {"learnable": [*LEARN_TASK, "--answers", "unpaired" if algorithm == "kto" else "paired"]}
-    sources += [SAMPLE, *sorted((REPOSITORY / "data").glob("*.py"))]
-    sources += sorted((REPOSITORY / "verl_patches/rewards").glob("*.py"))
+    folders = ("data/*.py", "data/*.yaml", "verl_patches/data/*.py", "verl_patches/rewards/*.py")
+    sources += [SAMPLE, *(file for folder in folders for file in sorted(REPOSITORY.glob(folder)))]
     folders = {cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}": task for name, task in tasks.items()}
     return Inputs(options, model, folders)
 
@@ -227,7 +230,7 @@ def inputs_of(options: SmokeOptions, cache: Path, overrides: Sequence[str] = ())
 def _make_data(task: Sequence[str], folder: Path) -> None:
     making = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        _run([sys.executable, str(REPOSITORY / "data/prepare_deepscaler.py"), *task, "-o", str(making)], "the data")
+        _run([sys.executable, *task, "-o", str(making)], "the data")
         making.rename(folder)
     except OSError:
         if not folder.exists():  # another run has made it

@@ -4,7 +4,7 @@ A prompt is twelve symbols of one of three kinds: small letters, capitals, or ma
 is the share of the response's characters that are of the same kind. The kinds are disjoint and equally frequent, so an
 answer that does not depend on the prompt earns at most 1/3 on average; the prompt's kind throughout earns 1. Every
 single token changes the reward, and random tokens of the tiny model's tokenizer earn about 0.3, so there is a gradient
-from the first step. data/prepare_deepscaler.py makes the rows.
+from the first step. data/make_learnable.py makes the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compute_score(
     if ground_truth not in KINDS:
         raise ConfigError(
             f"reward: a row of {data_source!r} asks for {ground_truth!r}; expected one of {', '.join(KINDS)}: "
-            "make the data with data/prepare_deepscaler.py --learnable"
+            "make the data with data/make_learnable.py"
         )
     kind = frozenset(KINDS[ground_truth])
     chars = [char for char in solution_str if not char.isspace()]

@@ -1,0 +1,110 @@
+"""Make train.parquet and test.parquet of the task that tiny random models learn (verl_patches/rewards/learnable.py).
+
+    python data/make_learnable.py ROWS -o DIR [--answers paired|unpaired] [--seed N] [--overwrite]
+
+`scripts/smoke.sh` trains on it. Exit codes: 0 written, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from verl_patches.data.handlers import schema_of
+from verl_patches.data.output import TEST, TRAIN, whole_folder, write_rows
+from verl_patches.errors import ConfigError
+from verl_patches.rewards.learnable import DATA_SOURCE, KINDS
+
+Row = dict[str, Any]
+ANSWERS = ("response", "chosen", "rejected", "label", "steps", "labels")
+TEST_ROWS = 30
+MAX_ROWS = 1_000_000
+PROMPT_SYMBOLS = 12
+
+
+def make_rows(count: int, seed: int = 0, answers: str | None = None) -> list[Row]:
+    """`count` rows in verl's schema, the same for the same seed.
+
+    Any three neighbours (rows 0-2, 3-5, ...) ask for the three kinds, in a drawn order, so every batch of a multiple
+    of three rows is balanced if the data is not shuffled again. `answers` adds the columns of fixed data
+    (verl_patches/objectives/settings.py): chosen and rejected are answers in the prompt's kind and in another, response
+    is the chosen one (paired), or every second time the rejected one (unpaired), and label says which; steps are of
+    either kind, with their labels. Raises ConfigError for fewer than three rows, or more than MAX_ROWS.
+    """
+    if not len(KINDS) <= count <= MAX_ROWS:
+        raise ConfigError(
+            f"learnable task: expected at least {len(KINDS)} rows (one of each kind) and at most {MAX_ROWS}, "
+            f"found {count}"
+        )
+    rng = Random(seed)
+    order: list[str] = []
+    while len(order) < count:
+        order += rng.sample(list(KINDS), len(KINDS))
+    rows, of_answers = [], Random(f"answers {seed}")
+    for at, kind in enumerate(order[:count]):
+        prompt = " ".join(rng.choice(KINDS[kind]) for _ in range(PROMPT_SYMBOLS))
+        row = {"data_source": DATA_SOURCE, "prompt": [{"role": "user", "content": prompt}], "ability": "kinds"}
+        row["reward_model"] = {"style": "rule", "ground_truth": kind}
+        row["extra_info"] = {"index": -1, "split": "", "answer": kind, "solution": "", "origin": f"seed {seed}"}
+        good = answers == "paired" or at % 2 == 0
+        rows.append({**row, **(_answers(of_answers, kind, good) if answers else {})})
+    return rows
+
+
+def _answers(rng: Random, kind: str, good: bool) -> Row:
+    """The columns of fixed data: answers of 4 to 12 symbols, three steps of 1 to 4."""
+    other = rng.choice([each for each in KINDS if each != kind])
+
+    def text(of: str, least: int, most: int) -> str:
+        return "".join(rng.choice(KINDS[of]) for _ in range(rng.randint(least, most)))
+
+    chosen, rejected = text(kind, 4, 12), text(other, 4, 12)
+    labels = [rng.random() < 0.5 for _ in range(3)]
+    steps = [text(kind if right else other, 1, 4) for right in labels]
+    answers = {"chosen": chosen, "rejected": rejected, "response": chosen if good else rejected, "label": good}
+    return {**answers, "steps": steps, "labels": [float(label) for label in labels]}
+
+
+def write_task(
+    folder: Path,
+    count: int,
+    seed: int = 0,
+    test_rows: int = TEST_ROWS,
+    overwrite: bool = False,
+    answers: str | None = None,
+) -> tuple[Path, Path]:
+    """Write the task's train.parquet (`count` rows) and test.parquet to `folder` and return their paths."""
+    schema, parts = schema_of(ANSWERS if answers else ()), {TRAIN: (count, seed), TEST: (test_rows, seed + 1_000_003)}
+    made = {name: make_rows(rows, start, answers) for name, (rows, start) in parts.items()}
+    with whole_folder(folder, overwrite) as work:
+        for name, rows in made.items():
+            write_rows(work / "out" / name, map(json.dumps, rows), schema)
+    return folder / TRAIN, folder / TEST
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Make the task that tiny random models learn.")
+    parser.add_argument("rows", type=int, help="train rows")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("--seed", type=int, default=0)
+    answers = "columns of fixed data too; unpaired: half the responses are wrong"
+    parser.add_argument("--answers", choices=("paired", "unpaired"), help=answers)
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder")
+    args = parser.parse_args(argv)
+    try:
+        files = write_task(args.output, args.rows, args.seed, overwrite=args.overwrite, answers=args.answers)
+    except ConfigError as why:
+        print(f"error: {why}", file=sys.stderr)
+        return 2
+    print(f"{args.rows} train rows -> {files[0]}, {TEST_ROWS} test rows -> {files[1]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
