@@ -48,25 +48,20 @@ def from_rollouts_command(
     best: Annotated[int, typer.Option(help="With best: responses of a prompt at most.")] = 1,
     threshold: Annotated[float | None, typer.Option(help="Least reward of a response, or of a chosen one.")] = None,
     margin: Annotated[float, typer.Option(help="With pairs: least difference of the rewards.")] = 0.0,
-    finished: Annotated[bool, typer.Option("--finished", help="No responses that the length limit cut.")] = False,
     template: Annotated[str, typer.Option(help="With conditional: the last message of a prompt.")] = TEMPLATE,
-    from_step: Annotated[int, typer.Option(help="The first step that is read.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.")] = False,
     as_json: Json = False,
 ) -> None:
     """Make SFT data or preference pairs of a run's responses and their rewards."""
-    choice = Choice(kind, best, threshold, margin, finished, template, from_step)
-    folder = find_run(run, output_root())
+    choice, folder = Choice(kind, best, threshold, margin, template), find_run(run, output_root())
     with progress_bar("steps", None, "step") as advance:
         report = from_rollouts(folder, output, choice, overwrite, advance)
     if as_json:
         print_json(report)
         return
-    for reason, count in report["left_out"].items():
-        say(f"left out: {count} {reason}")
-    say("{rows} rows of {responses} responses to {prompts} prompts in {steps} steps".format(**report))
-    algo = "dpo" if kind == "pairs" else "sft"
-    say(f"{output}: train on it with algo={algo} data.train_files={report['files'][0]}")
+    why = "".join(f", {count} {reason}" for reason, count in report["left_out"].items())
+    say("{rows} rows of {responses} responses to {prompts} prompts in {steps} steps".format(**report) + why)
+    say(f"train on it: algo={'dpo' if kind == 'pairs' else 'sft'} data.train_files={report['files'][0]}")
 
 
 def _show(report: dict[str, Any], output: str) -> None:

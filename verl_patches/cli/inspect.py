@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
@@ -18,7 +19,7 @@ from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of, keys
 from verl_patches.config.files import hook_checks
 from verl_patches.errors import ConfigError, require
 from verl_patches.evaluation import compare, report
-from verl_patches.evaluation.curves import METRICS, Curves, read_curves, size_of
+from verl_patches.evaluation.curves import METRICS, Curves, read_curves
 from verl_patches.evaluation.record import find_run
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
@@ -301,34 +302,38 @@ def compare_command(
 
 
 def _limit(text: str) -> tuple[str, float]:
-    name, sign, value = text.rpartition("=")
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not (sign and name and 0 <= number < float("inf")):
-        raise ConfigError(f"compare: --limit {text}: expected METRIC=VALUE, a fraction from 0, such as loss=0.02")
-    return name, number
+    name, _, value = text.rpartition("=")
+    with contextlib.suppress(ValueError):
+        if name and 0 <= float(value) < float("inf"):
+            return name, float(value)
+    raise ConfigError(f"compare: --limit {text}: expected METRIC=VALUE, a fraction from 0, such as loss=0.02")
 
 
 def _curves(source: Path, metrics: dict[str, Any]) -> Curves:
-    with progress_bar(f"read {source.name}", size_of(source)) as advance:
+    with progress_bar(f"read {source.name}", None) as advance:
         return read_curves(source, output_root(), metrics, advance)
 
 
 def _show_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[str, bool]) -> None:
-    rows = []
+    words, rows = {True: "ok", False: "FAILED"}, []
     for error in errors:
-        verdict = {None: "", True: "ok", False: "FAILED"}[ok.get(error.metric)]
-        values = ["-" if value is None else f"{value:.4g}" for value in (error.absolute, error.largest)]
-        at = "-" if error.at is None else str(error.at)
-        steps = f"{error.steps} ({error.first} to {error.last})"
+        numbers = ["-" if value is None else f"{value:.4g}" for value in (error.absolute, error.largest)]
+        steps, relative = f"{error.steps} ({error.first} to {error.last})", compare.percent(error.relative)
+        verdict = words.get(ok.get(error.metric), "")
         rows.append(
-            (error.metric, *error.names, steps, values[0], compare.percent(error.relative), values[1], at, verdict)
+            (
+                error.metric,
+                *error.names,
+                steps,
+                numbers[0],
+                relative,
+                numbers[1],
+                "-" if error.at is None else str(error.at),
+                verdict,
+            )
         )
     columns = ("metric", "in a", "in b", "common steps", "mean |a - b|", "relative", "largest", "at step", "verdict")
-    red = [number for number, error in enumerate(errors) if ok.get(error.metric) is False]
+    red = [number for number, row in enumerate(rows) if row[-1] == "FAILED"]
     table(f"a: {a.name} ({a.kind}); b: {b.name} ({b.kind})", columns, rows, red)
-    for curves in (a, b):
-        if curves.replaced:
-            say(f"{curves.name}: {curves.replaced} values were replaced by later ones of the same step")
+    for curves in (of for of in (a, b) if of.replaced):
+        say(f"{curves.name}: {curves.replaced} values were replaced by later ones of the same step")

@@ -56,45 +56,26 @@ class Error:
 
 def errors_of(a: Curves, b: Curves) -> list[Error]:
     """The errors of each metric that both have at common steps. ConfigError where there is none."""
-    metrics = [metric for metric in a.values if metric in b.values]
-    found = [_error(metric, a, b) for metric in metrics if a.values[metric].keys() & b.values[metric].keys()]
+    common = {metric: sorted(of.keys() & b.values.get(metric, {}).keys()) for metric, of in a.values.items()}
+    found = [_error(metric, steps, a, b) for metric, steps in common.items() if steps]
     if not found:
-        has = "; ".join(f"{curves.name}: {_has(curves)}" for curves in (a, b))
+        has = ((of.name, f"{m} at steps {min(c)} to {max(c)}") for of in (a, b) for m, c in of.values.items())
+        has = "; ".join(f"{name}: {text}" for name, text in has)
         raise ConfigError(
             f"compare: expected a metric that both have at the same steps, found {has}; give other sources"
         )
     return found
 
 
-def _has(curves: Curves) -> str:
-    return ", ".join(f"{metric} at steps {min(of)} to {max(of)}" for metric, of in curves.values.items())
-
-
-def _error(metric: str, a: Curves, b: Curves) -> Error:
+def _error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
     of_a, of_b = a.values[metric], b.values[metric]
-    steps = sorted(of_a.keys() & of_b.keys())
     finite = [step for step in steps if math.isfinite(of_a[step]) and math.isfinite(of_b[step])]
-    absolute = [abs(of_a[step] - of_b[step]) for step in finite]
-    relative = [_relative(error, of_b[step]) for error, step in zip(absolute, finite, strict=True)]
-    largest, at = max(zip(absolute, finite, strict=True), key=lambda found: found[0], default=(None, None))
-    return Error(
-        metric=metric,
-        names=(a.names[metric], b.names[metric]),
-        steps=len(steps),
-        first=steps[0],
-        last=steps[-1],
-        absolute=_mean(absolute),
-        relative=_mean(relative),
-        largest=largest,
-        at=at,
-        not_finite=next(iter(sorted({*steps} - {*finite})), None),
-    )
-
-
-def _relative(error: float, reference: float) -> float:
-    if error == 0:
-        return 0.0
-    return error / abs(reference) if reference else math.inf
+    errors = {step: abs(of_a[step] - of_b[step]) for step in finite}
+    relative = [e and (e / abs(of_b[step]) if of_b[step] else math.inf) for step, e in errors.items()]
+    at, largest = max(errors.items(), key=lambda found: found[1], default=(None, None))
+    not_finite = next((step for step in steps if step not in errors), None)
+    span, means = (len(steps), steps[0], steps[-1]), (_mean([*errors.values()]), _mean(relative))
+    return Error(metric, (a.names[metric], b.names[metric]), *span, *means, largest, at, not_finite)
 
 
 def _mean(values: list[float]) -> float | None:
@@ -132,14 +113,10 @@ def _check(error: Error, limit: float, formula: str) -> Check:
     over = f"{FORMULAS[formula]} over {error.steps} common steps ({error.first} to {error.last})"
     if error.not_finite is not None:
         return Check(error.metric, False, f"{over}: expected numbers, found NaN or infinity at step {error.not_finite}")
-    ok = value <= limit * (1 + _ROUNDING)
-    return either(
-        error.metric,
-        ok,
-        f"{over} is {percent(value)}, at most {percent(limit)}",
-        f"{over}: expected at most {percent(limit)}, found {percent(value)}; |a - b| is {error.largest:.4g} at step "
-        f"{error.at}, its largest",
-    )
+    largest = f"the largest is {error.largest:.4g} at step {error.at}"
+    fault = f"expected at most {percent(limit)}, found {percent(value)}; {largest}"
+    held = f"{over} is {percent(value)}, at most {percent(limit)}"
+    return either(error.metric, value <= limit * (1 + _ROUNDING), held, f"{over}: {fault}")
 
 
 def percent(value: float | None) -> str:
@@ -150,15 +127,11 @@ def percent(value: float | None) -> str:
 def write_baseline(path: Path, curves: Curves) -> None:
     """Keep curves in a JSON file that `read_curves` reads. RecipeError for a value that is not finite, a full disk."""
     for metric, of in curves.values.items():
-        if (step := next((step for step, value in of.items() if not math.isfinite(value)), None)) is not None:
+        for step in (step for step, value in of.items() if not math.isfinite(value)):
             raise RecipeError(
-                f"{curves.name}: {metric} is not finite at step {step}; expected a run without such steps as a baseline"
+                f"{curves.name}: {metric} is not finite at step {step}; expected a run without such steps"
             )
-    kept = {}
-    for metric, of in curves.values.items():
-        steps = sorted(of)
-        kept[metric] = {"name": curves.names[metric], "steps": steps, "values": [of[step] for step in steps]}
-    content = {BASELINE: 1, "of": Path(curves.name).name, "read_as": curves.kind, "curves": kept}
+    kept = {m: {"name": curves.names[m], "steps": [*of], "values": [*of.values()]} for m, of in curves.values.items()}
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content) + "\n")
+        write_whole(path, json.dumps({BASELINE: 1, "of": Path(curves.name).name, "curves": kept}) + "\n")

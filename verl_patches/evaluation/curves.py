@@ -23,7 +23,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ JUDGED = ("reward", "loss")  # metrics that have a limit (evaluation/compare.py)
 RUN = "a run of this recipe"
 STEPS = ("training/global_step", "global_step", "step", "iteration", "_step")  # names of a row's step, first one first
 MOST_VALUES = 4_000_000  # of all curves of a source
-MOST_BARS = 100_000  # steps of a log that has bars alone
 LONGEST_LINE, LONGEST_LOGGED = 16 << 20, 64 << 10  # characters; longer lines of a log are of no metrics
 EVENTS = "events.out.tfevents"
 BASELINE = "verl_patches_baseline"  # key of a baseline's version
@@ -65,52 +64,57 @@ Row = tuple[Any, Iterable[tuple[str, Any]]]  # (step, (name, value)s)
 
 @dataclass
 class Curves:
-    """What was read of one source. `values`: {metric: {step: value}}; NaN and infinity are kept.
-
-    names: {metric: the source's name of it}; replaced: values that a later one of the same step took the place of, as
-    a resumed run has them; seen: other names of numbers, a few, for an error.
-    """
+    """values: {metric: {step: value}}, also NaN; names: {metric: the source's}; replaced: values by later ones."""
 
     name: str
     kind: str
     values: dict[str, dict[int, float]]
     names: dict[str, str]
     replaced: int = 0
-    seen: list[str] = field(default_factory=list)
 
 
 def read_curves(
-    given: Path,
-    root: Path,
-    metrics: Mapping[str, Iterable[str]] = METRICS,
-    read: Callable[[int], Any] = lambda size: None,
+    given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = METRICS, read: Callable[[int], Any] = bool
 ) -> Curves:
     """The curves of `metrics`, {metric: its possible names}, in a run, a folder or a file; `root`: where runs are.
 
-    read: called with the characters of each line of a file. ConfigError for a source that cannot be read, has none of
-    the metrics, or is beyond a limit.
+    read: called with the characters of each line. ConfigError for a source that cannot be read, has none of the
+    metrics, or is beyond a limit. Of several values of a step the last counts.
     """
-    kind, rows = _rows(given, root, read)
-    curves = _collect(str(given), kind, rows, metrics)
-    if not curves.values:
-        found = f"found {', '.join(curves.seen)}" if curves.seen else "found no numbers by step"
+    kind, rows = _source(given, root, read)
+    metric_of = {source: metric for metric, sources in metrics.items() for source in sources}
+    found: dict[str, dict[int, float]] = {}
+    seen: dict[str, None] = {}  # other names, for an error
+    count = replaced = 0
+    for number, (step, pairs) in enumerate(rows, 1):
+        for source, text in pairs:
+            name, value = source.strip().removeprefix("train/"), _number(text)
+            if value is not None and name in metric_of:
+                at, curve = _step(number if step is None else step, given), found.setdefault(name, {})
+                replaced += at in curve and curve[at] != value
+                count += at not in curve
+                curve[at] = value
+            elif value is not None and len(seen) < 9 and name.lower() not in STEPS:
+                seen[printable(name[:80])] = None
+        if count > MOST_VALUES:
+            raise ConfigError(f"{given}: expected at most {MOST_VALUES:,} values; give fewer with --metric")
+    names = {metric: first for metric, sources in metrics.items() if (first := next(filter(found.get, sources), None))}
+    if names.get("loss") == FIXED:
+        names.pop("reward", None)
+    if not names:
         raise ConfigError(
-            f"{printable(str(given))}, read as {kind}: expected one of {', '.join(metrics)} by a name of "
-            f"docs/compare.md, {found}; give another file, or its names with --metric"
+            f"{given}, read as {kind}: expected one of {', '.join(metrics)} by a name of docs/compare.md, found "
+            f"{', '.join(seen) or 'no numbers by step'}; give another file, or its names with --metric"
         )
-    return curves
+    values = {metric: found[name] for metric, name in names.items()}
+    if kind == RUN:  # metrics.jsonl leaves out what is not finite
+        steps = set().union(*values.values())
+        values |= {metric: dict.fromkeys(steps, math.nan) | values[metric] for metric in JUDGED if metric in values}
+    return Curves(str(given), kind, values, names, replaced)
 
 
-def size_of(given: Path) -> int:
-    """Bytes of a file that is read; 0 where it is no file."""
-    try:
-        return given.stat().st_size if given.is_file() else 0
-    except (OSError, ValueError):  # a name that no file can have
-        return 0
-
-
-def _rows(given: Path, root: Path, read: Callable[[int], Any]) -> tuple[str, Iterable[Row]]:
-    """(what it is read as, its rows); rows of curves that are there already have a step and one value."""
+def _source(given: Path, root: Path, read: Callable[[int], Any]) -> tuple[str, Iterable[Row]]:
+    """(what it is read as, its rows)."""
     try:
         is_folder, is_there = given.is_dir(), given.exists()
         events = sorted([*given.glob(f"{EVENTS}*"), *given.glob(f"*/{EVENTS}*")]) if is_folder else []
@@ -123,78 +127,36 @@ def _rows(given: Path, root: Path, read: Callable[[int], Any]) -> tuple[str, Ite
         return "TensorBoard", itertools.chain.from_iterable(map(_events, events))
     if not is_there or is_folder:
         return RUN, _jsonl(find_run(given, root) / "metrics.jsonl", read)
-    suffix = given.suffix.lower()
     if given.name.startswith(EVENTS):
         return "TensorBoard", _events(given)
-    if suffix == ".json":
-        return "JSON", _json(given)
-    if suffix == ".csv":
-        return "CSV", _csv(given, read)
-    if suffix in (".jsonl", ".ndjson"):
-        return "JSONL", _jsonl(given, read)
-    return "a console log", _log(given, read)
-
-
-def _collect(name: str, kind: str, rows: Iterable[Row], metrics: Mapping[str, Iterable[str]]) -> Curves:
-    metric_of = {source: metric for metric, sources in metrics.items() for source in sources}
-    found: dict[str, dict[int, float]] = {}
-    seen: dict[str, None] = {}
-    count = replaced = 0
-    for number, (step, pairs) in enumerate(rows, 1):
-        at = None
-        for source, value in pairs:
-            plain = source.strip().removeprefix("train/")
-            number_of = _number(value)
-            if number_of is None:
-                continue
-            if plain not in metric_of:
-                if len(seen) < 9 and plain.lower() not in STEPS:
-                    seen[printable(plain[:80])] = None
-                continue
-            at = at if at is not None else _step(number if step is None else step, name)
-            curve = found.setdefault(plain, {})
-            before = curve.get(at)
-            replaced += before is not None and before != number_of and not math.isnan(before)
-            count += before is None
-            curve[at] = number_of
-        if count > MOST_VALUES:
-            raise ConfigError(f"{name}: expected at most {MOST_VALUES:,} values, found more; give fewer with --metric")
-    names = {metric: first for metric, sources in metrics.items() if (first := next(filter(found.get, sources), None))}
-    if names.get("loss") == FIXED:
-        names.pop("reward", None)
-    values = {metric: found[first] for metric, first in names.items()}
-    if kind == RUN:  # metrics.jsonl leaves out what is not finite
-        steps = set().union(*values.values())
-        for metric in JUDGED:
-            if metric in values:
-                values[metric] |= dict.fromkeys(steps - values[metric].keys(), math.nan)
-    return Curves(name, kind, values, names, replaced, [*seen])
+    kinds = {".json": ("JSON", _json), ".csv": ("CSV", _csv), ".jsonl": ("JSONL", _jsonl), ".ndjson": ("JSONL", _jsonl)}
+    kind, rows_of = kinds.get(given.suffix.lower(), ("a console log", _log))
+    return kind, rows_of(given, read)
 
 
 def _number(value: Any) -> float | None:
     """A number, also one that is written as text (JSON has no NaN); None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
     try:
-        return float(value)
+        return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
     except ValueError:
         return None
     except OverflowError:
         return math.inf
 
 
-def _step(value: Any, name: str) -> int:
+def _step(value: Any, given: Path) -> int:
     number = _number(value)
     if number is None or not 0 <= number <= LARGEST or number != int(number):
-        raise ConfigError(f"{name}: a step is {printable(repr(value)[:40])}; expected a whole number from 0")
+        raise ConfigError(f"{given}: a step is {printable(repr(value)[:40])}; expected a whole number from 0")
     return int(number)
 
 
-def _mapping(row: Mapping[str, Any]) -> Row:
+def _mapping(row: Any, path: Path) -> Row:
     """A row of JSON or CSV: its step is the first of STEPS that it has."""
-    plain = {str(key).strip().lower().removeprefix("train/"): value for key, value in row.items() if key is not None}
-    step = next((plain[key] for key in STEPS if plain.get(key) not in (None, "")), None)
-    return step, [(key, value) for key, value in row.items() if key is not None]
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path}: expected rows as objects, found {type(row).__name__}; give another file")
+    plain = {key.strip().lower().removeprefix("train/"): value for key, value in row.items()}
+    return next((plain[key] for key in STEPS if plain.get(key) not in (None, "")), None), row.items()
 
 
 # ---- files
@@ -226,25 +188,18 @@ def _lines(path: Path, read: Callable[[int], Any]) -> Iterator[str]:
 
 def _jsonl(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
     for number, line in enumerate(_lines(path, read), 1):
-        if not line.strip():
-            continue
         try:
-            row = json.loads(line)
+            row = json.loads(line) if line.strip() else {}
         except (ValueError, RecursionError) as error:
             if not line.endswith("\n"):
                 return  # it is being written
-            text = (
-                f"{path}, line {number}: is no JSON ({type(error).__name__}); give a file with an object in each line"
-            )
-            raise ConfigError(text) from None
-        if not isinstance(row, dict):
             raise ConfigError(
-                f"{path}, line {number}: expected an object, found {type(row).__name__}; give another file"
-            )
-        yield _mapping(row)
+                f"{path}, line {number}: is no JSON ({type(error).__name__}); give another file"
+            ) from None
+        yield _mapping(row, path)
 
 
-def _json(path: Path) -> Iterator[Row]:
+def _json(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
     """A list of rows, {column: values} (values as a list or by row, as pandas writes them), or a baseline."""
     try:
         _plain(path)
@@ -253,31 +208,21 @@ def _json(path: Path) -> Iterator[Row]:
                 f"{path}: expected at most {MOST_BYTES:,} bytes of JSON, found {size:,}; give it as JSONL"
             )
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        if isinstance(content, dict) and BASELINE in content:
+            for curve in content["curves"].values():
+                points = zip(curve["steps"], curve["values"], strict=True)
+                yield from [(step, [(curve["name"], value)]) for step, value in points]
+            return
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({type(error).__name__}); give another file") from None
-    if isinstance(content, dict) and BASELINE in content:
-        yield from _baseline(path, content)
-        return
     if isinstance(content, dict):
         columns = {k: dict(enumerate(v)) if isinstance(v, list) else v for k, v in content.items()}
         columns = {name: values for name, values in columns.items() if isinstance(values, dict)}
         keys = dict.fromkeys(itertools.chain.from_iterable(columns.values()))
         content = [{name: values.get(key) for name, values in columns.items()} for key in keys]
-    for row in content if isinstance(content, list) else [content]:
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}: expected rows as objects, found {type(row).__name__}; give another file")
-        yield _mapping(row)
-
-
-def _baseline(path: Path, content: Mapping[str, Any]) -> Iterator[Row]:
-    try:
-        for curve in content["curves"].values():
-            for step, value in zip(curve["steps"], curve["values"], strict=True):
-                yield step, [(curve["name"], value)]
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{path}: is no baseline as --write makes it ({error!r}); write it again") from None
+    yield from (_mapping(row, path) for row in (content if isinstance(content, list) else [content]))
 
 
 def _csv(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
@@ -289,7 +234,7 @@ def _csv(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
         if twice := next((name for name in known if known.count(name) > 1), None):
             raise ConfigError(f"{path} has several columns of {printable(twice[:80])}: export one run alone")
         for row in rows:
-            yield _mapping({name: value for name, value in zip(names, row, strict=False) if name in known})
+            yield _mapping({name: value for name, value in zip(names, row, strict=False) if name in known}, path)
     except csv.Error as error:
         raise ConfigError(f"{path}: is no CSV ({error}); give another file") from None
 
@@ -310,30 +255,18 @@ def _events(path: Path) -> Iterator[Row]:
 
 
 def _log(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
-    """Lines of a console log; those of a bar only where it has no other."""
-    bars: dict[int, Row] = {}
-    plain = False
+    """Lines of a console log; only where it has none those of a bar."""
+    is_found = False
     for line in _lines(path, read):
-        if len(line) > LONGEST_LOGGED:
-            continue
-        for pattern, between, sign in _LINES:
+        for pattern, between, sign in _LINES if len(line) <= LONGEST_LOGGED else ():
             if match := pattern.search(line):
-                plain = True
+                is_found = True
                 yield int(match[1]), _pairs(match[2], between, sign)
                 break
-        else:
-            if not plain and (match := _BAR.search(line)):
-                epoch = int(match[1]) if match[1] else int(match[2]) - 1
-                done, of = int(match[3]), int(match[4])
-                if pairs := _pairs(match[5], ",", "="):
-                    step = epoch * of + min(done + 1, of)
-                    bars[step] = step, pairs
-            if len(bars) > MOST_BARS:
-                raise ConfigError(
-                    f"{path}: expected at most {MOST_BARS:,} steps of bars, found more; give another file"
-                )
-    if not plain:
-        yield from bars.values()
+    for line in () if is_found else _lines(path, read):
+        if len(line) <= LONGEST_LOGGED and (match := _BAR.search(line)):
+            epoch, done, of = int(match[1] or int(match[2] or 1) - 1), int(match[3]), int(match[4])
+            yield epoch * of + min(done + 1, of), _pairs(match[5], ",", "=")
 
 
 def _pairs(text: str, between: str, sign: str) -> list[tuple[str, str]]:

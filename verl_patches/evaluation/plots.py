@@ -249,29 +249,25 @@ def _stack(
 
 def errors_figure(a: Curves, b: Curves, errors: Sequence[Error], limits: Mapping[str, float]) -> Figure:
     """A row for each metric: both curves (left), |a - b| at the common steps with its mean and its limit (right)."""
-    from matplotlib.ticker import MaxNLocator
-
     figure = _figure(11, 0.5 + 2.6 * len(errors))
     for error, (left, right) in zip(errors, figure.subplots(len(errors), 2, squeeze=False), strict=True):
-        curves = [of.values[error.metric] for of in (a, b)]
-        for number, (source, curve) in enumerate(zip((a, b), curves, strict=True)):
-            steps = sorted(curve)
-            style = {"linestyle": "--" if number else "-", "marker": "." if len(steps) <= MOST else "", "linewidth": 1}
-            left.plot(
-                steps, [curve[s] for s in steps], label=f"{'ab'[number]}: {_text(Path(source.name).name)}", **style
-            )
-        steps = sorted(curves[0].keys() & curves[1].keys())
-        right.plot(steps, [abs(curves[0][s] - curves[1][s]) for s in steps], label="|a - b|", **style)
-        if error.absolute is not None:
-            right.axhline(error.absolute, color="C1", linestyle="--", label=f"mean {error.absolute:.3g}")
-        if error.metric in limits:
-            limit = limits[error.metric]
-            right.axhline(limit, color="C3", label=f"limit of the mean {limit:.3g}")
-        left.set(title=_text(error.metric), ylabel=_text(error.metric))
-        right.set(title=f"{_text(error.metric)}: error", ylim=(0, None))
+        of_a, of_b = (source.values[error.metric] for source in (a, b))
+        common = {step: abs(of_a[step] - of_b[step]) for step in of_a.keys() & of_b.keys()}
+        lines = [
+            (left, of_a, f"a: {Path(a.name).name}"),
+            (left, of_b, f"b: {Path(b.name).name}"),
+            (right, common, "|a - b|"),
+        ]
+        for axes, curve, label in lines:
+            style = {"linestyle": "--" if curve is of_b else "-", "marker": "." if len(curve) <= MOST else ""}
+            axes.plot(*zip(*sorted(curve.items()), strict=True), linewidth=1, label=_text(label), **style)
+        means = {"mean": error.absolute, "limit of the mean": limits.get(error.metric)}
+        for number, (label, value) in enumerate(means.items(), 1):
+            if value is not None:
+                right.axhline(value, color=f"C{number}", label=f"{label} {value:.3g}")
+        left.set(title=_text(error.metric), xlabel="step")
+        right.set(title=f"{_text(error.metric)}: error", xlabel="step", ylim=(0, None))
         for axes in (left, right):
-            axes.set_xlabel("step")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             axes.grid(alpha=0.3)
             axes.legend(fontsize=7)
     return figure
