@@ -65,8 +65,8 @@ class Choice:
         ):
             options = ", ".join(f"{name} {value!r}" for name, value in asdict(self).items())
             raise ConfigError(
-                f"from-rollouts: {options}; expected --to {', '.join(COLUMNS)}, a best from 1, finite numbers, a margin "
-                "from 0, a template with {input} and {reward}"
+                f"from-rollouts: {options}; expected --to {', '.join(COLUMNS)}, a best from 1, finite numbers, a "
+                "margin from 0, a template with {input} and {reward}"
             )
 
 

@@ -22,6 +22,7 @@ import math
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,8 +231,8 @@ def _csv(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
     try:
         rows = csv.reader(_lines(path, read))
         names = [name.rpartition(" - ")[2] for name in next(rows, [])]
-        known = [name for name in names if name and not name.endswith(("__MIN", "__MAX"))]
-        if twice := next((name for name in known if known.count(name) > 1), None):
+        known = Counter(name for name in names if name and not name.endswith(("__MIN", "__MAX")))
+        if twice := next((name for name, count in known.items() if count > 1), None):
             raise ConfigError(f"{path} has several columns of {printable(twice[:80])}: export one run alone")
         for row in rows:
             yield _mapping({name: value for name, value in zip(names, row, strict=False) if name in known}, path)
