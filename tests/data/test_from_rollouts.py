@@ -298,5 +298,5 @@ def test_an_output_that_is_there_is_kept(run, tmp_path):
     ],
 )
 def test_a_wrong_choice_is_refused(wrong):
-    with pytest.raises(ConfigError, match="from-rollouts: --"):
+    with pytest.raises(ConfigError, match="from-rollouts: kind"):
         Choice(**wrong)

@@ -94,9 +94,8 @@ def from_rollouts(
             for step in steps:
                 for uid, key, group in _groups(run, step, tokenizer, report, left_out):
                     for columns, reward in chosen(group, choice, left_out):
-                        row = _row(
-                            data[key], columns, choice, reward, f"{run.name}, step {step}, uid {uid}, {reward:.6g}"
-                        )
+                        origin = f"{run.name}, step {step}, uid {uid}, reward {reward:.6g}"
+                        row = _row(data[key], columns, choice, reward, origin)
                         digest = _digest([row["prompt"], columns])
                         left_out["repeated"] += digest in seen
                         if digest not in seen:
