@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 FOLDER, FULL = ROOT / "tests" / "benchmarks", pytest.mark.full
 # the smallest form of each; those of `full` start Ray, engines or a smoke run
 SMALL = (
+    "data.py --rows 2000",
     "heartbeat.py",
     "log_prob.py --tokens 16",
     "microbatch.py --prompts 32 --seeds 1",

@@ -1,220 +1,292 @@
-"""The preparation script as users run it, and its tables as verl reads them."""
+"""`data build`: the same bytes whatever the workers are, what is left out and why, and never half an output."""
 
+import hashlib
 import json
-import runpy
+import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-import pyarrow.parquet
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from verl_patches.rewards.learnable import KINDS
+from tests.conftest import ROOT
+from tests.data.cases import RECORDS, contents, make, read, write_lines
+from verl_patches.__main__ import app
+from verl_patches.data import build as module
+from verl_patches.data import output
+from verl_patches.data.output import whole_folder
+from verl_patches.data.settings import read_settings
+from verl_patches.errors import ConfigError, RecipeError
 
-DATA = Path(__file__).resolve().parents[2] / "data"
-SAMPLE = DATA / "deepscaler_sample.json"
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """`run(*arguments)`: exit code of the script and what it printed."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    main = runpy.run_path(str(DATA / "prepare_deepscaler.py"))["main"]
-    return lambda *arguments: (main([str(argument) for argument in arguments]), capsys.readouterr())
-
-
-def read(path):
-    return pyarrow.parquet.read_table(path).to_pylist()
+SAMPLE = ROOT / "data" / "deepscaler_sample.json"
+MATHS = [RECORDS["maths"](n) for n in range(40)]
 
 
-def test_the_sample(run, tmp_path):
-    code, printed = run(SAMPLE, "-o", tmp_path / "out", "--test-size", 32, "--json")
-    report = json.loads(printed.out)
-    assert (code, report["read"], report["train"], report["test"], report["bad"]) == (0, 312, 280, 32, [])
-    train, test = read(tmp_path / "out" / "train.parquet"), read(tmp_path / "out" / "test.parquet")
+def questions(folder):
+    return [[row["prompt"][-1]["content"] for row in read(folder, name)] for name in ("train", "test")]
+
+
+def test_the_sample_is_what_it_was(tmp_path):
+    """All problems once, with the instruction and the line of the file that each begins in; the order is pinned."""
+    code, report = build_preset("sample", tmp_path / "out", input=SAMPLE)
+    assert (code, report["read"], report["train"], report["test"]) == (0, 312, 281, 31)
+    rows = read(tmp_path / "out") + read(tmp_path / "out", "test")
     by_problem = {row["problem"]: row["answer"] for row in json.loads(SAMPLE.read_text())}
-    for row in train + test:
-        assert [message["role"] for message in row["prompt"]] == ["user"]
+    lines = SAMPLE.read_text().split("\n")
+    for row in rows:
         problem, _, rest = row["prompt"][0]["content"].partition(" Let's think step by step")
-        assert rest.endswith("\\boxed{}.")
+        assert rest.endswith("\\boxed{}.") and row["data_source"] == "deepscaler"
         assert row["reward_model"] == {"style": "rule", "ground_truth": by_problem.pop(problem)}
-        assert row["extra_info"]["answer"] == row["reward_model"]["ground_truth"]
-        line = int(row["extra_info"]["origin"].removeprefix("deepscaler_sample.json:"))
-        assert json.dumps(problem) in SAMPLE.read_text().split("\n")[line]
+        assert json.dumps(problem) in lines[int(row["extra_info"]["origin"].removeprefix(f"{SAMPLE.name}:"))]
     assert not by_problem
+    order = list(range(312))
+    random.Random(0).shuffle(order)
+    problems = [row["problem"] for row in json.loads(SAMPLE.read_text())]
+    assert [row["prompt"][0]["content"].partition(" Let's")[0] for row in rows[:3]] == [
+        problems[n] for n in order[31:34]
+    ]
 
 
-def test_bad_rows_are_named_and_nothing_is_written(run, tmp_path):
-    source, out = tmp_path / "rows.json", tmp_path / "out"
-    source.write_text('[{"problem": "p", "answer": "1"},\n{"problem": "q"},\n{"problem": "r", "answer": "2"}]')
-    code, printed = run(source, SAMPLE, "-o", out)
-    assert code == 1 and "nothing written" in printed.err and not out.exists()
-    assert f'{source}:2: expected "answer" to be a string, found NoneType' in printed.err
-    code, printed = run(source, "-o", out, "--skip-bad", "--test-size", 1, "--json")
-    assert (code, len(json.loads(printed.out)["bad"]), len(read(out / "train.parquet"))) == (0, 1, 1)
+def build_preset(name, out, **keys):
+    given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items()]
+    return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), quiet=True)
 
 
-def test_gsm8k_and_repeated_problems(run, tmp_path):
-    source, out = tmp_path / "train.jsonl", tmp_path / "out"
-    rows = [{"question": f"Q{i % 4}?", "answer": f"so\n#### {i}"} for i in range(5)]
-    source.write_text("\n".join(json.dumps(row) for row in rows))
-    code, printed = run(source, "-o", out, "--test-size", 1, "--json", "--instruction", "")
-    assert code == 0 and json.loads(printed.out)["repeated"] == ["train.jsonl:5"]
-    both = read(out / "train.parquet") + read(out / "test.parquet")
-    pairs = sorted((r["prompt"][0]["content"], r["reward_model"]["ground_truth"]) for r in both)
-    assert pairs == [(f"Q{i}?", str(i)) for i in range(4)] and {r["data_source"] for r in both} == {"openai/gsm8k"}
+@pytest.mark.parametrize("name", [path.stem for path in (ROOT / "data").glob("*.yaml") if path.stem != "templates"])
+def test_presets_can_be_read(name):
+    assert read_settings(ROOT / "data" / f"{name}.yaml").handler_name in RECORDS
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing.json"], "no such file"),
-        ([SAMPLE, "--test-size", "312"], "leave none to train on"),
-        ([SAMPLE, "--tokenizer", "nowhere", "--max-prompt-length", "8"], "expected a folder with a tokenizer"),
-        (["--learnable", "2"], "at least 3 rows"),
-    ],
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(
+        st.integers(0, 30) | st.sampled_from([None, {"problem": 1}, {"problem": "\ud800", "answer": "1"}]), min_size=8
+    ),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([2, 3]),
 )
-def test_wrong_use_exits_2_and_writes_nothing(run, tmp_path, arguments, message):
-    code, printed = run(*arguments, "-o", tmp_path / "out")
-    assert code == 2 and message in printed.err
-    code, printed = run(*arguments, "-o", tmp_path / "out", "--json")
-    assert code == 2 and message in json.loads(printed.out)["error"]
-    assert not (tmp_path / "out").exists()
+def test_bytes_do_not_depend_on_the_workers(tmp_path_factory, numbers, seed, workers):
+    folder = tmp_path_factory.mktemp("workers")
+    records = [RECORDS["maths"](n) if isinstance(n, int) else n for n in [*range(31, 35), *numbers]] * 20
+    keys = {"seed": seed, "refuse_above": {"bad": 1}, "dataset_additional_keys": ["solution2"]}
+    records = [{**record, "solution2": ["x", 1]} if record else record for record in records]
+    made = []
+    for number, count in enumerate((1, workers)):
+        code, report = make(folder, records, out=f"out{number}", workers=count, log_interval=count, **keys)
+        made.append((code, {**report, "files": 0}, contents(folder / f"out{number}")))
+    assert made[0] == made[1] and made[0][0] == 0
+    assert make(folder, records, out="other", **{**keys, "seed": seed ^ 1})[0] == 0
+    if len({n for n in numbers if isinstance(n, int)}) > 6:  # the control: another seed is another order
+        assert contents(folder / "other")["train.parquet"] != made[0][2]["train.parquet"]
 
 
-@pytest.mark.parametrize("answers", ["paired", "unpaired"])
-def test_learnable_rows_may_have_the_columns_of_fixed_data(run, tmp_path, answers):
-    plain, given = tmp_path / "plain", tmp_path / "given"
-    assert run("--learnable", 12, "-o", plain)[0] == run("--learnable", 12, "-o", given, "--answers", answers)[0] == 0
-    rows = read(given / "train.parquet")
-    assert [row["label"] for row in rows] == [answers == "paired" or at % 2 == 0 for at in range(12)]
-    for row, other in zip(rows, read(plain / "train.parquet"), strict=True):
-        assert {name: row[name] for name in other} == other and "label" not in other
-        kind = set(KINDS[row["reward_model"]["ground_truth"]])
-        assert set(row["chosen"]) <= kind and not set(row["rejected"]) & kind
-        assert row["response"] == (row["chosen"] if row["label"] else row["rejected"])
-        assert [set(step) <= kind for step in row["steps"]] == row["labels"]
-        assert 4 <= len(row["chosen"]) <= 12 and len("".join(row["steps"])) <= 12
-
-
-@pytest.mark.parametrize("arguments", [
-    "", "x.json --learnable 9", "x.json --answers paired", "--learnable 9 --answers none",
-    "x.json --tokenizer x", "x.json --max-prompt-length 9"
-])  # fmt: skip
-def test_options_that_do_not_go_together_are_refused(run, tmp_path, arguments):
-    with pytest.raises(SystemExit) as end:
-        run(*arguments.split(), "-o", tmp_path)
-    assert end.value.code == 2
-
-
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.floats(), st.text(max_size=12),
-    st.sampled_from(["1", "so #### 3", "\\\\boxed{1}", "\\ud800"]),
-)  # fmt: skip
-KEYS = st.sampled_from(["problem", "answer", "question", "solution", "q"])
-ROWS = st.lists(st.one_of(SCALARS, st.dictionaries(KEYS, SCALARS, max_size=4)), max_size=4)
-NUMBERS = st.one_of(st.integers(-3, 9), st.floats(), st.integers(-(10**30), 10**30)).map(str)
-OPTIONS = st.one_of(
-    st.tuples(st.just("--test-size"), NUMBERS),
-    st.tuples(st.just("--seed"), NUMBERS),
-    st.tuples(st.just("--instruction"), st.text(max_size=5)),
-    st.just(("--skip-bad",)),
-    st.just(("--prompt-key", "problem", "--answer-key", "q")),
-    st.tuples(st.just("--learnable"), NUMBERS),
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.integers(0, 12), min_size=4), st.floats(0.01, 0.99) | st.integers(1, 6), st.booleans(), st.booleans()
 )
+def test_each_problem_is_on_one_side_once(tmp_path_factory, numbers, test_size, dedupe, shuffle):
+    folder, numbers = tmp_path_factory.mktemp("split"), [*range(13, 20), *numbers]
+    keys = {"test_size": test_size, "dedupe": dedupe, "shuffle": shuffle}
+    kept = list(dict.fromkeys(numbers)) if dedupe else numbers
+    tests = test_size if isinstance(test_size, int) else max(1, round(test_size * len(kept)))
+    if tests >= len(kept):
+        with pytest.raises(ConfigError, match="leave none to train on"):
+            make(folder, [RECORDS["maths"](n) for n in numbers], **keys)
+        return
+    _, report = make(folder, [RECORDS["maths"](n) for n in numbers], **keys)
+    train, test = questions(folder / "out")
+    expected = [RECORDS["maths"](n)["problem"] for n in kept]
+    assert sorted(train + test) == sorted(expected) and len(test) == tests == report["test"]
+    assert report["repeated"]["rows"] == len(numbers) - len(kept)
+    assert not dedupe or not {*train} & {*test}
+    assert shuffle or test + train == expected
+    assert [row["extra_info"]["index"] for row in read(folder / "out")] == list(range(len(train)))
 
 
-def contents_of(rows):
-    """The rows as JSON, with what JSON cannot say as null."""
-    return json.dumps(rows, default=lambda value: None).encode()
+def test_a_repeated_problem_is_one_whatever_its_blanks_and_answers_of_one_prompt_are_two(tmp_path):
+    spaced = {**MATHS[3], "problem": MATHS[3]["problem"].replace(" ", " \n"), "answer": "other"}
+    _, report = make(tmp_path, [*MATHS, spaced])
+    assert report["repeated"] == {"rows": 1, "shown": ["rows.jsonl:41"]}
+    rows = [{"prompt": "Say it.", "response": f"{n}"} for n in range(5)]
+    assert make(tmp_path, [*rows, rows[0]], "instruction", out="sft")[1]["repeated"]["rows"] == 1
 
 
-ENDINGS = st.sampled_from([".json", ".jsonl", ".parquet", ".csv"])
-CONTENTS = st.one_of(ROWS.map(contents_of), st.binary(max_size=30), ROWS.map(lambda rows: contents_of(rows)[:-3]))
+def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
+    bad = [
+        {"problem": "q"},
+        [1],
+        {"problem": "q", "answer": True},
+        *({"question": "", "answer": "1"} for _ in range(30)),
+    ]
+    code, report = make(tmp_path, [*MATHS, *bad])
+    assert code == 1 and report["refused"] == ["bad"] and report["bad"]["rows"] == 33
+    assert len(report["bad"]["shown"]) == module.SHOWN and not (tmp_path / "out").exists()
+    assert report["bad"]["shown"][0] == "rows.jsonl:41: expected response in answer, found problem (map_keys)"
+    assert report["bad"]["shown"][1:3] == [
+        "rows.jsonl:42: expected an object, found list",
+        "rows.jsonl:43: expected the answer to be text, found True",
+    ]
+    share = 33 / 73
+    assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share - 0.001})[0] == 1
+    assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share + 0.001})[0] == 0
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["report"]["bad"]["rows"] == 33
+    twice = [*MATHS, *MATHS]
+    assert make(tmp_path, twice, refuse_above={"repeated": 0.49}, out="b")[1]["refused"] == ["repeated"]
+    assert make(tmp_path, twice, refuse_above={"repeated": 0.5}, out="b")[0] == 0
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=30)
-@given(CONTENTS, ENDINGS, st.lists(OPTIONS, max_size=2).map(lambda pairs: [word for pair in pairs for word in pair]))
-def test_any_file_and_option_ends_with_a_code(tmp_path_factory, contents, ending, options):
-    """With the tables, or without any."""
-    folder = tmp_path_factory.mktemp("any")
-    source, out = folder / f"rows{ending}", folder / "out"
-    source.write_bytes(contents)
-    arguments = [] if "--learnable" in options else [str(source)]
-    try:
-        code = runpy.run_path(str(DATA / "prepare_deepscaler.py"))["main"]([*arguments, "-o", str(out), *options])
-    except SystemExit as end:  # argparse
-        code = end.code
-    written = {path.name for path in out.glob("*")}
-    assert (code, written) in [(0, {"train.parquet", "test.parquet"}), (1, set()), (2, set())]
+def test_the_manifest_has_the_hashes_of_inputs_and_files(tmp_path):
+    make(tmp_path, MATHS, workers=1, seed=3)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    for facts, folder in ((manifest["inputs"][0], tmp_path), *((one, tmp_path / "out") for one in manifest["files"])):
+        content = (folder / facts["name"]).read_bytes()
+        assert facts == {"name": facts["name"], "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert manifest["settings"]["seed"] == 3 and "workers" not in manifest["settings"]
 
 
-def test_as_a_program_and_files_are_replaced_only_with_overwrite(run, tmp_path):
-    command = [sys.executable, str(DATA / "prepare_deepscaler.py"), "--learnable", "12", "-o", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.startswith("12 train rows -> ") and len(read(tmp_path / "train.parquet")) == 12
-    code, printed = run(SAMPLE, "-o", tmp_path)
-    assert code == 2 and "exist already" in printed.err and len(read(tmp_path / "train.parquet")) == 12
-    assert run(SAMPLE, "-o", tmp_path, "--overwrite")[0] == 0 and len(read(tmp_path / "train.parquet")) > 200
+# ---- the folder
 
 
-@pytest.mark.slow
-def test_long_prompts_are_reported_and_dropped_and_verl_reads_the_rest(run, tmp_path, tiny_model, monkeypatch):
-    options = ("--tokenizer", tiny_model, "--json", "--max-prompt-length")
-    code, printed = run(SAMPLE, "-o", tmp_path / "all", *options, 1024)
-    assert (code, json.loads(printed.out)["too_long"]) == (0, [])
-    code, printed = run(SAMPLE, "-o", tmp_path / "short", *options, 90)
-    report = json.loads(printed.out)
-    assert code == 0 and 20 < len(report["too_long"]) < 292 and all(item["tokens"] > 90 for item in report["too_long"])
-    assert report["train"] + report["test"] + len(report["too_long"]) == 312
-
-    from omegaconf import OmegaConf
-    from transformers import AutoTokenizer
-    from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
-
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    config = OmegaConf.create({"max_prompt_length": 90, "cache_dir": str(tmp_path / "cache")})
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    dataset = RLHFDataset(str(tmp_path / "short" / "train.parquet"), tokenizer, config)
-    assert len(dataset) == report["train"]  # verl finds none too long
-    longer = RLHFDataset(str(tmp_path / "all" / "train.parquet"), tokenizer, config)
-    assert len(longer) < 281  # negative control: here it does
-    batch = collate_fn([dataset[i] for i in range(4)])
-    assert batch["input_ids"].shape == (4, 90)
-    assert batch["reward_model"][0]["ground_truth"] == batch["extra_info"][0]["answer"]
-    assert list(batch["index"]) == [0, 1, 2, 3]
+def test_an_output_is_replaced_only_with_overwrite_and_never_other_files(tmp_path):
+    make(tmp_path, MATHS)
+    before = contents(tmp_path / "out")
+    with pytest.raises(ConfigError, match="exists already: give --overwrite"):
+        make(tmp_path, MATHS[:20])
+    assert contents(tmp_path / "out") == before
+    make(tmp_path, MATHS[:20], overwrite=True)
+    assert len(read(tmp_path / "out")) == 18
+    (tmp_path / "out" / "mine.txt").write_text("x")
+    with pytest.raises(ConfigError, match="holds other files, such as 'mine.txt'"):
+        make(tmp_path, MATHS, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
 
 
-@pytest.mark.slow
-def test_verls_reward_manager_uses_the_reward(tiny_model):
-    """verl's own loader and manager, with three responses."""
-    import torch
-    from omegaconf import OmegaConf
-    from transformers import AutoTokenizer
-    from verl import DataProto
-    from verl.trainer.ppo.reward import compute_reward, load_reward_manager
+@pytest.mark.parametrize("name", ["", "..", "a/..", "x\ny", "file", "link", "rows.jsonl/out"])
+def test_tricks_with_the_outputs_name_are_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_lines(tmp_path / "rows.jsonl", MATHS)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="output"), whole_folder(Path(name), overwrite=True) as work:
+        (work / "out" / "train.parquet").write_text("x")
+    assert sorted(tmp_path.rglob("*")) == before
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    maths, kwargs = DATA.parent / "verl_patches" / "rewards" / "maths.py", {"format_weight": 0.25}
-    config = {
-        "reward_model": {"reward_manager": "naive"},
-        "data": {"reward_fn_key": "data_source"},
-        "custom_reward_function": {"path": str(maths), "name": "compute_score", "reward_kwargs": kwargs},
-    }
-    answers = ["it is \\boxed{0.5}.", "it is \\boxed{2}, no, \\boxed{3}", "1/2"]
-    responses = tokenizer(answers, padding=True, return_tensors="pt")
-    prompt = torch.full((3, 2), tokenizer.bos_token_id)
-    mask = torch.cat([torch.ones_like(prompt), responses.attention_mask], 1)
-    data = DataProto.from_dict(
-        tensors={"prompts": prompt, "responses": responses.input_ids, "attention_mask": mask},
-        non_tensors={
-            "data_source": ["d"] * 3,
-            "reward_model": [{"ground_truth": "1/2"}] * 3,
-            "extra_info": [{"index": i} for i in range(3)],
-        },
+
+def test_names_with_control_characters_stay_one_printable_line(tmp_path):
+    source = write_lines(tmp_path / "a\n\x1b[31m.jsonl", MATHS)
+    make(tmp_path, source)
+    assert read(tmp_path / "out")[0]["extra_info"]["origin"].isprintable()
+
+
+def test_an_error_or_a_second_writer_leaves_the_output_alone(tmp_path):
+    target = tmp_path / "out"
+    with pytest.raises(ZeroDivisionError), whole_folder(target, overwrite=False) as work:
+        (work / "out" / "train.parquet").write_text("x")
+        raise ZeroDivisionError
+    with whole_folder(target, overwrite=False), pytest.raises(ConfigError, match="another process writes it"):
+        with whole_folder(target, overwrite=False):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, monkeypatch):
+    make(tmp_path, MATHS)
+    before = contents(tmp_path / "out")
+    monkeypatch.setattr(output, "_clear", lambda work: None)  # as if it were killed: nothing is cleaned
+    work = tmp_path / ".out.partial"
+    (tmp_path / "out").rename(tmp_path / "old")
+    work.mkdir()
+    (tmp_path / "old").rename(work / "old")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="exists already"):
+        make(tmp_path, MATHS)
+    assert contents(tmp_path / "out") == before and not work.exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, workers):
+    """SIGKILL after different times; then a second call writes all, and no process or file of the first is left."""
+    source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(6000)])
+    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": workers}
+    (tmp_path / "build.yaml").write_text(json.dumps(keys))
+    command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml"), "--json"]
+    kills = 0
+    for share in (0.0, 0.3, 0.6, 0.9):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not (tmp_path / ".out.partial" / "rows").exists() and process.poll() is None:
+            time.sleep(0.01)
+        scratch = tmp_path / ".out.partial" / "rows"
+        while process.poll() is None and scratch.exists() and scratch.stat().st_size < share * 2_000_000:
+            time.sleep(0.005)
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not psutil.wait_procs(children, timeout=60)[1]
+        if (tmp_path / "out").exists():  # it was quicker: then the output is whole
+            assert len(read(tmp_path / "out")) == 5400
+            break
+        kills += 1
+    assert kills >= 1
+    done = subprocess.run([*command, "--overwrite"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(read(tmp_path / "out")) == 5400
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
+
+
+def test_a_killed_worker_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "make_chunk", _die)
+    with pytest.raises(RecipeError, match="a worker of data build was killed"):
+        make(tmp_path, MATHS, workers=2)
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
+
+
+def _die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- the command line
+
+
+def run(*arguments):
+    done = CliRunner().invoke(app, ["data", "build", *map(str, arguments)])
+    return done.exit_code, done
+
+
+def test_the_command_line(tmp_path):
+    yaml = tmp_path / "build.yaml"
+    write_lines(tmp_path / "rows.jsonl", MATHS)
+    yaml.write_text(f"input: {tmp_path}/rows.jsonl\nhandler_name: maths\noutput_prefix: {tmp_path}/unused\n")
+    code, done = run(yaml, "test_size=4", "-o", tmp_path / "out", "--json")
+    report = json.loads(done.stdout)
+    assert (code, report["exit"], report["train"], report["test"]) == (0, 0, 36, 4)
+    assert not (tmp_path / "unused").exists()
+    write_lines(tmp_path / "rows.jsonl", [*MATHS, {}])
+    code, done = run(yaml, "-o", tmp_path / "bad")
+    assert code == 1 and "nothing written: too many rows are bad" in done.stderr and "rows.jsonl:41" in done.stderr
+    code, done = run(yaml, "-o", tmp_path / "bad", "--json")
+    assert code == 1 and json.loads(done.stdout)["bad"]["rows"] == 1
+    code, done = run(yaml, "-o", tmp_path / "bad", "refuse_above={bad: 0.5}")
+    assert code == 0 and "bad: rows.jsonl:41" in done.stderr and "36 train rows, 4 test rows" in done.stdout
+    code, done = run(yaml, "-o", tmp_path / "bad")
+    assert isinstance(done.exception, ConfigError)  # which the program ends with 2
+
+
+def test_progress_has_a_line_for_every_interval(tmp_path, capsys):
+    write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(2600)])
+    (tmp_path / "b.yaml").write_text(
+        f"input: {tmp_path}/rows.jsonl\nhandler_name: maths\noutput_prefix: {tmp_path}/out"
     )
-    rewards, extra = compute_reward(data, load_reward_manager(OmegaConf.create(config), tokenizer, num_examine=0))
-    assert rewards.sum(-1).tolist() == [1.0, 0.25, 0.0]
-    assert dict(extra) == {"score": [1.0, 0.25, 0.0], "acc": [1.0, 0.0, 0.0], "format": [1.0, 1.0, 0.0]}
+    module.build(read_settings(tmp_path / "b.yaml", ["log_interval=500"]))
+    many = capsys.readouterr().err.count("read:")
+    module.build(read_settings(tmp_path / "b.yaml", ["log_interval=100000"]), overwrite=True)
+    assert many > 4 > capsys.readouterr().err.count("read:")

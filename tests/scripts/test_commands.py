@@ -40,7 +40,8 @@ CLASSES = {
         rf"{OURS}(status|explain|digest|report|compare|config|reshard-plan|fingerprint|versions|plan|check(?!.*--upstream))\b",
         rf"{OURS}cluster up \S+ --render",
         rf"{TRAIN}--dry-run",
-        r"python (-c|data/prepare_deepscaler\.py data/|scripts/readme_tables\.py)",
+        rf"{OURS}data build data/sample\.yaml(?! input=mine)",
+        r"python (-c|scripts/readme_tables\.py)",
         r"export \w+=|source ",
     ),
     "start": (r"bash scripts/smoke\.sh", TRAIN[:-1]),  # a run, as tests/loop does: all checks of the config hold
@@ -266,7 +267,7 @@ def test_commands_that_read_upstream_work_in_a_fresh_shell(copy, pytestconfig):
         ("bash scripts/gone.sh", "scripts/gone.sh"),
         ("bash scripts/smoke.sh --train-layouts ep2", "--train-layouts"),
         ("bash scripts/test.sh --fuller", "--fuller"),
-        ("python data/prepare_deepscaler.py x.json --outputs y", "--outputs"),
+        ("python data/make_learnable.py 9 --outputs y", "--outputs"),
         ("bash scripts/smoke.sh recipe.logprob_check.each=3", "recipe.logprob_check.each"),
     ],
 )

@@ -190,7 +190,7 @@ def _in_order(settings: Settings, scratch: str, chunks: Iterable[tuple[str, list
         return
     begun: deque[Any] = deque()
     try:
-        with ProcessPoolExecutor(settings.workers, get_context("spawn"), die_with_parent) as pool:
+        with ProcessPoolExecutor(settings.workers, get_context("spawn"), _start, (os.getpid(),)) as pool:
             for chunk in chunks:
                 begun.append(pool.submit(make, *chunk))
                 if len(begun) == 2 * settings.workers:
@@ -201,6 +201,13 @@ def _in_order(settings: Settings, scratch: str, chunks: Iterable[tuple[str, list
         raise RecipeError(
             "a worker of data build was killed; lower workers, or give the machine more memory"
         ) from error
+
+
+def _start(parent: int) -> None:
+    """In a new worker."""
+    die_with_parent()
+    if os.getppid() != parent:  # which died before that
+        os._exit(1)
 
 
 @contextmanager

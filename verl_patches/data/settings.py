@@ -40,7 +40,7 @@ class Settings(BaseModel):
     """All keys; those without a default are needed."""
 
     model_config = ConfigDict(frozen=True)
-    input: Text | list[Text]
+    input: Text | Annotated[list[Text], Field(min_length=1)]
     handler_name: Text
     output_prefix: Text
     tokenizer_type: Literal["HuggingFaceTokenizer", "PretrainedFromHF"] = "HuggingFaceTokenizer"

@@ -205,12 +205,14 @@ class _Text:
 
 def _json(path: Path) -> Iterator[Item]:
     """The rows of a JSON list; those of JSON lines under the wrong ending."""
+    with path.open("rb") as file:
+        head = file.read(_BLOCK).removeprefix(codecs.BOM_UTF8).lstrip()
+    if head.startswith(b"{"):
+        yield from _jsonl(path)
+        return
     with path.open(encoding="utf-8-sig", newline="") as file:
         text, mark = _Text(file), ","
         try:
-            if text.peek() == "{":
-                yield from _jsonl(path)
-                return
             text.take("[", "a JSON list of objects")
             if text.peek() == "]":
                 mark = text.take("]", "")

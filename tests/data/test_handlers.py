@@ -1,0 +1,281 @@
+"""What each handler makes of records, what prompt_type may be, and that a run accepts the files as they are."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.conftest import ROOT
+from tests.data.cases import HELLO, HI, RECORDS, make, read, say
+from verl_patches.config.compose import compose
+from verl_patches.config.files import check_files
+from verl_patches.data.handlers import HANDLERS
+from verl_patches.data.settings import Settings, read_settings
+from verl_patches.data.templates import MAX_CHARS, template_of
+from verl_patches.errors import ConfigError
+
+USED_BY = {
+    "maths": ["grpo", "ppo", "dapo"],
+    "gsm8k": ["grpo", "ppo"],
+    "instruction": ["sft"],
+    "text": ["sft"],
+    "preference": ["dpo", "ipo", "rm"],
+    "labelled": ["kto"],
+    "process": ["prm"],
+}
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def row_of(folder, handler, record, **keys):
+    """The row of a record, which is in train: the first file is large enough for the others."""
+    others = [RECORDS[handler](n) for n in range(100, 103)]
+    make(folder, [*others[:1], record, *others[1:]], handler, shuffle=False, test_size=1, overwrite=True, **keys)
+    return read(folder / "out")[0]
+
+
+def test_the_columns_of_each_handler(tmp_path):
+    row = row_of(tmp_path, "maths", {"question": "1?", "answer": 0.5, "solution": "x"})
+    assert (row["prompt"], row["data_source"], row["ability"]) == (user("1?"), "maths", "math")
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "0.5"}
+    extra = {"index": 0, "split": "train", "answer": "0.5", "solution": "x", "origin": "rows.jsonl:2"}
+    assert row["extra_info"] == extra
+    row = row_of(tmp_path, "gsm8k", RECORDS["gsm8k"](1))
+    assert (row["reward_model"]["ground_truth"], row["extra_info"]["solution"]) == ("1000", "so\n#### 1,000")
+    row = row_of(tmp_path, "instruction", RECORDS["instruction"](3))
+    assert (row["prompt"], row["response"]) == (user("Say 3.\nLoud."), "3!")
+    row = row_of(tmp_path, "instruction", RECORDS["instruction"](2))
+    assert (row["prompt"], row["response"]) == ([HI, HELLO, say(2)], "2!")
+    sharegpt = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    row = row_of(tmp_path, "instruction", {"conversations": sharegpt, "system": "Be brief."})
+    assert (row["prompt"], row["response"]) == ([{"role": "system", "content": "Be brief."}, HI], "Hello")
+    for number in (1, 2):
+        row = row_of(tmp_path, "preference", RECORDS["preference"](number))
+        assert (row["prompt"], row["rejected"]) == ([say(number)], "no")
+    row = row_of(tmp_path, "labelled", RECORDS["labelled"](2))
+    assert (row["prompt"], row["response"], row["label"]) == ([say(2)], "2!", True)
+    row = row_of(tmp_path, "process", RECORDS["process"](1))
+    assert (row["steps"], row["labels"]) == (["one", "two"], [1.0, 0.5])
+    row = row_of(tmp_path, "text", {"content": "raw"})
+    assert row["text"] == "raw" and "prompt" not in row
+
+
+def test_map_keys_and_additional_keys(tmp_path):
+    record = {"q": "1?", "a": "2", "level": 3, "tags": ["x", {"y": None}], "note": "n"}
+    keys = {"map_keys": {"prompt": "q", "query": "", "response": "a", "system": ""}, "data_source": "mine"}
+    (tmp_path / "rows").mkdir()
+    records = [{**record, "q": f"{n}?"} for n in range(4)]
+    make(tmp_path, records, "maths", dataset_additional_keys=["level", "tags", "note"], shuffle=False, **keys)
+    row = read(tmp_path / "out")[0]
+    assert (row["data_source"], row["reward_model"]["ground_truth"]) == ("mine", "2")
+    extra = {name: row["extra_info"][name] for name in ("level", "tags", "note")}
+    assert extra == {"level": "3", "tags": '["x", {"y": null}]', "note": "n"}
+    code, report = make(tmp_path, records, "maths", dataset_additional_keys=["gone"], out="b", **keys)
+    assert code == 1 and "expected the column gone" in report["bad"]["shown"][0]
+
+
+@pytest.mark.parametrize(("handler", "record", "message"), [
+    ("maths", {"problem": "p", "answer": True}, "the answer to be text, found True"),
+    ("maths", {"problem": "p", "answer": "9" * 513}, "at most 512 characters, found 513"),
+    ("maths", {"problem": "p", "answer": 10**600}, "at most 512 characters"),
+    ("maths", {"problem": " ", "answer": "1"}, "prompt to hold text"),
+    ("maths", {"problem": ["a"], "answer": "1"}, "a message of prompt with role and content, found str"),
+    ("maths", {"problem": [HI, HELLO], "answer": "1"}, "end with a message of user, found assistant"),
+    ("maths", {"other": "p"}, "expected prompt in problem or question or prompt, found other"),
+    ("maths", {"problem": "\ud800", "answer": "1"}, "surrogates not allowed"),
+    ("gsm8k", {"question": "p", "answer": "42"}, "#### 42"),
+    ("instruction", {"messages": [HI]}, "end with one of assistant, found user"),
+    ("instruction", {"messages": [HELLO]}, "prompt to be text or messages"),
+    ("preference", {"prompt": "p", "chosen": "a", "rejected": "a"}, "to differ"),
+    ("preference", {"chosen": "a", "rejected": "b"}, "expected prompt in"),
+    ("labelled", {"prompt": "p", "response": "r", "label": 2}, "label to be true or false, found 2"),
+    ("labelled", {"prompt": "p", "response": "r", "label": [1]}, "label to be true or false, found list"),
+    ("process", {"prompt": "p", "steps": ["a"], "labels": [1, 0]}, "a label for each of 1 steps, found 2"),
+    ("process", {"prompt": "p", "steps": ["a"], "labels": [1.5]}, "labels from 0 to 1, found 1.5"),
+    ("process", {"prompt": "p", "steps": [], "labels": []}, "steps to be a list, not empty"),
+    ("text", {"text": 7}, "text to be text, found 7"),
+])  # fmt: skip
+def test_a_bad_record_is_named_in_one_sentence(tmp_path, handler, record, message):
+    code, report = make(tmp_path, [RECORDS[handler](n) for n in range(4)] + [record], handler)
+    assert code == 1 and report["bad"]["rows"] == 1
+    (sentence,) = report["bad"]["shown"]
+    assert sentence.startswith("rows.jsonl:5: ") and message in sentence and "\n" not in sentence
+
+
+# ---- a run takes the files as they are
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_run_accepts_the_files(tmp_path, handler):
+    """The run's own rule about data, for every preset that the handler is for; no preset of others takes them."""
+    make(tmp_path, [RECORDS[handler](n) for n in range(80)], handler, test_size=8)
+    files = [f"data.{key}_files={tmp_path}/out/{name}.parquet" for key, name in (("train", "train"), ("val", "test"))]
+    keys = ("data.train_files", "data.val_files")
+
+    def faults(algorithm):
+        config = compose("deepseekv3_tiny_cpu", [f"algo={algorithm}", "data.train_batch_size=8", *files])
+        return [check.detail for check in check_files(config, keys) if check.name == "data" and not check.ok]
+
+    assert {algorithm: faults(algorithm) for algorithm in USED_BY[handler] if faults(algorithm)} == {}
+    other = {"maths": "sft", "gsm8k": "kto", "text": "grpo"}.get(handler, "prm" if handler != "process" else "dpo")
+    assert "is missing or of another type" in faults(other)[0]  # the control
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_the_runs_dataset_reads_them_and_lengths_are_as_it_counts_them(tmp_path, tiny_model, handler):
+    from transformers import AutoTokenizer
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    from verl_patches.objectives import dataset
+
+    keys = {"tokenizer_name_or_path": str(tiny_model), "seq_length": 400}
+    _, report = make(tmp_path, [RECORDS[handler](n) for n in range(20)], handler, **keys)
+    longest, tokenizer = report["longest_tokens"], AutoTokenizer.from_pretrained(tiny_model)
+    for algorithm in USED_BY[handler]:
+        name = compose("deepseekv3_tiny_cpu", [f"algo={algorithm}"]).data.custom_cls.name
+        kind = getattr(dataset, name) if name else RLHFDataset
+        files = [str(tmp_path / "out" / f"{part}.parquet") for part in ("train", "test")]
+        limits = {"max_prompt_length": longest["prompt"], "max_response_length": longest["response"] or 1}
+        config = {**limits, "truncation": "error", "cache_dir": str(tmp_path), "filter_overlong_prompts_workers": 1}
+        rows = kind(files, tokenizer, OmegaConf.create({**config, "filter_overlong_prompts": True}))
+        assert len(rows) == 20 and [rows[number] for number in range(20)]
+        if algorithm in ("sft", "dpo", "prm", "kto") and longest["response"] > 1 and name:  # the control
+            with pytest.raises(ConfigError, match="max_response_length"):
+                config["max_response_length"] = longest["response"] - 2
+                kind(files, tokenizer, OmegaConf.create(config))
+
+
+@pytest.mark.slow
+def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
+    keys = {"tokenizer_name_or_path": str(tiny_model)}
+    sample = ROOT / "data" / "deepscaler_sample.json"
+    made = [make(tmp_path, sample, out=f"{n}", seq_length=n, prompt_type="boxed", **keys)[1] for n in (1024, 90)]
+    assert made[0]["too_long"]["rows"] == 0 and 20 < made[1]["too_long"]["rows"] < 292
+    assert "tokens; expected at most 90" in made[1]["too_long"]["shown"][0]
+    assert made[1]["longest_tokens"]["prompt"] <= 90 < made[0]["longest_tokens"]["prompt"]
+    assert made[1]["train"] + made[1]["test"] + made[1]["too_long"]["rows"] == 312
+    code, report = make(tmp_path, sample, out="c", seq_length=20, refuse_above={"too_long": 0.5}, **keys)
+    assert code == 1 and report["refused"] == ["too_long"]
+    with pytest.raises(ConfigError, match="nowhere"):
+        make(tmp_path, sample, out="d", tokenizer_name_or_path=str(tmp_path / "nowhere"))
+
+
+# ---- prompt_type
+
+
+def test_prompt_types(tmp_path):
+    record = RECORDS["maths"](1)
+    assert row_of(tmp_path, "maths", record)["prompt"] == user(record["problem"])
+    boxed = row_of(tmp_path, "maths", record, prompt_type="boxed")["prompt"][-1]["content"]
+    assert boxed.startswith(record["problem"]) and boxed.endswith("\\boxed{}.")
+    assert [m["role"] for m in row_of(tmp_path, "maths", record, prompt_type="think")["prompt"]] == ["system", "user"]
+    jinja = (
+        "{% for word in tags|default(prompt) %}{{ word|trim }}{% endfor %}{% if answer %} ({{ solution }}){% endif %}"
+    )
+    made = row_of(tmp_path, "maths", {**record, "tags": [" a ", "b"]}, prompt_type=jinja)
+    assert made["prompt"] == user("ab (Add.)")
+    others = [RECORDS["maths"](n) for n in range(4)]
+    code, report = make(tmp_path, others, prompt_type="{{ gone }}", out="b")
+    assert code == 1 and "'gone' is undefined" in report["bad"]["shown"][0]
+
+
+@pytest.mark.parametrize("text", [
+    "{% for a in prompt %}{% for b in prompt %}x{% endfor %}{% endfor %}", "{% for a in range(9) %}x{% endfor %}",
+    "{{ prompt * 1000000000 }}", "{{ 10 ** 10 ** 10 }}", "{{ prompt.ljust(10000000000) }}",
+    "{{ '%99999999d' | format(1) }}", "{% for a in [prompt] %}x{% endfor %}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{% set x = prompt %}", "{% include 'x' %}",
+    "{{ cycler.__init__() }}",
+    "{% for a in b recursive %}{{ loop(a) }}{% endfor %}", "{{ prompt | replace('a', 'b') }}", "{{ prompt", "{% if %}",
+    "{{ " + "(" * 100_000, "x{{ prompt }}" * 10_000, "{% if a %}" * 5000,
+])  # fmt: skip
+def test_a_template_that_may_not_end_is_refused_before_a_row_is_read(text):
+    with pytest.raises(ConfigError, match="prompt_type: expected Jinja") as error:
+        template_of(text)
+    assert len(str(error.value)) < 600
+
+
+def test_what_a_template_makes_is_bounded():
+    template = template_of("{% for a in prompt %}{{ prompt }}{% endfor %}")
+    assert template.render({"prompt": "ab"}) == "abab"
+    with pytest.raises(ValueError, match=str(MAX_CHARS)):
+        template.render({"prompt": "x" * 1_000_000})
+    with pytest.raises(ValueError, match="prompt_type"):
+        template_of("{{ prompt.__class__.__mro__ }}").render({"prompt": "x"})
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("boxd", "did you mean boxed"), ("qwen_r1", "write model"), ("deepseek3", "write model"),
+    ("other", "expected model, boxed"),
+])  # fmt: skip
+def test_an_unknown_prompt_type_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        template_of(name)
+
+
+# ---- the keys
+
+
+GOOD = {"input": "rows.jsonl", "handler_name": "maths", "output_prefix": "out"}
+
+
+def settings_of(folder, *overrides, **keys):
+    (folder / "b.yaml").write_text(json.dumps({**GOOD, **keys}))
+    return read_settings(folder / "b.yaml", overrides)
+
+
+def test_a_yaml_of_mindspeed_rl(tmp_path):
+    found = settings_of(
+        tmp_path, tokenizer_type="HuggingFaceTokenizer", tokenizer_name_or_path="m", workers=8, log_interval=1000,
+        handler_name="R1AlpacaStyleInstructionHandler", seq_length=1024,
+        map_keys={"prompt": "problem", "query": "", "response": "answer", "system": ""},
+    )  # fmt: skip
+    assert found.handler_name == "maths" and found.handler.fields["prompt"] == ("problem",)
+    assert found.handler.fields["query"] == ()
+    assert settings_of(tmp_path, "seed=7", "input=[a.json, b.json]").inputs == ["a.json", "b.json"]
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"sequence_length": 3}, "unknown key sequence_length; did you mean seq_length"),
+    ({"zzz": 3}, "unknown key zzz; docs/data.md has all"),
+    ({"pack": True}, "pack does not apply here: leave it out: a run does that"),
+    ({"prompt_type_path": "x"}, "write the Jinja text as prompt_type"),
+    ({"handler_name": "math"}, "handler_name is math; did you mean maths"),
+    ({"handler_name": "MOSSInstructionHandler"}, "handler_name is MOSS.*expected maths, gsm8k"),
+    ({"tokenizer_type": "SentencePiece"}, "tokenizer_type is 'SentencePiece'; expected 'HuggingFaceTokenizer' or"),
+    ({"workers": 0}, "workers is 0; expected a whole number from 1 to 256"),
+    ({"workers": True}, "workers is True"),
+    ({"seq_length": 10}, "seq_length is in tokens; expected tokenizer_name_or_path"),
+    ({"test_size": 0}, "test_size is 0"), ({"test_size": 1.5}, "test_size is 1.5"), ({"test_size": 1e999}, "test_size"),
+    ({"map_keys": {"promt": "q"}}, "map_keys: unknown key promt; did you mean prompt"),
+    ({"map_keys": {"prompt": 1}}, "map_keys is"),
+    ({"dataset_additional_keys": ["origin"]}, "extra_info has origin already"),
+    ({"dataset_additional_keys": ["labels"]}, "reward_model.ground_truth"),
+    ({"refuse_above": {"bad": 2}}, "refuse_above"), ({"refuse_above": {"worse": 0}}, "refuse_above"),
+    ({"output_prefix": "s3://b/c"}, "expected a local folder"),
+    ({"input": []}, "input is"), ({"input": 7}, "input is 7"),
+    ({"prompt_type": "boxed", "handler_name": "text"}, "raw text has no prompt"), ({"seed": -1}, "seed is -1"),
+])  # fmt: skip
+def test_wrong_keys_are_refused_in_one_sentence(tmp_path, keys, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        settings_of(tmp_path, **keys)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "a: *b", "input: " + "[" * 1_000_000, "7"])
+def test_a_file_that_is_no_settings_is_refused(tmp_path, text):
+    (tmp_path / "b.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="b.yaml"):
+        read_settings(tmp_path / "b.yaml")
+    with pytest.raises(ConfigError, match="expected KEY=VALUE"):
+        settings_of(tmp_path, "seed")
+    with pytest.raises(ConfigError, match="seed"):
+        settings_of(tmp_path, "seed=" + "[" * 1_000_000)
+
+
+def test_the_docs_name_every_key_and_handler():
+    page = (ROOT / "docs" / "data.md").read_text()
+    missing = [name for name in (*Settings.model_fields, *HANDLERS) if f"| `{name}`" not in page]
+    assert missing == []
