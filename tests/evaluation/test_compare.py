@@ -98,6 +98,14 @@ def test_a_relative_error_of_a_zero_is_infinite_and_none_in_json():
     assert not judge([error], {"reward": 1e9}, "relative")[0].ok
 
 
+def test_differences_beyond_floats_fail_and_are_drawn():
+    a, b = curves(reward=[1e308, 1e308]), curves(reward=[-1e308, 1e308])
+    errors = errors_of(a, b)
+    assert not judge(errors, {"reward": 1e300})[0].ok
+    strictly(json.dumps(errors[0].as_dict()))
+    errors_figure(a, b, errors, {"reward": 0.04})
+
+
 def test_curves_without_common_steps_or_metrics_are_refused():
     for b in (curves("b", reward={7: 1.0}), curves("b", loss=[1.0])):
         with pytest.raises(ConfigError, match=r"reward at steps 1 to 2; b: "):

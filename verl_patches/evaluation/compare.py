@@ -51,7 +51,7 @@ class Error:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which has no infinity: None."""
-        return asdict(self) | {"relative": None if self.relative == math.inf else self.relative}
+        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
 
 
 def errors_of(a: Curves, b: Curves) -> list[Error]:
@@ -79,7 +79,7 @@ def _error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
 
 
 def _mean(values: list[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+    return sum(values) / len(values) if values else None  # fsum raises where the sum overflows
 
 
 def limits_for(errors: Sequence[Error]) -> dict[str, float]:

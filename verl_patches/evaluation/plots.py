@@ -6,6 +6,7 @@ that draw nothing do not wait for it.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -263,7 +264,7 @@ def errors_figure(a: Curves, b: Curves, errors: Sequence[Error], limits: Mapping
             axes.plot(*zip(*sorted(curve.items()), strict=True), linewidth=1, label=_text(label), **style)
         means = {"mean": error.absolute, "limit of the mean": limits.get(error.metric)}
         for number, (label, value) in enumerate(means.items(), 1):
-            if value is not None:
+            if value is not None and math.isfinite(value):
                 right.axhline(value, color=f"C{number}", label=f"{label} {value:.3g}")
         left.set(title=_text(error.metric), xlabel="step")
         right.set(title=f"{_text(error.metric)}: error", xlabel="step", ylim=(0, None))
