@@ -7,13 +7,11 @@ import copy
 import json
 import os
 import signal
-import sys
 
 import pytest
 from matplotlib.image import imread
 
 from tests.evaluation.test_report import run_of
-from verl_patches.__main__ import main
 from verl_patches.cli import live as view
 from verl_patches.errors import interrupted
 from verl_patches.evaluation import record
@@ -41,30 +39,6 @@ CONTENT = {
 KINDS = ("truncated", "absent", "folder", "FIFO", "8 GiB", "device", "loop", *CONTENT)
 COMMANDS = ("status {0}", "status {0} --json", "status {0} --watch", "status --run {0}", "status --run {0} --json")
 REPORTS = ("report {0}", "report {0} --json", "report {1} {0}", "report {1} {0} --json")
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """call(command) -> (exit code, stdout, stderr) of the command line in this process."""
-
-    def run(words):
-        monkeypatch.setattr(sys, "argv", ["verl_patches", *words])
-        code = 0
-        signal.alarm(600)  # a FIFO that is opened would be waited for
-        try:
-            main()
-        except SystemExit as ended:
-            code = ended.code or 0
-        finally:
-            signal.alarm(0)
-        return code, *capsys.readouterr()
-
-    def hangs(*_):
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, hangs)
-    yield run
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -13,11 +13,15 @@ import time
 
 import psutil
 import pytest
+import torch
 from loop_runs import ROOT, STREAMS, assert_nobody_else_can_reach, assert_weights_arrive, exposed, look, smoke_command
+from pyarrow import parquet
+from safetensors.torch import load_file
 
 from tests.ranks import HANG_S
 from verl_patches.catalog import NO_BUILD, all_rows  # NO_BUILD: off where flash_attn is installed, or never imported
 from verl_patches.cli.live import live
+from verl_patches.data.from_rollouts import Choice, from_rollouts
 from verl_patches.errors import interrupted
 from verl_patches.evaluation.plots import memory_figure, run_figure, save
 from verl_patches.evaluation.report import figures
@@ -68,6 +72,23 @@ def test_weights_are_right_and_every_process_proved_the_rows_of_its_line(line, s
             assert patch["state"] == "active", patch
         assert patch["id"] not in of_others or patch["state"] == "off", patch
     assert processes == {"controller", "worker 0", "worker 1"} and of_others
+
+
+def test_recorded_rollouts_have_their_rewards_and_become_data(smoke, tmp_path):
+    """tests/data/test_from_rollouts.py has what is chosen; here are verl's balanced batches and the run's own data."""
+    run = smoke()
+    for step in run.steps:
+        responses = load_file(run.folder / "rollouts" / f"step_{step['step']}.safetensors")
+        found = load_file(run.folder / "rollouts" / f"scores_{step['step']}.safetensors")
+        assert found["score"].mean().item() == pytest.approx(step["reward"])
+        assert torch.equal(found["score"], found["reward/by_source"])  # its weight is 1
+        first, second = (responses["prompts"][at::2] for at in (0, 1))
+        assert torch.equal(first, second) and torch.equal(found["uid"][::2], found["uid"][1::2])
+        assert len(found["uid"].unique(dim=0)) == len(first)
+    report = from_rollouts(run.folder, tmp_path / "best", Choice())
+    rows = parquet.read_table(tmp_path / "best" / "train.parquet").to_pylist()
+    assert report["steps"] == 3 and report["responses"] == 24 and 0 < len(rows) == report["rows"] <= 12
+    assert {row["data_source"] for row in rows} and all(row["reward_model"]["ground_truth"] for row in rows)
 
 
 def test_a_step_records_bytes_sent_and_start_times_of_workers(smoke):

@@ -23,6 +23,8 @@ from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
 from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
+from verl_patches.evaluation.compare import write_baseline
+from verl_patches.evaluation.curves import read_curves
 from verl_patches.launch.smoke import SmokeOptions, overrides_of
 
 ENGLISH = [page for page in PAGES if "zh" not in (page.parent.name, page.stem[-2:])]  # Chinese pages have the same
@@ -35,7 +37,7 @@ CLASSES = {
     "example": (r".*finite_rewards",),  # tests/test_readme_example.py runs them
     "run with sources": (rf"({TRAIN}--dry-run|{OURS}plan) .*--upstream upstream",),  # as "run", with --upstream
     "run": (  # here; the exit code is 0, or N where the comment says "exits N"
-        rf"{OURS}(status|explain|digest|report|config|reshard-plan|fingerprint|versions|plan|check(?!.*--upstream))\b",
+        rf"{OURS}(status|explain|digest|report|compare|config|reshard-plan|fingerprint|versions|plan|check(?!.*--upstream))\b",
         rf"{OURS}cluster up \S+ --render",
         rf"{TRAIN}--dry-run",
         rf"{OURS}data build data/sample\.yaml(?! input=mine)",
@@ -181,6 +183,11 @@ def copy(repository_copy):
         folder = repository_copy / "outputs" / name
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text(json.dumps({"run": name, "exit": "ok", "steps": [step], "patches": [row]}))
+        (folder / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
+    (repository_copy / "outputs" / "gpu").mkdir()
+    (repository_copy / "outputs" / "gpu" / "verl.log").write_text("step:1 - critic/score/mean:0.500\n")
+    curves = read_curves(repository_copy / "outputs" / "gpu" / "verl.log", repository_copy)
+    write_baseline(repository_copy / "outputs" / "nightly.json", curves)
     return repository_copy
 
 

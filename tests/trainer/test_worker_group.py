@@ -7,11 +7,13 @@ import functools
 import math
 import re
 from types import SimpleNamespace
+from uuid import UUID
 
 import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
@@ -93,11 +95,38 @@ def prompts(start=0, **meta):
     return DataProto.from_dict(tensors={"input_ids": ids}, meta_info=meta)
 
 
+def scored(output, order=(2, 0, 3, 1), **columns):
+    """The batch of an update: responses in the order of verl's balancing, with uids, rewards and their parts."""
+    uids = np.array([str(UUID(int=row // 2)) for row in range(4)], dtype=object)
+    output.batch["token_level_scores"] = torch.tensor([[0.0, row / 4] for row in range(4)])
+    batch = DataProto.from_dict(tensors=dict(output.batch), non_tensors={"uid": uids, **columns})
+    batch.reorder(torch.tensor(order))
+    return batch
+
+
+@pytest.mark.parametrize("updates", [["actor"], ["critic"], ["critic", "actor"]])
+def test_scores_are_recorded_with_the_first_update_in_the_order_of_the_responses(tmp_path, updates):
+    """Also in verl's critic warm-up, whose steps have no update of the actor; a later update writes nothing."""
+    group, _ = group_of(tmp_path)
+    critic, workers = group_of(actor=group)
+    workers.update_critic = lambda batch: "metrics"
+    output = generate(group, prompts())
+    for number, name in enumerate(updates):
+        columns = {"reward/maths": np.arange(4) + 10.0 * number, "acc": np.zeros(4)}
+        batch = scored(output, **columns)
+        (group.update_actor if name == "actor" else critic.update_critic)(batch)
+    found = load_file(tmp_path / "scores_1.safetensors")
+    assert found.keys() == {"uid", "score", "reward/maths"}
+    assert found["score"].tolist() == [0.0, 0.25, 0.5, 0.75] and found["reward/maths"].tolist() == [0, 1, 2, 3]
+    assert [UUID(bytes=bytes(uid.tolist())).int for uid in found["uid"]] == [0, 0, 1, 1]
+
+
 def test_recorded_responses_are_replayed_without_generating(tmp_path):
     calls = []
     group, _ = group_of(tmp_path / "rollouts", calls)
     recorded = [generate(group, prompts(start)) for start in (0, 6)]
-    assert group.world_size == 4 and group.update_actor(prompts()) == "metrics"
+    assert group.world_size == 4 and group.update_actor(scored(recorded[1])) == "metrics"
+    assert [path.name for path in sorted(tmp_path.rglob("scores_*"))] == ["scores_2.safetensors"]
     stages = [(1, "generate_sequences"), (1, "reward"), (2, "generate_sequences"), (2, "reward"), (2, "update_actor")]
     assert calls == stages
 

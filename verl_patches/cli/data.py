@@ -1,4 +1,4 @@
-"""The command `data build`."""
+"""The commands `data build` and `data from-rollouts`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from verl_patches.cli.output import Json, print_json, say
+from verl_patches.cli.output import Json, print_json, progress_bar, say
+from verl_patches.config.compose import output_root
+from verl_patches.data.from_rollouts import COLUMNS, TEMPLATE, Choice, from_rollouts
+from verl_patches.evaluation.record import find_run
 
 app = typer.Typer(no_args_is_help=True, help="Make data that runs read.")
 
@@ -31,6 +34,30 @@ def build_command(
     else:
         _show(report, settings.output_prefix)
     raise typer.Exit(code)
+
+
+@app.command("from-rollouts")
+def from_rollouts_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that recorded its rollouts.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to make.")],
+    kind: Annotated[str, typer.Option("--to", metavar="KIND", help=f"One of {', '.join(COLUMNS)}.")] = "best",
+    best: Annotated[int, typer.Option(help="With best: responses of a prompt at most.")] = 1,
+    threshold: Annotated[float | None, typer.Option(help="Least reward of a response, or of a chosen one.")] = None,
+    margin: Annotated[float, typer.Option(help="With pairs: least difference of the rewards.")] = 0.0,
+    template: Annotated[str, typer.Option(help="With conditional: the last message of a prompt.")] = TEMPLATE,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make SFT data or preference pairs of a run's responses and their rewards."""
+    choice, folder = Choice(kind, best, threshold, margin, template), find_run(run, output_root())
+    with progress_bar("steps", None, "step") as advance:
+        report = from_rollouts(folder, output, choice, overwrite, advance)
+    if as_json:
+        print_json(report)
+        return
+    why = "".join(f", {count} {reason}" for reason, count in report["left_out"].items())
+    say("{rows} rows of {responses} responses to {prompts} prompts in {steps} steps".format(**report) + why)
+    say(f"train on it: algo={'dpo' if kind == 'pairs' else 'sft'} data.train_files={report['files'][0]}")
 
 
 def _show(report: dict[str, Any], output: str) -> None:

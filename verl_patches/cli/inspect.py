@@ -1,7 +1,8 @@
-"""The commands `config`, a composed configuration, `reshard-plan`, a weight sync, and `report`, of recorded runs."""
+"""`config`, a composed configuration; `reshard-plan`, a weight sync; `report` and `compare`, recorded runs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
@@ -12,12 +13,13 @@ import typer
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.boot.install_prelude import PLACES
-from verl_patches.cli.output import Json, print_json, say, table
+from verl_patches.cli.output import Json, print_json, progress_bar, say, table
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath
 from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of, keys_of, output_root
 from verl_patches.config.files import hook_checks
 from verl_patches.errors import ConfigError, require
-from verl_patches.evaluation import report
+from verl_patches.evaluation import compare, report
+from verl_patches.evaluation.curves import METRICS, Curves, read_curves
 from verl_patches.evaluation.record import find_run
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
@@ -40,6 +42,12 @@ TRAIN_LIBRARY_HELP = f"Whose sharding training has: {', '.join(TRAIN_LIBRARIES)}
 ROLLOUT_LIBRARY_HELP = f"Whose sharding rollout has: {', '.join(ROLLOUT_LIBRARIES)}."
 BUCKET_HELP = "Most that a rank sends, and receives, in one collective."
 ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
+
+CURVES_HELP = "A run, or a TensorBoard folder, JSONL, JSON, CSV or a console log of any framework."
+METRIC_HELP = f"Compare these alone: {', '.join(METRICS)}, or a name as the sources have it."
+LIMIT_HELP = "METRIC=VALUE: judge these, such as loss=0.02.  [default: reward=0.04, or without rewards loss=0.02]"
+FORMULA_HELP = f"What is judged: {', '.join(f'{name}, the {text}' for name, text in compare.FORMULAS.items())}."
+BASELINE_HELP = "A file that --write makes of A's curves; without --write A is compared with it."
 
 
 def config_command(
@@ -236,3 +244,96 @@ def _pictures(summaries: list[dict[str, Any]], path: Path) -> list[str]:
     from verl_patches.evaluation.plots import runs_figure, save
 
     return [save(runs_figure(summaries), path.with_suffix(".png")).name]
+
+
+def compare_command(
+    a: Annotated[Path, typer.Argument(metavar="A", help=CURVES_HELP)],
+    b: Annotated[Path | None, typer.Argument(metavar="B", help="The reference, as A.", show_default=False)] = None,
+    baseline: Annotated[Path | None, typer.Option(metavar="FILE.json", help=BASELINE_HELP)] = None,
+    write: Annotated[bool, typer.Option("--write", help="Write --baseline from A.")] = False,
+    metric: Annotated[list[str] | None, typer.Option(help=METRIC_HELP)] = None,
+    limit: Annotated[list[str] | None, typer.Option(help=LIMIT_HELP)] = None,
+    formula: Annotated[str, typer.Option(help=FORMULA_HELP)] = "absolute",
+    png: Annotated[Path | None, typer.Option(help="Draw curves and errors into this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Mean errors of A's training curves against B's, as the Ascend pages of verl and OpenRLHF define them.
+
+    Exit code 1 where one is beyond its limit.
+    """
+    if (b is None) == (baseline is None) or (write and baseline is None):
+        raise ConfigError("compare: give A and B, or A and --baseline FILE.json, with --write to make that file from A")
+    if formula not in compare.FORMULAS:
+        raise ConfigError(f"compare: --formula {formula}: expected {' or '.join(compare.FORMULAS)}")
+    limits = dict(map(_limit, limit or ())) or None
+    metrics = {name: METRICS.get(name, (name,)) for name in [*(metric or METRICS), *(limits or ())]}
+    of_a = _curves(a, metrics)
+    if write:
+        compare.write_baseline(baseline, of_a)
+        result = {"baseline": str(baseline), "of": of_a.name, "steps": {m: len(of) for m, of in of_a.values.items()}}
+        if as_json:
+            print_json(result)
+        else:
+            say(f"baseline: {baseline}: {', '.join(f'{n} steps of {m}' for m, n in result['steps'].items())}")
+        return
+    if baseline is not None and not baseline.exists():
+        raise ConfigError(f"compare: --baseline {baseline}: no such file; add --write to make it from {a}")
+    of_b = _curves(b or baseline, metrics)
+    errors = compare.errors_of(of_a, of_b)
+    limits = limits or compare.limits_for(errors)
+    checks = compare.judge(errors, limits, formula)
+    if png is not None:
+        from verl_patches.evaluation.plots import errors_figure, save
+
+        save(errors_figure(of_a, of_b, errors, limits), png)
+    ok = all(check.ok for check in checks)
+    if as_json:
+        sources = [{key: getattr(of, key) for key in ("name", "kind", "replaced")} for of in (of_a, of_b)]
+        result = {"a": sources[0], "b": sources[1], "formula": formula, "rule": compare.FORMULAS[formula]}
+        result |= {"errors": [error.as_dict() for error in errors], "limits": limits}
+        print_json({**result, "checks": [vars(check) for check in checks], "ok": ok, "png": png and str(png)})
+    else:
+        _show_errors(of_a, of_b, errors, {check.name: check.ok for check in checks})
+        for check in checks:
+            say(f"{'ok' if check.ok else 'FAILED'}: {check.name}: {check.detail}", "" if check.ok else "red")
+        if png:
+            say(f"picture: {png}")
+    raise typer.Exit(0 if ok else 1)
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, value = text.rpartition("=")
+    with contextlib.suppress(ValueError):
+        if name and 0 <= float(value) < float("inf"):
+            return name, float(value)
+    raise ConfigError(f"compare: --limit {text}: expected METRIC=VALUE, a fraction from 0, such as loss=0.02")
+
+
+def _curves(source: Path, metrics: dict[str, Any]) -> Curves:
+    with progress_bar(f"read {source.name}", None) as advance:
+        return read_curves(source, output_root(), metrics, advance)
+
+
+def _show_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[str, bool]) -> None:
+    words, rows = {True: "ok", False: "FAILED"}, []
+    for error in errors:
+        numbers = ["-" if value is None else f"{value:.4g}" for value in (error.absolute, error.largest)]
+        steps, relative = f"{error.steps} ({error.first} to {error.last})", compare.percent(error.relative)
+        verdict = words.get(ok.get(error.metric), "")
+        rows.append(
+            (
+                error.metric,
+                *error.names,
+                steps,
+                numbers[0],
+                relative,
+                numbers[1],
+                "-" if error.at is None else str(error.at),
+                verdict,
+            )
+        )
+    columns = ("metric", "in a", "in b", "common steps", "mean |a - b|", "relative", "largest", "at step", "verdict")
+    red = [number for number, row in enumerate(rows) if row[-1] == "FAILED"]
+    table(f"a: {a.name} ({a.kind}); b: {b.name} ({b.kind})", columns, rows, red)
+    for curves in (of for of in (a, b) if of.replaced):
+        say(f"{curves.name}: {curves.replaced} values were replaced by later ones of the same step")

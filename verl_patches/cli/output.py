@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -175,6 +177,16 @@ def _wrapped(text: Text, size: int | None) -> list[Text]:
 def console() -> Console:
     """The terminal, or a wide console in pipes and files."""
     return Console(width=width() or _WIDTH)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total: int | None, unit: str = "B") -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr: on a terminal twice a second, in a file every 30 s."""
+    from tqdm import tqdm
+
+    interval = 0.5 if sys.stderr.isatty() else 30.0
+    with tqdm(total=total, desc=what, unit=unit, unit_scale=True, mininterval=interval, delay=interval) as bar:
+        yield bar.update
 
 
 # the plan of a run (planning/plan.py)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from verl_patches.cli.output import Json, print_json, table
+from verl_patches.cli.output import Json, print_json, progress_bar, table
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.weights.manifest import MANIFEST, folder_problems, has_manifest, model_digest, read_manifest, recorded
@@ -59,8 +56,8 @@ def convert_command(
     from verl_patches.weights.convert import convert  # imports torch
 
     size = sum(group.write_bytes for group in plan.share(number, parts))
-    with _progress("convert", size) as progress:
-        done = convert(plan, destination, number, parts, progress)
+    with progress_bar("convert", size) as advance:
+        done = convert(plan, destination, number, parts, advance)
     result = {**_summary(plan), **done._asdict(), "seconds": round(time.perf_counter() - start, 1)}
     result["manifest"] = None if done.manifest is None else str(destination / "manifest.json")
     if as_json:
@@ -90,16 +87,6 @@ def export_command(
     convert_command(
         source, destination, hf=True, dtype="fp8" if fp8 else None, part=part, dry_run=dry_run, as_json=as_json
     )
-
-
-@contextlib.contextmanager
-def _progress(what: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr: on a terminal twice a second, in a file every 30 s."""
-    from tqdm import tqdm
-
-    interval = 0.5 if sys.stderr.isatty() else 30.0
-    with tqdm(total=size_bytes, desc=what, unit="B", unit_scale=True, mininterval=interval, delay=interval) as bar:
-        yield bar.update
 
 
 def _summary(plan: ConversionPlan) -> dict[str, Any]:
@@ -146,8 +133,8 @@ def verify_command(folder: Folder, as_json: Json = False) -> None:
         )
     if has_manifest(folder):
         manifest = read_manifest(folder)
-        with _progress("verify", manifest.size_bytes) as progress:
-            problems = [str(problem) for problem in folder_problems(folder, manifest, progress)]
+        with progress_bar("verify", manifest.size_bytes) as advance:
+            problems = [str(problem) for problem in folder_problems(folder, manifest, advance)]
         checked = f"{len(manifest.files)} files, {manifest.size_bytes / GB:.3f} GB: sizes and sha256"
     else:
         problems, checked = [], f"names, shapes, sizes and {INDEX}; a folder without manifest.json has no checksums"

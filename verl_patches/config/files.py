@@ -323,15 +323,13 @@ def disk_needs(config: DictConfig, start: Start) -> list[Need]:
 
     Checkpoints are the most that come to those of the run that are there: those kept and the one that is being written.
     """
-    steps, trainer, data = steps_of(config), config.trainer, config.data
+    steps, trainer = steps_of(config), config.trainer
     done = start.step or 0
     left = None if steps is None else max(steps - done, 0)
     records, step_bytes = _RECORD_BYTES
     least, text = records + step_bytes * (left or 1), "logs and records"
     if config.recipe.rollout.record and samples(config.recipe):
-        rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
-        prompt, response = data.max_prompt_length, data.max_response_length
-        size = rows * (4 * 8 * (prompt + response) + 4 * response)  # ids, masks, positions; log-probs in fp32
+        size = recorded_bytes(config)
         least += size * (left or 1)
         text += f", responses of {_many(left, 'step')}, {size_text(size)} each (modelled)"
     needs = [Need("run", run_dir(config), least, text, "recipe.output_root, recipe.rollout.record")]
@@ -349,6 +347,13 @@ def disk_needs(config: DictConfig, start: Start) -> list[Need]:
         keys += f" (now {'null: all' if kept is None else kept})"
         needs.append(Need("checkpoints", checkpoints_of(config), size * (count or 2), text, keys))
     return needs
+
+
+def recorded_bytes(config: DictConfig) -> int:
+    """Bytes of a step's responses on disk (modelled): ids, masks and positions of 8 bytes, log-probs in fp32."""
+    data = config.data
+    tokens = 4 * 8 * (data.max_prompt_length + data.max_response_length) + 4 * data.max_response_length
+    return data.train_batch_size * config.actor_rollout_ref.rollout.n * tokens
 
 
 def _many(count: int | None, what: str) -> str:

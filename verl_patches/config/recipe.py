@@ -185,7 +185,7 @@ class Rollout:
     rebalance_every: decode steps between two exchanges in which running requests, with their KV blocks, may move from
     data-parallel ranks with many requests to those with few; null: never. Platform npu with dp > 1 only.
     replay: run folder of recorded responses to train on instead of sampling.
-    record: keep every step's responses in <run>/rollouts.
+    record: keep every step's responses and their rewards in <run>/rollouts.
     """
 
     dp: Count = 1

@@ -1,4 +1,4 @@
-"""Plots: reward and seconds of one run or of several, memory by phase, traffic of a reshard plan; `save` makes PNGs.
+"""Plots: reward and seconds of runs, memory by phase, errors of curves, traffic of a reshard plan; `save` makes PNGs.
 
 A run of more than MOST steps is drawn in columns of several steps. matplotlib is imported inside functions: commands
 that draw nothing do not wait for it.
@@ -6,6 +6,7 @@ that draw nothing do not wait for it.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from verl_patches.evaluation.compare import Error
+    from verl_patches.evaluation.curves import Curves
     from verl_patches.reshard.plan import ReshardPlan
 
 NAN = float("nan")  # is not drawn
@@ -236,6 +239,32 @@ def _stack(
         colour = (GROUP_COLOURS | PHASE_COLOURS).get(label, OTHER_COLOUR)
         axes.stairs(above, edges, baseline=below, fill=True, color=colour, label=label, orientation=orientation)
         below = [size if size == size else 0.0 for size in above]
+
+
+def errors_figure(a: Curves, b: Curves, errors: Sequence[Error], limits: Mapping[str, float]) -> Figure:
+    """A row for each metric: both curves (left), |a - b| at the common steps with its mean and its limit (right)."""
+    figure = _figure(11, 0.5 + 2.6 * len(errors))
+    for error, (left, right) in zip(errors, figure.subplots(len(errors), 2, squeeze=False), strict=True):
+        of_a, of_b = (source.values[error.metric] for source in (a, b))
+        common = {step: abs(of_a[step] - of_b[step]) for step in of_a.keys() & of_b.keys()}
+        lines = [
+            (left, of_a, f"a: {Path(a.name).name}"),
+            (left, of_b, f"b: {Path(b.name).name}"),
+            (right, common, "|a - b|"),
+        ]
+        for axes, curve, label in lines:
+            style = {"linestyle": "--" if curve is of_b else "-", "marker": "." if len(curve) <= MOST else ""}
+            axes.plot(*zip(*sorted(curve.items()), strict=True), linewidth=1, label=_text(label), **style)
+        means = {"mean": error.absolute, "limit of the mean": limits.get(error.metric)}
+        for number, (label, value) in enumerate(means.items(), 1):
+            if value is not None and math.isfinite(value):
+                right.axhline(value, color=f"C{number}", label=f"{label} {value:.3g}")
+        left.set(title=_text(error.metric), xlabel="step")
+        right.set(title=f"{_text(error.metric)}: error", xlabel="step", ylim=(0, None))
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)
+    return figure
 
 
 def plan_figure(plan: ReshardPlan) -> Figure:

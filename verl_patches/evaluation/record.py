@@ -2,7 +2,7 @@
 
 A folder may come from anywhere. Texts are made printable (`verl_patches.values.printable`), numbers are finite or
 None, and a file that is not as a run writes it is a ConfigError with its path, what was expected and what was found.
-Keys that no command shows are left out; `read_object` gives all of them. metrics.jsonl is never read.
+Keys that no command shows are left out; `read_object` gives all of them. metrics.jsonl: evaluation/curves.py.
 """
 
 from __future__ import annotations

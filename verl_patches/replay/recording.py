@@ -1,16 +1,22 @@
-"""Recorded rollouts: outputs/<run>/rollouts/step_N.safetensors, written by one run and replayed by another.
+"""Recorded rollouts: outputs/<run>/rollouts, written by one run and replayed by another, or made to data.
 
-Each file holds prompts [B, S_prompt] and responses [B, S_response] (int64), their masks and, where vLLM gave them to
-the trainer, log-probs. A replay trains on the same responses at another layout, so that gradients can be compared.
+step_N.safetensors holds prompts [B, S_prompt] and responses [B, S_response] (int64), their masks and, where vLLM gave
+them to the trainer, log-probs. A replay trains on the same responses at another layout, so that gradients can be
+compared. scores_N.safetensors, written with the step's update, holds for the same rows `uid` [B, 16] (uint8, verl's
+UUID of the prompt's group), `score` [B] (fp32, the reward) and reward/LABEL [B] of each part, which
+data/from_rollouts.py reads.
 """
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import safetensors_header
+from verl_patches.shared_files import replacing
 
 if TYPE_CHECKING:  # the launcher looks for a recording without importing torch
     import torch
@@ -46,10 +52,36 @@ def find_recording(path: str | None, steps: int | None = None) -> Path | None:
 
 def save_step(folder: Path, step: int, tensors: dict[str, torch.Tensor]) -> None:
     """Write one step's tensors."""
+    _save(folder / f"step_{step}.safetensors", tensors)
+
+
+def save_scores(folder: Path, step: int, rows: torch.Tensor, scores: torch.Tensor, columns: Mapping[str, Any]) -> None:
+    """Write what the reward gave a step's responses.
+
+    rows: [B], the place of each row in the recorded step; scores: [B]; columns: of B values, `uid` and those of parts.
+    """
+    import torch
+
+    order = rows.argsort()
+    made = {"score": scores.float()[order], "uid": _uids(columns["uid"])[order]}
+    parts = {
+        name: torch.tensor([float(value) for value in values]) for name, values in columns.items() if name != "uid"
+    }
+    _save(folder / f"scores_{step}.safetensors", made | {name: values[order] for name, values in parts.items()})
+
+
+def _uids(uids: Sequence[str]) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(b"".join(uuid.UUID(uid).bytes for uid in uids)), dtype=torch.uint8).view(-1, 16)
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"step_{step}.safetensors")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as new:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new)
 
 
 def load_step(folder: Path, step: int, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,8 +1,8 @@
 """One step as verl's trainer runs it: the calls of RayPPOTrainer.fit() to its workers, in their order.
 
     generate_sequences      responses of the data (recipe.objective), of a recording, or vLLM's, of several batches with
-                            recipe.keep_groups (keep_groups.py); vLLM's are recorded, and every N steps sampled once
-                            more for the check
+                            recipe.keep_groups (keep_groups.py); vLLM's are recorded, with their scores at the update,
+                            and every N steps sampled once more for the check
     compute_log_prob        left out with recipe.train.skip_old_log_prob
     compute_ref_log_prob
     compute_values          of a run with a critic, as update_critic; the trainer's batch, with the tensor cache too
@@ -30,8 +30,8 @@ from verl_patches.log_probs.sampled_check import SampledCheck
 from verl_patches.log_probs.truth_check import not_compared
 from verl_patches.objectives.advantages import given_responses
 from verl_patches.patching.engine import is_on
-from verl_patches.replay.recording import find_recording, load_step, save_step
-from verl_patches.rewards.parts import part_means
+from verl_patches.replay.recording import find_recording, load_step, save_scores, save_step
+from verl_patches.rewards.parts import METRIC, part_means
 from verl_patches.trainer.keep_groups import KeptGroups
 from verl_patches.watch import heartbeat
 
@@ -57,6 +57,7 @@ class RecipeWorkerGroup:
         recipe = trainer.config.recipe
         self._group, self._trainer, self._on_call, self._actor, self._step = group, trainer, on_call, actor, 0
         self._record_to, self._replay_from = record_to, find_recording(recipe.rollout.replay)
+        self._scores_to: Path | None = None  # from the rollout of a recorded step to its first update
         self._profile_to, self._profiled = profile_to, frozenset(recipe.profile.steps or ())
         self.lengths: list[int] | None = None
         self._fixed_data, self._trains_actor = None if samples(recipe) else recipe.objective.name, trains_actor(recipe)
@@ -107,6 +108,8 @@ class RecipeWorkerGroup:
             output = stages.generate_sequences(prompts)
         if self._record_to is not None:
             save_step(self._record_to, self.step, {k: v for k, v in output.batch.items() if k != SAMPLE})
+            output.batch[SAMPLE] = torch.arange(len(output))
+            self._scores_to = self._record_to
         self._on_call(self.step, "reward")
         return output
 
@@ -125,6 +128,7 @@ class RecipeWorkerGroup:
 
     def update_actor(self, batch: DataProto) -> DataProto:
         """verl's metrics of the update; none where the critic alone is trained."""
+        self._record_scores(batch)
         self.lengths, self._rewards = batch.meta_info.get("global_token_num"), part_means(batch.non_tensor_batch)
         if not self._trains_actor:
             return DataProto(meta_info={"metrics": {}})
@@ -140,9 +144,18 @@ class RecipeWorkerGroup:
 
     def update_critic(self, batch: DataProto) -> DataProto:
         """verl's metrics of the critic's update."""
+        (self._actor or self)._record_scores(batch)  # before critic_warmup there is no update of the actor
         self._on_call(self.step, "update_critic")
         self._actor._rewards = part_means(batch.non_tensor_batch)  # the actor has no update in trainer.critic_warmup
         return self._group.update_critic(batch)
+
+    def _record_scores(self, batch: DataProto) -> None:
+        """Once a step, as verl's trainer has them for its update."""
+        if self._scores_to is not None:
+            columns = {k: v for k, v in batch.non_tensor_batch.items() if k == "uid" or k.startswith(METRIC)}
+            scores = batch.batch["token_level_scores"].sum(-1)
+            save_scores(self._scores_to, self.step, batch.batch[SAMPLE], scores, columns)
+            self._scores_to = None
 
     def end_step(self) -> dict[str, Any]:
         """{rewards: means of the parts}; tensor_cache, logprob_check, keep_groups: reports, where the run has it."""

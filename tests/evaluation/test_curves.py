@@ -1,0 +1,238 @@
+"""Curves from the files of each framework: the same numbers by the same steps, and a sentence for hostile files."""
+
+import json
+import math
+import os
+
+import pandas
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from verl_patches.errors import ConfigError
+from verl_patches.evaluation import curves
+from verl_patches.evaluation.curves import FIXED, METRICS, read_curves
+
+REWARD = {1: 0.25, 2: 0.5, 3: 0.375}
+LOSS = {1: -0.125, 2: 0.0, 3: 0.0625}
+# lines as the functions named in curves.py make them; between them what else a log has
+VERL = """(TaskRunner pid=7) step:0 - val-core/gsm8k/reward/mean@1:0.125
+(WorkerDict pid=8) step:9 of the warm-up - reward:7.0
+(TaskRunner pid=7) step:{step} - actor/pg_loss:{loss:.4f} - critic/score/mean:{reward:.4f} - actor/lr:1e-06
+"""
+VERL_NUMPY = "step:{step} - actor/pg_loss:np.float64({loss}) - critic/score/mean:{reward} - training/epoch:0\n"
+MINDSPEED = """[2025-06-18 10:00:00] INFO sync start grpo training at iteration: 0/3 ...
+[2025-06-18 10:00:01] iteration: {step} / 3 | timing/all : 9.0000 | actor/pg_loss : {loss:.4f} | grpo/score/mean : \
+{reward:.4f}
+"""
+MEGATRON = " iteration {step:8d}/       3 | consumed samples: 8 | lm loss: {loss:.6E} | number of nan iterations: 0 |\n"
+OPENRLHF = (
+    "(PPOTrainer pid=9) INFO 06-18 10:00:00 ppo_trainer.py:1] \u2728 Global step {step}: "
+    "{{'policy_loss': {loss}, 'reward': tensor({reward}), 'kl': 0.5, 'text': \"it's, {{'kl': 9}}\"}}\n"
+)
+LOGS = {"verl": VERL, "numpy": VERL_NUMPY, "MindSpeed-RL": MINDSPEED, "OpenRLHF": OPENRLHF}
+
+
+def read(path, metrics=METRICS):
+    return read_curves(path, path.parent, metrics)
+
+
+def rows(loss="actor/pg_loss", reward="critic/score/mean", step="step"):
+    return [{step: number, loss: LOSS[number], reward: REWARD[number]} for number in REWARD]
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_console_log_of_each_framework(tmp_path, name):
+    path = tmp_path / "driver.log"
+    path.write_text("noise: 1\n" + "".join(LOGS[name].format(step=n, loss=LOSS[n], reward=REWARD[n]) for n in REWARD))
+    found = read(path)
+    assert found.values == {"loss": LOSS, "reward": REWARD} and found.kind == "a console log" and not found.replaced
+
+
+def test_lines_of_megatron(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("".join(MEGATRON.format(step=n, loss=LOSS[n]) for n in LOSS))
+    assert read(path).values == {"loss": LOSS} and read(path).names == {"loss": "lm loss"}
+
+
+def test_a_bar_of_openrlhf_is_set_before_it_is_advanced(tmp_path):
+    bar = (
+        "Train step of epoch {}: {:3d}%|####   | {}/2 [00:04<00:01,  3.9s/it, gpt_loss={}, lr=1.25e-6, grad_norm=38.9]"
+    )
+    shown = [(0, 0, "2.04"), (0, 1, "2.04"), (0, 1, "0.793"), (0, 2, "0.793"), (1, 0, "0.5"), (1, 1, "3.61e-6")]
+    text = "\r".join(bar.format(epoch, 50 * done, done, loss) for epoch, done, loss in shown)
+    path = tmp_path / "sft.log"
+    path.write_text(f"Train epoch:   0%|    | 0/2 [00:00<?, ?it/s]\n{text}\n")
+    assert read(path).values["loss"] == {1: 2.04, 2: 0.793, 3: 0.5, 4: 3.61e-6}
+    path.write_text(f"{text}\n" + OPENRLHF.format(step=1, loss=0.25, reward=1.0))
+    assert read(path).values == {"loss": {1: 0.25}, "reward": {1: 1.0}}  # a bar has three digits: not beside such lines
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_tensorboard_with_mindspeeds_prefix(tmp_path, folder):
+    writer = SummaryWriter(tmp_path / "tb")
+    for step in REWARD:
+        writer.add_text("train/loss", "text", step)
+        writer.add_scalar("train/grpo/score/mean", REWARD[step], step)
+    writer.close()
+    (events,) = (tmp_path / "tb").iterdir()
+    found = read(tmp_path / "tb" if folder else events)
+    assert found.values == {"reward": REWARD} and found.kind == "TensorBoard"
+    content = events.read_bytes()
+    events.write_bytes(content[:-40])  # cut within its last record: what is whole is read
+    assert read(events).values["reward"] == {1: 0.25, 2: 0.5}
+
+
+def test_events_of_several_runs_are_refused(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.out.tfevents.1").touch()
+    with pytest.raises(ConfigError, match="several runs"):
+        read(tmp_path)
+
+
+def test_jsonl_takes_a_rows_step_or_its_number(tmp_path):
+    path = written(tmp_path / "m.jsonl", [{"step": 99, **row} for row in rows(step="training/global_step")])
+    assert read(path).values == {"loss": LOSS, "reward": REWARD}
+    path = written(path, [{"loss": LOSS[n], "rewards": 1.0} for n in LOSS])
+    assert read(path).values == {"loss": LOSS}
+    path.write_text(path.read_text() + '{"loss": 0.')  # being written
+    assert read(path).values == {"loss": LOSS}
+
+
+def test_a_run_that_left_a_value_out_has_nan_there(tmp_path):
+    """metrics.jsonl has finite numbers alone, and a step without its reward is not one that was not compared."""
+    (tmp_path / "summary.json").write_text("{}")
+    made = rows()
+    del made[1]["critic/score/mean"]
+    written(tmp_path / "metrics.jsonl", [{"step": 0, "val-core/x": 1.0}, *made])
+    found = read(tmp_path).values
+    assert found["loss"] == LOSS and found["reward"].keys() == REWARD.keys() and math.isnan(found["reward"][2])
+    assert read(tmp_path / "metrics.jsonl").values["reward"].keys() == {1, 3}  # control: other files may be sparse
+
+
+def test_a_run_on_fixed_data_has_no_reward(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    written(tmp_path / "metrics.jsonl", [{**row, FIXED: 2.0} for row in rows()])
+    assert read(tmp_path).values["loss"] == dict.fromkeys(LOSS, 2.0) and "reward" not in read(tmp_path).values
+
+
+@pytest.mark.parametrize("form", ["records", "columns", "lists", "csv", "csv with an index", "panel"])
+def test_exports_of_wandb(tmp_path, form):
+    """`run.history()` as CSV or JSON, and the CSV of a panel; rows of a step may be apart, as wandb has them."""
+    table = pandas.DataFrame(rows(step="_step"))
+    path = tmp_path / ("h.json" if form in ("records", "columns", "lists") else "h.csv")
+    if form == "records":
+        apart = [{"_step": r["_step"], k: v} for r in rows(step="_step") for k, v in r.items() if k != "_step"]
+        path.write_text(json.dumps([*apart, {"_step": 9, "_runtime": 1.0, "critic/score/mean": None}]))
+    elif form == "columns":
+        table.to_json(path)
+    elif form == "lists":
+        path.write_text(json.dumps(table.to_dict(orient="list")))
+    elif form == "panel":
+        table = table.rename(columns={"_step": "Step", **{c: f"run - 1 - {c}" for c in table.columns[1:]}})
+        for column in [*table.columns[1:]]:
+            table[f"{column}__MIN"] = 9.0
+        table.to_csv(path, index=False)
+    else:
+        table.to_csv(path, index=form != "csv")
+    assert read(path).values == {"loss": LOSS, "reward": REWARD}
+
+
+def test_a_panel_of_two_runs_is_refused(tmp_path):
+    path = tmp_path / "h.csv"
+    path.write_text("Step,a - reward,b - reward\n1,0.5,0.25\n")
+    with pytest.raises(ConfigError, match="several columns of reward"):
+        read(path)
+
+
+def test_later_values_of_a_step_replace_earlier_ones_and_are_counted(tmp_path):
+    path = written(tmp_path / "m.jsonl", [{"step": 2, "reward": 9.0}, *rows(), rows()[0]])
+    found = read(path)
+    assert found.values["reward"] == REWARD and found.replaced == 0  # of another name, and an equal value
+    found = read(written(path, [{"step": 2, "critic/score/mean": 9.0}, *rows()]))
+    assert found.values["reward"] == REWARD and found.replaced == 1
+
+
+def test_values_that_are_no_finite_numbers_are_kept_and_others_left_out(tmp_path):
+    values = ["NaN", float("nan"), "-Infinity", 10**400, True, None, "", "text", [1.0]]
+    path = written(tmp_path / "m.jsonl", [{"step": n, "loss": value} for n, value in enumerate(values)])
+    found = read(path).values["loss"]
+    assert found.keys() == {0, 1, 2, 3} and math.isnan(found[0]) and found[2] == -math.inf and found[3] == math.inf
+
+
+HOSTILE = {
+    "empty.jsonl": b"",
+    "a.jsonl": b'{"loss": 1}\n{\n{"loss": 1}\n',
+    "b.jsonl": b"[1]\n",
+    "deep.jsonl": b"[" * 10**6 + b"\n",
+    "deep.json": b'{"a":' * 10**6,
+    "digits.json": b'[{"loss": ' + b"9" * 5000 + b"}]",
+    "text.json": b'"loss"',
+    "mixed.json": b'[{"loss": 1}, 2]',
+    "baseline.json": b'{"verl_patches_baseline": 1, "curves": {"loss": {"name": "loss", "steps": [1], "values": []}}}',
+    "step.jsonl": b'{"step": 1.5, "loss": 1}\n',
+    "negative.jsonl": b'{"step": -1, "loss": 1}\n',
+    "nan.jsonl": b'{"step": NaN, "loss": 1}\n',
+    "far.jsonl": b'{"step": 1e300, "loss": 1}\n',
+    "zero.csv": b"\0" * 1000,
+    "field.csv": b"step,loss\n1," + b"x" * 200_000 + b"\n",
+    "none.log": b"step:" + b"9" * 5000 + b" - loss:1.0\n" + b"\xff\xfe" * 100,
+    "events.out.tfevents.1": b"\xff" * 1000,
+    "other.jsonl": b'{"step": 1, "a\x1b[31m": 2}\n'.replace(b"\x1b", b"\\u001b"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_one_sentence_that_names_it(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(ConfigError) as raised:
+        read(path)
+    text = str(raised.value)
+    assert str(path) in text and len(text) < 600 and text.isprintable()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "log"])
+@pytest.mark.parametrize("kind", ["FIFO", "device", "absent", "loop"])
+def test_what_is_no_file_is_refused(tmp_path, kind, suffix):
+    path = tmp_path / f"a.{suffix}"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind != "absent":
+        path.symlink_to("/dev/zero" if kind == "device" else path)
+    with pytest.raises(ConfigError, match=str(path)):
+        read(path)
+
+
+def test_sizes_are_bounded(tmp_path, monkeypatch):
+    """A file of 600 MiB without an end of a line, one of JSON above its limit, more values than are kept."""
+    for name in ("a.jsonl", "a.csv", "a.log", "a.json"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(600 << 20)
+        with pytest.raises(ConfigError, match="at most"):
+            read(tmp_path / name)
+    path = written(tmp_path / "m.jsonl", rows())
+    monkeypatch.setattr(curves, "MOST_VALUES", 5)
+    with pytest.raises(ConfigError, match="at most 5 values"):
+        read(path)
+    monkeypatch.setattr(curves, "MOST_VALUES", 6)
+    assert len(read(path).values) == 2
+
+
+def test_a_long_line_of_a_log_is_left_out(tmp_path):
+    """Lines of one text again and again, each a possible begin of a bar: the time must not grow with its square."""
+    path = tmp_path / "a.log"
+    path.write_text("Train step of epoch 0:" * 500_000 + "\n" + "step:1 - loss:0.5\n")
+    assert read(path).values == {"loss": {1: 0.5}}
+
+
+def test_a_name_of_ones_own(tmp_path):
+    path = written(tmp_path / "m.jsonl", [{"step": 1, "my/loss": 0.5, "loss": 9.0}])
+    assert read(path, {"my/loss": ("my/loss",)}).values == {"my/loss": {1: 0.5}}
+    with pytest.raises(ConfigError, match="found my/loss, loss"):
+        read(path, {"other": ("other",)})

@@ -1,0 +1,248 @@
+"""Data of a run's recorded rollouts (replay/recording.py): what its own reward makes of its responses.
+
+best         rejection sampling: the best of each prompt's responses by reward (arXiv:2307.09288, section 3.2.2)
+conditional  conditional SFT: prompts tagged with the reward of their response (arXiv:2308.12050); the default tag is
+             that of OpenRLHF's conditional_sft_processor (openrlhf/utils/processor.py)
+pairs        preference pairs: the best response of each prompt as `chosen`, the worst as `rejected`
+
+Prompts are those of the run's data: a recorded one is found there by its tokens, made as verl's dataset makes them. A
+prompt's responses are those of one step (verl's uid). Rows are in the order of steps, prompts and rewards, and depend
+on the recording, the data and the options alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.config.environment import COMPOSED
+from verl_patches.config.files import recorded_bytes
+from verl_patches.data.handlers import EXTRA, schema_of
+from verl_patches.data.output import MANIFEST, TRAIN, whole_folder, write_rows
+from verl_patches.data.sources import file_facts
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.layout.model_folder import safetensors_header
+from verl_patches.layout.phases import samples
+from verl_patches.trainer.record import run_id
+from verl_patches.values import size_text
+from verl_patches.yaml_files import read_yaml
+
+if TYPE_CHECKING:
+    import torch
+
+COLUMNS = {"best": ("response",), "conditional": ("response",), "pairs": ("chosen", "rejected")}
+TEMPLATE = "{input} <rm_score>: {reward} "
+_SLACK = 1e-6  # scores are recorded in fp32: 0.7 is 0.69999999
+
+
+@dataclass(frozen=True)
+class Choice:
+    """kind: of COLUMNS. best: of a prompt's at most. threshold: the least reward of a response, or of a chosen one.
+
+    margin: the least difference of a pair's rewards, which differ in any case. template: of a tagged message.
+    """
+
+    kind: str = "best"
+    best: int = 1
+    threshold: float | None = None
+    margin: float = 0.0
+    template: str = TEMPLATE
+
+    def __post_init__(self):
+        numbers = self.best >= 1 and self.margin >= 0 and math.isfinite(self.margin + (self.threshold or 0.0))
+        if (
+            self.kind not in COLUMNS
+            or not numbers
+            or not all(name in self.template for name in ("{input}", "{reward}"))
+        ):
+            options = ", ".join(f"{name} {value!r}" for name, value in asdict(self).items())
+            raise ConfigError(
+                f"from-rollouts: {options}; expected --to {', '.join(COLUMNS)}, a best from 1, finite numbers, a "
+                "margin from 0, a template with {input} and {reward}"
+            )
+
+
+def from_rollouts(
+    run: Path,
+    target: Path,
+    choice: Choice,
+    overwrite: bool = False,
+    progress: Callable[[int], Any] = lambda steps: None,
+) -> dict[str, Any]:
+    """Write the folder `target`, train.parquet and manifest.json, from a run's folder; returns the report's counts.
+
+    progress: called after each step. ConfigError where the run recorded no rollouts, or something of it cannot be read;
+    RecipeError where no row is left. Then nothing is written.
+    """
+    config = OmegaConf.create(read_yaml(run / COMPOSED))
+    steps, tokenizer = scored_steps(run, config), _tokenizer(config)
+    report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
+    left_out: Counter[str] = Counter()
+    with whole_folder(target, overwrite) as work:
+        data = _rows_of_data(config, tokenizer, {key for step in steps for key, *_ in _responses(run, step)})
+        file, seen = work / "out" / TRAIN, set()
+
+        def rows() -> Iterator[str]:
+            for step in steps:
+                for uid, key, group in _groups(run, step, tokenizer, report, left_out):
+                    for columns, reward in chosen(group, choice, left_out):
+                        origin = f"{run.name}, step {step}, uid {uid}, reward {reward:.6g}"
+                        row = _row(data[key], columns, choice, reward, origin)
+                        digest = _digest([row["prompt"], columns])
+                        left_out["repeated"] += digest in seen
+                        if digest not in seen:
+                            report["rows"] += 1
+                            yield json.dumps(row)
+                        seen.add(digest)
+                report["steps"] += 1
+                progress(1)
+
+        write_rows(file, rows(), schema_of(COLUMNS[choice.kind]))
+        report["left_out"] = {reason: count for reason, count in sorted(left_out.items()) if count}
+        if not report["rows"]:
+            why = ", ".join(f"{count} {reason}" for reason, count in report["left_out"].items())
+            text = f"{run}: no row is left of {report['responses']} responses ({why})"
+            raise RecipeError(f"{text}; lower --threshold or --margin, or train longer")
+        of = {"name": run.name, "id": run_id(run), "steps": steps}
+        manifest = {"format": "verl_patches data", "version": 1, "run": of, "settings": asdict(choice)}
+        manifest |= {"report": report, "files": [file_facts(file)]}
+        (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return {**report, "files": [str(target / TRAIN)]}
+
+
+def _digest(value: Any) -> bytes:
+    return blake2b(json.dumps(value).encode(), digest_size=16).digest()
+
+
+def scored_steps(run: Path, config: DictConfig) -> list[int]:
+    """The steps whose responses and rewards are recorded. ConfigError without one."""
+    names = {path.stem for path in (run / "rollouts").glob("*_*.safetensors")}
+    steps = sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdecimal())
+    if scored := [step for step in steps if f"scores_{step}" in names]:
+        return scored
+    if not samples(config.recipe):
+        raise ConfigError(f"{run} trained on fixed data: it has no rollouts; give a run that samples")
+    found = f"recorded no rewards of its {len(steps)} steps (an earlier version, or no update followed); run it again"
+    size = size_text(recorded_bytes(config))
+    none = f"recorded no rollouts: run it with recipe.rollout.record=true, {size} a step (modelled)"
+    raise ConfigError(f"{run} {found if steps else none}")
+
+
+def _tokenizer(config: DictConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    path, code = config.data.tokenizer or config.actor_rollout_ref.model.path, config.data.get("trust_remote_code")
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=bool(code))
+    except Exception as error:  # transformers gives many kinds for damaged files
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{path}: the run's tokenizer cannot be read ({text:.200}); copy its model here") from None
+
+
+def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[bytes]) -> dict[bytes, Any]:
+    """{digest of ids: row} of the wanted prompts, made and cut as by verl's dataset (utils/dataset/rl_dataset.py)."""
+    from pyarrow import ArrowException, parquet
+
+    data, found, most = config.data, {}, config.data.max_prompt_length
+    for file in [data.train_files] if isinstance(data.train_files, str) else data.train_files:
+        try:
+            for batch in parquet.ParquetFile(file).iter_batches(1024):
+                for row in batch.to_pylist():
+                    prompt = row[data.prompt_key]
+                    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+                    ids = tokenizer.encode(text, add_special_tokens=False)
+                    ids = ids[-most:] if data.truncation == "left" else ids[:most]
+                    if (key := _digest(ids)) in wanted:
+                        found.setdefault(key, {**row, "prompt": prompt})
+        except (OSError, ArrowException, LookupError, TypeError, ValueError) as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"{file}: the run's data cannot be read ({text:.200}); put it there again") from None
+    if missing := len(wanted - found.keys()):
+        raise ConfigError(
+            f"{missing} of {len(wanted)} recorded prompts are not in the run's data ({', '.join(data.train_files)}); "
+            "expected its files, tokenizer and chat template as they were when it ran"
+        )
+    return found
+
+
+def _responses(run: Path, step: int) -> Iterator[tuple[bytes, list[int], float, str]]:
+    """(digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
+    folder = run / "rollouts"
+    step_of = _load(folder / f"step_{step}.safetensors", "prompts", "responses", "attention_mask")
+    scores = _load(folder / f"scores_{step}.safetensors", "score", "uid")
+    (prompts, responses, masks), width = step_of, step_of[0].shape[1]
+    if len({len(tensor) for tensor in (*step_of, *scores)}) > 1:
+        raise ConfigError(f"{folder}: step {step} has {len(prompts)} responses, {len(scores[0])} rewards; run it again")
+    for prompt, response, mask, score, uid in zip(prompts, responses, masks.bool(), *scores, strict=True):
+        ids = prompt[mask[:width]].tolist(), response[mask[width:]].tolist()
+        yield _digest(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
+
+
+def _load(path: Path, *names: str) -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    if missing := {*names} - safetensors_header(path).keys():
+        raise ConfigError(f"{path}: holds no {' or '.join(sorted(missing))}; run it again")
+    tensors = load_file(path)
+    return [tensors[name] for name in names]
+
+
+def _groups(
+    run: Path, step: int, tokenizer: Any, report: dict[str, Any], left_out: Counter[str]
+) -> Iterator[tuple[str, bytes, list[tuple[str, float]]]]:
+    """(uid, digest of the prompt, (text, reward)s) in the order of first rows; no text twice, none empty."""
+    groups: dict[str, tuple[bytes, dict[str, float]]] = {}
+    for key, ids, score, uid in _responses(run, step):
+        _, texts = groups.setdefault(uid, (key, {}))
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        report["responses"] += 1
+        fault = "empty" if not text else "without a finite reward" if not math.isfinite(score) else ""
+        if fault := fault or ("repeated" if text in texts else ""):
+            left_out[fault] += 1
+        else:
+            texts[text] = score
+    report["prompts"] += len(groups)
+    yield from ((uid, key, [*texts.items()]) for uid, (key, texts) in groups.items())
+
+
+def chosen(
+    group: list[tuple[str, float]], choice: Choice, left_out: Counter[str]
+) -> Iterator[tuple[dict[str, str], float]]:
+    """({column: text}, reward) of the rows of one prompt's (text, reward)s; of a pair the difference of the rewards."""
+    group = sorted(group, key=lambda each: -each[1])  # of equal rewards the first
+    good = [each for each in group if choice.threshold is None or each[1] >= choice.threshold - _SLACK]
+    if choice.kind == "pairs":
+        margin = good[0][1] - group[-1][1] if good else 0.0
+        if margin > 0 and margin >= choice.margin - _SLACK:
+            yield {"chosen": good[0][0], "rejected": group[-1][0]}, margin
+        else:
+            left_out["prompts within the margin" if good else "prompts below the threshold"] += 1
+        return
+    most = choice.best if choice.kind == "best" else len(good)
+    left_out.update({"below the threshold": len(group) - len(good), "not among the best": len(good[most:])})
+    yield from (({"response": text}, reward) for text, reward in good[:most])
+
+
+def _row(data: Any, columns: dict[str, str], choice: Choice, reward: float, origin: str) -> dict[str, Any]:
+    messages = [{"role": one["role"], "content": one["content"]} for one in data["prompt"]]
+    if choice.kind == "conditional":
+        tagged = choice.template.replace("{reward}", f"{reward:.2f}").replace("{input}", messages[-1]["content"])
+        messages[-1]["content"] = tagged
+    answer = (data.get("reward_model") or {}).get("ground_truth")
+    answer = "" if answer is None else str(answer)
+    row = {
+        "data_source": data.get("data_source") or "",
+        "prompt": messages,
+        **columns,
+        "ability": data.get("ability") or "",
+    }
+    extra = dict(zip(EXTRA, (-1, "", answer, "", origin), strict=True))
+    return row | {"reward_model": {"style": "rule", "ground_truth": answer}, "extra_info": extra}

@@ -1,0 +1,277 @@
+"""Curves of a training, {metric: {step: value}}, from what this recipe and other frameworks leave of it.
+
+read_curves reads a run's folder (metrics.jsonl), TensorBoard's event files, JSONL, JSON and CSV (as wandb exports them,
+too), a baseline (evaluation/compare.py), or else a console log:
+
+    verl          `step:1 - critic/score/mean:0.500 - ...`; verl/utils/logger/aggregate_logger.py, concat_dict_to_str
+    MindSpeed-RL  `[...] iteration: 1 / 100 | grpo/score/mean : 0.5000 | ...`; mindspeed_rl/utils/loggers.py,
+                  handle_msg; Megatron's own lines have the same form
+    OpenRLHF      `Global step 1: {'reward': 0.5, ...}`; openrlhf/trainer/ppo_trainer.py; without such lines tqdm's bar
+                  `Train step of epoch 0: 5%|..| 1/17 [.., gpt_loss=0.793]`; sft_trainer.py. The bar is set before it is
+                  advanced, so that values beside n are of step n + 1
+
+A file is read as a stream; what is kept is bounded by MOST_VALUES.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.evaluation.record import MOST_BYTES, PLACES, find_run
+from verl_patches.values import LARGEST, printable
+
+LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")
+FIXED = "objective/loss"  # of a run of ours on fixed data, whose reward has no meaning
+# metric -> names that frameworks give it; the first that a source has counts. A prefix train/ is left out
+METRICS = {
+    "loss": (FIXED, "loss", "gpt_loss", "lm loss", *LOSSES_OF_POLICY),
+    "reward": ("critic/score/mean", "grpo/score/mean", "critic/rewards/mean", "grpo/rewards/mean", "reward", "rm"),
+    "grad_norm": ("actor/grad_norm", "grad_norm", "grad norm"),
+    "length": ("response_length/mean", "response_length", "completions/mean_length", "completion_length", "glen"),
+    "entropy": ("actor/entropy", "actor/entropy_loss", "entropy_loss", "entropy"),
+    "|dlogp|": ("recipe/logprob_delta_mean",),
+}
+JUDGED = ("reward", "loss")  # metrics that have a limit (evaluation/compare.py)
+RUN = "a run of this recipe"
+STEPS = ("training/global_step", "global_step", "step", "iteration", "_step")  # names of a row's step, first one first
+MOST_VALUES = 4_000_000  # of all curves of a source
+LONGEST_LINE, LONGEST_LOGGED = 16 << 20, 64 << 10  # characters; longer lines of a log are of no metrics
+EVENTS = "events.out.tfevents"
+BASELINE = "verl_patches_baseline"  # key of a baseline's version
+_NUMBER = re.compile(r"(?:np\.float\d+\(|tensor\()?(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|-?nan|-?inf)\)?", re.IGNORECASE)
+_VERL = re.compile(r"(?:^|\s)step:(\d{1,18}) - (.*)")
+_MEGATRON = re.compile(r"(?:^|\s)iteration:? *(\d{1,18}) */ *\d+ *\|(.*)")
+_OPENRLHF = re.compile(r"Global step (\d{1,18})\b[^:{]{0,40}: \{(.*)\}")
+_BAR = re.compile(
+    r"(?:Train step of epoch (\d{1,9})|Episode \[(\d{1,9})/\d+\]):[^|]{0,20}\|[^|]{0,400}\|"
+    r" *(\d{1,9})/(\d{1,9}) \[(.*)\]"
+)
+# of a line of each kind: its step and its pairs, then what is between the pairs, and between a name and its value
+_LINES = ((_VERL, " - ", ":"), (_MEGATRON, "|", ":"), (_OPENRLHF, ", ", ": "))
+Row = tuple[Any, Iterable[tuple[str, Any]]]  # (step, (name, value)s)
+
+
+@dataclass
+class Curves:
+    """values: {metric: {step: value}}, also NaN; names: {metric: the source's}; replaced: values by later ones."""
+
+    name: str
+    kind: str
+    values: dict[str, dict[int, float]]
+    names: dict[str, str]
+    replaced: int = 0
+
+
+def read_curves(
+    given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = METRICS, read: Callable[[int], Any] = bool
+) -> Curves:
+    """The curves of `metrics`, {metric: its possible names}, in a run, a folder or a file; `root`: where runs are.
+
+    read: called with the characters of each line. ConfigError for a source that cannot be read, has none of the
+    metrics, or is beyond a limit. Of several values of a step the last counts.
+    """
+    kind, rows = _source(given, root, read)
+    metric_of = {source: metric for metric, sources in metrics.items() for source in sources}
+    found: dict[str, dict[int, float]] = {}
+    seen: dict[str, None] = {}  # other names, for an error
+    count = replaced = 0
+    for number, (step, pairs) in enumerate(rows, 1):
+        for source, text in pairs:
+            name, value = source.strip().removeprefix("train/"), _number(text)
+            if value is not None and name in metric_of:
+                at, curve = _step(number if step is None else step, given), found.setdefault(name, {})
+                replaced += at in curve and curve[at] != value
+                count += at not in curve
+                curve[at] = value
+            elif value is not None and len(seen) < 9 and name.lower() not in STEPS:
+                seen[printable(name[:80])] = None
+        if count > MOST_VALUES:
+            raise ConfigError(f"{given}: expected at most {MOST_VALUES:,} values; give fewer with --metric")
+    names = {metric: first for metric, sources in metrics.items() if (first := next(filter(found.get, sources), None))}
+    if names.get("loss") == FIXED:
+        names.pop("reward", None)
+    if not names:
+        raise ConfigError(
+            f"{given}, read as {kind}: expected one of {', '.join(metrics)} by a name of docs/compare.md, found "
+            f"{', '.join(seen) or 'no numbers by step'}; give another file, or its names with --metric"
+        )
+    values = {metric: found[name] for metric, name in names.items()}
+    if kind == RUN:  # metrics.jsonl leaves out what is not finite
+        steps = set().union(*values.values())
+        values |= {metric: dict.fromkeys(steps, math.nan) | values[metric] for metric in JUDGED if metric in values}
+    return Curves(str(given), kind, values, names, replaced)
+
+
+def _source(given: Path, root: Path, read: Callable[[int], Any]) -> tuple[str, Iterable[Row]]:
+    """(what it is read as, its rows)."""
+    try:
+        is_folder, is_there = given.is_dir(), given.exists()
+        events = sorted([*given.glob(f"{EVENTS}*"), *given.glob(f"*/{EVENTS}*")]) if is_folder else []
+        is_run = any((given / name).exists() for name in PLACES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{given}: cannot be read ({error}); give a run or a file") from None
+    if events and not is_run:
+        if len(folders := sorted({str(path.parent) for path in events})) > 1:
+            raise ConfigError(f"{given} has the events of several runs: give one of {', '.join(folders[:9])}")
+        return "TensorBoard", itertools.chain.from_iterable(map(_events, events))
+    if not is_there or is_folder:
+        return RUN, _jsonl(find_run(given, root) / "metrics.jsonl", read)
+    if given.name.startswith(EVENTS):
+        return "TensorBoard", _events(given)
+    kinds = {".json": ("JSON", _json), ".csv": ("CSV", _csv), ".jsonl": ("JSONL", _jsonl), ".ndjson": ("JSONL", _jsonl)}
+    kind, rows_of = kinds.get(given.suffix.lower(), ("a console log", _log))
+    return kind, rows_of(given, read)
+
+
+def _number(value: Any) -> float | None:
+    """A number, also one that is written as text (JSON has no NaN); None for anything else."""
+    try:
+        return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+    except ValueError:
+        return None
+    except OverflowError:
+        return math.inf
+
+
+def _step(value: Any, given: Path) -> int:
+    number = _number(value)
+    if number is None or not 0 <= number <= LARGEST or number != int(number):
+        raise ConfigError(f"{given}: a step is {printable(repr(value)[:40])}; expected a whole number from 0")
+    return int(number)
+
+
+def _mapping(row: Any, path: Path) -> Row:
+    """A row of JSON or CSV: its step is the first of STEPS that it has."""
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path}: expected rows as objects, found {type(row).__name__}; give another file")
+    plain = {key.strip().lower().removeprefix("train/"): value for key, value in row.items()}
+    return next((plain[key] for key in STEPS if plain.get(key) not in (None, "")), None), row.items()
+
+
+# ---- files
+
+
+def _plain(path: Path) -> None:
+    """ConfigError for anything but a plain file: a FIFO would wait for a writer."""
+    if not stat.S_ISREG(mode := path.stat().st_mode):
+        raise ConfigError(f"{path}: expected a file, found {stat.filemode(mode)}; give another")
+
+
+def _lines(path: Path, read: Callable[[int], Any]) -> Iterator[str]:
+    """The lines of a plain file, which end with \\n, \\r or both; ConfigError for one above LONGEST_LINE."""
+    try:
+        _plain(path)
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            for number in itertools.count(1):
+                line = file.readline(LONGEST_LINE + 1)
+                if not line:
+                    return
+                if len(line) > LONGEST_LINE:
+                    text = f"expected at most {LONGEST_LINE:,} characters, found more; give another file"
+                    raise ConfigError(f"{path}, line {number}: {text}")
+                read(len(line))
+                yield line
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give another file") from None
+
+
+def _jsonl(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
+    for number, line in enumerate(_lines(path, read), 1):
+        try:
+            row = json.loads(line) if line.strip() else {}
+        except (ValueError, RecursionError) as error:
+            if not line.endswith("\n"):
+                return  # it is being written
+            raise ConfigError(
+                f"{path}, line {number}: is no JSON ({type(error).__name__}); give another file"
+            ) from None
+        yield _mapping(row, path)
+
+
+def _json(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
+    """A list of rows, {column: values} (values as a list or by row, as pandas writes them), or a baseline."""
+    try:
+        _plain(path)
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ConfigError(
+                f"{path}: expected at most {MOST_BYTES:,} bytes of JSON, found {size:,}; give it as JSONL"
+            )
+        content = json.loads(path.read_bytes())
+        if isinstance(content, dict) and BASELINE in content:
+            for curve in content["curves"].values():
+                points = zip(curve["steps"], curve["values"], strict=True)
+                yield from [(step, [(curve["name"], value)]) for step, value in points]
+            return
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON ({type(error).__name__}); give another file") from None
+    if isinstance(content, dict):
+        columns = {k: dict(enumerate(v)) if isinstance(v, list) else v for k, v in content.items()}
+        columns = {name: values for name, values in columns.items() if isinstance(values, dict)}
+        keys = dict.fromkeys(itertools.chain.from_iterable(columns.values()))
+        content = [{name: values.get(key) for name, values in columns.items()} for key in keys]
+    yield from (_mapping(row, path) for row in (content if isinstance(content, list) else [content]))
+
+
+def _csv(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
+    """Rows below a line of names; those of wandb's panels ("run - metric", also __MIN, __MAX) become the metric's."""
+    try:
+        rows = csv.reader(_lines(path, read))
+        names = [name.rpartition(" - ")[2] for name in next(rows, [])]
+        known = Counter(name for name in names if name and not name.endswith(("__MIN", "__MAX")))
+        if twice := next((name for name, count in known.items() if count > 1), None):
+            raise ConfigError(f"{path} has several columns of {printable(twice[:80])}: export one run alone")
+        for row in rows:
+            yield _mapping({name: value for name, value in zip(names, row, strict=False) if name in known}, path)
+    except csv.Error as error:
+        raise ConfigError(f"{path}: is no CSV ({error}); give another file") from None
+
+
+def _events(path: Path) -> Iterator[Row]:
+    """Scalars of one of TensorBoard's event files; it ends where the file is cut or damaged."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    if not path.is_file():
+        raise ConfigError(f"{path}: expected a file of events, found none; give another folder")
+    for event in EventFileLoader(os.fspath(path)).Load():
+        scalars = (value for value in event.summary.value if value.metadata.plugin_data.plugin_name == "scalars")
+        for value in scalars:
+            number = make_ndarray(value.tensor)
+            if number.size == 1:
+                yield event.step, [(value.tag, float(number.item()))]
+
+
+def _log(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
+    """Lines of a console log; only where it has none those of a bar."""
+    is_found = False
+    for line in _lines(path, read):
+        for pattern, between, sign in _LINES if len(line) <= LONGEST_LOGGED else ():
+            if match := pattern.search(line):
+                is_found = True
+                yield int(match[1]), _pairs(match[2], between, sign)
+                break
+    for line in () if is_found else _lines(path, read):
+        if len(line) <= LONGEST_LOGGED and (match := _BAR.search(line)):
+            epoch, done, of = int(match[1] or int(match[2] or 1) - 1), int(match[3]), int(match[4])
+            yield epoch * of + min(done + 1, of), _pairs(match[5], ",", "=")
+
+
+def _pairs(text: str, between: str, sign: str) -> list[tuple[str, str]]:
+    """(name, number as text) of the parts of a line whose value is a number."""
+    parts = (part.rpartition(sign) for part in text.split(between))
+    found = ((name.strip(" '\""), _NUMBER.fullmatch(value.strip())) for name, _, value in parts)
+    return [(name, match[1]) for name, match in found if name and match]
