@@ -20,6 +20,7 @@ FLOORS = (
     {"trainer", "worker"},
     {"config", "planning", "upstream"},
     {"launch", "cluster", "doctor", "evaluation"},
+    {"inference"},
     {"cli", "catalog", "prelude_patch", "main", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device
 )
