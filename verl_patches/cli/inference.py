@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,34 +23,32 @@ from verl_patches.cli.output import Json, print_json, say, table
 from verl_patches.cli.run import Overrides, Upstream, check_switches
 from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.evaluation.plots import save
 from verl_patches.inference import rows, scores
-from verl_patches.inference.model import Model, Sampling, find_model, restart_in_environment, validation_sampling
+from verl_patches.inference.model import Model, find_model, restart_in_environment, validation_sampling
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.rewards.parts import parts_of
-from verl_patches.shared_files import write_whole
+from verl_patches.shared_files import replacing, write_whole
 from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
 
-MODEL_HELP = "A run (its newest checkpoint), a checkpoint, a HF folder or shards."
-SHOWN_WRONG, SHOWN_CHARS = 5, 200
-Given = Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)]
+CONVERSATION = 8192  # most tokens of one, where the model takes more
+SHOWN_WRONG, SHOWN_CHARS = 5, 100
+Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or shards.")]
 Step = Annotated[int | None, typer.Option(help="The run's checkpoint of this step.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, for weights of no run.")]
-Key = Annotated[str, typer.Option(help="The column of prompts: messages, or text, which is taken as it is.")]
-Seed = Annotated[int, typer.Option(help="Of sampling; prompt i has SEED + i * N.")]
+Seed = Annotated[int, typer.Option(help="Of sampling.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Only the likeliest tokens that make up this probability.")]
-TopK = Annotated[int, typer.Option(help="Only this many of the likeliest tokens; -1 is all.")]
+TopK = Annotated[int, typer.Option(help="Only this many of the likeliest tokens; -1: all.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of a response.")]
 
 
 def generate_command(
     model: Given,
-    input: Annotated[Path, typer.Argument(help="A .jsonl or .parquet file.", show_default=False)],
-    output: Annotated[Path, typer.Argument(help="A new .jsonl file, or one to go on with.", show_default=False)],
+    input: Annotated[Path, typer.Argument(help="Prompts, in a .jsonl or .parquet file.")],
+    output: Annotated[Path, typer.Argument(help="A new .jsonl file, or an unfinished one to go on with.")],
     overrides: Overrides = None,
-    prompt_key: Key = "prompt",
+    prompt_key: Annotated[str, typer.Option(help="Column of messages, or of text, taken as it is.")] = "prompt",
     n: Annotated[int, typer.Option(help="Responses of each prompt.")] = 1,
     seed: Seed = 0,
     temperature: Temperature = 1.0,
@@ -60,34 +61,32 @@ def generate_command(
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
-    """Write responses to the prompts of a file; the same command goes on where it was ended."""
-    sampling = Sampling(n, seed, temperature, top_p, top_k, max_tokens).check()
-    began, chosen = time.monotonic(), _start(model, config_name, overrides, upstream, step, newest=True)
-    ((number, source),) = chosen.sources.items()
+    """Write responses of a model (of a run: the newest checkpoint) to the prompts of a file."""
+    began, chosen = time.monotonic(), _start(model, config_name, overrides, upstream, step)
+    source = chosen.sources[max(chosen.sources)]
+    sampling = {
+        "n": n,
+        "seed": seed,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "max_tokens": max_tokens,
+    }
     with _stdout_kept():
-        tokenizer = _prepared(source)
-        prompts = rows.Prompts([input], prompt_key, tokenizer, chosen.longest - 1)
-        settings = {
-            "model": source.identity[:16],
-            "prompts": prompts.digest,
-            **asdict(sampling),
-            "token_ids": token_ids,
-        }
+        prompts = rows.Prompts([input], prompt_key, rows.read_tokenizer(source.folder), chosen.length - 1)
+        settings = {"model": source.identity, "prompts": prompts.digest, "token_ids": token_ids, **sampling}
         with rows.resumable(output, settings) as lines:
             kept = lines.done
-            outputs = _outputs(chosen, source, prompts, sampling, kept) if kept < prompts.count else ()
-            for prompt, result in outputs:
-                responses = [_response(each, token_ids) for each in result.outputs]
+            for prompt, made in _outputs(chosen, source, prompts, sampling, kept):
+                responses = [_response(each, token_ids) for each in made]
                 lines.add({"row": prompt.number, "prompt": prompt.row[prompt_key], "responses": responses})
             tokens = sum(response["tokens"] for line in lines.read() for response in line["responses"])
-    result = {"output": str(output), "model": str(source.folder), "step": number or None, "rows": prompts.count}
-    result |= {"kept": kept, "responses": n * prompts.count, "tokens": tokens}
+    result = {"output": str(output), "model": str(source.folder), "rows": prompts.count, "kept": kept, "tokens": tokens}
     result["seconds"] = round(time.monotonic() - began, 1)
     if as_json:
         print_json(result)
     else:
-        from_before = f", {kept} of them from before" if kept else ""
-        say(f"{output}: {prompts.count} rows{from_before}, {tokens} tokens, {result['seconds']} s")
+        say(f"{output}: {prompts.count} rows, {kept} of them from before; {tokens} tokens; {result['seconds']} s")
 
 
 def chat_command(
@@ -99,99 +98,86 @@ def chat_command(
     top_p: TopP = 1.0,
     top_k: TopK = -1,
     max_tokens: MaxTokens = 512,
-    max_length: Annotated[int, typer.Option(help="Most tokens of a conversation, at most the model's length.")] = 8192,
     step: Step = None,
     config_name: ConfigName = CONFIG_NAME,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
-    """Talk to the model: a line of standard input is a message, /new begins again, the end of input ends it."""
-    sampling = Sampling(1, seed, temperature, top_p, top_k, max_tokens).check()
-    chosen = _start(model, config_name, overrides, upstream, step, newest=True)
-    ((_, source),) = chosen.sources.items()
-    longest = min(chosen.longest, max_length)
-    if longest < 2:
-        raise ConfigError(f"--max-length {max_length}: expected at least 2 tokens")
+    """Talk to a model: each line of standard input is a message; /new forgets those before."""
+    chosen = _start(model, config_name, overrides, upstream, step)
+    source, length = chosen.sources[max(chosen.sources)], min(chosen.length, CONVERSATION)
+    sampling = {"seed": seed, "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens}
     first = [{"role": "system", "content": system}] if system else []
     with _stdout_kept():
-        tokenizer = _prepared(source)
+        tokenizer = rows.read_tokenizer(source.folder)
         try:
             template = rows.render(tokenizer, [*first, {"role": "user", "content": "MESSAGE"}])
         except ValueError as error:
             raise ConfigError(f"{source.folder}: {error}") from None
-        engine = _engine_module().Engine(source, chosen.config, longest)
+        from verl_patches.inference import engine as engines  # imports vllm
+
+        params, engine = engines.sampling_params(sampling), engines.Engine(source, chosen.config, length)
     if not as_json:
-        say(f"template: {printable(template, keep=chr(10))}", "dim")
+        say(f"template: {template}", "dim")
     said, turn = list(first), 0
-    for message in _messages(as_json):
+    while message := _next_message(ask=not as_json and sys.stdin.isatty()):
         if message == "/new":
-            said, turn = list(first), 0
+            said = list(first)
             continue
-        said.append({"role": "user", "content": message})
-        tokens = rows.prompt_tokens(tokenizer, {"prompt": said}, "prompt")
-        if len(tokens) >= longest:
-            say(f"the conversation has {len(tokens)} tokens, at most {longest - 1} fit; /new begins again", err=True)
-            said.pop()
+        tokens = rows.prompt_tokens(tokenizer, [*said, {"role": "user", "content": message}])
+        if len(tokens) >= length:
+            say(
+                f"expected at most {length - 1} tokens in a conversation, found {len(tokens)}; /new begins one",
+                err=True,
+            )
             continue
         shown = ""
-        for output in engine.stream(tokens, sampling, turn):
-            text = output.outputs[0].text
-            if not as_json and not text.endswith("\ufffd"):
-                typer.echo(printable(text[len(shown) :], keep="\n\t"), nl=False)
-                shown = text
+        for output in engine.stream(tokens, params, turn):
+            (made,) = output.outputs
+            if not as_json and (output.finished or not made.text.endswith("\ufffd")):  # not half a character
+                typer.echo(printable(made.text[len(shown) :], keep="\n\t"), nl=output.finished)
+                shown = made.text
         if as_json:
-            answer = {"message": message, "prompt_tokens": len(tokens), **_response(output.outputs[0], False)}
-            typer.echo(json.dumps(answer))
-        else:
-            typer.echo(printable(text[len(shown) :], keep="\n\t"))
-        said.append({"role": "assistant", "content": text})
+            typer.echo(json.dumps({"message": message, "prompt_tokens": len(tokens), **_response(made, False)}))
+        said += [{"role": "user", "content": message}, {"role": "assistant", "content": made.text}]
         turn += 1
 
 
-def _messages(as_json: bool) -> Iterator[str]:
-    """Lines of standard input that are not empty; with a sign for a person at a terminal."""
+def _next_message(ask: bool) -> str:
+    """The next line of standard input that is not empty; "" at its end."""
     while True:
-        if sys.stdin.isatty() and not as_json:
-            typer.echo("> ", nl=False)
-        line = sys.stdin.readline(rows.LONGEST_LINE)
-        if not line:
-            return
-        if line.strip():
-            yield line.strip()
+        typer.echo("> " if ask else "", nl=False)
+        line = sys.stdin.readline(rows.ROW_BYTES)
+        if not line or line.strip():
+            return line.strip()
 
 
 def eval_command(
     model: Given,
-    output: Annotated[Path, typer.Argument(help="A new folder, or an unfinished one.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="A new folder, or an unfinished one to go on with.")],
     overrides: Overrides = None,
-    data: Annotated[list[Path] | None, typer.Option(help="Files of data; default: data.val_files.")] = None,
-    n: Annotated[int | None, typer.Option(help="Responses of each prompt; default: val_kwargs.n.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling; default: rollout.seed.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: as the run validates.")] = None,
     step: Step = None,
     config_name: ConfigName = CONFIG_NAME,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
-    """Accuracy by the training reward, of one model, or of every checkpoint of a run over its steps."""
-    chosen = _start(model, config_name, overrides, upstream, step, newest=False)
-    config, given = chosen.config, {"n": n, "seed": seed, "temperature": temperature}
-    sampling = asdict(validation_sampling(config)) | {key: value for key, value in given.items() if value is not None}
-    sampling, parts = Sampling(**sampling).check(), parts_of(config)
-    files = data or [Path(file) for file in _listed(config.data.val_files)]
-    source_key = config.data.reward_fn_key
-    longest = min(config.data.max_prompt_length, chosen.longest - 1)
+    """Measure a model, or all checkpoints of a run, on data.val_files by the training reward, as a validation does."""
+    chosen = _start(model, config_name, overrides, upstream, step)
+    config, sampling = chosen.config, validation_sampling(chosen.config)
+    data, given = config.data, config.data.val_files
+    files = [Path(file) for file in ([given] if isinstance(given, str) else given or [])]
+    most = min(data.max_prompt_length, chosen.length - 1)
+    columns = data.reward_fn_key, "reward_model", "extra_info"
     with _stdout_kept():
-        tokenizer = _prepared(*chosen.sources.values())
-        columns = (source_key, "reward_model", "extra_info")
-        prompts = rows.Prompts(
-            files, config.data.prompt_key, tokenizer, longest, config.data.filter_overlong_prompts, columns,
-            scores.require_answers(parts, source_key),
-        )  # fmt: skip
-        settings = {"models": [source.identity[:16] for source in chosen.sources.values()], "prompts": prompts.digest}
-        settings |= {**asdict(sampling), "rewards": [asdict(part.entry) for part in parts]}
+        tokenizer = rows.read_tokenizer(chosen.sources[max(chosen.sources)].folder)
+        prompts = rows.Prompts(files, data.prompt_key, tokenizer, most, data.filter_overlong_prompts, columns)
+        models, rewards = (
+            [source.identity for source in chosen.sources.values()],
+            [asdict(p.entry) for p in parts_of(config)],
+        )
+        settings = {"models": models, "prompts": prompts.digest, "rewards": rewards, **sampling}
         with rows.resumable(output / "responses.jsonl", settings) as lines:
-            _score_all(chosen, prompts, sampling, tokenizer, lines)
+            _score(chosen, prompts, sampling, tokenizer, lines)
             report = _report(chosen, prompts, lines, output)
     if as_json:
         print_json(report)
@@ -199,140 +185,126 @@ def eval_command(
         _show(report, output)
 
 
-def _score_all(chosen: Model, prompts: rows.Prompts, sampling: Sampling, tokenizer: Any, lines: rows.Lines) -> None:
+def _score(chosen: Model, prompts: rows.Prompts, sampling: dict[str, Any], tokenizer: Any, lines: rows.Lines) -> None:
     """Write a line for each checkpoint and prompt that has none."""
     score, key = scores.scorer(chosen.config, tokenizer), chosen.config.data.reward_fn_key
-    for place, (step, source) in enumerate(chosen.sources.items()):
-        kept = lines.done - place * prompts.count
-        if kept >= prompts.count:
-            continue
-        for prompt, result in _outputs(chosen, source, prompts, sampling, kept):
-            row = {name: value for name, value in prompt.row.items() if name != prompts.key}
+    score(
+        next(iter(prompts)).row, [[tokenizer.eos_token_id or 0]]
+    )  # a reward that fails does so before the engine starts
+    for before, (step, source) in enumerate(chosen.sources.items()):
+        for prompt, made in _outputs(chosen, source, prompts, sampling, lines.done - before * prompts.count):
             try:
-                found = score(row, [each.token_ids for each in result.outputs])
+                scored = score(prompt.row, [each.token_ids for each in made])
             except RecipeError as error:
-                raise scores.failed_row(prompt.number, error) from error
-            responses = [{**_response(o, False), **each} for o, each in zip(result.outputs, found, strict=True)]
-            gold = (row.get("reward_model") or {}).get("ground_truth")
-            line = {"step": step, "row": prompt.number, "data_source": row[key], "ground_truth": gold}
+                raise RecipeError(f"row {prompt.number} of {', '.join(map(str, prompts.files))}: {error}") from error
+            answer = (prompt.row.get("reward_model") or {}).get("ground_truth")
+            line = {
+                "step": step,
+                "row": prompt.number,
+                "data_source": prompt.row.get(key, "unknown"),
+                "ground_truth": answer,
+            }
+            responses = [{**_response(each, False), **values} for each, values in zip(made, scored, strict=True)]
             lines.add({**line, "prompt": prompt.row[prompts.key], "responses": responses})
 
 
 def _report(chosen: Model, prompts: rows.Prompts, lines: rows.Lines, output: Path) -> dict[str, Any]:
-    """The measures, written to eval.json; wrong answers to wrong.jsonl; of several checkpoints a picture."""
-    measured = {step: scores.measure(values) for step, values in scores.by_step(lines.read()).items()}
-    wrong = [line for line in lines.read() if scores.is_wrong(line)]
-    name = chosen.config.recipe.run if any(measured) else next(iter(chosen.sources.values())).folder.name
-    report = {"model": name, "prompts": prompts.count, "left_out": prompts.skipped, "wrong": len(wrong)}
+    """What eval.json has; beside it the prompts with wrong answers, and of several checkpoints a picture."""
+    values: dict[int, dict[str, list[list[float]]]] = {step: {} for step in chosen.sources}
+    wrong, first = 0, []
+    with replacing(output / "wrong.jsonl") as new, new.open("w") as file:
+        for line in lines.read():
+            found = [response["value"] for response in line["responses"]]
+            values[line["step"]].setdefault(line["data_source"], []).append(found)
+            if min(found) < 1:
+                wrong += file.write(json.dumps(line) + "\n") > 0
+                if line["step"] == max(values) and len(first) < SHOWN_WRONG:
+                    first.append(line)
+    report = {"model": str(next(iter(chosen.sources.values())).folder), "left_out": prompts.left_out, "wrong": wrong}
     report["steps"] = [
-        {"step": step, "folder": str(chosen.sources[step].folder), **of} for step, of in measured.items()
+        {"step": step, "sources": {s: scores.measure(v) for s, v in of.items()}} for step, of in values.items()
     ]
-    write_whole(output / "wrong.jsonl", "".join(json.dumps(line) + "\n" for line in wrong))
-    if len(measured) > 1:
-        save(scores.accuracy_figure(name, measured), output / "accuracy.png")
+    for each in report["steps"]:
+        each["score"] = statistics.fmean(of["mean"] for of in each["sources"].values())
+    if len(values) > 1:
+        with replacing(output / "accuracy.png") as new:
+            scores.accuracy_figure(chosen.config.recipe.run, report["steps"]).savefig(new, format="png", dpi=100)
     write_whole(output / "eval.json", json.dumps(report, indent=1) + "\n")
-    report["first_wrong"] = [line for line in wrong if line["step"] == max(measured)][:SHOWN_WRONG]
-    return report
+    return {**report, "first_wrong": first}
 
 
 def _show(report: dict[str, Any], output: Path) -> None:
-    several, passes = len(report["steps"]) > 1, {}
-    for each in report["steps"]:
-        for of in each["sources"].values():
-            passes |= dict.fromkeys(of["pass"])
+    """A row for each checkpoint and source, how intervals were made, and the first wrong answers of the newest."""
+    measured = [(each["step"], source, of) for each in report["steps"] for source, of in each["sources"].items()]
+    passes = sorted({k for _, _, of in measured for k in of["pass"]})
     cells = []
-    for each in report["steps"]:
-        for source, of in each["sources"].items():
-            head = [str(each["step"])] if several else []
-            mean = f"{of['mean']:.4f}", f"{of['low']:.4f} to {of['high']:.4f}"
-            cells.append([*head, source, str(of["prompts"]), *mean, *(f"{of['pass'].get(k, 0):.4f}" for k in passes)])
-    how = {of["interval"] for each in report["steps"] for of in each["sources"].values()}
-    columns = [
-        *(["step"] if several else []),
+    for step, source, of in measured:
+        texts = f"{of['mean']:.4f}", f"{of['low']:.4f} to {of['high']:.4f}"
+        cells.append((str(step), source, str(of["prompts"]), *texts, *(f"{of['pass'].get(k, 0):.4f}" for k in passes)))
+    columns = (
+        "step",
         "source",
         "prompts",
-        f"mean@{of['n']}",
-        "95 %",
+        f"mean@{measured[0][2]['n']}",
+        "95 % interval",
         *(f"pass@{k}" for k in passes),
-    ]
-    table(f"{report['model']}: mean over sources {report['steps'][-1]['score']:.4f}", columns, cells)
-    say(f"95 %: {'; '.join(sorted(how))}")
-    if report["left_out"]:
-        say(f"{report['left_out']} prompts longer than data.max_prompt_length were left out")
-    for line in report["first_wrong"]:
-        answer = next(each for each in line["responses"] if each["value"] < 1)
-        texts = f"gold {line['ground_truth']!r:.{SHOWN_CHARS}}, found {answer['text']!r:.{SHOWN_CHARS}}"
-        say(f"row {line['row']} ({line['data_source']}): value {answer['value']:.4g}, {texts}")
-    say(
-        f"{output}: eval.json, responses.jsonl, wrong.jsonl ({report['wrong']} prompts)"
-        + (", accuracy.png" if several else "")
     )
-
-
-def _listed(given: Any) -> list[str]:
-    return [given] if isinstance(given, str) else list(given or [])
+    table(f"{report['model']}: score {report['steps'][-1]['score']:.4f}, the mean over sources", columns, cells)
+    say(f"{'; '.join(sorted({of['interval'] for _, _, of in measured}))}; {report['left_out']} prompts were too long")
+    for line in report["first_wrong"]:
+        text = min(line["responses"], key=lambda response: response["value"])["text"]
+        say(f"row {line['row']}: expected {line['ground_truth']!r:.{SHOWN_CHARS}}, found {text!r:.{SHOWN_CHARS}}")
+    say(f"{output}: responses.jsonl, eval.json, wrong.jsonl ({report['wrong']} prompts with a wrong answer)")
 
 
 def _start(
-    given: Path, config_name: str, overrides: list[str] | None, upstream: Path | None, step: int | None, newest: bool
+    given: Path, config_name: str, overrides: list[str] | None, upstream: Path | None, step: int | None
 ) -> Model:
-    """The model, in a process that has the environment of its configuration and the prelude's rows."""
+    """The model, in a process that has the environment of its configuration and the rows of the catalogue."""
     trees = trees_of(upstream)
     model = find_model(given, output_root(), config_name, overrides or [], trees, step)
     check_switches(model.config)
-    restart_in_environment(model)
-    if newest:
-        number = max(model.sources)
-        model = Model(model.config, model.trees, {number: model.sources[number]})
+    restart_in_environment(model.config, trees)
     importlib.import_module(PRELUDE)
     return model
 
 
-def _prepared(*sources: Any) -> Any:
-    """The tokenizer of the last of `sources`."""
-    return rows.read_tokenizer(sources[-1].folder)
-
-
-def _engine_module() -> Any:
-    from verl_patches.inference import engine  # imports vllm
-
-    return engine
-
-
 def _outputs(
-    chosen: Model, source: Any, prompts: rows.Prompts, sampling: Sampling, kept: int
-) -> Iterable[tuple[rows.Prompt, Any]]:
-    """(prompt, vLLM's output) of all prompts but the first `kept`, in order, with a progress bar on stderr."""
+    chosen: Model, source: Any, prompts: rows.Prompts, sampling: dict[str, Any], kept: int
+) -> Iterator[tuple[rows.Prompt, Any]]:
+    """(prompt, vLLM's responses) of all prompts but the first `kept`, with a progress bar on standard error."""
+    if kept >= prompts.count:
+        return
     from tqdm import tqdm
 
-    engine = _engine_module().Engine(source, chosen.config, min(chosen.longest, prompts.longest + sampling.max_tokens))
-    waiting: list[rows.Prompt] = []
+    from verl_patches.inference import engine as engines  # imports vllm
 
-    def left() -> Iterator[list[int]]:
-        for place, prompt in enumerate(prompts):
-            if place >= kept:
-                waiting.append(prompt)
-                yield prompt.tokens
+    params, waiting = engines.sampling_params(sampling), deque()
+    engine = engines.Engine(source, chosen.config, min(chosen.length, prompts.longest + params.max_tokens))
 
-    with tqdm(total=prompts.count, initial=kept, desc=source.folder.name, unit="row", mininterval=_INTERVAL_S()) as bar:
-        for output in engine.run(left(), sampling, kept):
-            yield waiting.pop(0), output
+    def tokens() -> Iterator[list[int]]:
+        for prompt in itertools.islice(prompts, max(kept, 0), None):
+            waiting.append(prompt)
+            yield prompt.tokens
+
+    interval = 0.5 if sys.stderr.isatty() else 30.0
+    with tqdm(
+        total=prompts.count, initial=max(kept, 0), desc=source.folder.name, unit="row", mininterval=interval
+    ) as bar:
+        for output in engine.run(tokens(), params, max(kept, 0)):
+            yield waiting.popleft(), output.outputs
             bar.update()
 
 
-def _INTERVAL_S() -> float:
-    return 0.5 if sys.stderr.isatty() else 30.0
-
-
-def _response(output: Any, token_ids: bool) -> dict[str, Any]:
-    """One of vLLM's CompletionOutputs; finish: stop, or length."""
-    made = {"text": output.text, "tokens": len(output.token_ids), "finish": output.finish_reason}
-    return {**made, "token_ids": list(output.token_ids)} if token_ids else made
+def _response(made: Any, token_ids: bool) -> dict[str, Any]:
+    """One of vLLM's CompletionOutputs; finish: stop or length."""
+    found = {"text": made.text, "tokens": len(made.token_ids), "finish": made.finish_reason}
+    return {**found, "token_ids": list(made.token_ids)} if token_ids else found
 
 
 @contextmanager
 def _stdout_kept() -> Iterator[None]:
-    """Inside, what libraries print on standard output, in C too, goes to standard error: --json stays JSON."""
+    """Inside, what libraries print on standard output, in C too, goes to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,14 +1,12 @@
-"""vLLM's engine in this process, as a run's rollout builds it, with weights read straight from any folder of weights.
+"""vLLM's engine in this process, as a run's rollout builds it, with weights read from any folder of weights.
 
-One process, one rank, no port: torch.distributed has a store of this process. Imported after the prelude.
+One rank and no port: torch.distributed's store is in this process. Imported after the prelude.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,76 +17,81 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.sampling_params import RequestOutputKind
 
 from verl_patches.config.compose import seats_of, vllm_arguments
-from verl_patches.inference.model import Sampling
+from verl_patches.errors import ConfigError
 from verl_patches.weights.reader import TORCH_DTYPES, WeightReader
 from verl_patches.weights.source import FP8, Source, open_source
 
-_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_ALONE = {"data_parallel_size": 1, "enable_expert_parallel": False}
 
 
 class SourceLoader(BaseModelLoader):
     """vLLM's model loader over the reader of all formats: HF in bf16 or FP8, shards, checkpoints."""
 
     def download_model(self, model_config: Any) -> None:
-        """Nothing: the folder is here."""
+        """The folder is here."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Every weight by its HF name, through vLLM's own mapping."""
+        """All weights by their HF names, through vLLM's own mapping."""
         model.load_weights(_tensors(open_source(model_config.model)))
 
 
 def _tensors(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor), FP8 decoded to bf16; bytes are compared with the digests of a manifest."""
+    """(name, whole tensor), FP8 decoded to bf16; bytes are compared with a manifest's digests."""
     with WeightReader(source, sequential=True) as reader:
         for name, stored in source.tensors.items():
-            dtype = torch.bfloat16 if stored.dtype == FP8 else TORCH_DTYPES[stored.dtype]
-            value = torch.empty(stored.shape, dtype=dtype)
-            rows = value.view(stored.shape[0], -1)
-            for first, block in reader.blocks(stored):
-                rows[first : first + len(block)] = block
+            value = torch.empty(
+                stored.shape, dtype=torch.bfloat16 if stored.dtype == FP8 else TORCH_DTYPES[stored.dtype]
+            )
+            for first, rows in reader.blocks(stored):
+                value.view(len(value), -1)[first : first + len(rows)] = rows
             yield name, value
 
 
-class Engine:
-    """The engine of `config` with the weights of `source`; a request has at most `longest` tokens with its response."""
+def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
+    """vLLM's SamplingParams of these names; ConfigError for values that it refuses."""
+    try:
+        return SamplingParams(**sampling)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"sampling: {error}") from None
 
-    def __init__(self, source: Source, config: DictConfig, longest: int):
-        os.environ.update(_RANK)  # vLLM's external launcher reads them
+
+class Engine:
+    """The engine of `config` with the weights of `source`; length: tokens of a prompt and its response, at most."""
+
+    def __init__(self, source: Source, config: DictConfig, length: int):
+        os.environ.update(_LAUNCHER)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        rollout = config.actor_rollout_ref.rollout
-        alone = {"data_parallel_size": 1, "enable_expert_parallel": False}
-        given = {
-            k: v for k, v in OmegaConf.to_container(OmegaConf.create(vllm_arguments(config))).items() if v is not None
-        }
-        self.seats = seats_of(config)
-        self._numbers = itertools.count()
+        rollout, given = (
+            config.actor_rollout_ref.rollout,
+            OmegaConf.to_container(OmegaConf.create(vllm_arguments(config))),
+        )
+        self._seats = seats_of(config)
         self._engine = LLM(
             model=str(source.folder),
             load_format=SourceLoader,
             dtype=rollout.dtype,
-            max_model_len=longest,
-            max_num_batched_tokens=max(rollout.max_num_batched_tokens, longest),
+            max_model_len=length,
+            max_num_batched_tokens=max(rollout.max_num_batched_tokens, length),
             enforce_eager=rollout.enforce_eager,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             enable_chunked_prefill=rollout.enable_chunked_prefill,
             distributed_executor_backend="external_launcher",
+            seed=0,
             disable_log_stats=True,
-            **{**given, **alone},
+            **{name: value for name, value in {**given, **_ALONE}.items() if value is not None},
         ).llm_engine
 
-    def run(self, prompts: Iterable[list[int]], sampling: Sampling, first: int = 0) -> Iterator[Any]:
-        """vLLM's RequestOutput of each prompt, in order; prompts are taken as seats become free.
+    def run(self, prompts: Iterable[list[int]], params: SamplingParams, first: int = 0) -> Iterator[Any]:
+        """vLLM's RequestOutput of each prompt [tokens], in order.
 
-        first: number of the first prompt. The seed of prompt i is seed + i * n, so that a run that goes on, or one with
-        other seats, draws as the whole one.
+        first: number of the first one. Prompt i has seed + i * n, so a run that goes on draws as an uninterrupted one.
         """
-        waiting, done = iter(prompts), {}
-        sent = given = 0
+        waiting, done, sent, given = iter(prompts), {}, 0, 0
         while True:
-            while sent - given < 2 * self.seats and (tokens := next(waiting, None)) is not None:
-                seed = sampling.seed + (first + sent) * sampling.n
-                self._add(str(sent), tokens, sampling, seed, RequestOutputKind.FINAL_ONLY)
+            while sent - given < 2 * self._seats and (tokens := next(waiting, None)) is not None:
+                self._add(sent, tokens, params, (first + sent) * params.n, RequestOutputKind.FINAL_ONLY)
                 sent += 1
             if given == sent:
                 return
@@ -97,12 +100,13 @@ class Engine:
                 yield done.pop(given)
                 given += 1
 
-    def stream(self, tokens: list[int], sampling: Sampling, turn: int = 0) -> Iterator[Any]:
-        """vLLM's RequestOutput of one prompt after each step, with the text so far. turn: of the conversation."""
-        self._add(f"turn {next(self._numbers)}", tokens, sampling, sampling.seed + turn, RequestOutputKind.CUMULATIVE)
+    def stream(self, tokens: list[int], params: SamplingParams, turn: int) -> Iterator[Any]:
+        """vLLM's RequestOutput of one prompt after each step, with all of its text so far."""
+        self._add(turn, tokens, params, turn, RequestOutputKind.CUMULATIVE)
         while self._engine.has_unfinished_requests():
             yield from self._engine.step()
 
-    def _add(self, name: str, tokens: list[int], sampling: Sampling, seed: int, kind: RequestOutputKind) -> None:
-        params = SamplingParams(**{**asdict(sampling), "seed": seed % 2**32}, output_kind=kind)
-        self._engine.add_request(name, {"prompt_token_ids": tokens}, params)
+    def _add(self, name: int, tokens: list[int], params: SamplingParams, more: int, kind: RequestOutputKind) -> None:
+        own = params.clone()
+        own.seed, own.output_kind = (own.seed + more) % 2**32, kind
+        self._engine.add_request(str(name), {"prompt_token_ids": tokens}, own)

@@ -1,7 +1,7 @@
-"""What `generate`, `chat` and `eval` run: the weights that a user names, the configuration they belong to, sampling.
+"""What `generate`, `chat` and `eval` run: the weights that a user names, and the configuration that they belong to.
 
-Weights are read where they are, in any format of weights/source.py: a HF folder, shards, or a checkpoint of a run. The
-settings of a run's checkpoint are those of its config.yaml; of other weights, those of a file of configs/.
+Weights are read where they are, in any format of weights/source.py. A run and its checkpoints have the settings of its
+config.yaml; other weights those of a file of configs/.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,141 +31,89 @@ from verl_patches.weights.source import Source, open_source
 from verl_patches.yaml_files import read_yaml
 
 
-@dataclass(frozen=True)
-class Model:
-    """Weights and settings. sources: by step of the run, oldest first; by 0 those of no run."""
+class Model(NamedTuple):
+    """Weights by step of their run, oldest first, or by 0; length: most tokens of a prompt and its response."""
 
     config: DictConfig
-    trees: Trees
     sources: dict[int, Source]
-
-    @property
-    def longest(self) -> int:
-        """The model's length in tokens, prompt and response."""
-        return next(iter(self.sources.values())).config["max_position_embeddings"]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are sampled, by vLLM's names; temperature 0 is greedy. max_tokens: of a response."""
-
-    n: int = 1
-    seed: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_tokens: int = 512
-    ignore_eos: bool = False
-
-    def check(self) -> Sampling:
-        """Itself; ConfigError for values that vLLM refuses, or that give equal responses."""
-        bounds = {
-            "n": (self.n >= 1, "a whole number >= 1"),
-            "seed": (0 <= self.seed < 2**32, "a whole number from 0, below 2^32"),
-            "temperature": (0 <= self.temperature <= 100, "a number from 0 to 100"),
-            "top_p": (0 < self.top_p <= 1, "a number above 0, at most 1"),
-            "top_k": (self.top_k == -1 or self.top_k >= 1, "-1 (all), or a whole number >= 1"),
-            "max_tokens": (self.max_tokens >= 1, "a whole number >= 1"),
-        }
-        for name, (fits, expected) in bounds.items():
-            if not fits:
-                raise ConfigError(f"sampling: {name} is {getattr(self, name)}; expected {expected}")
-        if self.n > 1 and self.temperature == 0:
-            raise ConfigError(f"sampling: n is {self.n} with temperature 0, whose responses are equal; expected n=1")
-        return self
-
-
-def validation_sampling(config: DictConfig) -> Sampling:
-    """How the trainer of `config` samples in a validation (verl's rollout.val_kwargs)."""
-    rollout, given = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
-    kept = {"seed": rollout.get("seed") or 0, "max_tokens": config.data.max_response_length, "n": given.n}
-    kept["ignore_eos"] = rollout.ignore_eos
-    if not given.do_sample:
-        return Sampling(**kept, temperature=0.0)
-    return Sampling(**kept, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k)
+    length: int
 
 
 def find_model(
     given: Path, root: Path, config_name: str, overrides: Sequence[str], trees: Trees, step: int | None = None
 ) -> Model:
-    """The weights of a folder, or all checkpoints of the run `given`, below `root` or a path; `step`: that one.
+    """The weights of a folder, or the checkpoints of the run `given`, a path or a name below `root`; `step`: that one.
 
-    Headers are read and checked. ConfigError for what is neither, for a value model, and for a platform or line that
-    cannot run here.
+    Their headers are checked. ConfigError for anything else, for a value model, and for what cannot run here.
     """
-    is_weights = (given / "config.json").exists()
-    run = given.absolute().parents[1] if is_weights else find_run(given, root)
-    if is_weights and not (SAVED.fullmatch(given.name) and (run / COMPOSED).is_file()):
-        run = None
+    run, saved = None, SAVED.fullmatch(given.name)
+    if not (given / "config.json").exists():
+        run = find_run(given, root)
+    elif saved and (given.absolute().parents[1] / COMPOSED).is_file():
+        run = given.absolute().parents[1]
     config = compose(config_name, overrides, verl_path=trees.verl) if run is None else _of_run(run, overrides)
-    folders = {int(found[1]) if (found := SAVED.fullmatch(given.name)) else 0: given}
-    if not is_weights:
+    folders = {int(saved[1]) if saved else 0: given}
+    if not (given / "config.json").exists():
         folders = saved_in(checkpoints_of(config), run_id(run)).own
-        if not folders:
-            raise ConfigError(
-                f"{run}: expected checkpoints of this run in {checkpoints_of(config)}, found none; a run with "
-                "trainer.save_freq=N writes them"
-            )
-    if step is not None and step not in folders:
-        raise ConfigError(f"--step {step}: expected one of {', '.join(map(str, folders))}, the checkpoints of {given}")
+    if not folders or step not in (None, *folders):
+        found = ", ".join(map(str, folders)) or "none; a run with trainer.save_freq=N writes them"
+        raise ConfigError(
+            f"{given}: expected {'checkpoints' if step is None else f'one of step {step}'}, found {found}"
+        )
     _require_engine(config, trees)
-    chosen = folders if step is None else {step: folders[step]}
-    sources = {number: _source(folder) for number, folder in chosen.items()}
-    return Model(config, for_platform(config.recipe.platform, trees), sources)
+    sources = {number: open_source(folder) for number, folder in folders.items() if step in (None, number)}
+    for source in sources.values():
+        if SCORE in source.tensors:
+            raise ConfigError(
+                f"{source.folder}: expected a model with a head for tokens, found a value model ({SCORE})"
+            )
+        length = source.config.get("max_position_embeddings")
+        if type(length) is not int or length < 2:
+            where = source.folder / "config.json"
+            raise ConfigError(f"{where}: max_position_embeddings is {length!r:.80}; expected a whole number >= 2")
+    return Model(config, sources, length)
 
 
 def _of_run(run: Path, overrides: Sequence[str]) -> DictConfig:
     """The composed configuration of a run, with `overrides` of keys that it has."""
-    config = OmegaConf.create(read_yaml(run / COMPOSED))
-    OmegaConf.set_struct(config, True)
-    for word in overrides:
-        if "=" not in word or word.startswith(("+", "~")):
-            raise ConfigError(f"override {word!r}: expected key=value, such as data.max_response_length=512")
-        try:
-            config.merge_with_dotlist([word])
-        except (OmegaConfBaseException, ValueError, RecursionError) as error:
-            raise ConfigError(f"override {word!r} of {run / COMPOSED}: {str(error).splitlines()[0]}") from None
     try:
+        config = OmegaConf.create(read_yaml(run / COMPOSED))
+        OmegaConf.set_struct(config, True)
+        config.merge_with_dotlist([word if "=" in word else f"{word}=" for word in overrides])
         parts_of(config)
-        checkpoints_of(config)
-        _ = config.recipe.line, config.recipe.platform, config.actor_rollout_ref.rollout.val_kwargs
-    except (OmegaConfBaseException, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{run / COMPOSED}: expected the configuration of a run of this version, found: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
-    return config
+        _ = config.recipe.line, config.recipe.platform, config.actor_rollout_ref.rollout.val_kwargs.n
+        return config
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
+        text = str(error).strip() or type(error).__name__
+        raise ConfigError(f"{run / COMPOSED}, with {' '.join(overrides) or 'no overrides'}: {text}") from None
 
 
 def _require_engine(config: DictConfig, trees: Trees) -> None:
-    platform = config.recipe.platform
-    if platform == "npu":
+    if config.recipe.platform == "npu":
         raise ConfigError(
-            "generate, chat and eval start one engine in this process, and engines over several dies or nodes, which "
-            "platform npu needs for DeepSeek-V3, are not there yet: serve the folder of `weights export` with vllm, or "
-            "validate in a run (trainer.val_before_train=true, trainer.total_training_steps=1)"
+            "generate, chat and eval start one engine on one device; engines over several dies and nodes, which "
+            "DeepSeek-V3 needs on platform npu, are not there yet: validate in a run (trainer.val_before_train=true), "
+            "or serve the folder of `weights export`"
         )
     require_trees(config, trees)
     require_verl(config.recipe.line, trees)
-    require_platform(platform)
+    require_platform(config.recipe.platform)
 
 
-def _source(folder: Path) -> Source:
-    source = open_source(folder)
-    if SCORE in source.tensors:
-        raise ConfigError(f"{folder}: holds a value model ({SCORE}), expected one with a head for tokens")
-    longest = source.config.get("max_position_embeddings")
-    if type(longest) is not int or longest < 1:
-        raise ConfigError(f"{folder / 'config.json'}: max_position_embeddings is {longest!r:.80}; expected a number")
-    return source
+def restart_in_environment(config: DictConfig, trees: Trees) -> None:
+    """Start this command again with the variables of a run of `config`, unless it has them.
 
-
-def restart_in_environment(model: Model) -> None:
-    """Start this command again with the variables of a run of the configuration, unless it has them.
-
-    Some are read when Python or torch starts. Nothing was written yet.
+    Some are read when Python or torch starts.
     """
-    given = [v for v in derive(model.config, trees=model.trees) if v.where == "workers" or v.name == "PYTHONPATH"]
-    if any(os.environ.get(variable.name) != variable.value for variable in given):
-        sys.stdout.flush()
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], process_environment(given, os.environ))
+    trees = for_platform(config.recipe.platform, trees)
+    wanted = [v for v in derive(config, trees=trees) if v.where == "workers" or v.name == "PYTHONPATH"]
+    if any(os.environ.get(variable.name) != variable.value for variable in wanted):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], process_environment(wanted, os.environ))
+
+
+def validation_sampling(config: DictConfig) -> dict[str, Any]:
+    """How the trainer of `config` samples in a validation, by names of vLLM's SamplingParams."""
+    rollout, given = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    sampled = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
+    kept = {"n": given.n, "seed": rollout.get("seed") or 0, "max_tokens": config.data.max_response_length}
+    return {**kept, "ignore_eos": rollout.ignore_eos, **(sampled if given.do_sample else {"temperature": 0.0})}

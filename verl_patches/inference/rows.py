@@ -1,7 +1,8 @@
 """Files of `generate` and `eval`: prompts in, JSON lines out.
 
-A file is read a row at a time, once to check all rows before an engine starts, and once to send them. Output is written
-to OUTPUT.partial in the order of rows, after a line with the settings; a second call goes on after its last whole line.
+Prompts are read a row at a time: once to check all of them before an engine starts, and once to send them. Lines are
+written in the order of rows to OUTPUT.partial, below one with the settings; a second call goes on after the last whole
+one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import signal
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +20,12 @@ from typing import Any, NamedTuple
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import PARTIAL, lock_file, replacing
 
-LONGEST_LINE = 16 << 20  # bytes of a row in JSON, and of one row's values in a parquet file
-MOST_ROWS, MOST_MESSAGES = 50_000_000, 10_000
+ROW_BYTES, BATCH_ROWS = 16 << 20, 64  # most bytes of a row; rows of a parquet file that are read at once
 TEMPLATE_CPU_S = 10.0  # of one prompt: a template may loop
-_ROLES = ("system", "user", "assistant", "tool")
 
 
 class Prompt(NamedTuple):
-    """A row: its number in all files from 0, its values, and its prompt as tokens."""
+    """A row, its number in all files from 0, and its prompt as tokens."""
 
     number: int
     row: dict[str, Any]
@@ -34,11 +33,12 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """The prompts of `files` (.jsonl or .parquet), column `key`: messages, or text, which is taken as it is.
+    """The prompts of .jsonl and .parquet files, read anew by each iteration.
 
-    longest: most tokens of a prompt. skip: whether longer ones are left out, as verl does with
-    data.filter_overlong_prompts; else they are refused. columns: others that are read. check: of a row's values, raises
-    ValueError. Iterating reads the files. ConfigError that names file and row for anything else.
+    key: their column: messages for the tokenizer's chat template, or text, which is taken as it is. most: tokens of a
+    prompt; longer ones are refused, or left out with `skip`, as verl does with data.filter_overlong_prompts. columns:
+    others that are read. ConfigError, with file and row, for what cannot be used. count, longest (tokens), left_out,
+    digest: of all rows.
     """
 
     def __init__(
@@ -46,93 +46,72 @@ class Prompts:
         files: Sequence[Path],
         key: str,
         tokenizer: Any,
-        longest: int,
+        most: int,
         skip: bool = False,
         columns: Sequence[str] = (),
-        check: Callable[[Mapping[str, Any]], None] = lambda row: None,
     ):
-        self.files, self.key, self.tokenizer, self.columns, self.check = files, key, tokenizer, columns, check
-        self.most_tokens, self.skip = longest, skip
-        self.skipped = self.count = self.longest = 0
-        digest = hashlib.sha256()
+        self.files, self.key, self.tokenizer, self.most, self.skip = files, key, tokenizer, most, skip
+        self.columns, self.count, self.longest, self.left_out, digest = columns, 0, 0, 0, hashlib.sha256()
         for prompt in self:
-            self.count += 1
-            self.longest = max(self.longest, len(prompt.tokens))
+            self.count, self.longest = self.count + 1, max(self.longest, len(prompt.tokens))
             digest.update(array("q", [prompt.number, *prompt.tokens]).tobytes())
         self.digest = digest.hexdigest()[:16]
         if not self.count:
-            raise ConfigError(f"{files[0]}: expected rows with a column {key}, found {self.skipped} too long ones only")
+            raise ConfigError(f"{', '.join(map(str, files)) or 'no file'}: expected rows with a prompt, found none")
 
     def __iter__(self) -> Iterator[Prompt]:
-        number = -1
-        self.skipped = 0
+        number = self.left_out = 0
         for file in self.files:
-            for place, row in _rows(file, (self.key, *self.columns)):
-                number += 1
+            for line, row in _rows(file, (self.key, *self.columns)):
                 try:
-                    if number >= MOST_ROWS:
-                        raise ValueError(f"expected at most {MOST_ROWS} rows")
-                    self.check(row)
-                    tokens = prompt_tokens(self.tokenizer, row, self.key)
-                    if len(tokens) > self.most_tokens and not self.skip:
-                        raise ValueError(f"the prompt has {len(tokens)} tokens, expected at most {self.most_tokens}")
+                    tokens = prompt_tokens(self.tokenizer, row.get(self.key))
+                    if len(tokens) > self.most and not self.skip:
+                        raise ValueError(f"expected a prompt of at most {self.most} tokens, found {len(tokens)}")
                 except ValueError as error:
-                    raise ConfigError(f"{file}:{place}: {error}") from None
-                if len(tokens) > self.most_tokens:
-                    self.skipped += 1
-                else:
+                    raise ConfigError(f"{file}:{line}: column {self.key}: {error}") from None
+                if len(tokens) <= self.most:
                     yield Prompt(number, row, tokens)
+                self.left_out += len(tokens) > self.most
+                number += 1
 
 
 def read_tokenizer(folder: Path) -> Any:
     """The tokenizer of a folder of weights; ConfigError without one. Code of the folder is not run."""
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    if not any((folder / name).is_file() for name in names):
-        raise ConfigError(f"{folder}: has no tokenizer; expected {names[0]} and {names[2]}: copy them from the model's")
-    logging.set_verbosity_error()
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # any: the library has no error of its own
-        text = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {text:.300})") from None
+        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+        raise ConfigError(f"{folder}: expected a tokenizer that can be read, found none ({text})") from None
 
 
-def prompt_tokens(tokenizer: Any, row: Mapping[str, Any], key: str) -> list[int]:
-    """The tokens of a row's prompt; ValueError where it has none."""
-    prompt = row.get(key)
-    if isinstance(prompt, str) and prompt:
-        tokens = tokenizer(prompt)["input_ids"]
-    else:
-        tokens = tokenizer(render(tokenizer, prompt, key), add_special_tokens=False)["input_ids"]
-    if not tokens:
-        raise ValueError(f"the prompt in column {key} has no tokens")
+def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
+    """The tokens of a text, or of messages; ValueError for anything else."""
+    if not isinstance(prompt, str):
+        return tokenizer(render(tokenizer, prompt), add_special_tokens=False)["input_ids"]
+    if not (tokens := tokenizer(prompt)["input_ids"]):
+        raise ValueError("expected a text with tokens, found none")
     return tokens
 
 
-def render(tokenizer: Any, messages: Any, key: str = "prompt") -> str:
-    """Messages as the tokenizer's chat template writes them, ready for an answer; as verl's RLHFDataset does.
-
-    ValueError for other values, and for a template that fails or takes more than TEMPLATE_CPU_S.
-    """
-    if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
-        found = "none" if messages is None else f"{type(messages).__name__} of {len(str(messages)[:99])} characters"
-        raise ValueError(f"expected column {key} with text or a list of messages, found {found}")
-    for message in messages:
-        fits = isinstance(message, dict) and message.get("role") in _ROLES and isinstance(message.get("content"), str)
-        if not fits:
-            raise ValueError(f"expected {key} with role ({', '.join(_ROLES)}) and content (text) in each message")
+def render(tokenizer: Any, messages: Any) -> str:
+    """Messages as the chat template writes them for an answer, as in verl's RLHFDataset; ValueError where it fails."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"expected text or a list of messages, found {type(messages).__name__}")
+    if not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise ValueError("expected role and content, both text, in each message")
     if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template; expected one for messages, or text in the column")
+        raise ValueError("expected text, found messages, for which the tokenizer has no chat template")
     try:
         with _cpu_limit(TEMPLATE_CPU_S):
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:
+    except Exception as error:  # any that a template raises
         raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
-    if len(text) > LONGEST_LINE:
-        raise ValueError(f"the chat template made {len(text)} characters, expected at most {LONGEST_LINE}")
+    if not 0 < len(text) <= ROW_BYTES:
+        raise ValueError(f"the chat template made {len(text)} characters, expected 1 to {ROW_BYTES}")
     return text
 
 
@@ -154,126 +133,94 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 
 def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line, or row from 1, values) of each row."""
-    readers = {".jsonl": _json_rows, ".parquet": _parquet_rows}
-    try:
-        if not file.is_file():
-            raise ConfigError(f"{file}: expected a file of prompts, found none; give a .jsonl or .parquet file")
-        if file.suffix not in readers:
-            raise ConfigError(f"{file}: expected a file ending in .jsonl or .parquet, found {file.suffix!r}")
-        yield from readers[file.suffix](file, columns)
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error})") from None
-
-
-def _json_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    with file.open("rb") as lines:
-        number = 0
-        while line := lines.readline(LONGEST_LINE + 1):
-            number += 1
-            try:
-                if len(line) > LONGEST_LINE:
-                    raise ValueError(f"expected at most {LONGEST_LINE} bytes in a line, found more")
-                if not line.strip():
-                    continue
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError(f"expected a JSON object, found {type(row).__name__}")
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{file}:{number}: {error}") from None
-            yield number, {name: row[name] for name in columns if name in row}
-
-
-def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
+
+    read = {".jsonl": _json_rows, ".parquet": _parquet_rows}.get(file.suffix)
+    if read is None or not file.is_file():
+        raise ConfigError(f"{file}: expected a .jsonl or .parquet file, found {'another' if file.exists() else 'none'}")
+    number = 0
+    try:
+        for number, row in enumerate(read(file, columns), 1):
+            if row is not None:
+                yield number, {name: row[name] for name in columns if name in row}
+    except (OSError, pyarrow.ArrowException, ValueError, OverflowError, MemoryError, RecursionError) as error:
+        raise ConfigError(f"{file}:{number + 1}: cannot be read: {str(error)[:300]}") from None
+
+
+def _json_rows(file: Path, _: Sequence[str]) -> Iterator[dict[str, Any] | None]:
+    with file.open("rb") as lines:
+        while line := lines.readline(ROW_BYTES + 1):
+            if len(line) > ROW_BYTES:
+                raise ValueError(f"expected at most {ROW_BYTES} bytes in a line, found more")
+            row = json.loads(line) if line.strip() else None
+            if not isinstance(row, dict | None):
+                raise ValueError(f"expected a JSON object, found {type(row).__name__}")
+            yield row
+
+
+def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     from pyarrow.parquet import ParquetFile
 
-    try:
-        with ParquetFile(file) as table:
-            here = [name for name in columns if name in table.schema_arrow.names]
-            number = 0
-            for batch in table.iter_batches(batch_size=64, columns=here):
-                if batch.nbytes > 64 * LONGEST_LINE:
-                    raise ValueError(f"rows from {number + 1} on: expected at most {LONGEST_LINE} bytes a row")
-                for row in batch.to_pylist() if here else ({} for _ in range(batch.num_rows)):
-                    number += 1
-                    yield number, row
-    except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
-        raise ConfigError(f"{file}: cannot be read as a parquet file: {str(error)[:300]}") from None
+    with ParquetFile(file) as table:
+        here = [name for name in columns if name in table.schema_arrow.names]
+        for batch in table.iter_batches(BATCH_ROWS, columns=here or None):
+            if batch.nbytes > BATCH_ROWS * ROW_BYTES:
+                raise ValueError(f"expected at most {ROW_BYTES} bytes in a row, found more")
+            yield from batch.to_pylist()
 
 
 class Lines:
-    """OUTPUT.partial while it is written. done: its lines, without that of the settings."""
+    """OUTPUT.partial while it is written; done: lines below that of the settings."""
 
     def __init__(self, path: Path, file: Any, done: int):
         self.path, self._file, self.done = path, file, done
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append one line, whole or, where this process is killed, cut, which the next call removes."""
+        """Append one line; a kill may cut it, and the next call removes it then."""
         left = memoryview((json.dumps(line) + "\n").encode())
         while left:
             left = left[self._file.write(left) :]
         self.done += 1
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The lines."""
+        """All lines."""
         with self.path.open("rb") as file:
             next(file)
-            for line in file:
-                yield json.loads(line)
+            yield from map(json.loads, file)
 
 
 @contextmanager
 def resumable(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
-    """The lines of `output`, which gets its name where the block ends well; after an error they stay in the partial.
+    """Lines that become `output` where the block ends well; after an error, or a kill, they wait for the next call.
 
-    ConfigError where `output` is there, where it was begun with other settings, and where another process writes it.
+    ConfigError where `output` is there, another process writes it, or it was begun with other settings.
     """
-    partial, head = output.with_name(output.name + PARTIAL), json.dumps({"settings": settings}) + "\n"
+    partial, head = output.with_name(output.name + PARTIAL), (json.dumps(settings) + "\n").encode()
     try:
         if os.path.lexists(output):
-            raise ConfigError(f"{output} is there already; give another output, or remove it")
+            raise ConfigError(f"{output}: expected a new file, found one: give another, or remove it")
         output.parent.mkdir(parents=True, exist_ok=True)
         file = lock_file(partial)
     except BlockingIOError:
-        raise ConfigError(f"{partial} is written by another process; wait for it, or give another output") from None
+        raise ConfigError(f"{partial}: another process writes it; wait for it, or give another output") from None
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written ({error}); give another output") from None
     with file:
-        done, size = _whole_lines(partial, json.loads(head)["settings"])
-        file.truncate(size)
-        if not size:
-            file.write(head.encode())
-        lines = Lines(partial, file, done)
+        with partial.open("rb") as written:
+            begun = written.readline(len(head) + ROW_BYTES)
+            if begun.endswith(b"\n") and begun != head:
+                raise ConfigError(
+                    f"{partial} was begun with other settings: expected {head.decode().strip()}, found "
+                    f"{begun.decode(errors='replace').strip()[:2000]}; give the same ones, another output, or remove it"
+                )
+            sizes = [len(line) for line in (begun, *written) if line.endswith(b"\n")]
+        file.truncate(sum(sizes))
+        lines = Lines(partial, file, len(sizes) - 1)
+        if not sizes:
+            file.write(head)
+            lines.done = 0
         yield lines
         with replacing(output, durable=True) as new, partial.open("rb") as written, new.open("wb") as final:
             next(written)
-            while block := written.read(1 << 20):
-                final.write(block)
+            final.writelines(written)
         partial.unlink()
-
-
-def _whole_lines(partial: Path, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """(whole lines after the first, bytes up to their end) of a file that was begun with `settings`."""
-    with partial.open("rb") as file:
-        first = file.readline(1 << 20)
-        if not first.endswith(b"\n"):
-            return 0, 0
-        try:
-            begun = json.loads(first)["settings"]
-            unlike = [name for name in begun | settings if begun.get(name) != settings.get(name)]
-        except (ValueError, TypeError, LookupError, RecursionError):
-            raise ConfigError(
-                f"{partial}: expected the beginning of an output, found other content; remove it"
-            ) from None
-        if unlike:
-            name = unlike[0]
-            raise ConfigError(
-                f"{partial} was begun with {name} {begun.get(name)}, this call has {settings.get(name)}; give the same "
-                "settings to go on, another output, or remove it"
-            )
-        done, size = 0, len(first)
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            done, size = done + 1, size + len(line)
-        return done, size
