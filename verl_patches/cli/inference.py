@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,14 +32,13 @@ from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
 
 CONVERSATION = 8192  # most tokens of one, where the model takes more
-SHOWN_WRONG, SHOWN_CHARS = 5, 100
+SHOWN_WRONG, SHOWN_CHARS = 5, 200
 Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or shards.")]
 Step = Annotated[int | None, typer.Option(help="The run's checkpoint of this step.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, for weights of no run.")]
 Seed = Annotated[int, typer.Option(help="Of sampling.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Only the likeliest tokens that make up this probability.")]
-TopK = Annotated[int, typer.Option(help="Only this many of the likeliest tokens; -1: all.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of a response.")]
 
 
@@ -53,7 +52,6 @@ def generate_command(
     seed: Seed = 0,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
-    top_k: TopK = -1,
     max_tokens: MaxTokens = 512,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Write tokens beside texts.")] = False,
     step: Step = None,
@@ -64,14 +62,7 @@ def generate_command(
     """Write responses of a model (of a run: the newest checkpoint) to the prompts of a file."""
     began, chosen = time.monotonic(), _start(model, config_name, overrides, upstream, step)
     source = chosen.sources[max(chosen.sources)]
-    sampling = {
-        "n": n,
-        "seed": seed,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "max_tokens": max_tokens,
-    }
+    sampling = {"n": n, "seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_kept():
         prompts = rows.Prompts([input], prompt_key, rows.read_tokenizer(source.folder), chosen.length - 1)
         settings = {"model": source.identity, "prompts": prompts.digest, "token_ids": token_ids, **sampling}
@@ -96,7 +87,6 @@ def chat_command(
     seed: Seed = 0,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
-    top_k: TopK = -1,
     max_tokens: MaxTokens = 512,
     step: Step = None,
     config_name: ConfigName = CONFIG_NAME,
@@ -106,7 +96,7 @@ def chat_command(
     """Talk to a model: each line of standard input is a message; /new forgets those before."""
     chosen = _start(model, config_name, overrides, upstream, step)
     source, length = chosen.sources[max(chosen.sources)], min(chosen.length, CONVERSATION)
-    sampling = {"seed": seed, "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens}
+    sampling = {"seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     first = [{"role": "system", "content": system}] if system else []
     with _stdout_kept():
         tokenizer = rows.read_tokenizer(source.folder)
@@ -209,28 +199,26 @@ def _score(chosen: Model, prompts: rows.Prompts, sampling: dict[str, Any], token
 
 
 def _report(chosen: Model, prompts: rows.Prompts, lines: rows.Lines, output: Path) -> dict[str, Any]:
-    """What eval.json has; beside it the prompts with wrong answers, and of several checkpoints a picture."""
+    """What eval.json has; beside it, of several checkpoints, a picture."""
     values: dict[int, dict[str, list[list[float]]]] = {step: {} for step in chosen.sources}
-    wrong, first = 0, []
-    with replacing(output / "wrong.jsonl") as new, new.open("w") as file:
-        for line in lines.read():
-            found = [response["value"] for response in line["responses"]]
-            values[line["step"]].setdefault(line["data_source"], []).append(found)
-            if min(found) < 1:
-                wrong += file.write(json.dumps(line) + "\n") > 0
-                if line["step"] == max(values) and len(first) < SHOWN_WRONG:
-                    first.append(line)
-    report = {"model": str(next(iter(chosen.sources.values())).folder), "left_out": prompts.left_out, "wrong": wrong}
-    report["steps"] = [
-        {"step": step, "sources": {s: scores.measure(v) for s, v in of.items()}} for step, of in values.items()
-    ]
-    for each in report["steps"]:
-        each["score"] = statistics.fmean(of["mean"] for of in each["sources"].values())
-    if len(values) > 1:
+    wrong: dict[int, list[dict[str, Any]]] = {step: [] for step in values}
+    for line in lines.read():
+        found = [response["value"] for response in line["responses"]]
+        values[line["step"]].setdefault(line["data_source"], []).append(found)
+        if min(found) < 1:
+            answer = line["responses"][found.index(min(found))]["text"][:SHOWN_CHARS]
+            wrong[line["step"]].append({"row": line["row"], "expected": line["ground_truth"], "found": answer})
+    steps = []
+    for step, of in values.items():
+        sources = {source: scores.measure(each) for source, each in of.items()}
+        score = statistics.fmean(each["mean"] for each in sources.values())
+        steps.append({"step": step, "score": score, "sources": sources, "wrong": wrong[step]})
+    report = {"model": str(chosen.sources[step].folder), "left_out": prompts.left_out, "steps": steps}
+    if len(steps) > 1:
         with replacing(output / "accuracy.png") as new:
-            scores.accuracy_figure(chosen.config.recipe.run, report["steps"]).savefig(new, format="png", dpi=100)
+            scores.accuracy_figure(chosen.config.recipe.run, steps).savefig(new, format="png", dpi=100)
     write_whole(output / "eval.json", json.dumps(report, indent=1) + "\n")
-    return {**report, "first_wrong": first}
+    return report
 
 
 def _show(report: dict[str, Any], output: Path) -> None:
@@ -251,10 +239,10 @@ def _show(report: dict[str, Any], output: Path) -> None:
     )
     table(f"{report['model']}: score {report['steps'][-1]['score']:.4f}, the mean over sources", columns, cells)
     say(f"{'; '.join(sorted({of['interval'] for _, _, of in measured}))}; {report['left_out']} prompts were too long")
-    for line in report["first_wrong"]:
-        text = min(line["responses"], key=lambda response: response["value"])["text"]
-        say(f"row {line['row']}: expected {line['ground_truth']!r:.{SHOWN_CHARS}}, found {text!r:.{SHOWN_CHARS}}")
-    say(f"{output}: responses.jsonl, eval.json, wrong.jsonl ({report['wrong']} prompts with a wrong answer)")
+    wrong = report["steps"][-1]["wrong"]
+    for each in wrong[:SHOWN_WRONG]:
+        say(f"wrong: row {each['row']}, expected {each['expected']!r:.{SHOWN_CHARS}}, found {each['found']!r}")
+    say(f"{output}: responses.jsonl, eval.json, which has all {len(wrong)} prompts with a wrong answer")
 
 
 def _start(
@@ -309,7 +297,8 @@ def _stdout_kept() -> Iterator[None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        with redirect_stdout(sys.stderr):  # vLLM keeps the stream that is there when it is imported
+            yield
     finally:
         sys.stdout.flush()
         os.dup2(kept, 1)
