@@ -106,7 +106,8 @@ def restart_in_environment(config: DictConfig, trees: Trees) -> None:
     Some are read when Python or torch starts.
     """
     trees = for_platform(config.recipe.platform, trees)
-    wanted = [v for v in derive(config, trees=trees) if v.where == "workers" or v.name == "PYTHONPATH"]
+    variables = [v for v in derive(config, trees=trees) if v.name != "TENSORBOARD_DIR"]
+    wanted = [v for v in variables if v.where == "workers" or v.name == "PYTHONPATH"]
     if any(os.environ.get(variable.name) != variable.value for variable in wanted):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], process_environment(wanted, os.environ))
 
