@@ -19,8 +19,7 @@ FLOORS = (
     {"batches", "replay", "log_probs", "rewards", "objectives"},
     {"trainer", "worker"},
     {"config", "planning", "upstream"},
-    {"launch", "cluster", "doctor", "evaluation"},
-    {"inference"},
+    {"launch", "cluster", "doctor", "evaluation", "inference"},
     {"cli", "catalog", "prelude_patch", "main", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device
 )

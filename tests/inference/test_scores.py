@@ -59,7 +59,8 @@ from verl_patches.config.compose import compose
 from verl_patches.errors import RecipeError
 from verl_patches.inference.scores import scorer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-config = compose("deepseekv3_tiny_cpu", ["recipe.rewards=[{name: maths},{name: length,buffer_tokens: 4}]", "data.max_response_length=32"])
+rewards = "recipe.rewards=[{name: maths},{name: length,buffer_tokens: 4}]"
+config = compose("deepseekv3_tiny_cpu", [rewards, "data.max_response_length=32"])
 score = scorer(config, tokenizer)
 row = {"data_source": "x", "reward_model": {"ground_truth": "4"}, "extra_info": None}
 texts = ["is \\\\boxed{4}", "\\\\boxed{4}<|end|>ignored \\\\boxed{5}", "\\\\boxed{5}"]

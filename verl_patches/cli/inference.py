@@ -228,7 +228,15 @@ def _show(report: dict[str, Any], output: Path) -> None:
     cells = []
     for step, source, of in measured:
         texts = f"{of['mean']:.4f}", f"{of['low']:.4f} to {of['high']:.4f}"
-        cells.append((str(step), source, str(of["prompts"]), *texts, *(f"{of['pass'].get(k, 0):.4f}" for k in passes)))
+        cells.append(
+            (
+                str(step),
+                source,
+                str(of["prompts"]),
+                *texts,
+                *(f"{of['pass'][k]:.4f}" if k in of["pass"] else "" for k in passes),
+            )
+        )
     columns = (
         "step",
         "source",

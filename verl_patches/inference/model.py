@@ -17,14 +17,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import COMPOSED, derive, process_environment
+from verl_patches.config.recipe import check_recipe
 from verl_patches.config.run_start import checkpoints_of
+from verl_patches.config.verl_values import check_verl_values
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import find_run
 from verl_patches.layout.inventory import SCORE
 from verl_patches.platform import require as require_platform
 from verl_patches.rewards.parts import parts_of
 from verl_patches.trainer.record import run_id
-from verl_patches.upstream.checkouts import Trees, for_platform, require_trees, require_verl
+from verl_patches.upstream.checkouts import (
+    VERL_CONFIG,
+    Trees,
+    for_platform,
+    require_trees,
+    require_verl,
+    verl_config_dir,
+)
 from verl_patches.weights.checkpoint_folders import saved_in
 from verl_patches.weights.manifest import SAVED
 from verl_patches.weights.source import Source, open_source
@@ -51,7 +60,7 @@ def find_model(
         run = find_run(given, root)
     elif saved and (given.absolute().parents[1] / COMPOSED).is_file():
         run = given.absolute().parents[1]
-    config = compose(config_name, overrides, verl_path=trees.verl) if run is None else _of_run(run, overrides)
+    config = compose(config_name, overrides, verl_path=trees.verl) if run is None else _of_run(run, overrides, trees)
     folders = {int(saved[1]) if saved else 0: given}
     if not (given / "config.json").exists():
         folders = saved_in(checkpoints_of(config), run_id(run)).own
@@ -74,16 +83,20 @@ def find_model(
     return Model(config, sources, length)
 
 
-def _of_run(run: Path, overrides: Sequence[str]) -> DictConfig:
-    """The composed configuration of a run, with `overrides` of keys that it has."""
+def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
+    """The composed configuration of a run, with `overrides` of keys that it has, checked as compose() does."""
     try:
         config = OmegaConf.create(read_yaml(run / COMPOSED))
         OmegaConf.set_struct(config, True)
-        config.merge_with_dotlist([word if "=" in word else f"{word}=" for word in overrides])
+        if plain := [word for word in overrides if "=" not in word]:
+            raise ConfigError(f"expected key=value, found {plain[0]}")
+        config.merge_with_dotlist(list(overrides))
+        check_recipe(OmegaConf.to_container(config.recipe))
+        verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
+        check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
         parts_of(config)
-        _ = config.recipe.line, config.recipe.platform, config.actor_rollout_ref.rollout.val_kwargs.n
         return config
-    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         text = str(error).strip() or type(error).__name__
         raise ConfigError(f"{run / COMPOSED}, with {' '.join(overrides) or 'no overrides'}: {text}") from None
 

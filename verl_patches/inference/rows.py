@@ -191,7 +191,7 @@ class Lines:
 
 @contextmanager
 def resumable(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
-    """Lines that become `output` where the block ends well; after an error, or a kill, they wait for the next call.
+    """Lines that become `output` where the block ends well; after an error or a kill they wait for the next call.
 
     ConfigError where `output` is there, another process writes it, or it was begun with other settings.
     """
@@ -219,7 +219,12 @@ def resumable(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
         if not sizes:
             file.write(head)
             lines.done = 0
-        yield lines
+        try:
+            yield lines
+        except BaseException:
+            if not lines.done:
+                partial.unlink()
+            raise
         with replacing(output, durable=True) as new, partial.open("rb") as written, new.open("wb") as final:
             next(written)
             final.writelines(written)
