@@ -116,10 +116,7 @@ def chat_command(
             continue
         tokens = rows.prompt_tokens(tokenizer, [*said, {"role": "user", "content": message}])
         if len(tokens) >= length:
-            say(
-                f"expected at most {length - 1} tokens in a conversation, found {len(tokens)}; /new begins one",
-                err=True,
-            )
+            say(f"expected at most {length - 1} tokens in all, found {len(tokens)}; /new begins again", err=True)
             continue
         shown = ""
         for output in engine.stream(tokens, params, turn):
@@ -161,11 +158,8 @@ def eval_command(
     with _stdout_kept():
         tokenizer = rows.read_tokenizer(chosen.sources[max(chosen.sources)].folder)
         prompts = rows.Prompts(files, data.prompt_key, tokenizer, most, data.filter_overlong_prompts, columns)
-        models, rewards = (
-            [source.identity for source in chosen.sources.values()],
-            [asdict(p.entry) for p in parts_of(config)],
-        )
-        settings = {"models": models, "prompts": prompts.digest, "rewards": rewards, **sampling}
+        settings = {"models": [source.identity for source in chosen.sources.values()], "prompts": prompts.digest}
+        settings |= {"rewards": [asdict(part.entry) for part in parts_of(config)], **sampling}
         with rows.resumable(output / "responses.jsonl", settings) as lines:
             _score(chosen, prompts, sampling, tokenizer, lines)
             report = _report(chosen, prompts, lines, output)
@@ -178,22 +172,15 @@ def eval_command(
 def _score(chosen: Model, prompts: rows.Prompts, sampling: dict[str, Any], tokenizer: Any, lines: rows.Lines) -> None:
     """Write a line for each checkpoint and prompt that has none."""
     score, key = scores.scorer(chosen.config, tokenizer), chosen.config.data.reward_fn_key
-    score(
-        next(iter(prompts)).row, [[tokenizer.eos_token_id or 0]]
-    )  # a reward that fails does so before the engine starts
+    score(next(iter(prompts)).row, [[tokenizer.eos_token_id or 0]])  # one that fails does so before the engine starts
     for before, (step, source) in enumerate(chosen.sources.items()):
         for prompt, made in _outputs(chosen, source, prompts, sampling, lines.done - before * prompts.count):
             try:
                 scored = score(prompt.row, [each.token_ids for each in made])
             except RecipeError as error:
                 raise RecipeError(f"row {prompt.number} of {', '.join(map(str, prompts.files))}: {error}") from error
-            answer = (prompt.row.get("reward_model") or {}).get("ground_truth")
-            line = {
-                "step": step,
-                "row": prompt.number,
-                "data_source": prompt.row.get(key, "unknown"),
-                "ground_truth": answer,
-            }
+            line = {"step": step, "row": prompt.number, "data_source": prompt.row.get(key, "unknown")}
+            line["ground_truth"] = (prompt.row.get("reward_model") or {}).get("ground_truth")
             responses = [{**_response(each, False), **values} for each, values in zip(made, scored, strict=True)]
             lines.add({**line, "prompt": prompt.row[prompts.key], "responses": responses})
 
@@ -227,24 +214,9 @@ def _show(report: dict[str, Any], output: Path) -> None:
     passes = sorted({k for _, _, of in measured for k in of["pass"]})
     cells = []
     for step, source, of in measured:
-        texts = f"{of['mean']:.4f}", f"{of['low']:.4f} to {of['high']:.4f}"
-        cells.append(
-            (
-                str(step),
-                source,
-                str(of["prompts"]),
-                *texts,
-                *(f"{of['pass'][k]:.4f}" if k in of["pass"] else "" for k in passes),
-            )
-        )
-    columns = (
-        "step",
-        "source",
-        "prompts",
-        f"mean@{measured[0][2]['n']}",
-        "95 % interval",
-        *(f"pass@{k}" for k in passes),
-    )
+        cell = [str(step), source, str(of["prompts"]), f"{of['mean']:.4f}", f"{of['low']:.4f} to {of['high']:.4f}"]
+        cells.append([*cell, *(f"{of['pass'][k]:.4f}" if k in of["pass"] else "" for k in passes)])
+    columns = ["step", "source", "prompts", f"mean@{of['n']}", "95 % interval", *(f"pass@{k}" for k in passes)]
     table(f"{report['model']}: score {report['steps'][-1]['score']:.4f}, the mean over sources", columns, cells)
     say(f"{'; '.join(sorted({of['interval'] for _, _, of in measured}))}; {report['left_out']} prompts were too long")
     wrong = report["steps"][-1]["wrong"]
@@ -279,15 +251,13 @@ def _outputs(
     engine = engines.Engine(source, chosen.config, min(chosen.length, prompts.longest + params.max_tokens))
 
     def tokens() -> Iterator[list[int]]:
-        for prompt in itertools.islice(prompts, max(kept, 0), None):
+        for prompt in itertools.islice(prompts, kept, None):
             waiting.append(prompt)
             yield prompt.tokens
 
-    interval = 0.5 if sys.stderr.isatty() else 30.0
-    with tqdm(
-        total=prompts.count, initial=max(kept, 0), desc=source.folder.name, unit="row", mininterval=interval
-    ) as bar:
-        for output in engine.run(tokens(), params, max(kept, 0)):
+    shown = {"desc": source.folder.name, "unit": "row", "mininterval": 0.5 if sys.stderr.isatty() else 30.0}
+    with tqdm(total=prompts.count, initial=kept, **shown) as bar:
+        for output in engine.run(tokens(), params, kept):
             yield waiting.popleft(), output.outputs
             bar.update()
 

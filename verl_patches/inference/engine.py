@@ -5,6 +5,7 @@ One rank and no port: torch.distributed's store is in this process. Imported aft
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -60,6 +61,7 @@ class Engine:
     """The engine of `config` with the weights of `source`; length: tokens of a prompt and its response, at most."""
 
     def __init__(self, source: Source, config: DictConfig, length: int):
+        gc.collect()  # an engine before this one has cycles
         os.environ.update(_LAUNCHER)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
