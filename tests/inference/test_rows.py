@@ -67,6 +67,7 @@ def test_long_prompts_are_refused_or_left_out_with_their_rows_numbers_kept(token
         ({"prompt": ""}, "text with tokens"),
         ({"prompt": []}, "found list"),
         ({"prompt": 3}, "found int"),
+        (b'{"prompt": "\\ud800"}\n', "surrogates not allowed"),
         ({"prompt": [{"role": "user", "content": [1]}]}, "role and content"),
         ([1], "p.jsonl:2: cannot be read: expected a JSON object, found list"),
         (b'{"prompt": \n', "p.jsonl:2: cannot be read"),

@@ -109,14 +109,18 @@ def chat_command(
         params, engine = engines.sampling_params(sampling), engines.Engine(source, chosen.config, length)
     if not as_json:
         say(f"template: {template}", "dim")
+    sys.stdin.reconfigure(errors="replace")
     said, turn = list(first), 0
     while message := _next_message(ask=not as_json and sys.stdin.isatty()):
         if message == "/new":
             said = list(first)
             continue
-        tokens = rows.prompt_tokens(tokenizer, [*said, {"role": "user", "content": message}])
-        if len(tokens) >= length:
-            say(f"expected at most {length - 1} tokens in all, found {len(tokens)}; /new begins again", err=True)
+        try:
+            tokens = rows.prompt_tokens(tokenizer, [*said, {"role": "user", "content": message}])
+            if len(tokens) >= length:
+                raise ValueError(f"expected at most {length - 1} tokens in all, found {len(tokens)}; /new begins again")
+        except ValueError as error:
+            say(str(error), err=True)
             continue
         shown = ""
         for output in engine.stream(tokens, params, turn):

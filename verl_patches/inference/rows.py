@@ -88,9 +88,9 @@ def read_tokenizer(folder: Path) -> Any:
 
 def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
     """The tokens of a text, or of messages; ValueError for anything else."""
-    if not isinstance(prompt, str):
-        return tokenizer(render(tokenizer, prompt), add_special_tokens=False)["input_ids"]
-    if not (tokens := tokenizer(prompt)["input_ids"]):
+    text = prompt if isinstance(prompt, str) else render(tokenizer, prompt)
+    text.encode()  # UnicodeEncodeError for half a surrogate pair
+    if not (tokens := tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]):
         raise ValueError("expected a text with tokens, found none")
     return tokens
 
