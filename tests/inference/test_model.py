@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
@@ -19,7 +20,7 @@ from verl_patches.weights.manifest import MANIFEST
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
 
-CONFIG = "deepseekv3_tiny_cpu"
+CONFIG, OWN, OTHER = "deepseekv3_tiny_cpu", "a1" * 8, "b2" * 8
 
 
 @pytest.fixture
@@ -31,13 +32,11 @@ def run(tmp_path, tiny_model):
         CONFIG, [f"recipe.output_root={tmp_path}/outputs", "recipe.run=mine", "data.max_response_length=9"]
     )
     OmegaConf.save(config, folder / "config.yaml")
-    (folder / RUN).write_text(json.dumps({"run": "mine", "id": "a1"}))
-    for step, owner in ((1, "a1"), (20, "a1"), (30, "b2")):
+    (folder / RUN).write_text(json.dumps({"run": "mine", "id": OWN}))
+    for step, owner in ((1, OWN), (20, OWN), (30, OTHER)):
         saved = folder / "checkpoints" / f"global_step_{step}"
-        convert(plan_conversion(open_source(tiny_model)), saved)
-        manifest = json.loads((saved / MANIFEST).read_text())
-        manifest["facts"] = {"id": owner, "step": step}
-        (saved / MANIFEST).write_text(json.dumps(manifest))
+        plan = plan_conversion(open_source(tiny_model))
+        convert(replace(plan, manifest=replace(plan.manifest, facts={"id": owner, "step": step})), saved)
     return folder
 
 
@@ -86,8 +85,12 @@ def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
         find(tmp_path / "nothing", root)
     with pytest.raises(ConfigError, match=r"expected one of step 7, found 1, 20"):
         find(run, root, step=7)
+    for saved in (run / "checkpoints").glob("global_step_?*"):
+        (saved / MANIFEST).write_text("{")
+    with pytest.raises(ConfigError, match=r"expected checkpoints, found .*manifest.json: cannot be read"):
+        find(run, root)
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(ConfigError, match=r"expected checkpoints, found none.*save_freq"):
+    with pytest.raises(ConfigError, match=r"expected checkpoints, found none .*save_freq"):
         find(run, root)
     shutil.copytree(tiny_model, value)
     config = json.loads((value / "config.json").read_text())

@@ -61,11 +61,12 @@ def find_model(
     elif saved and (given.absolute().parents[1] / COMPOSED).is_file():
         run = given.absolute().parents[1]
     config = compose(config_name, overrides, verl_path=trees.verl) if run is None else _of_run(run, overrides, trees)
-    folders = {int(saved[1]) if saved else 0: given}
+    folders, others = {int(saved[1]) if saved else 0: given}, []
     if not (given / "config.json").exists():
-        folders = saved_in(checkpoints_of(config), run_id(run)).own
+        of_run = saved_in(checkpoints_of(config), run_id(run))
+        folders, others = of_run.own, of_run.ignored()
     if not folders or step not in (None, *folders):
-        found = ", ".join(map(str, folders)) or "none; a run with trainer.save_freq=N writes them"
+        found = ", ".join(map(str, folders)) or "; ".join(others[:3]) or "none (trainer.save_freq=N writes them)"
         raise ConfigError(
             f"{given}: expected {'checkpoints' if step is None else f'one of step {step}'}, found {found}"
         )
