@@ -40,8 +40,8 @@ def run(tmp_path, tiny_model):
     return folder
 
 
-def find(given, root, *overrides, step=None, config=CONFIG):
-    return find_model(given, root, config, overrides, Trees(), step)
+def find(given, root, *overrides, config=CONFIG, **which):
+    return find_model(given, root, config, overrides, Trees(), **which)
 
 
 def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a_file(run, tiny_model):
@@ -49,7 +49,8 @@ def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a
     for given in (run, run.relative_to(root)):
         model = find(given, root)
         assert list(model.sources) == [1, 20] and model.config.data.max_response_length == 9
-    assert list(find(run, root, step=1).sources) == [1]
+    assert list(find(run, root, step=1).sources) == list(find(run, root, step=1, newest=True).sources) == [1]
+    assert list(find(run, root, newest=True).sources) == [20]
     saved = find(
         run / "checkpoints" / "global_step_20", root, "data.max_response_length=5", "recipe.rewards=[{name: maths}]"
     )

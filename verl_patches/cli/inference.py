@@ -60,8 +60,8 @@ def generate_command(
     as_json: Json = False,
 ) -> None:
     """Write responses of a model (of a run: the newest checkpoint) to the prompts of a file."""
-    began, chosen = time.monotonic(), _start(model, config_name, overrides, upstream, step)
-    source = chosen.sources[max(chosen.sources)]
+    began, chosen = time.monotonic(), _start(model, config_name, overrides, upstream, step, newest=True)
+    (source,) = chosen.sources.values()
     sampling = {"n": n, "seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_kept():
         prompts = rows.Prompts([input], prompt_key, rows.read_tokenizer(source.folder), chosen.length - 1)
@@ -94,8 +94,8 @@ def chat_command(
     as_json: Json = False,
 ) -> None:
     """Talk to a model: each line of standard input is a message; /new forgets those before."""
-    chosen = _start(model, config_name, overrides, upstream, step)
-    source, length = chosen.sources[max(chosen.sources)], min(chosen.length, CONVERSATION)
+    chosen = _start(model, config_name, overrides, upstream, step, newest=True)
+    (source,), length = chosen.sources.values(), min(chosen.length, CONVERSATION)
     sampling = {"seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     first = [{"role": "system", "content": system}] if system else []
     with _stdout_kept():
@@ -230,11 +230,16 @@ def _show(report: dict[str, Any], output: Path) -> None:
 
 
 def _start(
-    given: Path, config_name: str, overrides: list[str] | None, upstream: Path | None, step: int | None
+    given: Path,
+    config_name: str,
+    overrides: list[str] | None,
+    upstream: Path | None,
+    step: int | None,
+    newest: bool = False,
 ) -> Model:
     """The model, in a process that has the environment of its configuration and the rows of the catalogue."""
     trees = trees_of(upstream)
-    model = find_model(given, output_root(), config_name, overrides or [], trees, step)
+    model = find_model(given, output_root(), config_name, overrides or [], trees, step, newest)
     check_switches(model.config)
     restart_in_environment(model.config, trees)
     importlib.import_module(PRELUDE)

@@ -49,11 +49,18 @@ class Model(NamedTuple):
 
 
 def find_model(
-    given: Path, root: Path, config_name: str, overrides: Sequence[str], trees: Trees, step: int | None = None
+    given: Path,
+    root: Path,
+    config_name: str,
+    overrides: Sequence[str],
+    trees: Trees,
+    step: int | None = None,
+    newest: bool = False,
 ) -> Model:
-    """The weights of a folder, or the checkpoints of the run `given`, a path or a name below `root`; `step`: that one.
+    """The weights of a folder, or the checkpoints of the run `given`, a path or a name below `root`.
 
-    Their headers are checked. ConfigError for anything else, for a value model, and for what cannot run here.
+    `step`: that one alone, `newest`: that one without a step. Their headers are checked. ConfigError for anything else,
+    for a value model, and for what cannot run here.
     """
     run, saved = None, SAVED.fullmatch(given.name)
     if not (given / "config.json").exists():
@@ -71,6 +78,7 @@ def find_model(
             f"{given}: expected {'checkpoints' if step is None else f'one of step {step}'}, found {found}"
         )
     _require_engine(config, trees)
+    step = max(folders) if newest and step is None else step
     sources = {number: open_source(folder) for number, folder in folders.items() if step in (None, number)}
     for source in sources.values():
         if SCORE in source.tensors:
