@@ -179,7 +179,7 @@ def test_another_beginning_or_another_writer_is_refused_and_left_alone(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"), resumable(tmp_path / "file" / "out.jsonl", {}):
         pass
-    partial.write_bytes(b'{"cut in the fir')
+    partial.write_bytes(b'{"n')
     output.unlink()
     with resumable(output, {"n": 3}) as lines:
         lines.add({"row": 0})

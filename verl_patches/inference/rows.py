@@ -207,18 +207,17 @@ def resumable(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
         raise ConfigError(f"{output}: cannot be written ({error}); give another output") from None
     with file:
         with partial.open("rb") as written:
-            begun = written.readline(len(head) + ROW_BYTES)
-            if begun.endswith(b"\n") and begun != head:
+            begun = written.readline(2 * len(head) + ROW_BYTES)
+            if not head.startswith(begun):
                 raise ConfigError(
                     f"{partial} was begun with other settings: expected {head.decode().strip()}, found "
                     f"{begun.decode(errors='replace').strip()[:2000]}; give the same ones, another output, or remove it"
                 )
-            sizes = [len(line) for line in (begun, *written) if line.endswith(b"\n")]
-        file.truncate(sum(sizes))
-        lines = Lines(partial, file, len(sizes) - 1)
-        if not sizes:
+            sizes = [len(line) for line in written if line.endswith(b"\n")] if begun == head else []
+        file.truncate(len(head) + sum(sizes) if begun == head else 0)
+        if begun != head:
             file.write(head)
-            lines.done = 0
+        lines = Lines(partial, file, len(sizes))
         try:
             yield lines
         except BaseException:
