@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.sampling_params import RequestOutputKind
 
 from verl_patches.config.compose import seats_of, vllm_arguments
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.weights.reader import TORCH_DTYPES, WeightReader
 from verl_patches.weights.source import FP8, Source, open_source
 
@@ -65,25 +65,26 @@ class Engine:
         os.environ.update(_LAUNCHER)
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        rollout, given = (
-            config.actor_rollout_ref.rollout,
-            OmegaConf.to_container(OmegaConf.create(vllm_arguments(config))),
-        )
+        rollout = config.actor_rollout_ref.rollout
+        given = {**OmegaConf.to_container(OmegaConf.create(vllm_arguments(config))), **_ALONE}
         self._seats = seats_of(config)
-        self._engine = LLM(
-            model=str(source.folder),
-            load_format=SourceLoader,
-            dtype=rollout.dtype,
-            max_model_len=length,
-            max_num_batched_tokens=max(rollout.max_num_batched_tokens, length),
-            enforce_eager=rollout.enforce_eager,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            enable_chunked_prefill=rollout.enable_chunked_prefill,
-            distributed_executor_backend="external_launcher",
-            seed=0,
-            disable_log_stats=True,
-            **{name: value for name, value in {**given, **_ALONE}.items() if value is not None},
-        ).llm_engine
+        try:
+            self._engine = LLM(
+                model=str(source.folder),
+                load_format=SourceLoader,
+                dtype=rollout.dtype,
+                max_model_len=length,
+                max_num_batched_tokens=max(rollout.max_num_batched_tokens, length),
+                enforce_eager=rollout.enforce_eager,
+                gpu_memory_utilization=rollout.gpu_memory_utilization,
+                enable_chunked_prefill=rollout.enable_chunked_prefill,
+                distributed_executor_backend="external_launcher",
+                seed=0,
+                disable_log_stats=True,
+                **{name: value for name, value in given.items() if value is not None},
+            ).llm_engine
+        except ValueError as error:  # such as a KV cache that is too small for `length`
+            raise RecipeError(f"{source.folder}: vLLM's engine does not start: {error}") from error
 
     def run(self, prompts: Iterable[list[int]], params: SamplingParams, first: int = 0) -> Iterator[Any]:
         """vLLM's RequestOutput of each prompt [tokens], in order.
