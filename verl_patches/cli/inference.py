@@ -69,7 +69,7 @@ def generate_command(
         with rows.resumable(output, settings) as lines:
             kept = lines.done
             for prompt, made in _outputs(chosen, source, prompts, sampling, kept):
-                responses = [_response(each, token_ids) for each in made]
+                responses = [_response(each, prompts.tokenizer, token_ids) for each in made]
                 lines.add({"row": prompt.number, "prompt": prompt.row[prompt_key], "responses": responses})
             tokens = sum(response["tokens"] for line in lines.read() for response in line["responses"])
     result = {"output": str(output), "model": str(source.folder), "rows": prompts.count, "kept": kept, "tokens": tokens}
@@ -129,7 +129,7 @@ def chat_command(
                 typer.echo(printable(made.text[len(shown) :], keep="\n\t"), nl=output.finished)
                 shown = made.text
         if as_json:
-            typer.echo(json.dumps({"message": message, "prompt_tokens": len(tokens), **_response(made, False)}))
+            typer.echo(json.dumps({"message": message, "prompt_tokens": len(tokens), **_response(made, tokenizer)}))
         said += [{"role": "user", "content": message}, {"role": "assistant", "content": made.text}]
         turn += 1
 
@@ -185,7 +185,7 @@ def _score(chosen: Model, prompts: rows.Prompts, sampling: dict[str, Any], token
                 raise RecipeError(f"row {prompt.number} of {', '.join(map(str, prompts.files))}: {error}") from error
             line = {"step": step, "row": prompt.number, "data_source": prompt.row.get(key, "unknown")}
             line["ground_truth"] = (prompt.row.get("reward_model") or {}).get("ground_truth")
-            responses = [{**_response(each, False), **values} for each, values in zip(made, scored, strict=True)]
+            responses = [{**_response(each, tokenizer), **values} for each, values in zip(made, scored, strict=True)]
             lines.add({**line, "prompt": prompt.row[prompts.key], "responses": responses})
 
 
@@ -256,7 +256,7 @@ def _outputs(
 
     from verl_patches.inference import engine as engines  # imports vllm
 
-    params, waiting = engines.sampling_params(sampling), deque()
+    params, waiting = engines.sampling_params({**sampling, "detokenize": False}), deque()
     engine = engines.Engine(source, chosen.config, min(chosen.length, prompts.longest + params.max_tokens))
 
     def tokens() -> Iterator[list[int]]:
@@ -271,9 +271,10 @@ def _outputs(
             bar.update()
 
 
-def _response(made: Any, token_ids: bool) -> dict[str, Any]:
-    """One of vLLM's CompletionOutputs; finish: stop or length."""
-    found = {"text": made.text, "tokens": len(made.token_ids), "finish": made.finish_reason}
+def _response(made: Any, tokenizer: Any, token_ids: bool = False) -> dict[str, Any]:
+    """One of vLLM's CompletionOutputs, whose own text lacks half a character at its end; finish: stop or length."""
+    text = tokenizer.decode(made.token_ids, skip_special_tokens=True)
+    found = {"text": text, "tokens": len(made.token_ids), "finish": made.finish_reason}
     return {**found, "token_ids": list(made.token_ids)} if token_ids else found
 
 
