@@ -63,7 +63,7 @@ def test_long_prompts_are_refused_or_left_out_with_their_rows_numbers_kept(token
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"text": "1"}, "p.jsonl:2: column prompt: expected text or a list of messages, found NoneType"),
+        ({"text": "1"}, "p.jsonl:2: column prompt: expected text or a list of messages, found none"),
         ({"prompt": ""}, "text with tokens"),
         ({"prompt": []}, "found list"),
         ({"prompt": 3}, "found int"),

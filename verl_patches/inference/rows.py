@@ -98,7 +98,8 @@ def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
 def render(tokenizer: Any, messages: Any) -> str:
     """Messages as the chat template writes them for an answer, as in verl's RLHFDataset; ValueError where it fails."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"expected text or a list of messages, found {type(messages).__name__}")
+        found = "none" if messages is None else type(messages).__name__
+        raise ValueError(f"expected text or a list of messages, found {found}")
     if not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     ):
