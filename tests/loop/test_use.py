@@ -127,6 +127,8 @@ def test_a_folder_is_scored_by_the_rewards_that_are_given(used):
 
 
 def test_nothing_is_written_beside_the_output(used):
-    assert used.left == []
+    assert [
+        path for path in used.left if "matplotlib" not in path.parts
+    ] == []  # its list of fonts, as of every picture
     assert {path.name for path in used.folder.iterdir()} == {"hf", "prompts.jsonl", "out", "home"}
     assert {path.name for path in used.out.iterdir()} == {"greedy.jsonl", "whole.jsonl", "cut.jsonl", "run", "hf"}
