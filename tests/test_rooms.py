@@ -19,7 +19,7 @@ FLOORS = (
     {"batches", "replay", "log_probs", "rewards", "objectives"},
     {"trainer", "worker"},
     {"config", "planning", "upstream"},
-    {"launch", "cluster", "doctor", "evaluation", "data"},
+    {"launch", "cluster", "doctor", "evaluation", "data", "inference"},
     {"cli", "catalog", "prelude_patch", "main", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device
 )

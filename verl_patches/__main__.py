@@ -11,7 +11,7 @@ import sys
 try:
     import typer
 
-    from verl_patches.cli import cluster, contract, data, doctor, inspect, patches, plan, run, weights
+    from verl_patches.cli import cluster, contract, data, doctor, inference, inspect, patches, plan, run, weights
     from verl_patches.errors import ConfigError, RecipeError, interrupted
     from verl_patches.values import printable
 except ModuleNotFoundError as error:
@@ -38,6 +38,9 @@ app.command("config")(inspect.config_command)
 app.command("reshard-plan")(inspect.reshard_plan_command)
 app.command("report")(inspect.report_command)
 app.command("compare")(inspect.compare_command)
+app.command("generate")(inference.generate_command)
+app.command("chat")(inference.chat_command)
+app.command("eval")(inference.eval_command)
 app.command("versions")(contract.versions_command)
 app.command("fetch-upstream")(contract.fetch_upstream_command)
 app.add_typer(cluster.app, name="cluster")

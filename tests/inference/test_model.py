@@ -1,0 +1,131 @@
+"""What a user names as a model, whose settings count, and what is refused before an engine starts."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+from verl_patches.__main__ import app
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+from verl_patches.inference.model import find_model, validation_sampling
+from verl_patches.layout.inventory import SCORE
+from verl_patches.trainer.record import RUN
+from verl_patches.upstream.checkouts import Trees
+from verl_patches.weights.convert import convert
+from verl_patches.weights.manifest import MANIFEST
+from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.source import open_source
+
+CONFIG, OWN, OTHER = "deepseekv3_tiny_cpu", "a1" * 8, "b2" * 8
+
+
+@pytest.fixture
+def run(tmp_path, tiny_model):
+    """A run with two checkpoints of its own, and one of another run."""
+    folder = tmp_path / "outputs" / "mine"
+    folder.mkdir(parents=True)
+    config = compose(
+        CONFIG, [f"recipe.output_root={tmp_path}/outputs", "recipe.run=mine", "data.max_response_length=9"]
+    )
+    OmegaConf.save(config, folder / "config.yaml")
+    (folder / RUN).write_text(json.dumps({"run": "mine", "id": OWN}))
+    for step, owner in ((1, OWN), (20, OWN), (30, OTHER)):
+        saved = folder / "checkpoints" / f"global_step_{step}"
+        plan = plan_conversion(open_source(tiny_model))
+        convert(replace(plan, manifest=replace(plan.manifest, facts={"id": owner, "step": step})), saved)
+    return folder
+
+
+def find(given, root, *overrides, config=CONFIG, **which):
+    return find_model(given, root, config, overrides, Trees(), **which)
+
+
+def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a_file(run, tiny_model):
+    root = run.parent
+    for given in (run, run.relative_to(root)):
+        model = find(given, root)
+        assert list(model.sources) == [1, 20] and model.config.data.max_response_length == 9
+    assert list(find(run, root, step=1).sources) == list(find(run, root, step=1, newest=True).sources) == [1]
+    assert list(find(run, root, newest=True).sources) == [20]
+    saved = find(
+        run / "checkpoints" / "global_step_20", root, "data.max_response_length=5", "recipe.rewards=[{name: maths}]"
+    )
+    assert (
+        list(saved.sources) == [20] and saved.config.data.max_response_length == 5 and saved.config.recipe.run == "mine"
+    )
+    assert OmegaConf.to_container(saved.config.recipe.rewards) == [{"name": "maths"}]
+    other = find(tiny_model, root, "data.max_response_length=7")
+    assert list(other.sources) == [0] and other.config.data.max_response_length == 7
+    assert other.length == json.loads((tiny_model / "config.json").read_text())["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("data.max_respnse_length=5",), "max_respnse_length"),
+        (("data.max_response_length",), "expected key=value, found data.max_response_length"),
+        (("data.max_prompt_length=many",), "data.max_prompt_length is 'many'"),
+        (("recipe.rewards=[{name: math}]",), "Invalid rewards"),
+        (("recipe.rewards=5",), "config.yaml, with recipe.rewards=5"),
+        (("recipe.platform=npu",), "engines over several dies and nodes"),
+        (("recipe.line=a3",), "--upstream"),
+    ],
+)
+def test_overrides_of_a_run_are_of_keys_that_it_has_and_platforms_that_can_run(run, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        find(run, run.parent, *overrides)
+
+
+def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
+    root, value = run.parent, tmp_path / "value"
+    with pytest.raises(ConfigError, match="no such folder"):
+        find(tmp_path / "nothing", root)
+    with pytest.raises(ConfigError, match=r"expected one of step 7, found 1, 20"):
+        find(run, root, step=7)
+    for saved in (run / "checkpoints").glob("global_step_?*"):
+        (saved / MANIFEST).write_text("{")
+    with pytest.raises(ConfigError, match=r"expected checkpoints, found .*manifest.json: cannot be read"):
+        find(run, root)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ConfigError, match=r"expected checkpoints, found none .*save_freq"):
+        find(run, root)
+    shutil.copytree(tiny_model, value)
+    config = json.loads((value / "config.json").read_text())
+    (value / "config.json").write_text(json.dumps({**config, "max_position_embeddings": "640"}))
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        find(value, root)
+    with pytest.raises(ConfigError, match="no config of a run"):
+        find(tiny_model, root, config="nothing")
+
+
+def test_a_value_model_is_refused(run, tiny_model, monkeypatch):
+    from verl_patches.inference import model
+
+    def with_a_head(folder):
+        source = open_source(folder)
+        source.tensors[SCORE] = source.tensors.pop("lm_head.weight")
+        return source
+
+    monkeypatch.setattr(model, "open_source", with_a_head)
+    with pytest.raises(ConfigError, match="found a value model"):
+        find(tiny_model, run.parent)
+
+
+def test_a_validation_is_greedy_unless_the_run_samples():
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    greedy = validation_sampling(compose(CONFIG))
+    assert greedy == {"n": 1, "seed": 0, "max_tokens": 16, "ignore_eos": True, "temperature": 0.0}
+    sampled = validation_sampling(compose(CONFIG, [f"{val}.do_sample=true", f"{val}.n=4", f"{val}.top_p=0.5"]))
+    assert (sampled["n"], sampled["top_p"], sampled["top_k"], sampled["temperature"]) == (4, 0.5, -1, 0)
+
+
+@pytest.mark.parametrize("words", [["generate", "x", "in.jsonl", "out.jsonl"], ["chat", "x"], ["eval", "x", "out"]])
+def test_commands_refuse_an_unknown_model_and_write_nothing(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, ConfigError) and "x" in str(done.exception) and list(tmp_path.iterdir()) == []
+    assert CliRunner().invoke(app, words[:1]).exit_code == 2

@@ -1,0 +1,82 @@
+"""Intervals and pass@k of eval against their definitions, the scorer against the training's reward, and the picture."""
+
+import itertools
+import json
+import statistics
+from math import comb, sqrt
+
+import pytest
+
+from verl_patches.inference.scores import BOOTSTRAP, WILSON, accuracy_figure, bootstrap, measure, wilson
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
+    prompts = [[1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+    found = measure(prompts)
+    assert list(found["pass"]) == [1, 2, 4, 5] and found["n"] == 5
+    for k, value in found["pass"].items():
+        shares = [sum(any(some) for some in itertools.combinations(prompt, k)) / comb(5, k) for prompt in prompts]
+        assert value == pytest.approx(statistics.fmean(shares))
+    assert found["pass"][1] == pytest.approx(found["mean"])
+    assert measure([[1, 0.5], [0, 1]])["pass"] == measure([[1], [0]])["pass"] == {}  # no share, and one response
+
+
+def test_wilsons_interval_of_the_literature():
+    """Newcombe 1998, Stat. Med. 17:857, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
+    published = {
+        (81, 263): (0.2553, 0.3662),
+        (15, 148): (0.0624, 0.1605),
+        (0, 20): (0, 0.1611),
+        (1, 29): (0.0061, 0.1718),
+    }
+    for (correct, count), expected in published.items():
+        assert wilson(correct, count) == pytest.approx(expected, abs=5e-5)
+
+
+def test_the_interval_says_how_it_was_made():
+    one, several = measure([[1.0]] * 3 + [[0.0]] * 5), measure([[1.0, 0.0]] * 3 + [[0.0, 0.0]] * 5)
+    assert (one["interval"], several["interval"], measure([[0.5]])["interval"]) == (WILSON, BOOTSTRAP, BOOTSTRAP)
+    assert (one["low"], one["high"]) == wilson(3, 8)
+    means = [number / 100 for number in range(101)]
+    low, high = bootstrap(means)
+    expected = 1.96 * statistics.pstdev(means) / sqrt(101)
+    assert 0.5 - low == pytest.approx(expected, rel=0.15) and high - 0.5 == pytest.approx(expected, rel=0.15)
+    assert (low, high) == bootstrap(means)  # the same for the same data
+
+
+def test_the_picture_has_a_curve_for_each_source():
+    steps = [{"step": n, "sources": {"a$b": measure([[1.0], [0.0]]), "c": measure([[n / 10]])}} for n in (1, 5)]
+    (axes,) = accuracy_figure("run$", steps).axes
+    assert [list(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2][0] == [1, 5]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [r"a\$b, mean@1", "c, mean@1"]
+
+
+SCORE = """
+import json, sys
+from verl_patches import prelude_patch
+from transformers import AutoTokenizer
+from verl_patches.config.compose import compose
+from verl_patches.errors import RecipeError
+from verl_patches.inference.scores import scorer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+rewards = "recipe.rewards=[{name: maths},{name: length,buffer_tokens: 4}]"
+config = compose("deepseekv3_tiny_cpu", [rewards, "data.max_response_length=32"])
+score = scorer(config, tokenizer)
+row = {"data_source": "x", "reward_model": {"ground_truth": "4"}, "extra_info": None}
+texts = ["is \\\\boxed{4}", "\\\\boxed{4}<|end|>ignored \\\\boxed{5}", "\\\\boxed{5}"]
+found = score(row, [tokenizer(text)["input_ids"] for text in texts])
+try:
+    score({"data_source": "x"}, [[5]])
+except RecipeError as error:
+    found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_responses_are_scored_by_the_parts_of_the_reward_up_to_their_end(run_warm, tiny_model):
+    done = run_warm(SCORE, str(tiny_model), patches="line=pypi,platform=cpu", env={"VLLM_USE_V1": "0"}).check()
+    first, ended, wrong, error = json.loads(done.out.splitlines()[-1])
+    assert (first["value"], ended["value"], wrong["value"]) == (1.0, 1.0, 0.0)  # acc, not the sum with the penalty
+    assert wrong["reward"] == pytest.approx(0.1 + wrong["reward/length"]) and wrong["format"] == 1.0
+    assert "recipe.rewards[0] (maths)" in error

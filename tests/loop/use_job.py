@@ -1,0 +1,34 @@
+"""Several commands in one process, which imports vLLM once: `python use_job.py '[["generate", ...], ...]'`.
+
+One that begins with "cut" ends in the middle of its third line, as a process that is killed.
+"""
+
+import contextlib
+import json
+import sys
+from unittest import mock
+
+from verl_patches.__main__ import app
+from verl_patches.inference.rows import Lines
+
+add = Lines.add
+
+
+class Cut(BaseException):
+    """A kill."""
+
+
+def half(self, line):
+    if self.done == 2:
+        self._file.write(json.dumps(line)[:20].encode())
+        raise Cut
+    add(self, line)
+
+
+for words in json.loads(sys.argv[1]):
+    if words[0] == "cut":
+        with mock.patch.object(Lines, "add", half), contextlib.suppress(Cut):
+            app(words[1:], standalone_mode=False)
+            raise AssertionError(f"was not cut: {words}")
+    else:
+        app(words, standalone_mode=False)

@@ -1,0 +1,1 @@
+"""The trained model in use: generate, chat, eval (docs/use.md)."""

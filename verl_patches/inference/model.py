@@ -1,0 +1,142 @@
+"""What `generate`, `chat` and `eval` run: the weights that a user names, and the configuration that they belong to.
+
+Weights are read where they are, in any format of weights/source.py. A run and its checkpoints have the settings of its
+config.yaml; other weights those of a file of configs/.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_patches.config.compose import compose
+from verl_patches.config.environment import COMPOSED, derive, process_environment
+from verl_patches.config.recipe import check_recipe
+from verl_patches.config.run_start import checkpoints_of
+from verl_patches.config.verl_values import check_verl_values
+from verl_patches.errors import ConfigError
+from verl_patches.evaluation.record import find_run
+from verl_patches.layout.inventory import SCORE
+from verl_patches.platform import require as require_platform
+from verl_patches.rewards.parts import parts_of
+from verl_patches.trainer.record import run_id
+from verl_patches.upstream.checkouts import (
+    VERL_CONFIG,
+    Trees,
+    for_platform,
+    require_trees,
+    require_verl,
+    verl_config_dir,
+)
+from verl_patches.weights.checkpoint_folders import saved_in
+from verl_patches.weights.manifest import SAVED
+from verl_patches.weights.source import Source, open_source
+from verl_patches.yaml_files import read_yaml
+
+
+class Model(NamedTuple):
+    """Weights by step of their run, oldest first, or by 0; length: most tokens of a prompt and its response."""
+
+    config: DictConfig
+    sources: dict[int, Source]
+    length: int
+
+
+def find_model(
+    given: Path,
+    root: Path,
+    config_name: str,
+    overrides: Sequence[str],
+    trees: Trees,
+    step: int | None = None,
+    newest: bool = False,
+) -> Model:
+    """The weights of a folder, or the checkpoints of the run `given`, a path or a name below `root`.
+
+    `step`: that one alone, `newest`: that one without a step. Their headers are checked. ConfigError for anything else,
+    for a value model, and for what cannot run here.
+    """
+    run, saved = None, SAVED.fullmatch(given.name)
+    if not (given / "config.json").exists():
+        run = find_run(given, root)
+    elif saved and (given.absolute().parents[1] / COMPOSED).is_file():
+        run = given.absolute().parents[1]
+    config = compose(config_name, overrides, verl_path=trees.verl) if run is None else _of_run(run, overrides, trees)
+    folders, others = {int(saved[1]) if saved else 0: given}, []
+    if not (given / "config.json").exists():
+        of_run = saved_in(checkpoints_of(config), run_id(run))
+        folders, others = of_run.own, of_run.ignored()
+    if not folders or step not in (None, *folders):
+        found = ", ".join(map(str, folders)) or "; ".join(others[:3]) or "none (trainer.save_freq=N writes them)"
+        raise ConfigError(
+            f"{given}: expected {'checkpoints' if step is None else f'one of step {step}'}, found {found}"
+        )
+    _require_engine(config, trees)
+    step = max(folders) if newest and step is None else step
+    sources = {number: open_source(folder) for number, folder in folders.items() if step in (None, number)}
+    for source in sources.values():
+        if SCORE in source.tensors:
+            raise ConfigError(
+                f"{source.folder}: expected a model with a head for tokens, found a value model ({SCORE})"
+            )
+        length = source.config.get("max_position_embeddings")
+        if type(length) is not int or length < 2:
+            where = source.folder / "config.json"
+            raise ConfigError(f"{where}: max_position_embeddings is {length!r:.80}; expected a whole number >= 2")
+    return Model(config, sources, length)
+
+
+def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
+    """The composed configuration of a run, with `overrides` of keys that it has, checked as compose() does."""
+    try:
+        config = OmegaConf.create(read_yaml(run / COMPOSED))
+        OmegaConf.set_struct(config, True)
+        if plain := [word for word in overrides if "=" not in word]:
+            raise ConfigError(f"expected key=value, found {plain[0]}")
+        config.merge_with_dotlist(list(overrides))
+        check_recipe(OmegaConf.to_container(config.recipe))
+        verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
+        check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
+        parts_of(config)
+        return config
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        text = str(error).strip() or type(error).__name__
+        raise ConfigError(f"{run / COMPOSED}, with {' '.join(overrides) or 'no overrides'}: {text}") from None
+
+
+def _require_engine(config: DictConfig, trees: Trees) -> None:
+    if config.recipe.platform == "npu":
+        raise ConfigError(
+            "generate, chat and eval start one engine on one device; engines over several dies and nodes, which "
+            "DeepSeek-V3 needs on platform npu, are not there yet: validate in a run (trainer.val_before_train=true), "
+            "or serve the folder of `weights export`"
+        )
+    require_trees(config, trees)
+    require_verl(config.recipe.line, trees)
+    require_platform(config.recipe.platform)
+
+
+def restart_in_environment(config: DictConfig, trees: Trees) -> None:
+    """Start this command again with the variables of a run of `config`, unless it has them.
+
+    Some are read when Python or torch starts.
+    """
+    trees = for_platform(config.recipe.platform, trees)
+    variables = [v for v in derive(config, trees=trees) if v.name != "TENSORBOARD_DIR"]
+    wanted = [v for v in variables if v.where == "workers" or v.name == "PYTHONPATH"]
+    if any(os.environ.get(variable.name) != variable.value for variable in wanted):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], process_environment(wanted, os.environ))
+
+
+def validation_sampling(config: DictConfig) -> dict[str, Any]:
+    """How the trainer of `config` samples in a validation, by names of vLLM's SamplingParams."""
+    rollout, given = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    sampled = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
+    kept = {"n": given.n, "seed": rollout.get("seed") or 0, "max_tokens": config.data.max_response_length}
+    return {**kept, "ignore_eos": rollout.ignore_eos, **(sampled if given.do_sample else {"temperature": 0.0})}

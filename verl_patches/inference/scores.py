@@ -1,0 +1,97 @@
+"""What `eval` measures: responses by the training reward, mean@n, pass@k, intervals, accuracy over the steps of a run.
+
+The reward is that of training: verl's load_reward_manager with row reward.parts. The value of a response is, as in
+verl's validation, `acc` where the reward has it, else the reward.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl_patches.trainer.validation import pass_at_k
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CONFIDENCE, DRAWS = 0.95, 1000
+WILSON, BOOTSTRAP = "Wilson's interval", f"percentiles of {DRAWS} bootstrap draws of prompts"
+
+
+def scorer(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:
+    """score(row, tokens of its responses): {value, reward, what parts of the reward return} of each response."""
+    import numpy as np
+    import torch
+    from verl import DataProto
+    from verl.trainer.ppo.reward import load_reward_manager
+    from verl.utils.torch_functional import get_response_mask
+
+    manager, longest = load_reward_manager(config, tokenizer, num_examine=1), config.data.max_response_length
+
+    def score(row: Mapping[str, Any], responses: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        ids = torch.full((len(responses), longest), tokenizer.pad_token_id or 0)
+        for padded, tokens in zip(ids, responses, strict=True):
+            padded[: len(tokens)] = torch.tensor(tokens)
+        tensors = {"responses": ids, "attention_mask": get_response_mask(ids, tokenizer.eos_token_id)}
+        of_row = {name: np.array([value] * len(ids), dtype=object) for name, value in row.items()}
+        found = manager(DataProto.from_dict(tensors, of_row), return_dict=True)
+        columns = {"reward": found["reward_tensor"].sum(-1).tolist(), **found["reward_extra_info"]}
+        scores = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [{"value": float(each.get("acc", each["reward"])), **each} for each in scores]
+
+    return score
+
+
+def measure(prompts: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Of the values of n responses to each prompt: prompts, n, mean, its interval (low, high, how it was made), pass.
+
+    pass: {k: pass@k} for k = 1, 2, 4, ... and n, where n > 1 and all values are 0 or 1.
+    """
+    n, means = len(prompts[0]), [statistics.fmean(prompt) for prompt in prompts]
+    binary = all(value in (0, 1) for prompt in prompts for value in prompt)
+    alone = binary and n == 1
+    low, high = wilson(int(sum(means)), len(means)) if alone else bootstrap(means)
+    found = {"prompts": len(prompts), "n": n, "mean": statistics.fmean(means), "low": low, "high": high}
+    powers = {1 << power for power in range(n.bit_length()) if 1 << power < n} | {n} if binary and n > 1 else ()
+    passes = {k: statistics.fmean(pass_at_k(n, int(sum(prompt)), k) for prompt in prompts) for k in sorted(powers)}
+    return {**found, "interval": WILSON if alone else BOOTSTRAP, "pass": passes}
+
+
+def wilson(correct: int, count: int) -> tuple[float, float]:
+    """Wilson's interval for a share, at CONFIDENCE (J. Am. Stat. Assoc. 22:209, 1927)."""
+    z, share = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2), correct / count
+    middle, half = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / count / 2) ** 2)
+    return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
+
+
+def bootstrap(means: Sequence[float]) -> tuple[float, float]:
+    """The interval for the mean of `means`, at CONFIDENCE, with seed 0."""
+    import numpy as np
+
+    generator, given = np.random.default_rng(0), np.array(means)
+    drawn = [given[generator.integers(len(given), size=len(given))].mean() for _ in range(DRAWS)]
+    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def accuracy_figure(name: str, steps: Sequence[Mapping[str, Any]]) -> Figure:
+    """The mean of each source, with its interval, over `steps`: {step, sources: {source: measures}}."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for source in steps[0]["sources"]:
+        of = [step["sources"][source] for step in steps]
+        sides = [[abs(each["mean"] - each[side]) for each in of] for side in ("low", "high")]
+        label = f"{source}, mean@{of[0]['n']}".replace("$", r"\$")
+        axes.errorbar(
+            [step["step"] for step in steps], [each["mean"] for each in of], sides, marker="o", capsize=3, label=label
+        )
+    axes.set(title=name.replace("$", r"\$"), xlabel="step", ylabel="mean")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
