@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_patches.data.templates import Template
 from verl_patches.rewards.maths import MAX_ANSWER_CHARS
 
 if TYPE_CHECKING:
     import pyarrow
+
+    from verl_patches.data.templates import Template
 
 Row = dict[str, Any]
 EXTRA = ("index", "split", "answer", "solution", "origin")  # of extra_info
