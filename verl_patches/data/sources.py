@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from verl_patches.data.settings import Settings
 from verl_patches.errors import ConfigError
 from verl_patches.values import is_secret_value, printable
 
 if TYPE_CHECKING:
     import pyarrow
+
+    from verl_patches.data.settings import Settings
 
 MAX_ROW_BYTES = 16 << 20
 MAX_GROUP_BYTES = 4 << 30  # of a row group of a parquet file, uncompressed
