@@ -78,7 +78,7 @@ SMALL_BUCKETS = "recipe.reshard.bucket_bytes=1000"
     (TINY, "profile", [PROFILE("steps=[]")], "steps is empty"),
     (TINY, "profile", [PROFILE("steps=[1]"), PROFILE("ranks=[]")], "ranks is empty"),
     (TINY, "profile", [PROFILE("steps=[1]"), PROFILE("phases=[old_log_prob]"), f"{SKIP}=true"], "has no old_log_prob"),
-    (TINY, "profile", [PROFILE("steps=[1]"), PROFILE("phases=[values]")], "has no values, as"),
+    (TINY, "profile", [PROFILE("steps=[1]"), PROFILE("phases=[values]")], "has no values, by"),
     (TINY, "profile", [PROFILE("steps=[1]"), PROFILE("phases=[values]"), "algo=ppo"], None),
     (TINY, "profile", [PROFILE("steps=[1,3]"), PROFILE("ranks=[0,1]"), PROFILE("phases=[update]")], None),
     (TINY, "profile", [PROFILE("ranks=[9]")], None),  # off
