@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "docs" / "recipes.json"
+RECORD, PICTURES = ROOT / "docs" / "recipes.json", ROOT / "docs" / "images"
 PROGRAM = ("-m", "verl_patches")
 STEPS, SHOWN = 3, 160
 PLACES = {"pypi": "pypi", "a3": "a3 on CPU", "emulated": "a3, emulated NPU", "learning": "learning run"}
@@ -86,8 +87,11 @@ def run(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
     command = " ".join(["bash scripts/smoke.sh", *arguments_of(algo, where, upstream and "upstream")])
     head = {"algo": algo, "where": where, "command": command, "date": datetime.date.today().isoformat()}
     made = head | outcome(done.returncode, done.stderr, ROOT / "outputs" / name)
-    if where == "learning" and not made["exit"] and (reason := shortfall(algo, made["learnt"])):
-        made |= {"exit": 1, "reason": reason}
+    if where == "learning" and not made["exit"]:
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / "outputs" / name / "training.png", PICTURES / f"learning_{algo}.png")
+        if reason := shortfall(algo, made["learnt"]):
+            made |= {"exit": 1, "reason": reason}
     return made
 
 
@@ -143,7 +147,7 @@ def table(record: Mapping[str, Any], names: Sequence[str]) -> str:
         if name in LEARNING and (run := runs.get((name, "learning"))) is not None:
             what, *ends = run.get("learnt") or ["-", None, None]
             numbers = " | ".join(map(_number, (*ends, LEARNING[name][0])))
-            how = _cell(run) if run["exit"] else run["date"]
+            how = _cell(run) if run["exit"] else f"[{run['date']}](images/learning_{name}.png)"
             text.append(f"| `{run['command']}` | {what} | {numbers} | {how} |")
     return "\n".join(text) + "\n"
 

@@ -41,10 +41,13 @@ def test_a_learning_run_that_does_not_reach_its_stated_amount_has_failed(tmp_pat
     (folder := tmp_path / "outputs" / "recipe_grpo_learning").mkdir(parents=True)
     lines = [{"step": n, "critic/score/mean": 0.5 + n / 100} for n in range(1, 13)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "training.png").write_bytes(b"a picture")
     monkeypatch.setattr(recipe_runs, "ROOT", tmp_path)
+    monkeypatch.setattr(recipe_runs, "PICTURES", tmp_path / "images")
     monkeypatch.setattr(recipe_runs, "PROGRAM", ("-c", ""))
     made = recipe_runs.run("grpo", "learning", None)
     assert made["exit"] == 1 and made["reason"] == "reward improved by 0.07, expected 0.35 or more"
+    assert (tmp_path / "images" / "learning_grpo.png").read_bytes() == b"a picture"
     monkeypatch.undo()
     text = table({"runs": [made]}, NAMES)
     assert f"| reward | 0.53 | 0.6 | 0.35 | failed: {made['reason']} ({made['date']}) |" in text
@@ -95,7 +98,7 @@ def test_the_table_has_a_row_for_each_preset_and_says_what_was_not_run():
     text = table({"runs": [ran("rloo", "pypi"), learned]}, NAMES)
     assert "| `rloo` | reward 0.125, grad norm 2.5 (2026-11-26) | not run | not run |" in text
     assert "| `grpo` | not run | not run | not run |" in text
-    assert "| `bash scripts/smoke.sh --learn algo=grpo` | reward | 0.25 | 0.75 | 0.35 | 2026-11-26 |" in text
+    assert "| `bash scripts/smoke.sh --learn algo=grpo` | reward | 0.25 | 0.75 | 0.35 | [2026-11-26](images/learning_grpo.png) |" in text
     assert "RLOO (arXiv:2402.14740): a response's advantage" in text
 
 
