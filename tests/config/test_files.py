@@ -54,6 +54,18 @@ def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny
     shape = {"num_hidden_layers": 3}
     (tmp_path / "three.json").write_text(json.dumps(tiny_config(shape)))
     assert "num_hidden_layers" in said(model, f"recipe.model_shape={tmp_path / 'three.json'}")
+    of_model = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(of_model | {"routed_scaling_factor": 7.0}))
+    a3 = ["recipe.line=a3", "recipe.platform=npu_emulated"]
+    assert said(model) == "" and "routed_scaling_factor 7.0 !=" in said(model, *a3)  # built of the actor's arguments
+    (model / "config.json").write_text(json.dumps(of_model))
+    actors = f"actor_rollout_ref.model.path={tiny_model}"
+    assert said(model, actors) == ""
+    words = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    words["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+    (model / "tokenizer.json").write_text(json.dumps(words))
+    assert "another vocabulary in tokenizer.json" in said(model, actors)
     for file in model.glob("tokenizer*"):
         file.unlink()
     assert "no tokenizer" in said(model)

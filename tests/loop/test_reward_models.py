@@ -15,13 +15,9 @@ RM = ("--steps", "2", "algo=rm", "data.shuffle=false", "trainer.save_freq=1")  #
 
 
 def with_models(folders):
-    """algo=grpo with the reward models of two folders, weights 0.5 and -0.25, and the learnable task."""
+    """The reward models of two folders, weights 0.5 and -0.25, and the learnable task."""
     entries = [f"{{name: reward_model, path: '{f}', weight: {w}}}" for f, w in zip(folders, (0.5, -0.25), strict=True)]
-    return (
-        "algo=grpo",
-        "recipe.memory.ledger=strict",
-        f"recipe.rewards=[{entries[0]},{{name: by_source}},{entries[1]}]",
-    )
+    return ("recipe.memory.ledger=strict", f"recipe.rewards=[{entries[0]},{{name: by_source}},{entries[1]}]")
 
 
 def value_model(folder):
@@ -61,7 +57,7 @@ def folders(smoke):
 
 @pytest.fixture
 def scored(smoke, folders):
-    return smoke("--steps", "2", *with_models(folders))
+    return smoke("--steps", "2", "algo=ppo", *with_models(folders))
 
 
 def test_two_models_score_beside_a_rule(scored, folders):
@@ -70,9 +66,8 @@ def test_two_models_score_beside_a_rule(scored, folders):
         assert list(found) == ["reward_model_0", "by_source", "reward_model_2"]
         for label, folder in zip(("reward_model_0", "reward_model_2"), folders, strict=True):
             assert found[label] == pytest.approx(scores_apart(scored, folder, number).mean().item(), abs=1e-5)
-            before = scores_apart(
-                scored, folder, number, places=1
-            )  # what verl's value of the last token is: the control
+            # the control: what verl's value of the last token is
+            before = scores_apart(scored, folder, number, places=1)
             assert found[label] != pytest.approx(before.mean().item(), abs=1e-3)
         total = 0.5 * found["reward_model_0"] + found["by_source"] - 0.25 * found["reward_model_2"]
         assert step["reward"] == pytest.approx(total, abs=1e-5)
@@ -83,6 +78,7 @@ def test_a_models_weights_are_on_the_device_while_it_scores_and_no_longer(scored
         phases = step["memory"]["phases"]
         assert step["memory"]["violations"]["count"] == 0
         assert [name for name, phase in phases.items() if phase["bytes"]["reward_params"]] == ["rm_scores"]
+        assert step["offload"]["moves"]["load reward_params"]["count"] == 2
     assert phases["rm_scores"]["bytes"]["reward_params"] < phases["ref"]["bytes"]["ref_params"]  # one at a time
 
 

@@ -67,7 +67,16 @@ def test_a_die_has_one_reward_model_at_a_time_and_a_node_a_host_copy_of_each():
     (scoring,) = (phase["bytes"] for phase in of_one if phase["phase"] == "rm_scores")
     assert scoring["reward_params"] > 0 < scoring["working_activations"]
     host = [found["host"]["bytes"]["reward_params"] for found in (one, two)]
-    assert host[1] == 2 * host[0] > 0
+    loaded = [found["orders"][0]["to_device_bytes"]["max"] for found in (one, two)]
+    assert host[1] == 2 * host[0] > 0 and loaded[1] - loaded[0] == scoring["reward_params"]
+
+
+def test_a_reward_models_micro_batch_follows_the_references(big):
+    config = changed(compose(BIG, ["recipe.rewards=[{name: reward_model, path: a}]"]), {f"{REF}{MICRO_BATCH}": 128})
+    found, phases = settings_that_fit(config, RUN)
+    key = "reward_model.micro_batch_size_per_gpu"
+    mended = changed(config, {**found, key: found[f"{REF}{MICRO_BATCH}"]})
+    assert not exceeding(phases, A3_SEEN_BYTES) and followed_peaks(mended, RUN)["phases"] == phases
 
 
 def bytes_of(group, *overrides, **options):

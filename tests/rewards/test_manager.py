@@ -115,8 +115,10 @@ def test_scores_of_reward_models_are_added_and_not_taken_alone():
     assert columns["reward/reward_model_2"] == [10.0, 20.0, 30.0]
     naive = NaiveRewardManager(Tokenizer(), 0, lambda **sample: 7.0)
     assert torch.equal(naive(data), scores)  # the control: verl's takes these alone
-    with pytest.raises(RewardError, match=r"recipe.rewards\[0\] \(reward_model\): the batch has no rm_scores"):
-        manager_of(*entries)(of_lengths(*LENGTHS))
+    whole = torch.zeros(3, 8)  # [B, S_response], as verl's own worker gives them
+    for more, words in (({}, "found none"), ({"rm_scores": whole}, r"found \[3, 8\]")):
+        with pytest.raises(RewardError, match=rf"recipe.rewards\[0\] \(reward_model\): .*\[3, 2\], {words}"):
+            manager_of(*entries)(of_lengths(*LENGTHS, **more))
     validation = manager_of(*entries, validates=1)(of_lengths(*LENGTHS), return_dict=True)  # runs no reward model
     assert list(validation["reward_extra_info"]) == ["reward/length"]
 

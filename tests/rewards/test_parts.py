@@ -90,6 +90,8 @@ def test_two_entries_of_one_name_have_labels_of_their_own():
         ([MODEL, "reward_model.megatron.tensor_model_parallel_size=2"], "of the reward model found tensor"),
         ([MODEL, "reward_model.micro_batch_size_per_gpu=3"], "not a multiple of 3"),
         ([MODEL, "recipe.patches=[-reward.models]"], "row reward.models or .* is off"),
+        ([MODEL, "reward_model.strategy=fsdp"], "reward_model.strategy is fsdp"),
+        ([MODEL, "trainer.test_freq=1"], "reward models do not run in validation"),
         ([MODEL, "algorithm.adv_estimator=remax"], "no reward model for remax"),
         ([MODEL, "recipe.keep_groups.metric=score"], "recipe.rewards has a reward model: no memory"),
         (["algo=sft", MODEL], "recipe.rewards is .*fixed responses have no reward"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.config.compose import model_shape_of, switched_off, with_layers
+from verl_patches.config.compose import switched_off, unlike_actor
 from verl_patches.errors import Check, divides, either
-from verl_patches.layout.inventory import differences, read_model_shape
+from verl_patches.layout.inventory import read_model_shape
 from verl_patches.layout.parallel import ParallelLayout, critic_of
 from verl_patches.layout.phases import reward_models, samples
 from verl_patches.objectives import settings
@@ -82,10 +81,9 @@ def critic_checks(config: DictConfig) -> Iterator[Check]:
         faults.append("critic.shuffle is true, which needs critic.data_loader_seed=N")
     if critic.megatron.use_dist_checkpointing or not critic.load_weight:
         faults.append("critic.load_weight must be true and critic.megatron.use_dist_checkpointing false")
-    file, model = Path(critic.model.path) / "config.json", model_shape_of(config)
+    file = Path(critic.model.path) / "config.json"
     if file.is_file() and critic.model.path != actor.model.path:
-        found = replace(with_layers(config, read_model_shape(file)), torch_dtype=model.torch_dtype)
-        if unlike := differences(found, model):
+        if unlike := unlike_actor(config, read_model_shape(file), file):
             faults.append(f"critic.model.path is of another model than the actor: {unlike}")
     if switched_off(config, "update.recipe_critic") or switched_off(config, "update.recipe_worker"):
         faults.append("row update.recipe_critic or update.recipe_worker is off: verl's own critic would train")
@@ -108,6 +106,11 @@ def reward_checks(config: DictConfig) -> list[Check]:
             "reward_model.enable is true, which entries of recipe.rewards stand for: leave it false, and give "
             "recipe.rewards=[{name: reward_model, path: FOLDER}, ...]"
         )
+    if models and len(models) == len(parts) and validates(config):
+        faults.append(
+            "reward models do not run in validation, and recipe.rewards has nothing else, so each score would be 0; "
+            "add a part, or set trainer.test_freq=-1 and trainer.val_before_train=false"
+        )
     if models and config.algorithm.adv_estimator == "remax":
         faults.append("verl runs no reward model for remax's baseline; leave the part reward_model out")
     held = " + ".join(f"{part.entry.weight:g} x {part.label}" for part in parts) or "no part"
@@ -120,7 +123,7 @@ def reward_model_checks(config: DictConfig, train: ParallelLayout) -> Iterator[C
     if not models:
         return
     expected = {"use_dynamic_bsz": False, "load_weight": True, "megatron.use_dist_checkpointing": False}
-    expected |= {"megatron.param_offload": True, "model.rm_tokenizer": None, "micro_batch_size": None, "enable": True}
+    expected |= {"megatron.param_offload": True, "model.rm_tokenizer": None, "micro_batch_size": None}
     found = {key: OmegaConf.select(section, key) for key in expected}
     faults = [
         f"reward_model.{key} is {found[key]}; expected {value}"

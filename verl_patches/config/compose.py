@@ -22,7 +22,7 @@ from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe
 from verl_patches.config.verl_values import check_verl_values
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
-from verl_patches.layout.inventory import ModelShape, read_model_shape
+from verl_patches.layout.inventory import ModelShape, differences, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import critic_of
 from verl_patches.layout.phases import reward_models
@@ -37,6 +37,10 @@ from verl_patches.yaml_files import head_of, read_yaml
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
+# of config.json: what a model computes, beside its sizes
+_COMPUTED = (
+    "rms_norm_eps rope_theta rope_scaling routed_scaling_factor n_group topk_group norm_topk_prob scoring_func".split()
+)
 _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
     "critic.model.override_config.model_config.num_hidden_layers",
@@ -275,6 +279,19 @@ def with_layers(config: DictConfig, model: ModelShape) -> ModelShape:
     """`model` with its first recipe.num_hidden_layers layers; one that has no more as it is."""
     layers = config.recipe.num_hidden_layers
     return model if layers is None else replace(model, num_hidden_layers=min(layers, model.num_hidden_layers))
+
+
+def unlike_actor(config: DictConfig, model: ModelShape, file: Path) -> str:
+    """How a value model beside the actor differs from it; empty where it may not. `file`: its config.json.
+
+    Layers of line a3 are built from one set of arguments, the actor's: also what changes no weight is compared there.
+    """
+    actor = model_shape_of(config)
+    if unlike := differences(replace(with_layers(config, model), torch_dtype=actor.torch_dtype), actor):
+        return unlike
+    own, actors = read_config(file.parent), hf_config_of(config)
+    keys = [key for key in _COMPUTED if config.recipe.line == "a3" and own.get(key) != actors.get(key)]
+    return ", ".join(f"{key} {own.get(key)} != {actors.get(key)}" for key in keys)
 
 
 def config_file(config: DictConfig) -> Path:

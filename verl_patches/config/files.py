@@ -14,18 +14,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from verl_patches.config.compose import config_file, model_changes, model_shape_of, reads_weights, with_layers
+from verl_patches.config.compose import (
+    config_file,
+    model_changes,
+    model_shape_of,
+    reads_weights,
+    unlike_actor,
+    with_layers,
+)
 from verl_patches.config.environment import derive, process_environment, run_dir
 from verl_patches.config.run_start import Start, checkpoints_of
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import SCORE, build_inventory, differences, read_model_shape
-from verl_patches.layout.model_folder import QUANTIZATION, weight_files
+from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
 from verl_patches.layout.parallel import trained_of
 from verl_patches.layout.phases import samples
 from verl_patches.objectives.settings import columns_of
@@ -35,6 +41,7 @@ from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
 from verl_patches.weights.checkpoint_folders import saved_in, value_model_in
+from verl_patches.weights.manifest import read_manifest
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
@@ -92,7 +99,6 @@ def _weights_check(config: DictConfig, folder: Path) -> Check:
 
 def _reward_model_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
     """Each folder of a reward model on this machine has a head and the actor's sizes and tokenizer."""
-    model = model_shape_of(config)
     for part in (part for part in parts_of(config) if part.entry.name == "reward_model"):
         folder, key = value_model_in(part.entry.path), f"{part.where}.path"
         if not folder.exists():
@@ -103,16 +109,33 @@ def _reward_model_checks(config: DictConfig, must_exist: Collection[str]) -> Ite
         except ConfigError as error:
             yield Check("reward model", False, f"{key}: {error}")
             continue
-        found = replace(with_layers(config, source.inventory.model), torch_dtype=model.torch_dtype)
-        faults = [f"another model than the actor's: {unlike}"] if (unlike := differences(found, model)) else []
+        unlike = unlike_actor(config, source.inventory.model, folder / "config.json")
+        faults = [f"another model than the actor's: {unlike}"] if unlike else []
         if SCORE not in source.tensors:
             faults.append(f"no {SCORE} [1, H]; expected critic/ of a checkpoint of algo=rm, or a folder with that head")
-        if not any(folder.glob("tokenizer*")):
-            faults.append(
-                "no tokenizer; copy those files from actor_rollout_ref.model.path, whose token ids are scored"
-            )
+        if source.kind == "checkpoint" and (trained := _objective_of(folder)) != "rm":
+            faults.append(f"a checkpoint of {trained}, which trains no score of a response; expected one of rm")
+        if fault := _tokenizer_fault(folder, Path(config.actor_rollout_ref.model.path)):
+            faults.append(fault)
         text = f"{key}: {folder}: {'; '.join(faults)}"
         yield either("reward model", not faults, f"{part.label}: {source.kind} in {folder}", text)
+
+
+def _objective_of(checkpoint: Path) -> str:
+    """recipe.objective.name of the run that wrote it."""
+    return read_manifest(checkpoint).facts.get("settings", {}).get("recipe.objective.name", "an unknown objective")
+
+
+def _tokenizer_fault(folder: Path, actors: Path) -> str:
+    """Why the token ids of the actor's responses may not be those of a reward model; empty where they are."""
+    name = "tokenizer.json"
+    if not any(folder.glob("tokenizer*")):
+        return "no tokenizer; copy those files from actor_rollout_ref.model.path, whose token ids are scored"
+    files = [path / name for path in (folder, actors) if (path / name).is_file()]
+    vocabularies = [read_json_object(file).get("model") for file in files]
+    if len(files) == 2 and vocabularies[0] != vocabularies[1]:
+        return f"another vocabulary in {name} than in actor_rollout_ref.model.path, whose token ids are scored"
+    return ""
 
 
 def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expected: str) -> Check:

@@ -190,7 +190,7 @@ _SECTIONS = {
         "loss_agg_mode": Loss,
         "megatron": _MEGATRON,
     },
-    "reward_model": {"reward_manager": Literal["naive", "prime", "batch", "dapo"]},
+    "reward_model": {"strategy": Literal["megatron"], "reward_manager": Literal["naive", "prime", "batch", "dapo"]},
     "ray_init": {"num_cpus": Count | None},
 }
 TYPES: dict[str, Any] = dict(leaves(_SECTIONS))

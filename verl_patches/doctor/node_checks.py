@@ -260,8 +260,8 @@ def _drift(node: Node) -> Iterator[Result]:
 
 
 def _files(node: Node) -> Iterator[Result]:
-    for rule in check_files(node.config, (MODEL,) if node.has_model else ()):
-        if rule.name.startswith("model"):  # `train` looks at data and reward, which are read where it starts
+    for rule in check_files(node.config, (MODEL, "recipe.rewards") if node.has_model else ()):
+        if rule.name.startswith(("model", "reward model")):  # `train` looks at what the trainer alone reads
             yield Result(rule.ok, rule.detail, name=rule.name, state="note" if rule.ok and rule.note else "")
 
 

@@ -178,7 +178,7 @@ def _allocate(size_bytes: int, device: Any) -> torch.Tensor:
 
 
 class ModelOffloadState:
-    """Parameters and gradients of one model chunk, which in DDP may name its `memory_groups`, else those of the actor.
+    """Parameters and gradients of one model chunk, which may name its `memory_groups`; else the actor's or reference's.
 
     RecipeError from every method if a storage was replaced or resized by other code.
     """
@@ -187,8 +187,8 @@ class ModelOffloadState:
         from megatron.core.distributed import DistributedDataParallel
 
         in_ddp = isinstance(chunk, DistributedDataParallel)
-        self.groups = getattr(chunk, "memory_groups", ACTOR)
-        self.group = self.groups.params if in_ddp else "ref_params"
+        self.groups = getattr(chunk, "memory_groups", ACTOR if in_ddp else ACTOR._replace(params="ref_params"))
+        self.group = self.groups.params
         self.weights = list(chunk.named_parameters())
         kinds = ("buffers", "expert_parallel_buffers") if in_ddp else ()
         self.buffers = {f"{kind}[{i}]": buffer for kind in kinds for i, buffer in enumerate(getattr(chunk, kind))}

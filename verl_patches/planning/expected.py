@@ -178,7 +178,7 @@ def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
         tokens = {"ref": passes.ref_tokens, "values": passes.critic_tokens, "rm_scores": passes.reward_tokens}[phase]
         work = forward_bytes(model, train, stage, tokens, passes, entropy=False)
     # by micro batch and, at the end of the pass that records, by sample too
-    copies = 2 if phase == "old_log_prob" else 1
+    copies = {"old_log_prob": 2, "rm_scores": 0}.get(phase, 1)  # which comes before the pass that records
     return work | {"routing_record": copies * record_bytes(model, train, stage, passes.recorded_tokens)}
 
 
@@ -214,8 +214,21 @@ def simulated(schedule: Schedule, setting: Setting, stays: Collection[str] = ())
         experts = rollout.local_experts(rank, setting.inventory.model.n_routed_experts, rest_on_last=True)
         key = train.coordinates(rank).pp, rollout.coordinates(rank).pp, len(experts)
         alike.setdefault(key, []).append(rank)
-    sizes = {ranks[0]: group_bytes(setting, ranks[0]) for ranks in alike.values()}
-    return [Alike(ranks, sizes[ranks[0]], simulate(schedule, sizes[ranks[0]], stays)) for ranks in alike.values()]
+    step = []
+    for ranks in alike.values():
+        sizes = group_bytes(setting, ranks[0])
+        step.append(Alike(ranks, sizes, moments_of(schedule, setting, sizes, stays)))
+    return step
+
+
+def moments_of(
+    schedule: Schedule, setting: Setting, sizes: dict[str, int], stays: Collection[str]
+) -> dict[str, Moment]:
+    """`simulate`, where each reward model is loaded in turn."""
+    moments = simulate(schedule, sizes, stays)
+    if "rm_scores" in moments:
+        moments["rm_scores"].to_device_bytes *= setting.reward_models
+    return moments
 
 
 def phase_peak(phase: str, step: Collection[Alike], setting: Setting) -> dict[str, Any]:

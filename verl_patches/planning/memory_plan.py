@@ -112,6 +112,10 @@ def settings_that_fit(config: DictConfig, rows: Collection[str]) -> tuple[dict[s
     setting, schedule, stays = run_memory(config, rows)
     step = simulated(schedule, setting, stays)
     choices = {} if setting.passes is None else _choices(config, setting)
+    if setting.reward_models and choices and "ref" in step[0].moments:  # their micro batch follows the reference's
+        chosen, _ = _first_that_fits("ref", step, setting, choices["ref"], die_bytes(config))
+        tokens = next(changes for keys, changes in choices["ref"] if keys == chosen)["ref_tokens"]
+        setting = replace(setting, passes=replace(setting.passes, reward_tokens=tokens))
     keys, phases = {}, []
     for phase in step[0].moments:
         chosen, peak = _first_that_fits(phase, step, setting, choices.get(phase, [({}, {})]), die_bytes(config))

@@ -345,8 +345,7 @@ def _verified(
     limit = host_limit(tried)
     if limit is not None and pinned_bytes(tried, rows) > limit:
         return f"host memory: workers of a node pin more than its {limit >> 30} GiB"
-    for key, value in fitting.items():
-        OmegaConf.update(tried, key, value, force_add=True)
+    tried = changed(tried, fitting)
     step = step_sections(tried, rows, workload)["step"]
     train, rollout = train_layout_of(tried), tried.recipe.rollout
     tp = tried.actor_rollout_ref.rollout.tensor_model_parallel_size

@@ -19,9 +19,9 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
 from verl_patches.layout.phases import STEP_PHASES, reward_models, samples, trains_actor
-from verl_patches.memory.schedule import Moment, direct_sync, simulate
+from verl_patches.memory.schedule import Moment, direct_sync
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
-from verl_patches.planning.expected import group_bytes
+from verl_patches.planning.expected import group_bytes, moments_of
 from verl_patches.planning.memory_plan import recomputation, run_memory
 from verl_patches.planning.step_model import (
     DP_SYNC_S,
@@ -248,9 +248,9 @@ def offload_of(config: DictConfig, rows: Collection[str]) -> tuple[Offload, int]
     model, library = setting.inventory.model, setting.train_library
     fullest = max(range(train.pp), key=lambda stage: sum(stage_elements(model, train, stage, library)))
     sizes = group_bytes(setting, fullest * train.world_size // train.pp)
-    moments, other_models = simulate(schedule, sizes, stays), max(setting.reward_models - 1, 0)
+    moments = moments_of(schedule, setting, sizes, stays)
     moved = Offload(
-        sum(moment.to_device_bytes for moment in moments.values()) + other_models * sizes["reward_params"],
+        sum(moment.to_device_bytes for moment in moments.values()),
         sum(moment.to_host_bytes for moment in moments.values()),
         released_bytes(moments, sizes),
         sum(moment.empty_cache_calls for moment in moments.values()),

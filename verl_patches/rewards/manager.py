@@ -72,16 +72,18 @@ class RewardManager:
         totals = torch.zeros(len(responses), dtype=torch.float64)
         samples = self._samples(data, lengths.tolist()) if self.parts else []
         uids, models = data.non_tensor_batch.get("uid"), 0
+        scores, expected = data.batch.get(RM_SCORES, None), (sum(score is None for _, score in self.parts),)
         for part, score in self.parts:
             if score is not None:
                 values, more = _results(part, score, samples, uids)
                 columns = more | columns
             elif self.validates:
                 continue
-            elif RM_SCORES not in data.batch.keys():
-                raise RewardError(f"{part}: the batch has no {RM_SCORES}; expected those of verl's reward model worker")
+            elif scores is None or scores.shape[1:] != expected:
+                found = "none" if scores is None else f"{list(scores.shape)}"
+                raise RewardError(f"{part}: expected {RM_SCORES} {[len(responses), *expected]}, found {found}")
             else:
-                values, models = data.batch[RM_SCORES][:, models].tolist(), models + 1
+                values, models = scores[:, models].tolist(), models + 1
             totals += part.entry.weight * torch.tensor(values, dtype=torch.float64)
             columns[f"{METRIC}{part.label}"] = values
         rewards[torch.arange(len(responses)), lengths - 1] += totals.float()

@@ -144,7 +144,7 @@ class RecipeWorkerGroup:
 
     def update_critic(self, batch: DataProto) -> DataProto:
         """verl's metrics of the critic's update."""
-        (self._actor or self)._record_scores(batch)  # before critic_warmup there is no update of the actor
+        self._actor._record_scores(batch)  # before critic_warmup there is no update of the actor
         self._on_call(self.step, "update_critic")
         self._actor._rewards = part_means(batch.non_tensor_batch)  # the actor has no update in trainer.critic_warmup
         return self._group.update_critic(batch)

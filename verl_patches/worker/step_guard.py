@@ -36,7 +36,7 @@ class StepGuard:
         self.skipped = self.in_a_row = self._row = 0
         self.norms: list[float] = []
         self.fault: dict[str, Any] | None = None
-        self._optimizer, self._norms = optimizer, []
+        self._optimizer, self._norms_of_step = optimizer, []
         names = (named for chunk in chunks for named in parameter_names(chunk).items())
         self._names = {param: of + name for param, name in names}  # in order
         self._own: dict[torch.nn.Parameter, torch.Tensor] = {}  # norms of this rank's gradients
@@ -57,7 +57,7 @@ class StepGuard:
 
         Its first value is what verl asks for: False would end the run.
         """
-        self._norms.clear()
+        self._norms_of_step.clear()
         done, norm, zeros = self._step()
         if done:
             self._row = 0
@@ -73,7 +73,7 @@ class StepGuard:
 
     def step_if_finite(self) -> bool:
         """Megatron's step_with_ready_grads, whose answer is whether the weights were updated."""
-        norms = self._norms or [self._optimizer.get_grad_norm()]  # without clipping Megatron computes none
+        norms = self._norms_of_step or [self._optimizer.get_grad_norm()]  # without clipping Megatron computes none
         return self._apply() if all(map(math.isfinite, norms)) else False
 
     def take(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class StepGuard:
         @functools.wraps(method)
         def noting(*args: Any, **kwargs: Any) -> Any:
             norm = method(*args, **kwargs)
-            self._norms.append(float(norm))
+            self._norms_of_step.append(float(norm))
             return norm
 
         return noting

@@ -23,7 +23,7 @@ from verl_patches.batches.micro_batches import Update, current_mini_batches
 from verl_patches.layout.phases import reward_models
 from verl_patches.memory import counters
 from verl_patches.memory.offload import Params
-from verl_patches.memory.schedule import CRITIC
+from verl_patches.memory.schedule import ACTOR, CRITIC
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import RM_SCORES
@@ -117,6 +117,8 @@ class RecipeRewardModelWorker:
         if is_on("model.train_dtype"):
             self.dtype = self.param_dtype = DTYPES[self.recipe.dtype]
         built = super()._build_rm_model(*args, **kwargs)
+        for chunk in built[0]:
+            chunk.memory_groups = ACTOR._replace(params="reward_params")
         if self.memory.scheduled:
             Params(built[0]).offload()
         return built
