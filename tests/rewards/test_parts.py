@@ -80,6 +80,11 @@ def test_two_entries_of_one_name_have_labels_of_their_own():
     assert faults(config) == []
 
 
+def test_verls_fsdp_worker_cannot_score():
+    with pytest.raises(ConfigError, match="reward_model.strategy is 'fsdp'; expected 'megatron'"):
+        compose(TINY, [MODEL, "reward_model.strategy=fsdp"])
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -87,10 +92,9 @@ def test_two_entries_of_one_name_have_labels_of_their_own():
         (["recipe.rewards=[{name: length, buffer_tokens: 17}]"], "buffer_tokens is above data.max_response_length, 16"),
         (["reward_model.enable=true"], "leave it false, and give recipe.rewards=.{name: reward_model, path: FOLDER}"),
         ([MODEL, "reward_model.megatron.param_offload=false"], "reward_model.megatron.param_offload is False"),
-        ([MODEL, "reward_model.megatron.tensor_model_parallel_size=2"], "of the reward model found tensor"),
+        ([MODEL, "reward_model.megatron.tensor_model_parallel_size=2"], "expected actor and reward model to share one layout.*tensor"),
         ([MODEL, "reward_model.micro_batch_size_per_gpu=3"], "not a multiple of 3"),
         ([MODEL, "recipe.patches=[-reward.models]"], "row reward.models or .* is off"),
-        ([MODEL, "reward_model.strategy=fsdp"], "reward_model.strategy is fsdp"),
         ([MODEL, "trainer.test_freq=1"], "reward models do not run in validation"),
         ([MODEL, "algorithm.adv_estimator=remax"], "no reward model for remax"),
         ([MODEL, "recipe.keep_groups.metric=score"], "recipe.rewards has a reward model: no memory"),
