@@ -109,7 +109,7 @@ def up_command(
 def _up_here(
     job: Job, secrets: dict[str, str], rank: int | None, head: str | None, run: bool, block: bool, as_json: bool
 ) -> int:
-    upload.require_stores([each.to for each in job.uploads])
+    upload.require_stores(upload.uploads_of(job))
     place = place_of(job, os.environ, rank, head)
     started = node.up(job, place, secrets, _say)
     code = 0
@@ -194,7 +194,7 @@ def upload_command(job_file: JobFile, node_rank: NodeRank = None, as_json: Json 
     if job.provider == "ssh":
         raise typer.Exit(Hosts(job, secrets).upload(sys.stdout.buffer, as_json))
     os.environ.update(secrets)
-    leave_with(Report("cluster upload", "", tuple(upload.send_all(job)), job.name), as_json)
+    leave_with(Report("cluster upload", "", tuple(upload.send_all(upload.uploads_of(job))), job.name), as_json)
 
 
 @app.command("down")

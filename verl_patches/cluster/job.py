@@ -242,11 +242,8 @@ def _completed(given: dict[str, Any], source: str, environ: Mapping[str, str]) -
 
     A variable of the caller's own environment takes precedence. ConfigError where one is unset or a secret.
     """
-    count, nodes = given.pop("replica_count", None), given.get("nodes")
-    if count is not None:
-        if nodes not in (None, count):
-            raise ConfigError(f"{source} has nodes: {nodes!r}, but replica_count, which is the same, is {count!r}")
-        given["nodes"] = count
+    if "nodes" not in given and "replica_count" in given:
+        given["nodes"] = given.pop("replica_count")  # else it is refused as an unknown key
     secrets = given.get("secrets") if isinstance(given.get("secrets"), list) else []
 
     def put(node: Any, where: str) -> Any:
