@@ -78,7 +78,7 @@ def sent(folder, to="counted://t/j"):
 
 def test_whole_files_are_sent_once_and_a_changed_one_again(store, results):
     assert sent(results) == ("fine", "2 files sent (0.0 MB)") and store.sent == ["run.log", "a.safetensors"]
-    assert {name for name in store.store} == {"/t/j/global_step_1/a.safetensors", "/t/j/run.log"}
+    assert set(store.store) == {"/t/j/global_step_1/a.safetensors", "/t/j/run.log"}
     assert sent(results, "counted://t/j/")[1].startswith("0 files") and len(store.sent) == 2
     later = time.time() + 60
     (results / "run.log").write_text("RUN.LOG")  # the same size

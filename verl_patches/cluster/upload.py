@@ -3,8 +3,8 @@
     python -m verl_patches.cluster.upload FROM TO [FROM TO ...] -- COMMAND...
 
 runs the command and, when it has ended, sends what TO lacks. The exit code is the command's, but 1 where that is 0 and
-not all was sent. A file is there where its copy has its size and is not older. S3 and its like show whole objects alone;
-on a file system a copy gets its name when it is whole.
+not all was sent. A file is there where its copy has its size and is not older. S3 and its like show whole objects
+alone; on a file system a copy gets its name when it is whole.
 """
 
 from __future__ import annotations
