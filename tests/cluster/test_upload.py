@@ -1,7 +1,7 @@
 """Uploads: what is sent, what is not sent again, what a kill or a failing store leaves; on file systems of fsspec."""
 
-import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -70,30 +70,40 @@ def results(tmp_path):
     return folder
 
 
-def sent(folder, to="counted://t/j"):
-    """(state, what was found) of an upload."""
-    (found,) = upload.send_all({to: folder})
-    return found.state, found.found
+@pytest.fixture(autouse=True)
+def logged(caplog):
+    caplog.set_level("INFO")
+    return caplog
 
 
-def test_whole_files_are_sent_once_and_a_changed_one_again(store, results):
-    assert sent(results) == ("fine", "2 files sent (0.0 MB)") and store.sent == ["run.log", "a.safetensors"]
+@pytest.fixture
+def sent(logged):
+    def sent(folder, to="counted://t/j"):
+        """(whether all is there, what was logged) of an upload."""
+        logged.clear()
+        return upload.send(folder, to), logged.text.partition("/j: ")[2]
+
+    return sent
+
+
+def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent):
+    assert sent(results) == (True, "2 files sent (0.0 MB)\n") and store.sent == ["run.log", "a.safetensors"]
     assert set(store.store) == {"/t/j/global_step_1/a.safetensors", "/t/j/run.log"}
-    assert sent(results, "counted://t/j/")[1].startswith("0 files") and len(store.sent) == 2
+    assert "0 files sent" in sent(results)[1] and len(store.sent) == 2
     later = time.time() + 60
     (results / "run.log").write_text("RUN.LOG")  # the same size
     os.utime(results / "run.log", (later, later))
     assert sent(results)[1].startswith("1 files") and store().cat_file("/t/j/run.log") == b"RUN.LOG"
 
 
-def test_a_copy_of_another_size_and_one_that_is_gone_are_sent_again(store, results):
+def test_a_copy_of_another_size_and_one_that_is_gone_are_sent_again(store, results, sent):
     sent(results)
     store().pipe_file("/t/j/run.log", b"half")
     del store.store["/t/j/global_step_1/a.safetensors"]
     assert sent(results)[1].startswith("2 files") and store().cat_file("/t/j/run.log") == b"run.log"
 
 
-def test_nothing_is_removed_there_and_each_job_has_its_own_folder(store, results, tmp_path):
+def test_nothing_is_removed_there_and_each_job_has_its_own_folder(store, results, tmp_path, sent):
     sent(results)
     (results / "run.log").unlink()
     sent(results)
@@ -101,15 +111,17 @@ def test_nothing_is_removed_there_and_each_job_has_its_own_folder(store, results
     assert upload.uploads_of(job_of(tmp_path, "true", "s3://b/t/")) == {"s3://b/t/j": tmp_path / "outputs"}
 
 
-def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the_rest(store, results, monkeypatch):
+def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the_rest(
+    store, results, monkeypatch, sent
+):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret-value")
     store.faults = {"a.safetensors": PermissionError("denied to s3cret-value\n here")}
-    state, found = sent(results)
-    assert (state, found[:12]) == ("problem", "1 files sent")
+    whole, found = sent(results)
+    assert (whole, found[:12]) == (False, "1 files sent")
     assert "NOT ALL: PermissionError: denied to $AWS_SECRET_ACCESS_KEY here" in found
     store.faults = {}
-    assert sent(results)[0] == "fine" and store.sent == ["run.log", "a.safetensors"]
-    assert "No such file" in sent(results / "absent")[1]
+    assert sent(results)[0] and store.sent == ["run.log", "a.safetensors"]
+    assert "No such file" in sent(results / "absent", "counted://t/x/j")[1]
 
 
 SLOW = """
@@ -124,12 +136,12 @@ def slow(self, lpath, rpath, **kwargs):
     put(self, lpath, rpath, **kwargs)
 LocalFileSystem.put_file = slow
 from verl_patches.cluster import upload
-upload.send_all({sys.argv[2]: upload.Path(sys.argv[1])})
+upload.send(upload.Path(sys.argv[1]), sys.argv[2])
 """
 
 
-def test_a_killed_upload_leaves_whole_files_and_goes_on(tmp_path):
-    source, target = tmp_path / "from", tmp_path / "to"
+def test_a_killed_upload_leaves_whole_files_and_goes_on(tmp_path, sent):
+    source, target = tmp_path / "from", tmp_path / "to" / "j"
     source.mkdir()
     for number in range(5):
         (source / f"{number}.bin").write_text(str(number) * 1000)
@@ -190,9 +202,9 @@ def test_a_failed_upload_does_not_end_the_command_and_is_its_exit_code(tmp_path,
     found, out = run(job, capfdbinary)
     assert found == seen and "NOT ALL" in out and f"the command ended with {code}" in out
     (tmp_path / "to").unlink()
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job.model_dump(by_alias=True)))
-    done = CliRunner().invoke(app, ["cluster", "upload", str(tmp_path / "job.yaml"), "--json"])
-    assert done.exit_code == 0 and json.loads(done.output)["rows"][0]["state"] == "fine"
+    again = shlex.split(out.partition("To send the rest: ")[2].splitlines()[0])
+    done = subprocess.run(again, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert "2 files sent" in done.stdout
     assert (tmp_path / "to/j/global_step_1/w").exists()
 
 

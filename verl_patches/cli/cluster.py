@@ -180,23 +180,6 @@ def status_command(job_file: JobFile, node_rank: NodeRank = None, as_json: Json 
     leave_with(Report("cluster status", "", tuple(findings), job.name), as_json)
 
 
-@app.command("upload")
-def upload_command(job_file: JobFile, node_rank: NodeRank = None, as_json: Json = False) -> None:
-    """Send what the targets of the job's uploads lack, from the head's node; `up --run` does so by itself.
-
-    With providers kubernetes and slurm from this machine. Exit code 1 where a file was not sent: call it again.
-    """
-    job, secrets = _load(job_file)
-    require_hosts(job)
-    require_secrets(job, secrets)
-    if not job.uploads:
-        raise ConfigError(f"job {job.name} has no uploads: expected uploads: [{{from: FOLDER, to: s3://BUCKET/PATH}}]")
-    if job.provider == "ssh":
-        raise typer.Exit(Hosts(job, secrets).upload(sys.stdout.buffer, as_json))
-    os.environ.update(secrets)
-    leave_with(Report("cluster upload", "", tuple(upload.send_all(upload.uploads_of(job))), job.name), as_json)
-
-
 @app.command("down")
 def down_command(
     job_file: JobFile,

@@ -1,6 +1,6 @@
 """A job's uploads: copies of its results in another store (s3://, or any that fsspec knows), never deleted there.
 
-    python -m verl_patches.cluster.upload FROM TO [FROM TO ...] -- COMMAND...
+    python -m verl_patches.cluster.upload FROM TO [FROM TO ...] [-- COMMAND...]
 
 runs the command and, when it has ended, sends what TO lacks. The exit code is the command's, but 1 where that is 0 and
 not all was sent. A file is there where its copy has its size and is not older. S3 and its like show whole objects
@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import fsspec
@@ -24,7 +25,6 @@ from fsspec.implementations.local import LocalFileSystem
 
 from verl_patches.cluster.job import Job
 from verl_patches.errors import ConfigError
-from verl_patches.patching.report import Finding
 from verl_patches.processes import die_with_parent
 from verl_patches.shared_files import PARTIAL, replacing
 from verl_patches.values import is_secret_variable, printable, size_text
@@ -60,23 +60,19 @@ def _whole_files(source: Path) -> Iterator[tuple[str, Path]]:
         yield from ((path.relative_to(source).as_posix(), path) for path in files if not path.is_symlink())
 
 
-def send_all(uploads: Mapping[str, Path]) -> list[Finding]:
-    """Send what targets lack; a finding of each. A failure ends its upload, and the next call goes on."""
-    require_stores(uploads)
-    findings = []
-    for to, source in uploads.items():
-        sizes, state, fault, todo = [], "fine", "", ""
-        try:
-            for size in _send(source, to):
-                sizes.append(size)
-        except Exception as error:  # a store may raise anything: no credentials, no network, no bucket
-            state, fault, todo = "problem", f"; NOT ALL: {_without_secrets(error)}", "cluster upload goes on"
-        found = f"{len(sizes)} files sent ({size_text(sum(sizes))}){fault}"
-        findings.append(Finding(str(source), state, to, "all files are there", found, todo))
-    return findings
+def send(source: Path, to: str) -> bool:
+    """Send the files that a target lacks, and log how many; whether all are there. A failure ends it."""
+    sizes, fault = [], ""
+    try:
+        for size in _sent(source, to):
+            sizes.append(size)
+    except Exception as error:  # a store may raise anything: no credentials, no network, no bucket
+        fault = f"; NOT ALL: {_without_secrets(error)}"
+    log.info("%s to %s: %d files sent (%s)%s", source, to, len(sizes), size_text(sum(sizes)), fault)
+    return not fault
 
 
-def _send(source: Path, to: str) -> Iterator[int]:
+def _sent(source: Path, to: str) -> Iterator[int]:
     """Send the files that `to` lacks; the size of each in bytes. Errors are those of fsspec's file system."""
     source.stat()
     store, root = url_to_fs(to)
@@ -114,24 +110,28 @@ def command_words(job: Job) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Run the words of `command_words`; their exit code, 128 + n where signal n ended the command."""
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.INFO)
-    end = words.index("--")
-    uploads = {to: Path(source) for source, to in zip(words[:end:2], words[1:end:2], strict=True)}
+    end = words.index("--") if "--" in words else len(words)
+    uploads, command = dict(zip(words[1:end:2], words[:end:2], strict=True)), words[end + 1 :]
     try:
         require_stores(uploads)
-        process = subprocess.Popen(words[end + 1 :], preexec_fn=die_with_parent)
+        code = _run(command) if command else 0
     except (ConfigError, OSError) as error:
         log.error("%s", error)
         return 2
+    sent = [send(Path(source), to) for to, source in uploads.items()]
+    if not all(sent):
+        again = shlex.join([sys.executable, "-m", "verl_patches.cluster.upload", *words[:end]])
+        log.error("uploads: not all was sent; the command ended with %d. To send the rest: %s", code, again)
+        code = code or 1
+    return code
+
+
+def _run(command: Sequence[str]) -> int:
+    process = subprocess.Popen(command, preexec_fn=die_with_parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _frame: process.send_signal(n))
     code = process.wait()
-    code, findings = 128 - code if code < 0 else code, send_all(uploads)
-    for each in findings:
-        log.info("upload of %s to %s: %s", each.name, each.where, each.found)
-    if any(each.state != "fine" for each in findings):
-        log.error("uploads: not all was sent; the command ended with %d; `cluster upload` sends the rest", code)
-        code = code or 1
-    return code
+    return 128 - code if code < 0 else code
 
 
 if __name__ == "__main__":
