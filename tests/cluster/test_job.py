@@ -202,8 +202,8 @@ def test_secrets_come_from_the_environment_or_the_second_document_and_are_requir
 ENV_FILE = """
 # build values
 MODELS_ROOT=/models
-export image="registry/a3:1" # the image
-WANDB='w4 #ndb'
+image=registry/a3:1
+WANDB=w4 #ndb
 EMPTY=
 """
 SEED = """
@@ -241,7 +241,7 @@ def test_a_job_takes_values_from_its_env_file_and_no_secret_is_written(tmp_path)
     assert other.image == "mine" and other.digest != job.digest
 
 
-@pytest.mark.parametrize("line", ["A", "A B=c", "1A=b", "A=b c", "A='b"])
+@pytest.mark.parametrize("line", ["A", "A B=c", "1A=b", "=b", "export A=b"])
 def test_a_line_of_an_env_file_that_is_none_is_named_without_its_value(tmp_path, line):
     (tmp_path / "v.env").write_text(f"B=secretvalue\n{line} secretvalue\n")
     with pytest.raises(ConfigError, match=r"v.env:2: expected NAME=VALUE") as error:

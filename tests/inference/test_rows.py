@@ -10,6 +10,7 @@ import pyarrow
 import pytest
 from pyarrow.parquet import write_table
 
+from verl_patches.data import sources
 from verl_patches.errors import ConfigError
 from verl_patches.inference import rows
 from verl_patches.inference.rows import read_prompts, read_tokenizer, render, resumable
@@ -65,16 +66,19 @@ def test_long_prompts_are_refused_or_left_out_with_their_rows_numbers_kept(token
         ({"prompt": 3}, "found int"),
         (b'{"prompt": "\\ud800"}\n', "surrogates not allowed"),
         ({"prompt": [{"role": "user", "content": [1]}]}, "role and content"),
-        ([1], "p.jsonl:2: cannot be read: expected a JSON object, found list"),
-        (b'{"prompt": \n', "p.jsonl:2: cannot be read"),
-        (b'{"prompt": ' + b"[" * 1_000_000 + b"\n", "p.jsonl:2: cannot be read: not read: nested too deep"),
-        (b'{"prompt": "' + b"a" * (1 << 10) + b'"}\n', "at most 1000 bytes in a line"),
-        (b'{"prompt": "\xff"}\n', "p.jsonl:2: cannot be read"),
+        ([1], "p.jsonl:2: expected a JSON object, found list"),
+        (b'{"prompt": \n', "p.jsonl:2: expected a JSON object, found not JSON"),
+        (
+            b'{"prompt": ' + b"[" * 1_000_000 + b"\n",
+            "p.jsonl:2: expected a JSON object, found not read: nested too deep",
+        ),
+        (b'{"prompt": "' + b"a" * (1 << 10) + b'"}\n', "a row has more than"),
+        (b'{"prompt": "\xff"}\n', "p.jsonl:2: expected a JSON object"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line(tokenizer, write, monkeypatch, line, words):
-    if "1000 bytes" in words:
-        monkeypatch.setattr(rows, "MAX_ROW_BYTES", 1000)
+    if "more than" in words:
+        monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
     path = write({"prompt": "1"}, line)
     with pytest.raises(ConfigError) as error:
         read_prompts([path], "prompt", tokenizer, 100)
@@ -90,9 +94,9 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
         with pytest.raises(ConfigError) as error:
             read_prompts([tmp_path / name], "prompt", tokenizer, 100)
         found[name] = str(error.value)
-    assert "found none" in found["none.jsonl"] and "a.parquet:1: cannot be read" in found["a.parquet"]
+    assert "found none" in found["none.jsonl"] and "a.parquet: expected a file that can be read" in found["a.parquet"]
     assert (
-        "expected a .jsonl or .parquet file" in found["pipe.jsonl"]
+        "expected a file that ends in .json, .jsonl, .parquet" in found["pipe.jsonl"]
         and "other.parquet:1: column" in found["other.parquet"]
     )
     with pytest.raises(ConfigError, match="expected rows with a prompt, found none"):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_patches.data.sources import MAX_ROW_BYTES, parse
+from verl_patches.data.sources import ENDINGS, MAX_ROW_BYTES, read_rows
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import PARTIAL, lock_file, sync
 
@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
 def read_prompts(
     files: Sequence[Path], key: str, tokenizer: Any, most: int, skip: bool = False, columns: Sequence[str] = ()
 ) -> tuple[list[Prompt], int]:
-    """(the prompts of .jsonl and .parquet files in order, how many were left out).
+    """(the prompts of JSON and parquet files in order, how many were left out).
 
     key: their column: messages for the tokenizer's chat template, or text, which is taken as it is. most: tokens of a
     prompt; longer ones are refused, or left out with `skip`, as verl does with data.filter_overlong_prompts. columns:
@@ -111,37 +111,14 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 
 def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line, or row from 1, values) of each row."""
-    import pyarrow
-
-    read = {".jsonl": _json_rows, ".parquet": _parquet_rows}.get(file.suffix)
-    if read is None or not file.is_file():
-        raise ConfigError(f"{file}: expected a .jsonl or .parquet file, found {'another' if file.exists() else 'none'}")
-    number = 0
-    try:
-        for number, row in enumerate(read(file), 1):
-            if row is not None:
-                yield number, {name: row[name] for name in columns if name in row}
-    except (OSError, pyarrow.ArrowException, ValueError, OverflowError) as error:
-        raise ConfigError(f"{file}:{number + 1}: cannot be read: {str(error)[:300]}") from None
-
-
-def _json_rows(file: Path) -> Iterator[dict[str, Any] | None]:
-    with file.open("rb") as lines:
-        while line := lines.readline(MAX_ROW_BYTES + 1):
-            if len(line) > MAX_ROW_BYTES:
-                raise ValueError(f"expected at most {MAX_ROW_BYTES} bytes in a line, found more")
-            row = parse(line) if line.strip() else None
-            if not isinstance(row, dict | None):
-                raise ValueError(f"expected a JSON object, found {type(row).__name__}")
-            yield row
-
-
-def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
-    from pyarrow.parquet import ParquetFile
-
-    with ParquetFile(file) as table:
-        for batch in table.iter_batches(64):
-            yield from batch.to_pylist()
+    if file.suffix not in ENDINGS or not file.is_file():
+        found = "another" if file.exists() else "none"
+        raise ConfigError(f"{file}: expected a file that ends in {', '.join(ENDINGS)}, found {found}")
+    for line, row in read_rows(file, columns):
+        if not isinstance(row, dict):
+            found = row if isinstance(row, ValueError) else type(row).__name__
+            raise ConfigError(f"{file}:{line}: expected a JSON object, found {found}")
+        yield line, {name: row[name] for name in columns if name in row}
 
 
 class Lines:
