@@ -33,7 +33,6 @@ from verl_patches.weights.source import Source
 CONVERSATION = 8192  # most tokens of one, where the model takes more
 SHOWN_WRONG, SHOWN_CHARS = 5, 200
 Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or shards.")]
-Step = Annotated[int | None, typer.Option(help="The run's checkpoint of this step.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, for weights of no run.")]
 Seed = Annotated[int, typer.Option(help="Of sampling.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -43,7 +42,7 @@ MaxTokens = Annotated[int, typer.Option(help="Most tokens of a response.")]
 
 def generate_command(
     model: Given,
-    input: Annotated[Path, typer.Argument(help="Prompts, in a .jsonl or .parquet file.")],
+    input: Annotated[Path, typer.Argument(help="Prompts, in a .json, .jsonl or .parquet file.")],
     output: Annotated[Path, typer.Argument(help="A new .jsonl file; the same call goes on with one that was ended.")],
     overrides: Overrides = None,
     prompt_key: Annotated[str, typer.Option(help="Column of messages, or of text, taken as it is.")] = "prompt",
@@ -52,13 +51,12 @@ def generate_command(
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    step: Step = None,
     config_name: ConfigName = CONFIG_NAME,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Write responses of a model (of a run: the newest checkpoint) to the prompts of a file."""
-    chosen = _start(model, config_name, overrides, upstream, step, newest=True)
+    chosen = _start(model, config_name, overrides, upstream, newest=True)
     (source,) = chosen.sources.values()
     sampling = {"n": n, "seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_kept():
@@ -82,13 +80,12 @@ def chat_command(
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    step: Step = None,
     config_name: ConfigName = CONFIG_NAME,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Talk to a model: each line of standard input is a message; /new forgets those before."""
-    chosen = _start(model, config_name, overrides, upstream, step, newest=True)
+    chosen = _start(model, config_name, overrides, upstream, newest=True)
     (source,), length = chosen.sources.values(), min(chosen.length, CONVERSATION)
     sampling = {"seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_kept():
@@ -136,13 +133,12 @@ def eval_command(
     model: Given,
     output: Annotated[Path, typer.Argument(help="A folder; the same call goes on with one that was ended.")],
     overrides: Overrides = None,
-    step: Step = None,
     config_name: ConfigName = CONFIG_NAME,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Measure a model, or all checkpoints of a run, on data.val_files by the training reward, as a validation does."""
-    chosen = _start(model, config_name, overrides, upstream, step)
+    chosen = _start(model, config_name, overrides, upstream)
     config, sampling = chosen.config, validation_sampling(chosen.config)
     data, sources = config.data, list(chosen.sources.values())
     files = [Path(file) for file in ([data.val_files] if isinstance(data.val_files, str) else data.val_files or [])]
@@ -172,8 +168,7 @@ def _score(
     """Write a line for each checkpoint and prompt that has none."""
     score, data = scores.scorer(chosen.config, tokenizer), chosen.config.data
     for before, (step, source) in enumerate(chosen.sources.items()):
-        kept = max(0, lines.done - before * len(prompts))
-        for prompt, made in _outputs(chosen, source, prompts, sampling, kept):
+        for prompt, made in _outputs(chosen, source, prompts, sampling, lines.done - before * len(prompts)):
             scored = score(prompt.row, [each.token_ids for each in made])
             line = {"step": step, "row": prompt.number, "data_source": prompt.row.get(data.reward_fn_key, "unknown")}
             line["ground_truth"] = (prompt.row.get("reward_model") or {}).get("ground_truth")
@@ -201,31 +196,25 @@ def _measured(lines: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 def _show(report: dict[str, Any], output: Path) -> None:
     """A row for each checkpoint and source, how intervals were made, and the first wrong answers of the newest."""
     measured = [(each["step"], source, of) for each in report["steps"] for source, of in each["sources"].items()]
-    passes = sorted({k for _, _, of in measured for k in of["pass"]})
     cells = []
     for step, source, of in measured:
-        cell = [str(step), source, str(of["prompts"]), f"{of['mean']:.4f}", f"{of['low']:.4f} to {of['high']:.4f}"]
-        cells.append([*cell, *(f"{of['pass'][k]:.4f}" if k in of["pass"] else "" for k in passes)])
-    columns = ["step", "source", "prompts", f"mean@{of['n']}", "95 % interval", *(f"pass@{k}" for k in passes)]
+        passes = ", ".join(f"{k}: {value:.4f}" for k, value in of["pass"].items())
+        interval = f"{of['low']:.4f} to {of['high']:.4f} ({of['interval']})"
+        cells.append([str(step), source, str(of["prompts"]), f"{of['mean']:.4f}", interval, passes])
+    columns = ["step", "source", "prompts", f"mean@{of['n']}", "95 % interval", "pass@k"]
     table(f"{report['model']}: score {report['steps'][-1]['score']:.4f}, the mean over sources", columns, cells)
-    say(f"{'; '.join(sorted({of['interval'] for _, _, of in measured}))}; {report['left_out']} prompts were too long")
     wrong = report["steps"][-1]["wrong"]
     for each in wrong[:SHOWN_WRONG]:
         say(f"wrong: row {each['row']}, expected {each['expected']!r:.{SHOWN_CHARS}}, found {each['found']!r}")
-    say(f"{output}: responses.jsonl, eval.json, which has all {len(wrong)} prompts with a wrong answer")
+    say(f"{output}: eval.json has all {len(wrong)} wrong answers; {report['left_out']} prompts were too long")
 
 
 def _start(
-    given: Path,
-    config_name: str,
-    overrides: list[str] | None,
-    upstream: Path | None,
-    step: int | None,
-    newest: bool = False,
+    given: Path, config_name: str, overrides: list[str] | None, upstream: Path | None, newest: bool = False
 ) -> Model:
     """The model, in a process that has the environment of its configuration and the rows of the catalogue."""
     trees = trees_of(upstream)
-    model = find_model(given, output_root(), config_name, overrides or [], trees, step, newest)
+    model = find_model(given, output_root(), config_name, overrides or [], trees, newest)
     check_switches(model.config)
     restart_in_environment(model.config, trees)
     importlib.import_module(PRELUDE)

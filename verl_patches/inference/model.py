@@ -49,18 +49,11 @@ class Model(NamedTuple):
 
 
 def find_model(
-    given: Path,
-    root: Path,
-    config_name: str,
-    overrides: Sequence[str],
-    trees: Trees,
-    step: int | None = None,
-    newest: bool = False,
+    given: Path, root: Path, config_name: str, overrides: Sequence[str], trees: Trees, newest: bool = False
 ) -> Model:
-    """The weights of a folder, or the checkpoints of the run `given`, a path or a name below `root`.
+    """The weights of a folder, or the checkpoints (`newest`: that alone) of a run, a path or a name below `root`.
 
-    `step`: that one alone, `newest`: that one without a step. Their headers are checked. ConfigError for anything else,
-    for a value model, and for what cannot run here.
+    Their headers are checked. ConfigError for anything else, for a value model, and for what cannot run here.
     """
     if (given / "config.json").exists():
         saved, others = SAVED.fullmatch(given.name), []
@@ -73,14 +66,12 @@ def find_model(
         config = _of_run(run, overrides, trees)
         checkpoints = saved_in(checkpoints_of(config), run_id(run))
         folders, others = checkpoints.own, checkpoints.ignored()
-    if not folders or step not in (None, *folders):
-        found = ", ".join(map(str, folders)) or "; ".join(others[:3]) or "none (trainer.save_freq=N writes them)"
-        raise ConfigError(
-            f"{given}: expected {'checkpoints' if step is None else f'one of step {step}'}, found {found}"
-        )
+    if not folders:
+        found = "; ".join(others[:3]) or "none (trainer.save_freq=N writes them)"
+        raise ConfigError(f"{given}: expected checkpoints, found {found}")
     _require_engine(config, trees)
-    step = max(folders) if newest and step is None else step
-    sources = {number: open_source(folder) for number, folder in folders.items() if step in (None, number)}
+    wanted = [max(folders)] if newest else folders
+    sources = {step: open_source(folders[step]) for step in wanted}
     for source in sources.values():
         if SCORE in source.tensors:
             raise ConfigError(

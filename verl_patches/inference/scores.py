@@ -6,7 +6,6 @@ verl's validation, `acc` where the reward has it, else the reward.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONFIDENCE, DRAWS = 0.95, 1000
-WILSON, BOOTSTRAP = "Wilson's interval", f"percentiles of {DRAWS} bootstrap draws of prompts"
+SIDES = "low", "high"
+WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {DRAWS} draws"
 
 
 def scorer(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:
@@ -60,10 +60,10 @@ def measure(prompts: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def wilson(correct: int, count: int) -> tuple[float, float]:
-    """Wilson's interval for a share, at CONFIDENCE (J. Am. Stat. Assoc. 22:209, 1927)."""
-    z, share = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2), correct / count
-    middle, half = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / count / 2) ** 2)
-    return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
+    """Wilson's interval for a share, at CONFIDENCE."""
+    from scipy.stats import binomtest
+
+    return tuple(map(float, binomtest(correct, count).proportion_ci(CONFIDENCE, "wilson")))
 
 
 def bootstrap(means: Sequence[float]) -> tuple[float, float]:
@@ -79,19 +79,17 @@ def bootstrap(means: Sequence[float]) -> tuple[float, float]:
 def accuracy_figure(name: str, steps: Sequence[Mapping[str, Any]]) -> Figure:
     """The mean of each source, with its interval, over `steps`: {step, sources: {source: measures}}."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for source in steps[0]["sources"]:
         of = [step["sources"][source] for step in steps]
-        sides = [[abs(each["mean"] - each[side]) for each in of] for side in ("low", "high")]
-        label = f"{source}, mean@{of[0]['n']}".replace("$", r"\$")
-        axes.errorbar(
-            [step["step"] for step in steps], [each["mean"] for each in of], sides, marker="o", capsize=3, label=label
+        means, sides = (
+            [each["mean"] for each in of],
+            [[abs(each["mean"] - each[side]) for each in of] for side in SIDES],
         )
-    axes.set(title=name.replace("$", r"\$"), xlabel="step", ylabel="mean")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+        label = source.replace("$", r"\$")
+        axes.errorbar([step["step"] for step in steps], means, sides, marker="o", capsize=3, label=label)
+    axes.set(title=name.replace("$", r"\$"), xlabel="step", ylabel=f"mean@{of[0]['n']}")
+    axes.legend()
     return figure
