@@ -32,19 +32,20 @@ def used(smoke, tmp_path_factory):
     """What all commands left and printed, each called once."""
     run = smoke("--learn", "--steps", "2", "trainer.save_freq=1", "trainer.test_freq=1")
     folder, saved = tmp_path_factory.mktemp("use"), run.folder / "checkpoints" / "global_step_2"
-    hf, prompts, out = folder / "hf", folder / "prompts.jsonl", folder / "out"
-    convert(plan_conversion(open_source(saved)), hf)
+    hf, fp8, prompts, out = folder / "hf", folder / "fp8", folder / "prompts.jsonl", folder / "out"
+    convert(plan_conversion(open_source(saved), dtype="fp8"), fp8)
+    convert(plan_conversion(open_source(fp8)), hf)  # in bf16, with equal values
     prompts.write_text("".join(json.dumps({"prompt": prompt, "other": 1}) + "\n" for prompt in PROMPTS))
     (data,) = yaml.safe_load((run.folder / "config.yaml").read_text())["data"]["val_files"]
     val = "actor_rollout_ref.rollout.val_kwargs"
     of_hf = [f"data.val_files={data}", "recipe.rewards=[{name: learnable},{name: format,weight: 0}]"]
     of_hf += [f"{val}.n=4", f"{val}.do_sample=true", f"{val}.temperature=1.0"]
     commands = [
-        ["generate", hf, prompts, out / "greedy.jsonl", *GREEDY, "--json"],
+        ["generate", fp8, prompts, out / "greedy.jsonl", *GREEDY, "--json"],
         ["generate", run.folder, prompts, out / "whole.jsonl", *SAMPLED, "--json"],
         ["cut", "generate", saved, prompts, out / "cut.jsonl", *SAMPLED],
         ["generate", saved, prompts, out / "cut.jsonl", *SAMPLED, "--json"],
-        ["chat", saved, *GREEDY, "--json"],
+        ["chat", fp8, *GREEDY, "--json"],
         ["eval", run.folder, out / "run", "--json"],
         ["eval", hf, out / "hf", *of_hf],
     ]
@@ -70,7 +71,7 @@ def printed(text):
     return values, text
 
 
-def test_greedy_responses_are_those_of_transformers(used):
+def test_greedy_responses_of_a_folder_in_fp8_are_those_of_transformers_in_bf16_values(used):
     lines = lines_of(used.out / "greedy.jsonl")
     assert [line["prompt"] for line in lines] == PROMPTS and [line["row"] for line in lines] == [0, 1, 2, 3]
     found = [(line["responses"][0]["tokens"], line["responses"][0]["text"]) for line in lines]
@@ -130,5 +131,5 @@ def test_nothing_is_written_beside_the_output(used):
     assert [
         path for path in used.left if "matplotlib" not in path.parts
     ] == []  # its list of fonts, as of every picture
-    assert {path.name for path in used.folder.iterdir()} == {"hf", "prompts.jsonl", "out", "home"}
+    assert {path.name for path in used.folder.iterdir()} == {"hf", "fp8", "prompts.jsonl", "out", "home"}
     assert {path.name for path in used.out.iterdir()} == {"greedy.jsonl", "whole.jsonl", "cut.jsonl", "run", "hf"}
