@@ -69,7 +69,7 @@ def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a
         (("data.max_response_length",), "data.max_response_length is null"),
         (("data.max_prompt_length=many",), "data.max_prompt_length is 'many'"),
         (("recipe.rewards=[{name: math}]",), "Invalid rewards"),
-        (("recipe.rewards=5",), "config.yaml, with recipe.rewards=5"),
+        (("recipe.rewards=5",), "recipe.rewards is 5; expected a list"),
         (("recipe.platform=npu",), "engines over several dies"),
         (("recipe.line=a3",), "--upstream"),
     ],

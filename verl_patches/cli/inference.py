@@ -45,7 +45,6 @@ def generate_command(
     input: Annotated[Path, typer.Argument(help="Prompts, in a .json, .jsonl or .parquet file.")],
     output: Annotated[Path, typer.Argument(help="A new .jsonl file; the same call goes on with one that was ended.")],
     overrides: Overrides = None,
-    prompt_key: Annotated[str, typer.Option(help="Column of messages, or of text, taken as it is.")] = "prompt",
     n: Annotated[int, typer.Option(help="Responses of each prompt.")] = 1,
     seed: Seed = 0,
     temperature: Temperature = 1.0,
@@ -61,12 +60,13 @@ def generate_command(
     sampling = {"n": n, "seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_kept():
         tokenizer = rows.read_tokenizer(source.folder)
-        prompts, _ = rows.read_prompts([input], prompt_key, tokenizer, chosen.length - 1)
+        key = chosen.config.data.prompt_key
+        prompts, _ = rows.read_prompts([input], key, tokenizer, chosen.length - 1)
         with rows.resumable(output, _settings([source], prompts, sampling)) as lines:
             kept = lines.done
             for prompt, made in _outputs(chosen, source, prompts, sampling, kept):
                 responses = [_response(each, tokenizer) for each in made]
-                lines.add({"row": prompt.number, "prompt": prompt.row[prompt_key], "responses": responses})
+                lines.add({"row": prompt.number, "prompt": prompt.row[key], "responses": responses})
     if as_json:
         print_json({"output": str(output), "model": str(source.folder), "rows": len(prompts), "kept": kept})
     else:
@@ -100,7 +100,7 @@ def chat_command(
     if not as_json:
         say(f"template: {template}", "dim")
     sys.stdin.reconfigure(errors="replace")
-    asks, said, turn = not as_json and sys.stdin.isatty(), [], 0
+    asks, said = not as_json and sys.stdin.isatty(), []
     while True:
         typer.echo("> " if asks else "", nl=False)
         if not (line := sys.stdin.readline(rows.MAX_ROW_BYTES)):
@@ -118,7 +118,7 @@ def chat_command(
             say(str(error), err=True)
             continue
         shown = ""
-        for output in engine.stream(tokens, params, turn):
+        for output in engine.stream(tokens, params, len(said)):
             (made,) = output.outputs
             if not as_json and (output.finished or not made.text.endswith("\ufffd")):  # not half a character
                 typer.echo(printable(made.text[len(shown) :], keep="\n\t"), nl=output.finished)
@@ -126,7 +126,6 @@ def chat_command(
         if as_json:
             typer.echo(json.dumps({"message": message, "prompt_tokens": len(tokens), **_response(made, tokenizer)}))
         said += [{"role": "user", "content": message}, {"role": "assistant", "content": made.text}]
-        turn += 1
 
 
 def eval_command(

@@ -18,7 +18,8 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.sampling_params import RequestOutputKind
 
 from verl_patches.config.compose import vllm_arguments
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.data.sources import load
+from verl_patches.errors import RecipeError
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import Source, open_source
 
@@ -46,10 +47,8 @@ def _tensors(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
 
 def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
     """vLLM's SamplingParams of these names; ConfigError for values that it refuses."""
-    try:
+    with load("sampling: expected values that vLLM takes"):
         return SamplingParams(**sampling)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"sampling: {error}") from None
 
 
 class Engine:

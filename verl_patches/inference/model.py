@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import COMPOSED, derive, process_environment
 from verl_patches.config.recipe import check_recipe
 from verl_patches.config.run_start import checkpoints_of
 from verl_patches.config.verl_values import check_verl_values
+from verl_patches.data.sources import load
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import find_run
 from verl_patches.layout.inventory import SCORE
@@ -86,7 +86,7 @@ def find_model(
 
 def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
     """The composed configuration of a run, with `overrides` of keys that it has, checked as compose() does."""
-    try:
+    with load(f"{run / COMPOSED} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"):
         config = OmegaConf.create(read_yaml(run / COMPOSED))
         OmegaConf.set_struct(config, True)
         config.merge_with_dotlist(list(overrides))
@@ -95,8 +95,6 @@ def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
         check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
         parts_of(config)
         return config
-    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ConfigError(f"{run / COMPOSED}, with {' '.join(overrides) or 'no overrides'}: {error}") from None
 
 
 def _require_engine(config: DictConfig, trees: Trees) -> None:

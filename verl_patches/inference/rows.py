@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_patches.data.sources import ENDINGS, MAX_ROW_BYTES, read_rows
+from verl_patches.data.sources import ENDINGS, MAX_ROW_BYTES, load, read_rows
 from verl_patches.errors import ConfigError
 from verl_patches.shared_files import PARTIAL, lock_file, sync
 
@@ -57,11 +57,8 @@ def read_tokenizer(folder: Path) -> Any:
     """The tokenizer of a folder of weights; ConfigError without one. Code of the folder is not run."""
     from transformers import AutoTokenizer
 
-    try:
+    with load(f"{folder}: expected a tokenizer that can be read"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # any: the library has no error of its own
-        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
-        raise ConfigError(f"{folder}: expected a tokenizer that can be read, found none ({text})") from None
 
 
 def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
@@ -81,15 +78,13 @@ def render(tokenizer: Any, messages: Any) -> str:
     for each in messages:
         if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
             raise ValueError("expected role and content, both text, in each message")
-    if not tokenizer.chat_template:
-        raise ValueError("expected text, found messages, for which the tokenizer has no chat template")
     try:
         with _cpu_limit(TEMPLATE_CPU_S):
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # any that a template raises
         raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
-    if not 0 < len(text) <= MAX_ROW_BYTES:
-        raise ValueError(f"the chat template made {len(text)} characters, expected 1 to {MAX_ROW_BYTES}")
+    if len(text) > MAX_ROW_BYTES:
+        raise ValueError(f"the chat template made {len(text)} characters, expected at most {MAX_ROW_BYTES}")
     return text
 
 
