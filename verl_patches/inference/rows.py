@@ -95,13 +95,12 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
     def end(*_: object) -> None:
         raise TimeoutError(f"it took more than {seconds:g} s")
 
-    before = signal.signal(signal.SIGVTALRM, end)
+    signal.signal(signal.SIGVTALRM, end)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:

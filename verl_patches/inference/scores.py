@@ -54,8 +54,8 @@ def measure(prompts: Sequence[Sequence[float]]) -> dict[str, Any]:
     alone = binary and n == 1
     low, high = wilson(int(sum(means)), len(means)) if alone else bootstrap(means)
     found = {"prompts": len(prompts), "n": n, "mean": statistics.fmean(means), "low": low, "high": high}
-    powers = {1 << power for power in range(n.bit_length()) if 1 << power < n} | {n} if binary and n > 1 else ()
-    passes = {k: statistics.fmean(pass_at_k(n, int(sum(prompt)), k) for prompt in prompts) for k in sorted(powers)}
+    numbers = sorted({n, *(2**power for power in range(n.bit_length()))}) if binary and n > 1 else []
+    passes = {k: statistics.fmean(pass_at_k(n, int(sum(prompt)), k) for prompt in prompts) for k in numbers}
     return {**found, "interval": WILSON if alone else BOOTSTRAP, "pass": passes}
 
 
