@@ -28,7 +28,6 @@ from verl_patches.rewards.parts import parts_of
 from verl_patches.shared_files import replacing, write_whole
 from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
-from verl_patches.weights.source import Source
 
 CONVERSATION = 8192  # most tokens of one, where the model takes more
 SHOWN_WRONG, SHOWN_CHARS = 5, 200
@@ -62,9 +61,9 @@ def generate_command(
         tokenizer = rows.read_tokenizer(source.folder)
         key = chosen.config.data.prompt_key
         prompts, _ = rows.read_prompts([input], key, tokenizer, chosen.length - 1)
-        with rows.resumable(output, _settings([source], prompts, sampling)) as lines:
+        with rows.resumable(output, _settings(chosen, prompts, sampling)) as lines:
             kept = lines.done
-            for prompt, made in _outputs(chosen, source, prompts, sampling, kept):
+            for _, prompt, made in _outputs(chosen, prompts, sampling, kept):
                 responses = [_response(each, tokenizer) for each in made]
                 lines.add({"row": prompt.number, "prompt": prompt.row[key], "responses": responses})
     if as_json:
@@ -147,7 +146,7 @@ def eval_command(
         tokenizer = rows.read_tokenizer(sources[-1].folder)
         overlong = data.filter_overlong_prompts
         prompts, left_out = rows.read_prompts(files, data.prompt_key, tokenizer, most, overlong, columns)
-        settings = _settings(sources, prompts, sampling, [asdict(part.entry) for part in parts_of(config)])
+        settings = _settings(chosen, prompts, sampling, [asdict(part.entry) for part in parts_of(config)])
         with rows.resumable(output / "responses.jsonl", settings) as lines:
             _score(chosen, prompts, sampling, tokenizer, lines)
             report = {"model": str(sources[-1].folder), "left_out": left_out, "steps": _measured(lines.read())}
@@ -166,13 +165,12 @@ def _score(
 ) -> None:
     """Write a line for each checkpoint and prompt that has none."""
     score, data = scores.scorer(chosen.config, tokenizer), chosen.config.data
-    for before, (step, source) in enumerate(chosen.sources.items()):
-        for prompt, made in _outputs(chosen, source, prompts, sampling, lines.done - before * len(prompts)):
-            scored = score(prompt.row, [each.token_ids for each in made])
-            line = {"step": step, "row": prompt.number, "data_source": prompt.row.get(data.reward_fn_key, "unknown")}
-            line["ground_truth"] = (prompt.row.get("reward_model") or {}).get("ground_truth")
-            responses = [{**_response(each, tokenizer), **values} for each, values in zip(made, scored, strict=True)]
-            lines.add({**line, "prompt": prompt.row[data.prompt_key], "responses": responses})
+    for step, prompt, made in _outputs(chosen, prompts, sampling, lines.done):
+        scored = score(prompt.row, [each.token_ids for each in made])
+        line = {"step": step, "row": prompt.number, "data_source": prompt.row.get(data.reward_fn_key, "unknown")}
+        line["ground_truth"] = (prompt.row.get("reward_model") or {}).get("ground_truth")
+        responses = [{**_response(each, tokenizer), **values} for each, values in zip(made, scored, strict=True)]
+        lines.add({**line, "prompt": prompt.row[data.prompt_key], "responses": responses})
 
 
 def _measured(lines: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -221,29 +219,32 @@ def _start(
 
 
 def _settings(
-    sources: list[Source], prompts: list[rows.Prompt], sampling: dict[str, Any], rewards: Any = None
+    chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], rewards: Any = None
 ) -> dict[str, Any]:
     """What a call has in common with one that goes on with its output."""
+    models = [source.identity for source in chosen.sources.values()]
     asked = [(prompt.number, prompt.tokens) for prompt in prompts]
-    return {"models": [source.identity for source in sources], "prompts": asked, "rewards": rewards, **sampling}
+    return {"models": models, "prompts": asked, "rewards": rewards, **sampling}
 
 
 def _outputs(
-    chosen: Model, source: Source, prompts: list[rows.Prompt], sampling: dict[str, Any], kept: int
-) -> Iterator[tuple[rows.Prompt, Any]]:
-    """(prompt, vLLM's responses) of all prompts but the first `kept`."""
-    if kept >= len(prompts):
-        return
+    chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], done: int
+) -> Iterator[tuple[int, rows.Prompt, Any]]:
+    """(step, prompt, vLLM's responses) of each checkpoint and prompt but the first `done`."""
     from verl_patches.inference import engine as engines  # imports vllm
 
     params = engines.sampling_params({**sampling, "detokenize": False})
     tokens = [prompt.tokens for prompt in prompts]
-    engine = engines.Engine(source, chosen.config, min(chosen.length, max(map(len, tokens)) + params.max_tokens))
-    with progress_bar(source.folder.name, len(prompts), "row") as advance:
-        advance(kept)
-        for prompt, output in zip(prompts[kept:], engine.run(tokens, params, kept), strict=True):
-            yield prompt, output.outputs
-            advance(1)
+    length = min(chosen.length, max(map(len, tokens)) + params.max_tokens)
+    with progress_bar("responses", len(prompts) * len(chosen.sources), "row") as advance:
+        advance(done)
+        for number, (step, source) in enumerate(chosen.sources.items()):
+            kept = max(0, done - number * len(prompts))
+            if kept < len(prompts):
+                outputs = engines.Engine(source, chosen.config, length).run(tokens, params, kept)
+                for prompt, output in zip(prompts[kept:], outputs, strict=True):
+                    yield step, prompt, output.outputs
+                    advance(1)
 
 
 def _response(made: Any, tokenizer: Any) -> dict[str, Any]:
