@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import os
-import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -30,7 +28,7 @@ from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
 
 CONVERSATION = 8192  # most tokens of one, where the model takes more
-SHOWN_WRONG, SHOWN_CHARS = 5, 200
+SHOWN_WRONG = 5
 Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or shards.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, for weights of no run.")]
 Seed = Annotated[int, typer.Option(help="Of sampling.")]
@@ -149,7 +147,7 @@ def eval_command(
         settings = _settings(chosen, prompts, sampling, [asdict(part.entry) for part in parts_of(config)])
         with rows.resumable(output / "responses.jsonl", settings) as lines:
             _score(chosen, prompts, sampling, tokenizer, lines)
-            report = {"model": str(sources[-1].folder), "left_out": left_out, "steps": _measured(lines.read())}
+            report = {"model": str(sources[-1].folder), "left_out": left_out, "steps": scores.steps_of(lines.read())}
             if len(report["steps"]) > 1:
                 with replacing(output / "accuracy.png") as new:
                     scores.accuracy_figure(config.recipe.run, report["steps"]).savefig(new, format="png", dpi=100)
@@ -173,23 +171,6 @@ def _score(
         lines.add({**line, "prompt": prompt.row[data.prompt_key], "responses": responses})
 
 
-def _measured(lines: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each checkpoint: step, score (the mean over sources), sources (scores.measure), wrong."""
-    steps = []
-    for step, of_step in itertools.groupby(lines, lambda line: line["step"]):
-        values, wrong = {}, []
-        for line in of_step:
-            found = [response["value"] for response in line["responses"]]
-            values.setdefault(line["data_source"], []).append(found)
-            if min(found) < 1:
-                answer = line["responses"][found.index(min(found))]["text"][:SHOWN_CHARS]
-                wrong.append({"row": line["row"], "expected": line["ground_truth"], "found": answer})
-        sources = {source: scores.measure(each) for source, each in values.items()}
-        score = statistics.fmean(each["mean"] for each in sources.values())
-        steps.append({"step": step, "score": score, "sources": sources, "wrong": wrong})
-    return steps
-
-
 def _show(report: dict[str, Any], output: Path) -> None:
     """A row for each checkpoint and source, how intervals were made, and the first wrong answers of the newest."""
     measured = [(each["step"], source, of) for each in report["steps"] for source, of in each["sources"].items()]
@@ -202,7 +183,7 @@ def _show(report: dict[str, Any], output: Path) -> None:
     table(f"{report['model']}: score {report['steps'][-1]['score']:.4f}, the mean over sources", columns, cells)
     wrong = report["steps"][-1]["wrong"]
     for each in wrong[:SHOWN_WRONG]:
-        say(f"wrong: row {each['row']}, expected {each['expected']!r:.{SHOWN_CHARS}}, found {each['found']!r}")
+        say(f"wrong: row {each['row']}, expected {each['expected']!r:.200}, found {each['found']!r}")
     say(f"{output}: eval.json has all {len(wrong)} wrong answers; {report['left_out']} prompts were too long")
 
 

@@ -6,8 +6,9 @@ verl's validation, `acc` where the reward has it, else the reward.
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.trainer.validation import pass_at_k
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONFIDENCE, DRAWS = 0.95, 1000
+ANSWER_CHARS = 200  # of a wrong answer in a report
 SIDES = "low", "high"
 WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {DRAWS} draws"
 
@@ -42,6 +44,23 @@ def scorer(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any], Sequence
         return [{"value": float(each.get("acc", each["reward"])), **each} for each in scores]
 
     return score
+
+
+def steps_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each checkpoint of a responses.jsonl: step, score (the mean over sources), sources (`measure`), wrong."""
+    steps = []
+    for step, of_step in itertools.groupby(lines, lambda line: line["step"]):
+        values, wrong = {}, []
+        for line in of_step:
+            found = [response["value"] for response in line["responses"]]
+            values.setdefault(line["data_source"], []).append(found)
+            if min(found) < 1:
+                answer = line["responses"][found.index(min(found))]["text"][:ANSWER_CHARS]
+                wrong.append({"row": line["row"], "expected": line["ground_truth"], "found": answer})
+        sources = {source: measure(each) for source, each in values.items()}
+        score = statistics.fmean(each["mean"] for each in sources.values())
+        steps.append({"step": step, "score": score, "sources": sources, "wrong": wrong})
+    return steps
 
 
 def measure(prompts: Sequence[Sequence[float]]) -> dict[str, Any]:
