@@ -11,7 +11,7 @@ import sys
 try:
     import typer
 
-    from verl_patches.cli import cluster, contract, data, doctor, inference, inspect, patches, plan, run, weights
+    from verl_patches.cli import cluster, contract, data, doctor, inference, inspect, patches, run, weights
     from verl_patches.errors import ConfigError, RecipeError, interrupted
     from verl_patches.values import printable
 except ModuleNotFoundError as error:
@@ -32,7 +32,7 @@ app.command("check")(contract.check_command)
 app.command("fingerprint")(contract.fingerprint_command)
 app.command("smoke")(run.smoke_command)
 app.command("train")(run.train_command)
-app.command("plan")(plan.plan_command)
+app.command("plan")(run.plan_command)
 app.command("doctor")(doctor.doctor_command)
 app.command("config")(inspect.config_command)
 app.command("reshard-plan")(inspect.reshard_plan_command)

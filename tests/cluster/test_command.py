@@ -110,15 +110,3 @@ def test_a_checkout_that_is_not_there_is_named(make):
     job = make(ON).model_copy(update={"checkout": "/no/checkout"})
     with pytest.raises(ConfigError, match="checkout /no/checkout: No such file or directory"):
         command.start(job, STARTED, {}, say)
-
-
-def test_any_script_of_the_checkout_is_a_command_and_one_that_is_not_there_is_named(tmp_path):
-    named = {"folder": str(tmp_path), "checkout": str(REPOSITORY)}
-    for script in sorted(REPOSITORY.glob("scripts/*.sh")):
-        words = ["bash", f"scripts/{script.name}"]
-        command._require_script(Job(name="j", nodes=1, dies=1, command=words, **named))
-    for words in (["bash", "-c", "x.sh"], ["python", "x.sh"], ["bash", "-e", "x.sh"]):
-        command._require_script(Job(name="j", nodes=1, dies=1, command=words, **named))
-    job = Job(name="j", nodes=1, dies=1, command=["bash", "scripts/train_ppo.sh"], **named)
-    with pytest.raises(ConfigError, match="has no scripts/train_ppo.sh; its scripts: .*scripts/smoke.sh"):
-        command.start(job, STARTED, {}, say)

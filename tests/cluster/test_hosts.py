@@ -52,18 +52,6 @@ def test_every_host_gets_the_job_its_rank_and_the_secrets_on_standard_input_alon
         assert Job(**job).provider == "nodes" and secrets == {"secrets": {"HF_TOKEN": "s3cret"}}
 
 
-def test_uploads_are_sent_from_the_heads_host_with_the_secrets_on_standard_input(program, tmp_path):
-    begins = "echo profile; echo 'verl_patches: output begins'; echo sent; exit 1"
-    ssh = program("ssh", f"cat > {tmp_path}/$1.stdin; {begins}")
-    made = hosts(ssh, secrets=["AWS_SECRET_ACCESS_KEY"], command=["a"], uploads=[{"from": "o", "to": "s3://b"}])
-    made.secrets, to = {"AWS_SECRET_ACCESS_KEY": "s3cret"}, io.BytesIO()
-    assert made.upload(to, as_json=True) == 1 and to.getvalue() == b"sent\n"
-    (called,) = (line for line in program.calls().splitlines() if "cluster upload - " in line)
-    assert "10.0.0.1" in called and "--json" in called and "s3cret" not in called
-    job, secrets = yaml.safe_load_all((tmp_path / "10.0.0.1.stdin").read_text())
-    assert Job(**job).uploads[0].to == "s3://b" and secrets == {"secrets": {"AWS_SECRET_ACCESS_KEY": "s3cret"}}
-
-
 def test_nothing_is_started_anywhere_where_a_host_is_not_reached(program):
     ssh = program("ssh", '[ "$1" = 10.0.0.1 ] || { echo "no route" >&2; exit 255; }')
     assert fault_of(hosts(ssh))[1:] == ["  node 1 (10.0.0.2): no route"]

@@ -1,7 +1,7 @@
 """Uploads: what is sent, what is not sent again, what a kill or a failing store leaves; on file systems of fsspec."""
 
-import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from verl_patches.__main__ import app
 from verl_patches.cluster import command, node, upload
 from verl_patches.cluster.job import Job
-from verl_patches.cluster.upload import MANIFEST, require_stores, send
+from verl_patches.cluster.upload import require_stores
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError
 
@@ -26,7 +26,7 @@ JOB = {"name": "j", "nodes": 1, "dies": 1}
 
 
 class Store(MemoryFileSystem):
-    """A store with ETags that counts what it is sent, and fails where `faults` says so."""
+    """A store that counts what it is sent, and fails where `faults` says so."""
 
     protocol = "counted"
     store, pseudo_dirs, cachable = {}, [""], False
@@ -47,13 +47,6 @@ class Store(MemoryFileSystem):
         self.deleted.append(path)
 
     rm = _rm = rmdir = rm_file
-
-    def info(self, path, **kwargs):
-        found = super().info(path, **kwargs)
-        return found if found["type"] == "directory" else {**found, "ETag": str(hash(self.cat_file(path)))}
-
-    def find(self, path, detail=False, **kwargs):
-        return {name: self.info(name) for name in super().find(path)}
 
 
 @pytest.fixture
@@ -77,75 +70,58 @@ def results(tmp_path):
     return folder
 
 
-def listed(store, to="/t"):
-    return json.loads(store().cat_file(f"{to}/{MANIFEST}"))["files"]
+@pytest.fixture(autouse=True)
+def logged(caplog):
+    caplog.set_level("INFO")
+    return caplog
 
 
-def test_whole_files_are_sent_once_and_a_changed_one_again(store, results):
-    sent = send(results, "counted://t", "j")
-    assert (sent.files, sent.there, sent.faults) == (2, 0, {}) and store.sent == ["run.log", "a.safetensors"]
-    assert set(listed(store)) == {"global_step_1/a.safetensors", "run.log"}
-    again = send(results, "counted://t/", "j")
-    assert (again.files, again.there) == (0, 2) and len(store.sent) == 2
-    os.utime(results / "run.log")  # another time, the same content: read, not sent
-    assert send(results, "counted://t", "j").there == 2
+@pytest.fixture
+def sent(logged):
+    def sent(folder, to="counted://t/j"):
+        """(whether all is there, what was logged) of an upload."""
+        logged.clear()
+        return upload.send(folder, to), logged.text.partition("/j: ")[2]
+
+    return sent
+
+
+def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent):
+    assert sent(results) == (True, "2 files sent (0.0 MB)\n") and store.sent == ["run.log", "a.safetensors"]
+    assert set(store.store) == {"/t/j/global_step_1/a.safetensors", "/t/j/run.log"}
+    assert "0 files sent" in sent(results)[1] and len(store.sent) == 2
+    later = time.time() + 60
     (results / "run.log").write_text("RUN.LOG")  # the same size
-    assert send(results, "counted://t", "j").files == 1 and store.sent[-1] == "run.log"
-    assert store().cat_file("/t/run.log") == b"RUN.LOG"
+    os.utime(results / "run.log", (later, later))
+    assert sent(results)[1].startswith("1 files") and store().cat_file("/t/j/run.log") == b"RUN.LOG"
 
 
-def test_a_copy_that_is_not_the_lists_is_sent_again(store, results):
-    """By size, by ETag, by absence; and a damaged list is no list."""
-    send(results, "counted://t", "j")
-    path = "/t/global_step_1/a.safetensors"
-    for broken in (b"", b"x" * len("global_step_1/a.safetensors")):
-        store().pipe_file(path, broken)
-        assert send(results, "counted://t", "j").files == 1 and store().cat_file(path).startswith(b"global")
-    del store.store[path]
-    assert send(results, "counted://t", "j").files == 1
-    for damaged in (b"", b"{", b"[" * 100_000, b'{"job": "j", "files": {"run.log": 3}}'):
-        store().pipe_file(f"/t/{MANIFEST}", damaged)
-        assert send(results, "counted://t", "j").files == 2
+def test_a_copy_of_another_size_and_one_that_is_gone_are_sent_again(store, results, sent):
+    sent(results)
+    store().pipe_file("/t/j/run.log", b"half")
+    del store.store["/t/j/global_step_1/a.safetensors"]
+    assert sent(results)[1].startswith("2 files") and store().cat_file("/t/j/run.log") == b"run.log"
 
 
-def test_nothing_is_removed_there_and_another_jobs_target_is_left_alone(store, results):
-    send(results, "counted://t", "j")
-    for path in (results / "global_step_1/a.safetensors", results / "run.log"):
-        path.unlink()
-    send(results, "counted://t", "j")
-    assert store().cat_file("/t/run.log") == b"run.log" and len(listed(store)) == 2
-    (results / "run.log").write_text("other")
-    sent = send(results, "counted://t", "k")
-    assert "has the results of job j" in str(sent) and store().cat_file("/t/run.log") == b"run.log"
+def test_nothing_is_removed_there_and_each_job_has_its_own_folder(store, results, tmp_path, sent):
+    sent(results)
+    (results / "run.log").unlink()
+    sent(results)
+    assert store().cat_file("/t/j/run.log") == b"run.log"
+    assert upload.uploads_of(job_of(tmp_path, "true", "s3://b/t/")) == {"s3://b/t/j": tmp_path / "outputs"}
 
 
-def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the_rest(store, results, monkeypatch):
+def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the_rest(
+    store, results, monkeypatch, sent
+):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret-value")
-    monkeypatch.setenv("WANDB", "w4ndb")
-    store.faults = {"a.safetensors": PermissionError("denied to s3cret-value\n and w4ndb")}
-    sent = send(results, "counted://t", "j", ["WANDB"])
-    assert (sent.files, list(sent.faults)) == (1, ["global_step_1/a.safetensors"])
-    assert "denied to $AWS_SECRET_ACCESS_KEY and $WANDB" in str(sent)
-    assert "w4ndb" in str(send(results, "counted://t", "j"))  # the control: nobody said that it is one
+    store.faults = {"a.safetensors": PermissionError("denied to s3cret-value\n here")}
+    whole, found = sent(results)
+    assert (whole, found[:12]) == (False, "1 files sent")
+    assert "NOT ALL: PermissionError: denied to $AWS_SECRET_ACCESS_KEY here" in found
     store.faults = {}
-    assert (send(results, "counted://t", "j").files, store.sent.count("run.log")) == (1, 1)
-    store.faults = {"*": RuntimeError("no network")}
-    for number in range(9):
-        (results / f"new{number}").write_text("x")
-    assert len(send(results, "counted://t", "j").faults) == upload.GIVE_UP
-    assert "No such file" in str(send(results / "absent", "counted://t", "j"))
-
-
-def test_a_file_that_went_meanwhile_is_no_fault(store, results, monkeypatch):
-    real = upload._sha256
-
-    def gone(file):
-        if file.name == "a.safetensors":
-            file.unlink()
-        return real(file)
-
-    monkeypatch.setattr(upload, "_sha256", gone)
-    assert (sent := send(results, "counted://t", "j")).faults == {} and sent.files == 1
+    assert sent(results)[0] and store.sent == ["run.log", "a.safetensors"]
+    assert "No such file" in sent(results / "absent", "counted://t/x/j")[1]
 
 
 SLOW = """
@@ -160,13 +136,12 @@ def slow(self, lpath, rpath, **kwargs):
     put(self, lpath, rpath, **kwargs)
 LocalFileSystem.put_file = slow
 from verl_patches.cluster import upload
-upload.LIST_S = 0
-upload.send(upload.Path(sys.argv[1]), sys.argv[2], "j")
+upload.send(upload.Path(sys.argv[1]), sys.argv[2])
 """
 
 
-def test_a_killed_upload_leaves_whole_files_and_goes_on(tmp_path):
-    source, target = tmp_path / "from", tmp_path / "to"
+def test_a_killed_upload_leaves_whole_files_and_goes_on(tmp_path, sent):
+    source, target = tmp_path / "from", tmp_path / "to" / "j"
     source.mkdir()
     for number in range(5):
         (source / f"{number}.bin").write_text(str(number) * 1000)
@@ -176,10 +151,9 @@ def test_a_killed_upload_leaves_whole_files_and_goes_on(tmp_path):
     process.kill()
     process.wait()
     there = {path.name for path in target.iterdir() if not path.name.endswith(".partial")}
-    assert there == {"0.bin", "1.bin", "2.bin", MANIFEST}  # the half of 3.bin has another name
+    assert there == {"0.bin", "1.bin", "2.bin"}  # the half of 3.bin has another name
     before = (target / "1.bin").stat().st_mtime_ns
-    sent = send(source, f"file://{target}", "j")
-    assert (sent.files, sent.there) == (2, 3) and (target / "1.bin").stat().st_mtime_ns == before
+    assert sent(source, f"file://{target}")[1].startswith("2 files") and (target / "1.bin").stat().st_mtime_ns == before
     assert all((target / f"{number}.bin").read_text() == str(number) * 1000 for number in range(5))
 
 
@@ -208,16 +182,15 @@ def run(job, capfdbinary):
     return code, capfdbinary.readouterr().out.decode()
 
 
-GATE = "mkdir -p outputs/global_step_1; echo w > outputs/global_step_1/w; echo l > outputs/log; {}"
-WAIT = "while [ ! -e to/global_step_1/w ]; do sleep 0.05; done; [ ! -e to/log ] || exit 9; exit {}"
+WORK = "mkdir -p outputs/global_step_1; echo w > outputs/global_step_1/w; echo l > outputs/log; echo ended; exit {}"
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_checkpoint_is_sent_while_the_command_runs_and_the_rest_at_its_end(tmp_path, capfdbinary, code):
-    """The command ends only when the checkpoint is there, and fails if its log is there before."""
-    job = job_of(tmp_path, GATE.format(WAIT.format(code)), f"file://{tmp_path}/to", secrets=["TOKEN"])
+def test_results_are_sent_when_the_command_has_ended(tmp_path, capfdbinary, code):
+    job = job_of(tmp_path, WORK.format(code), f"file://{tmp_path}/to", secrets=["TOKEN"])
     found, out = run(job, capfdbinary)
-    assert found == code and "1 files sent" in out and (tmp_path / "to/log").read_text() == "l\n"
+    assert found == code and out.index("ended") < out.index("2 files sent")
+    assert (tmp_path / "to/j/log").read_text() == "l\n" and (tmp_path / "to/j/global_step_1/w").exists()
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(b"s3cret-token" in text for text in written)
 
@@ -225,14 +198,14 @@ def test_a_checkpoint_is_sent_while_the_command_runs_and_the_rest_at_its_end(tmp
 @pytest.mark.parametrize(("code", "seen"), [(0, 1), (7, 7)])
 def test_a_failed_upload_does_not_end_the_command_and_is_its_exit_code(tmp_path, capfdbinary, code, seen):
     (tmp_path / "to").write_text("no folder")
-    job = job_of(tmp_path, GATE.format(f"sleep 1.5; echo ended; exit {code}"), f"file://{tmp_path}/to")
+    job = job_of(tmp_path, WORK.format(code), f"file://{tmp_path}/to")
     found, out = run(job, capfdbinary)
-    assert found == seen and "\nended\n" in out and "NOT SENT" in out and f"the command ended with {code}" in out
+    assert found == seen and "NOT ALL" in out and f"the command ended with {code}" in out
     (tmp_path / "to").unlink()
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job.model_dump(by_alias=True)))
-    done = CliRunner().invoke(app, ["cluster", "upload", str(tmp_path / "job.yaml"), "--json"])
-    assert done.exit_code == 0 and json.loads(done.output)["rows"][0]["state"] == "fine"
-    assert (tmp_path / "to/global_step_1/w").exists()
+    again = shlex.split(out.partition("To send the rest: ")[2].splitlines()[0])
+    done = subprocess.run(again, capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert "2 files sent" in done.stdout
+    assert (tmp_path / "to/j/global_step_1/w").exists()
 
 
 def test_the_command_ends_by_a_signal_with_its_code_and_with_its_uploader(tmp_path):
@@ -250,5 +223,5 @@ def test_the_command_ends_by_a_signal_with_its_code_and_with_its_uploader(tmp_pa
 
 
 def test_a_local_target_keeps_its_class():
-    """_put renames on this class alone."""
+    """A copy gets its name last on this class alone."""
     assert isinstance(fsspec.core.url_to_fs("file:///x")[0], LocalFileSystem)

@@ -35,21 +35,20 @@ def questions(folder):
 
 
 def test_the_sample_is_what_it_was(tmp_path):
-    """All problems once, with the instruction and the line of the file that each begins in; the order is pinned."""
+    """All problems once, with the instruction and their number in the file; the order is pinned."""
     code, report = build_preset("sample", tmp_path / "out", input=SAMPLE)
     assert (code, report["read"], report["train"], report["test"]) == (0, 312, 281, 31)
     rows = read(tmp_path / "out") + read(tmp_path / "out", "test")
     by_problem = {row["problem"]: row["answer"] for row in json.loads(SAMPLE.read_text())}
-    lines = SAMPLE.read_text().split("\n")
+    problems = [row["problem"] for row in json.loads(SAMPLE.read_text())]
     for row in rows:
         problem, _, rest = row["prompt"][0]["content"].partition(" Let's think step by step")
         assert rest.endswith("\\boxed{}.") and row["data_source"] == "deepscaler"
         assert row["reward_model"] == {"style": "rule", "ground_truth": by_problem.pop(problem)}
-        assert json.dumps(problem) in lines[int(row["extra_info"]["origin"].removeprefix(f"{SAMPLE.name}:"))]
+        assert problem == problems[int(row["extra_info"]["origin"].removeprefix(f"{SAMPLE.name}:")) - 1]
     assert not by_problem
     order = list(range(312))
     random.Random(0).shuffle(order)
-    problems = [row["problem"] for row in json.loads(SAMPLE.read_text())]
     assert [row["prompt"][0]["content"].partition(" Let's")[0] for row in rows[:3]] == [
         problems[n] for n in order[31:34]
     ]
@@ -96,18 +95,20 @@ def test_each_problem_is_on_one_side_once(tmp_path_factory, numbers, test_size, 
     folder, numbers = tmp_path_factory.mktemp("split"), [*range(13, 20), *numbers]
     keys = {"test_size": test_size, "dedupe": dedupe, "shuffle": shuffle}
     kept = list(dict.fromkeys(numbers)) if dedupe else numbers
-    tests = test_size if isinstance(test_size, int) else max(1, round(test_size * len(kept)))
-    if tests >= len(kept):
-        with pytest.raises(ConfigError, match="leave none to train on"):
-            make(folder, [RECORDS["maths"](n) for n in numbers], **keys)
+    least = test_size if isinstance(test_size, int) else max(1, round(test_size * len(kept)))
+    try:
+        _, report = make(folder, [RECORDS["maths"](n) for n in numbers], **keys)
+    except ConfigError as error:
+        assert "leave none to train on" in str(error) and (least >= len(kept) or not dedupe)
         return
-    _, report = make(folder, [RECORDS["maths"](n) for n in numbers], **keys)
+    assert least < len(kept)
     train, test = questions(folder / "out")
     expected = [RECORDS["maths"](n)["problem"] for n in kept]
-    assert sorted(train + test) == sorted(expected) and len(test) == tests == report["test"]
+    assert sorted(train + test) == sorted(expected) and len(test) == report["test"] >= least
+    assert not dedupe or len(test) == least
     assert report["repeated"]["rows"] == len(numbers) - len(kept)
-    assert not dedupe or not {*train} & {*test}
-    assert shuffle or test + train == expected
+    assert not {*train} & {*test}
+    assert shuffle or test[:least] == expected[:least]
     assert [row["extra_info"]["index"] for row in read(folder / "out")] == list(range(len(train)))
 
 
@@ -115,8 +116,21 @@ def test_a_repeated_problem_is_one_whatever_its_blanks_and_answers_of_one_prompt
     spaced = {**MATHS[3], "problem": MATHS[3]["problem"].replace(" ", " \n"), "answer": "other"}
     _, report = make(tmp_path, [*MATHS, spaced])
     assert report["repeated"] == {"rows": 1, "shown": ["rows.jsonl:41"]}
-    rows = [{"prompt": "Say it.", "response": f"{n}"} for n in range(5)]
+    rows = [{"prompt": "Say it.", "response": f"{n}"} for n in range(5)] + [{"prompt": "Go.", "response": "0"}]
     assert make(tmp_path, [*rows, rows[0]], "instruction", out="sft")[1]["repeated"]["rows"] == 1
+
+
+def test_rows_of_one_prompt_are_on_one_side(tmp_path):
+    """Responses to a prompt of test.parquet are no training data; raw text has no prompts."""
+    rows = [{"prompt": f"Say {n // 4}.", "response": f"{n}"} for n in range(400)]
+    _, report = make(tmp_path, rows, "instruction", test_size=5)
+    train, test = questions(tmp_path / "out")
+    assert not {*train} & {*test} and len(train) + len(test) == 400
+    assert report["test"] == len(test) == 4 * len({*test}) >= 5
+    _, report = make(tmp_path, [RECORDS["text"](n) for n in range(40)], "text", test_size=5, out="text")
+    assert report["test"] == 5
+    with pytest.raises(ConfigError, match="400 of 400 rows leave none to train on"):
+        make(tmp_path, [{**row, "prompt": "p"} for row in rows], "instruction", out="one")
 
 
 def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
@@ -275,6 +289,11 @@ def test_nothing_is_written_but_the_output(tmp_path):
     done = subprocess.run([*command, *words], cwd=here, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [*home.rglob("*"), *here.rglob("*")] == [] and contents(tmp_path / "saved") == before
+    words = ["input=nobody/nothing", "-o", str(tmp_path / "hub")]  # the hub's libraries keep modules and downloads
+    environment["HF_HUB_OFFLINE"] = "1"
+    done = subprocess.run([*command, *words], cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "nobody/nothing" in done.stderr
+    assert [*home.rglob("*"), *here.rglob("*")] == []
     assert {path.name for path in tmp_path.iterdir()} == {"home", "here", "saved", "out"}
 
 

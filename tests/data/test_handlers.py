@@ -124,12 +124,11 @@ def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
     columns = sorted({column for columns in HANDLERS[name].fields.values() for column in columns})
     records = data.draw(st.lists(VALUES | st.dictionaries(st.sampled_from(columns), VALUES), max_size=6))
     found = Settings(input="x", handler_name=name, output_prefix="x", dataset_additional_keys=columns[:1])
-    lines = [(number, json.dumps(record).encode()) for number, record in enumerate(records)]
-    read, rows, left_out, _ = make_chunk(found, "", "f", [*lines, (99, json.dumps(RECORDS[name](1)).encode())])
+    read, rows, left_out, _ = make_chunk(found, "f", [*enumerate(records), (99, RECORDS[name](1))])
     assert read == len(records) + 1 == len(rows) + len(left_out)
     assert all(reason == "bad" and sentence.startswith("f:") for reason, sentence in left_out)
     schema = schema_of(HANDLERS[name].columns, columns[:1])
-    made = [json.loads(text) for text, _ in rows]
+    made = [json.loads(text) for text, *_ in rows]
     assert pyarrow.Table.from_pylist(made, schema).to_pylist() == made
 
 

@@ -7,8 +7,6 @@ import datasets
 import pyarrow as pa
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given
-from hypothesis import strategies as st
 from pyarrow import parquet
 
 from verl_patches.data import sources
@@ -19,23 +17,11 @@ REGISTERED = sys.modules["fsspec.registry"]._registry  # fsspec gives no way to 
 ROW = {"problem": "What is 1 + 1?", "answer": "2"}
 
 
-def read(path, scratch=None, **keys):
+def read(path, **keys):
     """(line, value or sentence) of all records below `path`."""
     settings = Settings(input=str(path), handler_name="maths", output_prefix="x", **keys)
-    found = []
-    for source in sources.sources_of(settings, scratch or path.parent / "scratch"):
-        for chunk in sources.chunks_of(source):
-            for line, value in chunk:
-                if isinstance(value, bytes):
-                    try:
-                        found.append((line, sources.parse(value)))
-                    except ValueError as error:
-                        found.append((line, str(error)))
-                elif isinstance(value, ValueError):
-                    found.append((line, str(value)))
-                else:
-                    found += enumerate(value.to_pylist(), line)
-    return found
+    rows = [row for source in sources.sources_of(settings, path.parent) for row in source.rows()]
+    return [(line, str(value) if isinstance(value, ValueError) else value) for line, value in rows]
 
 
 def write(folder, text, name="rows.json"):
@@ -44,51 +30,41 @@ def write(folder, text, name="rows.json"):
     return path
 
 
-@pytest.mark.parametrize("indent", [None, 0, 2, 7])
-@pytest.mark.parametrize("block", [1, 2, 7, 1 << 20])
-def test_json_lists_however_they_are_printed(tmp_path, monkeypatch, indent, block):
-    """Also where a block ends inside a row, a number or an escape."""
-    monkeypatch.setattr(sources, "_BLOCK", block)
-    monkeypatch.setattr(sources._Text.more, "__defaults__", (block,))
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_lists_however_they_are_printed(tmp_path, indent):
     rows = [ROW, 12345, {**ROW, "problem": 'Brackets ] and , in "text"\n \u00fc'}, -1.5e3, "text", None, [1, [2]], {}]
-    path = write(tmp_path, "\n\n" + json.dumps(rows, indent=indent) + "\n")
-    found = read(path)
-    assert [row for _, row in found] == rows
-    if indent == 2:
-        lines = path.read_text().split("\n")
-        assert all(lines[line - 1].startswith("  ") and lines[line - 1][2] not in " }]" for line, _ in found)
-
-
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=8), st.integers(1, 9))
-def test_any_list_is_read_as_json_reads_it(tmp_path_factory, value, block):
-    path = write(tmp_path_factory.mktemp("any"), json.dumps([value, value], ensure_ascii=False))
-    with path.open(encoding="utf-8", newline="") as file:
-        text = sources._Text(file)
-        text.more(block)
-        text.take("[", "")
-        assert json.loads(text.value()) == value
+    text = "\ufeff\n\n" + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n"
+    assert read(write(tmp_path, text)) == list(enumerate(rows, 1))
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "message"),
+    ("text", "message"),
     [
-        ('[\n {"problem": "a"},\n {"problem": oops}\n]', 3, "not JSON"),
-        ('[\n {"problem": "a"}\n {"problem": "b"}]', 3, 'expected ","'),
-        ('[\n {"problem": "a"},\n]', 3, "not JSON"),
-        ('[\n {"problem": "a"}\n', 3, "not JSON"),
-        ('[\n {"problem": "a"}]\n\n x', 4, "nothing behind the list"),
-        ("7", 1, "expected a JSON list"),
-        ("", 1, "expected a JSON list"),
-        ("[" * 1_000_000, 1, "recursion"),
-        ('[{"a": ' + "9" * 5000 + "}]", 1, "Exceeds the limit"),
-        ('[{"a": NaN}]', 1, "not JSON: NaN"),
-        (b'[\n{"a": "\xff"}]', 1, "utf-8"),
+        ('[\n {"problem": oops}\n]', "not JSON: Expecting value at character 16"),
+        ('[{"problem": "a"}] x', "not JSON: Extra data"),
+        ("7", "expected a JSON list of objects, found int"),
+        ("", "not JSON"),
+        ("[" * 1_000_000, "nested too deep"),
+        ('[{"a": ' + "9" * 5000 + "}]", "Exceeds the limit"),
+        ('[{"a": NaN}]', "not JSON: NaN"),
+        (b'[\n{"a": "\xff"}]', "utf-8"),
     ],
 )
-def test_broken_json_is_named_by_line(tmp_path, text, line, message):
-    found = read(write(tmp_path, text))
-    assert found[-1][0] == line and message in found[-1][1], found[-1]
-    assert all(isinstance(row, dict) for _, row in found[:-1])
+def test_a_broken_list_is_refused_as_a_whole(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as error:
+        read(path)
+    assert str(path) in str(error.value) and len(str(error.value)) < 600
+
+
+def test_a_list_beyond_the_bound_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = write(tmp_path, json.dumps([ROW]))
+    monkeypatch.setattr(sources, "MAX_JSON_BYTES", path.stat().st_size)
+    assert read(path) == [(1, ROW)]
+    with path.open("ab") as file:
+        file.truncate(600 << 20)
+    with pytest.raises(ConfigError, match="found 629145600; give JSON lines"):
+        read(path)
 
 
 def test_an_empty_list_has_no_rows(tmp_path):
@@ -108,17 +84,21 @@ def test_json_lines(tmp_path, name):
     assert name == "rows.json" or "too deep" in found[5][1]
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_a_row_beyond_the_bound_is_refused_by_size(tmp_path, monkeypatch, name):
+def test_a_row_beyond_the_bound_is_refused_by_size(tmp_path, monkeypatch):
     """The reader holds no more of it than a block; a row of just that size is read."""
     monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
     large, fits = json.dumps({"a": "x" * 5000}), json.dumps({"a": "x" * (1000 - 10)})
-    rows = [fits, large, fits] if name == "rows.jsonl" else [fits, large]
-    text = "\n".join(rows) if name == "rows.jsonl" else f"[{','.join(rows)}]"
-    found = read(write(tmp_path, text, name))
-    assert [len(row["a"]) if isinstance(row, dict) else row for _, row in found][:1] == [990]
-    assert "MiB" in found[1][1]
-    assert name == "rows.json" or found[2][1] == json.loads(fits)
+    found = read(write(tmp_path, f"{fits}\n{large}\n{fits}", "rows.jsonl"))
+    assert found[0] == (1, json.loads(fits)) and found[2] == (3, json.loads(fits))
+    assert found[1][0] == 2 and "MiB" in found[1][1]
+
+
+def test_a_text_of_parquet_that_is_not_utf8_is_refused(tmp_path):
+    values = pa.array([b"a", b"\xff"])
+    text = pa.Array.from_buffers(pa.string(), len(values), values.buffers())
+    parquet.write_table(pa.table({"problem": text}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: expected a file that can be read; found UnicodeDecodeError"):
+        read(tmp_path / "a.parquet")
 
 
 def test_parquet_folders_and_datasets(tmp_path):
@@ -139,17 +119,20 @@ def test_parquet_folders_and_datasets(tmp_path):
         read(tmp_path / "splits", input_split="dev")
 
 
-@pytest.mark.parametrize("name", ["missing.json", "rows.csv", "empty/", "broken.parquet", "nobody/nothing-there"])
+@pytest.mark.parametrize(
+    "name", ["missing.json", "rows.csv", "empty/", "broken.parquet", "memory.jsonl", "x" * 300, "nobody/nothing-there"]
+)
 def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a,b", "rows.csv")
     write(tmp_path, "PAR1 no", "broken.parquet")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "memory.jsonl").symlink_to("/proc/self/mem")
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(ConfigError, match=name.split("/")[0]) as error:
-        read(tmp_path / name if "nobody" not in name else type(tmp_path)(name), tmp_path / "scratch")
+        read(tmp_path / name if "nobody" not in name else type(tmp_path)(name))
     assert "\n" not in str(error.value)
-    assert {path.name for path in tmp_path.iterdir()} - {"scratch"} == before
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_a_row_group_beyond_the_bound_is_refused(tmp_path, monkeypatch):
@@ -183,7 +166,7 @@ def test_remote_files_are_read_through_fsspec(tmp_path, monkeypatch):
     for number, (url, names) in enumerate([("s3://bucket/rows", "ab"), ("s3://bucket/rows/b.jsonl", "b")]):
         found = of_url(url, tmp_path / str(number))
         assert [source.name for source in found] == [f"{name}.jsonl" for name in names]
-        assert json.loads(next(found[0].items())[1])["answer"] == f"{names[0]}.jsonl"
+        assert next(found[0].rows())[1]["answer"] == f"{names[0]}.jsonl"
     with pytest.raises(ConfigError, match="s3://bucket/none"):
         of_url("s3://bucket/none", tmp_path)
 

@@ -1,4 +1,4 @@
-"""transformers in fp32, what generate's greedy tokens are compared with."""
+"""transformers in fp32, what generate's greedy texts are compared with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 
-def greedy_tokens(folder: Path, prompts: list[Any], count: int) -> list[tuple[list[int], str]]:
-    """(tokens, their text) of each prompt, messages or text."""
+def greedy_texts(folder: Path, prompts: list[Any], count: int) -> list[tuple[int, str]]:
+    """(number of tokens, their text) of the response to each prompt, messages or text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,5 +21,5 @@ def greedy_tokens(folder: Path, prompts: list[Any], count: int) -> list[tuple[li
         with torch.no_grad():
             made = model.generate(ids, do_sample=False, max_new_tokens=count, pad_token_id=tokenizer.pad_token_id)
         tokens = made[0, ids.shape[1] :].tolist()
-        found.append((tokens, tokenizer.decode(tokens, skip_special_tokens=True)))
+        found.append((len(tokens), tokenizer.decode(tokens, skip_special_tokens=True)))
     return found

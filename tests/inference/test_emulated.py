@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.inference.reference import greedy_tokens
+from tests.inference.reference import greedy_texts
 from verl_patches.model.tiny import make_tiny_model
 
 PROMPTS = ["1 2 3", [{"role": "user", "content": "A B C D"}]]
@@ -17,7 +17,7 @@ SHAPE = "model/deepseekv3_tiny_256experts.json"  # vllm-ascend's routing is that
 
 @pytest.mark.slow
 @pytest.mark.upstream
-def test_greedy_tokens_on_the_emulated_npu_are_those_of_transformers(tmp_path, a3_sources):
+def test_greedy_texts_on_the_emulated_npu_are_those_of_transformers(tmp_path, a3_sources):
     upstream = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")[0].parent
     shape = json.loads((ROOT / "configs" / SHAPE).read_text())
     model, prompts, output = (
@@ -26,7 +26,7 @@ def test_greedy_tokens_on_the_emulated_npu_are_those_of_transformers(tmp_path, a
         tmp_path / "out.jsonl",
     )
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    given = ["--temperature", "0", "--max-tokens", "8", "--token-ids", "--upstream", str(upstream), "recipe.line=a3"]
+    given = ["--temperature", "0", "--max-tokens", "8", "--upstream", str(upstream), "recipe.line=a3"]
     given += ["recipe.platform=npu_emulated", "trainer.device=npu", f"recipe.model_shape={SHAPE}"]
     given += ["recipe.train.collective_timeout_minutes=18", "--json"]
     command = [sys.executable, "-m", "verl_patches", "generate", str(model), str(prompts), str(output), *given]
@@ -34,7 +34,7 @@ def test_greedy_tokens_on_the_emulated_npu_are_those_of_transformers(tmp_path, a
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["tokens"] == 16  # and nothing else on standard output
+    assert json.loads(done.stdout)["rows"] == 2  # and nothing else on standard output
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    found = [(line["responses"][0]["token_ids"], line["responses"][0]["text"]) for line in lines]
-    assert found == greedy_tokens(model, PROMPTS, 8)
+    found = [(line["responses"][0]["tokens"], line["responses"][0]["text"]) for line in lines]
+    assert found == greedy_texts(model, PROMPTS, 8)

@@ -49,7 +49,6 @@ def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a
     for given in (run, run.relative_to(root)):
         model = find(given, root)
         assert list(model.sources) == [1, 20] and model.config.data.max_response_length == 9
-    assert list(find(run, root, step=1).sources) == list(find(run, root, step=1, newest=True).sources) == [1]
     assert list(find(run, root, newest=True).sources) == [20]
     saved = find(
         run / "checkpoints" / "global_step_20", root, "data.max_response_length=5", "recipe.rewards=[{name: maths}]"
@@ -67,11 +66,11 @@ def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a
     ("overrides", "words"),
     [
         (("data.max_respnse_length=5",), "max_respnse_length"),
-        (("data.max_response_length",), "expected key=value, found data.max_response_length"),
+        (("data.max_response_length",), "data.max_response_length is null"),
         (("data.max_prompt_length=many",), "data.max_prompt_length is 'many'"),
         (("recipe.rewards=[{name: math}]",), "Invalid rewards"),
-        (("recipe.rewards=5",), "config.yaml, with recipe.rewards=5"),
-        (("recipe.platform=npu",), "engines over several dies and nodes"),
+        (("recipe.rewards=5",), "recipe.rewards is 5; expected a list"),
+        (("recipe.platform=npu",), "engines over several dies"),
         (("recipe.line=a3",), "--upstream"),
     ],
 )
@@ -84,8 +83,6 @@ def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
     root, value = run.parent, tmp_path / "value"
     with pytest.raises(ConfigError, match="no such folder"):
         find(tmp_path / "nothing", root)
-    with pytest.raises(ConfigError, match=r"expected one of step 7, found 1, 20"):
-        find(run, root, step=7)
     for saved in (run / "checkpoints").glob("global_step_?*"):
         (saved / MANIFEST).write_text("{")
     with pytest.raises(ConfigError, match=r"expected checkpoints, found .*manifest.json: cannot be read"):

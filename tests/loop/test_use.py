@@ -10,7 +10,7 @@ import pytest
 import yaml
 from loop_runs import ROOT
 
-from tests.inference.reference import greedy_tokens
+from tests.inference.reference import greedy_texts
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
@@ -32,19 +32,20 @@ def used(smoke, tmp_path_factory):
     """What all commands left and printed, each called once."""
     run = smoke("--learn", "--steps", "2", "trainer.save_freq=1", "trainer.test_freq=1")
     folder, saved = tmp_path_factory.mktemp("use"), run.folder / "checkpoints" / "global_step_2"
-    hf, prompts, out = folder / "hf", folder / "prompts.jsonl", folder / "out"
-    convert(plan_conversion(open_source(saved)), hf)
+    hf, fp8, prompts, out = folder / "hf", folder / "fp8", folder / "prompts.jsonl", folder / "out"
+    convert(plan_conversion(open_source(saved), dtype="fp8"), fp8)
+    convert(plan_conversion(open_source(fp8)), hf)  # in bf16, with equal values
     prompts.write_text("".join(json.dumps({"prompt": prompt, "other": 1}) + "\n" for prompt in PROMPTS))
     (data,) = yaml.safe_load((run.folder / "config.yaml").read_text())["data"]["val_files"]
     val = "actor_rollout_ref.rollout.val_kwargs"
     of_hf = [f"data.val_files={data}", "recipe.rewards=[{name: learnable},{name: format,weight: 0}]"]
     of_hf += [f"{val}.n=4", f"{val}.do_sample=true", f"{val}.temperature=1.0"]
     commands = [
-        ["generate", hf, prompts, out / "greedy.jsonl", *GREEDY, "--token-ids", "--json"],
+        ["generate", fp8, prompts, out / "greedy.jsonl", *GREEDY, "--json"],
         ["generate", run.folder, prompts, out / "whole.jsonl", *SAMPLED, "--json"],
         ["cut", "generate", saved, prompts, out / "cut.jsonl", *SAMPLED],
         ["generate", saved, prompts, out / "cut.jsonl", *SAMPLED, "--json"],
-        ["chat", saved, *GREEDY, "--json"],
+        ["chat", fp8, *GREEDY, "--json"],
         ["eval", run.folder, out / "run", "--json"],
         ["eval", hf, out / "hf", *of_hf],
     ]
@@ -70,11 +71,11 @@ def printed(text):
     return values, text
 
 
-def test_greedy_tokens_are_those_of_transformers(used):
+def test_greedy_responses_of_a_folder_in_fp8_are_those_of_transformers_in_bf16_values(used):
     lines = lines_of(used.out / "greedy.jsonl")
     assert [line["prompt"] for line in lines] == PROMPTS and [line["row"] for line in lines] == [0, 1, 2, 3]
-    found = [(line["responses"][0]["token_ids"], line["responses"][0]["text"]) for line in lines]
-    assert found == greedy_tokens(used.hf, PROMPTS, TOKENS)
+    found = [(line["responses"][0]["tokens"], line["responses"][0]["text"]) for line in lines]
+    assert found == greedy_texts(used.hf, PROMPTS, TOKENS)
 
 
 def test_an_eval_is_the_validation_of_the_same_checkpoint(used):
@@ -100,7 +101,7 @@ def test_an_output_that_was_cut_goes_on_as_if_it_had_not_been(used):
     assert a["text"] != b["text"] and not list(used.out.rglob("*.partial"))
     (first, second, third, *_), _ = printed(used.text)
     assert [each["kept"] for each in (first, second, third)] == [0, 0, 2]
-    assert second["model"] == third["model"] == str(used.saved) and second["tokens"] == third["tokens"] == 8 * TOKENS
+    assert second["model"] == third["model"] == str(used.saved) and second["rows"] == third["rows"] == 4
 
 
 def test_a_chat_answers_with_what_was_said_before_until_it_is_told_to_forget(used):
@@ -130,5 +131,5 @@ def test_nothing_is_written_beside_the_output(used):
     assert [
         path for path in used.left if "matplotlib" not in path.parts
     ] == []  # its list of fonts, as of every picture
-    assert {path.name for path in used.folder.iterdir()} == {"hf", "prompts.jsonl", "out", "home"}
+    assert {path.name for path in used.folder.iterdir()} == {"hf", "fp8", "prompts.jsonl", "out", "home"}
     assert {path.name for path in used.out.iterdir()} == {"greedy.jsonl", "whole.jsonl", "cut.jsonl", "run", "hf"}

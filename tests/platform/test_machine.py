@@ -1,10 +1,13 @@
 """Machines: jemalloc where each system has it, and locks of compiled extensions that nobody holds."""
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from verl_patches.platform.npu import machine as npu
 from verl_patches.platform.npu.machine import HARDWARE, preload, stale_locks, start_notes
 
 PLACES = {
@@ -17,16 +20,20 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("machine", "system"), PLACES)
-def test_jemalloc_is_found_on_each_system_and_comes_first(tmp_path, machine, system):
-    assert preload({}, tmp_path, machine) == "" and preload({"LD_PRELOAD": "/a.so"}, tmp_path, machine) == "/a.so"
+def test_jemalloc_is_found_on_each_system_and_comes_first(tmp_path, monkeypatch, machine, system):
+    def on(name):
+        monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=name))
+
+    on(machine)
+    monkeypatch.setattr(npu, "JEMALLOC", [f"{tmp_path}{folder}" for folder in npu.JEMALLOC])
+    assert preload({}) == "" and preload({"LD_PRELOAD": "/a.so"}) == "/a.so"
     library = tmp_path / PLACES[machine, system] / "libjemalloc.so.2"
     library.parent.mkdir(parents=True)
     library.touch()
-    assert preload({}, tmp_path, machine) == str(library)
-    assert preload({"LD_PRELOAD": "/a.so"}, tmp_path, machine) == f"{library}:/a.so"
-    assert preload({"LD_PRELOAD": "/mine/libjemalloc.so.1"}, tmp_path, machine) == "/mine/libjemalloc.so.1"
-    other = {"aarch64": "x86_64", "x86_64": "aarch64"}[machine]
-    assert (preload({}, tmp_path, other) == "") == (system == "Ubuntu")  # that of another processor is not loaded
+    assert preload({}) == str(library) and preload({"LD_PRELOAD": "/a.so"}) == f"{library}:/a.so"
+    assert preload({"LD_PRELOAD": "/mine/libjemalloc.so.1"}) == "/mine/libjemalloc.so.1"
+    on({"aarch64": "x86_64", "x86_64": "aarch64"}[machine])
+    assert (preload({}) == "") == (system == "Ubuntu")  # that of another processor is not loaded
 
 
 HOLD = """

@@ -109,7 +109,7 @@ def up_command(
 def _up_here(
     job: Job, secrets: dict[str, str], rank: int | None, head: str | None, run: bool, block: bool, as_json: bool
 ) -> int:
-    upload.require_stores([each.to for each in job.uploads])
+    upload.require_stores(upload.uploads_of(job))
     place = place_of(job, os.environ, rank, head)
     started = node.up(job, place, secrets, _say)
     code = 0
@@ -178,23 +178,6 @@ def status_command(job_file: JobFile, node_rank: NodeRank = None, as_json: Json 
     else:
         findings = hosts.status()
     leave_with(Report("cluster status", "", tuple(findings), job.name), as_json)
-
-
-@app.command("upload")
-def upload_command(job_file: JobFile, node_rank: NodeRank = None, as_json: Json = False) -> None:
-    """Send what the targets of the job's uploads lack, from the head's node; `up --run` does so by itself.
-
-    With providers kubernetes and slurm from this machine. Exit code 1 where a file was not sent: call it again.
-    """
-    job, secrets = _load(job_file)
-    require_hosts(job)
-    require_secrets(job, secrets)
-    if not job.uploads:
-        raise ConfigError(f"job {job.name} has no uploads: expected uploads: [{{from: FOLDER, to: s3://BUCKET/PATH}}]")
-    if job.provider == "ssh":
-        raise typer.Exit(Hosts(job, secrets).upload(sys.stdout.buffer, as_json))
-    os.environ.update(secrets)
-    leave_with(Report("cluster upload", "", tuple(upload.send_all(job)), job.name), as_json)
 
 
 @app.command("down")

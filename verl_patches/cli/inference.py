@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import json
 import os
-import statistics
 import sys
-import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
@@ -19,10 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches.boot.before_import import PRELUDE
-from verl_patches.cli.output import Json, print_json, say, table
+from verl_patches.cli.output import Json, print_json, progress_bar, say, table
 from verl_patches.cli.run import Overrides, Upstream, check_switches
 from verl_patches.config.compose import output_root
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
 from verl_patches.inference import rows, scores
 from verl_patches.inference.model import Model, find_model, restart_in_environment, validation_sampling
 from verl_patches.launch.smoke import CONFIG_NAME
@@ -32,9 +28,8 @@ from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
 
 CONVERSATION = 8192  # most tokens of one, where the model takes more
-SHOWN_WRONG, SHOWN_CHARS = 5, 200
+SHOWN_WRONG = 5
 Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or shards.")]
-Step = Annotated[int | None, typer.Option(help="The run's checkpoint of this step.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, for weights of no run.")]
 Seed = Annotated[int, typer.Option(help="Of sampling.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -44,64 +39,56 @@ MaxTokens = Annotated[int, typer.Option(help="Most tokens of a response.")]
 
 def generate_command(
     model: Given,
-    input: Annotated[Path, typer.Argument(help="Prompts, in a .jsonl or .parquet file.")],
-    output: Annotated[Path, typer.Argument(help="A new .jsonl file, or an unfinished one to go on with.")],
+    input: Annotated[Path, typer.Argument(help="Prompts, in a .json, .jsonl or .parquet file.")],
+    output: Annotated[Path, typer.Argument(help="A new .jsonl file; the same call goes on with one that was ended.")],
     overrides: Overrides = None,
-    prompt_key: Annotated[str, typer.Option(help="Column of messages, or of text, taken as it is.")] = "prompt",
     n: Annotated[int, typer.Option(help="Responses of each prompt.")] = 1,
     seed: Seed = 0,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="Write tokens beside texts.")] = False,
-    step: Step = None,
     config_name: ConfigName = CONFIG_NAME,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Write responses of a model (of a run: the newest checkpoint) to the prompts of a file."""
-    began, chosen = time.monotonic(), _start(model, config_name, overrides, upstream, step, newest=True)
+    chosen = _start(model, config_name, overrides, upstream, newest=True)
     (source,) = chosen.sources.values()
     sampling = {"n": n, "seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_kept():
-        prompts = rows.Prompts([input], prompt_key, rows.read_tokenizer(source.folder), chosen.length - 1)
-        settings = {"model": source.identity, "prompts": prompts.digest, "token_ids": token_ids, **sampling}
-        with rows.resumable(output, settings) as lines:
+        tokenizer = rows.read_tokenizer(source.folder)
+        key = chosen.config.data.prompt_key
+        prompts, _ = rows.read_prompts([input], key, tokenizer, chosen.length - 1)
+        with rows.resumable(output, _settings(chosen, prompts, sampling)) as lines:
             kept = lines.done
-            for prompt, made in _outputs(chosen, source, prompts, sampling, kept):
-                responses = [_response(each, prompts.tokenizer, token_ids) for each in made]
-                lines.add({"row": prompt.number, "prompt": prompt.row[prompt_key], "responses": responses})
-            tokens = sum(response["tokens"] for line in lines.read() for response in line["responses"])
-    result = {"output": str(output), "model": str(source.folder), "rows": prompts.count, "kept": kept, "tokens": tokens}
-    result["seconds"] = round(time.monotonic() - began, 1)
+            for _, prompt, made in _outputs(chosen, prompts, sampling, kept):
+                responses = [_response(each, tokenizer) for each in made]
+                lines.add({"row": prompt.number, "prompt": prompt.row[key], "responses": responses})
     if as_json:
-        print_json(result)
+        print_json({"output": str(output), "model": str(source.folder), "rows": len(prompts), "kept": kept})
     else:
-        say(f"{output}: {prompts.count} rows, {kept} of them from before; {tokens} tokens; {result['seconds']} s")
+        say(f"{output}: {len(prompts)} rows, {kept} of them from before")
 
 
 def chat_command(
     model: Given,
     overrides: Overrides = None,
-    system: Annotated[str, typer.Option(help="A system message.")] = "",
     seed: Seed = 0,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    step: Step = None,
     config_name: ConfigName = CONFIG_NAME,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Talk to a model: each line of standard input is a message; /new forgets those before."""
-    chosen = _start(model, config_name, overrides, upstream, step, newest=True)
+    chosen = _start(model, config_name, overrides, upstream, newest=True)
     (source,), length = chosen.sources.values(), min(chosen.length, CONVERSATION)
     sampling = {"seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
-    first = [{"role": "system", "content": system}] if system else []
     with _stdout_kept():
         tokenizer = rows.read_tokenizer(source.folder)
         try:
-            template = rows.render(tokenizer, [*first, {"role": "user", "content": "MESSAGE"}])
+            template = rows.render(tokenizer, [{"role": "user", "content": "MESSAGE"}])
         except ValueError as error:
             raise ConfigError(f"{source.folder}: {error}") from None
         from verl_patches.inference import engine as engines  # imports vllm
@@ -110,10 +97,15 @@ def chat_command(
     if not as_json:
         say(f"template: {template}", "dim")
     sys.stdin.reconfigure(errors="replace")
-    said, turn = list(first), 0
-    while message := _next_message(ask=not as_json and sys.stdin.isatty()):
+    asks, said = not as_json and sys.stdin.isatty(), []
+    while True:
+        typer.echo("> " if asks else "", nl=False)
+        if not (line := sys.stdin.readline(rows.MAX_ROW_BYTES)):
+            return
+        message = line.strip()
         if message == "/new":
-            said = list(first)
+            said = []
+        if message in ("", "/new"):
             continue
         try:
             tokens = rows.prompt_tokens(tokenizer, [*said, {"role": "user", "content": message}])
@@ -123,7 +115,7 @@ def chat_command(
             say(str(error), err=True)
             continue
         shown = ""
-        for output in engine.stream(tokens, params, turn):
+        for output in engine.stream(tokens, params, len(said)):
             (made,) = output.outputs
             if not as_json and (output.finished or not made.text.endswith("\ufffd")):  # not half a character
                 typer.echo(printable(made.text[len(shown) :], keep="\n\t"), nl=output.finished)
@@ -131,151 +123,115 @@ def chat_command(
         if as_json:
             typer.echo(json.dumps({"message": message, "prompt_tokens": len(tokens), **_response(made, tokenizer)}))
         said += [{"role": "user", "content": message}, {"role": "assistant", "content": made.text}]
-        turn += 1
-
-
-def _next_message(ask: bool) -> str:
-    """The next line of standard input that is not empty; "" at its end."""
-    while True:
-        typer.echo("> " if ask else "", nl=False)
-        line = sys.stdin.readline(rows.ROW_BYTES)
-        if not line or line.strip():
-            return line.strip()
 
 
 def eval_command(
     model: Given,
-    output: Annotated[Path, typer.Argument(help="A new folder, or an unfinished one to go on with.")],
+    output: Annotated[Path, typer.Argument(help="A folder; the same call goes on with one that was ended.")],
     overrides: Overrides = None,
-    step: Step = None,
     config_name: ConfigName = CONFIG_NAME,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Measure a model, or all checkpoints of a run, on data.val_files by the training reward, as a validation does."""
-    chosen = _start(model, config_name, overrides, upstream, step)
+    chosen = _start(model, config_name, overrides, upstream)
     config, sampling = chosen.config, validation_sampling(chosen.config)
-    data, given = config.data, config.data.val_files
-    files = [Path(file) for file in ([given] if isinstance(given, str) else given or [])]
+    data, sources = config.data, list(chosen.sources.values())
+    files = [Path(file) for file in ([data.val_files] if isinstance(data.val_files, str) else data.val_files or [])]
     most = min(data.max_prompt_length, chosen.length - 1)
     columns = data.reward_fn_key, "reward_model", "extra_info"
     with _stdout_kept():
-        tokenizer = rows.read_tokenizer(chosen.sources[max(chosen.sources)].folder)
-        prompts = rows.Prompts(files, data.prompt_key, tokenizer, most, data.filter_overlong_prompts, columns)
-        settings = {"models": [source.identity for source in chosen.sources.values()], "prompts": prompts.digest}
-        settings |= {"rewards": [asdict(part.entry) for part in parts_of(config)], **sampling}
+        tokenizer = rows.read_tokenizer(sources[-1].folder)
+        overlong = data.filter_overlong_prompts
+        prompts, left_out = rows.read_prompts(files, data.prompt_key, tokenizer, most, overlong, columns)
+        settings = _settings(chosen, prompts, sampling, [asdict(part.entry) for part in parts_of(config)])
         with rows.resumable(output / "responses.jsonl", settings) as lines:
             _score(chosen, prompts, sampling, tokenizer, lines)
-            report = _report(chosen, prompts, lines, output)
+            report = {"model": str(sources[-1].folder), "left_out": left_out, "steps": scores.steps_of(lines.read())}
+            if len(report["steps"]) > 1:
+                with replacing(output / "accuracy.png") as new:
+                    scores.accuracy_figure(config.recipe.run, report["steps"]).savefig(new, format="png", dpi=100)
+            write_whole(output / "eval.json", json.dumps(report, indent=1) + "\n")
     if as_json:
         print_json(report)
     else:
         _show(report, output)
 
 
-def _score(chosen: Model, prompts: rows.Prompts, sampling: dict[str, Any], tokenizer: Any, lines: rows.Lines) -> None:
+def _score(
+    chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], tokenizer: Any, lines: rows.Lines
+) -> None:
     """Write a line for each checkpoint and prompt that has none."""
-    score, key = scores.scorer(chosen.config, tokenizer), chosen.config.data.reward_fn_key
-    score(next(iter(prompts)).row, [[tokenizer.eos_token_id or 0]])  # one that fails does so before the engine starts
-    for before, (step, source) in enumerate(chosen.sources.items()):
-        for prompt, made in _outputs(chosen, source, prompts, sampling, lines.done - before * prompts.count):
-            try:
-                scored = score(prompt.row, [each.token_ids for each in made])
-            except RecipeError as error:
-                raise RecipeError(f"row {prompt.number} of {', '.join(map(str, prompts.files))}: {error}") from error
-            line = {"step": step, "row": prompt.number, "data_source": prompt.row.get(key, "unknown")}
-            line["ground_truth"] = (prompt.row.get("reward_model") or {}).get("ground_truth")
-            responses = [{**_response(each, tokenizer), **values} for each, values in zip(made, scored, strict=True)]
-            lines.add({**line, "prompt": prompt.row[prompts.key], "responses": responses})
-
-
-def _report(chosen: Model, prompts: rows.Prompts, lines: rows.Lines, output: Path) -> dict[str, Any]:
-    """What eval.json has; beside it, of several checkpoints, a picture."""
-    values: dict[int, dict[str, list[list[float]]]] = {step: {} for step in chosen.sources}
-    wrong: dict[int, list[dict[str, Any]]] = {step: [] for step in values}
-    for line in lines.read():
-        found = [response["value"] for response in line["responses"]]
-        values[line["step"]].setdefault(line["data_source"], []).append(found)
-        if min(found) < 1:
-            answer = line["responses"][found.index(min(found))]["text"][:SHOWN_CHARS]
-            wrong[line["step"]].append({"row": line["row"], "expected": line["ground_truth"], "found": answer})
-    steps = []
-    for step, of in values.items():
-        sources = {source: scores.measure(each) for source, each in of.items()}
-        score = statistics.fmean(each["mean"] for each in sources.values())
-        steps.append({"step": step, "score": score, "sources": sources, "wrong": wrong[step]})
-    report = {"model": str(chosen.sources[step].folder), "left_out": prompts.left_out, "steps": steps}
-    if len(steps) > 1:
-        with replacing(output / "accuracy.png") as new:
-            scores.accuracy_figure(chosen.config.recipe.run, steps).savefig(new, format="png", dpi=100)
-    write_whole(output / "eval.json", json.dumps(report, indent=1) + "\n")
-    return report
+    score, data = scores.scorer(chosen.config, tokenizer), chosen.config.data
+    for step, prompt, made in _outputs(chosen, prompts, sampling, lines.done):
+        scored = score(prompt.row, [each.token_ids for each in made])
+        line = {"step": step, "row": prompt.number, "data_source": prompt.row.get(data.reward_fn_key, "unknown")}
+        line["ground_truth"] = (prompt.row.get("reward_model") or {}).get("ground_truth")
+        responses = [{**_response(each, tokenizer), **values} for each, values in zip(made, scored, strict=True)]
+        lines.add({**line, "prompt": prompt.row[data.prompt_key], "responses": responses})
 
 
 def _show(report: dict[str, Any], output: Path) -> None:
     """A row for each checkpoint and source, how intervals were made, and the first wrong answers of the newest."""
     measured = [(each["step"], source, of) for each in report["steps"] for source, of in each["sources"].items()]
-    passes = sorted({k for _, _, of in measured for k in of["pass"]})
     cells = []
     for step, source, of in measured:
-        cell = [str(step), source, str(of["prompts"]), f"{of['mean']:.4f}", f"{of['low']:.4f} to {of['high']:.4f}"]
-        cells.append([*cell, *(f"{of['pass'][k]:.4f}" if k in of["pass"] else "" for k in passes)])
-    columns = ["step", "source", "prompts", f"mean@{of['n']}", "95 % interval", *(f"pass@{k}" for k in passes)]
+        passes = ", ".join(f"{k}: {value:.4f}" for k, value in of["pass"].items())
+        interval = f"{of['low']:.4f} to {of['high']:.4f} ({of['interval']})"
+        cells.append([str(step), source, str(of["prompts"]), f"{of['mean']:.4f}", interval, passes])
+    columns = ["step", "source", "prompts", f"mean@{of['n']}", "95 % interval", "pass@k"]
     table(f"{report['model']}: score {report['steps'][-1]['score']:.4f}, the mean over sources", columns, cells)
-    say(f"{'; '.join(sorted({of['interval'] for _, _, of in measured}))}; {report['left_out']} prompts were too long")
     wrong = report["steps"][-1]["wrong"]
     for each in wrong[:SHOWN_WRONG]:
-        say(f"wrong: row {each['row']}, expected {each['expected']!r:.{SHOWN_CHARS}}, found {each['found']!r}")
-    say(f"{output}: responses.jsonl, eval.json, which has all {len(wrong)} prompts with a wrong answer")
+        say(f"wrong: row {each['row']}, expected {each['expected']!r:.200}, found {each['found']!r}")
+    say(f"{output}: eval.json has all {len(wrong)} wrong answers; {report['left_out']} prompts were too long")
 
 
 def _start(
-    given: Path,
-    config_name: str,
-    overrides: list[str] | None,
-    upstream: Path | None,
-    step: int | None,
-    newest: bool = False,
+    given: Path, config_name: str, overrides: list[str] | None, upstream: Path | None, newest: bool = False
 ) -> Model:
     """The model, in a process that has the environment of its configuration and the rows of the catalogue."""
     trees = trees_of(upstream)
-    model = find_model(given, output_root(), config_name, overrides or [], trees, step, newest)
+    model = find_model(given, output_root(), config_name, overrides or [], trees, newest)
     check_switches(model.config)
     restart_in_environment(model.config, trees)
     importlib.import_module(PRELUDE)
     return model
 
 
-def _outputs(
-    chosen: Model, source: Any, prompts: rows.Prompts, sampling: dict[str, Any], kept: int
-) -> Iterator[tuple[rows.Prompt, Any]]:
-    """(prompt, vLLM's responses) of all prompts but the first `kept`, with a progress bar on standard error."""
-    if kept >= prompts.count:
-        return
-    from tqdm import tqdm
+def _settings(
+    chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], rewards: Any = None
+) -> dict[str, Any]:
+    """What a call has in common with one that goes on with its output."""
+    models = [source.identity for source in chosen.sources.values()]
+    asked = [(prompt.number, prompt.tokens) for prompt in prompts]
+    return {"models": models, "prompts": asked, "rewards": rewards, **sampling}
 
+
+def _outputs(
+    chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], done: int
+) -> Iterator[tuple[int, rows.Prompt, Any]]:
+    """(step, prompt, vLLM's responses) of each checkpoint and prompt but the first `done`."""
     from verl_patches.inference import engine as engines  # imports vllm
 
-    params, waiting = engines.sampling_params({**sampling, "detokenize": False}), deque()
-    engine = engines.Engine(source, chosen.config, min(chosen.length, prompts.longest + params.max_tokens))
+    params = engines.sampling_params({**sampling, "detokenize": False})
+    tokens = [prompt.tokens for prompt in prompts]
+    length = min(chosen.length, max(map(len, tokens)) + params.max_tokens)
+    with progress_bar("responses", len(prompts) * len(chosen.sources), "row") as advance:
+        advance(done)
+        for number, (step, source) in enumerate(chosen.sources.items()):
+            kept = max(0, done - number * len(prompts))
+            if kept < len(prompts):
+                outputs = engines.Engine(source, chosen.config, length).run(tokens, params, kept)
+                for prompt, output in zip(prompts[kept:], outputs, strict=True):
+                    yield step, prompt, output.outputs
+                    advance(1)
 
-    def tokens() -> Iterator[list[int]]:
-        for prompt in itertools.islice(prompts, kept, None):
-            waiting.append(prompt)
-            yield prompt.tokens
 
-    shown = {"desc": source.folder.name, "unit": "row", "mininterval": 0.5 if sys.stderr.isatty() else 30.0}
-    with tqdm(total=prompts.count, initial=kept, **shown) as bar:
-        for output in engine.run(tokens(), params, kept):
-            yield waiting.popleft(), output.outputs
-            bar.update()
-
-
-def _response(made: Any, tokenizer: Any, token_ids: bool = False) -> dict[str, Any]:
+def _response(made: Any, tokenizer: Any) -> dict[str, Any]:
     """One of vLLM's CompletionOutputs, whose own text lacks half a character at its end; finish: stop or length."""
     text = tokenizer.decode(made.token_ids, skip_special_tokens=True)
-    found = {"text": text, "tokens": len(made.token_ids), "finish": made.finish_reason}
-    return {**found, "token_ids": list(made.token_ids)} if token_ids else found
+    return {"text": text, "tokens": len(made.token_ids), "finish": made.finish_reason}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The commands `smoke` and `train`: check everything, start a run, report how it ended."""
+"""The commands `smoke`, `train` and `plan`: check everything, start a run, report how it ended; or plan it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from omegaconf import DictConfig
@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import rows_of
-from verl_patches.cli.output import Json, report_plan
+from verl_patches.cli.output import Json, print_json, report_plan, say, say_command, table
 from verl_patches.config.checks import check_config, check_disk
 from verl_patches.config.compose import compose, keys_of, output_root, switched_off
 from verl_patches.config.environment import run_dir, switches_of
 from verl_patches.config.files import PATHS, check_files
 from verl_patches.config.run_start import checkpoints_of
-from verl_patches.errors import INTERRUPTED, Check, ConfigError, require
+from verl_patches.errors import INTERRUPTED, Check, ConfigError, RecipeError, require
 from verl_patches.evaluation.record import SUMMARY, read_object
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.launch.restart import last_step_is_saved
@@ -31,7 +31,11 @@ from verl_patches.layout.phases import samples
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse, said_off
+from verl_patches.planning.memory_plan import host_limit
+from verl_patches.planning.plan import patch_table
+from verl_patches.planning.search import NoLayout, search
 from verl_patches.planning.step_plan import Workload
+from verl_patches.planning.verdict import nearest_preset
 from verl_patches.platform import require as require_platform
 from verl_patches.trainer.record import STEP, run_id
 from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
@@ -52,6 +56,13 @@ WIDE_HELP = "All columns in the step table: also the other phases, the weight sy
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
+CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
+SEARCH_HELP = "List the fastest legal layouts of the config's model and batch on --dies."
+DIES_HELP = "With --search: dies in whole nodes of 16, 16 to 1024; default: the config's."
+TOP_HELP = "With --search: how many layouts."
+PROMPT_HELP = "Mean tokens of a prompt; default: the published run's."
+RESPONSE_HELP = "Mean tokens of responses that end by themselves, before the cut."
+SYNC_HELP = "hccl|gloo: what carries the DP ranks' syncs of a decode step."
 
 
 def smoke_command(
@@ -129,6 +140,65 @@ def train_command(
     with _progress(as_json, wide, off) as show:
         outcome = launcher.run(config, show, trees, dirty=dirty)
     _report(outcome, config, as_json, off)
+
+
+def plan_command(
+    config_name: Annotated[str, typer.Argument(metavar="CONFIG", help=CONFIG_HELP)],
+    overrides: Overrides = None,
+    searched: Annotated[bool, typer.Option("--search", help=SEARCH_HELP)] = False,
+    dies: Annotated[int | None, typer.Option(help=DIES_HELP)] = None,
+    top: Annotated[int, typer.Option(min=1, max=20, help=TOP_HELP)] = 5,
+    prompt_tokens: Annotated[float | None, typer.Option(help=PROMPT_HELP)] = None,
+    response_tokens: Annotated[float | None, typer.Option(help=RESPONSE_HELP)] = None,
+    dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
+    verl_path: VerlPath = None,
+    upstream: Upstream = None,
+    as_json: Json = False,
+) -> None:
+    """Checks, layouts, memory, traffic and modelled step time of a config; nothing is started. Exit code 1: refused."""
+    overrides, trees = overrides or [], trees_of(upstream, verl_path)
+    workload = Workload(prompt_tokens, response_tokens, dp_sync)
+    if dies is not None and not searched:
+        raise ConfigError(f"--dies {dies} is for --search; a plan's dies are trainer.nnodes x trainer.n_gpus_per_node")
+    config = compose(config_name, overrides, verl_path=trees.verl)
+    trees = for_platform(config.recipe.platform, trees)
+    check_switches(config)
+    if not searched:
+        report_plan(config, config_name, overrides, trees, workload, as_json)
+    if lacks := [check for check in check_files(config, keys_of(overrides), trees) if not check.ok]:
+        raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
+    dies = config.trainer.nnodes * config.trainer.n_gpus_per_node if dies is None else dies
+    on = [row["id"] for row in patch_table(config, rows_of(config.recipe.platform)) if row["on"]]
+    try:
+        layouts = search(config, on, dies, workload, top)
+    except NoLayout as error:
+        preset = nearest_preset(config_name, dies, host_limit(config), on)
+        raise ConfigError(f"{error}{'' if preset is None else f'. Nearest shipped preset: {preset[0]}'}") from None
+    answer = {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
+    if as_json:
+        print_json(answer)
+    else:
+        _show_layouts(answer, [*trees.option, *workload.option], overrides)
+
+
+def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
+    layouts, rows = answer["layouts"], []
+    for number, row in enumerate(layouts, 1):
+        phases = {phase["phase"]: phase["seconds"] for phase in row["phases"]}
+        seconds = [f"{phases[name]:.1f}" for name in ("rollout", "update")]
+        train = row["train"].partition(" etp")[0]
+        sizes = (str(row["micro_batch"]), str(row["recompute_layers"]), f"{row['peak_bytes'] / 1e9:.1f}")
+        speed = f"{row['total_s']:.1f}", f"{row['tokens_per_s_per_die']:.1f}"
+        rows.append((str(number), *speed, *seconds, train, row["rollout"], *sizes))
+    columns = ("", "step s", "tokens / s / die", "rollout", "update", "train", "rollout layout")
+    title = f"fastest layouts of {answer['config']} on {answer['dies']} dies (modelled)"
+    table(title, (*columns, "micro batch", "recompute layers", "peak GB"), rows)
+    for number, row in enumerate(layouts, 1):
+        replaced = set(keys_of(row["overrides"]))
+        kept = [each for each, key in zip(overrides, keys_of(overrides), strict=True) if key not in replaced]
+        command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *kept, *row["overrides"]]
+        say_command(f"{number}:", shlex.join(command))
+    say(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
 
 
 def _end_unless(checks: list[Check]) -> None:

@@ -80,7 +80,6 @@ def _start(job: Job, started: Started, secrets: Mapping[str, str], say: Callable
             )
         say(f"the command of job {job.name} runs already (pid {before.pid}): nothing was started")
         return
-    _require_script(job)
     number = before.number + 1 if before else 1
     log = _log(job, number)
     words = ["bash", "-c", _WRITE_CODE, "command", str(log.with_suffix(".exit")), *command_words(job)]
@@ -99,16 +98,6 @@ def _start(job: Job, started: Started, secrets: Mapping[str, str], say: Callable
             raise ConfigError(f"checkout {job.checkout}: {error.strerror}; nothing was started") from None
     made = Command(number, list(job.command), process.pid, started_at(process.pid))
     write_whole(Path(job.folder) / RECORD, json.dumps(asdict(made)) + "\n")
-
-
-def _require_script(job: Job) -> None:
-    """ConfigError where the command is a script, `bash FILE`, that the checkout lacks; it names the checkout's own."""
-    words = [word for word in job.command if not word.startswith("-")][:2]
-    if len(words) == 2 and Path(words[0]).name in ("bash", "sh") and words[1] == job.command[1]:
-        folder = Path(job.checkout)
-        if words[1].endswith(".sh") and folder.is_dir() and not (folder / words[1]).is_file():
-            known = ", ".join(sorted(path.relative_to(folder).as_posix() for path in folder.glob("scripts/*.sh")))
-            raise ConfigError(f"command: checkout {folder} has no {words[1]}; its scripts: {known or 'none'}")
 
 
 def follow(job: Job, to: BinaryIO, skip: int = 0) -> int:

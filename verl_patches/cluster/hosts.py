@@ -131,7 +131,7 @@ class Hosts:
         return self._on(rank, self._inside(line), "", MARGIN_S)
 
     def _stdin(self, verb: str) -> str:
-        return as_text(of_a_node(self.job), self.secrets if verb in ("up", "upload") else None)
+        return as_text(of_a_node(self.job), self.secrets if verb == "up" else None)
 
     def _cluster(self, rank: int, verb: str, *options: str, limit_s: float, before: str = "") -> Answer:
         """`cluster VERB` on one host, behind a line of its shell."""
@@ -258,11 +258,6 @@ class Hosts:
     def follow(self, to: BinaryIO, say: Callable[[str], None], skip: int = 0) -> int:
         """Write the output of the job's command from byte `skip` to its end to a stream; its exit code."""
         return self._followed(to, say, "follow", "--skip", str(skip), seen=skip)
-
-    def upload(self, to: BinaryIO, as_json: bool) -> int:
-        """Send the job's uploads from the head's host, with the report on a stream; its exit code."""
-        line = self._line(0, "upload", *(["--json"] if as_json else []))
-        return _forwarded(self._words(0, line), self._stdin("upload"), to)[0]
 
     def _followed(self, to: BinaryIO, say: Callable[[str], None], verb: str, *options: str, seen: int = 0) -> int:
         """Follow the command on the head's host, with a new connection where one is lost; its exit code.

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -242,11 +241,8 @@ def _completed(given: dict[str, Any], source: str, environ: Mapping[str, str]) -
 
     A variable of the caller's own environment takes precedence. ConfigError where one is unset or a secret.
     """
-    count, nodes = given.pop("replica_count", None), given.get("nodes")
-    if count is not None:
-        if nodes not in (None, count):
-            raise ConfigError(f"{source} has nodes: {nodes!r}, but replica_count, which is the same, is {count!r}")
-        given["nodes"] = count
+    if "nodes" not in given and "replica_count" in given:
+        given["nodes"] = given.pop("replica_count")  # else it is refused as an unknown key
     secrets = given.get("secrets") if isinstance(given.get("secrets"), list) else []
 
     def put(node: Any, where: str) -> Any:
@@ -274,18 +270,14 @@ def _completed(given: dict[str, Any], source: str, environ: Mapping[str, str]) -
 
 
 def _read_env_file(path: Path) -> dict[str, str]:
-    """{name: value} of lines NAME=VALUE, with quotes, comments and `export` as in bash."""
+    """{name: value} of lines NAME=VALUE, as docker's --env-file reads them: values as they are, # begins a comment."""
     found = {}
     for number, line in enumerate(head_of(path, "a file of NAME=VALUE lines").decode(errors="replace").splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
+        name, equals, value = line.strip().partition("=")
+        if name[:1] == "#" or not line.strip():
             continue
-        try:
-            word, *rest = shlex.split(line.strip().removeprefix("export "))
-        except ValueError:
-            word, rest = "", []
-        name, equals, value = word.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or (rest and not rest[0].startswith("#")):
-            raise ConfigError(f"{path}:{number}: expected NAME=VALUE, with quotes around spaces")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ConfigError(f"{path}:{number}: expected NAME=VALUE")
         found[name] = value
     return found
 

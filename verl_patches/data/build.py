@@ -1,13 +1,12 @@
 """`data build`: read, make rows, leave out, shuffle, split, write. The same input and keys give the same bytes.
 
 Rows go as JSON to a scratch file, in the order of the input whatever process has made them; only their places and
-digests are held, 24 bytes a row. Order and split follow from those; the parquet files are then written row by row.
+digests are held. Order and split follow from those; the parquet files are then written row by row.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import sys
@@ -17,38 +16,41 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from verl_patches.data.handlers import RESPONSES, Record, Row, make_row, schema_of
+from verl_patches.data.handlers import RESPONSES, Record, Row, digest_of, make_row, schema_of
 from verl_patches.data.output import MANIFEST, TEST, TRAIN, whole_folder, write_rows
 from verl_patches.data.settings import REASONS, Settings
-from verl_patches.data.sources import Item, chunks_of, file_facts, load, parse, sources_of
+from verl_patches.data.sources import Source, file_facts, load, sources_of
 from verl_patches.data.templates import template_of
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.processes import die_with_parent
 
 SHOWN = 20  # of the records that were left out, for each reason
+CHUNK_ROWS = 64  # of one call of a worker
 _UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
-Made = tuple[int, list[tuple[bytes, bytes]], list[tuple[str, str]], tuple[int, int]]
+Digests = tuple[int, int]  # of a row's prompt, and of all that makes two rows repeated ones
+Made = tuple[int, list[tuple[bytes, Digests, str]], list[tuple[str, str]], tuple[int, int]]
 
 
 # ---- a chunk, in any process
 
 
-def make_chunk(settings: Settings, scratch: str, name: str, chunk: list[Item]) -> Made:
-    """(records, rows as (JSON, digest), (reason, sentence) of the others, most tokens) of a chunk of source `name`."""
-    template, tokenizer = _tools(settings.prompt_type, settings.tokenizer_name_or_path, scratch)
+def make_chunk(settings: Settings, name: str, chunk: list[tuple[int, Any]]) -> Made:
+    """(records, rows as (JSON, digests, origin), (reason, sentence) of the others, most tokens) of source `name`."""
+    template, tokenizer = _tools(settings.prompt_type, settings.tokenizer_name_or_path)
     handler, additional = settings.handler, settings.dataset_additional_keys
-    read, rows, left_out, longest = 0, [], [], (0, 0)
-    for line, record in _records(chunk):
-        read, origin = read + 1, f"{name}:{line}"
+    rows, left_out, longest = [], [], (0, 0)
+    for line, record in chunk:
+        origin = f"{name}:{line}"
         try:
             if isinstance(record, ValueError):
                 raise record
-            values = Record(parse(record) if isinstance(record, bytes) else record, handler.fields)
+            values = Record(record, handler.fields)
             row = make_row(handler, values, template, settings.data_source or settings.handler_name, origin, additional)
             tokens = _tokens(tokenizer, row) if tokenizer else (0, 0)
             text = json.dumps(row).encode()
@@ -59,27 +61,22 @@ def make_chunk(settings: Settings, scratch: str, name: str, chunk: list[Item]) -
             left_out.append(("too_long", f"{origin}: {sum(tokens)} tokens; expected at most {settings.seq_length}"))
             continue
         longest = tuple(map(max, longest, tokens))
-        words = [message["content"].split() for message in row.get("prompt", ())]
-        key = json.dumps([words, [row[column] for column in handler.columns]])
-        rows.append((text, hashlib.blake2b(key.encode(), digest_size=16).digest()))
-    return read, rows, left_out, longest
-
-
-def _records(chunk: list[Item]) -> Iterator[tuple[int, Any]]:
-    for line, value in chunk:
-        yield from enumerate([value] if isinstance(value, bytes | ValueError) else value.to_pylist(), line)
+        prompt = [message["content"].split() for message in row["prompt"]] if "prompt" in row else row["text"]
+        fixed = [row[column] for column in handler.columns]
+        rows.append((text, (digest_of(prompt), digest_of([prompt, fixed])), origin))
+    return len(chunk), rows, left_out, longest
 
 
 @functools.cache
-def _tools(prompt_type: str, tokenizer: str | None, scratch: str) -> tuple[Any, Any]:
+def _tools(prompt_type: str, tokenizer: str | None) -> tuple[Any, Any]:
     """(template, tokenizer) of this process."""
     if tokenizer is None:
         return template_of(prompt_type), None
     from transformers import AutoTokenizer
 
-    local, where = os.path.isdir(tokenizer), f"tokenizer_name_or_path {tokenizer}"
+    where = f"tokenizer_name_or_path {tokenizer}"
     with load(f"{where}: expected a model folder or an id"):
-        found = AutoTokenizer.from_pretrained(tokenizer, cache_dir=scratch, local_files_only=local)
+        found = AutoTokenizer.from_pretrained(tokenizer, local_files_only=os.path.isdir(tokenizer))
     if not found.chat_template:
         raise ConfigError(f"{where}: it has no chat template, which verl needs")
     return template_of(prompt_type), found
@@ -102,29 +99,25 @@ def _tokens(tokenizer: Any, row: Row) -> tuple[int, int]:
 
 
 class _Rows:
-    """JSON of rows in a file, found by their number."""
+    """JSON of rows in a file, found by their number, and the digest of each one's prompt."""
 
     def __init__(self, path: Path):
-        self.file, self.starts, self.digests = path.open("w+b"), array("Q", [0]), bytearray()
+        self.file, self.starts, self.prompts = path.open("w+b"), array("Q", [0]), array("Q")
 
-    def add(self, text: bytes, digest: bytes) -> None:
+    def add(self, text: bytes, prompt: int) -> None:
         self.file.write(text)
         self.starts.append(self.starts[-1] + len(text))
-        self.digests += digest
+        self.prompts.append(prompt)
 
     def read(self, number: int) -> bytes:
         start, stop = self.starts[number : number + 2]
         return os.pread(self.file.fileno(), stop - start, start)
 
-    def split(self, dedupe: bool) -> tuple[array, array]:
-        """The numbers of the rows whose digest no earlier row has, and of the others (none unless `dedupe`)."""
-        import numpy as np
-
-        halves = np.frombuffer(self.digests, np.uint64).reshape(-1, 2)
-        order = np.lexsort((halves[:, 1], halves[:, 0]))  # stable: of equal ones the first comes first
-        again = np.zeros(len(order), bool)
-        again[order[1:]] = dedupe & (halves[order[1:]] == halves[order[:-1]]).all(1)
-        return tuple(array("q", np.flatnonzero(mask).tolist()) for mask in (~again, again))
+    def split(self, order: array, tests: int) -> tuple[array, array]:
+        """(train, test) of row numbers in an order; test has its first `tests`, and all others with their prompts."""
+        prompts = {self.prompts[number] for number in order[:tests]}
+        train = array("Q", (number for number in order if self.prompts[number] not in prompts))
+        return train, array("Q", (number for number in order if self.prompts[number] in prompts))
 
 
 def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> tuple[int, dict[str, Any]]:
@@ -136,27 +129,27 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
 
     def leave_out(reason: str, sentence: str) -> None:
         report[reason]["rows"] += 1
-        report[reason]["shown"] += [sentence] if len(report[reason]["shown"]) < SHOWN else []
+        if len(report[reason]["shown"]) < SHOWN:
+            report[reason]["shown"].append(sentence)
 
-    target, longest = Path(settings.output_prefix), (0, 0)
-    with whole_folder(target, overwrite) as work:
+    target, longest, seen = Path(settings.output_prefix), (0, 0), set()
+    with whole_folder(target, overwrite) as work, _hub_cache(work / "hub"):
         out, rows, sources = work / "out", _Rows(work / "rows"), list(sources_of(settings, work))
-        _tools(settings.prompt_type, settings.tokenizer_name_or_path, str(work))  # what is wrong ends the command here
-        chunks = ((source.name, chunk) for source in sources for chunk in chunks_of(source))
+        _tools(settings.prompt_type, settings.tokenizer_name_or_path)  # what is wrong ends the command here
         with _progress(settings, quiet, "read") as step:
-            for count, made, left_out, most in _in_order(settings, str(work), chunks):
+            for count, made, left_out, most in _in_order(settings, _chunks(sources)):
                 report["read"] += count
                 longest = tuple(map(max, longest, most))
-                for row in made:
-                    rows.add(*row)
                 for one in left_out:
                     leave_out(*one)
+                for text, (prompt, digest), origin in made:
+                    if settings.dedupe and digest in seen:
+                        leave_out("repeated", origin)
+                        continue
+                    seen.add(digest)
+                    rows.add(text, prompt)
                 step(count)
         rows.file.flush()
-        order, again = rows.split(settings.dedupe)
-        for number in again:
-            shown = report["repeated"]["rows"] < SHOWN
-            leave_out("repeated", json.loads(rows.read(number))["extra_info"]["origin"] if shown else "")
         if not report["read"]:
             raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
         limits = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0} | settings.refuse_above
@@ -165,15 +158,17 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
             return 1, report
         if settings.tokenizer_name_or_path:
             report["longest_tokens"] = {"prompt": longest[0], "response": longest[1]}
+        order = array("Q", range(len(rows.prompts)))
         if settings.shuffle:
             Random(settings.seed).shuffle(order)
         size = settings.test_size
         tests = int(size) if size >= 1 else max(1, round(size * len(order)))
-        if tests >= len(order):
-            raise ConfigError(f"test_size: {tests} of {len(order)} rows leave none to train on; give a smaller one")
+        train, test = rows.split(order, tests)
+        if not train:
+            raise ConfigError(f"test_size: {len(test)} of {len(order)} rows leave none to train on; give a smaller one")
         schema = schema_of(settings.handler.columns, settings.dataset_additional_keys)
         with _progress(settings, quiet, "write", len(order)) as step:
-            for name, part in ((TRAIN, order[tests:]), (TEST, order[:tests])):
+            for name, part in ((TRAIN, train), (TEST, test)):
                 report[Path(name).stem] = len(part)
                 write_rows(out / name, map(rows.read, part), schema, step)
         manifest = {"format": "verl_patches data", "version": 1, "settings": settings.model_dump(exclude=_UNSAID)}
@@ -183,9 +178,29 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
     return 0, {**report, "files": [str(target / name) for name in (TRAIN, TEST)]}
 
 
-def _in_order(settings: Settings, scratch: str, chunks: Iterable[tuple[str, list[Item]]]) -> Iterator[Made]:
+@contextmanager
+def _hub_cache(folder: Path) -> Iterator[None]:
+    """All that huggingface_hub, datasets and transformers keep goes to `folder`, where none of them is imported yet."""
+    before = os.environ.get("HF_HOME")
+    os.environ["HF_HOME"] = str(folder.absolute())
+    try:
+        yield
+    finally:
+        del os.environ["HF_HOME"]
+        if before is not None:
+            os.environ["HF_HOME"] = before
+
+
+def _chunks(sources: list[Source]) -> Iterator[tuple[str, list[tuple[int, Any]]]]:
+    for source in sources:
+        rows = source.rows()
+        while chunk := list(islice(rows, CHUNK_ROWS)):
+            yield source.name, chunk
+
+
+def _in_order(settings: Settings, chunks: Iterable[tuple[str, list[tuple[int, Any]]]]) -> Iterator[Made]:
     """What each chunk becomes, in their order; at most two for each worker are held."""
-    make = functools.partial(make_chunk, settings, scratch)
+    make = functools.partial(make_chunk, settings)
     if settings.workers == 1:
         yield from (make(*chunk) for chunk in chunks)
         return

@@ -17,7 +17,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.environment import COMPOSED
 from verl_patches.config.files import recorded_bytes
-from verl_patches.data.handlers import EXTRA, schema_of
+from verl_patches.data.handlers import EXTRA, digest_of, schema_of
 from verl_patches.data.output import MANIFEST, TRAIN, whole_folder, write_rows
 from verl_patches.data.sources import file_facts
 from verl_patches.errors import ConfigError, RecipeError
@@ -96,7 +95,7 @@ def from_rollouts(
                     for columns, reward in chosen(group, choice, left_out):
                         origin = f"{run.name}, step {step}, uid {uid}, reward {reward:.6g}"
                         row = _row(data[key], columns, choice, reward, origin)
-                        digest = _digest([row["prompt"], columns])
+                        digest = digest_of([row["prompt"], columns])
                         left_out["repeated"] += digest in seen
                         if digest not in seen:
                             report["rows"] += 1
@@ -116,10 +115,6 @@ def from_rollouts(
         manifest |= {"report": report, "files": [file_facts(file)]}
         (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return {**report, "files": [str(target / TRAIN)]}
-
-
-def _digest(value: Any) -> bytes:
-    return blake2b(json.dumps(value).encode(), digest_size=16).digest()
 
 
 def scored_steps(run: Path, config: DictConfig) -> list[int]:
@@ -147,7 +142,7 @@ def _tokenizer(config: DictConfig) -> Any:
         raise ConfigError(f"{path}: the run's tokenizer cannot be read ({text:.200}); copy its model here") from None
 
 
-def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[bytes]) -> dict[bytes, Any]:
+def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
     """{digest of ids: row} of the wanted prompts, made and cut as by verl's dataset (utils/dataset/rl_dataset.py)."""
     from pyarrow import ArrowException, parquet
 
@@ -160,7 +155,7 @@ def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[bytes]) -> dic
                     text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
                     ids = tokenizer.encode(text, add_special_tokens=False)
                     ids = ids[-most:] if data.truncation == "left" else ids[:most]
-                    if (key := _digest(ids)) in wanted:
+                    if (key := digest_of(ids)) in wanted:
                         found.setdefault(key, {**row, "prompt": prompt})
         except (OSError, ArrowException, LookupError, TypeError, ValueError) as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -173,7 +168,7 @@ def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[bytes]) -> dic
     return found
 
 
-def _responses(run: Path, step: int) -> Iterator[tuple[bytes, list[int], float, str]]:
+def _responses(run: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
     """(digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
     folder = run / "rollouts"
     step_of = _load(folder / f"step_{step}.safetensors", "prompts", "responses", "attention_mask")
@@ -183,7 +178,7 @@ def _responses(run: Path, step: int) -> Iterator[tuple[bytes, list[int], float, 
         raise ConfigError(f"{folder}: step {step} has {len(prompts)} responses, {len(scores[0])} rewards; run it again")
     for prompt, response, mask, score, uid in zip(prompts, responses, masks.bool(), *scores, strict=True):
         ids = prompt[mask[:width]].tolist(), response[mask[width:]].tolist()
-        yield _digest(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
+        yield digest_of(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
 
 
 def _load(path: Path, *names: str) -> list[torch.Tensor]:
@@ -197,9 +192,9 @@ def _load(path: Path, *names: str) -> list[torch.Tensor]:
 
 def _groups(
     run: Path, step: int, tokenizer: Any, report: dict[str, Any], left_out: Counter[str]
-) -> Iterator[tuple[str, bytes, list[tuple[str, float]]]]:
+) -> Iterator[tuple[str, int, list[tuple[str, float]]]]:
     """(uid, digest of the prompt, (text, reward)s) in the order of first rows; no text twice, none empty."""
-    groups: dict[str, tuple[bytes, dict[str, float]]] = {}
+    groups: dict[str, tuple[int, dict[str, float]]] = {}
     for key, ids, score, uid in _responses(run, step):
         _, texts = groups.setdefault(uid, (key, {}))
         text = tokenizer.decode(ids, skip_special_tokens=True)

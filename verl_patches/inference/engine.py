@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.sampling_params import RequestOutputKind
 
-from verl_patches.config.compose import seats_of, vllm_arguments
-from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.weights.reader import TORCH_DTYPES, WeightReader
-from verl_patches.weights.source import FP8, Source, open_source
+from verl_patches.config.compose import vllm_arguments
+from verl_patches.data.sources import load
+from verl_patches.errors import RecipeError
+from verl_patches.weights.reader import WeightReader
+from verl_patches.weights.source import Source, open_source
 
 _LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 _ALONE = {"data_parallel_size": 1, "enable_expert_parallel": False}
@@ -41,20 +42,13 @@ def _tensors(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor), FP8 decoded to bf16; bytes are compared with a manifest's digests."""
     with WeightReader(source, sequential=True) as reader:
         for name, stored in source.tensors.items():
-            value = torch.empty(
-                stored.shape, dtype=torch.bfloat16 if stored.dtype == FP8 else TORCH_DTYPES[stored.dtype]
-            )
-            for first, rows in reader.blocks(stored):
-                value.view(len(value), -1)[first : first + len(rows)] = rows
-            yield name, value
+            yield name, torch.cat([rows for _, rows in reader.blocks(stored)]).view(stored.shape)
 
 
 def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
     """vLLM's SamplingParams of these names; ConfigError for values that it refuses."""
-    try:
+    with load("sampling: expected values that vLLM takes"):
         return SamplingParams(**sampling)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"sampling: {error}") from None
 
 
 class Engine:
@@ -67,7 +61,6 @@ class Engine:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         rollout = config.actor_rollout_ref.rollout
         given = {**OmegaConf.to_container(OmegaConf.create(vllm_arguments(config))), **_ALONE}
-        self._seats = seats_of(config)
         try:
             self._engine = LLM(
                 model=str(source.folder),
@@ -86,22 +79,18 @@ class Engine:
         except ValueError as error:  # such as a KV cache that is too small for `length`
             raise RecipeError(f"{source.folder}: vLLM's engine does not start: {error}") from error
 
-    def run(self, prompts: Iterable[list[int]], params: SamplingParams, first: int = 0) -> Iterator[Any]:
-        """vLLM's RequestOutput of each prompt [tokens], in order.
+    def run(self, prompts: list[list[int]], params: SamplingParams, first: int) -> Iterator[Any]:
+        """vLLM's RequestOutput of each prompt [tokens] from number `first` on, in order.
 
-        first: number of the first one. Prompt i has seed + i * n, so a run that goes on draws as an uninterrupted one.
+        Prompt i has seed + i * n, so a run that goes on draws as an uninterrupted one.
         """
-        waiting, done, sent, given = iter(prompts), {}, 0, 0
-        while True:
-            while sent - given < 2 * self._seats and (tokens := next(waiting, None)) is not None:
-                self._add(sent, tokens, params, (first + sent) * params.n, RequestOutputKind.FINAL_ONLY)
-                sent += 1
-            if given == sent:
-                return
-            done |= {int(output.request_id): output for output in self._engine.step() if output.finished}
-            while given in done:
-                yield done.pop(given)
-                given += 1
+        for number, tokens in enumerate(prompts[first:], first):
+            self._add(number, tokens, params, number * params.n, RequestOutputKind.FINAL_ONLY)
+        done = {}
+        for number in range(first, len(prompts)):
+            while number not in done:
+                done |= {int(output.request_id): output for output in self._engine.step() if output.finished}
+            yield done.pop(number)
 
     def stream(self, tokens: list[int], params: SamplingParams, turn: int) -> Iterator[Any]:
         """vLLM's RequestOutput of one prompt after each step, with all of its text so far."""

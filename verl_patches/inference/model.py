@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import COMPOSED, derive, process_environment
 from verl_patches.config.recipe import check_recipe
 from verl_patches.config.run_start import checkpoints_of
 from verl_patches.config.verl_values import check_verl_values
+from verl_patches.data.sources import load
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import find_run
 from verl_patches.layout.inventory import SCORE
@@ -49,37 +49,29 @@ class Model(NamedTuple):
 
 
 def find_model(
-    given: Path,
-    root: Path,
-    config_name: str,
-    overrides: Sequence[str],
-    trees: Trees,
-    step: int | None = None,
-    newest: bool = False,
+    given: Path, root: Path, config_name: str, overrides: Sequence[str], trees: Trees, newest: bool = False
 ) -> Model:
-    """The weights of a folder, or the checkpoints of the run `given`, a path or a name below `root`.
+    """The weights of a folder, or the checkpoints (`newest`: that alone) of a run, a path or a name below `root`.
 
-    `step`: that one alone, `newest`: that one without a step. Their headers are checked. ConfigError for anything else,
-    for a value model, and for what cannot run here.
+    Their headers are checked. ConfigError for anything else, for a value model, and for what cannot run here.
     """
-    run, saved = None, SAVED.fullmatch(given.name)
-    if not (given / "config.json").exists():
+    if (given / "config.json").exists():
+        saved, others = SAVED.fullmatch(given.name), []
+        folders = {int(saved[1]) if saved else 0: given}
+        of_run = saved and (given.absolute().parents[1] / COMPOSED).is_file()
+        run = given.absolute().parents[1] if of_run else None
+        config = _of_run(run, overrides, trees) if of_run else compose(config_name, overrides, verl_path=trees.verl)
+    else:
         run = find_run(given, root)
-    elif saved and (given.absolute().parents[1] / COMPOSED).is_file():
-        run = given.absolute().parents[1]
-    config = compose(config_name, overrides, verl_path=trees.verl) if run is None else _of_run(run, overrides, trees)
-    folders, others = {int(saved[1]) if saved else 0: given}, []
-    if not (given / "config.json").exists():
-        of_run = saved_in(checkpoints_of(config), run_id(run))
-        folders, others = of_run.own, of_run.ignored()
-    if not folders or step not in (None, *folders):
-        found = ", ".join(map(str, folders)) or "; ".join(others[:3]) or "none (trainer.save_freq=N writes them)"
-        raise ConfigError(
-            f"{given}: expected {'checkpoints' if step is None else f'one of step {step}'}, found {found}"
-        )
+        config = _of_run(run, overrides, trees)
+        checkpoints = saved_in(checkpoints_of(config), run_id(run))
+        folders, others = checkpoints.own, checkpoints.ignored()
+    if not folders:
+        found = "; ".join(others[:3]) or "none (trainer.save_freq=N writes them)"
+        raise ConfigError(f"{given}: expected checkpoints, found {found}")
     _require_engine(config, trees)
-    step = max(folders) if newest and step is None else step
-    sources = {number: open_source(folder) for number, folder in folders.items() if step in (None, number)}
+    wanted = [max(folders)] if newest else folders
+    sources = {step: open_source(folders[step]) for step in wanted}
     for source in sources.values():
         if SCORE in source.tensors:
             raise ConfigError(
@@ -94,28 +86,22 @@ def find_model(
 
 def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
     """The composed configuration of a run, with `overrides` of keys that it has, checked as compose() does."""
-    try:
+    with load(f"{run / COMPOSED} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"):
         config = OmegaConf.create(read_yaml(run / COMPOSED))
         OmegaConf.set_struct(config, True)
-        if plain := [word for word in overrides if "=" not in word]:
-            raise ConfigError(f"expected key=value, found {plain[0]}")
         config.merge_with_dotlist(list(overrides))
         check_recipe(OmegaConf.to_container(config.recipe))
         verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
         check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
         parts_of(config)
         return config
-    except (OmegaConfBaseException, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        text = str(error).strip() or type(error).__name__
-        raise ConfigError(f"{run / COMPOSED}, with {' '.join(overrides) or 'no overrides'}: {text}") from None
 
 
 def _require_engine(config: DictConfig, trees: Trees) -> None:
     if config.recipe.platform == "npu":
         raise ConfigError(
-            "generate, chat and eval start one engine on one device; engines over several dies and nodes, which "
-            "DeepSeek-V3 needs on platform npu, are not there yet: validate in a run (trainer.val_before_train=true), "
-            "or serve the folder of `weights export`"
+            "generate, chat and eval start one engine on one device; DeepSeek-V3 on platform npu needs engines over "
+            "several dies: validate in a run (trainer.val_before_train=true), or serve the folder of `weights export`"
         )
     require_trees(config, trees)
     require_verl(config.recipe.line, trees)

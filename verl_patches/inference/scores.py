@@ -6,9 +6,9 @@ verl's validation, `acc` where the reward has it, else the reward.
 
 from __future__ import annotations
 
-import math
+import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.trainer.validation import pass_at_k
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONFIDENCE, DRAWS = 0.95, 1000
-WILSON, BOOTSTRAP = "Wilson's interval", f"percentiles of {DRAWS} bootstrap draws of prompts"
+ANSWER_CHARS = 200  # of a wrong answer in a report
+SIDES = "low", "high"
+WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {DRAWS} draws"
 
 
 def scorer(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:
@@ -44,6 +46,23 @@ def scorer(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any], Sequence
     return score
 
 
+def steps_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each checkpoint of a responses.jsonl: step, score (the mean over sources), sources (`measure`), wrong."""
+    steps = []
+    for step, of_step in itertools.groupby(lines, lambda line: line["step"]):
+        values, wrong = {}, []
+        for line in of_step:
+            found = [response["value"] for response in line["responses"]]
+            values.setdefault(line["data_source"], []).append(found)
+            if min(found) < 1:
+                answer = line["responses"][found.index(min(found))]["text"][:ANSWER_CHARS]
+                wrong.append({"row": line["row"], "expected": line["ground_truth"], "found": answer})
+        sources = {source: measure(each) for source, each in values.items()}
+        score = statistics.fmean(each["mean"] for each in sources.values())
+        steps.append({"step": step, "score": score, "sources": sources, "wrong": wrong})
+    return steps
+
+
 def measure(prompts: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Of the values of n responses to each prompt: prompts, n, mean, its interval (low, high, how it was made), pass.
 
@@ -54,16 +73,16 @@ def measure(prompts: Sequence[Sequence[float]]) -> dict[str, Any]:
     alone = binary and n == 1
     low, high = wilson(int(sum(means)), len(means)) if alone else bootstrap(means)
     found = {"prompts": len(prompts), "n": n, "mean": statistics.fmean(means), "low": low, "high": high}
-    powers = {1 << power for power in range(n.bit_length()) if 1 << power < n} | {n} if binary and n > 1 else ()
-    passes = {k: statistics.fmean(pass_at_k(n, int(sum(prompt)), k) for prompt in prompts) for k in sorted(powers)}
+    numbers = sorted({n, *(2**power for power in range(n.bit_length()))}) if binary and n > 1 else []
+    passes = {k: statistics.fmean(pass_at_k(n, int(sum(prompt)), k) for prompt in prompts) for k in numbers}
     return {**found, "interval": WILSON if alone else BOOTSTRAP, "pass": passes}
 
 
 def wilson(correct: int, count: int) -> tuple[float, float]:
-    """Wilson's interval for a share, at CONFIDENCE (J. Am. Stat. Assoc. 22:209, 1927)."""
-    z, share = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2), correct / count
-    middle, half = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / count / 2) ** 2)
-    return (middle - half) / (1 + z * z / count), (middle + half) / (1 + z * z / count)
+    """Wilson's interval for a share, at CONFIDENCE."""
+    from scipy.stats import binomtest
+
+    return tuple(map(float, binomtest(correct, count).proportion_ci(CONFIDENCE, "wilson")))
 
 
 def bootstrap(means: Sequence[float]) -> tuple[float, float]:
@@ -79,19 +98,17 @@ def bootstrap(means: Sequence[float]) -> tuple[float, float]:
 def accuracy_figure(name: str, steps: Sequence[Mapping[str, Any]]) -> Figure:
     """The mean of each source, with its interval, over `steps`: {step, sources: {source: measures}}."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for source in steps[0]["sources"]:
         of = [step["sources"][source] for step in steps]
-        sides = [[abs(each["mean"] - each[side]) for each in of] for side in ("low", "high")]
-        label = f"{source}, mean@{of[0]['n']}".replace("$", r"\$")
-        axes.errorbar(
-            [step["step"] for step in steps], [each["mean"] for each in of], sides, marker="o", capsize=3, label=label
+        means, sides = (
+            [each["mean"] for each in of],
+            [[abs(each["mean"] - each[side]) for each in of] for side in SIDES],
         )
-    axes.set(title=name.replace("$", r"\$"), xlabel="step", ylabel="mean")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+        label = source.replace("$", r"\$")
+        axes.errorbar([step["step"] for step in steps], means, sides, marker="o", capsize=3, label=label)
+    axes.set(title=name.replace("$", r"\$"), xlabel="step", ylabel=f"mean@{of[0]['n']}")
+    axes.legend()
     return figure

@@ -46,18 +46,18 @@ HARDWARE = {
     "200t_a2_box16": Hardware("Atlas 200T A2 Box16", 16, 8, int(60.96 * _GIB), _A2_RANKS, 256, 24, ("HOST",), False),
 }
 # of Ubuntu (libjemalloc2), openEuler (jemalloc), and of its own `make install`
-JEMALLOC = ("usr/lib/{machine}-linux-gnu", "usr/lib64", "usr/local/lib")
+JEMALLOC = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/local/lib")
 INSTALL_JEMALLOC = "apt install libjemalloc2 (Ubuntu) or yum install jemalloc (openEuler)"
 
 
-def preload(environ: Mapping[str, str], root: Path = Path("/"), machine: str = "") -> str:
+def preload(environ: Mapping[str, str]) -> str:
     """LD_PRELOAD for Ray and the processes of a run: jemalloc, where this machine has one, before what is given."""
     given = environ.get("LD_PRELOAD", "")
-    if "jemalloc" in given:
-        return given
-    folders = (root / folder.format(machine=machine or os.uname().machine) for folder in JEMALLOC)
-    found = next((str(folder / "libjemalloc.so.2") for folder in folders if (folder / "libjemalloc.so.2").exists()), "")
-    return ":".join(filter(None, [found, given]))
+    for folder in JEMALLOC if "jemalloc" not in given else ():
+        library = Path(folder.format(machine=os.uname().machine), "libjemalloc.so.2")
+        if library.exists():
+            return f"{library}:{given}".rstrip(":")
+    return given
 
 
 def stale_locks(environ: Mapping[str, str]) -> list[Path]:
