@@ -143,8 +143,8 @@ def test_conditional_sft_tags_the_last_message(run, tmp_path):
         ("one two <rm_score>: 0.10 ", "bad"),
     ]
     assert len(rows) == 12 and all(row["prompt"][0]["content"] == "s" for row in rows)
-    rows, _ = made(run, tmp_path, "t", kind="conditional", template="[{reward}] {input}", threshold=1.0)
-    assert texts(rows, "response") == [("[1.00] one two", "good")]
+    rows, _ = made(run, tmp_path, "t", kind="conditional", threshold=1.0)
+    assert texts(rows, "response") == [("one two <rm_score>: 1.00 ", "good")]
 
 
 def test_pairs_are_the_best_against_the_worst_with_a_margin(run, tmp_path):
@@ -271,7 +271,7 @@ def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written
     with pytest.raises(RecipeError, match="no row is left of 16 responses"):
         made(run, tmp_path, threshold=2.0)
     (tmp_path / "train.parquet").write_bytes(b"x")
-    with pytest.raises(ConfigError, match=r"train.parquet: the run's data cannot be read"):
+    with pytest.raises(ConfigError, match=r"train.parquet: expected "):
         made(run, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "train.parquet"]
 
@@ -287,16 +287,8 @@ def test_an_output_that_is_there_is_kept(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kind": "worst"},
-        {"best": 0},
-        {"margin": -1.0},
-        {"margin": float("nan")},
-        {"threshold": float("inf")},
-        {"template": "{input}"},
-    ],
+    "wrong", [{"kind": "worst"}, {"best": 0}, {"margin": -1.0}, {"margin": float("nan")}, {"threshold": float("inf")}]
 )
 def test_a_wrong_choice_is_refused(wrong):
-    with pytest.raises(ConfigError, match="from-rollouts: kind"):
+    with pytest.raises(ConfigError, match="from-rollouts: "):
         Choice(**wrong)

@@ -162,8 +162,7 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
         if settings.shuffle:
             Random(settings.seed).shuffle(order)
         size = settings.test_size
-        tests = int(size) if size >= 1 else max(1, round(size * len(order)))
-        train, test = rows.split(order, tests)
+        train, test = rows.split(order, size if size >= 1 else max(1, round(size * len(order))))
         if not train:
             raise ConfigError(f"test_size: {len(test)} of {len(order)} rows leave none to train on; give a smaller one")
         schema = schema_of(settings.handler.columns, settings.dataset_additional_keys)
