@@ -73,12 +73,12 @@ def run(tmp_path, tiny_model, tokenizer):
     return folder
 
 
-def record(folder, step, sampled, rows, tokenizer):
+def record(folder, step, sampled, rows, tokenizer, prompt=None):
     count, end, pad = len(sampled), tokenizer.eos_token_id, tokenizer.pad_token_id
     prompts, responses = torch.full((count, P_WIDTH), pad), torch.full((count, R_WIDTH), pad)
     mask = torch.zeros(count, P_WIDTH + R_WIDTH, dtype=torch.int64)
     for row, (number, text, _, finished) in enumerate(sampled):
-        ids = tokenizer.apply_chat_template(rows[number]["prompt"], add_generation_prompt=True)[-P_WIDTH:]
+        ids = prompt or tokenizer.apply_chat_template(rows[number]["prompt"], add_generation_prompt=True)[-P_WIDTH:]
         own = tokenizer.encode(text, add_special_tokens=False) + [end] * finished
         assert len(own) <= R_WIDTH
         prompts[row, P_WIDTH - len(ids) :], responses[row, : len(own)] = torch.tensor(ids), torch.tensor(own)
@@ -214,22 +214,25 @@ def test_a_run_takes_the_output(run, tmp_path, tokenizer, tiny_model, kind, algo
         other([file], tokenizer, OmegaConf.merge(config.data, {"cache_dir": str(tmp_path)}))
 
 
-def test_a_prompt_that_was_cut_is_found(run, tmp_path, tokenizer):
+@pytest.mark.parametrize("truncation", ["left", "middle", "right"])
+def test_a_prompt_that_was_cut_is_found(run, tmp_path, tokenizer, truncation):
+    """Cut as verl's postprocess_data cuts it (verl/utils/torch_functional.py)."""
     whole = tokenizer.apply_chat_template([{"role": "user", "content": "b" * 60}], add_generation_prompt=True)
-    assert len(whole) > P_WIDTH
+    cut = {"left": whole[-P_WIDTH:], "right": whole[:P_WIDTH], "middle": whole[: P_WIDTH // 2] + whole[-P_WIDTH // 2 :]}
     rows = [{"prompt": [{"role": "user", "content": "b" * 60}]}]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     for path in (run / "rollouts").iterdir():
         path.unlink()
-    record(run, 1, [(0, "good", 1.0, True)], rows, tokenizer)
+    record(run, 1, [(0, "good", 1.0, True)], rows, tokenizer, cut[truncation])
     config = OmegaConf.load(run / "config.yaml")
-    config.data.truncation = "right"
-    OmegaConf.save(config, run / "config.yaml")
-    with pytest.raises(ConfigError, match="1 of 1 recorded prompts are not in the run's data"):
-        made(run, tmp_path)
-    config.data.truncation = "left"
-    OmegaConf.save(config, run / "config.yaml")
-    assert len(made(run, tmp_path)[0]) == 1
+    for setting in ("left", "middle", "right"):
+        config.data.truncation = setting
+        OmegaConf.save(config, run / "config.yaml")
+        if setting == truncation:
+            assert len(made(run, tmp_path)[0]) == 1
+        else:
+            with pytest.raises(ConfigError, match="1 of 1 recorded prompts are not in the run's data"):
+                made(run, tmp_path, setting)
 
 
 # ---- what is refused

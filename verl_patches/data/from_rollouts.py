@@ -133,6 +133,7 @@ def _tokenizer(config: DictConfig) -> Any:
 def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
     """{digest of ids: row} of the wanted prompts, made and cut as by verl's dataset (utils/dataset/rl_dataset.py)."""
     data, found, most = config.data, {}, config.data.max_prompt_length
+    head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # that a cut leaves of the begin
     files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
     for file in files:
         with load(f"{file}: expected the run's data as it was; put it there again"):
@@ -140,7 +141,7 @@ def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[int]) -> dict[
                 prompt = row[data.prompt_key]
                 text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
                 ids = tokenizer.encode(text, add_special_tokens=False)
-                ids = ids[-most:] if data.truncation == "left" else ids[:most]
+                ids = ids[:head] + ids[len(ids) - most + head :] if len(ids) > most else ids
                 if (key := digest_of(ids)) in wanted:
                     found.setdefault(key, {**row, "prompt": prompt})
     if missing := len(wanted - found.keys()):
