@@ -116,10 +116,9 @@ def scored_steps(run: Path, config: DictConfig) -> list[int]:
         return scored
     if not samples(config.recipe):
         raise ConfigError(f"{run} trained on fixed data: it has no rollouts; give a run that samples")
-    found = f"recorded no rewards of its {len(steps)} steps (an earlier version, or no update followed); run it again"
+    found = f"no rewards of its {len(steps)} steps: no update followed" if steps else "no rollouts"
     size = size_text(recorded_bytes(config))
-    none = f"recorded no rollouts: run it with recipe.rollout.record=true, {size} a step (modelled)"
-    raise ConfigError(f"{run} {found if steps else none}")
+    raise ConfigError(f"{run} recorded {found}; run it with recipe.rollout.record=true, {size} a step (modelled)")
 
 
 def _tokenizer(config: DictConfig) -> Any:
