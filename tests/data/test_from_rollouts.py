@@ -263,6 +263,16 @@ def test_steps_without_scores_are_left_out(run, tmp_path):
         made(run, tmp_path, "b")
 
 
+def test_scores_of_an_earlier_try_are_not_those_of_a_later_one(run, tmp_path):
+    """A run that goes on from a checkpoint samples a step again; it may end before the step has scores."""
+    from safetensors.torch import load_file
+
+    again = load_file(run / "rollouts" / "step_2.safetensors")
+    again["responses"] = again["responses"].flip(0)
+    save_step(run / "rollouts", 2, again)
+    assert made(run, tmp_path)[1]["steps"] == 1
+
+
 def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written(run, tmp_path):
     scores = run / "rollouts" / "scores_1.safetensors"
     content = scores.read_bytes()

@@ -29,7 +29,6 @@ from verl_patches.data.handlers import EXTRA, digest_of, schema_of
 from verl_patches.data.output import MANIFEST, TRAIN, whole_folder, write_rows
 from verl_patches.data.sources import file_facts, load, read_rows
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.model_folder import safetensors_header
 from verl_patches.layout.phases import samples
 from verl_patches.trainer.record import run_id
 from verl_patches.values import Count, NotNegative, size_text, types_of, value_faults
@@ -154,11 +153,9 @@ def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[int]) -> dict[
 def _responses(run: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
     """(digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
     folder = run / "rollouts"
-    step_of = _load(folder / f"step_{step}.safetensors", "prompts", "responses", "attention_mask")
-    scores = _load(folder / f"scores_{step}.safetensors", "score", "uid")
-    (prompts, responses, masks), width = step_of, step_of[0].shape[1]
-    if len({len(tensor) for tensor in (*step_of, *scores)}) > 1:
-        raise ConfigError(f"{folder}: step {step} has {len(prompts)} responses, {len(scores[0])} rewards; run it again")
+    sampled = folder / f"step_{step}.safetensors"
+    prompts, responses, masks = _load(sampled, "prompts", "responses", "attention_mask")
+    scores, width = _load(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
     for prompt, response, mask, score, uid in zip(prompts, responses, masks.bool(), *scores, strict=True):
         ids = prompt[mask[:width]].tolist(), response[mask[width:]].tolist()
         yield digest_of(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
@@ -167,10 +164,9 @@ def _responses(run: Path, step: int) -> Iterator[tuple[int, list[int], float, st
 def _load(path: Path, *names: str) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
-    if missing := {*names} - safetensors_header(path).keys():
-        raise ConfigError(f"{path}: holds no {' or '.join(sorted(missing))}; run it again")
-    tensors = load_file(path)
-    return [tensors[name] for name in names]
+    with load(f"{path}: expected a recording with {', '.join(names)}; run it again"):
+        tensors = load_file(path)
+        return [tensors[name] for name in names]
 
 
 def _groups(

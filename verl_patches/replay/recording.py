@@ -51,7 +51,8 @@ def find_recording(path: str | None, steps: int | None = None) -> Path | None:
 
 
 def save_step(folder: Path, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one step's tensors."""
+    """Write one step's tensors; scores of an earlier try of the step, before a resume, are removed."""
+    (folder / f"scores_{step}.safetensors").unlink(missing_ok=True)
     _save(folder / f"step_{step}.safetensors", tensors)
 
 
