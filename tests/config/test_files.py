@@ -35,6 +35,10 @@ def test_the_models_folder_has_the_layers_that_a_run_takes_of_it(tmp_path, held,
     assert found["model shape"] is fits
     found = {check.name: check.ok for check in check_config(compose(TINY, [path]))}
     assert found["model shape"] is (held == 4)
+    config = tiny_config({"num_hidden_layers": held, "torch_dtype": "float32"})  # as an export of an fp32 run has it
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = {check.name: check.ok for check in check_config(compose(TINY, [path, "recipe.num_hidden_layers=3"]))}
+    assert found["model shape"] is fits
 
 
 def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny_model, tmp_path):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[
         yield _absent("model folder", [path], _MODEL, _MODEL in must_exist, "the folder of a HF model")
         return
     held, model = with_layers(config, read_model_shape(path)), model_shape_of(config)
+    held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype says in what it is computed
     fault = f"{path} is not of recipe.model_shape {config.recipe.model_shape}: {differences(held, model)}"
     yield either("model shape", held == model, "same model", fault)
     if reads_weights(config):
