@@ -44,6 +44,22 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError after that CPU time of this process, which calls this in its main thread."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"it took more than {seconds:g} s of CPU time")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 class Descendants:
     """Everything below this process that was not there when the object was made."""
 

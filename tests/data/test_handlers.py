@@ -12,11 +12,12 @@ from tests.conftest import ROOT
 from tests.data.cases import HELLO, HI, RECORDS, make, read, say
 from verl_patches.config.compose import compose
 from verl_patches.config.files import check_files
+from verl_patches.data import build
 from verl_patches.data.build import make_chunk
 from verl_patches.data.handlers import HANDLERS, schema_of
 from verl_patches.data.settings import Settings, read_settings
 from verl_patches.data.templates import MAX_CHARS, template_of
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 
 USED_BY = {
     "maths": ["grpo", "ppo", "dapo"],
@@ -191,6 +192,21 @@ def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
         make(tmp_path, sample, out="d", tokenizer_name_or_path=str(tmp_path / "nowhere"))
 
 
+def test_a_chat_template_that_does_not_end_is_refused(tmp_path, tiny_model, monkeypatch):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(build, "TEMPLATE_CPU_S", 0.5)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer.chat_template = "{% if 'forever' in messages[0].content %}" + loop + "{% endif %}x"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows, keys = [RECORDS["maths"](n) for n in range(4)], {"tokenizer_name_or_path": str(tmp_path / "tokenizer")}
+    assert make(tmp_path, rows, **keys)[0] == 0  # the control
+    with pytest.raises(RecipeError, match=r"chat template .* rows.jsonl:5 took more than 0.5 s"):
+        make(tmp_path, [*rows, {"problem": "forever", "answer": "1"}], out="b", **keys)
+    assert not (tmp_path / "b").exists()
+
+
 # ---- prompt_type
 
 
@@ -235,8 +251,7 @@ def test_what_a_template_makes_is_bounded():
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("boxd", "did you mean boxed"), ("qwen_r1", "write model"), ("deepseek3", "write model"),
-    ("other", "expected model, boxed"),
+    ("boxd", "did you mean boxed"), ("other", "expected model, boxed"),
 ])  # fmt: skip
 def test_an_unknown_prompt_type_is_refused(name, message):
     with pytest.raises(ConfigError, match=message):
@@ -257,8 +272,8 @@ def settings_of(folder, *overrides, **keys):
 def test_a_yaml_of_mindspeed_rl(tmp_path):
     keys = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_name_or_path": "m", "workers": 8, "seq_length": 1024}
     keys["map_keys"] = {"prompt": "problem", "query": "", "response": "answer", "system": ""}
-    found = settings_of(tmp_path, handler_name="R1AlpacaStyleInstructionHandler", log_interval=1000, **keys)
-    assert found.handler_name == "maths" and found.handler.fields["prompt"] == ("problem",)
+    found = settings_of(tmp_path, log_interval=1000, **keys)
+    assert found.handler.fields["prompt"] == ("problem",)
     assert found.handler.fields["query"] == ()
     assert settings_of(tmp_path, "prompt_type={{ prompt }} {% if a %}b{% endif %}").prompt_type.startswith("{{ prompt")
     assert settings_of(tmp_path, "seed=7", "input=[a.json, b.json]").inputs == ["a.json", "b.json"]
@@ -267,10 +282,8 @@ def test_a_yaml_of_mindspeed_rl(tmp_path):
 @pytest.mark.parametrize(("keys", "message"), [
     ({"sequence_length": 3}, "unknown key sequence_length; did you mean seq_length"),
     ({"zzz": 3}, "unknown key zzz; docs/data.md has all"),
-    ({"pack": True}, "pack does not apply here: leave it out: a run does that"),
-    ({"prompt_type_path": "x"}, "write the Jinja text as prompt_type"),
-    ({"handler_name": "math"}, "handler_name is math; did you mean maths"),
-    ({"handler_name": "MOSSInstructionHandler"}, "handler_name is MOSS.*expected maths, gsm8k"),
+    ({"pack": True}, "unknown key pack; docs/data.md has all"),
+    ({"handler_name": "MOSSInstructionHandler"}, "handler_name is 'MOSS.*expected 'maths' or 'gsm8k'"),
     ({"tokenizer_type": "SentencePiece"}, "tokenizer_type is 'SentencePiece'; expected 'HuggingFaceTokenizer' or"),
     ({"workers": 0}, "workers is 0; expected a whole number from 1 to 256"),
     ({"workers": True}, "workers is True"),
@@ -279,7 +292,6 @@ def test_a_yaml_of_mindspeed_rl(tmp_path):
     ({"map_keys": {"promt": "q"}}, "map_keys: unknown key promt; did you mean prompt"),
     ({"map_keys": {"prompt": 1}}, "map_keys is"),
     ({"dataset_additional_keys": ["origin"]}, "extra_info has origin already"),
-    ({"dataset_additional_keys": ["labels"]}, "reward_model.ground_truth"),
     ({"refuse_above": {"bad": 2}}, "refuse_above"), ({"refuse_above": {"worse": 0}}, "refuse_above"),
     ({"output_prefix": "s3://b/c"}, "expected a local folder"),
     ({"input": []}, "input is"), ({"input": 7}, "input is 7"),

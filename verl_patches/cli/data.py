@@ -9,7 +9,7 @@ import typer
 
 from verl_patches.cli.output import Json, print_json, progress_bar, say
 from verl_patches.config.compose import output_root
-from verl_patches.data.from_rollouts import COLUMNS, TEMPLATE, Choice, from_rollouts
+from verl_patches.data.from_rollouts import COLUMNS, Choice, from_rollouts
 from verl_patches.evaluation.record import find_run
 
 app = typer.Typer(no_args_is_help=True, help="Make data that runs read.")
@@ -44,12 +44,11 @@ def from_rollouts_command(
     best: Annotated[int, typer.Option(help="With best: responses of a prompt at most.")] = 1,
     threshold: Annotated[float | None, typer.Option(help="Least reward of a response, or of a chosen one.")] = None,
     margin: Annotated[float, typer.Option(help="With pairs: least difference of the rewards.")] = 0.0,
-    template: Annotated[str, typer.Option(help="With conditional: the last message of a prompt.")] = TEMPLATE,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is there.")] = False,
     as_json: Json = False,
 ) -> None:
     """Make SFT data or preference pairs of a run's responses and their rewards."""
-    choice, folder = Choice(kind, best, threshold, margin, template), find_run(run, output_root())
+    choice, folder = Choice(kind, best, threshold, margin), find_run(run, output_root())
     with progress_bar("steps", None, "step") as advance:
         report = from_rollouts(folder, output, choice, overwrite, advance)
     if as_json:

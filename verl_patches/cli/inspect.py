@@ -43,7 +43,7 @@ ROLLOUT_LIBRARY_HELP = f"Whose sharding rollout has: {', '.join(ROLLOUT_LIBRARIE
 BUCKET_HELP = "Most that a rank sends, and receives, in one collective."
 ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
 
-CURVES_HELP = "A run, or a TensorBoard folder, JSONL, JSON, CSV or a console log of any framework."
+CURVES_HELP = "A run, or a TensorBoard folder, JSON lines, CSV or a console log of any framework."
 METRIC_HELP = f"Compare these alone: {', '.join(METRICS)}, or a name as the sources have it."
 LIMIT_HELP = "METRIC=VALUE: judge these, such as loss=0.02.  [default: reward=0.04, or without rewards loss=0.02]"
 FORMULA_HELP = f"What is judged: {', '.join(f'{name}, the {text}' for name, text in compare.FORMULAS.items())}."
@@ -288,9 +288,9 @@ def compare_command(
         save(errors_figure(of_a, of_b, errors, limits), png)
     ok = all(check.ok for check in checks)
     if as_json:
-        sources = [{key: getattr(of, key) for key in ("name", "kind", "replaced")} for of in (of_a, of_b)]
-        result = {"a": sources[0], "b": sources[1], "formula": formula, "rule": compare.FORMULAS[formula]}
-        result |= {"errors": [error.as_dict() for error in errors], "limits": limits}
+        result = {name: {"name": of.name, "kind": of.kind} for name, of in (("a", of_a), ("b", of_b))}
+        result |= {"formula": formula, "rule": compare.FORMULAS[formula], "limits": limits}
+        result["errors"] = [error.as_dict() for error in errors]
         print_json({**result, "checks": [vars(check) for check in checks], "ok": ok, "png": png and str(png)})
     else:
         _show_errors(of_a, of_b, errors, {check.name: check.ok for check in checks})
@@ -315,25 +315,12 @@ def _curves(source: Path, metrics: dict[str, Any]) -> Curves:
 
 
 def _show_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[str, bool]) -> None:
-    words, rows = {True: "ok", False: "FAILED"}, []
+    words, rows = {True: "ok", False: "FAILED", None: ""}, []
     for error in errors:
-        numbers = ["-" if value is None else f"{value:.4g}" for value in (error.absolute, error.largest)]
-        steps, relative = f"{error.steps} ({error.first} to {error.last})", compare.percent(error.relative)
-        verdict = words.get(ok.get(error.metric), "")
-        rows.append(
-            (
-                error.metric,
-                *error.names,
-                steps,
-                numbers[0],
-                relative,
-                numbers[1],
-                "-" if error.at is None else str(error.at),
-                verdict,
-            )
-        )
+        steps = f"{error.steps} ({error.first} to {error.last})"
+        absolute, largest = ("-" if value is None else f"{value:.4g}" for value in (error.absolute, error.largest))
+        numbers = (absolute, compare.percent(error.relative), largest, "-" if error.at is None else str(error.at))
+        rows.append((error.metric, *error.names, steps, *numbers, words[ok.get(error.metric)]))
     columns = ("metric", "in a", "in b", "common steps", "mean |a - b|", "relative", "largest", "at step", "verdict")
     red = [number for number, row in enumerate(rows) if row[-1] == "FAILED"]
     table(f"a: {a.name} ({a.kind}); b: {b.name} ({b.kind})", columns, rows, red)
-    for curves in (of for of in (a, b) if of.replaced):
-        say(f"{curves.name}: {curves.replaced} values were replaced by later ones of the same step")

@@ -28,10 +28,11 @@ from verl_patches.data.settings import REASONS, Settings
 from verl_patches.data.sources import Source, file_facts, load, sources_of
 from verl_patches.data.templates import template_of
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.processes import die_with_parent
+from verl_patches.processes import cpu_limit, die_with_parent
 
 SHOWN = 20  # of the records that were left out, for each reason
 CHUNK_ROWS = 64  # of one call of a worker
+TEMPLATE_CPU_S = 10.0  # of one prompt: a tokenizer's chat template may loop
 _UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
 Digests = tuple[int, int]  # of a row's prompt, and of all that makes two rows repeated ones
 Made = tuple[int, list[tuple[bytes, Digests, str]], list[tuple[str, str]], tuple[int, int]]
@@ -87,7 +88,13 @@ def _tokens(tokenizer: Any, row: Row) -> tuple[int, int]:
     if "text" in row:
         return 1, len(tokenizer.encode(row["text"]))
     try:
-        prompt = len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True))
+        with cpu_limit(TEMPLATE_CPU_S):
+            prompt = len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True))
+    except TimeoutError:  # the others may take as long
+        where = row["extra_info"]["origin"]
+        raise RecipeError(
+            f"the tokenizer's chat template and {where} took more than {TEMPLATE_CPU_S} s of CPU time; give another"
+        ) from None
     except Exception as error:  # of the template: raise_exception, a role that it does not know
         raise ValueError(f"the tokenizer's chat template: {type(error).__name__}: {error}") from None
     texts = [row[name] if name == "steps" else [row[name]] for name in RESPONSES if name in row]
@@ -162,8 +169,7 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
         if settings.shuffle:
             Random(settings.seed).shuffle(order)
         size = settings.test_size
-        tests = int(size) if size >= 1 else max(1, round(size * len(order)))
-        train, test = rows.split(order, tests)
+        train, test = rows.split(order, size if size >= 1 else max(1, round(size * len(order))))
         if not train:
             raise ConfigError(f"test_size: {len(test)} of {len(order)} rows leave none to train on; give a smaller one")
         schema = schema_of(settings.handler.columns, settings.dataset_additional_keys)

@@ -1,8 +1,8 @@
 """Data of a run's recorded rollouts (replay/recording.py): what its own reward makes of its responses.
 
 best         rejection sampling: the best of each prompt's responses by reward (arXiv:2307.09288, section 3.2.2)
-conditional  conditional SFT: prompts tagged with the reward of their response (arXiv:2308.12050); the default tag is
-             that of OpenRLHF's conditional_sft_processor (openrlhf/utils/processor.py)
+conditional  conditional SFT: prompts tagged with the reward of their response (arXiv:2308.12050); the tag is that of
+             OpenRLHF's conditional_sft_processor (openrlhf/utils/processor.py)
 pairs        preference pairs: the best response of each prompt as `chosen`, the worst as `rejected`
 
 Prompts are those of the run's data: a recorded one is found there by its tokens, made as verl's dataset makes them. A
@@ -18,55 +18,45 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import FiniteFloat
 
 from verl_patches.config.environment import COMPOSED
 from verl_patches.config.files import recorded_bytes
 from verl_patches.data.handlers import EXTRA, digest_of, schema_of
 from verl_patches.data.output import MANIFEST, TRAIN, whole_folder, write_rows
-from verl_patches.data.sources import file_facts
+from verl_patches.data.sources import file_facts, load, read_rows
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.model_folder import safetensors_header
 from verl_patches.layout.phases import samples
 from verl_patches.trainer.record import run_id
-from verl_patches.values import size_text
+from verl_patches.values import Count, NotNegative, size_text, types_of, value_faults
 from verl_patches.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     import torch
 
 COLUMNS = {"best": ("response",), "conditional": ("response",), "pairs": ("chosen", "rejected")}
-TEMPLATE = "{input} <rm_score>: {reward} "
+TAGGED = "{input} <rm_score>: {reward:.2f} "
 _SLACK = 1e-6  # scores are recorded in fp32: 0.7 is 0.69999999
 
 
 @dataclass(frozen=True)
 class Choice:
-    """kind: of COLUMNS. best: of a prompt's at most. threshold: the least reward of a response, or of a chosen one.
+    """best: of a prompt's responses at most. threshold: the least reward of a response, or of a chosen one.
 
-    margin: the least difference of a pair's rewards, which differ in any case. template: of a tagged message.
+    margin: the least difference of a pair's rewards, which differ in any case.
     """
 
-    kind: str = "best"
-    best: int = 1
-    threshold: float | None = None
-    margin: float = 0.0
-    template: str = TEMPLATE
+    kind: Literal[tuple(COLUMNS)] = "best"
+    best: Count = 1
+    threshold: FiniteFloat | None = None
+    margin: NotNegative = 0.0
 
     def __post_init__(self):
-        numbers = self.best >= 1 and self.margin >= 0 and math.isfinite(self.margin + (self.threshold or 0.0))
-        if (
-            self.kind not in COLUMNS
-            or not numbers
-            or not all(name in self.template for name in ("{input}", "{reward}"))
-        ):
-            options = ", ".join(f"{name} {value!r}" for name, value in asdict(self).items())
-            raise ConfigError(
-                f"from-rollouts: {options}; expected --to {', '.join(COLUMNS)}, a best from 1, finite numbers, a "
-                "margin from 0, a template with {input} and {reward}"
-            )
+        if faults := value_faults(types_of(Choice), asdict(self)):
+            raise ConfigError(f"from-rollouts: {'; '.join(faults)}")
 
 
 def from_rollouts(
@@ -125,44 +115,36 @@ def scored_steps(run: Path, config: DictConfig) -> list[int]:
         return scored
     if not samples(config.recipe):
         raise ConfigError(f"{run} trained on fixed data: it has no rollouts; give a run that samples")
-    found = f"recorded no rewards of its {len(steps)} steps (an earlier version, or no update followed); run it again"
+    found = f"no rewards of its {len(steps)} steps: no update followed" if steps else "no rollouts"
     size = size_text(recorded_bytes(config))
-    none = f"recorded no rollouts: run it with recipe.rollout.record=true, {size} a step (modelled)"
-    raise ConfigError(f"{run} {found if steps else none}")
+    raise ConfigError(f"{run} recorded {found}; run it with recipe.rollout.record=true, {size} a step (modelled)")
 
 
 def _tokenizer(config: DictConfig) -> Any:
     from transformers import AutoTokenizer
 
     path, code = config.data.tokenizer or config.actor_rollout_ref.model.path, config.data.get("trust_remote_code")
-    try:
+    with load(f"{path}: expected the run's tokenizer; copy its model here"):
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=bool(code))
-    except Exception as error:  # transformers gives many kinds for damaged files
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{path}: the run's tokenizer cannot be read ({text:.200}); copy its model here") from None
 
 
 def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
     """{digest of ids: row} of the wanted prompts, made and cut as by verl's dataset (utils/dataset/rl_dataset.py)."""
-    from pyarrow import ArrowException, parquet
-
     data, found, most = config.data, {}, config.data.max_prompt_length
-    for file in [data.train_files] if isinstance(data.train_files, str) else data.train_files:
-        try:
-            for batch in parquet.ParquetFile(file).iter_batches(1024):
-                for row in batch.to_pylist():
-                    prompt = row[data.prompt_key]
-                    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-                    ids = tokenizer.encode(text, add_special_tokens=False)
-                    ids = ids[-most:] if data.truncation == "left" else ids[:most]
-                    if (key := digest_of(ids)) in wanted:
-                        found.setdefault(key, {**row, "prompt": prompt})
-        except (OSError, ArrowException, LookupError, TypeError, ValueError) as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"{file}: the run's data cannot be read ({text:.200}); put it there again") from None
+    head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # that a cut leaves of the begin
+    files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
+    for file in files:
+        with load(f"{file}: expected the run's data as it was; put it there again"):
+            for _, row in read_rows(Path(file)):
+                prompt = row[data.prompt_key]
+                text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                ids = ids[:head] + ids[len(ids) - most + head :] if len(ids) > most else ids
+                if (key := digest_of(ids)) in wanted:
+                    found.setdefault(key, {**row, "prompt": prompt})
     if missing := len(wanted - found.keys()):
         raise ConfigError(
-            f"{missing} of {len(wanted)} recorded prompts are not in the run's data ({', '.join(data.train_files)}); "
+            f"{missing} of {len(wanted)} recorded prompts are not in the run's data ({', '.join(files)}); "
             "expected its files, tokenizer and chat template as they were when it ran"
         )
     return found
@@ -171,11 +153,9 @@ def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[int]) -> dict[
 def _responses(run: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
     """(digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
     folder = run / "rollouts"
-    step_of = _load(folder / f"step_{step}.safetensors", "prompts", "responses", "attention_mask")
-    scores = _load(folder / f"scores_{step}.safetensors", "score", "uid")
-    (prompts, responses, masks), width = step_of, step_of[0].shape[1]
-    if len({len(tensor) for tensor in (*step_of, *scores)}) > 1:
-        raise ConfigError(f"{folder}: step {step} has {len(prompts)} responses, {len(scores[0])} rewards; run it again")
+    sampled = folder / f"step_{step}.safetensors"
+    prompts, responses, masks = _load(sampled, "prompts", "responses", "attention_mask")
+    scores, width = _load(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
     for prompt, response, mask, score, uid in zip(prompts, responses, masks.bool(), *scores, strict=True):
         ids = prompt[mask[:width]].tolist(), response[mask[width:]].tolist()
         yield digest_of(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
@@ -184,10 +164,9 @@ def _responses(run: Path, step: int) -> Iterator[tuple[int, list[int], float, st
 def _load(path: Path, *names: str) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
-    if missing := {*names} - safetensors_header(path).keys():
-        raise ConfigError(f"{path}: holds no {' or '.join(sorted(missing))}; run it again")
-    tensors = load_file(path)
-    return [tensors[name] for name in names]
+    with load(f"{path}: expected a recording with {', '.join(names)}; run it again"):
+        tensors = load_file(path)
+        return [tensors[name] for name in names]
 
 
 def _groups(
@@ -229,8 +208,7 @@ def chosen(
 def _row(data: Any, columns: dict[str, str], choice: Choice, reward: float, origin: str) -> dict[str, Any]:
     messages = [{"role": one["role"], "content": one["content"]} for one in data["prompt"]]
     if choice.kind == "conditional":
-        tagged = choice.template.replace("{reward}", f"{reward:.2f}").replace("{input}", messages[-1]["content"])
-        messages[-1]["content"] = tagged
+        messages[-1]["content"] = TAGGED.format(input=messages[-1]["content"], reward=reward)
     answer = (data.get("reward_model") or {}).get("ground_truth")
     answer = "" if answer is None else str(answer)
     row = {

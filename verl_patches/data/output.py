@@ -30,21 +30,18 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     work = target.with_name(f".{target.name}{PARTIAL}") if target.name not in ("", "..") else target
     old, out = work / "old", work / "out"
 
-    def wrong(text: str) -> ConfigError:
+    def wrong(text: object) -> ConfigError:
         return ConfigError(f"output {target}: {text}; choose another output_prefix")
-
-    def unusable(error: Exception) -> ConfigError:
-        return wrong(f"cannot be written ({error})")
 
     if work == target or not target.name.isprintable():
         raise wrong("expected the path of a folder to make")
-    with locked_folder(work, lambda: wrong("another process writes it: wait for its end"), unusable):
+    with locked_folder(work, lambda: wrong("another process writes it: wait for its end"), wrong):
         try:
             if old.exists() and not target.exists():  # a call was killed between its two renames
                 old.rename(target)
-            there = {path.name for path in target.iterdir()} if target.is_dir() else set()
             if target.is_symlink() or (target.exists() and not target.is_dir()):
                 raise wrong("expected a folder or nothing")
+            there = {path.name for path in target.iterdir()} if target.exists() else set()
             if others := there - {TRAIN, TEST, MANIFEST}:
                 raise wrong(f"holds other files, such as {min(others)!r}")
             if there and not overwrite:
@@ -59,7 +56,7 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
                     target.rename(old)
                 out.rename(target)
         except OSError as error:
-            raise unusable(error) from error
+            raise wrong(error) from error
         finally:
             _clear(work)
             (work / LOCK).unlink()

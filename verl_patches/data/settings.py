@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,29 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from verl_patches.data.handlers import EXTRA, HANDLERS, Handler
 from verl_patches.data.templates import MODEL, template_of
 from verl_patches.errors import ConfigError
-from verl_patches.values import Count, Positive, Seed, Share, Text, types_of, unknown_key, value_faults
+from verl_patches.values import Count, Seed, Share, Text, types_of, unknown_key, value_faults
 from verl_patches.yaml_files import parse_yaml, read_yaml
 
 REASONS = ("bad", "repeated", "too_long")  # why a record is left out
-_MINDSPEED = {  # its names of handlers, which have Handler behind them
-    "R1AlpacaStyleInstruction": "maths",
-    "AlpacaStyleInstruction": "instruction",
-    "SharegptStyleInstruction": "instruction",
-    "AlpacaStylePairwise": "preference",
-    "SharegptStylePairwise": "preference",
-    "AlpacaStyleProcessReward": "process",
-    "GeneralPretrain": "text",
-}
-_INSTEAD = {  # keys of MindSpeed-RL that do not apply
-    "hf_datasets_params": "write the dataset's id as input, and its split as input_split",
-    "json_keys": "write map_keys: {text: COLUMN}",
-    "merge_group_keys": "write all files as a list of input",
-    "overwrite_cache": "give --overwrite",
-    "prompt_type_path": "write the Jinja text as prompt_type",
-    "vocab_file": "write tokenizer_name_or_path",
-    **dict.fromkeys("append_eod pack neat_pack pad_to_multiple_of".split(), "leave it out: a run does that"),
-    **dict.fromkeys("cache_dir dataset_impl n_subs streaming".split(), "leave it out: memory is bounded without it"),
-}
 
 
 class Settings(BaseModel):
@@ -41,7 +23,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     input: Text | Annotated[list[Text], Field(min_length=1)]
-    handler_name: Text
+    handler_name: Literal[tuple(HANDLERS)]
     output_prefix: Text
     tokenizer_type: Literal["HuggingFaceTokenizer", "PretrainedFromHF"] = "HuggingFaceTokenizer"
     tokenizer_name_or_path: Text | None = None
@@ -56,7 +38,7 @@ class Settings(BaseModel):
     dedupe: bool = True
     shuffle: bool = True
     seed: Seed = 0
-    test_size: Positive = 0.1
+    test_size: Annotated[float, Field(gt=0, lt=1)] | Count = 0.1
     refuse_above: dict[Literal["bad", "repeated", "too_long"], Share] = {}
 
     @property
@@ -69,7 +51,7 @@ class Settings(BaseModel):
         """The handler, which reads its fields from the columns of map_keys."""
         handler = HANDLERS[self.handler_name]
         mapped = {field: (column,) if column else () for field, column in self.map_keys.items()}
-        return Handler(handler.read, handler.ability, handler.columns, {**handler.fields, **mapped})
+        return replace(handler, fields={**handler.fields, **mapped})
 
 
 def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None = None) -> Settings:
@@ -85,13 +67,11 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
     if output is not None:
         values["output_prefix"] = str(output)
     types, hint = {key: types_of(Settings)[key] for key in Settings.model_fields}, "docs/data.md has all"
-    faults = [f"{key} does not apply here: {_INSTEAD[key]}" for key in values if key in _INSTEAD]
-    faults += [unknown_key(str(key), types, hint) for key in values if key not in {**types, **_INSTEAD}]
+    faults = [unknown_key(str(key), types, hint) for key in values if key not in types]
     faults += [f"{key} is missing" for key in ("input", "handler_name", "output_prefix") if key not in values]
     if faults := faults + value_faults(types, values):
         raise ConfigError(f"{file}: {'; '.join(faults)}")
-    name = values["handler_name"]
-    settings = Settings(**{**values, "handler_name": _MINDSPEED.get(name.removesuffix("Handler"), name)})
+    settings = Settings(**values)
     if faults := list(_faults(settings)):
         raise ConfigError(f"{file}: {'; '.join(faults)}")
     template_of(settings.prompt_type)
@@ -100,21 +80,14 @@ def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None
 
 def _faults(settings: Settings) -> Iterator[str]:
     """What is wrong with values that are right by themselves."""
-    if (name := settings.handler_name) not in HANDLERS:
-        fault = unknown_key(name, HANDLERS, f"expected {', '.join(HANDLERS)}")
-        yield f"handler_name is {name}; {fault.partition('; ')[2]}"
-        return
-    fields, additional = HANDLERS[name].fields, settings.dataset_additional_keys
+    name, additional = settings.handler_name, settings.dataset_additional_keys
+    fields = HANDLERS[name].fields
     hint = f"{name} has {', '.join(fields)}"
     yield from (f"map_keys: {unknown_key(key, fields, hint)}" for key in settings.map_keys if key not in fields)
     if taken := {*additional} & {*EXTRA}:
         yield f"dataset_additional_keys: extra_info has {' and '.join(sorted(taken))} already; leave them out"
-    if "labels" in additional and name in ("maths", "gsm8k"):
-        yield "dataset_additional_keys: labels, the answer, is reward_model.ground_truth here; leave it out"
     if settings.seq_length and not settings.tokenizer_name_or_path:
         yield "seq_length is in tokens; expected tokenizer_name_or_path too"
-    if settings.test_size >= 1 and settings.test_size != int(settings.test_size):
-        yield f"test_size is {settings.test_size}; expected a share below 1 or a whole number of rows"
     if name == "text" and settings.prompt_type != MODEL:
         yield "prompt_type: raw text has no prompt; leave it out"
     if "://" in settings.output_prefix:

@@ -6,7 +6,6 @@ loop has at most as many turns as a row has characters, and rendering stops at M
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,6 @@ _ALLOWED = set(
     "CondExpr".split()
 )
 _FILTERS = {"trim", "upper", "lower", "capitalize", "default", "first", "last", "length", "string", "int", "tojson"}
-_CHATS = re.compile("qwen|deepseek|llama|chatglm|glm|baichuan|mixtral|mistral|gemma|phi|cpm|minicpm|hunyuan|yi|intern")
 
 
 class Template:
@@ -73,9 +71,5 @@ def template_of(prompt_type: str) -> Template | None:
     found = read_yaml(TEMPLATES)
     if prompt_type in found:
         return Template(**found[prompt_type])
-    if _CHATS.match(prompt_type):
-        fault = "a chat template of MindSpeed-RL, and a run applies that of the model's tokenizer: write model"
-    else:
-        fault = unknown_key(prompt_type, {MODEL: 0, **found}, f"expected {MODEL}, {', '.join(found)} or a Jinja text")
-        fault = fault.partition("; ")[2]
-    raise ConfigError(f"prompt_type is {prompt_type:.80}; {fault}")
+    fault = unknown_key(prompt_type, {MODEL: 0, **found}, f"expected {MODEL}, {', '.join(found)} or a Jinja text")
+    raise ConfigError(f"prompt_type is {prompt_type:.80}; {fault.partition('; ')[2]}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import Check, ConfigError, RecipeError, either
-from verl_patches.evaluation.curves import BASELINE, JUDGED, Curves
+from verl_patches.evaluation.curves import JUDGED, Curves
 from verl_patches.shared_files import write_whole
 from verl_patches.trainer.record import writing
 
@@ -125,13 +125,13 @@ def percent(value: float | None) -> str:
 
 
 def write_baseline(path: Path, curves: Curves) -> None:
-    """Keep curves in a JSON file that `read_curves` reads. RecipeError for a value that is not finite, a full disk."""
+    """Keep curves as JSON lines, one a step. RecipeError for a value that is not finite, and for a full disk."""
+    rows: dict[int, dict[str, float]] = {}
     for metric, of in curves.values.items():
-        for step in (step for step, value in of.items() if not math.isfinite(value)):
-            raise RecipeError(
-                f"{curves.name}: {metric} is not finite at step {step}; expected a run without such steps"
-            )
-    kept = {m: {"name": curves.names[m], "steps": [*of], "values": [*of.values()]} for m, of in curves.values.items()}
+        for step, value in of.items():
+            if not math.isfinite(value):
+                raise RecipeError(f"{curves.name}: {metric} is {value} at step {step}; expected finite numbers")
+            rows.setdefault(step, {"step": step})[curves.names[metric]] = value
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps({BASELINE: 1, "of": Path(curves.name).name, "curves": kept}) + "\n")
+        write_whole(path, "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))

@@ -1,14 +1,12 @@
 """Curves of a training, {metric: {step: value}}, from what this recipe and other frameworks leave of it.
 
-read_curves reads a run's folder (metrics.jsonl), TensorBoard's event files, JSONL, JSON and CSV (as wandb exports them,
-too), a baseline (evaluation/compare.py), or else a console log:
+read_curves reads a run's folder (metrics.jsonl), TensorBoard's event files, JSON lines and CSV (as wandb exports them,
+too), or else a console log:
 
     verl          `step:1 - critic/score/mean:0.500 - ...`; verl/utils/logger/aggregate_logger.py, concat_dict_to_str
     MindSpeed-RL  `[...] iteration: 1 / 100 | grpo/score/mean : 0.5000 | ...`; mindspeed_rl/utils/loggers.py,
                   handle_msg; Megatron's own lines have the same form
-    OpenRLHF      `Global step 1: {'reward': 0.5, ...}`; openrlhf/trainer/ppo_trainer.py; without such lines tqdm's bar
-                  `Train step of epoch 0: 5%|..| 1/17 [.., gpt_loss=0.793]`; sft_trainer.py. The bar is set before it is
-                  advanced, so that values beside n are of step n + 1
+    OpenRLHF      `Global step 1: {'reward': 0.5, ...}`; openrlhf/trainer/ppo_trainer.py
 
 A file is read as a stream; what is kept is bounded by MOST_VALUES.
 """
@@ -29,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.record import MOST_BYTES, PLACES, find_run
+from verl_patches.evaluation.record import PLACES, find_run
 from verl_patches.values import LARGEST, printable
 
 LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")
@@ -47,17 +45,12 @@ JUDGED = ("reward", "loss")  # metrics that have a limit (evaluation/compare.py)
 RUN = "a run of this recipe"
 STEPS = ("training/global_step", "global_step", "step", "iteration", "_step")  # names of a row's step, first one first
 MOST_VALUES = 4_000_000  # of all curves of a source
-LONGEST_LINE, LONGEST_LOGGED = 16 << 20, 64 << 10  # characters; longer lines of a log are of no metrics
+LONGEST_LINE = 16 << 20  # characters
 EVENTS = "events.out.tfevents"
-BASELINE = "verl_patches_baseline"  # key of a baseline's version
 _NUMBER = re.compile(r"(?:np\.float\d+\(|tensor\()?(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|-?nan|-?inf)\)?", re.IGNORECASE)
 _VERL = re.compile(r"(?:^|\s)step:(\d{1,18}) - (.*)")
 _MEGATRON = re.compile(r"(?:^|\s)iteration:? *(\d{1,18}) */ *\d+ *\|(.*)")
 _OPENRLHF = re.compile(r"Global step (\d{1,18})\b[^:{]{0,40}: \{(.*)\}")
-_BAR = re.compile(
-    r"(?:Train step of epoch (\d{1,9})|Episode \[(\d{1,9})/\d+\]):[^|]{0,20}\|[^|]{0,400}\|"
-    r" *(\d{1,9})/(\d{1,9}) \[(.*)\]"
-)
 # of a line of each kind: its step and its pairs, then what is between the pairs, and between a name and its value
 _LINES = ((_VERL, " - ", ":"), (_MEGATRON, "|", ":"), (_OPENRLHF, ", ", ": "))
 Row = tuple[Any, Iterable[tuple[str, Any]]]  # (step, (name, value)s)
@@ -65,13 +58,12 @@ Row = tuple[Any, Iterable[tuple[str, Any]]]  # (step, (name, value)s)
 
 @dataclass
 class Curves:
-    """values: {metric: {step: value}}, also NaN; names: {metric: the source's}; replaced: values by later ones."""
+    """values: {metric: {step: value}}, also NaN; names: {metric: the source's}."""
 
     name: str
     kind: str
     values: dict[str, dict[int, float]]
     names: dict[str, str]
-    replaced: int = 0
 
 
 def read_curves(
@@ -86,13 +78,12 @@ def read_curves(
     metric_of = {source: metric for metric, sources in metrics.items() for source in sources}
     found: dict[str, dict[int, float]] = {}
     seen: dict[str, None] = {}  # other names, for an error
-    count = replaced = 0
+    count = 0
     for number, (step, pairs) in enumerate(rows, 1):
         for source, text in pairs:
             name, value = source.strip().removeprefix("train/"), _number(text)
             if value is not None and name in metric_of:
                 at, curve = _step(number if step is None else step, given), found.setdefault(name, {})
-                replaced += at in curve and curve[at] != value
                 count += at not in curve
                 curve[at] = value
             elif value is not None and len(seen) < 9 and name.lower() not in STEPS:
@@ -111,7 +102,7 @@ def read_curves(
     if kind == RUN:  # metrics.jsonl leaves out what is not finite
         steps = set().union(*values.values())
         values |= {metric: dict.fromkeys(steps, math.nan) | values[metric] for metric in JUDGED if metric in values}
-    return Curves(str(given), kind, values, names, replaced)
+    return Curves(str(given), kind, values, names)
 
 
 def _source(given: Path, root: Path, read: Callable[[int], Any]) -> tuple[str, Iterable[Row]]:
@@ -130,7 +121,7 @@ def _source(given: Path, root: Path, read: Callable[[int], Any]) -> tuple[str, I
         return RUN, _jsonl(find_run(given, root) / "metrics.jsonl", read)
     if given.name.startswith(EVENTS):
         return "TensorBoard", _events(given)
-    kinds = {".json": ("JSON", _json), ".csv": ("CSV", _csv), ".jsonl": ("JSONL", _jsonl), ".ndjson": ("JSONL", _jsonl)}
+    kinds = {".csv": ("CSV", _csv), ".jsonl": ("JSON lines", _jsonl), ".json": ("JSON lines", _jsonl)}
     kind, rows_of = kinds.get(given.suffix.lower(), ("a console log", _log))
     return kind, rows_of(given, read)
 
@@ -155,7 +146,8 @@ def _step(value: Any, given: Path) -> int:
 def _mapping(row: Any, path: Path) -> Row:
     """A row of JSON or CSV: its step is the first of STEPS that it has."""
     if not isinstance(row, dict):
-        raise ConfigError(f"{path}: expected rows as objects, found {type(row).__name__}; give another file")
+        found = type(row).__name__
+        raise ConfigError(f"{path}: expected JSON lines, each an object, found {found}; give another file")
     plain = {key.strip().lower().removeprefix("train/"): value for key, value in row.items()}
     return next((plain[key] for key in STEPS if plain.get(key) not in (None, "")), None), row.items()
 
@@ -163,16 +155,11 @@ def _mapping(row: Any, path: Path) -> Row:
 # ---- files
 
 
-def _plain(path: Path) -> None:
-    """ConfigError for anything but a plain file: a FIFO would wait for a writer."""
-    if not stat.S_ISREG(mode := path.stat().st_mode):
-        raise ConfigError(f"{path}: expected a file, found {stat.filemode(mode)}; give another")
-
-
 def _lines(path: Path, read: Callable[[int], Any]) -> Iterator[str]:
     """The lines of a plain file, which end with \\n, \\r or both; ConfigError for one above LONGEST_LINE."""
     try:
-        _plain(path)
+        if not stat.S_ISREG(mode := path.stat().st_mode):  # a FIFO would wait for a writer
+            raise ConfigError(f"{path}: expected a file, found {stat.filemode(mode)}; give another")
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             for number in itertools.count(1):
                 line = file.readline(LONGEST_LINE + 1)
@@ -198,32 +185,6 @@ def _jsonl(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
                 f"{path}, line {number}: is no JSON ({type(error).__name__}); give another file"
             ) from None
         yield _mapping(row, path)
-
-
-def _json(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
-    """A list of rows, {column: values} (values as a list or by row, as pandas writes them), or a baseline."""
-    try:
-        _plain(path)
-        if (size := path.stat().st_size) > MOST_BYTES:
-            raise ConfigError(
-                f"{path}: expected at most {MOST_BYTES:,} bytes of JSON, found {size:,}; give it as JSONL"
-            )
-        content = json.loads(path.read_bytes())
-        if isinstance(content, dict) and BASELINE in content:
-            for curve in content["curves"].values():
-                points = zip(curve["steps"], curve["values"], strict=True)
-                yield from [(step, [(curve["name"], value)]) for step, value in points]
-            return
-    except ConfigError:
-        raise
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON ({type(error).__name__}); give another file") from None
-    if isinstance(content, dict):
-        columns = {k: dict(enumerate(v)) if isinstance(v, list) else v for k, v in content.items()}
-        columns = {name: values for name, values in columns.items() if isinstance(values, dict)}
-        keys = dict.fromkeys(itertools.chain.from_iterable(columns.values()))
-        content = [{name: values.get(key) for name, values in columns.items()} for key in keys]
-    yield from (_mapping(row, path) for row in (content if isinstance(content, list) else [content]))
 
 
 def _csv(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
@@ -256,18 +217,12 @@ def _events(path: Path) -> Iterator[Row]:
 
 
 def _log(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
-    """Lines of a console log; only where it has none those of a bar."""
-    is_found = False
+    """Lines of a console log."""
     for line in _lines(path, read):
-        for pattern, between, sign in _LINES if len(line) <= LONGEST_LOGGED else ():
+        for pattern, between, sign in _LINES:
             if match := pattern.search(line):
-                is_found = True
                 yield int(match[1]), _pairs(match[2], between, sign)
                 break
-    for line in () if is_found else _lines(path, read):
-        if len(line) <= LONGEST_LOGGED and (match := _BAR.search(line)):
-            epoch, done, of = int(match[1] or int(match[2] or 1) - 1), int(match[3]), int(match[4])
-            yield epoch * of + min(done + 1, of), _pairs(match[5], ",", "=")
 
 
 def _pairs(text: str, between: str, sign: str) -> list[tuple[str, str]]:

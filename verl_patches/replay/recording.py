@@ -10,7 +10,7 @@ data/from_rollouts.py reads.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,8 @@ def find_recording(path: str | None, steps: int | None = None) -> Path | None:
 
 
 def save_step(folder: Path, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write one step's tensors."""
+    """Write one step's tensors; scores of an earlier try of the step, before a resume, are removed."""
+    (folder / f"scores_{step}.safetensors").unlink(missing_ok=True)
     _save(folder / f"step_{step}.safetensors", tensors)
 
 
@@ -62,18 +63,12 @@ def save_scores(folder: Path, step: int, rows: torch.Tensor, scores: torch.Tenso
     """
     import torch
 
+    uids = bytearray(b"".join(uuid.UUID(uid).bytes for uid in columns["uid"]))
+    made = {"score": scores.float(), "uid": torch.frombuffer(uids, dtype=torch.uint8).view(-1, 16)}
+    for name in columns.keys() - {"uid"}:
+        made[name] = torch.tensor([float(value) for value in columns[name]])
     order = rows.argsort()
-    made = {"score": scores.float()[order], "uid": _uids(columns["uid"])[order]}
-    parts = {
-        name: torch.tensor([float(value) for value in values]) for name, values in columns.items() if name != "uid"
-    }
-    _save(folder / f"scores_{step}.safetensors", made | {name: values[order] for name, values in parts.items()})
-
-
-def _uids(uids: Sequence[str]) -> torch.Tensor:
-    import torch
-
-    return torch.frombuffer(bytearray(b"".join(uuid.UUID(uid).bytes for uid in uids)), dtype=torch.uint8).view(-1, 16)
+    _save(folder / f"scores_{step}.safetensors", {name: values[order] for name, values in made.items()})
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
