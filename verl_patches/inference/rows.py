@@ -100,6 +100,11 @@ def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, A
         yield line, {name: row[name] for name in columns if name in row}
 
 
+def _plain(value: Any) -> Any:
+    """What JSON has in place of numbers and arrays of numpy, and of dates, decimals and bytes of parquet."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
 class Lines:
     """The lines of an output while it is written; done: how many there are."""
 
@@ -108,7 +113,7 @@ class Lines:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Append one line; a kill may cut it, and the next call removes it then."""
-        left = memoryview((json.dumps(line) + "\n").encode())
+        left = memoryview((json.dumps(line, default=_plain) + "\n").encode())
         while left:
             left = left[self._file.write(left) :]
         self.done += 1
@@ -126,11 +131,11 @@ def resumable(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
     Until then they are in a file whose name has the settings' digest. ConfigError where `output` is there, or another
     process writes it.
     """
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-    partial = output.with_name(f"{output.name}.{digest}{PARTIAL}")
+    digest = hashlib.sha256(json.dumps(settings, default=_plain).encode()).hexdigest()[:8]
     try:
         if os.path.lexists(output):
             raise ConfigError(f"{output}: expected a new file, found one: give another, or remove it")
+        partial = output.with_name(f"{output.name}.{digest}{PARTIAL}")
         output.parent.mkdir(parents=True, exist_ok=True)
         file = lock_file(partial)
     except BlockingIOError:

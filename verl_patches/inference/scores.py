@@ -9,8 +9,13 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_patches.data.sources import file_facts, load
+from verl_patches.errors import ConfigError
+from verl_patches.rewards.parts import parts_of
 from verl_patches.trainer.validation import pass_at_k
 
 if TYPE_CHECKING:
@@ -20,6 +25,25 @@ CONFIDENCE, DRAWS = 0.95, 1000
 ANSWER_CHARS = 200  # of a wrong answer in a report
 SIDES = "low", "high"
 WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {DRAWS} draws"
+
+
+def scored_by(config: Any) -> tuple[list[Any], list[str]]:
+    """(the parts of the reward with the sha256 of their Python files, labels of those that are left out).
+
+    As in verl's validation, no reward model is run. ConfigError where nothing else is left.
+    """
+    scored, models = [], []
+    for part in parts_of(config):
+        if part.entry.name == "reward_model":
+            models.append(part.label)
+            continue
+        with load(f"{part}: expected a file that can be read"):
+            facts = file_facts(Path(part.entry.path)) if part.entry.name == "python" else None
+        scored.append((asdict(part.entry), facts))
+    if not scored:
+        found = ", ".join(models) or "none"
+        raise ConfigError(f"recipe.rewards: eval runs no reward model; expected another part, found {found}")
+    return scored, models
 
 
 def scorer(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:
