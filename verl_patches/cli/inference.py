@@ -143,8 +143,7 @@ def eval_command(
         tokenizer = rows.read_tokenizer(sources[-1].folder)
         overlong = data.filter_overlong_prompts
         prompts, left_out = rows.read_prompts(files, data.prompt_key, tokenizer, most, overlong, columns)
-        settings = _settings(chosen, prompts, sampling, rewards)
-        with rows.resumable(output / "responses.jsonl", settings) as lines:
+        with rows.resumable(output / "responses.jsonl", _settings(chosen, prompts, sampling, rewards)) as lines:
             _score(chosen, prompts, sampling, tokenizer, lines)
             report = {"model": str(sources[-1].folder), "left_out": left_out, "without": models}
             report["steps"] = scores.steps_of(lines.read())
@@ -184,9 +183,8 @@ def _show(report: dict[str, Any], output: Path) -> None:
     wrong = report["steps"][-1]["wrong"]
     for each in wrong[:SHOWN_WRONG]:
         say(f"wrong: row {each['row']}, expected {each['expected']!r:.200}, found {each['found']!r}")
-    say(f"{output}: eval.json has all {len(wrong)} wrong answers; {report['left_out']} prompts were too long")
-    if report["without"]:
-        say(f"without {', '.join(report['without'])}: as in a validation, no reward model is run")
+    more = f"{report['left_out']} prompts were too long; rewards left out: {', '.join(report['without']) or 'none'}"
+    say(f"{output}: eval.json has all {len(wrong)} wrong answers; {more}")
 
 
 def _start(

@@ -80,21 +80,16 @@ def send(source: Path, to: str) -> bool:
 
 
 def _sent(source: Path, to: str) -> Iterator[int]:
-    """Send the files that `to` lacks; the size of each in bytes. Errors are those of fsspec's file system.
-
-    ConfigError for a target that has files of others, and at the end for what are no files, such as pipes.
-    """
+    """Send the files that `to` lacks; the size of each in bytes. Errors are fsspec's, and ConfigError."""
     source.stat()
     store, root = url_to_fs(to)
     store.invalidate_cache()
     there = {name: found for name, found in store.find(root, detail=True).items() if not name.endswith(PARTIAL)}
     mark, own = f"{root}/{MARK}", str(source.resolve())
-    if there:
-        owner = store.cat_file(mark).decode() if mark in there else f"files without {MARK}"
-        if owner != own:
-            raise ConfigError(f"{to}: expected no files, or copies of {own}, found {owner}; give another target")
-    else:
+    if not there:
         _write(store, mark, partial(store.pipe_file, value=own.encode()))
+    elif (owner := store.cat_file(mark).decode() if mark in there else f"files without {MARK}") != own:
+        raise ConfigError(f"{to}: expected no files, or copies of {own}, found {owner}; give another target")
     others = []
     for path, file in _whole_files(source):
         name, facts = f"{root}/{path}", file.stat()
@@ -153,7 +148,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(command: Sequence[str]) -> int:
-    """The command's exit code. SIGINT and SIGTERM are passed on to it while it runs, and else end this process."""
     process = None
 
     def end(number: int, _frame: object) -> None:

@@ -42,13 +42,10 @@ from verl_patches.yaml_files import read_yaml
 
 
 class Model(NamedTuple):
-    """Weights by step of their run, oldest first, or by 0; length: most tokens of a prompt and its response.
-
-    settings: where those of `config` are from.
-    """
+    """Weights by step of their run, oldest first, or by 0; length: most tokens of a prompt and its response."""
 
     config: DictConfig
-    settings: str
+    settings: str  # the file that `config` is from
     sources: dict[int, Source]
     length: int
 

@@ -28,22 +28,14 @@ WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {DRAWS} draws"
 
 
 def scored_by(config: Any) -> tuple[list[Any], list[str]]:
-    """(the parts of the reward with the sha256 of their Python files, labels of those that are left out).
-
-    As in verl's validation, no reward model is run. ConfigError where nothing else is left.
-    """
-    scored, models = [], []
-    for part in parts_of(config):
-        if part.entry.name == "reward_model":
-            models.append(part.label)
-            continue
-        with load(f"{part}: expected a file that can be read"):
-            facts = file_facts(Path(part.entry.path)) if part.entry.name == "python" else None
-        scored.append((asdict(part.entry), facts))
-    if not scored:
-        found = ", ".join(models) or "none"
-        raise ConfigError(f"recipe.rewards: eval runs no reward model; expected another part, found {found}")
-    return scored, models
+    """(the entries of the reward and facts of their Python files, labels of its models, which no validation runs)."""
+    parts = parts_of(config)
+    models = [part.label for part in parts if part.entry.name == "reward_model"]
+    if len(models) == len(parts):
+        raise ConfigError("recipe.rewards: eval runs no reward model; expected a part that is none")
+    with load("recipe.rewards: expected Python files that can be read"):
+        files = [file_facts(Path(part.entry.path)) for part in parts if part.entry.name == "python"]
+    return [*(asdict(part.entry) for part in parts), *files], models
 
 
 def scorer(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:
