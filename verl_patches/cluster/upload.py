@@ -34,8 +34,7 @@ from verl_patches.weights.manifest import SAVED
 
 # names of what is hidden, being written, or about to be removed (weights/checkpoint_folders.py)
 _NOT_WHOLE = re.compile(rf"\.|.*\{PARTIAL}$|{SAVED.pattern}\.")
-# the file system of nodes, and stores of objects, which are seen when they are whole
-SCHEMES = "file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "oss"
+SCHEMES = "file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "oss"  # whose objects are seen when whole
 MARK = ".verl_patches_upload"
 log = logging.getLogger(__name__)
 
