@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,7 +89,7 @@ def sent(logged):
 
 def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent):
     assert sent(results) == (True, "2 files sent (0.0 MB)\n") and store.sent == ["run.log", "a.safetensors"]
-    assert set(store.store) == {"/t/j/global_step_1/a.safetensors", "/t/j/run.log"}
+    assert set(store.store) == {"/t/j/global_step_1/a.safetensors", "/t/j/run.log", f"/t/j/{upload.MARK}"}
     assert "0 files sent" in sent(results)[1] and len(store.sent) == 2
     later = time.time() + 60
     (results / "run.log").write_text("RUN.LOG")  # the same size
@@ -124,6 +125,55 @@ def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the
     assert "No such file" in sent(results / "absent", "counted://t/x/j")[1]
 
 
+@pytest.mark.parametrize("scheme", ["counted", "file"])
+def test_files_that_another_put_there_are_refused_and_kept(store, results, tmp_path, sent, scheme):
+    to = f"{scheme}://{tmp_path}/t/j"
+    files, root = fsspec.core.url_to_fs(to)
+    files.makedirs(root, exist_ok=True)
+    files.pipe_file(f"{root}/run.log", b"another's")
+    whole, found = sent(results, to)
+    assert not whole and f"files without {upload.MARK}" in found and files.cat_file(f"{root}/run.log") == b"another's"
+    assert list(files.find(root)) == [f"{root}/run.log"]
+    to, other = f"{scheme}://{tmp_path}/u/j", tmp_path / "other"
+    other.mkdir()
+    (other / "run.log").write_text("other")
+    assert sent(other, to)[0] and sent(other, to)[0]
+    whole, found = sent(results, to)
+    assert not whole and f"copies of {results}, found {other}" in found
+    assert files.cat_file(fsspec.core.url_to_fs(to)[1] + "/run.log") == b"other"
+
+
+def test_pipes_and_sockets_are_faults_and_files_beside_them_are_sent(store, results, sent):
+    os.mkfifo(results / "a pipe")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.path.relpath(results / "socket"))
+    whole, found = sent(results)
+    assert (whole, found[:12]) == (False, "2 files sent") and "found pipes, sockets or devices: a pipe, socket" in found
+    assert not sent(results / "a pipe", "counted://u/j")[0]
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+from verl_patches.cluster import upload
+def send(source, to):
+    Path("sending").touch()
+    time.sleep(600)
+upload.send = send
+sys.exit(upload.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_upload_when_the_command_has_ended(tmp_path, number):
+    words = [sys.executable, "-c", WAITS, "from", f"file://{tmp_path}/to", "--", "true"]
+    process = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    while not (tmp_path / "sending").exists():
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait() == 128 + number
+
+
 SLOW = """
 import sys, time
 from fsspec.implementations.local import LocalFileSystem
@@ -151,13 +201,13 @@ def test_a_killed_upload_leaves_whole_files_and_goes_on(tmp_path, sent):
     process.kill()
     process.wait()
     there = {path.name for path in target.iterdir() if not path.name.endswith(".partial")}
-    assert there == {"0.bin", "1.bin", "2.bin"}  # the half of 3.bin has another name
+    assert there == {"0.bin", "1.bin", "2.bin", upload.MARK}  # the half of 3.bin has another name
     before = (target / "1.bin").stat().st_mtime_ns
     assert sent(source, f"file://{target}")[1].startswith("2 files") and (target / "1.bin").stat().st_mtime_ns == before
     assert all((target / f"{number}.bin").read_text() == str(number) * 1000 for number in range(5))
 
 
-@pytest.mark.parametrize("to", ["s3://bucket/x", "nosuch://x"])
+@pytest.mark.parametrize("to", ["s3://bucket/x", "nosuch://x", "sftp://host/x"])
 def test_a_store_without_its_package_is_refused_in_one_sentence_before_anything_starts(to, tmp_path, monkeypatch):
     if to.startswith("s3"):  # also where s3fs is installed
         monkeypatch.setitem(sys.modules, "s3fs", None)

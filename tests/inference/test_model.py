@@ -9,9 +9,13 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
+from verl_patches.cli import inference
+from verl_patches.cli.inference import _settings
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
+from verl_patches.inference import scores
 from verl_patches.inference.model import find_model, validation_sampling
+from verl_patches.inference.rows import Prompt
 from verl_patches.layout.inventory import SCORE
 from verl_patches.trainer.record import RUN
 from verl_patches.upstream.checkouts import Trees
@@ -40,7 +44,7 @@ def run(tmp_path, tiny_model):
     return folder
 
 
-def find(given, root, *overrides, config=CONFIG, **which):
+def find(given, root, *overrides, config=None, **which):
     return find_model(given, root, config, overrides, Trees(), **which)
 
 
@@ -60,6 +64,54 @@ def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a
     other = find(tiny_model, root, "data.max_response_length=7")
     assert list(other.sources) == [0] and other.config.data.max_response_length == 7
     assert other.length == json.loads((tiny_model / "config.json").read_text())["max_position_embeddings"]
+
+
+def test_which_settings_count_is_said_and_a_file_of_them_is_refused_for_a_run(run, tiny_model):
+    saved = run / "checkpoints" / "global_step_20"
+    copied = shutil.copytree(saved, run.parent / "global_step_20")
+    found = [find(given, run.parent).settings for given in (run, saved, copied, tiny_model)]
+    assert found == [str(run / "config.yaml")] * 2 + [f"configs/{CONFIG}.yaml"] * 2
+    for given in (run, saved):
+        with pytest.raises(ConfigError, match=r"mine/config.yaml; leave --config-name out"):
+            find(given, run.parent, config=CONFIG)
+
+
+def test_an_output_belongs_to_its_data_its_reward_and_its_dtype(run, tiny_model, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(**_): return 0.0")
+
+    def settings(answer, *overrides):
+        model = find(
+            tiny_model, run.parent, f"recipe.rewards=[{{name: python,path: {tmp_path}/reward.py}}]", *overrides
+        )
+        prompts = [Prompt(0, {"prompt": "1", "reward_model": {"ground_truth": answer}}, [1])]
+        return _settings(model, prompts, {"n": 1}, scores.scored_by(model.config)[0])
+
+    first = settings("4")
+    assert settings("4") == first != settings("5")
+    assert settings("4", "recipe.dtype=bf16") != first
+    (tmp_path / "reward.py").write_text("def compute_score(**_): return 1.0")
+    assert settings("4") != first
+    (tmp_path / "reward.py").unlink()
+    with pytest.raises(ConfigError, match="reward.py"):
+        settings("4")
+
+
+@pytest.mark.parametrize("rewards", ["{name: reward_model,path: x}", ""])
+def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tmp_path, monkeypatch, rewards):
+    model = find(tiny_model, run.parent, f"recipe.rewards=[{rewards}]")
+    monkeypatch.setattr(inference, "_start", lambda *_: model)
+    done = CliRunner().invoke(app, ["eval", str(tiny_model), str(tmp_path / "out")])
+    assert isinstance(done.exception, ConfigError) and "eval runs no reward model" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+    both = find(tiny_model, run.parent, "recipe.rewards=[{name: reward_model,path: x},{name: maths}]")
+    assert scores.scored_by(both.config)[1] == ["reward_model"]
+
+
+def test_a_report_says_which_parts_of_the_reward_are_left_out(capsys):
+    sources = {"s": scores.measure([[1.0], [0.0]])}
+    steps = [{"step": 1, "score": 0.5, "sources": sources, "wrong": []}]
+    inference._show({"model": "m", "left_out": 0, "without": ["reward_model"], "steps": steps}, "out")
+    assert "rewards left out: reward_model" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,19 @@ def test_a_lock_is_stale_when_its_process_was_killed_and_not_while_it_compiles(t
     assert not lock.exists() and start_notes(given, npu=False) == []
 
 
+def test_a_lock_that_is_given_back_meanwhile_is_not_stale(tmp_path, monkeypatch):
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+
+    def ended(_):
+        lock.unlink(missing_ok=True)
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "readlink", ended)
+    assert stale_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == []
+
+
 def test_absent_jemalloc_is_said_on_npus_alone(tmp_path):
     environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "LD_PRELOAD": "/usr/lib64/libjemalloc.so.2"}
     assert start_notes(environ, npu=True) == []

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +21,6 @@ from verl_patches.errors import ConfigError
 from verl_patches.inference import rows, scores
 from verl_patches.inference.model import Model, find_model, restart_in_environment, validation_sampling
 from verl_patches.launch.smoke import CONFIG_NAME
-from verl_patches.rewards.parts import parts_of
 from verl_patches.shared_files import replacing, write_whole
 from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
@@ -30,7 +28,7 @@ from verl_patches.values import printable
 CONVERSATION = 8192  # most tokens of one, where the model takes more
 SHOWN_WRONG = 5
 Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or shards.")]
-ConfigName = Annotated[str, typer.Option(help="A file of configs/, for weights of no run.")]
+ConfigName = Annotated[str | None, typer.Option(help=f"A file of configs/, for weights of no run [{CONFIG_NAME}].")]
 Seed = Annotated[int, typer.Option(help="Of sampling.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Only the likeliest tokens that make up this probability.")]
@@ -47,7 +45,7 @@ def generate_command(
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    config_name: ConfigName = CONFIG_NAME,
+    config_name: ConfigName = None,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
@@ -77,7 +75,7 @@ def chat_command(
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     max_tokens: MaxTokens = 512,
-    config_name: ConfigName = CONFIG_NAME,
+    config_name: ConfigName = None,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
@@ -129,7 +127,7 @@ def eval_command(
     model: Given,
     output: Annotated[Path, typer.Argument(help="A folder; the same call goes on with one that was ended.")],
     overrides: Overrides = None,
-    config_name: ConfigName = CONFIG_NAME,
+    config_name: ConfigName = None,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
@@ -140,14 +138,15 @@ def eval_command(
     files = [Path(file) for file in ([data.val_files] if isinstance(data.val_files, str) else data.val_files or [])]
     most = min(data.max_prompt_length, chosen.length - 1)
     columns = data.reward_fn_key, "reward_model", "extra_info"
+    rewards, models = scores.scored_by(config)
     with _stdout_kept():
         tokenizer = rows.read_tokenizer(sources[-1].folder)
         overlong = data.filter_overlong_prompts
         prompts, left_out = rows.read_prompts(files, data.prompt_key, tokenizer, most, overlong, columns)
-        settings = _settings(chosen, prompts, sampling, [asdict(part.entry) for part in parts_of(config)])
-        with rows.resumable(output / "responses.jsonl", settings) as lines:
+        with rows.resumable(output / "responses.jsonl", _settings(chosen, prompts, sampling, rewards)) as lines:
             _score(chosen, prompts, sampling, tokenizer, lines)
-            report = {"model": str(sources[-1].folder), "left_out": left_out, "steps": scores.steps_of(lines.read())}
+            report = {"model": str(sources[-1].folder), "left_out": left_out, "without": models}
+            report["steps"] = scores.steps_of(lines.read())
             if len(report["steps"]) > 1:
                 with replacing(output / "accuracy.png") as new:
                     scores.accuracy_figure(config.recipe.run, report["steps"]).savefig(new, format="png", dpi=100)
@@ -184,17 +183,19 @@ def _show(report: dict[str, Any], output: Path) -> None:
     wrong = report["steps"][-1]["wrong"]
     for each in wrong[:SHOWN_WRONG]:
         say(f"wrong: row {each['row']}, expected {each['expected']!r:.200}, found {each['found']!r}")
-    say(f"{output}: eval.json has all {len(wrong)} wrong answers; {report['left_out']} prompts were too long")
+    more = f"{report['left_out']} prompts were too long; rewards left out: {', '.join(report['without']) or 'none'}"
+    say(f"{output}: eval.json has all {len(wrong)} wrong answers; {more}")
 
 
 def _start(
-    given: Path, config_name: str, overrides: list[str] | None, upstream: Path | None, newest: bool = False
+    given: Path, config_name: str | None, overrides: list[str] | None, upstream: Path | None, newest: bool = False
 ) -> Model:
     """The model, in a process that has the environment of its configuration and the rows of the catalogue."""
     trees = trees_of(upstream)
     model = find_model(given, output_root(), config_name, overrides or [], trees, newest)
     check_switches(model.config)
     restart_in_environment(model.config, trees)
+    say(f"settings: {model.settings}", err=True)
     importlib.import_module(PRELUDE)
     return model
 
@@ -204,8 +205,8 @@ def _settings(
 ) -> dict[str, Any]:
     """What a call has in common with one that goes on with its output."""
     models = [source.identity for source in chosen.sources.values()]
-    asked = [(prompt.number, prompt.tokens) for prompt in prompts]
-    return {"models": models, "prompts": asked, "rewards": rewards, **sampling}
+    dtype = chosen.config.actor_rollout_ref.rollout.dtype
+    return {"models": models, "dtype": dtype, "prompts": prompts, "rewards": rewards, **sampling}
 
 
 def _outputs(

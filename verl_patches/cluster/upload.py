@@ -1,10 +1,10 @@
-"""A job's uploads: copies of its results in another store (s3://, or any that fsspec knows), never deleted there.
+"""A job's uploads: copies of its results in another store (s3:// and others of fsspec), never deleted there.
 
     python -m verl_patches.cluster.upload FROM TO [FROM TO ...] [-- COMMAND...]
 
 runs the command and, when it has ended, sends what TO lacks. The exit code is the command's, but 1 where that is 0 and
-not all was sent. A file is there where its copy has its size and is not older. S3 and its like show whole objects
-alone; on a file system a copy gets its name when it is whole.
+not all was sent. A file is there where its copy has its size and is not older. Object stores show whole objects alone;
+on a file system a copy gets its name when it is whole. MARK in TO names the FROM whose copies are there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import os
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -32,6 +34,8 @@ from verl_patches.weights.manifest import SAVED
 
 # names of what is hidden, being written, or about to be removed (weights/checkpoint_folders.py)
 _NOT_WHOLE = re.compile(rf"\.|.*\{PARTIAL}$|{SAVED.pattern}\.")
+SCHEMES = "file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "oss"  # whose objects are seen when whole
+MARK = ".verl_patches_upload"
 log = logging.getLogger(__name__)
 
 
@@ -44,7 +48,9 @@ def require_stores(targets: Collection[str]) -> None:
     """ConfigError, in one sentence, where nothing that is installed here writes to a target."""
     for to in targets:
         try:
-            fsspec.get_filesystem_class(to.partition("://")[0])
+            if (scheme := to.partition("://")[0]) not in SCHEMES:
+                raise ValueError(f"schemes are {', '.join(SCHEMES)}")
+            fsspec.get_filesystem_class(scheme)
         except (ImportError, ValueError) as error:
             text = f"uploads: expected a target that this machine can write, found {to} ({error}); nothing was started"
             raise ConfigError(text) from None
@@ -52,7 +58,7 @@ def require_stores(targets: Collection[str]) -> None:
 
 def _whole_files(source: Path) -> Iterator[tuple[str, Path]]:
     """(path below `source`, file) of all whole files: no hidden ones, links, nor what is being written."""
-    if source.is_file():
+    if not source.is_dir():
         yield source.name, source
     for folder, folders, names in os.walk(source):
         folders[:] = sorted(name for name in folders if not _NOT_WHOLE.match(name))
@@ -73,23 +79,37 @@ def send(source: Path, to: str) -> bool:
 
 
 def _sent(source: Path, to: str) -> Iterator[int]:
-    """Send the files that `to` lacks; the size of each in bytes. Errors are those of fsspec's file system."""
+    """Send the files that `to` lacks; the size of each in bytes. Errors are fsspec's, and ConfigError."""
     source.stat()
     store, root = url_to_fs(to)
     store.invalidate_cache()
-    there = store.find(root, detail=True)
+    there = {name: found for name, found in store.find(root, detail=True).items() if not name.endswith(PARTIAL)}
+    mark, own = f"{root}/{MARK}", str(source.resolve())
+    if not there:
+        _write(store, mark, partial(store.pipe_file, value=own.encode()))
+    elif (owner := store.cat_file(mark).decode() if mark in there else f"files without {MARK}") != own:
+        raise ConfigError(f"{to}: expected no files, or copies of {own}, found {owner}; give another target")
+    others = []
     for path, file in _whole_files(source):
-        name, stat = f"{root}/{path}", file.stat()
+        name, facts = f"{root}/{path}", file.stat()
         copy = there.get(name)
-        if copy and copy["size"] == stat.st_size and store.modified(name).timestamp() >= stat.st_mtime:
-            continue
-        if isinstance(store, LocalFileSystem):
-            Path(name).parent.mkdir(parents=True, exist_ok=True)
-            with replacing(Path(name)) as new:
-                store.put_file(str(file), str(new))
-        else:
-            store.put_file(str(file), name)
-        yield stat.st_size
+        if not stat.S_ISREG(facts.st_mode):
+            others.append(path)
+        elif not copy or copy["size"] != facts.st_size or store.modified(name).timestamp() < facts.st_mtime:
+            _write(store, name, partial(store.put_file, str(file)))
+            yield facts.st_size
+    if others:
+        raise ConfigError(f"{source}: expected files, found pipes, sockets or devices: {', '.join(others[:3])}")
+
+
+def _write(store: fsspec.AbstractFileSystem, name: str, put: Callable[[str], None]) -> None:
+    """Let `put` write a file, on a file system under another name until it is whole."""
+    if isinstance(store, LocalFileSystem):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(Path(name)) as new:
+            put(str(new))
+    else:
+        put(name)
 
 
 def _without_secrets(error: Exception) -> str:
@@ -127,9 +147,16 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(command: Sequence[str]) -> int:
-    process = subprocess.Popen(command, preexec_fn=die_with_parent)
+    process = None
+
+    def end(number: int, _frame: object) -> None:
+        if process is None or process.returncode is not None:
+            raise SystemExit(128 + number)
+        process.send_signal(number)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, _frame: process.send_signal(n))
+        signal.signal(number, end)
+    process = subprocess.Popen(command, preexec_fn=die_with_parent)
     code = process.wait()
     return 128 - code if code < 0 else code
 

@@ -363,7 +363,7 @@ def _jemalloc(node: Node) -> Iterator[Result]:
 def _locks(node: Node) -> Iterator[Result]:
     locks = stale_locks(node.machine.environ)
     for lock in locks:
-        yield Result(False, f"stale: {lock}", todo=f"rm {shlex.quote(str(lock))}")
+        yield Result(False, f"held by no process that this user sees: {lock}", todo=f"rm {shlex.quote(str(lock))}")
     if not locks:
         yield Result(True, "none")
 

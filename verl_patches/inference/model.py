@@ -22,6 +22,7 @@ from verl_patches.config.verl_values import check_verl_values
 from verl_patches.data.sources import load
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import find_run
+from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.inventory import SCORE
 from verl_patches.platform import require as require_platform
 from verl_patches.rewards.parts import parts_of
@@ -44,26 +45,31 @@ class Model(NamedTuple):
     """Weights by step of their run, oldest first, or by 0; length: most tokens of a prompt and its response."""
 
     config: DictConfig
+    settings: str  # the file that `config` is from
     sources: dict[int, Source]
     length: int
 
 
 def find_model(
-    given: Path, root: Path, config_name: str, overrides: Sequence[str], trees: Trees, newest: bool = False
+    given: Path, root: Path, config_name: str | None, overrides: Sequence[str], trees: Trees, newest: bool = False
 ) -> Model:
     """The weights of a folder, or the checkpoints (`newest`: that alone) of a run, a path or a name below `root`.
 
-    Their headers are checked. ConfigError for anything else, for a value model, and for what cannot run here.
+    config_name: a file of configs/ for weights of no run; None is that of smoke.sh. Headers of the weights are checked.
+    ConfigError for anything else, for a value model, and for what cannot run here.
     """
     if (given / "config.json").exists():
         saved, others = SAVED.fullmatch(given.name), []
         folders = {int(saved[1]) if saved else 0: given}
         of_run = saved and (given.absolute().parents[1] / COMPOSED).is_file()
         run = given.absolute().parents[1] if of_run else None
-        config = _of_run(run, overrides, trees) if of_run else compose(config_name, overrides, verl_path=trees.verl)
     else:
-        run = find_run(given, root)
-        config = _of_run(run, overrides, trees)
+        run, folders = find_run(given, root), {}
+    if run and config_name:
+        raise ConfigError(f"{given} has the settings of {run / COMPOSED}; leave --config-name out")
+    name = config_name or CONFIG_NAME
+    config = _of_run(run, overrides, trees) if run else compose(name, overrides, verl_path=trees.verl)
+    if not folders:
         checkpoints = saved_in(checkpoints_of(config), run_id(run))
         folders, others = checkpoints.own, checkpoints.ignored()
     if not folders:
@@ -81,7 +87,7 @@ def find_model(
         if type(length) is not int or length < 2:
             where = source.folder / "config.json"
             raise ConfigError(f"{where}: max_position_embeddings is {length!r:.80}; expected a whole number >= 2")
-    return Model(config, sources, length)
+    return Model(config, str(run / COMPOSED) if run else f"configs/{name}.yaml", sources, length)
 
 
 def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:

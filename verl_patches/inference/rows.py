@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from verl_patches.data.sources import ENDINGS, MAX_ROW_BYTES, load, read_rows
 from verl_patches.errors import ConfigError
+from verl_patches.processes import cpu_limit
 from verl_patches.shared_files import PARTIAL, lock_file, sync
 
 TEMPLATE_CPU_S = 10.0  # of one prompt: a template may loop
@@ -79,28 +79,13 @@ def render(tokenizer: Any, messages: Any) -> str:
         if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
             raise ValueError("expected role and content, both text, in each message")
     try:
-        with _cpu_limit(TEMPLATE_CPU_S):
+        with cpu_limit(TEMPLATE_CPU_S):
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # any that a template raises
         raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
     if len(text) > MAX_ROW_BYTES:
         raise ValueError(f"the chat template made {len(text)} characters, expected at most {MAX_ROW_BYTES}")
     return text
-
-
-@contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError after that CPU time of this process."""
-
-    def end(*_: object) -> None:
-        raise TimeoutError(f"it took more than {seconds:g} s")
-
-    signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -115,6 +100,11 @@ def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, A
         yield line, {name: row[name] for name in columns if name in row}
 
 
+def _plain(value: Any) -> Any:
+    """What JSON has in place of numbers and arrays of numpy, and of dates, decimals and bytes of parquet."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
 class Lines:
     """The lines of an output while it is written; done: how many there are."""
 
@@ -123,7 +113,7 @@ class Lines:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Append one line; a kill may cut it, and the next call removes it then."""
-        left = memoryview((json.dumps(line) + "\n").encode())
+        left = memoryview((json.dumps(line, default=_plain) + "\n").encode())
         while left:
             left = left[self._file.write(left) :]
         self.done += 1
@@ -141,11 +131,11 @@ def resumable(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
     Until then they are in a file whose name has the settings' digest. ConfigError where `output` is there, or another
     process writes it.
     """
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
-    partial = output.with_name(f"{output.name}.{digest}{PARTIAL}")
+    digest = hashlib.sha256(json.dumps(settings, default=_plain).encode()).hexdigest()[:8]
     try:
         if os.path.lexists(output):
             raise ConfigError(f"{output}: expected a new file, found one: give another, or remove it")
+        partial = output.with_name(f"{output.name}.{digest}{PARTIAL}")
         output.parent.mkdir(parents=True, exist_ok=True)
         file = lock_file(partial)
     except BlockingIOError:

@@ -9,8 +9,13 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_patches.data.sources import file_facts, load
+from verl_patches.errors import ConfigError
+from verl_patches.rewards.parts import parts_of
 from verl_patches.trainer.validation import pass_at_k
 
 if TYPE_CHECKING:
@@ -20,6 +25,17 @@ CONFIDENCE, DRAWS = 0.95, 1000
 ANSWER_CHARS = 200  # of a wrong answer in a report
 SIDES = "low", "high"
 WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {DRAWS} draws"
+
+
+def scored_by(config: Any) -> tuple[list[Any], list[str]]:
+    """(the entries of the reward and facts of their Python files, labels of its models, which no validation runs)."""
+    parts = parts_of(config)
+    models = [part.label for part in parts if part.entry.name == "reward_model"]
+    if len(models) == len(parts):
+        raise ConfigError("recipe.rewards: eval runs no reward model; expected a part that is none")
+    with load("recipe.rewards: expected Python files that can be read"):
+        files = [file_facts(Path(part.entry.path)) for part in parts if part.entry.name == "python"]
+    return [*(asdict(part.entry) for part in parts), *files], models
 
 
 def scorer(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:

@@ -61,7 +61,7 @@ def preload(environ: Mapping[str, str]) -> str:
 
 
 def stale_locks(environ: Mapping[str, str]) -> list[Path]:
-    """Locks of torch's compiled extensions that no process of this machine holds: every later build waits for them.
+    """Locks of torch's compiled extensions that no process that this user sees holds: later builds wait for them.
 
     torch.utils.file_baton holds a lock open while it compiles, and waits for others without an end.
     """
@@ -72,14 +72,14 @@ def stale_locks(environ: Mapping[str, str]) -> list[Path]:
     for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
         with suppress(OSError):  # it has ended, or is another user's
             held.add(os.readlink(descriptor))
-    return [lock for lock in locks if str(lock) not in held]
+    return [lock for lock in locks if str(lock) not in held and lock.exists()]
 
 
 def start_notes(environ: Mapping[str, str], npu: bool) -> list[str]:
     """What a run or its Ray says at its start: locks that would stop it, and jemalloc where there is none."""
     notes = [
-        f"stale lock of a compiled extension, which no process here holds: rm {shlex.quote(str(lock))} (unless another "
-        "machine that shares the folder compiles)"
+        f"stale lock of a compiled extension, which no process that this user sees holds: rm {shlex.quote(str(lock))} "
+        "(unless another user, container or machine that shares the folder compiles)"
         for lock in stale_locks(environ)
     ]
     if npu and "jemalloc" not in preload(environ):
