@@ -246,6 +246,35 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == before and not work.exists()
 
 
+@pytest.mark.parametrize("error", [OSError("no space"), SystemExit(143), KeyboardInterrupt()])
+def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, monkeypatch, error):
+    make(tmp_path, MATHS)
+    before, rename = contents(tmp_path / "out"), Path.rename
+
+    def fails(path, target):
+        if path == tmp_path / ".out.partial" / "out":
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(ConfigError if isinstance(error, OSError) else type(error)):
+        make(tmp_path, MATHS[:20], overwrite=True)
+    assert contents(tmp_path / "out") == before and not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_a_folder_of_others_that_has_the_name_of_the_scratch_is_left_alone(tmp_path, kind):
+    work = tmp_path / ".out.partial"
+    folder = tmp_path / "theirs" if kind == "link" else work
+    folder.mkdir()
+    (folder / "mine.txt").write_text("x")
+    if kind == "link":
+        work.symlink_to(folder)
+    with pytest.raises(ConfigError, match=r"\.out\.partial beside it"):
+        make(tmp_path, MATHS)
+    assert contents(folder) == {"mine.txt": b"x"} and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, workers):
     """SIGKILL after different times; then a second call writes all, and no process or file of the first is left."""
