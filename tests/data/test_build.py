@@ -78,9 +78,11 @@ def test_bytes_do_not_depend_on_the_workers(tmp_path_factory, numbers, seed, wor
     keys = {"seed": seed, "refuse_above": {"bad": 1}, "dataset_additional_keys": ["solution2"]}
     records = [{**record, "solution2": ["x", 1]} if record else record for record in records]
     made = []
-    for number, count in enumerate((1, workers)):
-        code, report = make(folder, records, out=f"out{number}", workers=count, log_interval=count, **keys)
-        made.append((code, {**report, "files": 0}, contents(folder / f"out{number}")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK_ROWS", 16)
+        for number, count in enumerate((1, workers)):
+            code, report = make(folder, records, out=f"out{number}", workers=count, log_interval=count, **keys)
+            made.append((code, {**report, "files": 0}, contents(folder / f"out{number}")))
     assert made[0] == made[1] and made[0][0] == 0
     assert make(folder, records, out="other", **{**keys, "seed": seed ^ 1})[0] == 0
     if len({n for n in numbers if isinstance(n, int)}) > 6:  # the control: another seed is another order
