@@ -54,6 +54,10 @@ def from_rollouts_command(
     if as_json:
         print_json(report)
         return
+    for part, steps in report["not_read"].items():
+        say(
+            f"not read: {steps} steps in {folder / part}, of before a start; give that folder as RUN for them", err=True
+        )
     why = "".join(f", {count} {reason}" for reason, count in report["left_out"].items())
     say("{rows} rows of {responses} responses to {prompts} prompts in {steps} steps".format(**report) + why)
     say(f"train on it: algo={'dpo' if kind == 'pairs' else 'sft'} data.train_files={report['files'][0]}")

@@ -32,6 +32,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.phases import samples
 from verl_patches.trainer.record import run_id
 from verl_patches.values import Count, NotNegative, size_text, types_of, value_faults
+from verl_patches.weights.checkpoint_folders import EARLIER
 from verl_patches.yaml_files import read_yaml
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class Choice:
     def __post_init__(self):
         if faults := value_faults(types_of(Choice), asdict(self)):
             raise ConfigError(f"from-rollouts: {'; '.join(faults)}")
+        if (self.best != 1 and self.kind != "best") or (self.margin and self.kind != "pairs"):
+            raise ConfigError(
+                f"from-rollouts: --to {self.kind}: --best is for best and --margin for pairs; leave it out"
+            )
 
 
 def from_rollouts(
@@ -74,6 +79,7 @@ def from_rollouts(
     config = OmegaConf.create(read_yaml(run / COMPOSED))
     steps, tokenizer = scored_steps(run, config), _tokenizer(config)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
+    report["not_read"] = _of_earlier_parts(run)
     left_out: Counter[str] = Counter()
     with whole_folder(target, overwrite) as work:
         data = _rows_of_data(config, tokenizer, {key for step in steps for key, *_ in _responses(run, step)})
@@ -118,6 +124,12 @@ def scored_steps(run: Path, config: DictConfig) -> list[int]:
     found = f"no rewards of its {len(steps)} steps: no update followed" if steps else "no rollouts"
     size = size_text(recorded_bytes(config))
     raise ConfigError(f"{run} recorded {found}; run it with recipe.rollout.record=true, {size} a step (modelled)")
+
+
+def _of_earlier_parts(run: Path) -> dict[str, int]:
+    """{folder: recorded steps} of what starts have moved to earlier/N (launch/run_folder.py)."""
+    files = sorted((run / EARLIER).glob("*/rollouts/scores_*.safetensors"))
+    return dict(Counter(str(path.parents[1].relative_to(run)) for path in files))
 
 
 def _tokenizer(config: DictConfig) -> Any:
