@@ -275,7 +275,7 @@ def test_steps_of_earlier_parts_are_named(run, tmp_path):
     shutil.copy(run / "config.yaml", part)
     remove(run, "scores_1.safetensors")
     done = CliRunner().invoke(app, ["data", "from-rollouts", str(run), "-o", str(tmp_path / "new")])
-    assert done.exit_code == 0 and f"not read: 2 steps in {part}, " in done.stderr
+    assert done.exit_code == 0 and "not read: 2 steps " in done.stderr and f"give {part} as RUN" in done.stderr
     manifest = json.loads((tmp_path / "new" / "manifest.json").read_text())
     assert manifest["report"]["not_read"] == {"earlier/1": 2}
     assert made(part, tmp_path, "part")[1]["steps"] == 2
