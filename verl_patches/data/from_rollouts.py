@@ -79,7 +79,8 @@ def from_rollouts(
     config = OmegaConf.create(read_yaml(run / COMPOSED))
     steps, tokenizer = scored_steps(run, config), _tokenizer(config)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
-    report["not_read"] = _of_earlier_parts(run)
+    earlier = sorted((run / EARLIER).glob("*/rollouts/scores_*.safetensors"))  # moved there by launch/run_folder.py
+    report["not_read"] = dict(Counter(str(path.parents[1].relative_to(run)) for path in earlier))
     left_out: Counter[str] = Counter()
     with whole_folder(target, overwrite) as work:
         data = _rows_of_data(config, tokenizer, {key for step in steps for key, *_ in _responses(run, step)})
@@ -124,12 +125,6 @@ def scored_steps(run: Path, config: DictConfig) -> list[int]:
     found = f"no rewards of its {len(steps)} steps: no update followed" if steps else "no rollouts"
     size = size_text(recorded_bytes(config))
     raise ConfigError(f"{run} recorded {found}; run it with recipe.rollout.record=true, {size} a step (modelled)")
-
-
-def _of_earlier_parts(run: Path) -> dict[str, int]:
-    """{folder: recorded steps} of what starts have moved to earlier/N (launch/run_folder.py)."""
-    files = sorted((run / EARLIER).glob("*/rollouts/scores_*.safetensors"))
-    return dict(Counter(str(path.parents[1].relative_to(run)) for path in files))
 
 
 def _tokenizer(config: DictConfig) -> Any:

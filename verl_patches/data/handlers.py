@@ -91,18 +91,16 @@ def _messages(value: Any, field: str) -> list[dict[str, str]]:
     return messages
 
 
-def _talk(value: Any, field: str) -> list[dict[str, str]]:
-    """Messages whose last one is of the assistant."""
+def _talk(value: Any, field: str, last: str = "assistant") -> list[dict[str, str]]:
+    """Messages whose last one has this role."""
     messages = _messages(value, field)
-    if (role := messages[-1]["role"]) != "assistant":
-        raise ValueError(f"expected {field} to end with a message of assistant, found {role}")
+    if (role := messages[-1]["role"]) != last:
+        raise ValueError(f"expected {field} to end with a message of {last}, found {role}")
     return messages
 
 
 def _prompt(record: Record, value: Any, template: Template | None) -> list[dict[str, str]]:
-    messages, system = _messages(value, "prompt"), record.text("system", needed=False)
-    if (role := messages[-1]["role"]) != "user":
-        raise ValueError(f"expected the prompt to end with a message of user, found {role}")
+    messages, system = _talk(value, "prompt", "user"), record.text("system", needed=False)
     if query := record.text("query", needed=False):
         messages[-1]["content"] += f"\n{query}"
     if template is not None:
