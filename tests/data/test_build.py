@@ -78,9 +78,11 @@ def test_bytes_do_not_depend_on_the_workers(tmp_path_factory, numbers, seed, wor
     keys = {"seed": seed, "refuse_above": {"bad": 1}, "dataset_additional_keys": ["solution2"]}
     records = [{**record, "solution2": ["x", 1]} if record else record for record in records]
     made = []
-    for number, count in enumerate((1, workers)):
-        code, report = make(folder, records, out=f"out{number}", workers=count, log_interval=count, **keys)
-        made.append((code, {**report, "files": 0}, contents(folder / f"out{number}")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK_ROWS", 16)
+        for number, count in enumerate((1, workers)):
+            code, report = make(folder, records, out=f"out{number}", workers=count, log_interval=count, **keys)
+            made.append((code, {**report, "files": 0}, contents(folder / f"out{number}")))
     assert made[0] == made[1] and made[0][0] == 0
     assert make(folder, records, out="other", **{**keys, "seed": seed ^ 1})[0] == 0
     if len({n for n in numbers if isinstance(n, int)}) > 6:  # the control: another seed is another order
@@ -244,6 +246,35 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="exists already"):
         make(tmp_path, MATHS)
     assert contents(tmp_path / "out") == before and not work.exists()
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), SystemExit(143), KeyboardInterrupt()])
+def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, monkeypatch, error):
+    make(tmp_path, MATHS)
+    before, rename = contents(tmp_path / "out"), Path.rename
+
+    def fails(path, target):
+        if path == tmp_path / ".out.partial" / "out":
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(ConfigError if isinstance(error, OSError) else type(error)):
+        make(tmp_path, MATHS[:20], overwrite=True)
+    assert contents(tmp_path / "out") == before and not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_a_folder_of_others_that_has_the_name_of_the_scratch_is_left_alone(tmp_path, kind):
+    work = tmp_path / ".out.partial"
+    folder = tmp_path / "theirs" if kind == "link" else work
+    folder.mkdir()
+    (folder / "mine.txt").write_text("x")
+    if kind == "link":
+        work.symlink_to(folder)
+    with pytest.raises(ConfigError, match=r"\.out\.partial beside it"):
+        make(tmp_path, MATHS)
+    assert contents(folder) == {"mine.txt": b"x"} and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])

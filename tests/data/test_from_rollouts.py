@@ -4,6 +4,7 @@ tests/loop/test_smoke.py makes it of a real run.
 """
 
 import json
+import shutil
 import uuid
 
 import numpy as np
@@ -14,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from pyarrow import parquet
+from typer.testing import CliRunner
 
+from verl_patches.__main__ import app
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
 from verl_patches.data.from_rollouts import Choice, chosen, from_rollouts
@@ -263,6 +266,21 @@ def test_steps_without_scores_are_left_out(run, tmp_path):
         made(run, tmp_path, "b")
 
 
+def test_steps_of_earlier_parts_are_named(run, tmp_path):
+    """A start moves config.yaml and rollouts of the part before to earlier/N."""
+    assert made(run, tmp_path)[1]["not_read"] == {}
+    part = run / "earlier" / "1"
+    part.mkdir(parents=True)
+    shutil.copytree(run / "rollouts", part / "rollouts")
+    shutil.copy(run / "config.yaml", part)
+    remove(run, "scores_1.safetensors")
+    done = CliRunner().invoke(app, ["data", "from-rollouts", str(run), "-o", str(tmp_path / "new")])
+    assert done.exit_code == 0 and "not read: 2 steps " in done.stderr and f"give {part} as RUN" in done.stderr
+    manifest = json.loads((tmp_path / "new" / "manifest.json").read_text())
+    assert manifest["report"]["not_read"] == {"earlier/1": 2}
+    assert made(part, tmp_path, "part")[1]["steps"] == 2
+
+
 def test_scores_of_an_earlier_try_are_not_those_of_a_later_one(run, tmp_path):
     """A run that goes on from a checkpoint samples a step again; it may end before the step has scores."""
     from safetensors.torch import load_file
@@ -300,8 +318,13 @@ def test_an_output_that_is_there_is_kept(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"kind": "worst"}, {"best": 0}, {"margin": -1.0}, {"margin": float("nan")}, {"threshold": float("inf")}]
-)
+    "wrong",
+    [
+        {"kind": "worst"}, {"best": 0}, {"margin": -1.0}, {"margin": float("nan")}, {"threshold": float("inf")},
+        {"margin": 0.5}, {"kind": "conditional", "margin": 0.5}, {"kind": "conditional", "best": 2},
+        {"kind": "pairs", "best": 2},
+    ],
+)  # fmt: skip
 def test_a_wrong_choice_is_refused(wrong):
     with pytest.raises(ConfigError, match="from-rollouts: "):
         Choice(**wrong)

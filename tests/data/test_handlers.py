@@ -91,7 +91,13 @@ def test_map_keys_and_additional_keys(tmp_path):
     ("maths", {"other": "p"}, "expected prompt in problem or question or prompt, found other"),
     ("maths", {"problem": "\ud800", "answer": "1"}, "surrogates not allowed"),
     ("gsm8k", {"question": "p", "answer": "42"}, "#### 42"),
-    ("instruction", {"messages": [HI]}, "end with one of assistant, found user"),
+    ("gsm8k", {"question": "p", "answer": "so ####\n42"}, "#### 42"),
+    ("gsm8k", {"question": "p", "answer": "#### 42\nso"}, "#### 42"),
+    ("gsm8k", {"question": "p", "answer": "so\n#### "}, "#### 42"),
+    ("instruction", {"messages": [HI]}, "messages to end with a message of assistant, found user"),
+    ("instruction", {"prompt": "p", "response": [HELLO, HI]}, "response to end with a message of assistant"),
+    ("preference", {"chosen": [HI, HELLO], "rejected": [HELLO, HI]}, "rejected to end with a message of assistant"),
+    ("preference", {"chosen": [HELLO, HI], "rejected": [HI, HELLO]}, "chosen to end with a message of assistant"),
     ("instruction", {"messages": [HELLO]}, "prompt to be text or messages"),
     ("preference", {"prompt": "p", "chosen": "a", "rejected": "a"}, "to differ"),
     ("preference", {"chosen": "a", "rejected": "b"}, "expected prompt in"),
@@ -107,6 +113,11 @@ def test_a_bad_record_is_named_in_one_sentence(tmp_path, handler, record, messag
     assert code == 1 and report["bad"]["rows"] == 1
     (sentence,) = report["bad"]["shown"]
     assert sentence.startswith("rows.jsonl:5: ") and message in sentence and "\n" not in sentence
+
+
+def test_a_long_answer_of_gsm8k_takes_no_time_that_grows_with_its_square(tmp_path):
+    record = {"question": "p", "answer": "#### x" + " " * 4_000_000 + "y"}
+    assert make(tmp_path, [record], "gsm8k")[1]["bad"]["rows"] == 1
 
 
 SCALARS = (
@@ -224,6 +235,8 @@ def test_prompt_types(tmp_path):
     others = [RECORDS["maths"](n) for n in range(4)]
     code, report = make(tmp_path, others, prompt_type="{{ gone }}", out="b")
     assert code == 1 and "'gone' is undefined" in report["bad"]["shown"][0]
+    with pytest.raises(ValueError, match="prompt_type: cannot convert float infinity"):  # JSON's 1e999
+        template_of("{{ n|int }}").render({"n": float("inf")})
 
 
 @pytest.mark.parametrize("text", [

@@ -101,6 +101,14 @@ def test_a_text_of_parquet_that_is_not_utf8_is_refused(tmp_path):
         read(tmp_path / "a.parquet")
 
 
+def test_a_time_that_python_has_not_is_one_bad_row(tmp_path):
+    times = pa.array([0, 2**62, 1]).cast(pa.timestamp("us"))
+    parquet.write_table(pa.table({"problem": ["a", "b", "c"], "at": times}), tmp_path / "a.parquet")
+    (first, *_), (number, second), (last, third) = read(tmp_path / "a.parquet")
+    assert (first, number, last) == (1, 2, 3) and third["problem"] == "c"
+    assert second == "not read: date value out of range"
+
+
 def test_parquet_folders_and_datasets(tmp_path):
     rows = [{**ROW, "answer": str(number)} for number in range(600)]
     folder = tmp_path / "folder"

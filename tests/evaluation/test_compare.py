@@ -12,7 +12,7 @@ from tests.evaluation.test_curves import VERL, rows, written
 from tests.evaluation.test_damaged_runs import strictly
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.compare import LIMITS, errors_of, judge, limits_for, write_baseline
-from verl_patches.evaluation.curves import Curves, read_curves
+from verl_patches.evaluation.curves import LOSSES_OF_POLICY, Curves, read_curves
 from verl_patches.evaluation.plots import errors_figure
 
 NUMBERS = st.floats(-1e6, 1e6)
@@ -77,6 +77,25 @@ def test_a_reward_is_judged_before_a_loss_and_what_is_named_alone():
         limits_for([e for e in errors if e.metric == "length"])
     with pytest.raises(ConfigError, match="expected entropy"):
         judge(errors, {"entropy": 1.0})
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_POLICY)
+@pytest.mark.parametrize("of_a", [True, False])
+def test_a_loss_of_a_policy_is_judged_only_where_it_is_named(name, of_a):
+    a, b = curves(loss=[0.0]), curves(loss=[0.0])
+    assert limits_for(errors_of(a, b)) == {"loss": 0.02}  # control
+    (a if of_a else b).names["loss"] = name
+    with pytest.raises(ConfigError, match="name what is judged: --limit"):
+        limits_for(errors_of(a, b))
+    assert judge(errors_of(a, b), {"loss": 0.02})[0].ok
+
+
+def test_a_run_that_ended_before_its_reference_fails():
+    short, whole = curves(reward=[0.5]), curves(reward=[0.5] * 200)
+    (check,) = judge(errors_of(short, whole), {"reward": 0.04})
+    assert not check.ok and check.detail.endswith("expected step 200, found a's end at 1")
+    assert judge(errors_of(whole, short), {"reward": 0.04})[0].ok  # a longer one has all that is compared
+    assert judge(errors_of(whole, whole), {"reward": 0.04})[0].ok
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -160,7 +179,7 @@ def test_the_command_says_what_it_read_and_fails_beyond_a_limit(call, sources):
     found = strictly(out)
     assert code == 0 and found["ok"] and found["limits"] == {"reward": 0.1} and found["rule"] == "mean of |a - b|"
     assert {e["metric"]: e["names"] for e in found["errors"]}["reward"] == ["critic/score/mean"] * 2
-    picture = ["--metric", "loss", "--png", str(sources / "new" / "a.png")]
+    picture = ["--limit", "loss=0.02", "--png", str(sources / "new" / "a.png")]
     assert call(["compare", str(sources / "run"), str(sources / "far.log"), *picture])[0] == 0
     assert imread(sources / "new" / "a.png").ndim == 3
 
@@ -183,6 +202,8 @@ def test_a_baseline_is_written_once_and_compared_with(call, sources):
         [],
         ["{near}", "--baseline", "b.json"],
         ["{near}", "--write"],
+        ["--baseline", "{gone}", "--write", "--png", "{gone}.png"],
+        ["--baseline", "{gone}", "--write", "--formula", "relative"],
         ["{near}", "--formula", "mean"],
         ["{near}", "--limit", "reward"],
         ["{near}", "--limit", "reward=nan"],

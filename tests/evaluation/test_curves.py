@@ -1,11 +1,18 @@
 """Curves from the files of each framework: the same numbers by the same steps, and a sentence for hostile files."""
 
+import io
 import json
 import math
 import os
 
 import pandas
 import pytest
+from tensorboard.compat.proto import types_pb2
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from verl_patches.errors import ConfigError
@@ -164,6 +171,40 @@ HOSTILE = {
     "events.out.tfevents.1": b"\xff" * 1000,
     "other.jsonl": b'{"step": 1, "a\x1b[31m": 2}\n'.replace(b"\x1b", b"\\u001b"),
 }
+
+
+def events(*records):
+    """A file of events, or of bytes, each with the checksums of its length and content."""
+    file = io.BytesIO()
+    writer = RecordWriter(file)
+    for record in records:
+        writer.write(record if isinstance(record, bytes) else record.SerializeToString())
+    return file.getvalue()
+
+
+def scalar(dtype=types_pb2.DT_FLOAT, shape=(), values=(0.5,), **keys):
+    dims = [TensorShapeProto.Dim(size=size) for size in shape]
+    tensor = TensorProto(dtype=dtype, tensor_shape=TensorShapeProto(dim=dims), float_val=values, **keys)
+    scalars = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
+    return Event(step=1, summary=Summary(value=[Summary.Value(tag="loss", tensor=tensor, metadata=scalars)]))
+
+
+HOSTILE |= {
+    "events.out.tfevents.2": events(b"\xff" * 100),  # no Event
+    "events.out.tfevents.3": events(scalar(dtype=0)),
+    "events.out.tfevents.4": events(scalar(dtype=99)),
+    "events.out.tfevents.5": events(scalar(shape=(1 << 40, 1 << 10))),
+    "events.out.tfevents.6": events(scalar(shape=(-1, -1))),
+    "events.out.tfevents.7": events(scalar(values=(), tensor_content=b"x")),
+    "events.out.tfevents.8": events(scalar(dtype=types_pb2.DT_STRING, string_val=[b"x"])),
+}
+
+
+def test_an_event_that_is_not_hostile_is_read(tmp_path):
+    """The control."""
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(events(scalar(), scalar(shape=(2,), values=(0.1, 0.2))))
+    assert read(path).values == {"loss": {1: 0.5}}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -54,6 +54,9 @@ def from_rollouts_command(
     if as_json:
         print_json(report)
         return
+    for part, steps in report["not_read"].items():
+        text = f"{steps} steps of before the run was started again; give {folder / part} as RUN for them"
+        say(f"not read: {text}", err=True)
     why = "".join(f", {count} {reason}" for reason, count in report["left_out"].items())
     say("{rows} rows of {responses} responses to {prompts} prompts in {steps} steps".format(**report) + why)
     say(f"train on it: algo={'dpo' if kind == 'pairs' else 'sft'} data.train_files={report['files'][0]}")

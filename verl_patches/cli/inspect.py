@@ -265,6 +265,8 @@ def compare_command(
         raise ConfigError("compare: give A and B, or A and --baseline FILE.json, with --write to make that file from A")
     if formula not in compare.FORMULAS:
         raise ConfigError(f"compare: --formula {formula}: expected {' or '.join(compare.FORMULAS)}")
+    if write and (png is not None or formula != "absolute"):
+        raise ConfigError("compare: --write compares nothing; leave out --png and --formula")
     limits = dict(map(_limit, limit or ())) or None
     metrics = {name: METRICS.get(name, (name,)) for name in [*(metric or METRICS), *(limits or ())]}
     of_a = _curves(a, metrics)

@@ -32,6 +32,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.phases import samples
 from verl_patches.trainer.record import run_id
 from verl_patches.values import Count, NotNegative, size_text, types_of, value_faults
+from verl_patches.weights.checkpoint_folders import EARLIER
 from verl_patches.yaml_files import read_yaml
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class Choice:
     def __post_init__(self):
         if faults := value_faults(types_of(Choice), asdict(self)):
             raise ConfigError(f"from-rollouts: {'; '.join(faults)}")
+        if (self.best != 1 and self.kind != "best") or (self.margin and self.kind != "pairs"):
+            raise ConfigError(
+                f"from-rollouts: --to {self.kind}: --best is for best and --margin for pairs; leave it out"
+            )
 
 
 def from_rollouts(
@@ -74,6 +79,8 @@ def from_rollouts(
     config = OmegaConf.create(read_yaml(run / COMPOSED))
     steps, tokenizer = scored_steps(run, config), _tokenizer(config)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
+    earlier = sorted((run / EARLIER).glob("*/rollouts/scores_*.safetensors"))  # moved there by launch/run_folder.py
+    report["not_read"] = dict(Counter(str(path.parents[1].relative_to(run)) for path in earlier))
     left_out: Counter[str] = Counter()
     with whole_folder(target, overwrite) as work:
         data = _rows_of_data(config, tokenizer, {key for step in steps for key, *_ in _responses(run, step)})

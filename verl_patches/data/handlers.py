@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 EXTRA = ("index", "split", "answer", "solution", "origin")  # of extra_info
 RESPONSES = ("response", "chosen", "rejected", "steps")
-_GSM8K_ANSWER = re.compile(r"####[ \t]*(\S[^\n]*?)\s*\Z")
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 
 
@@ -50,9 +48,9 @@ class Record:
         return "" if value is None else text_of(value, field, may_be_empty=not needed)
 
     def response(self, field: str) -> str:
-        """A text, or the last of messages."""
+        """A text, or the last of messages, which is of the assistant."""
         value = self.get(field)
-        return text_of(value, field) if isinstance(value, str) else _messages(value, field)[-1]["content"]
+        return text_of(value, field) if isinstance(value, str) else _talk(value, field)[-1]["content"]
 
 
 def _require(fits: bool, expected: str, found: Any) -> None:
@@ -93,10 +91,16 @@ def _messages(value: Any, field: str) -> list[dict[str, str]]:
     return messages
 
 
+def _talk(value: Any, field: str, last: str = "assistant") -> list[dict[str, str]]:
+    """Messages whose last one has this role."""
+    messages = _messages(value, field)
+    if (role := messages[-1]["role"]) != last:
+        raise ValueError(f"expected {field} to end with a message of {last}, found {role}")
+    return messages
+
+
 def _prompt(record: Record, value: Any, template: Template | None) -> list[dict[str, str]]:
-    messages, system = _messages(value, "prompt"), record.text("system", needed=False)
-    if (role := messages[-1]["role"]) != "user":
-        raise ValueError(f"expected the prompt to end with a message of user, found {role}")
+    messages, system = _talk(value, "prompt", "user"), record.text("system", needed=False)
     if query := record.text("query", needed=False):
         messages[-1]["content"] += f"\n{query}"
     if template is not None:
@@ -116,17 +120,16 @@ def _maths(record: Record) -> Row:
 
 def _gsm8k(record: Record) -> Row:
     solution = record.text("response")
-    if not (match := _GSM8K_ANSWER.search(solution)):
+    _, sign, answer = solution.rstrip().rpartition("\n")[2].rpartition("####")
+    if not sign or not answer:
         raise ValueError('expected the answer to end in a line "#### 42"')
-    return {"prompt": record.get("prompt"), "answer": _answer(match[1].replace(",", "")), "solution": solution}
+    return {"prompt": record.get("prompt"), "answer": _answer(answer.replace(",", "")), "solution": solution}
 
 
 def _instruction(record: Record) -> Row:
     if (talk := record.get("messages", needed=False)) is None:
         return {"prompt": record.get("prompt"), "response": record.response("response")}
-    *prompt, last = _messages(talk, "messages")
-    if last["role"] != "assistant":
-        raise ValueError(f"expected messages to end with one of assistant, found {last['role']}")
+    *prompt, last = _talk(talk, "messages")
     return {"prompt": prompt, "response": last["content"]}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 TRAIN, TEST, MANIFEST = "train.parquet", "test.parquet", "manifest.json"
 GROUP_ROWS, GROUP_BYTES = 1024, 16 << 20  # of a row group, as JSON
+_OURS = re.compile(rf"{re.escape(LOCK)}|old|out|rows|hub|input\d+")  # names in the folder for scratch
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
 
     It is `.NAME.partial` beside `target`, locked while it is used and removed in the end; what a killed call has left
     there is removed first. ConfigError where `target` is taken (`overwrite`: by files that have other names than
-    these), cannot be written, or is being written.
+    these), cannot be written, or is being written, and where `.NAME.partial` is a link or holds files of others.
     """
     work = target.with_name(f".{target.name}{PARTIAL}") if target.name not in ("", "..") else target
     old, out = work / "old", work / "out"
@@ -35,6 +37,11 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
 
     if work == target or not target.name.isprintable():
         raise wrong("expected the path of a folder to make")
+    try:
+        if work.is_symlink() or (work.is_dir() and not all(_OURS.fullmatch(path.name) for path in work.iterdir())):
+            raise wrong(f"{work.name} beside it is a link, or holds files of others")
+    except OSError as error:
+        raise wrong(error) from error
     with locked_folder(work, lambda: wrong("another process writes it: wait for its end"), wrong):
         try:
             if old.exists() and not target.exists():  # a call was killed between its two renames
@@ -58,6 +65,8 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
         except OSError as error:
             raise wrong(error) from error
         finally:
+            if old.exists() and not target.exists():  # the second rename failed
+                old.rename(target)
             _clear(work)
             (work / LOCK).unlink()
             work.rmdir()

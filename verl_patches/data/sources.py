@@ -191,4 +191,13 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Rows:
 
 
 def _numbered(batches: Iterable[Any]) -> Rows:
-    return enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+    return enumerate((row for batch in batches for row in _values(batch)), 1)
+
+
+def _values(batch: Any) -> list[Any]:
+    try:
+        return batch.to_pylist()
+    except OverflowError as error:  # a time beyond year 9999
+        if len(batch) == 1:
+            return [ValueError(f"not read: {error}")]
+        return [row for number in range(len(batch)) for row in _values(batch.slice(number, 1))]

@@ -57,7 +57,7 @@ class Template:
                 chars += len(part)
                 if chars > MAX_CHARS:
                     raise ValueError(f"prompt_type makes more than {MAX_CHARS} characters of this row")
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ArithmeticError) as error:
             raise ValueError(f"prompt_type: {error}") from None
         return "".join(parts)
 

@@ -7,7 +7,8 @@ The rule is that of verl's and OpenRLHF's pages for Ascend, where a is the NPU's
 OpenRLHF asks for less than 2 % of loss and reward; verl for at most 2 % of the loss of supervised training and at most
 4 % of the reward in reinforcement learning, which are LIMITS. The pages write the absolute error; the relative one,
 sum_i |a_i - b_i| / |b_i| / N, is given beside it, and judges with formula="relative". Where both curves have a reward,
-it is judged, and the loss of the policy is only shown: it is about 0 whatever the model learns.
+it is judged; the loss of a policy is only shown: it is about 0 whatever the model learns. An `a` that ends before `b`
+fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import Check, ConfigError, RecipeError, either
-from verl_patches.evaluation.curves import JUDGED, Curves
+from verl_patches.evaluation.curves import JUDGED, LOSSES_OF_POLICY, Curves
 from verl_patches.shared_files import write_whole
 from verl_patches.trainer.record import writing
 
@@ -35,7 +36,7 @@ class Error:
 
     names: the metric's in a and in b. absolute, relative: means over the steps where both are finite, None without one;
     relative is infinite where b is 0 and a is not. largest: the largest |a - b|, at step `at`. not_finite: the first
-    step where one of them is NaN or infinite.
+    step where one of them is NaN or infinite. ends: the last steps of a and of b.
     """
 
     metric: str
@@ -48,6 +49,7 @@ class Error:
     largest: float | None
     at: int | None
     not_finite: int | None
+    ends: tuple[int, int]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, which has no infinity: None."""
@@ -75,7 +77,8 @@ def _error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
     at, largest = max(errors.items(), key=lambda found: found[1], default=(None, None))
     not_finite = next((step for step in steps if step not in errors), None)
     span, means = (len(steps), steps[0], steps[-1]), (_mean([*errors.values()]), _mean(relative))
-    return Error(metric, (a.names[metric], b.names[metric]), *span, *means, largest, at, not_finite)
+    ends = (max(of_a), max(of_b))
+    return Error(metric, (a.names[metric], b.names[metric]), *span, *means, largest, at, not_finite, ends)
 
 
 def _mean(values: list[float]) -> float | None:
@@ -83,14 +86,14 @@ def _mean(values: list[float]) -> float | None:
 
 
 def limits_for(errors: Sequence[Error]) -> dict[str, float]:
-    """{metric: limit} of what is judged: the reward, or without one the loss. ConfigError without both."""
-    found = [error.metric for error in errors]
+    """{metric: limit} of what is judged: the reward, or without one a loss that is no policy's; else ConfigError."""
+    found = {error.metric: error.names for error in errors}
     for metric in JUDGED:
-        if metric in found:
+        if metric in found and not {*found[metric]} & {*LOSSES_OF_POLICY}:
             return {metric: LIMITS[metric]}
     raise ConfigError(
-        f"compare: expected {' or '.join(JUDGED)} in both at common steps, found {', '.join(found)}; name what is "
-        "judged: --limit METRIC=VALUE"
+        f"compare: expected {' or '.join(JUDGED)} in both at common steps, found {', '.join(found)}, of which a "
+        "policy's loss says nothing; name what is judged: --limit METRIC=VALUE"
     )
 
 
@@ -111,6 +114,8 @@ def judge(errors: Sequence[Error], limits: Mapping[str, float], formula: str = "
 def _check(error: Error, limit: float, formula: str) -> Check:
     value = error.relative if formula == "relative" else error.absolute
     over = f"{FORMULAS[formula]} over {error.steps} common steps ({error.first} to {error.last})"
+    if error.ends[0] < error.ends[1]:
+        return Check(error.metric, False, f"{over}: expected step {error.ends[1]}, found a's end at {error.ends[0]}")
     if error.not_finite is not None:
         return Check(error.metric, False, f"{over}: expected numbers, found NaN or infinity at step {error.not_finite}")
     largest = f"the largest is {error.largest:.4g} at step {error.at}"

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_patches.data.sources import load
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import PLACES, find_run
 from verl_patches.values import LARGEST, printable
@@ -208,12 +209,12 @@ def _events(path: Path) -> Iterator[Row]:
 
     if not path.is_file():
         raise ConfigError(f"{path}: expected a file of events, found none; give another folder")
-    for event in EventFileLoader(os.fspath(path)).Load():
-        scalars = (value for value in event.summary.value if value.metadata.plugin_data.plugin_name == "scalars")
-        for value in scalars:
-            number = make_ndarray(value.tensor)
-            if number.size == 1:
-                yield event.step, [(value.tag, float(number.item()))]
+    with load(f"{path}: expected TensorBoard's events; give another file"):
+        for event in EventFileLoader(os.fspath(path)).Load():
+            scalars = (value for value in event.summary.value if value.metadata.plugin_data.plugin_name == "scalars")
+            for value in scalars:
+                if math.prod(size.size for size in value.tensor.tensor_shape.dim) == 1:  # make_ndarray allocates it
+                    yield event.step, [(value.tag, float(make_ndarray(value.tensor).item()))]
 
 
 def _log(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
