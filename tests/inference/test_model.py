@@ -101,7 +101,7 @@ def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tm
     model = find(tiny_model, run.parent, f"recipe.rewards=[{rewards}]")
     monkeypatch.setattr(inference, "_start", lambda *_: model)
     done = CliRunner().invoke(app, ["eval", str(tiny_model), str(tmp_path / "out")])
-    assert isinstance(done.exception, ConfigError) and "eval runs no reward model" in str(done.exception)
+    assert isinstance(done.exception, ConfigError) and "expected a part that eval can run" in str(done.exception)
     assert not (tmp_path / "out").exists()
     both = find(tiny_model, run.parent, "recipe.rewards=[{name: reward_model,path: x},{name: maths}]")
     assert scores.scored_by(both.config)[1] == ["reward_model"]
@@ -178,3 +178,13 @@ def test_commands_refuse_an_unknown_model_and_write_nothing(words, tmp_path, mon
     done = CliRunner().invoke(app, words)
     assert isinstance(done.exception, ConfigError) and "x" in str(done.exception) and list(tmp_path.iterdir()) == []
     assert CliRunner().invoke(app, words[:1]).exit_code == 2
+
+
+def test_a_checkpoint_that_is_not_there_and_a_run_of_a_value_model_are_said(run):
+    with pytest.raises(ConfigError, match="global_step_9: no such checkpoint; .* has global_step_1, global_step_20"):
+        find(run / "checkpoints" / "global_step_9", run.parent)
+    config = OmegaConf.load(run / "config.yaml")
+    config.recipe.objective.name = "rm"
+    OmegaConf.save(config, run / "config.yaml")
+    with pytest.raises(ConfigError, match=r"a value model \(algo=rm\), which generates nothing"):
+        find(run, run.parent)

@@ -47,6 +47,7 @@ from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
 _MODEL = "actor_rollout_ref.model.path"
+_A_REWARD_MODEL = "a checkpoint of algo=rm or a folder with score.weight"
 PATHS = (*_DATA, _MODEL, "recipe.rewards", f"{SHORT_FORM}.path")  # keys that name files which a run reads
 # of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main ones
 _PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
@@ -104,7 +105,7 @@ def _reward_model_checks(config: DictConfig, must_exist: Collection[str]) -> Ite
     for part in (part for part in parts_of(config) if part.entry.name == "reward_model"):
         folder, key = value_model_in(part.entry.path), f"{part.where}.path"
         if not folder.exists():
-            yield _absent("reward model", [folder], key, "recipe.rewards" in must_exist, "a folder with score.weight")
+            yield _absent("reward model", [folder], key, "recipe.rewards" in must_exist, _A_REWARD_MODEL)
             continue
         try:
             source = open_source(folder)

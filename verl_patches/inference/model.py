@@ -24,6 +24,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import find_run
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.inventory import SCORE
+from verl_patches.layout.phases import trains_actor
 from verl_patches.platform import require as require_platform
 from verl_patches.rewards.parts import parts_of
 from verl_patches.trainer.record import run_id
@@ -58,6 +59,9 @@ def find_model(
     config_name: a file of configs/ for weights of no run; None is that of smoke.sh. Headers of the weights are checked.
     ConfigError for anything else, for a value model, and for what cannot run here.
     """
+    if SAVED.fullmatch(given.name) and not given.exists():
+        there = ", ".join(sorted(path.name for path in given.parent.glob("*") if SAVED.fullmatch(path.name)))
+        raise ConfigError(f"{given}: no such checkpoint; {given.parent} has {there or 'none'}")
     if (given / "config.json").exists():
         saved, others = SAVED.fullmatch(given.name), []
         folders = {int(saved[1]) if saved else 0: given}
@@ -69,6 +73,11 @@ def find_model(
         raise ConfigError(f"{given} has the settings of {run / COMPOSED}; leave --config-name out")
     name = config_name or CONFIG_NAME
     config = _of_run(run, overrides, trees) if run else compose(name, overrides, verl_path=trees.verl)
+    if run and not trains_actor(config.recipe):
+        raise ConfigError(
+            f"{given}: its run trained a value model (algo={config.recipe.objective.name}), which generates nothing; "
+            "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
+        )
     if not folders:
         checkpoints = saved_in(checkpoints_of(config), run_id(run))
         folders, others = checkpoints.own, checkpoints.ignored()

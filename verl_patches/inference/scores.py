@@ -32,7 +32,11 @@ def scored_by(config: Any) -> tuple[list[Any], list[str]]:
     parts = parts_of(config)
     models = [part.label for part in parts if part.entry.name == "reward_model"]
     if len(models) == len(parts):
-        raise ConfigError("recipe.rewards: eval runs no reward model; expected a part that is none")
+        found = "reward models alone, which eval does not run" if models else "none: this run has no reward"
+        raise ConfigError(
+            f"recipe.rewards: expected a part that eval can run, found {found}; "
+            "give 'recipe.rewards=[{name: maths}]' and data.val_files with gold answers"
+        )
     with load("recipe.rewards: expected Python files that can be read"):
         files = [file_facts(Path(part.entry.path)) for part in parts if part.entry.name == "python"]
     return [*(asdict(part.entry) for part in parts), *files], models

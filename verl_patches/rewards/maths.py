@@ -46,7 +46,8 @@ def compute_score(
     if not gold.strip():
         raise ConfigError(
             f"reward: a row of {data_source!r} has the gold answer {ground_truth!r}; expected a string that is not "
-            "empty, or a number, in reward_model.ground_truth: make the data with `data build` (docs/data.md)"
+            "empty, or a number, in reward_model.ground_truth: make the data with `data build`, "
+            "handler maths or gsm8k (docs/data.md)"
         )
     gold = last_box(gold) or gold
     answer = last_box(solution_str)
