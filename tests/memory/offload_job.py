@@ -378,7 +378,7 @@ def every_group_of_a_worker_is_watched():
             step(chunks, optimizer, 0)
             record = ledger.take()["records"][-1]
             in_update.append(record["peak_bytes"] - record["total_bytes"])
-            assert set(record["bytes"]) == set(MEMORY_GROUPS) - {"tensor_cache", *CRITIC}  # the batch's
+            assert set(record["bytes"]) == set(MEMORY_GROUPS) - {"tensor_cache", "reward_params", *CRITIC}
             assert record["bytes"]["rollout_weights"] == 2 * 4 * 6 * 4  # W_UK_T is a view of the weight, W_UV a copy
             ledger.enter("reshard")
             executor.held_bytes = 5

@@ -17,7 +17,7 @@ NEED_THESE = (
     "update.on_policy update.micro_batches_as_planned update.tensor_cache update.skip_bad_steps reshard.direct "
     "memory.swap_optimizer memory.order memory.ledger checkpoint.parts checkpoint.save checkpoint.load "
     "update.recipe_by_default update.fit_as_run model.train_dtype update.critic_gradients update.mini_batches "
-    "update.sample_weights"
+    "update.sample_weights reward.models"
 ).split()
 OFF = ",".join([ON, *(f"-{name}" for name in (*IDS, *NEED_THESE))])
 
