@@ -2,8 +2,8 @@
 
 scripts/recipes.sh says how to call it. The record: {runs: [{algo, where, command, date, exit, step, figures, learnt,
 reason}]}; exit: that of the command, 2 for a refusal, 1 also for a learning run that does not reach its stated amount;
-step, figures: the last step, {name: value}; learnt: [name, mean of the first steps, of the last]; reason: why exit is
-not 0.
+step, figures: the last step, {name: value}; learnt, of a learning run: [name, mean of the first steps, of the last];
+reason: why exit is not 0.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def run(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
     command = " ".join(["bash scripts/smoke.sh", *arguments_of(algo, where, upstream and "upstream")])
     head = {"algo": algo, "where": where, "command": command, "date": datetime.date.today().isoformat()}
     made = head | outcome(done.returncode, done.stderr, ROOT / "outputs" / name)
-    if where == "learning" and not made["exit"]:
+    if where != "learning":
+        made.pop("learnt", None)  # of so few steps the first are the last
+    elif not made["exit"]:
         PICTURES.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / "outputs" / name / "training.png", PICTURES / f"learning_{algo}.png")
         if reason := shortfall(algo, made["learnt"]):
