@@ -66,10 +66,13 @@ def _show(report: dict[str, Any], output: str) -> None:
     counts = []
     for reason, found in report.items():
         if isinstance(found, dict) and "shown" in found:
-            what, more = reason.replace("_", " "), found["rows"] - len(found["shown"])
-            counts.append(f"{found['rows']} {what}")
-            for line in found["shown"] + [f"{more} more"] * (more > 0):
-                say(f"{what}: {line}", err=True)
+            what, more = reason.replace("_", " "), found["rows"]
+            counts.append(f"{more} {what}")
+            for sentence, same in found["shown"].items():
+                more -= same["rows"]
+                say(f"{what}: {same['rows']} rows, as {', '.join(same['places'])}: {sentence}", err=True)
+            if more:
+                say(f"{what}: {more} more", err=True)
     say(f"{report['read']} rows read: {', '.join(counts)}")
     if report["refused"]:
         say(f"nothing written: too many rows are {' and '.join(report['refused'])} (refuse_above)", err=True)

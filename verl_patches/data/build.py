@@ -1,7 +1,7 @@
 """`data build`: read, make rows, leave out, shuffle, split, write. The same input and keys give the same bytes.
 
-Rows go as JSON to a scratch file, in the order of the input whatever process has made them; only their places and
-digests are held. Order and split follow from those; the parquet files are then written row by row.
+Rows go as JSON to a scratch file of SQLite, in the order of the input whatever process has made them; their order is
+held, 16 bytes a row. The parquet files are then written row by row.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
+import sqlite3
 import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,22 +32,26 @@ from verl_patches.data.templates import template_of
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.processes import cpu_limit, die_with_parent
 
-SHOWN = 20  # of the records that were left out, for each reason
+SHOWN, PLACES = 20, 3  # sentences of a reason in the report, and places of each
+MAX_GOLD_WORDS = 4  # the reward compares what has more, like any phrase, as text alone
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 CHUNK_ROWS = 64  # of one call of a worker
+CACHE_KIB = 16 << 10  # of the scratch file
 TEMPLATE_CPU_S = 10.0  # of one prompt: a tokenizer's chat template may loop
 _UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
 Digests = tuple[int, int]  # of a row's prompt, and of all that makes two rows repeated ones
-Made = tuple[int, list[tuple[bytes, Digests, str]], list[tuple[str, str]], tuple[int, int]]
+Noted = tuple[str, str, str]  # reason, origin, sentence
+Made = tuple[int, list[tuple[bytes, Digests, str]], list[Noted], tuple[int, int]]
 
 
 # ---- a chunk, in any process
 
 
 def make_chunk(settings: Settings, name: str, chunk: list[tuple[int, Any]]) -> Made:
-    """(records, rows as (JSON, digests, origin), (reason, sentence) of the others, most tokens) of source `name`."""
+    """(records, rows as (JSON, digests, origin), what the report says of others, most tokens) of source `name`."""
     template, tokenizer = _tools(settings.prompt_type, settings.tokenizer_name_or_path)
     handler, additional = settings.handler, settings.dataset_additional_keys
-    rows, left_out, longest = [], [], (0, 0)
+    rows, noted, longest = [], [], (0, 0)
     for line, record in chunk:
         origin = f"{name}:{line}"
         try:
@@ -56,16 +62,18 @@ def make_chunk(settings: Settings, name: str, chunk: list[tuple[int, Any]]) -> M
             tokens = _tokens(tokenizer, row) if tokenizer else (0, 0)
             text = json.dumps(row).encode()
         except (ValueError, RecursionError) as error:
-            left_out.append(("bad", f"{origin}: {error}"))
+            noted.append(("bad", origin, str(error)))
             continue
         if settings.seq_length and sum(tokens) > settings.seq_length:
-            left_out.append(("too_long", f"{origin}: {sum(tokens)} tokens; expected at most {settings.seq_length}"))
+            noted.append(("too_long", origin, f"more than {settings.seq_length} tokens"))
             continue
+        if handler.ability == "math" and len(_WORD.findall(row["reward_model"]["ground_truth"])) > MAX_GOLD_WORDS:
+            noted.append(("sentences", origin, "the gold answer is a sentence, which the reward compares as text"))
         longest = tuple(map(max, longest, tokens))
         prompt = [message["content"].split() for message in row["prompt"]] if "prompt" in row else row["text"]
         fixed = [row[column] for column in handler.columns]
         rows.append((text, (digest_of(prompt), digest_of([prompt, fixed])), origin))
-    return len(chunk), rows, left_out, longest
+    return len(chunk), rows, noted, longest
 
 
 @functools.cache
@@ -105,26 +113,27 @@ def _tokens(tokenizer: Any, row: Row) -> tuple[int, int]:
 # ---- all of them
 
 
-class _Rows:
-    """JSON of rows in a file, found by their number, and the digest of each one's prompt."""
+@contextmanager
+def _table(path: Path, dedupe: bool) -> Iterator[sqlite3.Connection]:
+    """A new file of SQLite with `rows`, where `dedupe` allows one of each digest, and `tests`, prompts."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as table:
+        table.executescript(
+            f"""PRAGMA journal_mode = off; PRAGMA temp_store = memory; PRAGMA cache_size = -{CACHE_KIB}; BEGIN;
+            CREATE TABLE rows (number INTEGER PRIMARY KEY, digest INTEGER {"UNIQUE" if dedupe else ""}, prompt, text);
+            CREATE TABLE tests (prompt INTEGER PRIMARY KEY);"""
+        )
+        yield table
 
-    def __init__(self, path: Path):
-        self.file, self.starts, self.prompts = path.open("w+b"), array("Q", [0]), array("Q")
 
-    def add(self, text: bytes, prompt: int) -> None:
-        self.file.write(text)
-        self.starts.append(self.starts[-1] + len(text))
-        self.prompts.append(prompt)
-
-    def read(self, number: int) -> bytes:
-        start, stop = self.starts[number : number + 2]
-        return os.pread(self.file.fileno(), stop - start, start)
-
-    def split(self, order: array, tests: int) -> tuple[array, array]:
-        """(train, test) of row numbers in an order; test has its first `tests`, and all others with their prompts."""
-        prompts = {self.prompts[number] for number in order[:tests]}
-        train = array("Q", (number for number in order if self.prompts[number] not in prompts))
-        return train, array("Q", (number for number in order if self.prompts[number] in prompts))
+def _split(table: sqlite3.Connection, order: array, tests: int) -> list[array]:
+    """[train, test] of row numbers in an order; test has its first `tests`, and all others with their prompts."""
+    first = ((number,) for number in order[:tests])
+    table.executemany("INSERT OR IGNORE INTO tests SELECT prompt FROM rows WHERE number = ?", first)
+    sides = [array("I"), array("I")]
+    for number in order:
+        ((side,),) = table.execute("SELECT prompt IN tests FROM rows WHERE number = ?", (number,))
+        sides[side].append(number)
+    return sides
 
 
 def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> tuple[int, dict[str, Any]]:
@@ -132,51 +141,60 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
 
     ConfigError for wrong use. `quiet`: no progress.
     """
-    report: dict[str, Any] = {"read": 0, **{reason: {"rows": 0, "shown": []} for reason in REASONS}}
+    report: dict[str, Any] = {"read": 0, **{reason: {"rows": 0, "shown": {}} for reason in REASONS}}
 
-    def leave_out(reason: str, sentence: str) -> None:
-        report[reason]["rows"] += 1
-        if len(report[reason]["shown"]) < SHOWN:
-            report[reason]["shown"].append(sentence)
+    def note(reason: str, origin: str, sentence: str) -> None:
+        found = report[reason]
+        found["rows"] += 1
+        if sentence in found["shown"] or len(found["shown"]) < SHOWN:
+            same = found["shown"].setdefault(sentence, {"rows": 0, "places": []})
+            same["rows"] += 1
+            same["places"] += [origin] * (len(same["places"]) < PLACES)
 
-    target, longest, seen = Path(settings.output_prefix), (0, 0), set()
-    with whole_folder(target, overwrite) as work, _hub_cache(work / "hub"):
-        out, rows, sources = work / "out", _Rows(work / "rows"), list(sources_of(settings, work))
+    target, longest = Path(settings.output_prefix), (0, 0)
+    with (
+        whole_folder(target, overwrite) as work,
+        _hub_cache(work / "hub"),
+        _table(work / "rows", settings.dedupe) as table,
+    ):
+        out, sources = work / "out", list(sources_of(settings, work))
         _tools(settings.prompt_type, settings.tokenizer_name_or_path)  # what is wrong ends the command here
         with _progress(settings, quiet, "read") as step:
-            for count, made, left_out, most in _in_order(settings, _chunks(sources)):
+            for count, made, noted, most in _in_order(settings, _chunks(sources)):
                 report["read"] += count
                 longest = tuple(map(max, longest, most))
-                for one in left_out:
-                    leave_out(*one)
+                for one in noted:
+                    note(*one)
                 for text, (prompt, digest), origin in made:
-                    if settings.dedupe and digest in seen:
-                        leave_out("repeated", origin)
-                        continue
-                    seen.add(digest)
-                    rows.add(text, prompt)
+                    new = "INSERT OR IGNORE INTO rows (digest, prompt, text) VALUES (?, ?, ?)"
+                    if not table.execute(new, (digest, prompt, text)).rowcount:
+                        note("repeated", origin, "as one before it")
                 step(count)
-        rows.file.flush()
         if not report["read"]:
             raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
-        limits = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0} | settings.refuse_above
+        limits = REASONS | settings.refuse_above
         report["refused"] = [why for why in REASONS if report[why]["rows"] > limits[why] * report["read"]]
         if report["refused"]:
             return 1, report
         if settings.tokenizer_name_or_path:
             report["longest_tokens"] = {"prompt": longest[0], "response": longest[1]}
-        order = array("Q", range(len(rows.prompts)))
+        ((size,),) = table.execute("SELECT count(*) FROM rows")
+        order = array("I", range(1, size + 1))
         if settings.shuffle:
             Random(settings.seed).shuffle(order)
-        size = settings.test_size
-        train, test = rows.split(order, size if size >= 1 else max(1, round(size * len(order))))
+        tests = settings.test_size if settings.test_size >= 1 else max(1, round(settings.test_size * size))
+        train, test = _split(table, order, tests)
         if not train:
-            raise ConfigError(f"test_size: {len(test)} of {len(order)} rows leave none to train on; give a smaller one")
+            raise ConfigError(f"test_size: {len(test)} of {size} rows leave none to train on; give a smaller one")
         schema = schema_of(settings.handler.columns, settings.dataset_additional_keys)
-        with _progress(settings, quiet, "write", len(order)) as step:
+
+        def text_of(number: int) -> bytes:
+            return table.execute("SELECT text FROM rows WHERE number = ?", (number,)).fetchone()[0]
+
+        with _progress(settings, quiet, "write", size) as step:
             for name, part in ((TRAIN, train), (TEST, test)):
                 report[Path(name).stem] = len(part)
-                write_rows(out / name, map(rows.read, part), schema, step)
+                write_rows(out / name, map(text_of, part), schema, step)
         manifest = {"format": "verl_patches data", "version": 1, "settings": settings.model_dump(exclude=_UNSAID)}
         manifest |= {"inputs": [source.facts for source in sources], "report": report}
         manifest["files"] = [file_facts(out / name) for name in (TRAIN, TEST)]

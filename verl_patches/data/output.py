@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,7 +63,7 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
                 if target.exists():
                     target.rename(old)
                 out.rename(target)
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             raise wrong(error) from error
         finally:
             if old.exists() and not target.exists():  # the second rename failed

@@ -15,7 +15,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.values import Count, Seed, Share, Text, types_of, unknown_key, value_faults
 from verl_patches.yaml_files import parse_yaml, read_yaml
 
-REASONS = ("bad", "repeated", "too_long")  # why a record is left out
+# why a record is left out, or with `sentences` doubted: above which share of the records none is written
+REASONS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
 
 
 class Settings(BaseModel):
