@@ -125,6 +125,19 @@ def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the
     assert "No such file" in sent(results / "absent", "counted://t/x/j")[1]
 
 
+def test_values_of_the_jobs_secrets_are_hidden_whatever_their_names(store, results, tmp_path, monkeypatch, logged):
+    monkeypatch.setenv("ACCOUNT", "ab12")
+    monkeypatch.setattr(upload, "require_stores", lambda targets: None)
+    store.faults = {"*": PermissionError("ab12 is denied")}
+    for secrets, shown in ((["ACCOUNT", "OTHER"], "$ACCOUNT is denied"), ([], "ab12 is denied")):  # and the control
+        logged.clear()
+        job = job_of(tmp_path, "true", "counted://t", secrets=secrets)
+        assert upload.main([*upload.command_words(job)[3:-4]]) == 1
+        assert f"PermissionError: {shown}" in logged.text and ("--secrets=ACCOUNT,OTHER" in logged.text) == bool(
+            secrets
+        )
+
+
 @pytest.mark.parametrize("scheme", ["counted", "file"])
 def test_files_that_another_put_there_are_refused_and_kept(store, results, tmp_path, sent, scheme):
     to = f"{scheme}://{tmp_path}/t/j"
@@ -156,7 +169,7 @@ WAITS = """
 import sys, time
 from pathlib import Path
 from verl_patches.cluster import upload
-def send(source, to):
+def send(source, to, secrets):
     Path("sending").touch()
     time.sleep(600)
 upload.send = send

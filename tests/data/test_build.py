@@ -117,7 +117,8 @@ def test_each_problem_is_on_one_side_once(tmp_path_factory, numbers, test_size, 
 def test_a_repeated_problem_is_one_whatever_its_blanks_and_answers_of_one_prompt_are_two(tmp_path):
     spaced = {**MATHS[3], "problem": MATHS[3]["problem"].replace(" ", " \n"), "answer": "other"}
     _, report = make(tmp_path, [*MATHS, spaced])
-    assert report["repeated"] == {"rows": 1, "shown": ["rows.jsonl:41"]}
+    assert report["repeated"]["rows"] == 1
+    assert [*report["repeated"]["shown"].values()] == [{"rows": 1, "places": ["rows.jsonl:41"]}]
     rows = [{"prompt": "Say it.", "response": f"{n}"} for n in range(5)] + [{"prompt": "Go.", "response": "0"}]
     assert make(tmp_path, [*rows, rows[0]], "instruction", out="sft")[1]["repeated"]["rows"] == 1
 
@@ -135,26 +136,41 @@ def test_rows_of_one_prompt_are_on_one_side(tmp_path):
         make(tmp_path, [{**row, "prompt": "p"} for row in rows], "instruction", out="one")
 
 
+@pytest.mark.parametrize("handler", ["maths", "gsm8k"])
+def test_sentences_as_gold_answers_are_kept_counted_shown_and_refused_above_a_tenth(tmp_path, handler):
+    rows, sign = [RECORDS[handler](n) for n in range(40)], "#### " if handler == "gsm8k" else ""
+    short = {"question": "Who?", "answer": rf"{sign}\text{{Ann}} and \frac{{1}}{{2}} + \sqrt{{xyz}} cm"}
+    wordy = [{"question": f"{n}?", "answer": f"{sign}Because he sold {n} apples to Ann"} for n in range(5)]
+    code, report = make(tmp_path, [*rows, short, *wordy[:4]], handler)
+    (found,) = report["sentences"]["shown"].values()
+    assert (code, report["sentences"]["rows"], report["train"] + report["test"]) == (0, 4, 45)
+    assert found == {"rows": 4, "places": ["rows.jsonl:42", "rows.jsonl:43", "rows.jsonl:44"]}
+    code, report = make(tmp_path, [*rows, *wordy], handler, out="b")
+    assert (code, report["refused"]) == (1, ["sentences"])
+    assert make(tmp_path, [*rows, *wordy], handler, out="b", refuse_above={"sentences": 0.2})[0] == 0
+
+
 def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
     bad = [
         {"problem": "q"},
         [1],
         {"problem": "q", "answer": True},
         *({"question": "", "answer": "1"} for _ in range(30)),
+        *({"problem": "q", "answer": "9" * (600 + n)} for n in range(30)),
     ]
     code, report = make(tmp_path, [*MATHS, *bad])
-    assert code == 1 and report["refused"] == ["bad"] and report["bad"]["rows"] == 33
+    assert code == 1 and report["refused"] == ["bad"] and report["bad"]["rows"] == 63
     assert len(report["bad"]["shown"]) == module.SHOWN and not (tmp_path / "out").exists()
-    assert report["bad"]["shown"][0] == "rows.jsonl:41: expected response in answer, found problem (map_keys)"
-    assert report["bad"]["shown"][1:3] == [
-        "rows.jsonl:42: expected an object, found list",
-        "rows.jsonl:43: expected the answer to be text, found True",
-    ]
-    share = 33 / 73
+    first, second, third, empty = list(report["bad"]["shown"].items())[:4]
+    assert first[0] == "expected response in answer, found problem (map_keys)"
+    assert first[1] == {"rows": 1, "places": ["rows.jsonl:41"]}
+    assert (second[0], third[0]) == ("expected an object, found list", "expected the answer to be text, found True")
+    assert empty[1] == {"rows": 30, "places": ["rows.jsonl:44", "rows.jsonl:45", "rows.jsonl:46"]}
+    share = 63 / 103
     assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share - 0.001})[0] == 1
     assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share + 0.001})[0] == 0
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert manifest["report"]["bad"]["rows"] == 33
+    assert manifest["report"]["bad"]["rows"] == 63
     twice = [*MATHS, *MATHS]
     assert make(tmp_path, twice, refuse_above={"repeated": 0.49}, out="b")[1]["refused"] == ["repeated"]
     assert make(tmp_path, twice, refuse_above={"repeated": 0.5}, out="b")[0] == 0
@@ -361,7 +377,11 @@ def test_the_command_line(tmp_path):
     code, done = run(yaml, "-o", tmp_path / "bad", "--json")
     assert code == 1 and json.loads(done.stdout)["bad"]["rows"] == 1
     code, done = run(yaml, "-o", tmp_path / "bad", "refuse_above={bad: 0.5}")
-    assert code == 0 and "bad: rows.jsonl:41" in done.stderr and "36 train rows, 4 test rows" in done.stdout
+    assert (
+        code == 0
+        and "bad: 1 rows, as rows.jsonl:41: expected" in done.stderr
+        and "36 train rows, 4 test rows" in done.stdout
+    )
     code, done = run(yaml, "-o", tmp_path / "bad")
     assert isinstance(done.exception, ConfigError)  # which the program ends with 2
 

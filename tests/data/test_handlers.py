@@ -78,7 +78,7 @@ def test_map_keys_and_additional_keys(tmp_path):
     extra = {name: row["extra_info"][name] for name in ("level", "tags", "note")}
     assert extra == {"level": "3", "tags": '["x", {"y": null}]', "note": "n"}
     code, report = make(tmp_path, records, "maths", dataset_additional_keys=["gone"], out="b", **keys)
-    assert code == 1 and "expected the column gone" in report["bad"]["shown"][0]
+    assert code == 1 and "expected the column gone" in next(iter(report["bad"]["shown"]))
 
 
 @pytest.mark.parametrize(("handler", "record", "message"), [
@@ -111,8 +111,8 @@ def test_map_keys_and_additional_keys(tmp_path):
 def test_a_bad_record_is_named_in_one_sentence(tmp_path, handler, record, message):
     code, report = make(tmp_path, [RECORDS[handler](n) for n in range(4)] + [record], handler)
     assert code == 1 and report["bad"]["rows"] == 1
-    (sentence,) = report["bad"]["shown"]
-    assert sentence.startswith("rows.jsonl:5: ") and message in sentence and "\n" not in sentence
+    ((sentence, same),) = report["bad"]["shown"].items()
+    assert same == {"rows": 1, "places": ["rows.jsonl:5"]} and message in sentence and "\n" not in sentence
 
 
 def test_a_long_answer_of_gsm8k_takes_no_time_that_grows_with_its_square(tmp_path):
@@ -138,7 +138,7 @@ def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
     found = Settings(input="x", handler_name=name, output_prefix="x", dataset_additional_keys=columns[:1])
     read, rows, left_out, _ = make_chunk(found, "f", [*enumerate(records), (99, RECORDS[name](1))])
     assert read == len(records) + 1 == len(rows) + len(left_out)
-    assert all(reason == "bad" and sentence.startswith("f:") for reason, sentence in left_out)
+    assert all(reason == "bad" and origin.startswith("f:") and sentence for reason, origin, sentence in left_out)
     schema = schema_of(HANDLERS[name].columns, columns[:1])
     made = [json.loads(text) for text, *_ in rows]
     assert pyarrow.Table.from_pylist(made, schema).to_pylist() == made
@@ -194,7 +194,7 @@ def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
     sample = ROOT / "data" / "deepscaler_sample.json"
     made = [make(tmp_path, sample, out=f"{n}", seq_length=n, prompt_type="boxed", **keys)[1] for n in (1024, 90)]
     assert made[0]["too_long"]["rows"] == 0 and 20 < made[1]["too_long"]["rows"] < 292
-    assert "tokens; expected at most 90" in made[1]["too_long"]["shown"][0]
+    assert [*made[1]["too_long"]["shown"]] == ["more than 90 tokens"]
     assert made[1]["longest_tokens"]["prompt"] <= 90 < made[0]["longest_tokens"]["prompt"]
     assert made[1]["train"] + made[1]["test"] + made[1]["too_long"]["rows"] == 312
     code, report = make(tmp_path, sample, out="c", seq_length=20, refuse_above={"too_long": 0.5}, **keys)
@@ -234,7 +234,7 @@ def test_prompt_types(tmp_path):
     assert made["prompt"] == user("ab (Add.)")
     others = [RECORDS["maths"](n) for n in range(4)]
     code, report = make(tmp_path, others, prompt_type="{{ gone }}", out="b")
-    assert code == 1 and "'gone' is undefined" in report["bad"]["shown"][0]
+    assert code == 1 and "'gone' is undefined" in next(iter(report["bad"]["shown"]))
     with pytest.raises(ValueError, match="prompt_type: cannot convert float infinity"):  # JSON's 1e999
         template_of("{{ n|int }}").render({"n": float("inf")})
 

@@ -1,6 +1,6 @@
 """A job's uploads: copies of its results in another store (s3:// and others of fsspec), never deleted there.
 
-    python -m verl_patches.cluster.upload FROM TO [FROM TO ...] [-- COMMAND...]
+    python -m verl_patches.cluster.upload [--secrets=NAME,...] FROM TO [FROM TO ...] [-- COMMAND...]
 
 runs the command and, when it has ended, sends what TO lacks. The exit code is the command's, but 1 where that is 0 and
 not all was sent. A file is there where its copy has its size and is not older. Object stores show whole objects alone;
@@ -35,7 +35,7 @@ from verl_patches.weights.manifest import SAVED
 # names of what is hidden, being written, or about to be removed (weights/checkpoint_folders.py)
 _NOT_WHOLE = re.compile(rf"\.|.*\{PARTIAL}$|{SAVED.pattern}\.")
 SCHEMES = "file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "oss"  # whose objects are seen when whole
-MARK = ".verl_patches_upload"
+MARK, SECRETS = ".verl_patches_upload", "--secrets="
 log = logging.getLogger(__name__)
 
 
@@ -66,14 +66,17 @@ def _whole_files(source: Path) -> Iterator[tuple[str, Path]]:
         yield from ((path.relative_to(source).as_posix(), path) for path in files if not path.is_symlink())
 
 
-def send(source: Path, to: str) -> bool:
-    """Send the files that a target lacks, and log how many; whether all are there. A failure ends it."""
+def send(source: Path, to: str, secrets: Collection[str] = ()) -> bool:
+    """Send the files that a target lacks, and log how many; whether all are there. A failure ends it.
+
+    secrets: names of variables whose values are not logged, beside those that are secrets by name.
+    """
     sizes, fault = [], ""
     try:
         for size in _sent(source, to):
             sizes.append(size)
     except Exception as error:  # a store may raise anything: no credentials, no network, no bucket
-        fault = f"; NOT ALL: {_without_secrets(error)}"
+        fault = f"; NOT ALL: {_without_secrets(error, secrets)}"
     log.info("%s to %s: %d files sent (%s)%s", source, to, len(sizes), size_text(sum(sizes)), fault)
     return not fault
 
@@ -112,11 +115,11 @@ def _write(store: fsspec.AbstractFileSystem, name: str, put: Callable[[str], Non
         put(name)
 
 
-def _without_secrets(error: Exception) -> str:
-    """One line of text, with names in place of the values of variables that are secrets by name."""
+def _without_secrets(error: Exception, secrets: Collection[str]) -> str:
+    """One line of text, with names in place of the values of variables that are secrets."""
     text = f"{type(error).__name__}: {error}"
     for name, value in os.environ.items():
-        if is_secret_variable(name) and len(value) > 5:
+        if value and (name in secrets or (is_secret_variable(name) and len(value) > 5)):
             text = text.replace(value, f"${name}")
     return printable(" ".join(text.split()))[:300]
 
@@ -124,21 +127,24 @@ def _without_secrets(error: Exception) -> str:
 def command_words(job: Job) -> list[str]:
     """The job's command, run by this module where the job has uploads."""
     pairs = [word for to, source in uploads_of(job).items() for word in (str(source), to)]
-    return [job.python, "-m", __name__, *pairs, "--", *job.command] if pairs else job.command
+    secrets = [SECRETS + ",".join(job.secrets)] if job.secrets else []
+    return [job.python, "-m", __name__, *secrets, *pairs, "--", *job.command] if pairs else job.command
 
 
 def main(words: Sequence[str]) -> int:
     """Run the words of `command_words`; their exit code, 128 + n where signal n ended the command."""
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.INFO)
     end = words.index("--") if "--" in words else len(words)
-    uploads, command = dict(zip(words[1:end:2], words[:end:2], strict=True)), words[end + 1 :]
+    pairs, command = [word for word in words[:end] if not word.startswith(SECRETS)], words[end + 1 :]
+    secrets = [name for word in words[:end] if word not in pairs for name in word.removeprefix(SECRETS).split(",")]
+    uploads = dict(zip(pairs[1::2], pairs[::2], strict=True))
     try:
         require_stores(uploads)
         code = _run(command) if command else 0
     except (ConfigError, OSError) as error:
         log.error("%s", error)
         return 2
-    sent = [send(Path(source), to) for to, source in uploads.items()]
+    sent = [send(Path(source), to, secrets) for to, source in uploads.items()]
     if not all(sent):
         again = shlex.join([sys.executable, "-m", "verl_patches.cluster.upload", *words[:end]])
         log.error("uploads: not all was sent; the command ended with %d. To send the rest: %s", code, again)

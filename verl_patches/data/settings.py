@@ -40,7 +40,7 @@ class Settings(BaseModel):
     shuffle: bool = True
     seed: Seed = 0
     test_size: Annotated[float, Field(gt=0, lt=1)] | Count = 0.1
-    refuse_above: dict[Literal["bad", "repeated", "too_long"], Share] = {}
+    refuse_above: dict[Literal[tuple(REASONS)], Share] = {}
 
     @property
     def inputs(self) -> list[str]:
