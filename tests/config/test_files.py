@@ -46,7 +46,7 @@ def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny
 
     def said(path, *overrides):
         config = compose(TINY, [f"recipe.rewards=[{{name: reward_model, path: {path}}}]", *overrides])
-        (check,) = (each for each in check_config(config, ["recipe.rewards"]) if each.name == "reward model")
+        (check,) = (each for each in check_config(config, files.PATHS) if each.name == "reward model")
         return check.detail if not check.ok else ""
 
     assert said(model) == "" and said(tmp_path) == f"recipe.rewards[0].path: {said(tmp_path).partition(': ')[2]}"
@@ -74,7 +74,7 @@ def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny
         file.unlink()
     assert "no tokenizer" in said(model)
     config = compose(TINY, [f"recipe.rewards=[{{name: reward_model, path: {tmp_path / 'absent'}}}]"])
-    (check,) = (each for each in check_config(config) if each.name == "reward model")
+    (check,) = (each for each in check_config(config, ["recipe.rewards"]) if each.name == "reward model")
     assert check.ok and check.note  # of another machine: the control
 
 

@@ -73,12 +73,12 @@ from verl_patches.inference.scores import scorer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 rewards = "recipe.rewards=[{name: maths},{name: length,buffer_tokens: 4}]"
 config = compose("deepseekv3_tiny_cpu", [rewards, "data.max_response_length=32"])
-score = scorer(config, tokenizer)
 row = {"data_source": "x", "reward_model": {"ground_truth": "4"}, "extra_info": None}
+score = scorer(config, tokenizer, row)
 texts = ["is \\\\boxed{4}", "\\\\boxed{4}<|end|>ignored \\\\boxed{5}", "\\\\boxed{5}"]
 found = score(row, [tokenizer(text)["input_ids"] for text in texts])
 try:
-    score({"data_source": "x"}, [[5]])
+    scorer(config, tokenizer, {"data_source": "x"})
 except RecipeError as error:
     found.append(str(error))
 print(json.dumps(found))

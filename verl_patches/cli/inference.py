@@ -161,7 +161,7 @@ def _score(
     chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], tokenizer: Any, lines: rows.Lines
 ) -> None:
     """Write a line for each checkpoint and prompt that has none."""
-    score, data = scores.scorer(chosen.config, tokenizer), chosen.config.data
+    score, data = scores.scorer(chosen.config, tokenizer, prompts[0].row), chosen.config.data
     for step, prompt, made in _outputs(chosen, prompts, sampling, lines.done):
         scored = score(prompt.row, [each.token_ids for each in made])
         line = {"step": step, "row": prompt.number, "data_source": prompt.row.get(data.reward_fn_key, "unknown")}

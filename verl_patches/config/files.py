@@ -105,7 +105,8 @@ def _reward_model_checks(config: DictConfig, must_exist: Collection[str]) -> Ite
     for part in (part for part in parts_of(config) if part.entry.name == "reward_model"):
         folder, key = value_model_in(part.entry.path), f"{part.where}.path"
         if not folder.exists():
-            yield _absent("reward model", [folder], key, "recipe.rewards" in must_exist, _A_REWARD_MODEL)
+            here = {"recipe.rewards", _MODEL} <= {*must_exist}  # else a plan for another machine
+            yield _absent("reward model", [folder], key, here, _A_REWARD_MODEL)
             continue
         try:
             source = open_source(folder)

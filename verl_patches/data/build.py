@@ -1,7 +1,7 @@
 """`data build`: read, make rows, leave out, shuffle, split, write. The same input and keys give the same bytes.
 
 Rows go as JSON to a scratch file of SQLite, in the order of the input whatever process has made them; their order is
-held, 16 bytes a row. The parquet files are then written row by row.
+held, about 10 bytes a row. The parquet files are then written row by row.
 """
 
 from __future__ import annotations

@@ -42,8 +42,13 @@ def scored_by(config: Any) -> tuple[list[Any], list[str]]:
     return [*(asdict(part.entry) for part in parts), *files], models
 
 
-def scorer(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:
-    """score(row, tokens of its responses): {value, reward, what parts of the reward return} of each response."""
+def scorer(
+    config: Any, tokenizer: Any, row: Mapping[str, Any]
+) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:
+    """score(row, tokens of its responses): {value, reward, what parts of the reward return} of each response.
+
+    `row` is scored once here, with a response of one token, so that a reward that fails does so before an engine starts.
+    """
     import numpy as np
     import torch
     from verl import DataProto
@@ -63,6 +68,7 @@ def scorer(config: Any, tokenizer: Any) -> Callable[[Mapping[str, Any], Sequence
         scores = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [{"value": float(each.get("acc", each["reward"])), **each} for each in scores]
 
+    score(row, [[tokenizer.eos_token_id]])
     return score
 
 
