@@ -47,7 +47,7 @@ def scorer(
 ) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:
     """score(row, tokens of its responses): {value, reward, what parts of the reward return} of each response.
 
-    `row` is scored once here, with a response of one token, so that a reward that fails does so before an engine starts.
+    `row` is scored once here, with a response of one token, so that one that fails does so before an engine starts.
     """
     import numpy as np
     import torch
