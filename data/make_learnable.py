@@ -27,7 +27,7 @@ ANSWERS = ("response", "chosen", "rejected", "label", "steps", "labels")
 TEST_ROWS = 30
 MAX_ROWS = 1_000_000
 PROMPT_SYMBOLS = 12
-RECORD_SYMBOLS = 15  # and an end token: data.max_response_length of the learning runs
+RECORD_SYMBOLS = 14  # and two end tokens, as a reward model has: data.max_response_length of the learning runs
 
 
 def make_rows(count: int, seed: int = 0, answers: str | None = None) -> list[Row]:

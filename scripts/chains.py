@@ -98,10 +98,11 @@ def rollouts_sft(folder: Path, steps: int = STEPS) -> Iterator[Words]:
     yield _build(folder, "maths", "prompts")
     validated = ("trainer.val_before_train=true", f"trainer.test_freq={steps}")
     yield _run(folder, "grpo", "grpo", steps, *_data(folder, "prompts", "prompts"), *validated)
-    yield from _best_sft(folder, steps)
+    yield from best_sft(folder, steps)
 
 
-def _best_sft(folder: Path, steps: int) -> Iterator[Words]:
+def best_sft(folder: Path, steps: int) -> Iterator[Words]:
+    """What rollouts_sft does with the recorded responses of the run `grpo`."""
     yield [*PROGRAM, "data", "from-rollouts", str(folder / "grpo"), "-o", str(folder / "best")]
     data = [f"data.{name}_files={folder / 'best' / 'train.parquet'}" for name in ("train", "val")]
     cut = "data.truncation=right"  # its texts may have more tokens than were sampled
@@ -133,8 +134,7 @@ def of_sft_grpo(folder: Path) -> list[Figure]:
 
 def of_rm_ppo(folder: Path) -> list[Figure]:
     rm = _curve(folder, "rm", "objective/accuracy", "accuracy of the reward model on pairs")
-    scores = (("reward/reward_model", "its score of PPO's responses"), ("reward/learnable", "the task's own reward"))
-    return [rm, *(_curve(folder, "ppo", metric, what) for metric, what in scores)]
+    return [rm, _curve(folder, "ppo", "reward/reward_model", "its score of PPO's responses")]
 
 
 def of_rollouts_sft(folder: Path) -> list[Figure]:
@@ -155,9 +155,9 @@ class Chain:
 
 
 CHAINS = {
-    "sft_grpo": Chain(sft_grpo, of_sft_grpo, (0.08, 0.2, 30)),
-    "rm_ppo": Chain(rm_ppo, of_rm_ppo, (0.2, 0.1, 0.05)),
-    "rollouts_sft": Chain(rollouts_sft, of_rollouts_sft, (-1.0, 0.1)),
+    "sft_grpo": Chain(sft_grpo, of_sft_grpo, (0.08, 0.25, 30)),
+    "rm_ppo": Chain(rm_ppo, of_rm_ppo, (0.15, 0.8)),
+    "rollouts_sft": Chain(rollouts_sft, of_rollouts_sft, (-1.8, 0.35)),
 }
 
 
