@@ -93,7 +93,8 @@ def write_task(
 def write_records(file: Path, count: int, seed: int = 0, overwrite: bool = False) -> None:
     """Write `count` JSON lines {prompt, response, answer, chosen, rejected}, as data comes to `data build`.
 
-    Texts are as long as the reward wants them and the learning runs allow, RECORD_SYMBOLS: of the prompt's kind, and of another.
+    response and chosen are RECORD_SYMBOLS of the prompt's kind, rejected of another: long answers, as the reward wants
+    them. ConfigError for a file that is there.
     """
     if file.exists() and not overwrite:
         raise ConfigError(f"{file} exists; replace it with --overwrite")

@@ -1,4 +1,4 @@
-"""Commands that follow one another on the task of data/make_learnable.py: the folder of each is the input of a later one.
+"""Chains of commands on the task of data/make_learnable.py: what each writes is the input of a later one.
 
 `bash scripts/recipes.sh --where chains [--only NAME]` runs them (scripts/recipe_runs.py records how they ended), and
 tests/loop/test_chains.py with two steps a run. A chain yields commands, each as the words behind `python`; all that
@@ -82,7 +82,7 @@ def sft_grpo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
 
 
 def rm_ppo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
-    """data build of pairs, a reward model, PPO whose only reward is that model; the task's own reward is measured beside."""
+    """data build of pairs, a reward model, PPO whose only reward is that model; the task's own is measured beside."""
     yield _records(folder)
     yield _build(folder, "preference", "pairs")
     yield _build(folder, "maths", "prompts")
@@ -147,7 +147,7 @@ def of_rollouts_sft(folder: Path) -> list[Figure]:
 
 @dataclass(frozen=True)
 class Chain:
-    """least: of each figure, by how much it rises at least, or falls where that is below zero; else the chain failed."""
+    """least: by how much each figure rises at least, or falls where that is below zero; else the chain failed."""
 
     commands: Callable[[Path], Iterator[Words]]
     figures: Callable[[Path], list[Figure]]

@@ -1,10 +1,10 @@
-"""Run the presets of configs/algo, and the chains of scripts/chains.py, and record how each ended in docs/recipes.json; tables of docs/recipes.md.
+"""Run the presets of configs/algo and the chains of scripts/chains.py; their record, docs/recipes.json, and its tables.
 
 scripts/recipes.sh says how to call it. The record: {runs: [{algo, where, command, date, exit, step, figures, learnt,
-reason}],
-chains: [{chain, command, date, seconds, exit, figures: [what, from where, value, to where, value], reason}]}; exit: that of the command, 2 for a refusal, 1 also for a learning run that does not reach its stated amount;
-step, figures: the last step, {name: value}; learnt, of a learning run: [name, mean of the first steps, of the last];
-reason: why exit is not 0.
+reason}], chains: [{chain, command, date, seconds, exit, figures, reason}]}; exit: that of the command, 2 for a refusal,
+1 also for a learning run or a chain that does not reach its stated amount; step, figures: the last step, {name: value};
+learnt, of a learning run: [name, mean of the first steps, of the last]; reason: why exit is not 0; figures of a chain:
+[what, from where, value there, to where, value there] each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from chains import CHAINS, shortfalls  # noqa: E402
+from chains import CHAINS, shortfalls
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD, PICTURES = ROOT / "docs" / "recipes.json", ROOT / "docs" / "images"
