@@ -147,7 +147,7 @@ def of_rollouts_sft(folder: Path) -> list[Figure]:
 
 @dataclass(frozen=True)
 class Chain:
-    """least: by how much each figure rises at least, or falls where that is below zero: half of what was seen, about."""
+    """least: by how much each figure rises at least, or falls where below zero: about half of what was seen."""
 
     commands: Callable[[Path], Iterator[Words]]
     figures: Callable[[Path], list[Figure]]
