@@ -1,6 +1,7 @@
 """Make train.parquet and test.parquet of the task that tiny random models learn (verl_patches/rewards/learnable.py).
 
     python data/make_learnable.py ROWS -o DIR [--answers paired|unpaired] [--seed N] [--overwrite]
+    python data/make_learnable.py ROWS -o FILE.jsonl [--seed N] [--overwrite]     records for `data build`
 
 `scripts/smoke.sh` trains on it. Exit codes: 0 written, 2 wrong use.
 """
@@ -19,12 +20,14 @@ from verl_patches.data.handlers import schema_of
 from verl_patches.data.output import TEST, TRAIN, whole_folder, write_rows
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.learnable import DATA_SOURCE, KINDS
+from verl_patches.shared_files import write_whole
 
 Row = dict[str, Any]
 ANSWERS = ("response", "chosen", "rejected", "label", "steps", "labels")
 TEST_ROWS = 30
 MAX_ROWS = 1_000_000
 PROMPT_SYMBOLS = 12
+RECORD_SYMBOLS = 14  # and two end tokens, as a reward model has: data.max_response_length of the learning runs
 
 
 def make_rows(count: int, seed: int = 0, answers: str | None = None) -> list[Row]:
@@ -87,17 +90,40 @@ def write_task(
     return folder / TRAIN, folder / TEST
 
 
+def write_records(file: Path, count: int, seed: int = 0, overwrite: bool = False) -> None:
+    """Write `count` JSON lines {prompt, response, answer, chosen, rejected}, as data comes to `data build`.
+
+    response and chosen are RECORD_SYMBOLS of the prompt's kind, rejected of another: long answers, as the reward wants
+    them. ConfigError for a file that is there.
+    """
+    if file.exists() and not overwrite:
+        raise ConfigError(f"{file} exists; replace it with --overwrite")
+    rng, lines = Random(f"records {seed}"), []
+    for row in make_rows(count, seed):
+        kind = row["reward_model"]["ground_truth"]
+        other = rng.choice([each for each in KINDS if each != kind])
+        good, bad = ("".join(rng.choices(KINDS[each], k=RECORD_SYMBOLS)) for each in (kind, other))
+        record = {"prompt": row["prompt"][0]["content"], "answer": kind}
+        lines.append(json.dumps(record | {"response": good, "chosen": good, "rejected": bad}) + "\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, "".join(lines))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Make the task that tiny random models learn.")
     parser.add_argument("rows", type=int, help="train rows")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder to make")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder, or FILE.jsonl, to make")
     parser.add_argument("--seed", type=int, default=0)
     answers = "columns of fixed data too; unpaired: half the responses are wrong"
     parser.add_argument("--answers", choices=("paired", "unpaired"), help=answers)
     parser.add_argument("--overwrite", action="store_true", help="replace the folder")
     args = parser.parse_args(argv)
     try:
+        if args.output.suffix == ".jsonl":
+            write_records(args.output, args.rows, args.seed, args.overwrite)
+            print(f"{args.rows} records -> {args.output}")
+            return 0
         files = write_task(args.output, args.rows, args.seed, overwrite=args.overwrite, answers=args.answers)
     except ConfigError as why:
         print(f"error: {why}", file=sys.stderr)

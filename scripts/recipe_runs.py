@@ -1,9 +1,10 @@
-"""Run the presets of configs/algo and record how each run ended in docs/recipes.json; tables of docs/recipes.md.
+"""Run the presets of configs/algo and the chains of scripts/chains.py; their record, docs/recipes.json, and its tables.
 
 scripts/recipes.sh says how to call it. The record: {runs: [{algo, where, command, date, exit, step, figures, learnt,
-reason}]}; exit: that of the command, 2 for a refusal, 1 also for a learning run that does not reach its stated amount;
-step, figures: the last step, {name: value}; learnt, of a learning run: [name, mean of the first steps, of the last];
-reason: why exit is not 0.
+reason}], chains: [{chain, command, date, seconds, exit, figures, reason}]}; exit: that of the command, 2 for a refusal,
+1 also for a learning run or a chain that does not reach its stated amount; step, figures: the last step, {name: value};
+learnt, of a learning run: [name, mean of the first steps, of the last]; reason: why exit is not 0; figures of a chain:
+[what, from where, value there, to where, value there] each.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from chains import CHAINS, shortfalls
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD, PICTURES = ROOT / "docs" / "recipes.json", ROOT / "docs" / "images"
@@ -125,7 +131,42 @@ def outcome(code: int, stderr: str, folder: Path) -> dict[str, Any]:
 def merged(record: Mapping[str, Any], made: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """The record with these runs in place of those of the same preset and place; presets that are gone are left out."""
     runs = {(run["algo"], run["where"]): dict(run) for run in (*record["runs"], *made) if run["algo"] in names}
-    return {"runs": [runs[key] for key in sorted(runs, key=lambda key: (key[0], list(PLACES).index(key[1])))]}
+    ordered = sorted(runs, key=lambda key: (key[0], list(PLACES).index(key[1])))
+    return {**record, "runs": [runs[key] for key in ordered]}
+
+
+def run_chain(name: str) -> dict[str, Any]:
+    """Run the commands of a chain up to the first that fails, and say how it ended."""
+    folder, start = ROOT / "outputs" / f"chain_{name}", time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    made = {"chain": name, "command": f"bash scripts/recipes.sh --where chains --only {name}"}
+    made |= {"date": datetime.date.today().isoformat(), "exit": 0, "figures": [], "reason": ""}
+    for words in CHAINS[name].commands(folder):
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+            made |= {"exit": 1, "reason": " ".join([*words, *last]).replace(f"{ROOT}/", "")}
+            break
+    else:
+        made["figures"] = [list(figure) for figure in CHAINS[name].figures(folder)]
+        if reason := shortfalls(name, made["figures"]):
+            made |= {"exit": 1, "reason": reason}
+    return made | {"seconds": round(time.monotonic() - start)}
+
+
+def chains_table(record: Mapping[str, Any]) -> str:
+    """The figures of each chain; a chain that failed has the reason in their place."""
+    text = ["| chain | figure | from | to | changes by at least | how |", "|---" * 6 + "|"]
+    for run in record.get("chains", ()):
+        command, name = f"`{run['command']}`", run["chain"]
+        if run["exit"]:
+            text.append(f"| {command} | - | - | - | - | {_cell(run)} |")
+            continue
+        for (what, start, first, end, last), least in zip(run["figures"], CHAINS[name].least, strict=True):
+            ends = f"{_number(first)} ({start}) | {_number(last)} ({end})"
+            text.append(f"| {command} | {what} | {ends} | {least:+g} | {run['seconds']} s ({run['date']}) |")
+            command = ""
+    return "\n".join(text) + "\n"
 
 
 def read_record() -> dict[str, Any]:
@@ -151,6 +192,7 @@ def table(record: Mapping[str, Any], names: Sequence[str]) -> str:
             numbers = " | ".join(map(_number, (*ends, LEARNING[name][0])))
             how = _cell(run) if run["exit"] else f"[{run['date']}](images/learning_{name}.png)"
             text.append(f"| `{run['command']}` | {what} | {numbers} | {how} |")
+    text += ["", chains_table(record).rstrip()]
     return "\n".join(text) + "\n"
 
 
@@ -174,15 +216,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = presets()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--upstream")
-    parser.add_argument("--only", action="append", choices=names)
-    parser.add_argument("--where", action="append", choices=PLACES)
+    parser.add_argument("--only", action="append", choices=[*names, *CHAINS])
+    parser.add_argument("--where", action="append", choices=[*PLACES, "chains"])
     given = parser.parse_args(arguments)
     if given.upstream is None and {"a3", "emulated"} & {*(given.where or ())}:
         parser.error("--where a3 or emulated needs --upstream DIR, which scripts/fetch_upstream.sh --dest DIR brings")
-    places = given.where or [place for place in PLACES if given.upstream or place not in OPTIONS]
+    places = given.where or [*(place for place in PLACES if given.upstream or place not in OPTIONS), "chains"]
     failed = False
-    for name in given.only or names:
-        for place in places:
+    for name in given.only or [*names, *CHAINS]:
+        if name in CHAINS and "chains" in places:
+            made, record = run_chain(name), read_record()
+            others = [run for run in record.get("chains", ()) if run["chain"] in CHAINS and run["chain"] != name]
+            chains = sorted([*others, made], key=lambda run: list(CHAINS).index(run["chain"]))
+            RECORD.write_text(json.dumps(record | {"chains": chains}, indent=1) + "\n")
+            print(f"{name}: {made['reason'] or made['figures']}", flush=True)
+            failed = failed or made["exit"] != 0
+        for place in places if name in names else ():
+            if place == "chains":
+                continue
             if place == "learning" and name not in LEARNING:
                 continue
             made = run(name, place, given.upstream and str(Path(given.upstream).absolute()))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.make_learnable import make_rows, write_task
+from data.make_learnable import make_rows, write_records, write_task
 from verl_patches.errors import ConfigError
 from verl_patches.rewards import by_source
 from verl_patches.rewards.learnable import DATA_SOURCE, KINDS, MIN_CHARS, compute_score
@@ -64,6 +64,17 @@ def test_a_written_task_holds_other_prompts_for_the_test(tmp_path):
     assert [row["prompt"] for row in train] == [row["prompt"] for row in make_rows(30, seed=5)]
     held_out = {json.dumps(row["prompt"]) for row in test}
     assert len(held_out) == 30 and not held_out & {json.dumps(row["prompt"]) for row in train}
+
+
+def test_records_have_answers_of_the_prompts_kind_and_of_another(tmp_path):
+    write_records(tmp_path / "new" / "records.jsonl", 30, seed=5)
+    records = [json.loads(line) for line in (tmp_path / "new" / "records.jsonl").read_text().splitlines()]
+    assert [each["prompt"] for each in records] == [row["prompt"][0]["content"] for row in make_rows(30, seed=5)]
+    for each in records:
+        scores = [compute_score(DATA_SOURCE, each[name], each["answer"]) for name in ("response", "chosen", "rejected")]
+        assert scores == [14 / MIN_CHARS, 14 / MIN_CHARS, 0]
+    with pytest.raises(ConfigError, match="overwrite"):
+        write_records(tmp_path / "new" / "records.jsonl", 30)
 
 
 def test_mixed_data_is_scored_by_the_reward_of_its_source():

@@ -1,9 +1,11 @@
 """The record of the presets' runs and its table: how an outcome is read, kept and shown (page: test_readme_tables)."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import recipe_runs
+from chains import CHAINS, Chain, shortfalls
 from recipe_runs import arguments_of, main, merged, outcome, presets, table
 
 NAMES = ["grpo", "rloo"]
@@ -127,3 +129,35 @@ def test_the_runs_that_are_asked_for_are_made_and_recorded_and_a_failure_is_the_
     with pytest.raises(SystemExit):
         main(["--where", "a3"])
     assert "--where a3 or emulated needs --upstream" in capsys.readouterr().err
+
+
+def test_the_record_has_each_chain_with_the_figures_that_are_stated_of_it():
+    made = {run["chain"]: run for run in recipe_runs.read_record()["chains"]}
+    assert [*made] == [*CHAINS] and {run["exit"] for run in made.values()} == {0}
+    assert {name: shortfalls(name, run["figures"]) for name, run in made.items()} == dict.fromkeys(CHAINS, "")
+
+
+FAKE_CHAIN = Chain(lambda folder: iter([["-c", "pass"]]), lambda folder: [("accuracy", "a", 0.25, "b", 0.5)], (0.2,))
+
+
+@pytest.mark.parametrize(
+    ("least", "code", "said"),
+    [(0.2, 0, ""), (0.3, 1, "accuracy changed by 0.25, expected +0.3 or more"), (-0.1, 1, "expected -0.1 or more")],
+)
+def test_a_chain_that_does_not_reach_its_stated_amount_has_failed(tmp_path, monkeypatch, least, code, said):
+    monkeypatch.setattr(recipe_runs, "ROOT", tmp_path)
+    monkeypatch.setattr(recipe_runs, "RECORD", tmp_path / "recipes.json")
+    monkeypatch.setitem(CHAINS, "rm_ppo", replace(FAKE_CHAIN, least=(least,)))
+    assert main(["--where", "chains", "--only", "rm_ppo"]) == code
+    (made,) = recipe_runs.read_record()["chains"]
+    assert made["exit"] == code and said in made["reason"] and bool(said) == bool(made["reason"])
+    row = recipe_runs.chains_table(recipe_runs.read_record())
+    assert f"failed: {made['reason']}" in row if code else "| accuracy | 0.25 (a) | 0.5 (b) | +0.2 |" in row
+
+
+def test_a_chain_ends_with_the_command_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe_runs, "ROOT", tmp_path)
+    words = [["-c", "import sys; sys.exit('no data')"], ["-c", "open('went on', 'w')"]]
+    monkeypatch.setitem(CHAINS, "rm_ppo", replace(FAKE_CHAIN, commands=lambda folder: iter(words)))
+    made = recipe_runs.run_chain("rm_ppo")
+    assert made["exit"] == 1 and made["reason"].endswith("no data") and not (tmp_path / "went on").exists()

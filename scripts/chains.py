@@ -1,0 +1,170 @@
+"""Chains of commands on the task of data/make_learnable.py: what each writes is the input of a later one.
+
+`bash scripts/recipes.sh --where chains [--only NAME]` runs them (scripts/recipe_runs.py records how they ended), and
+tests/loop/test_chains.py with two steps a run. A chain yields commands, each as the words behind `python`; all that
+they write is below one folder.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_patches.rewards.learnable import DATA_SOURCE
+from verl_patches.yaml_files import read_yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS, STEPS, ENDS = 768, 40, 5  # ENDS: steps whose mean counts, the first and the last
+PROGRAM = ("-m", "verl_patches")
+Words = list[str]
+Figure = tuple[str, str, float, str, float]  # what; from where, its value; to where, its value
+_MICRO = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6",)
+_OF_PAIRS = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=12",)
+
+
+def _records(folder: Path) -> Words:
+    return ["data/make_learnable.py", str(ROWS), "-o", str(folder / "records.jsonl"), "--overwrite"]
+
+
+def _build(folder: Path, handler: str, to: str) -> Words:
+    keys = [f"input={folder / 'records.jsonl'}", f"handler_name={handler}", f"data_source={DATA_SOURCE}"]
+    keys += ["prompt_type=model", "shuffle=false", "test_size=30"]  # records come in balanced groups of three
+    return [*PROGRAM, "data", "build", "data/sample.yaml", *keys, "-o", str(folder / to)]
+
+
+def _run(folder: Path, run: str, algo: str, steps: int, *overrides: str) -> Words:
+    head = ["smoke", "--learn", "--run", run, "--steps", str(steps), f"algo={algo}"]
+    return [*PROGRAM, *head, f"trainer.save_freq={steps}", *overrides, f"recipe.output_root={folder}"]
+
+
+def _data(folder: Path, train: str, test: str) -> Words:
+    return [f"data.train_files={folder / train / 'train.parquet'}", f"data.val_files={folder / test / 'test.parquet'}"]
+
+
+def _eval(folder: Path, model: Path, of: str, *overrides: str) -> Words:
+    return [*PROGRAM, "eval", str(model), str(folder / f"eval_{of}"), *overrides]
+
+
+def _of_hf(folder: Path) -> Words:
+    """For weights of no run, and those of a run on fixed data: what they are measured by."""
+    return [f"data.val_files={folder / 'prompts' / 'test.parquet'}", "recipe.rewards=[{name: learnable}]"]
+
+
+def base_of(run: Path) -> Path:
+    """The model that a run started from."""
+    return Path(read_yaml(run / "config.yaml")["actor_rollout_ref"]["model"]["path"])
+
+
+# ---- the chains
+
+
+def sft_grpo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
+    """data build, SFT, export, GRPO from the export, eval of all three, generate."""
+    learn = ("--config-name", "deepseekv3_tiny_cpu_learn")
+    yield _records(folder)
+    yield _build(folder, "instruction", "answers")
+    yield _build(folder, "maths", "prompts")
+    yield _run(folder, "sft", "sft", steps, *_MICRO, *_data(folder, "answers", "answers"))
+    saved, hf = folder / "sft" / "checkpoints" / f"global_step_{steps}", folder / "hf"
+    yield [*PROGRAM, "weights", "export", str(saved), str(hf)]
+    validated = ("trainer.val_before_train=true", f"trainer.test_freq={steps}")
+    start = (f"actor_rollout_ref.model.path={hf}", *_data(folder, "prompts", "prompts"), *validated)
+    yield _run(folder, "grpo", "grpo", steps, *start)
+    yield _eval(folder, base_of(folder / "sft"), "base", *learn, *_of_hf(folder))
+    yield _eval(folder, hf, "sft", *learn, *_of_hf(folder))
+    yield _eval(folder, folder / "grpo", "grpo")
+    prompts, answers = folder / "prompts" / "test.parquet", folder / "generated.jsonl"
+    greedy = ("--temperature", "0", "--max-tokens", "16")
+    yield [*PROGRAM, "generate", str(folder / "grpo"), str(prompts), str(answers), *greedy]
+
+
+def rm_ppo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
+    """data build of pairs, a reward model, PPO whose only reward is that model; the task's own is measured beside."""
+    yield _records(folder)
+    yield _build(folder, "preference", "pairs")
+    yield _build(folder, "maths", "prompts")
+    yield _run(folder, "rm", "rm", steps, *_OF_PAIRS, *_data(folder, "pairs", "pairs"))
+    model = folder / "rm" / "checkpoints" / f"global_step_{steps}"
+    rewards = f"recipe.rewards=[{{name: reward_model, path: {model}}},{{name: learnable, weight: 0}}]"
+    yield _run(folder, "ppo", "ppo", steps, rewards, *_data(folder, "prompts", "prompts"))
+
+
+def rollouts_sft(folder: Path, steps: int = STEPS) -> Iterator[Words]:
+    """GRPO, the best of its responses, SFT of the base model on them, eval."""
+    yield _records(folder)
+    yield _build(folder, "maths", "prompts")
+    validated = ("trainer.val_before_train=true", f"trainer.test_freq={steps}")
+    yield _run(folder, "grpo", "grpo", steps, *_data(folder, "prompts", "prompts"), *validated)
+    yield from best_sft(folder, steps)
+
+
+def best_sft(folder: Path, steps: int) -> Iterator[Words]:
+    """What rollouts_sft does with the recorded responses of the run `grpo`."""
+    yield [*PROGRAM, "data", "from-rollouts", str(folder / "grpo"), "-o", str(folder / "best")]
+    data = [f"data.{name}_files={folder / 'best' / 'train.parquet'}" for name in ("train", "val")]
+    cut = "data.truncation=right"  # its texts may have more tokens than were sampled
+    yield _run(folder, "sft_of_best", "sft", steps, *_MICRO, *data, cut)
+    yield _eval(folder, folder / "sft_of_best", "sft_of_best", *_of_hf(folder))
+
+
+# ---- their figures
+
+
+def _accuracy(folder: Path, of: str) -> float:
+    (step,) = json.loads((folder / f"eval_{of}" / "eval.json").read_text())["steps"]
+    return step["score"]
+
+
+def _curve(folder: Path, run: str, metric: str, what: str) -> Figure:
+    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    values = [line[metric] for line in lines if line["step"]]  # 0 is a validation
+    ends = [statistics.fmean(part) for part in (values[:ENDS], values[-ENDS:])]
+    return what, f"first {ENDS} steps", ends[0], f"last {ENDS}", ends[1]
+
+
+def of_sft_grpo(folder: Path) -> list[Figure]:
+    base, sft, grpo = (_accuracy(folder, of) for of in ("base", "sft", "grpo"))
+    rows = len((folder / "generated.jsonl").read_text().splitlines())
+    figures = [("accuracy", "base", base, "SFT", sft), ("accuracy", "SFT", sft, "GRPO", grpo)]
+    return [*figures, ("prompts answered", "none", 0, "all", rows)]
+
+
+def of_rm_ppo(folder: Path) -> list[Figure]:
+    rm = _curve(folder, "rm", "objective/accuracy", "accuracy of the reward model on pairs")
+    return [rm, _curve(folder, "ppo", "reward/reward_model", "its score of PPO's responses")]
+
+
+def of_rollouts_sft(folder: Path) -> list[Figure]:
+    lines = (folder / "grpo" / "metrics.jsonl").read_text().splitlines()
+    before = next(line for line in map(json.loads, lines) if line["step"] == 0)
+    base = before[f"val-core/{DATA_SOURCE}/reward/mean@1"]
+    loss = _curve(folder, "sft_of_best", "objective/loss", "loss of the SFT (falls)")
+    return [loss, ("accuracy", "base", base, "SFT", _accuracy(folder, "sft_of_best"))]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """least: by how much each figure rises at least, or falls where below zero: about half of what was seen."""
+
+    commands: Callable[[Path], Iterator[Words]]
+    figures: Callable[[Path], list[Figure]]
+    least: tuple[float, ...]
+
+
+CHAINS = {
+    "sft_grpo": Chain(sft_grpo, of_sft_grpo, (0.18, 0.17, 30)),
+    "rm_ppo": Chain(rm_ppo, of_rm_ppo, (0.15, 0.8)),
+    "rollouts_sft": Chain(rollouts_sft, of_rollouts_sft, (-1.8, 0.35)),
+}
+
+
+def shortfalls(name: str, figures: list[Figure]) -> str:
+    """Why a chain's figures are not what is stated of it; empty where they are."""
+    short = []
+    for (what, _, first, _, last), least in zip(figures, CHAINS[name].least, strict=True):
+        if (last - first) * (1 if least > 0 else -1) < abs(least):
+            short.append(f"{what} changed by {last - first:.4g}, expected {least:+.4g} or more")
+    return "; ".join(short)
