@@ -166,6 +166,16 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "A rank whose requests are all on other ranks has nothing to compute but has not finished, and one that "
             "has got back all of its own may hold those of others.",
             exit="as rollout.rebalance"),
+    _ascend("rollout.ascend_dp_sync", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests_dp",
+            "verl_patches.rollout.ascend:unfinished_by_metadata",
+            "A decode step has two all-reduces of DP ranks, 3 ms each (quoted): whether any has requests "
+            "(patch_distributed.py:72), and their most tokens (model_runner_v1.py:614), 0 where none has.",
+            exit="vllm-ascend's metadata says whether a rank has requests", needs=("rollout.ascend_dp_metadata",)),
+    _ascend("rollout.ascend_dp_metadata", "wrap",
+            "vllm_ascend.worker.model_runner_v1:NPUModelRunner._get_forward_metadata_across_dp",
+            "verl_patches.rollout.ascend:metadata_of_dummy_batch",
+            "A rank without requests has taken part before its dummy batch, which would start another all-reduce.",
+            exit="as rollout.ascend_dp_sync"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
          "verl_patches.log_probs.of_rollout:keep_rollout_log_probs",

@@ -226,7 +226,7 @@ def test_a_plan_has_traffic_hosts_ports_and_the_watchs_bounds():
 def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     published = (
         "recipe.tensor_cache.enabled=true",
-        "recipe.patches=[-reshard.*,-memory.order,-memory.ledger]",
+        "recipe.patches=[-reshard.*,-memory.order,-memory.ledger,-rollout.ascend_dp_sync]",
         "recipe.rollout.ascend.vllm_sleep_mode=true",
         "recipe.rollout.ascend.prefix_caching=false",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
@@ -237,6 +237,10 @@ def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     quoted = {"rollout": 318.27, "ref": 104.7, "update": 328.8, "reshard": 11.18, "offload": 24.45}
     assert all(seconds[phase] == pytest.approx(value, rel=0.03) for phase, value in quoted.items()), seconds
     assert step["total_s"] == pytest.approx(801.29, rel=0.05)
+    with_row = plan_of(BIG, *published, "recipe.patches=[-reshard.*,-memory.order,-memory.ledger]")["step"]
+    assert step["total_s"] - with_row["total_s"] == pytest.approx(
+        0.003 * 3072, rel=0.01
+    )  # one sync of 3 ms a decode step
 
 
 @pytest.mark.parametrize("values", [{"prompt_tokens": 0}, {"response_tokens": -1.0}, {"dp_sync": "mpi"}])

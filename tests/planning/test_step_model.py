@@ -173,6 +173,8 @@ def test_gloo_costs_the_quoted_difference_at_each_of_two_calls_of_a_step():
     run = published()
     slower = step_time(replace(run, dp_sync="gloo"), FITTED)["rollout"] - step_time(run, FITTED)["rollout"]
     assert slower == pytest.approx(2 * 0.011 * 3072, rel=0.01)
+    two, one = (step_time(replace(run, dp_syncs=syncs), FITTED)["rollout"] for syncs in (2, 1))
+    assert two == step_time(run, FITTED)["rollout"] and two - one == pytest.approx(0.003 * 3072, rel=0.01)
     alone = replace(run, rollout=rollout_layout(128, 1, 2))  # nothing to sync: instances of one replica
     assert step_time(replace(alone, dp_sync="gloo"), FITTED) == step_time(alone, FITTED)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tests.emulation.emulated_engine import LIMITS, responses_of
+from tests.emulation.emulated_engine import LIMITS, record, responses_of, without, worker_of
 from tests.emulation.emulated_engine import prompts_of as random_prompts
 from verl_patches.errors import RecipeError
 
@@ -57,8 +57,18 @@ def to_and_fro(rebalance: Any, state: Any, *args: Any) -> Any:
     return rebalance.MovePlan(tuple(moves), 8, 8, blocks)
 
 
+def begun(group: Any) -> int:
+    """Collectives that this process has begun in a group."""
+    (device,) = group._device_types
+    return group._get_backend(device)._get_sequence_number_for_group()
+
+
 def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> list[dict]:
-    """Each spec: lengths and tokens of the prompts of each DP rank; every, plan, spoil (functions of this file)."""
+    """Each spec: lengths and tokens of the prompts of each DP rank; every, plan, spoil (functions of this file).
+
+    `without`: rows whose original is put in place meanwhile. Of each round, `steps`: forward passes of this rank, dummy
+    ones too; `syncs`: collectives over its DP group.
+    """
     import torch
 
     from verl_patches.rollout import rebalance, rebalance_engine
@@ -68,6 +78,9 @@ def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> li
     free, found = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks, []
     original = engine.engine_core.get_output
     planner = rebalance_engine.plan
+    passes = [
+        record(worker_of(llm).model_runner, name, lambda *args, **_: None) for name in ("_process_reqs", "_dummy_run")
+    ]
     for spec in specs:
         engine.reset_prefix_cache()
         before = free()
@@ -79,7 +92,10 @@ def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> li
             rebalance_engine.Rebalancer(engine, spec["every"], rebalance.Cost(1, 10**6, fixed_s=0))
             if "spoil" in spec:
                 globals()[spec["spoil"]](engine.rebalancer, place)
-        got = generate(llm, place, spec)
+        counted = sum(map(len, passes)), begun(engine.dp_group)
+        with without(spec.get("without", [])):
+            got = generate(llm, place, spec)
+        got |= {"steps": sum(map(len, passes)) - counted[0], "syncs": begun(engine.dp_group) - counted[1]}
         if engine.rebalancer is not None:
             got |= {"moved": engine.rebalancer.moved, "left over": bool(engine.rebalancer.guests) or free() != before}
         if "error" in got:

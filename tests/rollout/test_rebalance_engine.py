@@ -17,8 +17,14 @@ GRAPHS = {
 }
 LONG = {"lengths": [[140, 60, 30, 20, 17, 150], []], "tokens": [[14, 12, 14, 6, 10, 13], []]}
 EVEN = {"lengths": [[140, 20, 40], [30, 131]], "tokens": [[14, 12, 9], [14, 13]]}
+NOTHING = {"lengths": [[], []], "tokens": [[], []]}
+TWO_SYNCS = {"without": ["rollout.ascend_dp_sync"]}
 ROUNDS = {
+    "uneven, two syncs": {**LONG, **TWO_SYNCS},
     "uneven": LONG,
+    "even, two syncs": {**EVEN, **TWO_SYNCS},
+    "no prompts": NOTHING,
+    "no prompts, two syncs": {**NOTHING, **TWO_SYNCS},
     "uneven, moved": {**LONG, "every": 3},
     "even": EVEN,
     "even, to and fro": {**EVEN, "every": 1, "plan": "to and fro"},
@@ -58,7 +64,21 @@ def largest(found, expected):
     if [rank["tokens"] for rank in found] != [rank["tokens"] for rank in expected]:
         return float("inf")
     values = ([v for rank in ranks for each in rank["log_probs"] for v in each] for ranks in (found, expected))
-    return max(abs(a - b) for a, b in zip(*values, strict=True))
+    return max((abs(a - b) for a, b in zip(*values, strict=True)), default=0.0)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("uneven", 14), ("even", 14), ("no prompts", 0)])
+def test_data_parallel_ranks_agree_once_a_step_and_give_the_same(found, name, steps):
+    """Row rollout.ascend_dp_sync; the control is the same round without it. One more tells that none has requests."""
+    one, two = found[name], found[f"{name}, two syncs"]
+    assert [(rank["steps"], rank["syncs"]) for rank in one] == [(steps, steps + 1)] * 2
+    assert [(rank["steps"], rank["syncs"]) for rank in two] == [(steps, 2 * steps + 1)] * 2
+    assert largest(one, two) < LARGEST
+
+
+def test_an_exchange_costs_one_more(found):
+    """Before each of four: who holds requests after it is not known. Three at the end, around two last exchanges."""
+    assert [(rank["steps"], rank["syncs"]) for rank in found["uneven, moved"]] == [(14, 14 + 4 + 3)] * 2
 
 
 @pytest.mark.parametrize("name", ["uneven, moved", "even, to and fro", "uneven, moved again"])

@@ -8,7 +8,8 @@ values, update_critic   as ref and update, of a critic; its head is taken for th
 rollout      steps x decode + prefill, until the longest response ends; b falls with the lengths' tail. One decode step:
              weights of the die / memory + b x c x KV bytes / memory + b x 2 FLOPs x active parameters / TP / compute
              + exchange of experts and TP's all-reduces / network + layers x decode_layer_s + engine_step_s
-             + 2 syncs of the DP ranks (vllm-ascend worker/model_runner_v1.py:604, patch_distributed.py:63)
+             + syncs of the DP ranks: 2 (vllm-ascend worker/model_runner_v1.py:604, patch_distributed.py:63), or 1 with
+             row rollout.ascend_dp_sync
 ref, old_log_prob   forward pipeline, and the batch's bytes through the driver where the tensor cache is off
 update       forward + 2 x forward for backward + forward of the recomputed layers, as a pipeline; gradient and
              parameter exchange of DP; optimizer, with its copies over the host link where it is swapped
@@ -45,7 +46,6 @@ FLOPS_PER_S, MEMORY_BYTES_PER_S = PEAK_FLOPS_PER_S["npu"], 1.6 * 2**40
 NETWORK_BYTES_PER_S, HOST_BYTES_PER_S = 196e9, 25e9
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, NETWORK_EFFICIENCY = 0.7, 0.6, 0.7  # the first for decode and prefill
 DP_SYNC_S = {"hccl": 0.003, "gloo": 0.014}  # of one call, quoted
-DP_SYNCS = 2  # calls of a decode step
 EMPTY_CACHE_S_PER_BYTE = 4 / 26e9  # quoted
 EAGER_LAYER_S = 0.0012  # assumed: about 120 kernel launches of 10 us; binds for short micro batches only
 HEAD_PASSES = 6  # assumed: reads and writes of the fp32 logits for log-softmax, entropy and their reductions
@@ -130,6 +130,7 @@ class StepInput:
     `critic_micro_batch` without a critic. `reward_micro_batch`: of each reward model. `sampled`: false on fixed data,
     without rollout, weight sync and reward; `actor`: false where the critic alone is trained.
     `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
+    `dp_syncs`: of a decode step.
     """
 
     model: ModelShape
@@ -159,6 +160,7 @@ class StepInput:
     prefix_caching: bool = False
     shared_whole: bool = True
     dp_sync: str = "hccl"
+    dp_syncs: int = 2
     kv_bytes: float | None = None
     sampled: bool = True
     actor: bool = True
@@ -357,7 +359,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     replica = run.responses / (layout.world_size / layout.tp)  # layouts have pp 1 here
     mean, last = lengths.mean_of_longest(), lengths.mean_of_longest(run.responses)
     seats = max(1.0, min(run.seats, replica, _kv_seats(run, mean)))
-    fixed = constants.engine_step_s + (DP_SYNCS * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0)
+    fixed = constants.engine_step_s + (run.dp_syncs * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0)
 
     def step(running: float, context: float) -> float:
         tier = next((size for size in sorted(run.graph_sizes) if size >= running), running)

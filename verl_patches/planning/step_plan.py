@@ -122,6 +122,7 @@ def step_input(
         prefix_caching=recipe.rollout.ascend.prefix_caching,
         shared_whole=rollout_library(config) == "vllm-ascend",
         dp_sync=workload.dp_sync,
+        dp_syncs=1 if "rollout.ascend_dp_sync" in rows else 2,
         kv_bytes=kv_bytes,
         sampled=samples(recipe),
         actor=trains_actor(recipe),

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 in vllm-ascend f20869ef: fixes for its attention and routing, as wrappers."""
+"""DeepSeek-V3 in vllm-ascend f20869ef: fixes for its attention, routing and data-parallel steps, as wrappers."""
 
 from __future__ import annotations
 
@@ -118,3 +118,37 @@ def _in_streams(forward: Callable) -> Callable:
         return forward(*args, enable_multistream_mla=not get_forward_context().with_prefill, **kwargs)
 
     return forward_in_streams
+
+
+def unfinished_by_metadata(has_unfinished_requests_dp: Callable) -> Callable:
+    """Row provider for LLMEngine.has_unfinished_requests_dp: data-parallel (DP) ranks agree by their step's metadata.
+
+    Upstream has two all-reduces over the DP group in a step: whether a rank has requests, and the maximum of tokens,
+    with_prefill and dbo (_get_forward_metadata_across_dp, model_runner_v1.py:604). Here the second is the only one. A
+    rank with requests takes part with its tokens, in its step. A rank without takes part before its step, with 0
+    tokens: the maximum is 0 where no rank has requests, else it is what the rank's dummy batch runs with.
+    """
+
+    @functools.wraps(has_unfinished_requests_dp)
+    def unfinished(self: Any, has_unfinished: bool) -> bool:
+        if has_unfinished:
+            return True
+        runner = self.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        metadata = runner._get_forward_metadata_across_dp(0, False, False)
+        if metadata[0] == 0:
+            return False
+        runner.metadata_of_dummy_batch, self.should_execute_dummy_batch = metadata, True
+        return True
+
+    return unfinished
+
+
+def metadata_of_dummy_batch(get_forward_metadata_across_dp: Callable) -> Callable:
+    """Row provider for NPUModelRunner._get_forward_metadata_across_dp: a dummy batch takes what was agreed before."""
+
+    @functools.wraps(get_forward_metadata_across_dp)
+    def across_dp(self: Any, *args: Any) -> Any:
+        agreed = self.__dict__.pop("metadata_of_dummy_batch", None)
+        return get_forward_metadata_across_dp(self, *args) if agreed is None else agreed
+
+    return across_dp

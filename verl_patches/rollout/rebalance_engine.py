@@ -93,7 +93,14 @@ class Rebalancer:
 
     def has_unfinished(self) -> bool:
         """Whether any rank of the DP group has to go on; once none has, a last exchange returns what is abroad."""
-        if self.engine.has_unfinished_requests_dp(self._holds_requests()):
+        from vllm.config import ParallelConfig
+
+        holds = self._holds_requests()
+        if self._is_exchange(self.steps + 1):  # after which other ranks may hold requests than now
+            unfinished = ParallelConfig.has_unfinished_dp(self.engine.dp_group, holds)
+        else:
+            unfinished = self.engine.has_unfinished_requests_dp(holds)
+        if unfinished:
             return True
         self.returning = self.abroad  # equal on all ranks
         return self.returning
@@ -105,7 +112,7 @@ class Rebalancer:
             self.returning = False
             return self._timed_exchange()
         outputs = []
-        if self.steps % self.every == 0:
+        if self._is_exchange(self.steps):
             outputs = self._timed_exchange()
             self.engine.should_execute_dummy_batch = not self._holds_requests()
         return outputs + upstream(self.engine)
@@ -117,6 +124,9 @@ class Rebalancer:
         """
         counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
         return counts
+
+    def _is_exchange(self, step: int) -> bool:
+        return step % self.every == 0
 
     def _holds_requests(self) -> bool:
         return self.scheduler.get_num_unfinished_requests() > 0
