@@ -218,7 +218,12 @@ def test_a_plan_has_traffic_hosts_ports_and_the_watchs_bounds():
     sync = plan["traffic"]["weight_sync"]
     assert sync["received_mean_bytes"] == pytest.approx(24.95e9, rel=1e-3)  # as `reshard-plan`
     assert sync["sent_bytes"] == pytest.approx(32.87e9, rel=2e-3) and 60 <= sync["collectives"] <= 64
-    assert plan["ports"]["all"] == [61000, 61143] and set(plan["traffic"]["dispatch_bytes"]) == {"generate", "place", "update"}
+    assert plan["ports"]["all"] == [61000, 61143]
+    sent, columns = plan["traffic"]["dispatch_bytes"], plan["traffic"]["dispatch_columns"]
+    assert sent == {stage: sum(columns[stage].values()) for stage in ("generate", "place", "update")}
+    assert 0.02e9 < sum(sent.values()) < 0.03e9  # responses are 995 tokens in the mean
+    whole = plan_of(BIG, "recipe.tensor_cache.enabled=false")["traffic"]
+    assert set(whole["dispatch_bytes"]) == {"ref", "update"} and whole["dispatch_columns"] == {}
     assert "modelled: rollout" in plan["step"]["watch"]
     assert "watch" not in plan_of(BIG, "recipe.watch.action=off")["step"]
 
