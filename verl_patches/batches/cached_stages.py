@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from verl import DataProto
 
-from verl_patches.batches.batch_plan import BatchPlan, plan_batch, train_replicas
+from verl_patches.batches.batch_plan import BatchPlan, plan_batch, replicas_of_expert_group, train_replicas
 from verl_patches.batches.cache import TensorCache
 from verl_patches.batches.exchange import (
     Ragged,
@@ -114,7 +114,7 @@ class CachedBatch:
         budget = token_budget(worker.config, "update")
         packs = budget is not None and payload["balance"]
         size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs by itself
-        self.payload, self.tokens = payload, tokens
+        self.payload, self.tokens, sharing = payload, tokens, replicas_of_expert_group(train)
         self.plan = plan_batch(
             train_replicas(train),
             tokens,
@@ -122,13 +122,14 @@ class CachedBatch:
             mini_batch_size=actor.ppo_mini_batch_size * train.dp,  # verl has divided it in the worker
             micro_batch_size=size,
             token_budget=budget if packs else None,
+            sharing=sharing,
         )
         specs = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
         if "rollout_log_probs" in self.cache.names:
             specs["rollout_log_probs"] = TensorSpec(torch.float32, responses)
         self.cache.redistribute(step, self.plan, rank, specs)
         sent, received = wire_bytes(self.plan, rank, specs)
-        most, mean = self.plan.tokens(tokens)
+        most, mean = self.plan.tokens(tokens, sharing)
         moved = {"sent_bytes": sent, "received_bytes": received, "kept_bytes": self.cache.bytes_held}
         return {**moved, "balance": round(most / mean, 4)}
 
