@@ -15,7 +15,7 @@ from verl.trainer.ppo.core_algos import agg_loss
 from verl_patches.batches import cached_stages, cached_step, limits
 from verl_patches.batches.cached_stages import padded_prompts
 from verl_patches.batches.cached_step import CachedStep, TensorCacheStages
-from verl_patches.batches.exchange import Ragged, mask_of, to_padded
+from verl_patches.batches.exchange import Ragged, mask_of, packed_ids, to_padded, unpacked_ids
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
@@ -106,6 +106,7 @@ class Workers:
         for samples in PLACED:
             values = [self.values[s, : LENGTHS[s]] for s in samples]
             entropy = torch.stack([value.mean() for value in values]).numpy()
+            samples = np.array(samples, np.int32)
             answers.append({"samples": samples, "entropy": entropy, "values": torch.cat(values).numpy()})
         return answers
 
@@ -189,12 +190,28 @@ def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
         padded_prompts(sent, 0, 3)
 
 
+@pytest.mark.parametrize("ids", [[], [0], [0, 1, 255, 256, 65_535, 65_536, 129_279, (1 << 24) - 1]])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_token_ids_of_three_bytes_are_the_same_ids(ids, dtype):
+    packed = packed_ids(np.array(ids, dtype))
+    assert packed.nbytes == limits.ID_BYTES * len(ids) and packed.flags.c_contiguous
+    packed.flags.writeable = False  # as Ray's arrays are
+    found = unpacked_ids(packed)
+    assert found.dtype == np.int32 and found.tolist() == ids and torch.from_numpy(found.copy()).tolist() == ids
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 24])
+def test_token_ids_that_three_bytes_do_not_hold_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{wrong}.*expected 0 to 16777215"):
+        packed_ids(np.array([5, wrong], np.int32))
+
+
 class Generating:
     """Two ranks with two responses to their prompt each, of unequal lengths."""
 
     ANSWERS = [
-        {"prompt_length": [2, 2], "response_length": [2, 3], "response_ids": [11, 12, 21, 22, 23]},
-        {"prompt_length": [1, 1], "response_length": [1, 3], "response_ids": [31, 41, 42, 43]},
+        {"response_length": [2, 3], "response_ids": [11, 12, 21, 22, 23]},
+        {"response_length": [1, 3], "response_ids": [31, 41, 42, 43]},
     ]
     REPORTS = [{"sent_bytes": a, "received_bytes": b, "balance": 1.25} for a, b in ((8, 4), (2, 6))]
 
@@ -203,7 +220,8 @@ class Generating:
 
     def run_stage(self, stage, step, payload=None):
         self.calls.append((stage, step, payload))
-        answers = [{name: np.array(each) for name, each in answer.items()} for answer in self.ANSWERS]
+        answers = [{name: np.array(each, np.int32) for name, each in answer.items()} for answer in self.ANSWERS]
+        answers = [{**answer, "response_ids": packed_ids(answer["response_ids"])} for answer in answers]
         return {"generate": answers, "place": self.REPORTS, "close": None}[stage]
 
 

@@ -7,8 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.batches.lengths import lognormal_lengths
-from verl_patches.batches.batch_plan import arrival, balanced, mini_batches, packed, steps_cost
+from verl_patches.batches.batch_plan import (
+    arrival,
+    balanced,
+    mini_batches,
+    packed,
+    replicas_of_expert_group,
+    steps_cost,
+)
 from verl_patches.errors import ConfigError
+from verl_patches.layout.parallel import parse_layout
 
 ONE = st.just(1)
 
@@ -48,17 +56,70 @@ def test_no_assignment_of_single_samples_costs_less(replicas, steps, data):
     assert steps_cost(balanced(share, lengths, 1), lengths) == (best, sum(lengths) / replicas)
 
 
-@pytest.mark.parametrize("cv", [0.4, 0.55, 0.7])
-@pytest.mark.parametrize("replicas", [8, 64])
-def test_at_the_256_die_batch_replicas_are_equal_within_two_percent(cv, replicas):
+def lowest_cost(lengths, replicas, micro, sharing):
+    """Of all assignments, by trying each."""
+    each, best = len(lengths) // replicas, sum(lengths)
+    for order in itertools.permutations(range(len(lengths))):
+        share = [order[r * each : (r + 1) * each] for r in range(replicas)]
+        best = min(best, steps_cost(arrival(share, micro), lengths, sharing)[0])
+    return best
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=6, max_size=6), st.sampled_from([(2, 1), (3, 1), (2, 3), (3, 2)]))
+def test_several_expert_groups_and_larger_micro_batches_are_near_the_lowest_cost(lengths, shape):
+    """Two or three groups of one replica, or one group with micro batches of two or three samples: greedy."""
+    replicas, micro = shape
+    sharing = 1 if micro == 1 else replicas
+    share = [range(r * 6 // replicas, (r + 1) * 6 // replicas) for r in range(replicas)]
+    most, equal = steps_cost(balanced(share, lengths, micro, sharing), lengths, sharing)
+    best = lowest_cost(lengths, replicas, micro, sharing)
+    assert equal <= best <= most <= best + max(lengths) - min(lengths)
+
+
+# replicas, of an expert group, samples of a micro batch or None for a budget, cv: most tokens over their mean
+FACTORS = [
+    *((8, 8, 1, cv, 1.005) for cv in (0.4, 0.55, 0.7)),
+    *((64, 8, 1, cv, 1.005) for cv in (0.4, 0.55, 0.7)),
+    *((64, 64, 1, cv, 1.015) for cv in (0.4, 0.55, 0.7)),  # the lowest that there is
+    *((64, 64, None, cv, 1.006) for cv in (0.4, 0.55, 0.7)),
+    *((64, 8, None, cv, 1.005) for cv in (0.4, 0.55, 0.7)),
+    (64, 64, 4, 0.7, 1.005),
+]
+
+
+@pytest.mark.parametrize(("replicas", "sharing", "micro", "cv", "bound"), FACTORS)
+def test_at_the_256_die_batch_replicas_are_equal(replicas, sharing, micro, cv, bound):
     lengths = lognormal_lengths(512 * 16, cv, seed=1)
     (share,) = mini_batches(len(lengths), replicas, len(lengths))
-    found = balanced(share, lengths, 1)
-    most, equal = steps_cost(found, lengths)
+    if micro is None:
+        found = packed(share, lengths, 8192, sharing=sharing)
+    else:
+        found = balanced(share, lengths, micro, sharing)
+    most, equal = steps_cost(found, lengths, sharing)
     totals = [sum(lengths[s] for batch in batches for s in batch) for batches in found]
-    assert most / equal <= 1.02 and max(totals) - min(totals) < max(lengths) * 0.1
-    most, _ = steps_cost(arrival(share, 1), lengths)
-    assert most / equal > 1.4  # negative control
+    assert most / equal <= bound and max(totals) - min(totals) < max(lengths)
+    most, _ = steps_cost(arrival(share, micro or 1), lengths, sharing)
+    assert most / equal > (1.2 if micro == 4 else 1.4)  # negative control
+    if sharing < replicas:  # as if all replicas shared experts
+        assert steps_cost(balanced(share, lengths, 1), lengths)[0] / equal > 1.01
+
+
+@pytest.mark.parametrize(("words", "replicas"), [
+    ("tp4 pp8 ep32 etp1 @256", 8),  # the 256-die runs
+    ("tp4 pp8 ep32 etp1 @2048", 8),
+    ("tp2 ep2 etp2 @8", 2),
+    ("tp4 ep2 etp1 @8", 1),
+    ("tp1 cp2 ep4 @8", 2),
+    ("tp1 cp4 ep2 @8", 1),
+])  # fmt: skip
+def test_an_expert_group_has_the_replicas_whose_ranks_hold_its_experts(words, replicas):
+    train = parse_layout(words)
+    groups = [{train.coordinates(rank).dp for rank in group} for group in train.groups("etp-ep")]
+    apart = [range(at, at + replicas) for at in range(0, train.dp, replicas)]
+    assert replicas_of_expert_group(train) == replicas
+    assert all(any(group <= set(own) for own in apart) for group in groups)
+    assert max(map(len, groups)) == replicas
 
 
 @given(shares(), st.integers(0, 4096), st.booleans())

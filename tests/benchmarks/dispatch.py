@@ -40,12 +40,13 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from tests.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
 from tests.batches.logical_group import group_of, serialised_sizes
 from verl_patches.batches.cached_step import CachedStep, TensorCacheStages
-from verl_patches.batches.exchange import Ragged, model_inputs
+from verl_patches.batches.exchange import Ragged, model_inputs, packed_ids
+from verl_patches.batches.limits import trainer_bytes
 from verl_patches.trainer.dispatch import put_before_calling
 
 EACH, WORLD, VOCABULARY = 16, 256, 129_280
 DP, PP, TP = 8, 8, 4
-SCALE, BOUND_BYTES = 32, 0.06e9
+SCALE, BOUND_BYTES = 32, 0.03e9
 
 
 class Host:
@@ -103,11 +104,10 @@ class Host:
     def run_stage(self, stage, step, payload=None):
         """batches/cached_stages.py, answers of every stage."""
         if stage == "generate":
-            prompt, response = self._ids(len(self.lengths[0]) // WORLD, self._rank(stage))
+            _, response = self._ids(len(self.lengths[0]) // WORLD, self._rank(stage))
             return {
-                "prompt_length": np.array(prompt.lengths),
-                "response_length": np.array(response.lengths),
-                "response_ids": response.values.numpy(),
+                "response_length": np.array(response.lengths, np.int32),
+                "response_ids": packed_ids(response.values.numpy()),
             }
         replica = self.heads.get(self._rank(stage))
         if stage == "place":
@@ -116,7 +116,7 @@ class Host:
             return None
         if stage == "update":
             return {f"actor/{n}": [0.0] for n in range(10)}
-        samples = tuple(range(replica * self.each, (replica + 1) * self.each))
+        samples = np.arange(replica * self.each, (replica + 1) * self.each, dtype=np.int32)
         return {"samples": samples, "entropy": np.zeros(self.each, np.float32), "values": None}
 
 
@@ -250,7 +250,10 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
         way["all"] = way["sent"] + way["back"]
     peers = {verls: found[verls]}
     scale = f"generation 1, other calls 1/{SCALE} x {SCALE}"
-    more = {**found["ours"], "scale_of_peers": scale, "mean_response": round(statistics.mean(responses), 1)}
+    columns = trainer_bytes(questions, samples, sum(prompts[::EACH]), sum(responses), send_back=False, per_token=False)
+    modelled = sum(sum(of_stage.values()) for of_stage in columns.values())
+    more = {**found["ours"], "modelled": modelled, "columns": columns}
+    more |= {"scale_of_peers": scale, "mean_response": round(statistics.mean(responses), 1)}
     name = "host bytes of a step, 256 workers, balance_batch on"
     yield figure(name, found["ours"]["all"], "B", BOUND_BYTES, peers, **more)
     worst = found["ours, every response of 3072 tokens"]

@@ -117,6 +117,18 @@ def end_early():
     wrap(ROLLOUT, "get_response_mask", mask_of)
 
 
+def print_bytes():
+    """The trainer prints the bytes of the arrays that each stage of the tensor cache sends, once, and gets back."""
+
+    def run(original, self, stage, sent):
+        results = original(self, stage, sent)
+        sizes = [value.nbytes for part in (sent, *results) for value in part.values() if hasattr(value, "nbytes")]
+        print("bytes of stage", stage, sum(sizes))
+        return results
+
+    wrap("verl_patches.batches.cached_step", "TensorCacheStages._run", run)
+
+
 # -- spoilt weight syncs: controls of the truth check ------------------------------------------------------------------
 
 

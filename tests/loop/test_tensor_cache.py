@@ -7,6 +7,8 @@ import pytest
 from loop_runs import ARRIVAL, GSPO, PPO, hook, metrics_of
 from safetensors.torch import load_file
 
+from verl_patches.batches.limits import trainer_bytes
+
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ON = "recipe.tensor_cache.enabled=true"
 # with the default seed and in arrival order, a token of step 2 has two experts whose scores are 5e-8 apart: vLLM takes
@@ -29,6 +31,24 @@ def assert_same_steps(cached, plain):
     for step, other in zip(cached.steps, plain.steps, strict=True):
         assert step["logprob_delta"]["mean"] == pytest.approx(other["logprob_delta"]["mean"], rel=1e-6)
         assert step["tensor_cache"]["received_bytes"] > 0 and "tensor_cache" not in other
+
+
+def assert_bytes_are_modelled(run):
+    """What the trainer sent and got in each step is what `trainer_bytes` says of the step's lengths."""
+    found = re.findall(r"bytes of stage (\w+) (\d+)", run.log)
+    per_step = [(stage, int(size)) for stage, size in found if int(size)]
+    modelled = []
+    for step in run.steps:
+        recorded, scores = (
+            load_file(run.folder / "rollouts" / f"{name}_{step['step']}.safetensors") for name in ("step", "scores")
+        )
+        samples, width = recorded["responses"].shape
+        prompts, responses = (mask.sum(1) for mask in recorded["attention_mask"].long().tensor_split([-width], 1))
+        n = samples // len({bytes(uid.tolist()) for uid in scores["uid"]})
+        tokens = int(prompts[::n].sum()), int(responses.sum())
+        stages = trainer_bytes(samples // n, samples, *tokens, send_back=False, per_token=False)
+        modelled += [(stage, sum(columns.values())) for stage, columns in stages.items() if columns]
+    assert per_step == modelled and len(run.steps) > 1
 
 
 def assert_validated(run):
@@ -79,7 +99,8 @@ def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
     """Row update.micro_batches_as_planned. Responses are equally long and each micro batch has two of a replica's four
     samples, as without: a token weighs the same.
     """
-    cached, plain = smoke(ON, DYNAMIC, budget(272)), smoke()
+    cached, plain = smoke(ON, DYNAMIC, budget(272), hook("print_bytes")), smoke()
+    assert_bytes_are_modelled(cached)
     for step, other in zip(cached.steps, plain.steps, strict=True):
         assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert step["logprob_delta"]["mean"] < 1e-5

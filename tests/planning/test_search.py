@@ -28,7 +28,7 @@ from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
 
-BIG = "deepseekv3_256die_random_init"
+BIG, TRUE_WEIGHT = "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"
 ACTOR = "actor_rollout_ref.actor.megatron"
 PRESETS = {"16": (16, 8), "64": (64, 32), "128": (128, 61), "384": (384, 61)}  # name: dies, layers
 TREES = trees_of(None, None)
@@ -91,7 +91,7 @@ def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says(found)
 
 
 def test_graphs_of_a_listed_layout_go_up_to_its_requests(rows):
-    name = "deepseekv3_256die_true_weight"
+    name = TRUE_WEIGHT
     config = compose(name)
     assert seats_keys(config, 16)[GRAPHS] == [8, 16] and GRAPHS not in seats_keys(compose(BIG), 16)
     row = search(config, rows, 128, Workload(), top=1)[0]
@@ -133,7 +133,7 @@ def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
 )
 def test_a_config_whose_own_layout_fails_is_searched_too(overrides, changes):
     """Each override fails a plan; with what the search lists for the same command it passes."""
-    name = "deepseekv3_256die_true_weight"
+    name = TRUE_WEIGHT
     assert not plan_of(name, *overrides)["ok"]
     config = compose(name, overrides)
     row = search(config, rows_on(config), 256, Workload(), top=1)[0]
@@ -218,7 +218,13 @@ def test_a_plan_has_traffic_hosts_ports_and_the_watchs_bounds():
     sync = plan["traffic"]["weight_sync"]
     assert sync["received_mean_bytes"] == pytest.approx(24.95e9, rel=1e-3)  # as `reshard-plan`
     assert sync["sent_bytes"] == pytest.approx(32.87e9, rel=2e-3) and 60 <= sync["collectives"] <= 64
-    assert plan["ports"]["all"] == [61000, 61143] and set(plan["traffic"]["dispatch_bytes"]) == {"ref", "update"}
+    assert plan["ports"]["all"] == [61000, 61143]
+    sent, columns = plan["traffic"]["dispatch_bytes"], plan["traffic"]["dispatch_columns"]
+    assert sent == {stage: sum(columns[stage].values()) for stage in ("generate", "place", "update")}
+    assert sum(sent.values()) == pytest.approx(512 * 16 * 3072 * 3, rel=0.01)  # responses of full length
+    assert sum(plan_of(TRUE_WEIGHT)["traffic"]["dispatch_bytes"].values()) < 0.03e9  # 995 tokens in the mean
+    whole = plan_of(BIG, "recipe.tensor_cache.enabled=false")["traffic"]
+    assert set(whole["dispatch_bytes"]) == {"ref", "update"} and whole["dispatch_columns"] == {}
     assert "modelled: rollout" in plan["step"]["watch"]
     assert "watch" not in plan_of(BIG, "recipe.watch.action=off")["step"]
 

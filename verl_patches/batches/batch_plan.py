@@ -4,12 +4,15 @@ Plain data, equal on every rank that has the same lengths. A sample is its index
 (the responses of one prompt are adjacent). After rollout, ranks hold contiguous shares in rank order. A GRPO group may
 be split over replicas: the trainer computes advantages by sample.
 
-All replicas of a step share one expert group, so the n-th micro batches take as long as the longest of them. The cost
-of an update is therefore the sum, over micro batches, of the most tokens on any replica. Samples are sorted by length
-and cut into slots of one sample per replica. For micro batches of one sample this is optimal: over D replicas the
-k*D+1 longest samples fill at least k+1 slots, so the (k+1)-th longest slot of any assignment is at least as long as the
-(k*D+1)-th longest sample, and here it is exactly that long. Within a slot, the longest sample goes to the replica with
-the fewest tokens so far. The longest micro batches run first, so that too little memory shows at once.
+Replicas that share an expert group exchange tokens in every layer, so the n-th micro batches of the group take as long
+as the longest of them. The cost of an update is therefore the sum, over micro batches, of the most tokens on any
+replica of a group, and of all groups the highest. Samples are sorted by length and cut into slots of one sample per
+replica of a group. For one group and micro batches of one sample this is optimal, by any cost that rises with length:
+over D replicas the k*D+1 longest samples fill at least k+1 slots, so the (k+1)-th longest slot of any assignment is at
+least as long as the (k*D+1)-th longest sample, and here it is exactly that long. Several groups get equally many slots,
+the longest to the group with the fewest tokens so far. Within a slot, the longest sample goes to the replica with the
+fewest tokens in this micro batch, then in all. The longest micro batches run first, so that too little memory shows at
+once.
 
 Gradients do not depend on the plan with row update.sample_weights (micro_batches.py). Without it verl's Megatron actor
 averages the loss of each micro batch by itself, and Megatron divides by their number: with loss_agg_mode token-mean
@@ -25,6 +28,7 @@ import bisect
 import functools
 import hashlib
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,22 +47,35 @@ def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
             f"micro batches: replicas have {len(share[0])} samples of a mini batch; expected a multiple of the micro "
             f"batch size {size}; change ppo_mini_batch_size x rollout.n"
         )
-    return [[list(samples[i : i + size]) for i in range(0, len(samples), size)] for samples in share]
+    return [_cut(list(samples), size) for samples in share]
 
 
-def balanced(share: Sequence[Samples], lengths: Sequence[int], micro_batch_size: int) -> Replicas:
+def balanced(
+    share: Sequence[Samples], lengths: Sequence[int], micro_batch_size: int, sharing: int | None = None
+) -> Replicas:
     """Micro batches of `micro_batch_size` samples, equally long on all replicas; ConfigError as `arrival`.
 
-    `lengths`: tokens by sample.
+    `lengths`: tokens by sample. `sharing`: replicas of an expert group, by default all.
     """
-    return arrival(_deal([sample for samples in share for sample in samples], lengths, len(share)), micro_batch_size)
+    arrival(share, micro_batch_size)
+    found = []
+    for slots in _slots(share, lengths, sharing or len(share)):
+        found += _deal(_cut(slots, micro_batch_size), lengths)
+    return found
 
 
-def packed(share: Sequence[Samples], lengths: Sequence[int], token_budget: int, *, balance: bool = True) -> Replicas:
+def packed(
+    share: Sequence[Samples],
+    lengths: Sequence[int],
+    token_budget: int,
+    *,
+    balance: bool = True,
+    sharing: int | None = None,
+) -> Replicas:
     """Micro batches of any number of samples and at most `token_budget` tokens, equally many on each replica.
 
-    With `balance` a slot is packed for all replicas at once, by its longest sample; otherwise each replica packs its
-    own share. ConfigError for a sample longer than the budget.
+    With `balance` a slot is packed for the replicas of an expert group at once, by its longest sample; otherwise each
+    replica packs its own share. `sharing` as in `balanced`. ConfigError for a sample longer than the budget.
     """
     own = [list(samples) for samples in share]
     longest = max((lengths[sample] for samples in own for sample in samples), default=0)
@@ -68,32 +85,55 @@ def packed(share: Sequence[Samples], lengths: Sequence[int], token_budget: int, 
             "raise that max_token_len_per_gpu to data.max_prompt_length + data.max_response_length or more"
         )
     if balance:
-        own = _deal([sample for samples in own for sample in samples], lengths, len(own))
-        slots = [max(lengths[sample] for sample in slot) for slot in zip(*own, strict=True)]
-        bins = _equally_many([slots], token_budget) * len(own)
-    else:
-        bins = _equally_many([[lengths[sample] for sample in samples] for samples in own], token_budget)
+        groups, found = _slots(share, lengths, sharing or len(share)), []
+        bins = _equally_many([[lengths[slot[0]] for slot in slots] for slots in groups], token_budget)
+        for slots, of_group in zip(groups, bins, strict=True):
+            found += _deal([[slots[i] for i in places] for places in of_group], lengths)
+        return found
+    bins = _equally_many([[lengths[sample] for sample in samples] for samples in own], token_budget)
     return [
         [[samples[i] for i in places] for places in of_replica] for samples, of_replica in zip(own, bins, strict=True)
     ]
 
 
-def steps_cost(replicas: Replicas, lengths: Sequence[int]) -> tuple[int, float]:
-    """(sum over micro batches of the most tokens on any replica, that sum if all replicas were equal)."""
+def steps_cost(replicas: Replicas, lengths: Sequence[int], sharing: int | None = None) -> tuple[int, float]:
+    """(sum over micro batches of the most tokens on any replica, that sum if all replicas were equal).
+
+    Of several expert groups, of `sharing` replicas each, the highest sum.
+    """
     tokens = [[sum(lengths[sample] for sample in batch) for batch in batches] for batches in replicas]
-    return sum(map(max, zip(*tokens, strict=True))), sum(map(sum, tokens)) / len(replicas)
+    groups = _cut(tokens, sharing or len(tokens))
+    return max(sum(map(max, zip(*group, strict=True))) for group in groups), sum(map(sum, tokens)) / len(replicas)
 
 
-def _deal(samples: Samples, lengths: Sequence[int], replicas: int) -> list[list[int]]:
-    """Samples by replica, longest first; equally many to each."""
-    order = sorted(samples, key=lambda sample: -lengths[sample])
-    dealt: list[list[int]] = [[] for _ in range(replicas)]
-    totals = [0] * replicas
-    for begin in range(0, len(order), replicas):
-        by_load = sorted(range(replicas), key=lambda replica: (totals[replica], replica))
-        for replica, sample in zip(by_load, order[begin : begin + replicas], strict=True):
-            dealt[replica].append(sample)
-            totals[replica] += lengths[sample]
+def _cut(values: Sequence, size: int) -> list:
+    return [values[i : i + size] for i in range(0, len(values), size)]
+
+
+def _slots(share: Sequence[Samples], lengths: Sequence[int], sharing: int) -> list[list[list[int]]]:
+    """[expert group] -> its slots of `sharing` samples, the longest first, as are the samples of a slot."""
+    order = sorted((sample for samples in share for sample in samples), key=lambda sample: -lengths[sample])
+    slots = _cut(order, sharing)
+    rounds = _cut(range(len(slots)), len(share) // sharing)  # each gives one slot to each group
+    dealt = _deal([rounds], [lengths[slot[0]] for slot in slots])
+    return [[slots[place] for place in places] for (places,) in dealt]
+
+
+def _deal(batches: Sequence[Sequence[Samples]], lengths: Sequence[int]) -> Replicas:
+    """`batches`: [micro batch][slot] -> samples, the longest first, one for each replica."""
+    replicas = range(len(batches[0][0]))
+    dealt: Replicas = [[] for _ in replicas]
+    totals = [0 for _ in replicas]
+    for slots in batches:
+        tokens = [0 for _ in replicas]
+        for of_replica in dealt:
+            of_replica.append([])
+        for slot in slots:
+            by_load = sorted(replicas, key=lambda replica: (tokens[replica], totals[replica], replica))
+            for replica, sample in zip(by_load, slot, strict=True):
+                dealt[replica][-1].append(sample)
+                tokens[replica] += lengths[sample]
+                totals[replica] += lengths[sample]
     return dealt
 
 
@@ -155,9 +195,9 @@ class BatchPlan:
         by_replica = [[s for s in samples if s in self.held[rank]] for samples in self.placed]
         return [by_replica[replica] for replica in self.replica_of]
 
-    def tokens(self, lengths: Sequence[int]) -> tuple[int, float]:
+    def tokens(self, lengths: Sequence[int], sharing: int | None = None) -> tuple[int, float]:
         """`steps_cost` of all mini batches."""
-        costs = [steps_cost(list(minis), lengths) for minis in zip(*self.schedule, strict=True)]
+        costs = [steps_cost(list(minis), lengths, sharing) for minis in zip(*self.schedule, strict=True)]
         return sum(most for most, _ in costs), sum(mean for _, mean in costs)
 
     @functools.cached_property
@@ -174,20 +214,21 @@ def plan_batch(
     micro_batch_size: int | None = None,
     token_budget: int | None = None,
     balance: bool = True,
+    sharing: int | None = None,
 ) -> BatchPlan:
     """The plan of one step; the same arguments give the same plan on every rank.
 
     `replica_of`: [rank] -> train DP rank. `lengths`: [sample] -> tokens of prompt and response. `mini_batch_size`:
     samples (verl's ppo_mini_batch_size x rollout.n). Either `micro_batch_size` (samples) or `token_budget` (tokens of a
-    micro batch: dynamic batch size). Without `balance` micro batches are those of arrival order. ConfigError where
-    sizes do not divide each other.
+    micro batch: dynamic batch size). Without `balance` micro batches are those of arrival order. `sharing`: replicas
+    of an expert group, by default all. ConfigError where sizes do not divide each other.
     """
     by_mini = []
     for share in mini_batches(len(lengths), len(set(replica_of)), mini_batch_size):
         if token_budget is not None:
-            by_mini.append(packed(share, lengths, token_budget, balance=balance))
+            by_mini.append(packed(share, lengths, token_budget, balance=balance, sharing=sharing))
         elif balance:
-            by_mini.append(balanced(share, lengths, micro_batch_size))
+            by_mini.append(balanced(share, lengths, micro_batch_size, sharing))
         else:
             by_mini.append(arrival(share, micro_batch_size))
     schedule = tuple(tuple(tuple(map(tuple, mini)) for mini in minis) for minis in zip(*by_mini, strict=True))
@@ -209,3 +250,9 @@ def mini_batches(samples: int, replicas: int, mini_batch_size: int) -> list[list
 def train_replicas(train: ParallelLayout) -> list[int]:
     """[rank] -> train DP rank."""
     return [train.coordinates(rank).dp for rank in range(train.world_size)]
+
+
+def replicas_of_expert_group(train: ParallelLayout) -> int:
+    """Neighbouring DP ranks whose experts are on each other's ranks; both views number ranks from the same one."""
+    replica = train.tp * train.cp
+    return math.lcm(replica, train.etp * train.ep) // replica

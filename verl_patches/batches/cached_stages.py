@@ -1,7 +1,7 @@
 """Stages of a step on tensors that stay in the worker's process: recipe.tensor_cache.enabled.
 
     stage      runs                                        returns to the trainer
-    generate   verl's generate_sequences                   lengths and ids of responses
+    generate   verl's generate_sequences                   lengths and ids of responses (3 bytes each)
     place      one exchange to the train replicas          bytes moved (batches/batch_plan.py)
     log_prob   verl's compute_log_prob                     entropy; log-probs if KL in the reward needs them
     ref        verl's compute_ref_log_prob                 as log_prob, without entropy
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from verl import DataProto
 
-from verl_patches.batches.batch_plan import BatchPlan, plan_batch, train_replicas
+from verl_patches.batches.batch_plan import BatchPlan, plan_batch, replicas_of_expert_group, train_replicas
 from verl_patches.batches.cache import TensorCache
 from verl_patches.batches.exchange import (
     Ragged,
@@ -30,6 +30,7 @@ from verl_patches.batches.exchange import (
     from_padded,
     is_metrics_rank,
     model_inputs,
+    packed_ids,
     prompt_inputs,
     to_padded,
     wire_bytes,
@@ -93,16 +94,16 @@ class CachedBatch:
         return output if step is None else keep_rollout(self.cache, step, output.batch)
 
     def _generate(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """`payload`: see `padded_prompts`. Returns lengths, and ids of this rank's responses, concatenated (int32)."""
+        """`payload`: see `padded_prompts`. Returns lengths (int32) and `packed_ids` of this rank's responses."""
         padded = padded_prompts(payload, dist.get_rank(), dist.get_world_size())
         self.cache.open(step)
         with self.generating.set(step):
             output = worker.generate_sequences(padded)
-        lengths = {name: output.batch[name].numpy() for name in ("prompt_length", "response_length")}
-        return {**lengths, "response_ids": np.concatenate(output.non_tensor_batch["response_ids"])}
+        ids = np.concatenate(output.non_tensor_batch["response_ids"])
+        return {"response_length": output.batch["response_length"].numpy(), "response_ids": packed_ids(ids)}
 
     def _place(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """`payload`: prompts and responses (int arrays, lengths by sample), widths, pad, balance.
+        """`payload`: prompts and responses (int32, lengths by sample), widths, pad, balance.
 
         Returns bytes, and `balance` of the update's micro batches: sum(most of any replica) / sum(mean), 1 is equal.
         """
@@ -113,7 +114,7 @@ class CachedBatch:
         budget = token_budget(worker.config, "update")
         packs = budget is not None and payload["balance"]
         size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs by itself
-        self.payload, self.tokens = payload, tokens
+        self.payload, self.tokens, sharing = payload, tokens, replicas_of_expert_group(train)
         self.plan = plan_batch(
             train_replicas(train),
             tokens,
@@ -121,13 +122,14 @@ class CachedBatch:
             mini_batch_size=actor.ppo_mini_batch_size * train.dp,  # verl has divided it in the worker
             micro_batch_size=size,
             token_budget=budget if packs else None,
+            sharing=sharing,
         )
         specs = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
         if "rollout_log_probs" in self.cache.names:
             specs["rollout_log_probs"] = TensorSpec(torch.float32, responses)
         self.cache.redistribute(step, self.plan, rank, specs)
         sent, received = wire_bytes(self.plan, rank, specs)
-        most, mean = self.plan.tokens(tokens)
+        most, mean = self.plan.tokens(tokens, sharing)
         moved = {"sent_bytes": sent, "received_bytes": received, "kept_bytes": self.cache.bytes_held}
         return {**moved, "balance": round(most / mean, 4)}
 
@@ -143,14 +145,14 @@ class CachedBatch:
         if not is_metrics_rank():
             return None
         entropy = (entropies * mask).sum(1) / mask.sum(1)
-        return {"samples": self.samples, "entropy": entropy.cpu().numpy(), **values}
+        return {"samples": np.array(self.samples, np.int32), "entropy": entropy.cpu().numpy(), **values}
 
     def _ref(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
         data, mask = self._inputs(step)
         with taken(worker.ref_policy) as results, self._planned(worker.config, "ref"):
             worker.compute_ref_log_prob(data)
         values = self._keep(step, "ref_log_prob", results[0], mask, payload)
-        return {"samples": self.samples, **values} if values else None
+        return {"samples": np.array(self.samples, np.int32), **values} if values else None
 
     def _update(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
         """`payload`: advantages by sample, one each or one per response token (per_token), and meta (meta_info)."""
@@ -221,7 +223,7 @@ def padded_prompts(payload: Mapping[str, Any], rank: int, world: int) -> DataPro
 
 
 def keep_rollout(cache: TensorCache, step: int, batch: Any) -> DataProto:
-    """Lengths and response ids of verl's output `batch`; its ids and log-probs go into `cache`, unpadded, by sample."""
+    """Lengths and ids of responses of verl's `batch`; its ids and log-probs go into `cache`, unpadded, by sample."""
     (count, width), rank = batch["responses"].shape, dist.get_rank()
     samples, mask = range(rank * count, (rank + 1) * count), batch["attention_mask"]
     prompts = from_padded(batch["prompts"], mask[:, :-width], left=True, dtype=torch.int32)
@@ -232,7 +234,7 @@ def keep_rollout(cache: TensorCache, step: int, batch: Any) -> DataProto:
         cache.put(step, "rollout_log_probs", samples, from_padded(batch["rollout_log_probs"], mask[:, -width:]))
     ids = np.empty(count, dtype=object)
     ids[:] = [part.numpy() for part in responses.values.cpu().split(responses.lengths)]
-    lengths = {"prompt_length": torch.tensor(prompts.lengths), "response_length": torch.tensor(responses.lengths)}
+    lengths = {"response_length": torch.tensor(responses.lengths, dtype=torch.int32)}
     return DataProto.from_dict(tensors=lengths, non_tensors={"response_ids": ids})
 
 

@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 from verl import DataProto
 
-from verl_patches.batches.exchange import Ragged, from_padded, model_inputs, to_padded
+from verl_patches.batches.exchange import Ragged, from_padded, model_inputs, to_padded, unpacked_ids
 from verl_patches.errors import ConfigError
 
 SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
@@ -66,9 +66,10 @@ class TensorCacheStages:
         results = self._run("generate", payload)
         sent = {name: np.concatenate([result[name] for result in results]) for name in results[0]}
         cached.lengths = tuple(sent["response_length"].tolist())
-        batch = _full_batch(prompts, sent["response_ids"], cached)
+        batch = _full_batch(prompts, unpacked_ids(sent["response_ids"]), cached)
         widths = batch["prompts"].shape[1], cached.response_width
-        placed = {"prompts": sent["prompt_length"], "responses": sent["response_length"]}
+        repeated = payload["prompt_lengths"].repeat(len(cached.lengths) // len(payload["prompt_lengths"]))
+        placed = {"prompts": repeated, "responses": sent["response_length"]}
         placed |= {"widths": widths, "pad": cached.pad_id, "balance": cached.balance}
         cached.report = self._run("place", placed)
         return DataProto.from_dict(tensors=batch)
@@ -78,7 +79,7 @@ class TensorCacheStages:
         rows, results = batch.batch[SAMPLE], self._run("log_prob", {"send_back": self._cached.send_back})
         entropy = torch.empty(len(rows))
         for result in results:
-            entropy[list(result["samples"])] = torch.tensor(result["entropy"])  # Ray's array is read-only
+            entropy[result["samples"].tolist()] = torch.tensor(result["entropy"])  # Ray's array is read-only
         answer = {"entropys": entropy[rows][:, None].expand(len(rows), self._cached.response_width)}
         return self._answer(rows, answer, "old_log_probs", results)
 
@@ -127,8 +128,9 @@ class TensorCacheStages:
         if self._cached.send_back:
             parts: dict[int, torch.Tensor] = {}
             for result in results:
-                lengths = [self._cached.lengths[sample] for sample in result["samples"]]
-                parts.update(zip(result["samples"], torch.tensor(result["values"]).split(lengths), strict=True))
+                samples = result["samples"].tolist()
+                lengths = [self._cached.lengths[sample] for sample in samples]
+                parts.update(zip(samples, torch.tensor(result["values"]).split(lengths), strict=True))
             ragged = Ragged(
                 torch.cat([parts[sample] for sample in rows.tolist()]),
                 tuple(self._cached.lengths[sample] for sample in rows.tolist()),
@@ -150,7 +152,7 @@ def _prompt_payload(prompts: DataProto, pad_id: int) -> dict[str, Any]:
             )
     return {
         "prompt_ids": ids.values.numpy(),
-        "prompt_lengths": np.array(ids.lengths),
+        "prompt_lengths": np.array(ids.lengths, np.int32),
         "width": padded.shape[1],
         "pad": pad_id,
         "meta": dict(prompts.meta_info),

@@ -14,10 +14,12 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from verl_patches.batches.batch_plan import BatchPlan
+from verl_patches.batches.limits import ID_BYTES
 from verl_patches.errors import RecipeError
 
 
@@ -121,6 +123,18 @@ def is_metrics_rank() -> bool:
 
     last = mpu.is_pipeline_last_stage(ignore_virtual=True)
     return last and mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+
+
+def packed_ids(ids: np.ndarray) -> np.ndarray:
+    """[T, ID_BYTES] uint8, the low bytes of token ids [T], the lowest first; ValueError where that is not lossless."""
+    if ids.size and not 0 <= ids.min() <= ids.max() < 1 << 8 * ID_BYTES:
+        raise ValueError(f"token ids are from {ids.min()} to {ids.max()}; expected 0 to {(1 << 8 * ID_BYTES) - 1}")
+    return np.ascontiguousarray(ids.astype("<i4").view(np.uint8).reshape(-1, 4)[:, :ID_BYTES])
+
+
+def unpacked_ids(packed: np.ndarray) -> np.ndarray:
+    """[T] int32, the token ids of `packed_ids`."""
+    return np.pad(packed, ((0, 0), (0, 4 - ID_BYTES))).view("<i4")[:, 0]
 
 
 _ALIGNED = 16  # bytes, also of the header

@@ -1,4 +1,6 @@
-"""Configurations that recipe.tensor_cache.enabled does not support; token budgets of micro batches. No torch."""
+"""recipe.tensor_cache.enabled: configurations that it does not support, bytes through the trainer; token budgets of
+micro batches. No torch.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,33 @@ def token_budget(section: Any, stage: str) -> int | None:
     """
     name, switch, budget = _DYNAMIC[stage]
     return section[name][budget] * section.actor.megatron.context_parallel_size if section[name].get(switch) else None
+
+
+ID_BYTES = 3  # of a response's token id on its way to the trainer: a vocabulary of 16.7 million
+
+
+def trainer_bytes(
+    prompts: int, samples: int, prompt_tokens: float, response_tokens: float, *, send_back: bool, per_token: bool
+) -> dict[str, dict[str, int]]:
+    """{stage: {"column dtype": bytes}} of what the trainer sends in a step, once to all workers, or gets back.
+
+    `prompt_tokens`: of the prompts, each once; `response_tokens`: of all samples. `send_back`: KL in the reward.
+    `per_token`: advantages differ within a sample. Left out: meta_info, numbers of which there is one a rank, and what
+    Ray and pickle add.
+    """
+    values = {"values float32": 4 * round(response_tokens)} if send_back else {}
+    return {
+        "generate": {
+            "prompt_ids int32": 4 * round(prompt_tokens),
+            "prompt_lengths int32": 4 * prompts,
+            f"response_ids {ID_BYTES} x uint8": ID_BYTES * round(response_tokens),
+            "response_length int32": 4 * samples,
+        },
+        "place": {"prompts int32": 4 * samples, "responses int32": 4 * samples},
+        "log_prob": {"samples int32": 4 * samples, "entropy float32": 4 * samples, **values},
+        "ref": {"samples int32": 4 * samples, **values} if send_back else {},
+        "update": {"advantages float32": 4 * (round(response_tokens) if per_token else samples)},
+    }
 
 
 def faults(config: Any) -> Iterator[str]:

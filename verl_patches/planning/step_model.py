@@ -322,11 +322,11 @@ def driver_bytes(run: StepInput, float_columns: int) -> float:
     """Bytes that one call to all workers sends through Ray.
 
     Without the tensor cache: padded int64 ids, mask, positions, prompts, responses and their mask, and fp32 columns of
-    responses. With it: int32 ids without padding, once a call.
+    responses. With it: one number a sample; ids cross once, after generation (batches/limits.py:trainer_bytes).
     """
     prompt, response = run.most_prompt, run.lengths.longest
     if run.tensor_cache:
-        return 4 * run.responses * (run.lengths.prompt + run.lengths.mean_of_longest())
+        return 4 * run.responses
     sample = 8 * (3 * (prompt + response) + prompt + 2 * response) + 4 * response * float_columns
     return sample * run.responses * run.copies
 

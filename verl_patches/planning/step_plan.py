@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from verl_patches.batches.limits import trainer_bytes
 from verl_patches.config import hccl
 from verl_patches.config.checks import sync_blocks
 from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library, seats_of
@@ -191,6 +192,9 @@ def step_sections(config: DictConfig, rows: Collection[str], workload: Workload)
     if step is not None and config.recipe.watch.action != "off":
         step["watch"] = str(bounds_of(config, rows))
     dispatch = {name: round(driver_bytes(run, columns[name])) for name, used in calls.items() if used}
+    cached = _cached_columns(config, run)
+    if run.tensor_cache:
+        dispatch = {stage: sum(sizes.values()) for stage, sizes in cached.items()}
     whole = replace(run, tensor_cache=False)  # value models get the trainer's batch, also with the cache
     if run.reward_models:
         dispatch["rm_scores"] = round(driver_bytes(whole, 0))
@@ -198,9 +202,25 @@ def step_sections(config: DictConfig, rows: Collection[str], workload: Workload)
         dispatch |= {"values": round(driver_bytes(whole, 3)), "update_critic": round(driver_bytes(whole, 6))}
     return {
         "step": step,
-        "traffic": {"weight_sync": {**wire, "collectives": sync.collectives}, "dispatch_bytes": dispatch},
+        "traffic": {
+            "weight_sync": {**wire, "collectives": sync.collectives},
+            "dispatch_bytes": dispatch,
+            "dispatch_columns": cached,
+        },
         "ports": ports(config),
     }
+
+
+def _cached_columns(config: DictConfig, run: StepInput) -> dict[str, dict[str, int]]:
+    """`trainer_bytes` of the stages that this run has; none without the tensor cache."""
+    if not run.tensor_cache:
+        return {}
+    tokens = run.prompts * run.lengths.prompt, run.responses * run.lengths.mean_of_longest()
+    options = {"send_back": config.algorithm.use_kl_in_reward, "per_token": run.critic_micro_batch is not None}
+    columns = trainer_bytes(run.prompts, run.responses, *tokens, **options)
+    absent = [] if run.old_micro_batch else ["log_prob"]
+    absent += [] if run.ref_micro_batch else ["ref"]
+    return {stage: sizes for stage, sizes in columns.items() if sizes and stage not in absent}
 
 
 def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
