@@ -411,7 +411,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
 
 
 def fullest_of(replicas: int, seats: float, survival: Sequence[float]) -> list[float]:
-    """Expected responses, at least 1, of the fullest of `replicas`; each of their `seats` goes on by chance `survival`."""
+    """Expected responses, at least 1, of the fullest of `replicas`, each of whose `seats` goes on by chance."""
     count = max(1, round(seats))
     of = np.arange(count + 1)
     chance = np.clip(np.asarray(survival)[:, None], 1e-15, 1 - 1e-15)
