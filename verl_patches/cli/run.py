@@ -203,8 +203,8 @@ def _expert_loads(run: Path) -> tuple[float, float]:
     train, rollout = ([load["ranks_over_mean"] for load in side if load.get("ranks_over_mean")] for side in sides)
     if not train:
         raise ConfigError(
-            f"--expert-load {run}: expected expert_load.train.ranks_over_mean in steps of its summary.json, found none; "
-            "give one with recipe.expert_load=true"
+            f"--expert-load {run}: expected expert_load.train.ranks_over_mean in the steps of its summary.json, found "
+            "none; give a run with recipe.expert_load=true"
         )
     return fmean(train), fmean(rollout or train)  # rollout is counted on npu only
 
