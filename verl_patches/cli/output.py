@@ -380,18 +380,16 @@ def _tail_rows(tail: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         of = "{off_s:.2f} s, with recipe.rollout.rebalance_every={rebalance_every} {on_s:.2f} s".format(**tail)
         yield "rollout without rebalance", of
         if tail["graph_sizes"]:
-            yield "fastest graph_batch_sizes", f"{tail['graph_sizes']}: {tail['graphs_s']:.2f} s of rollout"
+            yield "fastest graph_batch_sizes", "{graph_sizes}: {graphs_s:.2f} s of rollout".format(**tail)
 
 
 def start_rows(start: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
     """(title, columns, rows) of a table: seconds from the launch to the end of step 1."""
-    parts = [
-        (row["phase"], row["part"], f"{row['cold_s']:.1f}", f"{row['warm_s']:.1f}", row["of"])
-        for row in start["phases"]
-    ]
-    total = ("all", "", f"{start['cold_s']:.1f}", f"{start['warm_s']:.1f}", "launch to the end of step 1")
-    title = "start (modelled, not measured): page cache cold, warm; a run's summary.json has `start` by these phases"
-    return title, ("phase", "part", "cold s", "warm s", "of"), [*parts, total]
+    total = {**start, "phase": "all", "part": "", "of": "launch to the end of step 1"}
+    rows = [tuple(map(str, row.values())) for row in start["phases"]]
+    rows.append(tuple(str(total[column]) for column in start["phases"][0]))
+    title = "start (modelled, not measured): page cache cold, warm; summary.json of a run has `start` by these phases"
+    return title, ("phase", "part", "cold s", "warm s", "of"), rows
 
 
 def calibration_rows(rows: Iterable[dict[str, Any]]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:

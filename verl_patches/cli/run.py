@@ -199,8 +199,9 @@ def plan_command(
 def _expert_loads(run: Path) -> tuple[float, float]:
     """Tokens of the busiest rank over the mean in training and rollout, by a run's last steps; ConfigError without."""
     steps = read_summary(find_run(run, output_root())).get("steps", [])[-LOAD_STEPS:]
-    sides = [[(step.get("expert_load") or {}).get(side) or {} for step in steps] for side in ("train", "rollout")]
-    train, rollout = ([load["ranks_over_mean"] for load in side if load.get("ranks_over_mean")] for side in sides)
+    found = [(step.get("expert_load") or {}).get(side) or {} for side in ("train", "rollout") for step in steps]
+    loads = [load.get("ranks_over_mean") for load in found]
+    train, rollout = (list(filter(None, side)) for side in (loads[: len(steps)], loads[len(steps) :]))
     if not train:
         raise ConfigError(
             f"--expert-load {run}: expected expert_load.train.ranks_over_mean in the steps of its summary.json, found "

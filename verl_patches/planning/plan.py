@@ -92,8 +92,8 @@ def build_plan(
         if ok.get("weight sync", True):
             sections |= step_sections(config, on, workload)
         if sections["step"]:
-            given = sections["step"]["total_s"], memory["host"]["node_bytes"], workload.read_gb_s
-            sections["start"] = start_plan(config, *given)
+            step_s, pinned = sections["step"]["total_s"], memory["host"]["node_bytes"]
+            sections["start"] = start_plan(config, step_s, pinned, workload.read_gb_s)
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),

@@ -1,13 +1,8 @@
 """Modelled seconds from a run's launch to the end of step 1, by the phases of `start` in summary.json. No torch.
 
-Cold: no file is in the page cache of a node; warm: all are. Phases follow each other, all workers do a phase at once:
-
-controller   driver and controller, which imports verl too (docs: not in summary.json)
-worker 0     verl starts it alone, for its address (verl/single_controller/ray/base.py:297; not in summary.json)
-imports      of the other workers, as `start.imports`
-groups       rendezvous of all ranks, as `start.groups`; a communicator is made by its group's first collective
-models       as `start.models`: weights, host copies, engine, its communicators and graphs
-step 1       training's communicators and the step, as `seconds.step` of the first one
+Cold: no file is in the page cache of a node; warm: all are. Phases follow each other, all workers do a phase at once.
+Not in summary.json: the controller, which imports verl too, and worker 0, which verl starts alone, for its address
+(verl/single_controller/ray/base.py:362). A communicator is made by its group's first collective.
 """
 
 from __future__ import annotations
@@ -19,8 +14,8 @@ from omegaconf import DictConfig
 
 from verl_patches.config import hccl
 from verl_patches.config.checks import GRAPH_MINUTES
-from verl_patches.config.compose import graph_arguments, hf_config_of, model_shape_of, reads_weights
-from verl_patches.layout.model_folder import QUANTIZATION
+from verl_patches.config.compose import config_file, graph_arguments, model_shape_of, reads_weights
+from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import train_layout_of
 from verl_patches.layout.phases import samples
 from verl_patches.planning.step_model import stage_elements
@@ -36,41 +31,36 @@ def start_plan(config: DictConfig, step_s: float, pinned_bytes: int, read_gb_s: 
     """{phases: [{phase, part, cold_s, warm_s, of}], cold_s, warm_s} of a start, as JSON-ready data.
 
     step_s: of a step. pinned_bytes: of a node's workers. read_gb_s: of all nodes together from the file system with the
-    weights, GB/s. FP8 is taken where the model's config.json says so.
+    weights, GB/s. FP8 is taken where the model's config.json is here and says so.
     """
-    train, model = train_layout_of(config), model_shape_of(config)
+    rows: list[dict[str, Any]] = []
+
+    def add(phase: str, part: str, warm_s: float, of: str, cold_s: float | None = None) -> None:
+        cold_s = warm_s if cold_s is None else cold_s
+        rows.append({"phase": phase, "part": part, "cold_s": round(cold_s, 1), "warm_s": round(warm_s, 1), "of": of})
+
     made = Counter(group.side for group in hccl.groups(config) if group.communicates)
-    cold, imports = (
-        FILES * COLD_FILE_S,
-        f"{IMPORTS_S:g} CPU s and {FILES} files, measured; a cold file {COLD_FILE_S:g} s",
-    )
-    rows = [(phase, "imports", IMPORTS_S + cold, IMPORTS_S, imports) for phase in ("controller", "worker 0", "imports")]
-    rows.append(("groups", "rendezvous", RENDEZVOUS_S, RENDEZVOUS_S, "assumed"))
+    each = f"communicators of rank 0, {COMMUNICATOR_S:g} s each (assumed; one report says 33)"
+    files = f"{IMPORTS_S:g} CPU s, {FILES} files (measured); a cold file {1000 * COLD_FILE_S:g} ms (assumed)"
+    for phase in ("controller", "worker 0", "imports"):
+        add(phase, "imports", IMPORTS_S, files, IMPORTS_S + FILES * COLD_FILE_S)
+    add("groups", "rendezvous", RENDEZVOUS_S, "assumed")
     if reads_weights(config):
-        size = 1 if QUANTIZATION in hf_config_of(config) else 2
-        of_ranks = [size * sum(stage_elements(model, train, stage, "mindspeed")) for stage in range(train.pp)]
-        total, warm = sum(of_ranks) * train.world_size / train.pp, max(of_ranks) / COPY_BYTES_PER_S
-        read = f"{total / 1e12:.2f} TB over {read_gb_s:g} GB/s; cached, {COPY_BYTES_PER_S / 1e9:g} GB/s a process"
-        rows.append(("models", "weights", max(total / (read_gb_s * 1e9), warm), warm, read))
-    pinned = pinned_bytes / config.trainer.n_gpus_per_node / PINNED_BYTES_PER_S
+        train, model, file = train_layout_of(config), model_shape_of(config), config_file(config)
+        size = 1 if file.exists() and QUANTIZATION in read_json_object(file) else 2
+        of_stages = [size * sum(stage_elements(model, train, stage, "mindspeed")) for stage in range(train.pp)]
+        total, warm_s = sum(of_stages) * train.world_size / train.pp, max(of_stages) / COPY_BYTES_PER_S
+        rates = f"{total / 1e12:.2f} TB, {read_gb_s:g} GB/s (--read-gb-s); cached {COPY_BYTES_PER_S / 1e9:g} a process"
+        add("models", "weights", warm_s, rates, max(total / read_gb_s / 1e9, warm_s))
     copies = f"{pinned_bytes / 1e9:.0f} GB a node, {PINNED_BYTES_PER_S / 1e9:g} GB/s a process (assumed)"
-    rows.append(("models", "host memory pinned", pinned, pinned, copies))
-    said = f"communicators of rank 0, {COMMUNICATOR_S:g} s each (assumed; one report says 33)"
+    add("models", "host copies", pinned_bytes / config.trainer.n_gpus_per_node / PINNED_BYTES_PER_S, copies)
     if samples(config.recipe):
-        rows.append(("models", "engine", ENGINE_S, ENGINE_S, "assumed"))
-        seconds = made["rollout"] * COMMUNICATOR_S
-        rows.append(("models", "communicators", seconds, seconds, f"{made['rollout']} {said}"))
         graphs = len(graph_arguments(config).get("graph_batch_sizes") or ())
-        seconds = graphs * 60 * sum(GRAPH_MINUTES) / 2
-        rows.append(
-            ("models", "graphs", seconds, seconds, f"{graphs}, {GRAPH_MINUTES[0]} to {GRAPH_MINUTES[1]} minutes each")
-        )
-    seconds = made["train"] * COMMUNICATOR_S
-    rows += [("step 1", "communicators", seconds, seconds, f"{made['train']} {said}")]
-    rows += [("step 1", "step", step_s, step_s, "as any other")]
-    phases = [
-        {"phase": phase, "part": part, "cold_s": round(cold, 1), "warm_s": round(warm, 1), "of": of}
-        for phase, part, cold, warm, of in rows
-    ]
-    totals = {name: round(sum(row[name] for row in phases), 1) for name in ("cold_s", "warm_s")}
-    return {"modelled": True, "phases": phases, **totals}
+        minutes = "{} of {} to {} minutes (vllm-ascend's own message)".format(graphs, *GRAPH_MINUTES)
+        add("models", "engine", ENGINE_S, "assumed")
+        add("models", "communicators", made["rollout"] * COMMUNICATOR_S, f"{made['rollout']} {each}")
+        add("models", "graphs", graphs * 30 * sum(GRAPH_MINUTES), minutes)
+    add("step 1", "communicators", made["train"] * COMMUNICATOR_S, f"{made['train']} {each}")
+    add("step 1", "step", step_s, "as any other")
+    totals = {column: round(sum(row[column] for row in rows), 1) for column in ("cold_s", "warm_s")}
+    return {"modelled": True, "phases": rows, **totals}

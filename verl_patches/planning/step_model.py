@@ -52,8 +52,7 @@ from verl_patches.rollout.rebalance import Cost
 FLOPS_PER_S, MEMORY_BYTES_PER_S = PEAK_FLOPS_PER_S["npu"], 1.6 * 2**40
 NETWORK_BYTES_PER_S, HOST_LINK_BYTES_PER_S = 196e9, 25e9
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, NETWORK_EFFICIENCY = 0.7, 0.6, 0.7  # the first for decode and prefill
-# The 16 dies of a node copy at once and share its memory: four Kunpeng CPUs (arXiv 2506.12708, section 3.3.1), of which
-# the slowest kind is taken, 8 channels of DDR4-2933 each (Kunpeng 920).
+# Dies of a node share its host memory: four Kunpeng CPUs (arXiv 2506.12708), the slowest kind: 8 channels of DDR4-2933.
 NODE_MEMORY_BYTES_PER_S, NODE_DIES = 4 * 8 * 2.933e9 * 8, 16
 HOST_BYTES_PER_S = min(HOST_LINK_BYTES_PER_S, NODE_MEMORY_BYTES_PER_S * MEMORY_EFFICIENCY / NODE_DIES)
 DP_SYNC_S = {"hccl": 0.003, "gloo": 0.014}  # of one call, quoted
@@ -88,16 +87,13 @@ class Constants:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts (mean) and responses: all `longest`, or lognormal with a mean and cv before the cut there.
-
-    recorded: sorted lengths of a run's responses, in place of the lognormal ones.
-    """
+    """Tokens of prompts (mean) and responses: all `longest`, lognormal of a mean before the cut, or `recorded`."""
 
     prompt: float
     longest: int
     mean: float | None = None
     cv: float = 0.55
-    recorded: tuple[int, ...] = ()
+    recorded: tuple[int, ...] = ()  # sorted
 
     def survival(self, tokens: float) -> float:
         """Share of responses that are longer than `tokens`."""
@@ -423,8 +419,7 @@ def fullest_of(replicas: int, seats: float, survival: Sequence[float]) -> list[f
 
 def _kv_bytes(model: ModelShape) -> int:
     """Bytes of a token's KV in all layers: MLA's latents and rotary keys."""
-    row = model.kv_lora_rank + model.qk_rope_head_dim
-    return row * DTYPE_BYTES[model.torch_dtype] * model.num_hidden_layers
+    return (model.kv_lora_rank + model.qk_rope_head_dim) * DTYPE_BYTES[model.torch_dtype] * model.num_hidden_layers
 
 
 def _kv_seats(run: StepInput, mean: float) -> float:

@@ -139,9 +139,9 @@ def step_input(
         shared_whole=rollout_library(config) == "vllm-ascend",
         dp_sync=workload.dp_sync,
         rebalance_every=recipe.rollout.rebalance_every if "rollout.rebalance" in rows else None,
-        expert_load=tuple(
-            1.0 if side.balanced_routing else load
-            for side, load in zip((recipe.train, recipe.rollout), workload.loads, strict=True)
+        expert_load=(
+            1.0 if recipe.train.balanced_routing else workload.loads[0],
+            1.0 if recipe.rollout.balanced_routing else workload.loads[1],
         ),
         kv_bytes=kv_bytes,
         sampled=samples(recipe),
@@ -259,21 +259,22 @@ def _said_of_lengths(lengths: Lengths, workload: Workload) -> str:
 def tail_of(run: StepInput) -> dict[str, Any] | None:
     """Modelled seconds of a rollout whose responses end one by one; None where all have full length.
 
-    {rebalance_every: of "on", off_s, on_s, graph_sizes: as many as there are of which the rollout is the fastest,
-    graphs_s: with these}. Sizes are tried in eighths of the seats, the largest stays.
+    {rebalance_every: of "on", off_s, on_s, graph_sizes: of as many as there are, at least four, those of the fastest
+    rollout, graphs_s: with these}. The run's own sizes and eighths of the largest are tried.
     """
     if run.lengths.mean is None and not run.lengths.recorded:
         return None
-    every = run.rebalance_every or REBALANCE_EVERY
-    seconds = [round(rollout_s(replace(run, rebalance_every=each), FITTED), 2) for each in (None, every)]
-    found = {"rebalance_every": every, "off_s": seconds[0], "on_s": seconds[1], "graph_sizes": None, "graphs_s": None}
-    if len(run.graph_sizes) > 1 and run.seats >= 8:
-        largest, sizes = max(run.graph_sizes), range(run.seats // 8, run.seats, run.seats // 8)
-        tried = [(*few, largest) for few in itertools.combinations(sizes, min(len(run.graph_sizes) - 1, len(sizes)))]
-        timed = [(rollout_s(replace(run, graph_sizes=each), FITTED), each) for each in tried]
-        best_s, best = min(timed)
-        found |= {"graph_sizes": list(best), "graphs_s": round(best_s, 2)}
-    return found
+
+    def seconds(**changes: Any) -> float:
+        return round(rollout_s(replace(run, **changes), FITTED), 2)
+
+    every, sizes = run.rebalance_every or REBALANCE_EVERY, sorted(run.graph_sizes)
+    eighths = [max(1, size * largest // 8) for largest in sizes[-1:] for size in range(1, 8)]
+    few = itertools.combinations(eighths, max(3, len(sizes) - 1))
+    tried = [tuple(sizes), *((*each, sizes[-1]) for each in few)]
+    graphs_s, fastest = min((seconds(graph_sizes=each), each) for each in tried)
+    rebalance = {"off_s": seconds(rebalance_every=None), "on_s": seconds(rebalance_every=every)}
+    return {"rebalance_every": every, **rebalance, "graph_sizes": list(fastest), "graphs_s": graphs_s}
 
 
 def direct_traffic(
