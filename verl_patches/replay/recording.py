@@ -51,10 +51,7 @@ def find_recording(path: str | None, steps: int | None = None, option: str = "--
 
 
 def recorded_lengths(path: str, steps: int = 10) -> tuple[list[int], list[int]]:
-    """(tokens of each prompt, of each response, sorted) of the last `steps` steps that a run recorded, without torch.
-
-    ConfigError as `find_recording`, and where the last step is damaged.
-    """
+    """(tokens of prompts, of responses, sorted) of a run's last recorded steps; ConfigError if none or damaged."""
     from safetensors import SafetensorError, safe_open
 
     folder = find_recording(path, option="--lengths")
