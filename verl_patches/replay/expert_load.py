@@ -58,8 +58,8 @@ class ExpertLoad:
 rollout_load: Current[tuple[ExpertLoad, dict[int, int]]] = Current()
 
 
-def of_training(chunks: Iterable[torch.nn.Module]) -> ExpertLoad | None:
-    """Count behind each router of Megatron's model chunks; None for a model without experts.
+def of_training(chunks: Iterable[torch.nn.Module], ranks: int) -> ExpertLoad | None:
+    """Count behind each router of Megatron's model chunks, whose experts `ranks` share; None for one without experts.
 
     Pipeline ranks without a router count nothing, but take part in `take`.
     """
@@ -69,10 +69,9 @@ def of_training(chunks: Iterable[torch.nn.Module]) -> ExpertLoad | None:
     config = chunks[0].config
     if not config.num_moe_experts:
         return None
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    local = next((module.num_local_experts for module in modules if hasattr(module, "num_local_experts")), 1)
-    load = ExpertLoad(config.num_layers, config.num_moe_experts, local, next(chunks[0].parameters()).device)
-    for router in (module for module in modules if isinstance(module, TopKRouter)):
+    experts, device = config.num_moe_experts, next(chunks[0].parameters()).device
+    load = ExpertLoad(config.num_layers, experts, experts // ranks, device)
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
         router.register_forward_hook(functools.partial(_count_routed, load))
     return load
 
