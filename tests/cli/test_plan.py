@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.planning.step_plan import Workload
+from verl_patches.replay.recording import save_step
 
 TINY, NODE = "deepseekv3_tiny_cpu", "deepseekv3_16die"
 
@@ -61,6 +64,58 @@ def test_no_layout_is_searched_where_none_would_help():
 def test_wrong_use_is_refused(arguments, message):
     done = call("plan", *arguments)
     assert isinstance(done.exception, ConfigError) and message in str(done.exception)  # __main__ makes it code 2
+
+
+def recorded_run(folder, load):
+    """A run's folder with two steps of 4 responses of 7, 8, 9 and 12 of 16 tokens, to prompts of 2 and 4."""
+    folder.mkdir()
+    (folder / "rollouts").mkdir()
+    mask = torch.zeros(4, 4 + 16, dtype=torch.int64)
+    for row, (prompt, response) in enumerate(((2, 7), (2, 8), (4, 9), (4, 12))):
+        mask[row, 4 - prompt : 4 + response] = 1
+    for step in (1, 2):
+        save_step(folder / "rollouts", step, {"prompts": mask[:, :4], "responses": mask[:, 4:], "attention_mask": mask})
+    steps = [{"step": step, "seconds": {}, "reward": None, "expert_load": load} for step in (1, 2)]
+    (folder / "summary.json").write_text(json.dumps({"steps": steps}))
+    return str(folder)
+
+
+def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_path):
+    """Control: balanced routing ignores the load, and a run without what is asked for is refused."""
+    run = recorded_run(tmp_path / "a", {"train": {"ranks_over_mean": 1.5}, "rollout": {"ranks_over_mean": 2.0}})
+    big = "actor_rollout_ref.rollout.ignore_eos=false", "recipe.train.balanced_routing=false"
+    done = call(
+        "plan", NODE, *big, "recipe.rollout.balanced_routing=true", "--lengths", run, "--expert-load", run, "--json"
+    )
+    assert done.exit_code == 0, (done.output, done.exception)
+    plan = json.loads(done.stdout)
+    assumed = plan["step"]["assumed"]
+    assert (assumed["prompt_tokens"], assumed["response_tokens"]) == (3.0, pytest.approx(9.0, abs=1.5))
+    assert assumed["lengths"] == f"8 recorded of {run}" and assumed["expert_load"] == {"train": 1.5, "rollout": 1.0}
+    other = recorded_run(tmp_path / "b", {"train": {"max_over_mean": 3.0}, "rollout": None})
+    (tmp_path / "b" / "rollouts" / "step_1.safetensors").unlink()
+    for option in ("--lengths", "--expert-load"):
+        done = call("plan", NODE, option, other)
+        assert isinstance(done.exception, ConfigError) and f"{option} " in str(done.exception), done.exception
+    (tmp_path / "a" / "rollouts" / "step_2.safetensors").write_bytes(b"damaged")
+    done = call("plan", NODE, "--lengths", run)
+    assert isinstance(done.exception, ConfigError) and "step_2.safetensors" in str(done.exception), done.exception
+    done = call("plan", NODE, "--lengths", run, "--response-tokens", "100")
+    assert isinstance(done.exception, ConfigError) and "leave out" in str(done.exception)
+
+
+def test_what_was_given_is_in_the_next_command(tmp_path):
+    run = recorded_run(tmp_path / "a", None)
+    workload = Workload(lengths=run, expert_load="b", read_gb_s=20.0)
+    assert workload.option == ("--lengths", run, "--expert-load", "b", "--read-gb-s", "20.0")
+    assert Workload().option == ()
+
+
+def test_the_start_has_its_own_table():
+    shown = call("plan", NODE, "--read-gb-s", "20").stdout
+    for words in ("start (modelled, not measured)", "communicators of rank 0", "launch to the end of step 1"):
+        assert words in shown, shown
+    assert isinstance(call("plan", NODE, "--read-gb-s", "0").exception, ConfigError)
 
 
 A2 = ["recipe.hardware=800t_a2", "trainer.nnodes=32", "trainer.n_gpus_per_node=8", "recipe.rollout.instances=4"]

@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,16 +10,20 @@ from hypothesis import strategies as st
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.layout.sharding import local_parameters, static_bytes
-from verl_patches.planning import calibration
+from verl_patches.planning import calibration, step_model
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, ROWS, errors, published, without_cache
 from verl_patches.planning.step_model import (
+    HOST_BYTES_PER_S,
+    NODE_DIES,
     PHASES,
     Lengths,
     decode_s,
     driver_bytes,
+    fullest_of,
     memory_s,
     network_s,
     pipeline_s,
+    rollout_s,
     stage_elements,
     stage_s,
     step_time,
@@ -228,3 +233,89 @@ def test_context_parallel_ranks_share_a_layer_and_exchange_heads():
     exchanged = network_s(128 / 4 * (192 + 192 + 128 + 128) * 2 * tokens / 2 / 2)
     assert shared[1] == pytest.approx(alone[1] / 2 + 7 * exchanged, rel=1e-9)
     assert shared[7] == pytest.approx(alone[7] / 2 + 7 * exchanged, rel=1e-9)  # with the logits
+
+
+# the tail
+
+
+def test_the_fullest_replica_has_what_draws_say():
+    """Control: one replica has the mean, and no replica has less than one response."""
+    shares = [0.9, 0.5, 0.1, 0.02]
+    draw = np.random.default_rng(0)
+    drawn = [draw.binomial(64, share, (4000, 64)).max(1).mean() for share in shares]
+    assert fullest_of(64, 64, shares) == pytest.approx(drawn, rel=0.01)
+    assert fullest_of(1, 64, shares[:3]) == pytest.approx([57.6, 32, 6.4], rel=1e-6)
+    assert fullest_of(64, 64, [1.0, 0.0]) == pytest.approx([64, 1])
+    assert fullest_of(64, 57.3, [1.0]) == pytest.approx([57.3])  # seats of a KV cache are no whole number
+
+
+TAIL = replace(
+    published(),
+    rollout=rollout_layout(2, 64, 2),
+    lengths=Lengths(MEAN_PROMPT, 3072, 1000.0),
+    graph_sizes=(8, 16, 32, 64),
+)
+
+
+def test_a_rollout_is_as_long_as_its_steps_with_drawn_lengths():
+    """Each replica's 64 responses end at drawn lengths; a step has the graph of the fullest one of 64."""
+    draw, sigma = np.random.default_rng(1), np.log(1 + 0.55**2) ** 0.5
+    lengths = np.minimum(np.exp(np.log(1000) - sigma**2 / 2 + sigma * draw.standard_normal((64, 64))), 3072)
+    fixed = FITTED.engine_step_s + step_model.DP_SYNCS * step_model.DP_SYNC_S["hccl"]
+    seconds = 0.0
+    for at in range(int(lengths.max())):
+        most = int((lengths > at).sum(1).max())
+        tier = next(size for size in TAIL.graph_sizes if size >= most)
+        seconds += decode_s(TAIL, most, MEAN_PROMPT + at, tier, FITTED) + fixed
+    modelled = rollout_s(TAIL, FITTED)
+    prefill = rollout_s(replace(TAIL, lengths=Lengths(MEAN_PROMPT, 1)), FITTED)
+    assert modelled - prefill == pytest.approx(seconds, rel=0.01)
+
+
+def test_rebalance_shortens_a_rollout_whose_responses_end_one_by_one_and_costs_its_exchanges_elsewhere():
+    rarely, never = (rollout_s(replace(TAIL, rebalance_every=every), FITTED) for every in (32, None))
+    assert 0.9 * never < rarely < never
+    assert rollout_s(replace(TAIL, rebalance_every=1), FITTED) > never  # an agreement before every step
+    for alone in (replace(TAIL, lengths=Lengths(MEAN_PROMPT, 3072)), replace(TAIL, rollout=rollout_layout(128, 1, 2))):
+        assert rollout_s(replace(alone, rebalance_every=32), FITTED) >= rollout_s(alone, FITTED)  # nothing to gain
+
+
+def test_recorded_lengths_take_the_place_of_assumed_ones():
+    draw, sigma = np.random.default_rng(2), np.log(1 + 0.55**2) ** 0.5
+    drawn = np.exp(np.log(1000) - sigma**2 / 2 + sigma * draw.standard_normal(20000))
+    recorded = Lengths(MEAN_PROMPT, 3072, recorded=tuple(sorted(drawn.astype(int).tolist())))
+    for draws in (1, 8, 64):
+        assert recorded.mean_of_longest(draws) == pytest.approx(TAIL.lengths.mean_of_longest(draws), rel=0.02)
+    seconds = [total(replace(TAIL, lengths=lengths)) for lengths in (recorded, TAIL.lengths)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.02)
+    equal = Lengths(MEAN_PROMPT, 3072, recorded=(995,) * 20)  # the control: the same mean without a tail
+    assert rollout_s(replace(TAIL, lengths=equal), FITTED) < 0.4 * rollout_s(TAIL, FITTED)
+
+
+# uneven experts, the host's memory
+
+
+def test_uneven_experts_take_longer_by_their_part_alone_and_fit_no_published_row():
+    run = published()
+    for name, load in (("rollout", (1.0, 2.0)), ("ref", (2.0, 1.0)), ("update", (2.0, 1.0))):
+        before, after = (step_time(each, FITTED) for each in (run, replace(run, expert_load=load)))
+        moved = {phase for phase in PHASES if before[phase] != after[phase]}
+        assert moved == ({"rollout"} if name == "rollout" else {"ref", "update"})
+        assert before[name] < after[name] < 2 * before[name]
+    model, layout = run.model, run.train
+    expert = 3 * model.hidden_size * model.moe_intermediate_size
+    tokens = run.lengths.prompt + 3072
+    flops = 2 * 8 * expert * tokens / layout.tp
+    sent = 2 * 8 * tokens / layout.tp * model.hidden_size * 2 * (layout.ep - 1) / layout.ep
+    off = replace(run, alltoall_overlap=False)
+    uneven = replace(off, expert_load=(2.0, 1.0))
+    more = stage_s(uneven, 1, False, FITTED)[1] - stage_s(off, 1, False, FITTED)[1]
+    each = step_model.compute_s(flops, FITTED.train_efficiency) + network_s(sent)
+    assert more == pytest.approx(7 * each)
+    assert published().expert_load == (1.0, 1.0)
+
+
+def test_the_dies_of_a_node_share_its_memory():
+    """At the lowest rate of the link it is not the bound; at the next one of its range, 40 GB/s, it would be."""
+    memory = step_model.NODE_MEMORY_BYTES_PER_S * step_model.MEMORY_EFFICIENCY / NODE_DIES
+    assert HOST_BYTES_PER_S == 25e9 < memory < 40e9

@@ -1,4 +1,4 @@
-"""Tokens of each expert: counted from ids and from maps, summed over ranks once a step."""
+"""Tokens of each expert: counted from ids and from maps, summed over ranks once a step; of ranks with two experts."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from verl_patches.replay.expert_load import ExpertLoad
 
 def taken():
     """A rank's load of 2 layers of 4 experts in two steps: layer 0 is on ranks 0 and 1, the second step is empty."""
-    load = ExpertLoad(2, 4, torch.device("cpu"))
+    load = ExpertLoad(2, 4, 2, torch.device("cpu"))
     if dist.get_rank() < 2:
         load.add(0, torch.tensor([[0, 1], [2, 3]]))  # even
     load.add(1, torch.tensor([[0, 3], [0, 1]]))
@@ -21,5 +21,7 @@ def taken():
 def test_the_least_even_layer_over_all_ranks(ranks4):
     for step, empty in ranks4.run("tests.replay.test_expert_load:taken"):
         largest = pytest.approx(3 / (5 / 4))
-        assert step == {"max_over_mean": largest, "mean_over_layers": pytest.approx(1.7), "layers": 2}
+        ranks = pytest.approx((1 + 4 / 2.5) / 2)  # layer 0: 4 and 4 tokens, layer 1: 4 and 1
+        spread = {"max_over_mean": largest, "mean_over_layers": pytest.approx(1.7), "ranks_over_mean": ranks}
+        assert step == {**spread, "layers": 2}
         assert empty is None

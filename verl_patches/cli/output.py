@@ -242,6 +242,7 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
     table(*other_memory_rows(plan["memory"]))
     if plan["step"]:
         table(*step_rows(plan["step"]))
+        table(*start_rows(plan["start"]))
         table(*calibration_rows(plan["step"]["calibration"]))
     elif config.recipe.hardware != "a3":
         say(f"no seconds of a step: no published run has them for {HARDWARE[config.recipe.hardware].title}", "bold")
@@ -367,9 +368,28 @@ def step_rows(step: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[st
     tokens = f"prompts of {assumed['prompt_tokens']} and responses of {assumed['response_tokens']} tokens in the mean"
     phases = [(phase["phase"], f"{phase['seconds']:.2f}") for phase in step["phases"] if phase["seconds"]]
     speed = f"{step['total_s']:.2f}, {step['tokens_per_s_per_die']:.1f} tokens/s of each die"
-    rows = [*phases, ("total", speed), ("assumed", f"{tokens}, DP syncs over {assumed['dp_sync']}")]
+    said = f"{tokens} ({assumed['lengths']}), DP syncs over {assumed['dp_sync']}"
+    load = "busiest rank {train:.2f} x the mean in training, {rollout:.2f} in rollout".format(**assumed["expert_load"])
+    rows = [*phases, ("total", speed), *_tail_rows(step["tail"]), ("assumed", said), ("tokens of experts", load)]
     rows += [("bounds of the watch", step["watch"])] if "watch" in step else []
     return "step (modelled, not measured)", ("phase", "seconds"), rows
+
+
+def _tail_rows(tail: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if tail is not None:
+        of = "{off_s:.2f} s, with recipe.rollout.rebalance_every={rebalance_every} {on_s:.2f} s".format(**tail)
+        yield "rollout without rebalance", of
+        if tail["graph_sizes"]:
+            yield "fastest graph_batch_sizes", "{graph_sizes}: {graphs_s:.2f} s of rollout".format(**tail)
+
+
+def start_rows(start: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    """(title, columns, rows) of a table: seconds from the launch to the end of step 1."""
+    total = {**start, "phase": "all", "part": "", "of": "launch to the end of step 1"}
+    rows = [tuple(map(str, row.values())) for row in start["phases"]]
+    rows.append(tuple(str(total[column]) for column in start["phases"][0]))
+    title = "start (modelled, not measured): page cache cold, warm; summary.json of a run has `start` by these phases"
+    return title, ("phase", "part", "cold s", "warm s", "of"), rows
 
 
 def calibration_rows(rows: Iterable[dict[str, Any]]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:

@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +26,7 @@ from verl_patches.config.environment import run_dir, switches_of
 from verl_patches.config.files import PATHS, check_files
 from verl_patches.config.run_start import checkpoints_of
 from verl_patches.errors import INTERRUPTED, Check, ConfigError, RecipeError, require
-from verl_patches.evaluation.record import SUMMARY, read_object
+from verl_patches.evaluation.record import SUMMARY, find_run, read_object, read_summary
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.layout.phases import samples
@@ -34,9 +36,10 @@ from verl_patches.patching.switches import VARIABLE, parse, said_off
 from verl_patches.planning.memory_plan import host_limit
 from verl_patches.planning.plan import patch_table
 from verl_patches.planning.search import NoLayout, search
-from verl_patches.planning.step_plan import Workload
+from verl_patches.planning.step_plan import READ_GB_S, Workload
 from verl_patches.planning.verdict import nearest_preset
 from verl_patches.platform import require as require_platform
+from verl_patches.replay.recording import recorded_lengths
 from verl_patches.trainer.record import STEP, run_id
 from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
@@ -52,6 +55,7 @@ REPLAY_HELP = "Train on the responses that another run recorded."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
 STAGE_AGAIN_S = 15.0
+LOAD_STEPS = 10  # last steps of a run whose expert load is taken
 WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
@@ -62,6 +66,9 @@ DIES_HELP = "With --search: dies in whole nodes of 16, 16 to 1024; default: the 
 TOP_HELP = "With --search: how many layouts."
 PROMPT_HELP = "Mean tokens of a prompt; default: the published run's."
 RESPONSE_HELP = "Mean tokens of responses that end by themselves, before the cut."
+LENGTHS_HELP = "A run whose recorded responses' lengths are taken in place of assumed ones."
+LOAD_HELP = "A run with recipe.expert_load, whose uneven experts are taken."
+READ_HELP = "GB/s at which all nodes together read the weights, for the start."
 SYNC_HELP = "hccl|gloo: what carries the DP ranks' syncs of a decode step."
 
 
@@ -151,13 +158,21 @@ def plan_command(
     prompt_tokens: Annotated[float | None, typer.Option(help=PROMPT_HELP)] = None,
     response_tokens: Annotated[float | None, typer.Option(help=RESPONSE_HELP)] = None,
     dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
+    lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
+    expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
+    read_gb_s: Annotated[float, typer.Option(help=READ_HELP)] = READ_GB_S,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Checks, layouts, memory, traffic and modelled step time of a config; nothing is started. Exit code 1: refused."""
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
-    workload = Workload(prompt_tokens, response_tokens, dp_sync)
+    workload = Workload(prompt_tokens, response_tokens, dp_sync, read_gb_s=read_gb_s)
+    if lengths is not None:
+        recorded = recorded_lengths(str(find_run(lengths, output_root())))
+        workload = replace(workload, lengths=str(lengths), recorded=recorded)
+    if expert_load is not None:
+        workload = replace(workload, expert_load=str(expert_load), loads=_expert_loads(expert_load))
     if dies is not None and not searched:
         raise ConfigError(f"--dies {dies} is for --search; a plan's dies are trainer.nnodes x trainer.n_gpus_per_node")
     config = compose(config_name, overrides, verl_path=trees.verl)
@@ -179,6 +194,20 @@ def plan_command(
         print_json(answer)
     else:
         _show_layouts(answer, [*trees.option, *workload.option], overrides)
+
+
+def _expert_loads(run: Path) -> tuple[float, float]:
+    """Tokens of the busiest rank over the mean in training and rollout, by a run's last steps; ConfigError without."""
+    steps = read_summary(find_run(run, output_root())).get("steps", [])[-LOAD_STEPS:]
+    found = [(step.get("expert_load") or {}).get(side) or {} for side in ("train", "rollout") for step in steps]
+    loads = [load.get("ranks_over_mean") for load in found]
+    train, rollout = (list(filter(None, side)) for side in (loads[: len(steps)], loads[len(steps) :]))
+    if not train:
+        raise ConfigError(
+            f"--expert-load {run}: expected expert_load.train.ranks_over_mean in the steps of its summary.json, found "
+            "none; give a run with recipe.expert_load=true"
+        )
+    return fmean(train), fmean(rollout or train)  # rollout is counted on npu only
 
 
 def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:

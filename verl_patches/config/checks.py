@@ -60,7 +60,7 @@ from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 from verl_patches.values import Count, Positive, value_faults
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
-_GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
+GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
 _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
 
 
@@ -307,7 +307,7 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
         fault = f"largest graph {max(sizes)}, expected at least {decoded}; "
         fault += "add it to recipe.rollout.ascend.graph_batch_sizes or lower max_num_seqs"
         held = f"graphs of {', '.join(map(str, sizes))}: the largest holds {decoded}; "
-        least, most = (minutes * len(sizes) for minutes in _GRAPH_MINUTES)
+        least, most = (minutes * len(sizes) for minutes in GRAPH_MINUTES)
         held += f"{least:g} to {most:g} minutes to compile at the start"
         yield either("graph batch sizes", max(sizes) >= running, held, fault)
 

@@ -91,6 +91,7 @@ class Step(TypedDict, total=False):
     sync: Sync | None
     memory: Memory | None
     rates: Rates | None
+    expert_load: dict[str, Numbers | None] | None
     profile: dict[str, Any] | None
     resumed_after: Natural  # of the first step after a resume or a restart
 

@@ -23,6 +23,7 @@ from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, trai
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.planning.memory_plan import exceeding, followed_peaks, memory_plan, pinned_bytes, states_bytes
+from verl_patches.planning.start_plan import start_plan
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
 from verl_patches.ray_nodes import ray_start
@@ -50,7 +51,7 @@ def build_plan(
     """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
 
     `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built), memory
-    (`memory_plan`) and step_plan's step, traffic and ports (None without layouts), patches, environment,
+    (`memory_plan`), step_plan's step, traffic and ports, `start_plan` (None without layouts), patches, environment,
     commands. Ranks and groups are whole lists.
     Files named in `overrides` must exist here; those that only the config names may be on other machines. Raises
     ConfigError for switches that name no row.
@@ -83,13 +84,16 @@ def build_plan(
             "ranks": _ranks(layout, ("edp", "dp", "tp"), experts if ok.get("rollout experts") else None, True),
         }
     patches = patch_table(config, rows)
-    sections = dict.fromkeys(("step", "traffic", "ports"))
+    sections = dict.fromkeys(("step", "start", "traffic", "ports"))
     if train and rollout and all(ok.get(name, True) for name in _SIZED):
         on = [row["id"] for row in patches if row["on"]]
         memory = memory_plan(config, on)
         checks += [_memory(memory), *_host_memory(memory)]
         if ok.get("weight sync", True):
-            sections = step_sections(config, on, workload)
+            sections |= step_sections(config, on, workload)
+        if sections["step"]:
+            step_s, pinned = sections["step"]["total_s"], memory["host"]["node_bytes"]
+            sections["start"] = start_plan(config, step_s, pinned, workload.read_gb_s)
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),

@@ -5,7 +5,9 @@ figure of an A3 die times an efficiency. Letters: T tokens of a micro batch on o
 micro batches of a replica, b responses that decode on a replica, c tokens of context.
 
 values, update_critic   as ref and update, of a critic; its head is taken for the vocabulary's, an upper bound
-rollout      steps x decode + prefill, until the longest response ends; b falls with the lengths' tail. One decode step:
+rollout      steps x decode + prefill, until the longest response ends; b falls with the lengths' tail. All replicas of
+             an instance take as long as the one with the most left (lengths are independent: binomial), with rebalance
+             as the mean, and its exchanges (rollout/rebalance.py). One decode step:
              weights of the die / memory + b x c x KV bytes / memory + b x 2 FLOPs x active parameters / TP / compute
              + exchange of experts and TP's all-reduces / network + layers x decode_layer_s + engine_step_s
              + syncs of the DP ranks: 2 (vllm-ascend worker/model_runner_v1.py:604, patch_distributed.py:63), or 1 with
@@ -23,28 +25,37 @@ offload      bytes to and from the host / host link + released bytes x EMPTY_CAC
 reward, advantage   response tokens x seconds a token, on the driver
 
 Efficiencies of 0.7 (compute of decode), 0.6 (memory), 0.7 (network) are taken as given; `Constants` has what one row of
-planning/calibration.py fixes each. Routing is taken as balanced. docs/plan.md has the limits.
+planning/calibration.py fixes each. FLOPs and bytes of experts are those of the busiest rank, `expert_load` times the
+mean: 1, balanced, unless a run has counted more. docs/plan.md has the limits.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import NamedTuple
+
+import numpy as np
 
 from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops, layer_flops, layer_kinds, layer_sizes
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
+from verl_patches.rollout.rebalance import Cost
 
 # Of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host. The host link's
 # rate is not published: 25 GB/s is the lowest of the range 25, 40, 64.
 FLOPS_PER_S, MEMORY_BYTES_PER_S = PEAK_FLOPS_PER_S["npu"], 1.6 * 2**40
-NETWORK_BYTES_PER_S, HOST_BYTES_PER_S = 196e9, 25e9
+NETWORK_BYTES_PER_S, HOST_LINK_BYTES_PER_S = 196e9, 25e9
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, NETWORK_EFFICIENCY = 0.7, 0.6, 0.7  # the first for decode and prefill
+# Dies of a node share its host memory: four Kunpeng CPUs (arXiv 2506.12708), the slowest kind: 8 channels of DDR4-2933.
+NODE_MEMORY_BYTES_PER_S, NODE_DIES = 4 * 8 * 2.933e9 * 8, 16
+HOST_BYTES_PER_S = min(HOST_LINK_BYTES_PER_S, NODE_MEMORY_BYTES_PER_S * MEMORY_EFFICIENCY / NODE_DIES)
 DP_SYNC_S = {"hccl": 0.003, "gloo": 0.014}  # of one call, quoted
 EMPTY_CACHE_S_PER_BYTE = 4 / 26e9  # quoted
 EAGER_LAYER_S = 0.0012  # assumed: about 120 kernel launches of 10 us; binds for short micro batches only
@@ -76,17 +87,20 @@ class Constants:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts (mean) and responses: all `longest`, or lognormal with a mean and cv before the cut there."""
+    """Tokens of prompts (mean) and responses: all `longest`, lognormal of a mean before the cut, or `recorded`."""
 
     prompt: float
     longest: int
     mean: float | None = None
     cv: float = 0.55
+    recorded: tuple[int, ...] = ()  # sorted
 
     def survival(self, tokens: float) -> float:
         """Share of responses that are longer than `tokens`."""
         if tokens >= self.longest:
             return 0.0
+        if self.recorded:
+            return 1 - bisect.bisect_right(self.recorded, tokens) / len(self.recorded)
         return 1.0 if self.mean is None or tokens <= 0 else 1 - self._normal.cdf(math.log(tokens))
 
     @property
@@ -96,7 +110,7 @@ class Lengths:
 
     def mean_of_longest(self, draws: int = 1) -> float:
         """Expected tokens of the longest of `draws` responses; of one: the mean after the cut."""
-        if self.mean is None:
+        if self.mean is None and not self.recorded:
             return float(self.longest)
         step = self.longest / 512
         return step * sum(1 - (1 - self.survival((i + 0.5) * step)) ** draws for i in range(512))
@@ -131,6 +145,8 @@ class StepInput:
     without rollout, weight sync and reward; `actor`: false where the critic alone is trained.
     `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
     `dp_syncs`: of a decode step.
+    `rebalance_every`: decode steps between exchanges of requests, None: never. `expert_load`: tokens of the busiest
+    rank over the mean, in training and in rollout.
     """
 
     model: ModelShape
@@ -161,6 +177,8 @@ class StepInput:
     shared_whole: bool = True
     dp_sync: str = "hccl"
     dp_syncs: int = 2
+    rebalance_every: int | None = None
+    expert_load: tuple[float, float] = (1.0, 1.0)
     kv_bytes: float | None = None
     sampled: bool = True
     actor: bool = True
@@ -233,15 +251,17 @@ def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants:
     """One layer of one micro batch: compute and exposed communication of a forward pass, in seconds."""
     model, layout = run.model, run.train
     sizes, top_k, size = layer_sizes(model, moe, "vllm"), model.num_experts_per_tok, DTYPE_BYTES[model.torch_dtype]
-    efficiency = constants.train_efficiency
-    compute = compute_s(layer_flops(model, moe, tokens, length) / layout.tp / layout.cp, efficiency)
+    efficiency, load = constants.train_efficiency, run.expert_load[0]
+    flops = layer_flops(model, moe, tokens, length)
+    flops += 2 * (load - 1) * top_k * sizes.expert * tokens  # 0 elements of experts in dense layers
+    compute = compute_s(flops / layout.tp / layout.cp, efficiency)
     row = model.hidden_size * size * tokens / layout.cp
     gathered = network_s(4 * (layout.tp - 1) / layout.tp * row)
     heads = 2 * (model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim) * model.num_attention_heads
     gathered += network_s((layout.cp - 1) / layout.cp**2 * heads / layout.tp * size * tokens)  # Ulysses
     exchanged = 0.0
     if moe and layout.ep > 1:
-        exchanged = network_s(2 * row / layout.tp * top_k * (layout.ep - 1) / layout.ep)
+        exchanged = network_s(2 * load * row / layout.tp * top_k * (layout.ep - 1) / layout.ep)
         if run.alltoall_overlap:  # behind the shared experts
             behind = compute_s(2 * sizes.shared * tokens / layout.tp / layout.cp, efficiency)
             exchanged = max(0.0, exchanged - behind)
@@ -343,11 +363,12 @@ def decode_s(run: StepInput, running: float, context: float, tier: float, consta
     flops, sent = 2 * model.vocab_size * model.hidden_size / layout.tp, 0.0
     reduced = 4 * (layout.tp - 1) / layout.tp  # two all-reduces
     for moe, count in layer_kinds(model):
-        sizes, top_k = layer_sizes(model, moe, run.rollout_library), model.num_experts_per_tok if moe else 0
+        sizes = layer_sizes(model, moe, run.rollout_library)
+        top_k = model.num_experts_per_tok * run.expert_load[1] if moe else 0
         shared = sizes.shared / (1 if run.shared_whole else layout.tp)
         flops += 2 * count * (sizes.whole + shared + (sizes.split + top_k * sizes.expert) / layout.tp)
         sent += count * model.hidden_size * size * (reduced + 2 * top_k / layout.tp * (layout.ep - 1) / layout.ep)
-    kv = (model.kv_lora_rank + model.qk_rope_head_dim) * size * layers * context * running
+    kv = _kv_bytes(model) * context * running
     latency = constants.decode_layer_s if run.graph_sizes else max(EAGER_LAYER_S, constants.decode_layer_s)
     seconds = memory_s(read * size + kv) + compute_s(flops * tier) + network_s(sent * tier)
     return seconds + layers * latency
@@ -361,27 +382,53 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     seats = max(1.0, min(run.seats, replica, _kv_seats(run, mean)))
     fixed = constants.engine_step_s + (run.dp_syncs * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0)
 
+    def tier_of(running: float) -> float:
+        return next((size for size in sorted(run.graph_sizes) if size >= running), running)
+
     def step(running: float, context: float) -> float:
-        tier = next((size for size in sorted(run.graph_sizes) if size >= running), running)
-        return decode_s(run, running, context, tier, constants) + fixed
+        return decode_s(run, running, context, tier_of(running), constants) + fixed
 
     seconds = _prefill_s(run, replica, constants)
     if replica > seats:  # a finished response gives its seat to a waiting one
         seconds += (replica - seats) / seats * mean * step(seats, lengths.prompt + mean / 2)
-    width = last / _SEGMENTS
-    for number in range(_SEGMENTS):
-        at = (number + 0.5) * width
-        seconds += width * step(max(1.0, seats * lengths.survival(at)), lengths.prompt + at)
+    width, every = last / _SEGMENTS, run.rebalance_every
+    at = (np.arange(_SEGMENTS) + 0.5) * width
+    fullest = fullest_of(layout.dp // layout.edp, seats, [lengths.survival(tokens) for tokens in at])
+    for tokens, most in zip(at.tolist(), fullest, strict=True):
+        context = lengths.prompt + tokens
+        running = most
+        if every:  # the mean, as it was half of the steps between exchanges before
+            running = min(most, max(1.0, seats * lengths.survival(tokens - every / 2)))
+            exchange = DP_SYNC_S["gloo"]
+            if tier_of(running) < tier_of(most):
+                moved = math.ceil((most - running) * context)
+                exchange += Cost(_kv_bytes(run.model), every).moves_s(moved)
+            seconds += width / every * exchange
+        seconds += width * step(running, context)
     return seconds
+
+
+def fullest_of(replicas: int, seats: float, survival: Sequence[float]) -> list[float]:
+    """Expected responses, at least 1, of the fullest of `replicas`, each of whose `seats` goes on by chance."""
+    count = max(1, round(seats))
+    of = np.arange(count + 1)
+    chance = np.clip(np.asarray(survival)[:, None], 1e-15, 1 - 1e-15)
+    ways = math.lgamma(count + 1) - np.array([math.lgamma(k + 1) + math.lgamma(count - k + 1) for k in of])
+    below = np.exp(ways + of * np.log(chance) + (count - of) * np.log1p(-chance)).cumsum(1)  # [segments, count + 1]
+    most = (1 - np.minimum(below[:, :-1], 1) ** replicas).sum(1)
+    return np.maximum(most * seats / count, 1.0).tolist()
+
+
+def _kv_bytes(model: ModelShape) -> int:
+    """Bytes of a token's KV in all layers: MLA's latents and rotary keys."""
+    return (model.kv_lora_rank + model.qk_rope_head_dim) * DTYPE_BYTES[model.torch_dtype] * model.num_hidden_layers
 
 
 def _kv_seats(run: StepInput, mean: float) -> float:
     """Responses whose KV the cache holds, at the mean context of a response that has half of its tokens."""
     if run.kv_bytes is None:
         return math.inf
-    model = run.model
-    token = (model.kv_lora_rank + model.qk_rope_head_dim) * DTYPE_BYTES[model.torch_dtype] * model.num_hidden_layers
-    return run.kv_bytes / token / (run.lengths.prompt + mean)
+    return run.kv_bytes / _kv_bytes(run.model) / (run.lengths.prompt + mean)
 
 
 def _prefill_s(run: StepInput, replica: float, constants: Constants) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import defaultdict
@@ -33,6 +34,7 @@ from verl_patches.planning.step_model import (
     SyncTraffic,
     direct_sync_bound,
     driver_bytes,
+    rollout_s,
     stage_elements,
     step_time,
     tokens_per_s_per_die,
@@ -44,6 +46,8 @@ from verl_patches.reshard.blocks import Block
 from verl_patches.watch.bounds import MODELLED, WAIT_SHARE, Bounds
 
 log = logging.getLogger(__name__)
+READ_GB_S = 10.0  # of a shared file system; assumed
+REBALANCE_EVERY = 32  # decode steps between exchanges, where a plan shows what they would bring
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
 
@@ -52,14 +56,24 @@ class Workload:
     """What no configuration says: mean tokens of prompts and of responses that end by themselves, backend of DP syncs.
 
     None: the published run's prompts, and RESPONSE_TOKENS. A mean of responses is not read where all have full length.
+    lengths, expert_load: runs that recorded theirs; recorded: tokens of their prompts and responses; loads: of the
+    busiest rank in training and rollout over the mean, not read where routing is balanced. read_gb_s: of all nodes
+    together from the file system with the weights.
     """
 
     prompt_tokens: float | None = None
     response_tokens: float | None = None
     dp_sync: str = "hccl"
+    lengths: str | None = None
+    recorded: tuple[Sequence[int], Sequence[int]] = ((), ())
+    expert_load: str | None = None
+    loads: tuple[float, float] = (1.0, 1.0)
+    read_gb_s: float = READ_GB_S
 
     def __post_init__(self):
-        for name in ("prompt_tokens", "response_tokens"):
+        if self.lengths and (self.prompt_tokens or self.response_tokens):
+            raise ConfigError("--lengths has prompts and responses: leave out --prompt-tokens and --response-tokens")
+        for name in ("prompt_tokens", "response_tokens", "read_gb_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
@@ -71,6 +85,8 @@ class Workload:
         """The words of the command line that give it; none for the defaults."""
         given = {"--prompt-tokens": self.prompt_tokens, "--response-tokens": self.response_tokens}
         given["--dp-sync"] = None if self.dp_sync == "hccl" else self.dp_sync
+        given |= {"--lengths": self.lengths, "--expert-load": self.expert_load}
+        given["--read-gb-s"] = None if self.read_gb_s == READ_GB_S else self.read_gb_s
         return tuple(word for name, value in given.items() if value is not None for word in (name, str(value)))
 
 
@@ -124,6 +140,11 @@ def step_input(
         shared_whole=rollout_library(config) == "vllm-ascend",
         dp_sync=workload.dp_sync,
         dp_syncs=1 if "rollout.ascend_dp_sync" in rows else 2,
+        rebalance_every=recipe.rollout.rebalance_every if "rollout.rebalance" in rows else None,
+        expert_load=(
+            1.0 if recipe.train.balanced_routing else workload.loads[0],
+            1.0 if recipe.rollout.balanced_routing else workload.loads[1],
+        ),
         kv_bytes=kv_bytes,
         sampled=samples(recipe),
         actor=trains_actor(recipe),
@@ -164,9 +185,13 @@ def model_in_dtype(config: DictConfig) -> ModelShape:
 
 def _lengths(config: DictConfig, workload: Workload) -> Lengths:
     data, forced = config.data, config.actor_rollout_ref.rollout.ignore_eos
-    prompt = min(data.max_prompt_length, MEAN_PROMPT if workload.prompt_tokens is None else workload.prompt_tokens)
+    prompts, responses = workload.recorded
+    prompt = MEAN_PROMPT if workload.prompt_tokens is None else workload.prompt_tokens
+    prompt = min(data.max_prompt_length, sum(prompts) / len(prompts) if prompts else prompt)
     mean = RESPONSE_TOKENS if workload.response_tokens is None else workload.response_tokens
-    return Lengths(prompt, data.max_response_length, None if forced else mean)
+    if forced or responses:
+        return Lengths(prompt, data.max_response_length, recorded=() if forced else tuple(responses))
+    return Lengths(prompt, data.max_response_length, mean)
 
 
 def step_sections(config: DictConfig, rows: Collection[str], workload: Workload) -> dict[str, Any]:
@@ -231,16 +256,46 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
     return {
         "modelled": True,
         "phases": [{"phase": phase, "seconds": round(s, 3)} for phase, s in seconds.items() if phase not in absent],
+        "tail": tail_of(run) if run.sampled else None,
         "total_s": round(total, 2),
         "tokens_per_s_per_die": round(tokens_per_s_per_die(run, total), 2),
         "assumed": {
             "prompt_tokens": round(run.lengths.prompt, 1),
             "response_tokens": round(run.lengths.mean_of_longest(), 1),
             "dp_sync": workload.dp_sync,
+            "lengths": _said_of_lengths(run.lengths, workload),
+            "expert_load": dict(zip(("train", "rollout"), run.expert_load, strict=True)),
         },
         "constants": {**vars(FITTED), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
         "calibration": errors(),
     }
+
+
+def _said_of_lengths(lengths: Lengths, workload: Workload) -> str:
+    if lengths.recorded:
+        return f"{len(lengths.recorded)} recorded of {workload.lengths}"
+    return "all at the limit" if lengths.mean is None else f"lognormal, cv {lengths.cv:g}"
+
+
+def tail_of(run: StepInput) -> dict[str, Any] | None:
+    """Modelled seconds of a rollout whose responses end one by one; None where all have full length.
+
+    {rebalance_every: of "on", off_s, on_s, graph_sizes: of as many as there are, at least four, those of the fastest
+    rollout, graphs_s: with these}. The run's own sizes and eighths of the largest are tried.
+    """
+    if run.lengths.mean is None and not run.lengths.recorded:
+        return None
+
+    def seconds(**changes: Any) -> float:
+        return round(rollout_s(replace(run, **changes), FITTED), 2)
+
+    every, sizes = run.rebalance_every or REBALANCE_EVERY, sorted(run.graph_sizes)
+    eighths = [max(1, size * largest // 8) for largest in sizes[-1:] for size in range(1, 8)]
+    few = itertools.combinations(eighths, max(3, len(sizes) - 1))
+    tried = [tuple(sizes), *((*each, sizes[-1]) for each in few)]
+    graphs_s, fastest = min((seconds(graph_sizes=each), each) for each in tried)
+    rebalance = {"off_s": seconds(rebalance_every=None), "on_s": seconds(rebalance_every=every)}
+    return {"rebalance_every": every, **rebalance, "graph_sizes": list(fastest), "graphs_s": graphs_s}
 
 
 def direct_traffic(

@@ -19,10 +19,13 @@ from verl_patches.current import Current
 
 
 class ExpertLoad:
-    """Tokens of each expert and layer that this rank sends; fp32 [layers, experts], zero in layers of other ranks."""
+    """Tokens of each expert and layer that this rank sends; fp32 [layers, experts], zero in layers of other ranks.
 
-    def __init__(self, layers: int, experts: int, device: torch.device):
-        self.counts = torch.zeros(layers, experts, device=device)
+    local: experts of a rank, which are neighbours.
+    """
+
+    def __init__(self, layers: int, experts: int, local: int, device: torch.device):
+        self.counts, self.local = torch.zeros(layers, experts, device=device), local
 
     def add(self, layer: int, experts: torch.Tensor) -> None:
         """Count one call: ids [tokens, k], or which experts each token has, bool [tokens, experts]."""
@@ -32,9 +35,11 @@ class ExpertLoad:
         self.counts[layer] += chosen.sum(0) if is_map else torch.histc(chosen.float(), bins=size, min=0, max=size)
 
     def take(self) -> dict[str, float] | None:
-        """{max_over_mean of the least even layer, mean_over_layers, layers} over all ranks since the last call.
+        """{max_over_mean of the least even layer, mean_over_layers, ranks_over_mean, layers} since the last call.
 
-        A collective of all ranks; the same on each. None where no token was counted.
+        ranks_over_mean: tokens of the rank with most over the mean of all ranks, mean over layers: by it a layer takes
+        longer, as all ranks wait for that one (`plan --expert-load`). A collective of all ranks; the same on each. None
+        where no token was counted.
         """
         total = self.counts.clone()
         self.counts.zero_()
@@ -43,15 +48,18 @@ class ExpertLoad:
         if not len(used):
             return None
         ratios = used.amax(1) / used.mean(1)
-        return {"max_over_mean": float(ratios.max()), "mean_over_layers": float(ratios.mean()), "layers": len(used)}
+        of_ranks = torch.stack([held.sum(1) for held in used.split(self.local, 1)], 1)
+        busiest = float((of_ranks.amax(1) / of_ranks.mean(1)).mean())
+        spread = {"max_over_mean": float(ratios.max()), "mean_over_layers": float(ratios.mean())}
+        return {**spread, "ranks_over_mean": busiest, "layers": len(used)}
 
 
 # counts tokens of the rollout engine's experts, with the number of each layer by the id() of its weight
 rollout_load: Current[tuple[ExpertLoad, dict[int, int]]] = Current()
 
 
-def of_training(chunks: Iterable[torch.nn.Module]) -> ExpertLoad | None:
-    """Count behind each router of Megatron's model chunks; None for a model without experts.
+def of_training(chunks: Iterable[torch.nn.Module], ranks: int) -> ExpertLoad | None:
+    """Count behind each router of Megatron's model chunks, whose experts `ranks` share; None for one without experts.
 
     Pipeline ranks without a router count nothing, but take part in `take`.
     """
@@ -61,7 +69,8 @@ def of_training(chunks: Iterable[torch.nn.Module]) -> ExpertLoad | None:
     config = chunks[0].config
     if not config.num_moe_experts:
         return None
-    load = ExpertLoad(config.num_layers, config.num_moe_experts, next(chunks[0].parameters()).device)
+    experts, device = config.num_moe_experts, next(chunks[0].parameters()).device
+    load = ExpertLoad(config.num_layers, experts, experts // ranks, device)
     for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
         router.register_forward_hook(functools.partial(_count_routed, load))
     return load
@@ -77,7 +86,7 @@ def of_rollout(model: torch.nn.Module) -> ExpertLoad | None:
     if not layers:
         return None
     weights = [layer.w13_weight for layer in layers]
-    load = ExpertLoad(len(layers), layers[0].global_num_experts, weights[0].device)
+    load = ExpertLoad(len(layers), layers[0].global_num_experts, len(weights[0]), weights[0].device)
     rollout_load.value = load, {id(weight): place for place, weight in enumerate(weights)}
     return load
 

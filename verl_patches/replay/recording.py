@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the launcher looks for a recording without importing torch
     import torch
 
 
-def find_recording(path: str | None, steps: int | None = None) -> Path | None:
+def find_recording(path: str | None, steps: int | None = None, option: str = "--replay-rollout") -> Path | None:
     """The folder of step_N.safetensors that a user names: itself, a run's folder, or one of its files; None for None.
 
     Raises ConfigError where there is none, or, with `steps`, where one of the steps 1 to `steps` is missing or damaged.
@@ -33,8 +33,8 @@ def find_recording(path: str | None, steps: int | None = None) -> Path | None:
     folders = [f for f in (given, given / "rollouts", given.parent) if (f / "step_1.safetensors").is_file()]
     if not folders:
         raise ConfigError(
-            f"--replay-rollout {path}: no step_1.safetensors there; give a run folder (outputs/<run>) "
-            "that recorded its rollouts"
+            f"{option} {path}: no step_1.safetensors there; give a run folder (outputs/<run>) "
+            "that recorded its rollouts (recipe.rollout.record)"
         )
     for step in range(1, (steps or 0) + 1):
         file = folders[0] / f"step_{step}.safetensors"
@@ -48,6 +48,24 @@ def find_recording(path: str | None, steps: int | None = None) -> Path | None:
                 f"--replay-rollout {path}: {file} holds no {' or '.join(sorted(missing))}; record it again"
             )
     return folders[0].resolve()
+
+
+def recorded_lengths(path: str, steps: int = 10) -> tuple[list[int], list[int]]:
+    """(tokens of prompts, of responses, sorted) of a run's last recorded steps; ConfigError if none or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    folder = find_recording(path, option="--lengths")
+    last = sorted(folder.glob("step_*.safetensors"), key=lambda file: int(file.stem[5:]))[-steps:]
+    prompts, responses = [], []
+    for file in last:
+        try:
+            with safe_open(file, "numpy") as tensors:
+                width, mask = tensors.get_slice("prompts").get_shape()[1], tensors.get_tensor("attention_mask")
+        except SafetensorError as error:
+            raise ConfigError(f"{file}: expected a recorded step with attention_mask ({error})") from None
+        prompts += mask[:, :width].sum(1).tolist()
+        responses += mask[:, width:].sum(1).tolist()
+    return prompts, sorted(responses)
 
 
 def save_step(folder: Path, step: int, tensors: dict[str, torch.Tensor]) -> None:

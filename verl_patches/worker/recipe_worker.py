@@ -110,7 +110,8 @@ class RecipeWorker(TrainingWorker):
                 self.routing = RoutingReplay(chunks)
             prepare_training(self.trained, self.memory, self.recipe.train)
         if self.recipe.expert_load and self._is_actor:
-            self.expert_loads = {"train": of_training(chunks), "rollout": None}
+            layout = train_layout_in(self.config, self.recipe, dist.get_world_size())
+            self.expert_loads = {"train": of_training(chunks, layout.ep), "rollout": None}
         return built
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
