@@ -31,7 +31,7 @@ from verl_patches.layout.phases import samples
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse, said_off
-from verl_patches.planning.memory_plan import host_limit
+from verl_patches.planning.memory_plan import host_limit, with_recompute
 from verl_patches.planning.plan import patch_table
 from verl_patches.planning.search import NoLayout, search
 from verl_patches.planning.step_plan import Workload
@@ -92,6 +92,7 @@ def smoke_command(
     config = compose(options.config_name, [*given, *inputs.overrides, *overrides], verl_path=trees.verl)
     trees = for_platform(config.recipe.platform, trees)
     check_switches(config)
+    config = with_recompute(config, rows_on(config))
     require_trees(config, trees)
     start = run_folder.require_start(config)
     _end_unless(check_config(config, keys_of(overrides), trees, start))  # before model and data are made
@@ -124,6 +125,7 @@ def train_command(
     config = compose(config_name, overrides, verl_path=trees.verl)
     trees = for_platform(config.recipe.platform, trees)
     check_switches(config)
+    config = with_recompute(config, rows_on(config))
     require_trees(config, trees)
     if dry_run:
         report_plan(config, config_name, overrides, trees, Workload(), as_json)
@@ -168,7 +170,7 @@ def plan_command(
     if lacks := [check for check in check_files(config, keys_of(overrides), trees) if not check.ok]:
         raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
     dies = config.trainer.nnodes * config.trainer.n_gpus_per_node if dies is None else dies
-    on = [row["id"] for row in patch_table(config, rows_of(config.recipe.platform)) if row["on"]]
+    on = rows_on(config)
     try:
         layouts = search(config, on, dies, workload, top)
     except NoLayout as error:
@@ -219,6 +221,11 @@ def check_switches(config: DictConfig) -> None:
             f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {switches.text()!r}, which is what "
             f"runs; unset {VARIABLE} and give rows as 'recipe.patches=[-row.id]'"
         )
+
+
+def rows_on(config: DictConfig) -> list[str]:
+    """Ids of the rows that are on."""
+    return [row["id"] for row in patch_table(config, rows_of(config.recipe.platform)) if row["on"]]
 
 
 def _refuse_without_effect(config: DictConfig) -> None:

@@ -22,7 +22,14 @@ from verl_patches.errors import Check
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.planning.memory_plan import exceeding, followed_peaks, memory_plan, pinned_bytes, states_bytes
+from verl_patches.planning.memory_plan import (
+    exceeding,
+    followed_peaks,
+    memory_plan,
+    pinned_bytes,
+    states_bytes,
+    with_recompute,
+)
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
 from verl_patches.ray_nodes import ray_start
@@ -55,6 +62,8 @@ def build_plan(
     Files named in `overrides` must exist here; those that only the config names may be on other machines. Raises
     ConfigError for switches that name no row.
     """
+    rows = tuple(rows)
+    config = with_recompute(config, _on(config, rows))
     checks = [
         *check_config(config, keys_of(overrides), trees),
         _verl(config.recipe.line, trees),

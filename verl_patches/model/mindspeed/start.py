@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError
@@ -96,6 +97,11 @@ def start(config: Any) -> Namespace:
     args.variable_seq_lengths = True  # validators forbid it with context parallelism, as their own batches are cut
     global_vars.set_args(args)
     _start_groups(args)
+    kwargs = section.model.get("gradient_checkpointing_kwargs") or {}
+    if OmegaConf.is_list(layers := kwargs.get("activations_checkpoint_num_layers")) and args.recompute_num_layers:
+        from megatron.core import parallel_state
+
+        args.recompute_num_layers = layers[parallel_state.get_pipeline_model_parallel_rank()]
     check_rows()
     return args
 
