@@ -189,7 +189,9 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
         phases = {phase["phase"]: phase["seconds"] for phase in row["phases"]}
         seconds = [f"{phases[name]:.1f}" for name in ("rollout", "update")]
         train = row["train"].partition(" etp")[0]
-        sizes = (str(row["micro_batch"]), str(row["recompute_layers"]), f"{row['peak_bytes'] / 1e9:.1f}")
+        layers = row["recompute_layers"]
+        layers = str(layers) if isinstance(layers, int) else ",".join(map(str, layers))
+        sizes = (str(row["micro_batch"]), layers, f"{row['peak_bytes'] / 1e9:.1f}")
         speed = f"{row['total_s']:.1f}", f"{row['tokens_per_s_per_die']:.1f}"
         rows.append((str(number), *speed, *seconds, train, row["rollout"], *sizes))
     columns = ("", "step s", "tokens / s / die", "rollout", "update", "train", "rollout layout")

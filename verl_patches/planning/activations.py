@@ -57,10 +57,10 @@ class Passes:
     `update_tokens`, `log_prob_tokens`, `ref_tokens`: most tokens of a micro batch. `micro_batches`: of an update on one
     replica. `recompute_layers`: layers of a stage whose activations are made again in backward, one number for all
     stages or one for each; `recompute_together`: how many of them at once (method uniform), 1 for method block.
-    `entropy`: whether the update's loss has it. `chunked_logits`: rows logprob.*. `recorded_tokens`: of a replica's step, whose routed experts are recorded
-    (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`: no weight gradient of its own.
-    `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a critic; `reward_tokens`: of a reward
-    model.
+    `entropy`: whether the update's loss has it. `chunked_logits`: rows logprob.*. `recorded_tokens`: of a replica's
+    step, whose routed experts are recorded (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`:
+    no weight gradient of its own. `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a
+    critic; `reward_tokens`: of a reward model.
     """
 
     update_tokens: int
