@@ -63,8 +63,10 @@ def saved(a3_sources, run_ranks, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_layer_saves_what_the_formulas_say(saved, name):
+def test_a_layer_saves_what_the_formulas_say(saved, name, monkeypatch):
     model, layout, means = saved(name)
+    if name.endswith("published"):  # layout BNSD pads values to the width of the keys, not all of them to 128
+        monkeypatch.setattr(activations, "_FLASH_WIDTH", 1)
     for tokens, layers in means.items():
         for layer, size_bytes in layers.items():
             terms = layer_terms(model, model.is_moe(layer), tokens, layout, unpadded=name == "tp1_unpadded")

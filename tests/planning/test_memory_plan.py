@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 from verl_patches.cli.output import memory_rows, other_memory_rows
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
+from verl_patches.planning import activations
 from verl_patches.planning import memory_plan as memory_plan_module
 from verl_patches.planning.memory_plan import (
     CHECKPOINTING,
@@ -220,6 +221,16 @@ def test_a_fixed_number_stays_and_0_is_none():
     assert recomputation(off) == (0, 1) and update_peak(off) == update_peak(none)
     uniform = changed(eight, {LAYERS: 2, LAYERS.replace("num_layers", "method"): "uniform"})
     assert recomputation(uniform) == (61, 2) and recomputation(changed(uniform, {LAYERS: 0})) == (0, 1)
+
+
+def test_the_public_script_without_recomputation_fits_at_its_own_lengths_only(monkeypatch):
+    """Its run has 75 + 3040 tokens a sample; its layout BNSD pads values to 192 (docs/plan.md, Recompute)."""
+    own = ("data.max_prompt_length=75", "data.max_response_length=3040", f"{LAYERS}=0")
+    whole, short = (update_peak(composed(BIG, *overrides, skip=True)) for overrides in (own[2:], own))
+    monkeypatch.setattr(activations, "_FLASH_WIDTH", 1)
+    narrow = update_peak(composed(BIG, *own, skip=True))
+    assert [round(size / 1e9, 1) for size in (whole, short, narrow)] == [71.7, 61.4, 58.9]
+    assert narrow < short < A3_SEEN_BYTES < whole
 
 
 def test_auto_with_a_critic_leaves_the_margin_in_both_updates():
