@@ -69,6 +69,8 @@ def in_bnsd(function):
     """The attention op in layout BNSD, by the reference's SBH; what it saves is still in BNSD."""
 
     def call(query, key, value, heads, layout, **options):
+        mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+        options |= {"atten_mask": mask, "sparse_mode": 3}  # the reference's, and the same attention
         flat = [tensor.permute(2, 0, 1, 3).flatten(2) for tensor in (query, key, value)]
         out, *statistics = function(*flat, heads, "SBH", **options)
         return out.unflatten(2, (heads, -1)).permute(1, 2, 0, 3), *statistics

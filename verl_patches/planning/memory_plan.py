@@ -79,7 +79,10 @@ def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
 
 
 def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
-    """{modelled, hbm_bytes, followed, swapped, orders, communicators, host, not_modelled}: bytes of the worst rank.
+    """{modelled, hbm_bytes, followed, swapped, recompute_layers, orders, communicators, host, not_modelled}.
+
+    Bytes of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
+    activations are not modelled.
 
     `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
     for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows
@@ -89,6 +92,7 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
     """
     run, npu, recipe = run_memory(config, rows), config.recipe.platform == "npu", config.recipe
     ours = replace(run.setting, bucket_bytes=recipe.reshard.bucket_bytes)
+    layers = None if run.setting.passes is None else run.setting.passes.recompute_layers
     compared = [(SCHEDULE, ours), (VERL[recipe.line], replace(ours, bucket_bytes=None))]
     compared = [(order.of_run(recipe, run.setting.critic), setting) for order, setting in compared]
     if run.schedule.name not in (order.name for order, _ in compared):
@@ -99,6 +103,7 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
         "followed": run.schedule.name,
         "orders": [peaks(order, setting, run.stays) for order, setting in compared],
         "swapped": recipe.train.swap_optimizer,
+        "recompute_layers": layers if layers is None or isinstance(layers, int) else list(layers),
         "communicators": _communicators(config, model_shape_of(config)) if npu else [],
         "host": _host(config, run),
         "not_modelled": _not_modelled(run.setting, npu, len(graph_arguments(config).get("graph_batch_sizes") or ())),
@@ -215,19 +220,23 @@ def with_recompute(config: DictConfig, rows: Collection[str]) -> DictConfig:
     """`config`, or where activations_checkpoint_num_layers is auto a copy that has the fewest layers in its place.
 
     Those of `fewest_recomputed` with MARGIN_BYTES left. Recomputed activations are the same values, so another number
-    changes no result, also in a resumed run. ConfigError on line pypi, whose activations are not counted.
+    changes no result, also in a resumed run. All layers where sizes do not divide, which the checks of a plan refuse.
+    ConfigError on line pypi, whose activations are not counted.
     """
     if OmegaConf.select(config, LAYERS) != "auto":
         return config
     config = config.copy()
+    if config.recipe.line != LINE:
+        raise ConfigError(f"{LAYERS} is auto; expected a number: activations are modelled for line a3 only")
     given, layers = config.actor_rollout_ref.model.enable_gradient_checkpointing, 0
     OmegaConf.update(config, LAYERS, 0)
     if given:
-        setting, schedule, stays = run_memory(config, rows)
-        if setting.passes is None:
-            raise ConfigError(f"{LAYERS} is auto; expected a number: activations are modelled for line a3 only")
-        step = simulated(schedule, setting, stays)
-        layers = fewest_recomputed(setting, step, die_bytes(config) - MARGIN_BYTES)
+        try:
+            setting, schedule, stays = run_memory(config, rows)
+            step = simulated(schedule, setting, stays)
+            layers = fewest_recomputed(setting, step, die_bytes(config) - MARGIN_BYTES)
+        except ConfigError:
+            layers = model_shape_of(config).num_hidden_layers
     for key, value in {**recompute_keys(layers), CHECKPOINTING: given}.items():
         for name in (key, key.replace("actor_rollout_ref.", "critic.")):  # the critic's follow it
             OmegaConf.update(config, name, value, merge=False, force_add=True)

@@ -126,7 +126,12 @@ def _memory(plan: dict[str, Any]) -> Check:
     (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
     if short := exceeding(followed["phases"], plan["hbm_bytes"]):
         return Check("memory", False, f"modelled: {'; '.join(short)}")
-    return Check("memory", True, f"modelled: no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die")
+    said, layers = f"no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die", plan["recompute_layers"]
+    if layers is not None:
+        layers = layers if isinstance(layers, int) else ",".join(map(str, layers))
+        left = plan["hbm_bytes"] - max(phase["peak_bytes"] for phase in followed["phases"])
+        said += f", {left / 1e9:.2f} GB are left; recomputed layers of a stage: {layers}"
+    return Check("memory", True, f"modelled: {said}")
 
 
 def _host_memory(plan: dict[str, Any]) -> Iterator[Check]:
