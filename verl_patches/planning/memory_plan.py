@@ -301,7 +301,7 @@ def _communicators(config: DictConfig, model: ModelShape) -> list[dict[str, Any]
 def recomputation(config: DictConfig) -> tuple[PerStage, int]:
     """(layers of each stage whose forward pass is computed again, how many at once); selective counts as none.
 
-    Of a configuration without auto (`with_recompute`).
+    Of a configuration without auto (`with_recompute`). ConfigError for a list that has not one number for each stage.
     """
     model = config.actor_rollout_ref.model
     given = model.get("gradient_checkpointing_kwargs") or {}
@@ -310,7 +310,11 @@ def recomputation(config: DictConfig) -> tuple[PerStage, int]:
     number = given.get("activations_checkpoint_num_layers")
     if given.get("activations_checkpoint_method") != "block":
         return (model_shape_of(config).num_hidden_layers, number) if number else (0, 1)
-    return number or 0 if not OmegaConf.is_list(number) else tuple(number), 1
+    if not OmegaConf.is_list(number):
+        return number or 0, 1
+    if len(number) != (stages := config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size):
+        raise ConfigError(f"{LAYERS} has {len(number)} numbers; expected one for each of {stages} pipeline stages")
+    return tuple(number), 1
 
 
 def passes_of(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:
