@@ -138,7 +138,7 @@ def _start_groups(args: Namespace) -> None:
 
 
 def recompute_own_stage(section: Any) -> None:
-    """Where recomputed layers are listed by stage, put the number of this rank's into Megatron's arguments and `section`.
+    """Where recomputed layers are listed by stage, put this rank's number into Megatron's arguments and `section`.
 
     verl's worker of that section reads it there (verl/single_controller/base/megatron/worker.py:77).
     """
