@@ -10,14 +10,7 @@ from verl_patches.config.checks import check_config
 from verl_patches.config.compose import CONFIGS_DIR, compose, model_shape_of
 from verl_patches.errors import ConfigError
 from verl_patches.planning import search as search_module
-from verl_patches.planning.memory_plan import (
-    LAYERS,
-    MARGIN_BYTES,
-    followed_peaks,
-    recomputation,
-    recompute_keys,
-    with_recompute,
-)
+from verl_patches.planning.memory_plan import LAYERS, MARGIN_BYTES, followed_peaks, recomputation, with_recompute
 from verl_patches.planning.plan import build_plan, patch_table
 from verl_patches.planning.search import (
     A3_SEEN_BYTES,
@@ -117,9 +110,9 @@ def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
         listed = compose("deepseekv3_128die", row["overrides"])
         assert recomputation(listed)[0] == row["recompute_layers"]
         assert followed_peaks(listed, on)["peak_bytes"] == row["peak_bytes"] <= A3_SEEN_BYTES
-        assert row["update_bytes"] <= A3_SEEN_BYTES - MARGIN_BYTES
-        most = listed.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size * [61]
-        assert with_recompute(changed(listed, {**recompute_keys(most), LAYERS: "auto"}), on) == listed
+        if row["update_bytes"] > A3_SEEN_BYTES - MARGIN_BYTES:  # only where a whole stage is recomputed already
+            assert row["recompute_layers"][0] == listed.recipe.train.layers_per_stage[0]
+        assert with_recompute(changed(listed, {LAYERS: "auto"}), on) == listed
 
 
 @pytest.mark.parametrize(
