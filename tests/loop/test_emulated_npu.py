@@ -12,6 +12,8 @@ from verl_patches.config import hccl
 from verl_patches.launch.smoke import PROVED
 from verl_patches.layout.parallel import world_size
 from verl_patches.patching.switches import Switches
+from verl_patches.planning.memory_plan import recompute_keys
+from verl_patches.planning.search import as_overrides
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 # mixed batches of decodes and prefills need the ring kernel, or whole prompts
@@ -80,12 +82,21 @@ def assert_buffers_as_planned(run):
     ]
 
 
+def recomputed(layers):
+    """The overrides for `layers` recomputed layers of the stages."""
+    return as_overrides(recompute_keys(layers))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "ranks", "graphs"),
     [
-        ("pp2", ("--rollout-tp", "2", REPLAY), (*GRAPHS, BY_VLLM)),
-        ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2", *AS_IN_PRODUCTION, *REBALANCE), MULTISTREAM),
+        ("pp2", ("--rollout-tp", "2", REPLAY, *recomputed([2, 1])), (*GRAPHS, BY_VLLM)),
+        (
+            "tp2ep2",
+            ("--rollout-tp", "2", "--rollout-dp", "2", *AS_IN_PRODUCTION, *recomputed(2), *REBALANCE),
+            MULTISTREAM,
+        ),
     ],
 )
 def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
@@ -106,6 +117,8 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
         assert "vLLM's dp 0,2" in run.log and "vLLM's dp 1,3" in run.log  # counted by the watch
         trace, memory = run.steps[0]["profile"]["files"]
         assert (run.folder / "profile" / trace).name == "trace_view.json" and memory.endswith("rollout.memory.pickle")
+    layers = [2, 1] if layout == "pp2" else 2
+    assert (run.summary["recompute_layers"], first.summary["recompute_layers"]) == (layers, 0)
     if REPLAY in ranks:  # one mini batch: the update has the weights of the pass that recorded
         assert all(step["routing_replay"]["agreement"] == 1 for step in run.steps)
     loads = [load for step in run.steps for load in step["expert_load"].values()]

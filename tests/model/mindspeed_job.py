@@ -153,16 +153,19 @@ def worker_job(folder: Path, config, args) -> dict:
     """
     import fused_weight_gradient_mlp_cuda
     import mindspeed.ops.gmm
+    from megatron.core import tensor_parallel
     from mindspeed.core.transformer.moe import grouped_mlp_with_comp_and_comm_overlap_all2all
 
     linear = _count(fused_weight_gradient_mlp_cuda, "wgrad_gemm_accum_fp32")
     grouped, attended = _count(mindspeed.ops.gmm, "npu_groupmatmul_add_fp32"), _count(attention, "fused_attention")
     overlapped = _count(grouped_mlp_with_comp_and_comm_overlap_all2all, "npu_groupmatmul_add_fp32")
+    recomputed = _count(tensor_parallel, "checkpoint")
     worker, tensors = start_worker(folder, config)
     log_probs, metrics = zip(*(update_of(worker, tensors) for _ in range(2)), strict=True)
     unpadded = sum(value.shape[-1] != key.shape[-1] for _, (_, key, value) in attended)
     calls = {"fused_linear_wgrad": len(linear), "unpadded_attention": unpadded}
     calls["fused_expert_wgrad"] = len(grouped) + len(overlapped)
+    calls["recomputed"] = len(recomputed)
     loads = {side: load and load.take() for side, load in worker.expert_loads.items()}
     found = {"log_probs": log_probs, "metrics": metrics, "load": loads, "calls": calls, "ids": tensors["input_ids"]}
     return {**found, "optimizer": type(worker.actor_optimizer).__name__}

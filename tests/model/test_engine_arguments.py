@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_patches.config.compose import CONFIGS_DIR, compose
 from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.model.mindspeed.arguments import IGNORED, ONLY, SIZES, TABLE, arguments_of, explain, model_settings
 from verl_patches.model.tiny import CONFIG_FILE
+from verl_patches.planning.memory_plan import LAYERS, recompute_keys, with_recompute
 
 ACTOR, OPTIM = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
 REF = "actor_rollout_ref.ref.megatron."
 HF = json.loads(CONFIG_FILE.read_text())
+FULL = [f"++{key}={value}" for key, value in recompute_keys(0).items() if key != LAYERS]
 CP = [f"{ACTOR}context_parallel_size=2"]
 
 
@@ -28,7 +31,7 @@ def _tiny(*overrides: str):
 
 @pytest.fixture(scope="module")
 def die256():
-    return compose("deepseekv3_256die_true_weight")
+    return compose("deepseekv3_256die_true_weight", [f"{LAYERS}=8"])
 
 
 def test_table_names_each_key_once_and_knows_every_recipe_key():
@@ -46,7 +49,7 @@ def test_unknown_key_is_refused_not_dropped(die256):
 
 @pytest.mark.parametrize("name", ["deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"])
 def test_256_dies(name):
-    config = compose(name)
+    config = with_recompute(compose(name), ("reshard.direct", "memory.order"))
     hf = {**json.loads((CONFIGS_DIR / config.recipe.model_shape).read_text()), "num_nextn_predict_layers": 0}
     words = arguments_of(explain(config, hf))
     for expected in (  # EP: 32 / TP 4
@@ -55,7 +58,7 @@ def test_256_dies(name):
         "pipeline-model-parallel-size 8",
         "num-layer-list 7,7,8,8,8,8,8,7",
         "recompute-granularity full",
-        "recompute-num-layers 8",
+        f"recompute-num-layers {max(OmegaConf.select(config, LAYERS))}",  # start.py: of its own stage
         "seq-length 4096",
         "lr 1e-06",
         "moe-tp-extend-ep",
@@ -100,6 +103,9 @@ def test_worker_section_says_the_same_as_the_whole_configuration(die256):
         (["recipe.train.grouped_gemm=false"], "recipe.train.grouped_gemm is False: weights go by MindSpeed's stacked"),
         ([f"{REF}sequence_parallel=false"], "ref.megatron.sequence_parallel is False: must equal"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
+        ([*FULL, f"{LAYERS}=auto"], "is auto, for which a plan puts a number first"),
+        (FULL, "must be a number of layers, one for each stage, or auto"),
+        ([*FULL, f"{LAYERS}=[1,2]"], "has 2 numbers; expected one for each of 1 pipeline stages"),
         ([f"{OPTIM}total_training_steps=4", f"{OPTIM}lr_warmup_steps=4"], "warm-up"),
     ],
 )  # fmt: skip
@@ -123,6 +129,12 @@ def test_settings_become_arguments(overrides, said, no_longer):
     before, words = (" ".join(_words(_tiny(*some))) for some in ([], overrides))
     assert [argument in before for argument in (*said, *no_longer)] == [False] * len(said) + [True] * len(no_longer)
     assert [argument in words for argument in (*said, *no_longer)] == [True] * len(said) + [False] * len(no_longer)
+
+
+@pytest.mark.parametrize("number", ["0", "[0]"])
+def test_0_recomputed_layers_are_no_recomputation(number):
+    assert "recompute" not in " ".join(_words(_tiny(*FULL, f"{LAYERS}={number}")))
+    assert "--recompute-num-layers 1" in " ".join(_words(_tiny(*FULL, f"{LAYERS}=1")))
 
 
 def test_experts_by_tp_as_megatron_does():

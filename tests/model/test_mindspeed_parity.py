@@ -120,7 +120,9 @@ SAME = [
     *((layout, {key: True}, [], key) for layout in ("tp1", "tp2_extends_ep") for key in WGRAD),
     ("tp2_extends_ep", {"alltoall_overlap": True}, [], None),
     *((layout, BOTH, ALL_LAYERS, "fused_expert_wgrad") for layout in ("tp2_extends_ep", "tp2_ep2")),
-]
+    *(("tp2_extends_ep", BOTH, [*ALL_LAYERS[:2], ALL_LAYERS[3], f"{RECOMPUTED}num_layers={n}"], "fused_expert_wgrad")
+      for n in (0, 2)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "train", "more", "called"), SAME)
@@ -129,6 +131,16 @@ def test_each_setting_gives_the_same_update(run_a3, one_rank, layout, train, mor
     for found in run_a3(WORKER, LAYOUTS[layout], train=train, more=more):
         assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
         assert called is None or found["calls"][called] > 0 == one_rank["calls"][called]
+
+
+@pytest.mark.parametrize("layers", [[1, 2], [0, 3]])
+def test_each_stage_recomputes_its_own_number_of_layers(run_a3, one_rank, layers):
+    more = [*ALL_LAYERS[:2], ALL_LAYERS[3], f"{RECOMPUTED}num_layers={layers}"]
+    ranks = run_a3(WORKER, LAYOUTS["pp2_uneven"], more=more)
+    for found, number in zip(ranks, layers, strict=True):
+        assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+        assert found["calls"]["recomputed"] == number * ranks[1]["calls"]["recomputed"] // layers[1]
+    assert ranks[1]["calls"]["recomputed"] > 0 == one_rank["calls"]["recomputed"]
 
 
 def test_swapped_optimizer_gives_the_same_update(run_a3):

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_patches.config.compose import compose, hf_config_of
+from verl_patches.planning.memory_plan import with_recompute
 
 ACTOR = "actor_rollout_ref.actor.megatron."
 TP2 = [f"{ACTOR}tensor_model_parallel_size=2", "recipe.train.expert_split=tp_extend_ep"]
@@ -56,7 +57,7 @@ def found(run):
 def _composed(cases: dict, verl: Path) -> dict[str, dict]:
     found = {}
     for name, (config_name, ranks, overrides, _) in cases.items():
-        config = compose(config_name, overrides, verl_path=verl)
+        config = with_recompute(compose(config_name, overrides, verl_path=verl), ("reshard.direct", "memory.order"))
         section = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
         found[name] = {"world_size": ranks, "config": section, "hf": hf_config_of(config)}
     return found
@@ -85,7 +86,7 @@ def test_upstream_takes_both_256_die_configs_as_they_are(run):
         assert [found[name][argument] for name in cases] == [True, True], argument
     assert [found[name]["fix_router"] for name in cases] == [True, False]
     layout = {"data_parallel_size": 8, "expert_model_parallel_size": 8, "moe_tp_extend_ep": True, "num_layers": 61}
-    layout |= {"num_layer_list": "7,7,8,8,8,8,8,7", "recompute_num_layers": 8, "sequence_parallel": True}
+    layout |= {"num_layer_list": "7,7,8,8,8,8,8,7", "recompute_method": "block", "sequence_parallel": True}
     optimizer = {"moe_router_bias_update_rate": 0.0, "adam_beta2": 0.95, "clip_grad": 1.0}
     assert (layout | optimizer).items() <= found["learning"].items()
 

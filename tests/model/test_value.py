@@ -12,6 +12,7 @@ from tests.model.parity import FROM, SAMPLES, WORD
 from tests.weights.cases import as_value_model
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS
+from verl_patches.planning.memory_plan import recompute_keys
 from verl_patches.reshard.region import Region
 from verl_patches.weights.load import draw_head
 from verl_patches.weights.reader import WeightReader
@@ -26,7 +27,9 @@ SIZES = {
 CASES = {name: ("", sizes) for name, sizes in SIZES.items()}
 CASES["moved"] = ("", {"param_offload": True, "grad_offload": True, "optimizer_offload": True})
 CASES |= {"reduction": ("reduction", SIZES["ep2"]), "bias": ("bias", SIZES["tp2ep2"])}
-A3 = {"ep2": "ep2", "tp2ep2": "tp2_extends_ep", "reduction": "ep2"}
+A3 = {"ep2": "ep2", "tp2ep2": "tp2_extends_ep", "pp2": "pp2_uneven", "reduction": "ep2"}
+# recomputed layers of each stage: the critic's worker takes those of its own
+RECOMPUTED = [f"{key}={value}".replace(" ", "") for key, value in recompute_keys([1, 2]).items()]
 pytestmark = pytest.mark.slow
 
 
@@ -49,7 +52,11 @@ def found(request, folder, run_ranks):
         return {name: [rank[name] for rank in ranks] for name in CASES}
     run = request.getfixturevalue("run_a3")
     spoilt = {name: name if name not in SIZES else "" for name in A3}
-    return {name: run("value_job:a3_job", LAYOUTS[layout], spoilt[name]) for name, layout in A3.items()}
+    more = {"pp2": RECOMPUTED}
+    return {
+        name: run("value_job:a3_job", LAYOUTS[layout], spoilt[name], more=more.get(name, []))
+        for name, layout in A3.items()
+    }
 
 
 def test_gae_with_gamma_and_lambda_of_1_is_the_reward_less_the_value():

@@ -203,5 +203,8 @@ def layouts_job(folder: Path, cases: dict[str, tuple[str, dict]]) -> dict:
 
 
 def a3_job(folder: Path, config: DictConfig, spoilt: str, args) -> dict:
-    """`answers` on line a3."""
+    """`answers` on line a3; with stages the critic's section has its own list of recomputed layers."""
+    if args.pipeline_model_parallel_size == 2:
+        place = "model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
+        OmegaConf.update(config, place, [1, 2], merge=False)
     return answers(config, folder, spoilt)

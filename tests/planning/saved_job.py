@@ -65,8 +65,25 @@ def opaque(function, saves):
     return call
 
 
-def saved_by_layers(model: Path, tokens: list[int], args) -> dict[int, dict[int, int]]:
-    """{tokens: {layer: bytes}} of packed forward passes of one sequence through MindSpeed-LLM's layers on this rank."""
+def in_bnsd(function):
+    """The attention op in layout BNSD, by the reference's SBH; what it saves is still in BNSD."""
+
+    def call(query, key, value, heads, layout, **options):
+        mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+        options |= {"atten_mask": mask, "sparse_mode": 3}  # the reference's, and the same attention
+        flat = [tensor.permute(2, 0, 1, 3).flatten(2) for tensor in (query, key, value)]
+        out, *statistics = function(*flat, heads, "SBH", **options)
+        return out.unflatten(2, (heads, -1)).permute(1, 2, 0, 3), *statistics
+
+    return call
+
+
+def saved_by_layers(model: Path, tokens: list[int], published: bool, args) -> dict[int, dict[int, int]]:
+    """{tokens: {layer: bytes}} of forward passes of one sequence through MindSpeed-LLM's layers on this rank.
+
+    Packed; or `published`: as the public recipe, with MindSpeed-LLM's own attention in layout BNSD, and a mask of all
+    pairs of tokens, which all layers share and none is charged for.
+    """
     import torch_npu
     from megatron.core import tensor_parallel
     from transformers import AutoConfig
@@ -75,6 +92,14 @@ def saved_by_layers(model: Path, tokens: list[int], args) -> dict[int, dict[int,
 
     from verl_patches.emulation.ascend.mindspeed_ops import OPS
 
+    if published:
+        from mindspeed_llm.tasks.models.spec.deepseek_spec import layer_spec
+
+        from verl_patches.model.mindspeed import model as ours
+
+        args.shape_order, args.sparse_mode = "BNSD", 0
+        torch_npu.npu_fusion_attention = in_bnsd(torch_npu.npu_fusion_attention)
+        ours.CausalMlaAttention = layer_spec.submodules.self_attention.submodules.core_attention
     for name, saves in TORCH_NPU.items():
         setattr(torch_npu, name, opaque(getattr(torch_npu, name), saves))
     for name, saves in BUILDERS.items():
@@ -91,11 +116,15 @@ def saved_by_layers(model: Path, tokens: list[int], args) -> dict[int, dict[int,
     for count in tokens:
         chunks = get_model(provide, wrap_with_ddp=False)
         (made,) = unwrap_model(chunks)
-        kept = Kept([*made.parameters(), *made.buffers()])
+        pairs = torch.ones(count, count, dtype=torch.bool).triu(1)[None, None]
+        kept = Kept([*made.parameters(), *made.buffers(), pairs])
         for index, layer in enumerate(made.decoder.layers):
             layer.forward = kept.counting(index, layer.forward)
         ids = torch.randint(6, 500, (1, count), generator=torch.Generator().manual_seed(0))
-        mask = torch.ones(1, count, dtype=torch.bool)
-        forward(chunks[0], ids, mask, torch.arange(count)[None], sequence_parallel=config.sequence_parallel)
+        mask, positions = torch.ones(1, count, dtype=torch.bool), torch.arange(count)[None]
+        if published:
+            chunks[0](input_ids=ids, position_ids=positions, attention_mask=pairs)
+        else:
+            forward(chunks[0], ids, mask, positions, sequence_parallel=config.sequence_parallel)
         found[count] = kept.size_bytes
     return found

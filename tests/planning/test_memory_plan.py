@@ -6,8 +6,22 @@ from omegaconf import OmegaConf
 
 from verl_patches.cli.output import memory_rows, other_memory_rows
 from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+from verl_patches.planning import activations
 from verl_patches.planning import memory_plan as memory_plan_module
-from verl_patches.planning.memory_plan import exceeding, followed_peaks, host_limit, memory_plan, settings_that_fit
+from verl_patches.planning.memory_plan import (
+    CHECKPOINTING,
+    LAYERS,
+    MARGIN_BYTES,
+    exceeding,
+    followed_peaks,
+    host_limit,
+    memory_plan,
+    recomputation,
+    recompute_keys,
+    settings_that_fit,
+    with_recompute,
+)
 from verl_patches.planning.search import A3_SEEN_BYTES
 
 pytestmark = pytest.mark.slow
@@ -120,7 +134,7 @@ def test_a_cpu_has_no_die_to_compare_with():
 def test_what_is_beside_the_memory_groups():
     """HCCL: 6 groups of training, 2 of them large, 6 of the rollout with 3, two buffers of 300 or 64 MiB each; 771.5 GB
     a node as the runbook."""
-    planned = plan(BIG, rows=RUN, skip=True)
+    planned = plan(BIG, f"{LAYERS}=8", rows=RUN, skip=True)
     phases = {phase["phase"]: phase["bytes"] for phase in planned["orders"][0]["phases"]}
     rollout, update = phases["rollout"], phases["update"]
     assert rollout["hccl_buffers"] == 2 * (2 * 300 + 4 * 64) << 20 and "cann_context" not in rollout
@@ -138,8 +152,6 @@ def test_what_is_beside_the_memory_groups():
     assert stays["checkpoint"] == planned["host"]["bytes"]["actor_params"] and "actor_params" not in stays
 
 
-CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
-LAYERS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
 SHARE = f"{ROLLOUT}gpu_memory_utilization"
 
 
@@ -157,7 +169,6 @@ SHORT = {
         {f"{REF}{MICRO_BATCH}": 128, f"{ROLLOUT}{MICRO_BATCH}": 128},
         {f"{REF}{MICRO_BATCH}": (32, 64), f"{ROLLOUT}{MICRO_BATCH}": (32, 64)},
     ),
-    "recompute": ({CHECKPOINTING: False}, {LAYERS: (2, 1)}),
 }
 
 
@@ -173,6 +184,71 @@ def test_settings_that_fit_are_the_first_that_do(big, case):
     for key, (enough, before) in expected.items():
         assert found[key] == enough
         assert exceeding(followed_peaks(changed(mended, {key: before}), RUN)["phases"], A3_SEEN_BYTES), key
+
+
+LEFT = A3_SEEN_BYTES - MARGIN_BYTES
+
+
+def update_peak(config):
+    (update,) = (phase for phase in followed_peaks(config, RUN)["phases"] if phase["phase"] == "update")
+    return update["peak_bytes"]
+
+
+@pytest.mark.parametrize("name", [BIG, "deepseekv3_256die_true_weight"])
+def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(name):
+    config = compose(name)
+    assert OmegaConf.select(config, LAYERS) == "auto"
+    chosen = with_recompute(config, RUN)
+    layers, together = recomputation(chosen)
+    assert len(layers) == 8 and together == 1 and layers[-1] == 0 < max(layers) < 8
+    assert OmegaConf.select(chosen, LAYERS) == OmegaConf.select(chosen, LAYERS.replace("actor_rollout_ref", "critic"))
+    assert with_recompute(chosen, RUN) is chosen and OmegaConf.select(config, LAYERS) == "auto"
+    assert update_peak(chosen) == update_peak(config) <= LEFT
+    for stage, number in enumerate(layers):  # control: one layer less of any stage does not leave it
+        if number:
+            less = [*layers[:stage], number - 1, *layers[stage + 1 :]]
+            assert update_peak(changed(chosen, recompute_keys(less))) > LEFT
+    kept = {key: OmegaConf.select(chosen, key) for key in recompute_keys(layers)}
+    assert kept == recompute_keys(layers) == {k: v for k, v in settings_that_fit(config, RUN)[0].items() if k in kept}
+
+
+def test_a_fixed_number_stays_and_0_is_none():
+    eight, none = (composed(BIG, f"{LAYERS}={number}", skip=True) for number in (8, 0))
+    assert with_recompute(none, RUN) is none and recomputation(none) == (0, 1) and recomputation(eight) == (8, 1)
+    assert update_peak(none) > A3_SEEN_BYTES > LEFT > update_peak(eight)
+    assert update_peak(none) == update_peak(changed(none, {CHECKPOINTING: False}))
+    off = with_recompute(composed(BIG, f"{CHECKPOINTING}=false"), RUN)
+    assert recomputation(off) == (0, 1) and update_peak(off) == update_peak(none)
+    uniform = changed(eight, {LAYERS: 2, LAYERS.replace("num_layers", "method"): "uniform"})
+    assert recomputation(uniform) == (61, 2) and recomputation(changed(uniform, {LAYERS: 0})) == (0, 1)
+
+
+def test_the_public_script_without_recomputation_fits_at_its_own_lengths_only(monkeypatch):
+    """Its run has 75 + 3040 tokens a sample; its layout BNSD pads values to 192 (docs/plan.md, Recompute)."""
+    own = ("data.max_prompt_length=75", "data.max_response_length=3040", f"{LAYERS}=0")
+    whole, short = (update_peak(composed(BIG, *overrides, skip=True)) for overrides in (own[2:], own))
+    monkeypatch.setattr(activations, "_FLASH_WIDTH", 1)
+    narrow = update_peak(composed(BIG, *own, skip=True))
+    assert [round(size / 1e9, 1) for size in (whole, short, narrow)] == [71.7, 61.4, 58.9]
+    assert narrow < short < A3_SEEN_BYTES < whole
+
+
+def test_auto_with_a_critic_leaves_the_margin_in_both_updates():
+    config = composed(BIG, "algorithm.adv_estimator=gae", "critic.model.path=a")
+    chosen = with_recompute(config, RUN)
+    peaks = {phase["phase"]: phase["peak_bytes"] for phase in followed_peaks(chosen, RUN)["phases"]}
+    assert max(peaks["update"], peaks["update_critic"]) <= LEFT
+    assert sum(recomputation(chosen)[0]) >= sum(recomputation(with_recompute(composed(BIG), RUN))[0])
+
+
+def test_auto_is_refused_where_activations_are_not_counted_and_a_tiny_model_needs_none():
+    auto = f"++{LAYERS}=auto"
+    with pytest.raises(ConfigError, match="num_layers is auto; expected a number: .* line a3 only"):
+        with_recompute(composed(TINY, auto, f"{CHECKPOINTING}=true"), ())
+    with pytest.raises(ConfigError, match="activations_checkpoint_num_layers"):
+        composed(TINY, auto.replace("auto", "some"))
+    on_a3 = composed(TINY, auto, f"{CHECKPOINTING}=true", "recipe.line=a3")
+    assert recomputation(with_recompute(on_a3, ())) == (0, 1)
 
 
 def test_settings_that_are_not_enough_leave_phases_that_exceed_a_die(big):

@@ -10,7 +10,7 @@ from verl_patches.config.checks import check_config
 from verl_patches.config.compose import CONFIGS_DIR, compose, model_shape_of
 from verl_patches.errors import ConfigError
 from verl_patches.planning import search as search_module
-from verl_patches.planning.memory_plan import followed_peaks, recomputation, recompute_keys
+from verl_patches.planning.memory_plan import LAYERS, MARGIN_BYTES, followed_peaks, recomputation, with_recompute
 from verl_patches.planning.plan import build_plan, patch_table
 from verl_patches.planning.search import (
     A3_SEEN_BYTES,
@@ -110,16 +110,16 @@ def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
         listed = compose("deepseekv3_128die", row["overrides"])
         assert recomputation(listed)[0] == row["recompute_layers"]
         assert followed_peaks(listed, on)["peak_bytes"] == row["peak_bytes"] <= A3_SEEN_BYTES
-        if fewer := row["recompute_layers"]:  # one less does not fit
-            less = changed(listed, recompute_keys(fewer - 1))
-            assert followed_peaks(less, on)["peak_bytes"] > A3_SEEN_BYTES
+        if row["update_bytes"] > A3_SEEN_BYTES - MARGIN_BYTES:  # only where a whole stage is recomputed already
+            assert row["recompute_layers"][0] == listed.recipe.train.layers_per_stage[0]
+        assert with_recompute(changed(listed, {LAYERS: "auto"}), on) == listed
 
 
 @pytest.mark.parametrize(
     ("overrides", "changes"),
     [
         (["actor_rollout_ref.rollout.gpu_memory_utilization=0.99"], "gpu_memory_utilization=0.9"),
-        (["data.max_response_length=32768"], "num_layers="),
+        ([f"{LAYERS}=0"], f"{LAYERS}=["),
         (["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=128"], "ref.log_prob_micro_batch_size_per_gpu="),
         (["recipe.train.swap_optimizer=false"], "recipe.train.swap_optimizer=true"),
         (["data.train_batch_size=500"], "data.train_batch_size=512"),

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.boot.install_prelude import PLACES
 from verl_patches.cli.output import Json, print_json, progress_bar, say, table
-from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath
+from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, rows_on
 from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of, keys_of, output_root
 from verl_patches.config.files import hook_checks
 from verl_patches.errors import ConfigError, require
@@ -25,6 +25,7 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting
 from verl_patches.model.mindspeed.arguments import explain as explain_engine
+from verl_patches.planning.memory_plan import with_recompute
 from verl_patches.reshard.check import check_plan, figures, path_of
 from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
 from verl_patches.upstream.checkouts import LINE, trees_of, verl_check
@@ -61,6 +62,7 @@ def config_command(
     """Print a config as it is composed, in YAML; with --explain the training engine's arguments, key by key."""
     trees = trees_of(upstream, verl_path)
     config = compose(config_name, overrides or [], verl_path=trees.verl)
+    config = with_recompute(config, rows_on(config))
     require(hook_checks(config, keys_of(overrides or []), trees))
     line = config.recipe.line
     if explain and line != LINE:

@@ -33,7 +33,7 @@ from verl_patches.layout.phases import samples
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse, said_off
-from verl_patches.planning.memory_plan import host_limit
+from verl_patches.planning.memory_plan import host_limit, with_recompute
 from verl_patches.planning.plan import patch_table
 from verl_patches.planning.search import NoLayout, search
 from verl_patches.planning.step_plan import READ_GB_S, Workload
@@ -99,6 +99,7 @@ def smoke_command(
     config = compose(options.config_name, [*given, *inputs.overrides, *overrides], verl_path=trees.verl)
     trees = for_platform(config.recipe.platform, trees)
     check_switches(config)
+    config = with_recompute(config, rows_on(config))
     require_trees(config, trees)
     start = run_folder.require_start(config)
     _end_unless(check_config(config, keys_of(overrides), trees, start))  # before model and data are made
@@ -131,6 +132,7 @@ def train_command(
     config = compose(config_name, overrides, verl_path=trees.verl)
     trees = for_platform(config.recipe.platform, trees)
     check_switches(config)
+    config = with_recompute(config, rows_on(config))
     require_trees(config, trees)
     if dry_run:
         report_plan(config, config_name, overrides, trees, Workload(), as_json)
@@ -183,7 +185,7 @@ def plan_command(
     if lacks := [check for check in check_files(config, keys_of(overrides), trees) if not check.ok]:
         raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
     dies = config.trainer.nnodes * config.trainer.n_gpus_per_node if dies is None else dies
-    on = [row["id"] for row in patch_table(config, rows_of(config.recipe.platform)) if row["on"]]
+    on = rows_on(config)
     try:
         layouts = search(config, on, dies, workload, top)
     except NoLayout as error:
@@ -216,7 +218,9 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
         phases = {phase["phase"]: phase["seconds"] for phase in row["phases"]}
         seconds = [f"{phases[name]:.1f}" for name in ("rollout", "update")]
         train = row["train"].partition(" etp")[0]
-        sizes = (str(row["micro_batch"]), str(row["recompute_layers"]), f"{row['peak_bytes'] / 1e9:.1f}")
+        layers = row["recompute_layers"]
+        layers = str(layers) if isinstance(layers, int) else ",".join(map(str, layers))
+        sizes = (str(row["micro_batch"]), layers, f"{row['peak_bytes'] / 1e9:.1f}")
         speed = f"{row['total_s']:.1f}", f"{row['tokens_per_s_per_die']:.1f}"
         rows.append((str(number), *speed, *seconds, train, row["rollout"], *sizes))
     columns = ("", "step s", "tokens / s / die", "rollout", "update", "train", "rollout layout")
@@ -248,6 +252,11 @@ def check_switches(config: DictConfig) -> None:
             f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {switches.text()!r}, which is what "
             f"runs; unset {VARIABLE} and give rows as 'recipe.patches=[-row.id]'"
         )
+
+
+def rows_on(config: DictConfig) -> list[str]:
+    """Ids of the rows that are on."""
+    return [row["id"] for row in patch_table(config, rows_of(config.recipe.platform)) if row["on"]]
 
 
 def _refuse_without_effect(config: DictConfig) -> None:

@@ -79,6 +79,9 @@ _SECTIONS = {
             "override_config": {"model_config": dict[str, Any] | None},
             "external_lib": Text | None,
             "trust_remote_code": bool,  # line a3's verl reads it without naming it in its file, as data's
+            "gradient_checkpointing_kwargs": {
+                "activations_checkpoint_num_layers": Natural | Literal["auto"] | list[Natural] | None
+            },
         },
         "actor": {
             "ppo_mini_batch_size": Count,

@@ -42,24 +42,32 @@ _STATISTICS = 2 * 8 * 4  # maximum and sum of a query, each eight times in fp32
 _ATTENTION = ("norms", "latents", "rotary", "attention")
 
 
+PerStage = int | tuple[int, ...]  # one number for all stages, or one for each
+
+
+def of_stage(layers: PerStage, stage: int) -> int:
+    """Recomputed layers of `stage`."""
+    return layers if isinstance(layers, int) else layers[stage]
+
+
 @dataclass(frozen=True)
 class Passes:
     """What decides the activations of a run besides model and layout.
 
     `update_tokens`, `log_prob_tokens`, `ref_tokens`: most tokens of a micro batch. `micro_batches`: of an update on one
-    replica. `recompute_layers`: layers of a stage whose activations are made again in backward; `recompute_together`:
-    how many of them at once (method uniform), 1 for method block. `entropy`: whether the update's loss has it.
-    `chunked_logits`: rows logprob.*. `recorded_tokens`: of a replica's step, whose routed experts are recorded
-    (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`: no weight gradient of its own.
-    `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a critic; `reward_tokens`: of a reward
-    model.
+    replica. `recompute_layers`: layers of a stage whose activations are made again in backward, one number for all
+    stages or one for each; `recompute_together`: how many of them at once (method uniform), 1 for method block.
+    `entropy`: whether the update's loss has it. `chunked_logits`: rows logprob.*. `recorded_tokens`: of a replica's
+    step, whose routed experts are recorded (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`:
+    no weight gradient of its own. `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a
+    critic; `reward_tokens`: of a reward model.
     """
 
     update_tokens: int
     log_prob_tokens: int
     ref_tokens: int
     micro_batches: int
-    recompute_layers: int = 0
+    recompute_layers: PerStage = 0
     recompute_together: int = 1
     imbalance: float = UNBALANCED
     unpadded: bool = False
@@ -123,7 +131,7 @@ def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: in
     layers = layout.stage_layers(stage, model.num_hidden_layers)
     terms = _terms_of(model, layers, tokens, layout, passes)
     hidden = size * -(-tokens // layout.tp) * model.hidden_size
-    recomputed = min(passes.recompute_layers, len(layers))
+    recomputed = min(of_stage(passes.recompute_layers, stage), len(layers))
     groups = [terms[i : i + passes.recompute_together] for i in range(0, recomputed, passes.recompute_together)]
     saved = len(groups) * hidden + sum(sum(layer.values()) for layer in terms[recomputed:])
     last = stage == layout.pp - 1

@@ -20,16 +20,23 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.config import hccl
 from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library
 from verl_patches.config.recipe import VLLM_DTYPES
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
 from verl_patches.layout.phases import reward_models, samples, trains_actor
 from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
-from verl_patches.planning.activations import UNBALANCED, Passes
+from verl_patches.planning.activations import UNBALANCED, Passes, PerStage
 from verl_patches.planning.expected import Alike, Setting, group_bytes, host_bytes, peaks, phase_peak, simulated
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.upstream.checkouts import LINE
 
 DEVICES = Path("/dev")
+# Left free of a die by an update whose recomputed layers the plan chooses: for what the plan does not count
+# (fragmentation of torch's pool, workspaces of kernels)
+MARGIN_BYTES = 5 * 10**9
+CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
+_KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
+LAYERS = f"{_KWARGS}num_layers"
 
 
 class RunMemory(NamedTuple):
@@ -45,6 +52,7 @@ class RunMemory(NamedTuple):
 
 def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
     """By `rows`, the ids of the rows that are on. ConfigError where sizes do not divide."""
+    config = with_recompute(config, rows)
     recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
     train, inventory = train_layout_of(config), _inventory(model_shape_of(config), VLLM_DTYPES[recipe.dtype])
     npu = recipe.platform == "npu"
@@ -71,7 +79,10 @@ def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
 
 
 def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
-    """{modelled, hbm_bytes, followed, swapped, orders, communicators, host, not_modelled}: bytes of the worst rank.
+    """{modelled, hbm_bytes, followed, swapped, recompute_layers, orders, communicators, host, not_modelled}.
+
+    Bytes of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
+    activations are not modelled.
 
     `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
     for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows
@@ -81,6 +92,7 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
     """
     run, npu, recipe = run_memory(config, rows), config.recipe.platform == "npu", config.recipe
     ours = replace(run.setting, bucket_bytes=recipe.reshard.bucket_bytes)
+    layers = None if run.setting.passes is None else run.setting.passes.recompute_layers
     compared = [(SCHEDULE, ours), (VERL[recipe.line], replace(ours, bucket_bytes=None))]
     compared = [(order.of_run(recipe, run.setting.critic), setting) for order, setting in compared]
     if run.schedule.name not in (order.name for order, _ in compared):
@@ -91,6 +103,7 @@ def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
         "followed": run.schedule.name,
         "orders": [peaks(order, setting, run.stays) for order, setting in compared],
         "swapped": recipe.train.swap_optimizer,
+        "recompute_layers": layers if layers is None or isinstance(layers, int) else list(layers),
         "communicators": _communicators(config, model_shape_of(config)) if npu else [],
         "host": _host(config, run),
         "not_modelled": _not_modelled(run.setting, npu, len(graph_arguments(config).get("graph_batch_sizes") or ())),
@@ -106,17 +119,21 @@ def followed_peaks(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
 def settings_that_fit(config: DictConfig, rows: Collection[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """({key: value} with which the configuration's own layout fits a die, its phases with them, as `peaks` has them).
 
-    The fewest recomputed layers of a stage, and where it is needed smaller micro batches of log-probs and a smaller
-    share for vLLM, of whose KV cache at least half stays. Where these are not enough a phase exceeds the die.
+    The fewest recomputed layers of each stage that leave MARGIN_BYTES, and where it is needed smaller micro batches of
+    log-probs and a smaller share for vLLM, of whose KV cache at least half stays. Where these are not enough a phase
+    exceeds the die.
     """
     setting, schedule, stays = run_memory(config, rows)
     step = simulated(schedule, setting, stays)
-    choices = {} if setting.passes is None else _choices(config, setting)
+    choices, keys, phases = {}, {}, []
+    if setting.passes is not None:
+        choices, layers = _choices(config), fewest_recomputed(setting, step, die_bytes(config) - MARGIN_BYTES)
+        keys = recompute_keys(layers)
+        setting = replace(setting, passes=replace(setting.passes, recompute_layers=layers, recompute_together=1))
     if setting.reward_models and choices and "ref" in step[0].moments:  # their micro batch follows the reference's
         chosen, _ = _first_that_fits("ref", step, setting, choices["ref"], die_bytes(config))
         tokens = next(changes for keys, changes in choices["ref"] if keys == chosen)["ref_tokens"]
         setting = replace(setting, passes=replace(setting.passes, reward_tokens=tokens))
-    keys, phases = {}, []
     for phase in step[0].moments:
         chosen, peak = _first_that_fits(phase, step, setting, choices.get(phase, [({}, {})]), die_bytes(config))
         keys |= chosen
@@ -160,17 +177,9 @@ def _first_that_fits(
     return options[place][0], peak(place)
 
 
-def _choices(config: DictConfig, setting: Setting) -> dict[str, list[tuple[dict[str, Any], dict[str, int]]]]:
+def _choices(config: DictConfig) -> dict[str, list[tuple[dict[str, Any], dict[str, int]]]]:
     """{phase: [(keys, what they change in `Passes`)]}, the fastest first."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    train, number = setting.train, setting.inventory.model.num_hidden_layers
-    layers = max(len(train.stage_layers(stage, number)) for stage in range(train.pp))
-    choices = {
-        "update": [
-            (recompute_keys(number), {"recompute_layers": number, "recompute_together": 1})
-            for number in range(layers + 1)
-        ]
-    }
+    longest, choices = config.data.max_prompt_length + config.data.max_response_length, {}
     for phase, side, tokens in (("ref", "ref", "ref_tokens"), ("old_log_prob", "rollout", "log_prob_tokens")):
         key = f"actor_rollout_ref.{side}.log_prob_micro_batch_size_per_gpu"
         given = OmegaConf.select(config, key) or 1
@@ -179,14 +188,59 @@ def _choices(config: DictConfig, setting: Setting) -> dict[str, list[tuple[dict[
     return choices
 
 
-def recompute_keys(layers: int) -> dict[str, Any]:
-    """The keys that recompute the first `layers` layers of each stage."""
-    checkpointing = "actor_rollout_ref.model.enable_gradient_checkpointing"
-    if layers == 0:
-        return {checkpointing: False}
-    kwargs = {"granularity": "full", "method": "block", "num_layers": layers}
-    prefix = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
-    return {checkpointing: True, **{prefix + name: value for name, value in kwargs.items()}}
+def fewest_recomputed(setting: Setting, step: Collection[Alike], room: int) -> PerStage:
+    """The fewest first layers of each stage that an update must recompute to need at most `room` bytes of a die.
+
+    One number where all stages have the same. All layers of a stage where even these are not enough.
+    """
+    train, found = setting.train, []
+    for stage in range(train.pp):
+        ranks = [each for each in step if train.coordinates(each.ranks[0]).pp == stage]
+        updates = [phase for phase in ranks[0].moments if phase in ("update", "update_critic")]
+
+        def fits(layers: int, ranks: list[Alike] = ranks, updates: list[str] = updates) -> bool:
+            passes = replace(setting.passes, recompute_layers=layers, recompute_together=1)
+            tried = replace(setting, passes=passes)
+            return all(phase_peak(phase, ranks, tried)["peak_bytes"] <= room for phase in updates)
+
+        most = len(train.stage_layers(stage, setting.inventory.model.num_hidden_layers))
+        # one recomputed layer may need more than none: it is there whole while it is made again
+        found.append(0 if fits(0) else bisect.bisect_left(range(most), True, lo=1, key=fits))
+    return found[0] if len(set(found)) == 1 else tuple(found)
+
+
+def recompute_keys(layers: PerStage) -> dict[str, Any]:
+    """The keys that recompute the first layers of each stage."""
+    number = layers if isinstance(layers, int) else list(layers)
+    kwargs = {"granularity": "full", "method": "block", "num_layers": number}
+    return {CHECKPOINTING: True, **{f"{_KWARGS}{name}": value for name, value in kwargs.items()}}
+
+
+def with_recompute(config: DictConfig, rows: Collection[str]) -> DictConfig:
+    """`config`, or where activations_checkpoint_num_layers is auto a copy that has the fewest layers in its place.
+
+    Those of `fewest_recomputed` with MARGIN_BYTES left. Recomputed activations are the same values, so another number
+    changes no result, also in a resumed run. All layers where sizes do not divide, which the checks of a plan refuse.
+    ConfigError on line pypi, whose activations are not counted.
+    """
+    if OmegaConf.select(config, LAYERS) != "auto":
+        return config
+    config = config.copy()
+    if config.recipe.line != LINE:
+        raise ConfigError(f"{LAYERS} is auto; expected a number: activations are modelled for line a3 only")
+    given, layers = config.actor_rollout_ref.model.enable_gradient_checkpointing, 0
+    OmegaConf.update(config, LAYERS, 0)
+    if given:
+        try:
+            setting, schedule, stays = run_memory(config, rows)
+            step = simulated(schedule, setting, stays)
+            layers = fewest_recomputed(setting, step, die_bytes(config) - MARGIN_BYTES)
+        except ConfigError:
+            layers = model_shape_of(config).num_hidden_layers
+    for key, value in {**recompute_keys(layers), CHECKPOINTING: given}.items():
+        for name in (key, key.replace("actor_rollout_ref.", "critic.")):  # the critic's follow it
+            OmegaConf.update(config, name, value, merge=False, force_add=True)
+    return config
 
 
 def die_bytes(config: DictConfig) -> int:
@@ -244,16 +298,23 @@ def _communicators(config: DictConfig, model: ModelShape) -> list[dict[str, Any]
     ]
 
 
-def recomputation(config: DictConfig) -> tuple[int, int]:
-    """(layers of each stage whose forward pass is computed again, how many at once); selective counts as none."""
+def recomputation(config: DictConfig) -> tuple[PerStage, int]:
+    """(layers of each stage whose forward pass is computed again, how many at once); selective counts as none.
+
+    Of a configuration without auto (`with_recompute`). ConfigError for a list that has not one number for each stage.
+    """
     model = config.actor_rollout_ref.model
     given = model.get("gradient_checkpointing_kwargs") or {}
     if not model.enable_gradient_checkpointing or given.get("activations_checkpoint_granularity") != "full":
         return 0, 1
-    number = given.get("activations_checkpoint_num_layers") or 1
+    number = given.get("activations_checkpoint_num_layers")
     if given.get("activations_checkpoint_method") != "block":
-        return model_shape_of(config).num_hidden_layers, number
-    return number, 1
+        return (model_shape_of(config).num_hidden_layers, number) if number else (0, 1)
+    if not OmegaConf.is_list(number):
+        return number or 0, 1
+    if len(number) != (stages := config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size):
+        raise ConfigError(f"{LAYERS} has {len(number)} numbers; expected one for each of {stages} pipeline stages")
+    return tuple(number), 1
 
 
 def passes_of(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:

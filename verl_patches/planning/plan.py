@@ -22,7 +22,14 @@ from verl_patches.errors import Check
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.planning.memory_plan import exceeding, followed_peaks, memory_plan, pinned_bytes, states_bytes
+from verl_patches.planning.memory_plan import (
+    exceeding,
+    followed_peaks,
+    memory_plan,
+    pinned_bytes,
+    states_bytes,
+    with_recompute,
+)
 from verl_patches.planning.start_plan import start_plan
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
@@ -56,6 +63,8 @@ def build_plan(
     Files named in `overrides` must exist here; those that only the config names may be on other machines. Raises
     ConfigError for switches that name no row.
     """
+    rows = tuple(rows)
+    config = with_recompute(config, _on(config, rows))
     checks = [
         *check_config(config, keys_of(overrides), trees),
         _verl(config.recipe.line, trees),
@@ -121,7 +130,12 @@ def _memory(plan: dict[str, Any]) -> Check:
     (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
     if short := exceeding(followed["phases"], plan["hbm_bytes"]):
         return Check("memory", False, f"modelled: {'; '.join(short)}")
-    return Check("memory", True, f"modelled: no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die")
+    said, layers = f"no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die", plan["recompute_layers"]
+    if layers is not None:
+        layers = layers if isinstance(layers, int) else ",".join(map(str, layers))
+        left = plan["hbm_bytes"] - max(phase["peak_bytes"] for phase in followed["phases"])
+        said += f", {left / 1e9:.2f} GB are left; recomputed layers of a stage: {layers}"
+    return Check("memory", True, f"modelled: {said}")
 
 
 def _host_memory(plan: dict[str, Any]) -> Iterator[Check]:

@@ -29,11 +29,13 @@ from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
 from verl_patches.planning.activations import Passes, update_bytes
 from verl_patches.planning.calibration import FITTED
 from verl_patches.planning.memory_plan import (
+    MARGIN_BYTES,
     exceeding,
     host_limit,
     passes_of,
     pinned_bytes,
     recomputation,
+    recompute_keys,
     settings_that_fit,
 )
 from verl_patches.planning.plan import engine_checks
@@ -89,6 +91,8 @@ def _followers(key: str) -> Iterator[str]:
         yield f"critic.{name}"
     if key == "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu":
         yield "reward_model.micro_batch_size_per_gpu"
+    if key.startswith("actor_rollout_ref.model.") and "checkpoint" in key:
+        yield key.replace("actor_rollout_ref.", "critic.")
     if key == "recipe.rollout.dp":
         yield f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size"
 
@@ -171,6 +175,7 @@ def _listed(
 def _given(config: DictConfig, dies: int) -> dict[str, Any]:
     """Keys of every candidate: nodes, and where `dies` do not divide the batch the nearest that they do."""
     given = {"trainer.nnodes": dies // NODE_DIES, "trainer.n_gpus_per_node": NODE_DIES}
+    given |= recompute_keys(0)  # until `settings_that_fit` says how many
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if batch % dies:
         parts = max(1, round(batch / mini))
@@ -236,26 +241,25 @@ def _states_bytes(run: StepInput, layout: ParallelLayout, dense: float, routed: 
     return 0 if run.swap_optimizer else OPTIMIZER_BYTES * (dense / layout.dp + routed / layout.edp)
 
 
-def _fewest_layers(run: StepInput, layout: ParallelLayout, passes: Passes, micro: int) -> int | None:
-    """Estimated layers of a stage that an update must recompute to fit; None if all are not enough."""
-    model, size, least = run.model, DTYPE_BYTES[run.model.torch_dtype], 0
+def _fewest_layers(run: StepInput, layout: ParallelLayout, passes: Passes, micro: int) -> tuple[int, ...] | None:
+    """Estimated layers of each stage that an update must recompute to fit; None if all are not enough."""
+    model, size, found = run.model, DTYPE_BYTES[run.model.torch_dtype], []
     held, passes = model.n_routed_experts // layout.ep, replace(passes, update_tokens=micro * passes.update_tokens)
     for stage in range(layout.pp):
         dense, routed = stage_elements(model, layout, stage, "mindspeed")
         states = _states_bytes(run, layout, dense, routed)
-        room = A3_SEEN_BYTES - RESERVE_BYTES - states - (size + GRAD_BYTES) * (dense + routed)
+        room = A3_SEEN_BYTES - MARGIN_BYTES - RESERVE_BYTES - states - (size + GRAD_BYTES) * (dense + routed)
 
         def fits(layers: int, stage: int = stage, room: float = room) -> bool:
             one = replace(passes, recompute_layers=layers, recompute_together=1)
             return sum(update_bytes(model, layout, stage, held, one).values()) <= room
 
-        if not fits(least):
-            tried = range(least + 1, layout.layers_per_stage[stage] + 1)
-            place = bisect.bisect_left(tried, True, key=fits)
-            if place == len(tried):
-                return None
-            least = tried[place]
-    return least
+        most = layout.layers_per_stage[stage]
+        layers = 0 if fits(0) else bisect.bisect_left(range(most + 1), True, lo=1, key=fits)
+        if layers > most:
+            return None
+        found.append(layers)
+    return tuple(found)
 
 
 def train_keys(tp: int, pp: int, ep: int, layers: Collection[int]) -> dict[str, Any]:

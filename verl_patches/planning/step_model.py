@@ -46,6 +46,7 @@ from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.layout.sharding import GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
+from verl_patches.planning.activations import PerStage, of_stage
 from verl_patches.rollout.rebalance import Cost
 
 # Of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host. The host link's
@@ -163,7 +164,7 @@ class StepInput:
     reward_micro_batch: int = 1
     mini_batches: int = 1
     epochs: int = 1
-    recompute_layers: int = 0
+    recompute_layers: PerStage = 0
     alltoall_overlap: bool = False
     swap_optimizer: bool = False
     balanced_lengths: bool = False
@@ -288,7 +289,8 @@ def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants)
             one = passes[model.is_moe(layer)]
             seconds += one.forward
             if train:
-                seconds += one.backward + (one.forward if number < run.recompute_layers * layout.vpp else 0.0)
+                again = number < of_stage(run.recompute_layers, stage) * layout.vpp
+                seconds += one.backward + (one.forward if again else 0.0)
         if stage == layout.pp - 1:
             flops = 2 * model.vocab_size * model.hidden_size * tokens / layout.tp / layout.cp
             head = compute_s(flops, constants.train_efficiency)

@@ -24,7 +24,7 @@ from verl_patches.layout.phases import STEP_PHASES, reward_models, samples, trai
 from verl_patches.memory.schedule import Moment, direct_sync
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
 from verl_patches.planning.expected import group_bytes, moments_of
-from verl_patches.planning.memory_plan import recomputation, run_memory
+from verl_patches.planning.memory_plan import recomputation, run_memory, with_recompute
 from verl_patches.planning.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
@@ -126,7 +126,7 @@ def step_input(
         reward_micro_batch=config.reward_model.micro_batch_size_per_gpu or 1,
         mini_batches=max(1, train_batch // actor.ppo_mini_batch_size),
         epochs=actor.ppo_epochs,
-        recompute_layers=recomputation(config)[0],
+        recompute_layers=recomputation(with_recompute(config, rows))[0],
         alltoall_overlap=recipe.train.alltoall_overlap,
         swap_optimizer=recipe.train.swap_optimizer or actor.megatron.optimizer_offload,
         balanced_lengths=config.trainer.balance_batch,

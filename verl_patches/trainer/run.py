@@ -86,6 +86,7 @@ class Run:
                     "rollout": "none: fixed data" if self.fixed_data else str(rollout_layout_of(trainer.config)),
                 },
                 "ranks": world_size(trainer.config),
+                "recompute_layers": _recompute_layers(trainer.config.actor_rollout_ref.model),
                 "dtype": self.recipe.dtype,
                 **({"dirty": dirty} if dirty else {}),
             },
@@ -294,6 +295,14 @@ class Run:
             for line in lines:
                 self.progress.say(f"| {line}")
         self.summary.write()
+
+
+def _recompute_layers(model: Any) -> int | list[int] | None:
+    """activations_checkpoint_num_layers of verl's section `model`, 0 without checkpointing."""
+    if not model.get("enable_gradient_checkpointing"):
+        return 0
+    layers = (model.get("gradient_checkpointing_kwargs") or {}).get("activations_checkpoint_num_layers")
+    return layers if layers is None or isinstance(layers, int) else list(layers)
 
 
 def reason_of(error: BaseException, raised_by: str = "") -> str:

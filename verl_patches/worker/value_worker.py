@@ -39,6 +39,10 @@ class RecipeCriticWorker(TrainingWorker):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        if is_on("update.engine_start"):
+            from verl_patches.model.mindspeed.start import recompute_own_stage
+
+            recompute_own_stage(config)
         self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
         if self.memory.scheduled:  # then verl's own calls move nothing
             self._is_offload_param = self._is_offload_optimizer = False

@@ -225,6 +225,20 @@ def _recompute(on: bool, get: Get) -> list[str]:
     values = {name: get(f"{_M}activations_checkpoint_{name}") for name in ("granularity", "method", "num_layers")}
     if not values["granularity"]:
         raise ConfigError("activations_checkpoint_granularity must be full or selective")
+    number, stages = values["num_layers"], get(_A + "pipeline_model_parallel_size")
+    if number == "auto":
+        raise ConfigError("activations_checkpoint_num_layers is auto, for which a plan puts a number first")
+    if values["granularity"] == "full" and number is None:
+        raise ConfigError("activations_checkpoint_num_layers must be a number of layers, one for each stage, or auto")
+    if isinstance(number, list):  # start.py gives each rank its own stage's
+        if len(number) != stages or values["method"] != "block":
+            raise ConfigError(
+                f"activations_checkpoint_num_layers has {len(number)} numbers; expected one for each of {stages} "
+                "pipeline stages, with activations_checkpoint_method=block"
+            )
+        values["num_layers"] = number = max(number)
+    if number == 0:
+        return []
     given = {f"--recompute-{name.replace('_', '-')}": value for name, value in values.items() if value is not None}
     return [word for argument, value in given.items() for word in (argument, str(value))]
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError
@@ -85,6 +86,7 @@ def start(config: Any) -> Namespace:
     _same_features(words)
     global_vars = importlib.import_module("megatron.training.global_vars")
     if global_vars._GLOBAL_ARGS is not None:
+        recompute_own_stage(section)
         return global_vars.get_args()
     if as_npu(engine.current().switches.platform):
         check_visible_die(torch.npu.device_count())
@@ -96,6 +98,7 @@ def start(config: Any) -> Namespace:
     args.variable_seq_lengths = True  # validators forbid it with context parallelism, as their own batches are cut
     global_vars.set_args(args)
     _start_groups(args)
+    recompute_own_stage(section)
     check_rows()
     return args
 
@@ -132,6 +135,20 @@ def _start_groups(args: Namespace) -> None:
     with _quiet("Megatron's process groups"):
         names = *sizes, "distributed_timeout_minutes"
         parallel_state.initialize_model_parallel(**{name: getattr(args, name) for name in names})
+
+
+def recompute_own_stage(section: Any) -> None:
+    """Where recomputed layers are listed by stage, put this rank's number into Megatron's arguments and `section`.
+
+    verl's worker of that section reads it there (verl/single_controller/base/megatron/worker.py:77).
+    """
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    kwargs = section.model.get("gradient_checkpointing_kwargs") or {}
+    if OmegaConf.is_list(layers := kwargs.get("activations_checkpoint_num_layers")):
+        number = layers[parallel_state.get_pipeline_model_parallel_rank()]
+        kwargs.activations_checkpoint_num_layers = get_args().recompute_num_layers = number
 
 
 def _arguments(words: list[str]) -> Namespace:
