@@ -22,7 +22,11 @@ def test_a_dry_run_prints_the_same_as_plan():
     done, dry = call("plan", TINY, "--json"), call("train", "--config-name", TINY, "--dry-run", "--json")
     assert done.exit_code == dry.exit_code == 0 and done.stdout == dry.stdout
     plan = json.loads(done.stdout)
-    assert plan["ok"] and plan["verdict"].startswith("fits: ") and plan["step"] is plan["ports"] is None
+    assert (
+        plan["ok"]
+        and plan["verdict"].startswith("fits: ")
+        and plan["step"] is plan["ports"] is plan["inference"] is None
+    )
     assert {"checks", "memory", "traffic", "ports", "environment", "commands"} <= set(plan)
 
 
@@ -31,6 +35,7 @@ def test_tables_of_a_node_say_that_they_are_modelled():
     assert done.exit_code == 0, done.output
     for words in ("step (modelled, not measured)", "prompts of 100.0", "DP syncs over gloo", "decode step, batch 64"):
         assert words in done.stdout, done.stdout
+    assert "generate, chat, eval: 1 node(s) of 16 dies hold the weights in bf16" in " ".join(done.stdout.split())
     assert "traffic (modelled) and ports" in done.stdout and "61000 to 61143" in done.stdout
 
 

@@ -11,7 +11,9 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
+from omegaconf import DictConfig
 
 from verl_patches.boot.before_import import PRELUDE
 from verl_patches.cli.output import Json, print_json, progress_bar, say, table
@@ -21,6 +23,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.inference import rows, scores
 from verl_patches.inference.model import Model, find_model, restart_in_environment, validation_sampling
 from verl_patches.launch.smoke import CONFIG_NAME
+from verl_patches.layout.parallel import world_size
 from verl_patches.shared_files import replacing, write_whole
 from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
@@ -91,7 +94,8 @@ def chat_command(
             raise ConfigError(f"{source.folder}: {error}") from None
         from verl_patches.inference import engine as engines  # imports vllm
 
-        params, engine = engines.sampling_params(sampling), engines.Engine(source, chosen.config, length)
+        params = engines.sampling_params(sampling)
+        engine = click.get_current_context().with_resource(_engine(chosen.config, source.folder, length))
     if not as_json:
         say(f"template: {template}", "dim")
     sys.stdin.reconfigure(errors="replace")
@@ -223,10 +227,25 @@ def _outputs(
         for number, (step, source) in enumerate(chosen.sources.items()):
             kept = max(0, done - number * len(prompts))
             if kept < len(prompts):
-                outputs = engines.Engine(source, chosen.config, length).run(tokens, params, kept)
-                for prompt, output in zip(prompts[kept:], outputs, strict=True):
-                    yield step, prompt, output.outputs
-                    advance(1)
+                with _engine(chosen.config, source.folder, length) as engine:
+                    outputs = engine.run(tokens, params, kept)
+                    for prompt, output in zip(prompts[kept:], outputs, strict=True):
+                        yield step, prompt, output.outputs
+                        advance(1)
+
+
+@contextmanager
+def _engine(config: DictConfig, folder: Path, length: int) -> Iterator[Any]:
+    """The engine of a configuration of one rank in this process, else those of its ranks on Ray."""
+    if config.recipe.platform != "npu" and world_size(config) == 1:
+        from verl_patches.inference.engine import Engine
+
+        yield Engine(folder, config, length)
+    else:
+        from verl_patches.inference.ranks import on_ray
+
+        with on_ray(folder, config, length) as engine:
+            yield engine
 
 
 def _response(made: Any, tokenizer: Any) -> dict[str, Any]:

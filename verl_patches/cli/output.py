@@ -22,6 +22,7 @@ from verl_patches.catalog import rows_of
 from verl_patches.layout.parallel import world_size
 from verl_patches.patching.report import NOT_RUN, Report
 from verl_patches.planning.plan import build_plan
+from verl_patches.planning.serving import serving_text
 from verl_patches.planning.step_plan import Workload
 from verl_patches.planning.verdict import conclude
 from verl_patches.platform.npu.machine import HARDWARE
@@ -240,6 +241,8 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
         table(f"{side}: {plan[side]['layout']}", ("", "ranks"), _side_rows(plan[side]))
     table(*memory_rows(plan["memory"]))
     table(*other_memory_rows(plan["memory"]))
+    if plan["inference"]:
+        say(f"generate, chat, eval: {serving_text(plan['inference'])}", "bold")
     if plan["step"]:
         table(*step_rows(plan["step"]))
         table(*start_rows(plan["start"]))

@@ -1,14 +1,16 @@
 """vLLM's engine in this process, as a run's rollout builds it, with weights read from any folder of weights.
 
-One rank and no port: torch.distributed's store is in this process. Imported after the prelude.
+Alone it is one rank without a port: torch.distributed's store is in this process. Else it is one of several, each in a
+process of its own (ranks.py). Imported after the prelude.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +25,16 @@ from verl_patches.errors import RecipeError
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import Source, open_source
 
-_LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-_ALONE = {"data_parallel_size": 1, "enable_expert_parallel": False}
+_LAUNCHER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+ALONE = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
+
+
+class Request(NamedTuple):
+    """A prompt as vLLM takes it."""
+
+    name: str
+    tokens: list[int]
+    params: SamplingParams
 
 
 class SourceLoader(BaseModelLoader):
@@ -34,15 +44,23 @@ class SourceLoader(BaseModelLoader):
         """The folder is here."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """All weights by their HF names, through vLLM's own mapping."""
-        model.load_weights(_tensors(open_source(model_config.model)))
+        """All weights by their HF names, through vLLM's own mapping; not those of experts that other ranks hold."""
+        model.load_weights(_tensors(open_source(model_config.model), experts_elsewhere(model)))
 
 
-def _tensors(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor), FP8 decoded to bf16; bytes are compared with a manifest's digests."""
+def experts_elsewhere(model: torch.nn.Module) -> set[str]:
+    """HF names of the experts, such as model.layers.3.mlp.experts.7, that vLLM has mapped to other ranks."""
+    maps = {name: getattr(module, "expert_map", None) for name, module in model.named_modules()}
+    held = {name: places.tolist() for name, places in maps.items() if places is not None}
+    return {f"{name}.{expert}" for name, places in held.items() for expert, at in enumerate(places) if at < 0}
+
+
+def _tensors(source: Source, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor), FP8 decoded to bf16; bytes are compared with a manifest's digests. `left_out`: experts."""
     with WeightReader(source, sequential=True) as reader:
         for name, stored in source.tensors.items():
-            yield name, torch.cat([rows for _, rows in reader.blocks(stored)]).view(stored.shape)
+            if name.rsplit(".", 2)[0] not in left_out:
+                yield name, torch.cat([rows for _, rows in reader.blocks(stored)]).view(stored.shape)
 
 
 def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
@@ -52,18 +70,22 @@ def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
 
 
 class Engine:
-    """The engine of `config` with the weights of `source`; length: tokens of a prompt and its response, at most."""
+    """The engine of `config` with the weights of `folder`; length: tokens of a prompt and its response, at most.
 
-    def __init__(self, source: Source, config: DictConfig, length: int):
+    parallel: vLLM's arguments of the layout that this process is a rank of.
+    """
+
+    def __init__(self, folder: Path, config: DictConfig, length: int, parallel: Mapping[str, Any] = ALONE):
         gc.collect()  # an engine before this one has cycles
-        os.environ.update(_LAUNCHER)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if not dist.is_initialized():
+            os.environ.update(_LAUNCHER)
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         rollout = config.actor_rollout_ref.rollout
-        given = {**OmegaConf.to_container(OmegaConf.create(vllm_arguments(config))), **_ALONE}
+        given = {**OmegaConf.to_container(OmegaConf.create(vllm_arguments(config))), **parallel}
         try:
-            self._engine = LLM(
-                model=str(source.folder),
+            self._llm = LLM(
+                model=str(folder),
                 load_format=SourceLoader,
                 dtype=rollout.dtype,
                 max_model_len=length,
@@ -75,30 +97,42 @@ class Engine:
                 seed=0,
                 disable_log_stats=True,
                 **{name: value for name, value in given.items() if value is not None},
-            ).llm_engine
+            )
         except ValueError as error:  # such as a KV cache that is too small for `length`
-            raise RecipeError(f"{source.folder}: vLLM's engine does not start: {error}") from error
+            raise RecipeError(f"{folder}: vLLM's engine does not start: {error}") from error
 
     def run(self, prompts: list[list[int]], params: SamplingParams, first: int) -> Iterator[Any]:
         """vLLM's RequestOutput of each prompt [tokens] from number `first` on, in order.
 
         Prompt i has seed + i * n, so a run that goes on draws as an uninterrupted one.
         """
-        for number, tokens in enumerate(prompts[first:], first):
-            self._add(number, tokens, params, number * params.n, RequestOutputKind.FINAL_ONLY)
-        done = {}
-        for number in range(first, len(prompts)):
-            while number not in done:
-                done |= {int(output.request_id): output for output in self._engine.step() if output.finished}
-            yield done.pop(number)
+        requests = [
+            _request(number, tokens, params, number * params.n, RequestOutputKind.FINAL_ONLY)
+            for number, tokens in enumerate(prompts[first:], first)
+        ]
+        done, number = {}, first
+        for output in self.outputs(requests):
+            if output.finished:
+                done[int(output.request_id)] = output
+            while number in done:
+                yield done.pop(number)
+                number += 1
 
     def stream(self, tokens: list[int], params: SamplingParams, turn: int) -> Iterator[Any]:
         """vLLM's RequestOutput of one prompt after each step, with all of its text so far."""
-        self._add(turn, tokens, params, turn, RequestOutputKind.CUMULATIVE)
-        while self._engine.has_unfinished_requests():
-            yield from self._engine.step()
+        yield from self.outputs([_request(turn, tokens, params, turn, RequestOutputKind.CUMULATIVE)])
 
-    def _add(self, name: int, tokens: list[int], params: SamplingParams, more: int, kind: RequestOutputKind) -> None:
-        own = params.clone()
-        own.seed, own.output_kind = (own.seed + more) % 2**32, kind
-        self._engine.add_request(str(name), {"prompt_token_ids": tokens}, own)
+    def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
+        """vLLM's outputs as they come, until each rank of the layout has made its own; collective over them."""
+        engine = self._llm.llm_engine
+        for name, tokens, params in requests:
+            engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        while engine.has_unfinished_requests():
+            yield from engine.step()
+        self._llm._run_engine(use_tqdm=False)  # a rank of V0 that has ended takes part in the steps of the others
+
+
+def _request(name: int, tokens: list[int], params: SamplingParams, more: int, kind: RequestOutputKind) -> Request:
+    own = params.clone()
+    own.seed, own.output_kind = (own.seed + more) % 2**32, kind
+    return Request(str(name), tokens, own)

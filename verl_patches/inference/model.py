@@ -20,11 +20,12 @@ from verl_patches.config.recipe import check_recipe
 from verl_patches.config.run_start import checkpoints_of
 from verl_patches.config.verl_values import check_verl_values
 from verl_patches.data.sources import load
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, require
 from verl_patches.evaluation.record import find_run
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.inventory import SCORE
 from verl_patches.layout.phases import trains_actor
+from verl_patches.planning.serving import instance_checks, instance_of
 from verl_patches.platform import require as require_platform
 from verl_patches.rewards.parts import parts_of
 from verl_patches.trainer.record import run_id
@@ -84,7 +85,10 @@ def find_model(
     if not folders:
         found = "; ".join(others[:3]) or "none (trainer.save_freq=N writes them)"
         raise ConfigError(f"{given}: expected checkpoints, found {found}")
-    _require_engine(config, trees)
+    config = instance_of(config)
+    require_trees(config, trees)
+    require_verl(config.recipe.line, trees)
+    require_platform(config.recipe.platform)
     wanted = [max(folders)] if newest else folders
     sources = {step: open_source(folders[step]) for step in wanted}
     for source in sources.values():
@@ -92,6 +96,8 @@ def find_model(
             raise ConfigError(
                 f"{source.folder}: expected a model with a head for tokens, found a value model ({SCORE})"
             )
+        if config.recipe.platform == "npu":
+            require(instance_checks(config, source.inventory.model))
         length = source.config.get("max_position_embeddings")
         if type(length) is not int or length < 2:
             where = source.folder / "config.json"
@@ -110,17 +116,6 @@ def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
         check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
         parts_of(config)
         return config
-
-
-def _require_engine(config: DictConfig, trees: Trees) -> None:
-    if config.recipe.platform == "npu":
-        raise ConfigError(
-            "generate, chat and eval start one engine on one device; DeepSeek-V3 on platform npu needs engines over "
-            "several dies: validate in a run (trainer.val_before_train=true), or serve the folder of `weights export`"
-        )
-    require_trees(config, trees)
-    require_verl(config.recipe.line, trees)
-    require_platform(config.recipe.platform)
 
 
 def restart_in_environment(config: DictConfig, trees: Trees) -> None:

@@ -80,6 +80,11 @@ class ModelShape:
         """Whether `layer` has routed experts (vLLM's and transformers' rule)."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token in the KV cache of all layers: MLA's latent and its rotary part."""
+        return (self.kv_lora_rank + self.qk_rope_head_dim) * DTYPE_BYTES[self.torch_dtype] * self.num_hidden_layers
+
 
 def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     """Read an HF config: a dict, a config.json, or the folder that holds one.

@@ -74,16 +74,13 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
     """
     inventory, train, rollout = setting.inventory, setting.train, setting.rollout
     trained = _trained_bytes(setting, inventory, ACTOR, rank)
-    served = local_parameters(inventory, rollout, rank, setting.rollout_library)
-    weights = served.size_bytes()
+    weights, projections = served_bytes(inventory, rollout, rank, setting.rollout_library)
     if setting.bucket_bytes is None:
         buffers = _gathered(inventory, train)
     else:  # two buckets to receive into and two to send from (reshard/execute.py), at most the bytes that there are
         buffers = 2 * min(setting.bucket_bytes, weights)
         buffers += 2 * min(setting.bucket_bytes, weights * (rollout.world_size - 1))
-    if setting.absorbed_copies:
-        projections = (shard for shard in served.shards.values() if shard.parameter.kind == "kv_b_proj")
-        weights += sum(shard.count * DTYPE_BYTES[shard.dtype] for shard in projections)
+    weights += projections if setting.absorbed_copies else 0
     cache = max(setting.vllm_bytes - weights, 0)
     if not setting.sampled:
         weights = cache = buffers = 0
@@ -103,6 +100,13 @@ def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
         "tensor_cache": setting.tensor_cache_bytes,
         "reshard_buffers": buffers,
     }
+
+
+def served_bytes(inventory: Inventory, rollout: ParallelLayout, rank: int, library: str) -> tuple[int, int]:
+    """(bytes of the weights that a rank of vLLM holds, those of kv_b_proj among them, which an engine may copy)."""
+    served = local_parameters(inventory, rollout, rank, library)
+    projections = [shard for shard in served.shards.values() if shard.parameter.kind == "kv_b_proj"]
+    return served.size_bytes(), sum(shard.count * DTYPE_BYTES[shard.dtype] for shard in projections)
 
 
 def _trained_bytes(setting: Setting, inventory: Inventory, groups: TrainedGroups, rank: int) -> dict[str, int]:

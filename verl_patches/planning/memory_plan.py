@@ -54,7 +54,7 @@ def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
     """By `rows`, the ids of the rows that are on. ConfigError where sizes do not divide."""
     config = with_recompute(config, rows)
     recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
-    train, inventory = train_layout_of(config), _inventory(model_shape_of(config), VLLM_DTYPES[recipe.dtype])
+    train, inventory = train_layout_of(config), inventory_of(model_shape_of(config), VLLM_DTYPES[recipe.dtype])
     npu = recipe.platform == "npu"
     setting = Setting(
         inventory,
@@ -269,8 +269,8 @@ def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
 
 
 @functools.lru_cache(maxsize=2)
-def _inventory(model: ModelShape, dtype: str) -> Inventory:
-    """Cached because a search plans the same model many times."""
+def inventory_of(model: ModelShape, dtype: str) -> Inventory:
+    """Of `model` in torch's `dtype`. Cached because a search plans the same model many times."""
     return build_inventory(replace(model, torch_dtype=dtype))
 
 

@@ -30,6 +30,7 @@ from verl_patches.planning.memory_plan import (
     states_bytes,
     with_recompute,
 )
+from verl_patches.planning.serving import serving_plan
 from verl_patches.planning.start_plan import start_plan
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
@@ -58,8 +59,8 @@ def build_plan(
     """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
 
     `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built), memory
-    (`memory_plan`), step_plan's step, traffic and ports, `start_plan` (None without layouts), patches, environment,
-    commands. Ranks and groups are whole lists.
+    (`memory_plan`), inference (`serving_plan`; platform npu only), step_plan's step, traffic and ports, `start_plan`
+    (None without layouts), patches, environment, commands. Ranks and groups are whole lists.
     Files named in `overrides` must exist here; those that only the config names may be on other machines. Raises
     ConfigError for switches that name no row.
     """
@@ -72,7 +73,7 @@ def build_plan(
     ]
     model, ok = model_shape_of(config), {check.name: check.ok for check in checks}
     experts = model.n_routed_experts
-    train = rollout = memory = None
+    train = rollout = memory = inference = None
     if ok["train layout"]:
         layout = train_layout_of(config)
         stages = range(layout.pp) if ok["layers"] else ()
@@ -92,6 +93,8 @@ def build_plan(
             "groups": {name: ranks for name, ranks in groups.items() if len(ranks[0]) > 1},
             "ranks": _ranks(layout, ("edp", "dp", "tp"), experts if ok.get("rollout experts") else None, True),
         }
+        if config.recipe.platform == "npu" and ok.get("rollout experts", True):
+            inference = serving_plan(config, model)
     patches = patch_table(config, rows)
     sections = dict.fromkeys(("step", "start", "traffic", "ports"))
     if train and rollout and all(ok.get(name, True) for name in _SIZED):
@@ -110,6 +113,7 @@ def build_plan(
         "train": train,
         "rollout": rollout,
         "memory": memory,
+        "inference": inference,
         **sections,
         "patches": patches,
         "environment": [asdict(variable) for variable in environment.derive(config, trees=trees)],

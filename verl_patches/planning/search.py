@@ -294,7 +294,6 @@ def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization * A3_SEEN_BYTES
     longest = run.lengths.prompt + run.lengths.longest
     size = DTYPE_BYTES[model.torch_dtype]
-    token = (model.kv_lora_rank + model.qk_rope_head_dim) * size * model.num_hidden_layers
     for tp in (n for n in _TP if model.num_attention_heads % n == 0 and dies % n == 0):
         for ranks in expert_splits(model, dies):
             if ranks % tp or ranks == 1:
@@ -303,7 +302,7 @@ def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
             dense, routed = stage_elements(model, layout, 0, run.rollout_library)
             weights = size * (dense + routed)
             kv = share - weights
-            if kv < longest * token:
+            if kv < longest * model.kv_bytes:
                 continue
             seats = min(math.ceil(run.responses / (dies // tp)), _MOST_SEATS, run.token_budget)
             of_seats = seats_keys(config, seats)

@@ -1,0 +1,105 @@
+"""One instance of a run's rollout on the job's Ray: an engine on each of its ranks, and prompts spread over them.
+
+Workers are placed as the trainer's are, by verl's own worker group, and each reads its weights from the folder, which
+every node needs under the same path. Ranks of a data-parallel group share experts, so they make their steps together;
+one that has nothing left takes part with a dummy batch, as in a run (vLLM's V1, row platform.vllm_dp_lockstep).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from verl.single_controller.base import Worker
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+from verl_patches.config.environment import RAY_FOLDER
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.inference.engine import Engine, Request
+from verl_patches.launch.launcher import short_temp_dir
+from verl_patches.launch.ray_cluster import leave_out, ray_options, require_nodes
+from verl_patches.layout.parallel import rollout_layout_of
+from verl_patches.ray_nodes import said
+from verl_patches.trainer import ray_start
+
+
+class EngineWorker(Worker):
+    """One rank."""
+
+    def build(self, folder: Path, config: DictConfig, length: int) -> None:
+        """Collective over all ranks of the instance."""
+        dist.init_process_group("gloo")
+        layout = rollout_layout_of(config)
+        parallel = {"tensor_parallel_size": layout.tp, "data_parallel_size": layout.dp}
+        parallel["enable_expert_parallel"] = config.recipe.rollout.expert_parallel
+        self.speaks = dist.get_rank() % layout.tp == 0
+        self.engine = Engine(folder, config, length, parallel)
+
+    def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
+        """Engine.outputs of a replica's requests, from its first rank alone: the others make the same ones."""
+        for output in self.engine.outputs(requests):
+            if self.speaks:
+                yield output
+
+
+class RankedEngine(Engine):
+    """The engines of all ranks behind the interface of one."""
+
+    def __init__(self, workers: Sequence[Any], tp: int):
+        self._workers, self._tp = workers, tp
+
+    def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
+        """vLLM's outputs as they come; replica d of R has requests d, d + R, ..."""
+        replicas, streams = len(self._workers) // self._tp, []
+        for rank, worker in enumerate(self._workers):
+            own = requests[rank // self._tp :: replicas]
+            streams.append(worker.outputs.options(num_returns="streaming").remote(own))
+        while streams:
+            (ready,), streams = ray.wait(streams, num_returns=1)
+            output = next(ready, None)
+            if output is not None:
+                streams.append(ready)
+                with _errors_of_ranks():
+                    made = ray.get(output)
+                yield made
+
+
+@contextmanager
+def on_ray(folder: Path, config: DictConfig, length: int) -> Iterator[RankedEngine]:
+    """The engines of `config`, whose ranks are those of one instance, as long as the block lasts.
+
+    Joins recipe.ray_address, or starts a Ray of its own on this machine. ConfigError where nodes are missing.
+    """
+    require_nodes(config)
+    options = {**ray_options(config), "engine": None, "log_to_driver": False}  # no Megatron here
+    device, trainer = config.trainer.device, config.trainer
+    with ExitStack() as stack:
+        if "_temp_dir" in options:
+            options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
+        ray_start.start(**options)
+        stack.callback(ray.shutdown)
+        leave_out(config)
+        pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
+        kind = RayClassWithInitArgs(ray.remote(EngineWorker))
+        group = ray_start.unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=device))
+        resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+        with _errors_of_ranks():
+            ray.get([worker.build.remote(folder.absolute(), resolved, length) for worker in group._workers])
+        yield RankedEngine(group._workers, rollout_layout_of(config).tp)
+
+
+@contextmanager
+def _errors_of_ranks() -> Iterator[None]:
+    """Inside, the error of a rank is raised as it is where it is one of ours, else as a RecipeError in one sentence."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, (ConfigError, RecipeError)):
+            raise cause from error
+        raise RecipeError(f"a rank of the rollout failed: {repr(cause) if cause else said(error)}") from error
