@@ -1,0 +1,107 @@
+"""Decode steps of vLLM V1 with vllm-ascend on platform npu_emulated whose model does nothing: host work alone.
+
+`measure` builds one engine with graphs (not traced), puts stand-ins for the model's forward and its logits in place,
+and runs batches of sampled requests as verl does (log-probs of the sampled tokens, no text).
+"""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import pstats
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.emulation.emulated_engine import model_of, prompts_of, without, worker_of
+
+WORDS = 64  # of the logits: a device's kernels cost the host their launch alone
+SAMPLING = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+
+
+def engine_of(model: str, batch: int, tokens: int) -> Any:
+    """The engine of the 256-die configurations: graphs, Ascend's scheduler of V1, torch's own pool."""
+    import torch
+    from vllm import LLM
+
+    from verl_patches.worker.memory import checked_device
+
+    checked_device.value = torch.npu
+    graphs = {"enabled": True, "graph_batch_sizes": [batch], "use_cached_graph": True}
+    options = {"torchair_graph_config": graphs, "chunked_prefill_for_mla": True, "refresh": True}
+    return LLM(
+        model=model, max_model_len=1024, max_num_seqs=batch, max_num_batched_tokens=1024, dtype="float32", seed=0,
+        gpu_memory_utilization=0.5, disable_log_stats=True, additional_config=options, enable_sleep_mode=False,
+        skip_tokenizer_init=False, num_gpu_blocks_override=batch * 8,
+    )  # fmt: skip
+
+
+def without_model(llm: Any) -> None:
+    """Forward returns zeros and the logits are the same random ones in every step, as a device would hand them over."""
+    import torch
+
+    runner, model = worker_of(llm).model_runner, model_of(llm)
+    runner.device = runner.input_batch.device = torch.device("cpu")
+    hidden = torch.zeros(runner.max_num_tokens, model.config.hidden_size)
+    logits = torch.randn(runner.max_num_tokens, WORDS, generator=torch.Generator().manual_seed(0))
+
+    def forward(input_ids: Any, **_: Any) -> Any:
+        return hidden[: len(input_ids)]
+
+    runner._get_torchair_lazy_compiled_model = lambda size: forward
+    model.forward = forward
+    model.compute_logits = lambda states, _: logits[: len(states)].clone()
+
+
+def decode(llm: Any, batch: int, tokens: int, profiler: cProfile.Profile | None = None) -> tuple[list[float], list]:
+    """(CPU ms of each decode step, (tokens, log-probs) of each request) of one batch."""
+    import torch
+    from vllm import SamplingParams
+
+    engine, times = llm.llm_engine, []
+    step = type(engine).step
+
+    def timed() -> Any:
+        mode = torch._C._pop_torch_function_stack()  # of the emulation
+        start = time.process_time()
+        if profiler is not None and len(times) > 2:
+            profiler.enable()
+        made = step(engine)
+        if profiler is not None:
+            profiler.disable()
+        times.append(1e3 * (time.process_time() - start))
+        torch._C._push_on_torch_function_stack(mode)
+        return made
+
+    torch.manual_seed(1)
+    engine.step = timed
+    asked = [{"prompt_token_ids": ids} for ids in prompts_of([8] * batch)]
+    outputs = llm.generate(asked, SamplingParams(max_tokens=tokens, **SAMPLING), use_tqdm=False)
+    del engine.step
+    made = [output.outputs[0] for output in outputs]
+    log_probs = [[s[t].logprob for s, t in zip(o.logprobs, o.token_ids, strict=True)] for o in made]
+    return times[3:-1], [(list(o.token_ids), each) for o, each in zip(made, log_probs, strict=True)]
+
+
+def main(model: str, batch: int, tokens: int, repeats: int = 3, profile: str | None = None) -> dict[str, Any]:
+    """Benchmark's answer."""
+    import torch
+
+    torch.set_num_threads(1)
+    llm = engine_of(model, batch, tokens)
+    without_model(llm)
+    found = {"steps": []}
+    decode(llm, batch, 8)
+    for _ in range(repeats):
+        times, made = decode(llm, batch, tokens)
+        found["steps"].append(statistics.median(times))
+        found["mean"] = statistics.mean(times)
+    if profile:
+        profiler = cProfile.Profile()
+        decode(llm, batch, tokens, profiler)
+        with Path(profile).open("w") as out:
+            stats = pstats.Stats(profiler, stream=out)
+            stats.sort_stats("tottime").print_stats(60)
+            stats.sort_stats("cumtime").print_stats(80)
+    return found
