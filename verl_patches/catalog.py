@@ -166,6 +166,21 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "A rank whose requests are all on other ranks has nothing to compute but has not finished, and one that "
             "has got back all of its own may hold those of others.",
             exit="as rollout.rebalance"),
+    _ascend("rollout.outputs_at_the_end", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+            "verl_patches.rollout.decode_host:at_the_end",
+            "Each request gets an EngineCoreOutput and a dict of log-probs in each step (scheduler.py:782), although "
+            "LLM.generate asks for finished requests alone.",
+            exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY"),
+    _ascend("rollout.blocks_when_needed", "wrap", "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+            "verl_patches.rollout.decode_host:in_its_last_block",
+            "Five functions are called for each request in each step (kv_cache_manager.py:239), where one step of 128 "
+            "needs a block.",
+            exit="vLLM asks for blocks only where a request's last one is full"),
+    _ascend("rollout.states_at_once", "wrap", "vllm_ascend.worker.model_runner_v1:NPUModelRunner._update_states",
+            "verl_patches.rollout.decode_host:states_of_a_decode",
+            "The batch's arrays are written element by element for each request in each step "
+            "(model_runner_v1.py:515-570).",
+            exit="vllm-ascend updates the states of a decode step at once"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
          "verl_patches.log_probs.of_rollout:keep_rollout_log_probs",
