@@ -75,6 +75,11 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "says fp8, which vllm-ascend refuses (platform.py:52), also after conversion to bf16.",
          exit="verl passes image arguments only to models that take images, and its override_config to vLLM",
          needs=("rollout.engine",)),
+    _row("rollout.no_collector", "override", "vllm.entrypoints.llm:LLM.generate",
+         "verl_patches.worker.rollout_engine:RolloutEngine.generate",
+         "Python's garbage collector runs in the midst of decode steps, at other times on each rank, and all ranks of "
+         "an instance wait for the slowest.",
+         exit="vLLM freezes the collector while it decodes", needs=("rollout.engine",)),
     _row("rollout.dp_place", "wrap", "vllm.config:ParallelConfig.__post_init__",
          "verl_patches.rollout.engine:set_dp_rank_in_launcher",
          "With external_launcher and data_parallel_size > 1 vLLM 0.9.1 makes every process DP rank 0 with a port of "
@@ -511,6 +516,11 @@ CHECKPOINT: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 MEMORY: tuple[PatchSpec, ...] = (
+    _ascend("platform.bind_cores", "override", f"{_ACTOR}.__init__",
+            "verl_patches.worker.recipe_worker:RecipeWorker.__init__",
+            "The system moves threads of a worker between cores, also away from its die's NUMA node; torch_npu's "
+            "CPU_AFFINITY_CONF takes the one die that a worker of Ray's sees for the only one (platform/npu/cores.py).",
+            exit="torch_npu counts the dies of the node", needs=("update.recipe_worker",)),
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
          "verl never looks at what is on the device; the ledger watches what the worker has built.",

@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from verl_patches.config import hccl
 from verl_patches.config.files import Need, check_files, disk_detail, disk_fault, disk_needs
 from verl_patches.config.run_start import planned_start
-from verl_patches.doctor.npu_tools import NotUnderstoodError
+from verl_patches.platform.npu.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError, fault_of
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.launch.run_folder import require_lasting_folders, require_output_folder

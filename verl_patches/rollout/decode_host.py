@@ -71,9 +71,7 @@ def _held(request: Any) -> list[tuple] | None:
     if _HELD not in request.__dict__:
         params = request.sampling_params
         at_once = params.output_kind.name != "FINAL_ONLY" or params.detokenize or params.prompt_logprobs is not None
-        request.__dict__[_HELD] = (
-            None if at_once or request.use_structured_output or request.has_encoder_inputs else []
-        )
+        request.__dict__[_HELD] = None if at_once or request.use_structured_output or request.has_encoder_inputs else []
     return request.__dict__[_HELD]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.doctor import recorded
-from verl_patches.doctor.npu_tools import Die, NotUnderstoodError, field, parse_npu_smi
+from verl_patches.platform.npu.npu_tools import Die, NotUnderstoodError, field, parse_npu_smi
 
 
 def test_a_whole_a3_node():
