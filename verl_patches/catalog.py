@@ -176,6 +176,11 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "Each request gets an EngineCoreOutput and a dict of log-probs in each step (scheduler.py:782), although "
             "LLM.generate asks for finished requests alone.",
             exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY"),
+    _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
+            "verl_patches.rollout.decode_host:log_probs_at_once",
+            "verl asks for the sampled token's log-prob (logprobs=0), and vLLM chains iterators over top tokens, ranks "
+            "and texts for each (logprobs.py:185).",
+            exit="vLLM has a short way for logprobs=0"),
     _ascend("rollout.blocks_when_needed", "wrap", "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
             "verl_patches.rollout.decode_host:in_its_last_block",
             "Five functions are called for each request in each step (kv_cache_manager.py:239), where one step of 128 "

@@ -96,6 +96,23 @@ def _with_held(output: Any, held: list[tuple]) -> None:
         )
 
 
+def log_probs_at_once(update: Callable) -> Callable:
+    """Row provider for LogprobsProcessor._update_sample_logprobs: sampled tokens alone, in one loop."""
+    from vllm.sequence import Logprob
+
+    @functools.wraps(update)
+    def update_all(self: Any, lists: Any) -> None:
+        if self.num_logprobs or self.tokenizer is not None:
+            return update(self, lists)
+        total, made = self.cumulative_logprob, self.logprobs
+        for (token, *_), (log_prob, *_), rank in zip(*lists, strict=True):
+            total += log_prob
+            made.append({token: Logprob(log_prob, rank)})
+        self.cumulative_logprob = total
+
+    return update_all
+
+
 def in_its_last_block(allocate_slots: Callable) -> Callable:
     """Row provider for KVCacheManager.allocate_slots: a token with room in the request's last block needs nothing.
 

@@ -30,11 +30,9 @@ def bind(die: int, sysfs: Path = SYSFS) -> str:
     number of dies is not known or there are fewer cores than dies.
     """
     try:
-        smi = parse_npu_smi(
-            subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=_ANSWER_S).stdout
-        )
-        buses = [each.bus for each in sorted(smi.dies, key=lambda each: each.number)]
-        sets, how = core_sets(*topology(buses, sysfs), os.sched_getaffinity(0))
+        said = subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=_ANSWER_S).stdout
+        dies = sorted(parse_npu_smi(said).dies, key=lambda each: each.number)
+        sets, how = core_sets(*topology([each.bus for each in dies], sysfs), os.sched_getaffinity(0))
         cores = sets[die]
     except (OSError, subprocess.SubprocessError, NotUnderstoodError, IndexError, ValueError) as error:
         return f"die {die}: not bound to cores: {error}"
