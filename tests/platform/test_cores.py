@@ -82,7 +82,7 @@ def test_all_threads_are_bound_within_the_cpuset(tmp_path, monkeypatch):
     assert bound.keys() >= {os.getpid()} and {tuple(each) for each in bound.values()} == {(106, 107)}
 
 
-@pytest.mark.parametrize("text, cores_there", [("no table", 32), (NPU_SMI_A3, 8)])
+@pytest.mark.parametrize(("text", "cores_there"), [("no table", 32), (NPU_SMI_A3, 8)])
 def test_what_is_not_known_is_said_and_nothing_bound(tmp_path, monkeypatch, text, cores_there):
     tool(tmp_path, text)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -12,8 +12,9 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from tests.emulation.emulated_engine import model_of, prompts_of, without, worker_of
+from tests.emulation.emulated_engine import model_of, prompts_of, record, responses_of, without, worker_of
 
 WORDS = 16  # of the logits: a device's kernels cost the host their launch alone
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "top_k": 8, "logprobs": 0, "detokenize": False, "ignore_eos": True}
@@ -122,3 +123,41 @@ def main(model: str, batch: int, tokens: int, repeats: int = 3, profile: str | N
                 stats.sort_stats("cumtime").print_stats(70)
     found = {name: statistics.median(each) for name, each in steps.items()}
     return {**found, "same": all(made == answers[0] for made in answers)}
+
+
+def uneven(model: str) -> dict[str, Any]:
+    """Whether responses are equal with and without each of ROWS, where requests end and start at different steps.
+
+    12 sampled requests of 1 to 40 tokens, of which some end by a token, in batches of at most 8 and with too few KV
+    blocks for all; `text`: of requests with text, which are handed out in each step. `control`: with a fault.
+    """
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from verl_patches.rollout import decode_host
+
+    limits = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 10}
+    llm = LLM(model=model, dtype="float32", seed=0, enforce_eager=True, additional_config={"refresh": True}, **limits)
+    preempted = record(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager, "free", lambda *_: 1)
+
+    def answers(rows: list[str], **options: Any) -> list:
+        torch.manual_seed(1)
+        sampling = {**SAMPLING, "ignore_eos": False, "stop_token_ids": list(range(3, 40)), **options}
+        params = [SamplingParams(max_tokens=1 + 13 * n % 40, **sampling) for n in range(12)]
+        asked = [{"prompt_token_ids": ids} for ids in prompts_of([100 + 5 * n for n in range(12)])]
+        llm.reset_prefix_cache()
+        with without(rows):
+            outputs = llm.generate(asked, params, use_tqdm=False)
+        reasons = [(o.outputs[0].finish_reason, o.outputs[0].cumulative_logprob) for o in outputs]
+        return [responses_of(output) for output in outputs], reasons
+
+    expected = answers(ROWS)
+    found = {row: answers([other for other in ROWS if other != row]) == expected for row in ROWS}
+    found |= {"all": answers([]) == expected, "text": answers([], detokenize=True) == answers(ROWS, detokenize=True)}
+    found |= {"reasons": sorted({reason for reason, _ in expected[1]}), "freed": len(preempted) // 8}
+    with mock.patch.object(decode_host, "_with_held", lambda output, held: held.clear()):
+        try:
+            found["control"] = answers([]) == expected
+        except Exception:  # fewer log-probs than tokens
+            found["control"] = False
+    return found
