@@ -130,6 +130,7 @@ class StepInput:
     `critic_micro_batch` without a critic. `reward_micro_batch`: of each reward model. `sampled`: false on fixed data,
     without rollout, weight sync and reward; `actor`: false where the critic alone is trained.
     `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
+    `engine_ratio`: of engine_step_s, what the rows of rollout/decode_host.py leave; assumed, as of the host's part alone.
     """
 
     model: ModelShape
@@ -158,6 +159,7 @@ class StepInput:
     token_budget: int = 1024
     prefix_caching: bool = False
     shared_whole: bool = True
+    engine_ratio: float = 1.0
     dp_sync: str = "hccl"
     kv_bytes: float | None = None
     sampled: bool = True
@@ -357,7 +359,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     replica = run.responses / (layout.world_size / layout.tp)  # layouts have pp 1 here
     mean, last = lengths.mean_of_longest(), lengths.mean_of_longest(run.responses)
     seats = max(1.0, min(run.seats, replica, _kv_seats(run, mean)))
-    fixed = constants.engine_step_s + (DP_SYNCS * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0)
+    fixed = constants.engine_step_s * run.engine_ratio + (DP_SYNCS * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0)
 
     def step(running: float, context: float) -> float:
         tier = next((size for size in sorted(run.graph_sizes) if size >= running), running)

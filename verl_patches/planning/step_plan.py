@@ -43,6 +43,12 @@ from verl_patches.reshard.blocks import Block
 from verl_patches.watch.bounds import MODELLED, WAIT_SHARE, Bounds
 
 log = logging.getLogger(__name__)
+# CPU time of a decode step at batch 64 with DECODE_ROWS to that without (tests/benchmarks/decode_step.py); assumed to
+# hold for all of engine_step_s, which holds launches and copies too
+ENGINE_RATIO = 0.6
+DECODE_ROWS = {
+    "rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.blocks_when_needed", "rollout.states_at_once",
+}  # fmt: skip
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
 
@@ -118,6 +124,7 @@ def step_input(
         most_prompt=data.max_prompt_length,
         seats=seats,
         graph_sizes=graphs,
+        engine_ratio=ENGINE_RATIO if DECODE_ROWS <= set(rows) else 1.0,
         token_budget=rollout.max_num_batched_tokens,
         prefix_caching=recipe.rollout.ascend.prefix_caching,
         shared_whole=rollout_library(config) == "vllm-ascend",
@@ -216,6 +223,7 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
             "prompt_tokens": round(run.lengths.prompt, 1),
             "response_tokens": round(run.lengths.mean_of_longest(), 1),
             "dp_sync": workload.dp_sync,
+            "engine_ratio": run.engine_ratio,
         },
         "constants": {**vars(FITTED), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
         "calibration": errors(),
