@@ -181,16 +181,11 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl asks for the sampled token's log-prob (logprobs=0), and vLLM chains iterators over top tokens, ranks "
             "and texts for each (logprobs.py:185).",
             exit="vLLM has a short way for logprobs=0"),
-    _ascend("rollout.blocks_when_needed", "wrap", "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-            "verl_patches.rollout.decode_host:in_its_last_block",
-            "Five functions are called for each request in each step (kv_cache_manager.py:239), where one step of 128 "
-            "needs a block.",
-            exit="vLLM asks for blocks only where a request's last one is full"),
-    _ascend("rollout.states_at_once", "wrap", "vllm_ascend.worker.model_runner_v1:NPUModelRunner._update_states",
-            "verl_patches.rollout.decode_host:states_of_a_decode",
-            "The batch's arrays are written element by element for each request in each step "
-            "(model_runner_v1.py:515-570).",
-            exit="vllm-ascend updates the states of a decode step at once"),
+    _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+            "verl_patches.rollout.decode_host:same_as_before",
+            "A decode step is scheduled from nothing, request by request (scheduler.py:190), although it differs from "
+            "the one before by a token each.",
+            exit="vLLM schedules what has changed since the last step"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
          "verl_patches.log_probs.of_rollout:keep_rollout_log_probs",

@@ -359,7 +359,9 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     replica = run.responses / (layout.world_size / layout.tp)  # layouts have pp 1 here
     mean, last = lengths.mean_of_longest(), lengths.mean_of_longest(run.responses)
     seats = max(1.0, min(run.seats, replica, _kv_seats(run, mean)))
-    fixed = constants.engine_step_s * run.engine_ratio + (DP_SYNCS * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0)
+    fixed = constants.engine_step_s * run.engine_ratio + (
+        DP_SYNCS * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0
+    )
 
     def step(running: float, context: float) -> float:
         tier = next((size for size in sorted(run.graph_sizes) if size >= running), running)

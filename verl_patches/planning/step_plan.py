@@ -46,9 +46,7 @@ log = logging.getLogger(__name__)
 # CPU time of a decode step at batch 64 with DECODE_ROWS to that without (tests/benchmarks/decode_step.py); assumed to
 # hold for all of engine_step_s, which holds launches and copies too
 ENGINE_RATIO = 0.6
-DECODE_ROWS = {
-    "rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.blocks_when_needed", "rollout.states_at_once",
-}  # fmt: skip
+DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
 

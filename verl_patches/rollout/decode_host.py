@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+_LAST = "last_step_of_the_same_requests"  # of vLLM's Scheduler
 _HELD = "held_until_it_ends"  # of vLLM's Request: (token, ids, log-probs, rank) of each step that was not handed out
 
 
@@ -113,68 +114,52 @@ def log_probs_at_once(update: Callable) -> Callable:
     return update_all
 
 
-def in_its_last_block(allocate_slots: Callable) -> Callable:
-    """Row provider for KVCacheManager.allocate_slots: a token with room in the request's last block needs nothing.
+def same_as_before(schedule: Callable) -> Callable:
+    """Row provider for Scheduler.schedule: a step of the requests of the step before, with one token each, is that
+    step's output with the new tokens, blocks and counts.
 
-    vLLM asks five functions of its coordinator for each request in each step. With prefix caching they also cache a
-    block that gets full, which is left to them.
+    vLLM goes through 15 calls for each request in each step. Whatever waits, has ended, or cannot get a block, and a
+    step of anything but one token, is scheduled by vLLM.
     """
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-    @functools.wraps(allocate_slots)
-    def allocate(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        if num_new_tokens == 1 and not args and not any(kwargs.values()):
-            place, managers = request.num_computed_tokens % self.block_size, self.coordinator.single_type_managers
-            fills = self.enable_caching and place + 1 == self.block_size
-            if place and not fills and len(managers) == 1 and type(managers[0]) is FullAttentionManager:
-                return KVCacheBlocks(([],))
-        return allocate_slots(self, request, num_new_tokens, *args, **kwargs)
-
-    return allocate
-
-
-def states_of_a_decode(update_states: Callable) -> Callable:
-    """Row provider for NPUModelRunner._update_states: the batch's arrays are written once a step, not once a request.
-
-    Of a step without new, finished or resumed requests, in which each of the batch gets one token
-    (model_runner_v1.py:515-570).
-    """
-    import numpy as np
-
-    @functools.wraps(update_states)
-    def update(self: Any, scheduled: Any) -> None:
-        batch, cached = self.input_batch, scheduled.scheduled_cached_reqs
-        places = batch.req_id_to_index
+    @functools.wraps(schedule)
+    def next_step(self: Any) -> Any:
+        last, running, cache = self.__dict__.get(_LAST), self.running, self.kv_cache_manager
         if (
-            scheduled.scheduled_new_reqs
-            or scheduled.finished_req_ids
-            or scheduled.free_encoder_input_ids
-            or scheduled.scheduled_spec_decode_tokens
-            or not len(cached) == len(places) == scheduled.total_num_scheduled_tokens
-            or any(
-                r.resumed_from_preemption
-                or r.req_id not in places
-                or self.requests[r.req_id].num_tokens != r.num_computed_tokens
-                for r in cached
-            )
+            last is None
+            or self.waiting
+            or self.finished_req_ids
+            or len(running) != len(last.num_scheduled_tokens)
+            or len(running) > cache.block_pool.get_num_free_blocks()
+            or self.encoder_cache_manager.freed
+            or getattr(self, "outputs_each_step", False)
+            or not all(r.num_tokens == r.num_computed_tokens + 1 < self.max_model_len for r in running)
         ):
-            return update_states(self, scheduled)
-        rows, at, tokens = [], [], []
-        for request in cached:
-            state, row, (token,) = self.requests[request.req_id], places[request.req_id], request.new_token_ids
-            state.num_computed_tokens = request.num_computed_tokens
-            state.output_token_ids.append(token)
-            if any(request.new_block_ids):
-                for held, new in zip(state.block_ids, request.new_block_ids, strict=True):
-                    held.extend(new)
-                batch.block_table.append_row(request.new_block_ids, row)
-            rows.append(row)
-            at.append(request.num_computed_tokens)
-            tokens.append(token)
-        ends = np.array(at) + 1
-        batch.num_computed_tokens_cpu[rows] = at
-        batch.token_ids_cpu[rows, at] = tokens
-        batch.num_tokens_no_spec[rows] = batch.num_tokens[rows] = ends
+            made = schedule(self)
+            self.__dict__[_LAST] = made if _repeats(self, made) else None
+            return made
+        for request, data in zip(running, last.scheduled_cached_reqs, strict=True):
+            computed = request.num_computed_tokens
+            self._cached_reqs_data[data.req_id].popleft()  # data itself, which update_from_output puts back
+            at_end = computed % cache.block_size == 0 or cache.enable_caching
+            data.new_block_ids = cache.allocate_slots(request, 1).get_block_ids() if at_end else ([],)
+            data.new_token_ids, data.num_computed_tokens = [request.all_token_ids[computed]], computed
+            request.num_computed_tokens = computed + 1
+        last.finished_req_ids = self.finished_req_ids = set()
+        return last
 
-    return update
+    return next_step
+
+
+def _repeats(scheduler: Any, made: Any) -> bool:
+    """Whether `made` has each running request, in their order, with one token, and nothing else."""
+    cached = made.scheduled_cached_reqs
+    return (
+        not (made.scheduled_new_reqs or made.scheduled_spec_decode_tokens or made.scheduled_encoder_inputs)
+        and made.grammar_bitmask is None
+        and scheduler.connector is None
+        and len(scheduler.kv_cache_config.kv_cache_groups) == 1
+        and len(cached) == made.total_num_scheduled_tokens == len(scheduler.running)
+        and not any(data.resumed_from_preemption for data in cached)
+        and all(data.req_id == request.request_id for data, request in zip(cached, scheduler.running, strict=True))
+    )
