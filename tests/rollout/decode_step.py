@@ -128,7 +128,7 @@ def main(model: str, batch: int, tokens: int, repeats: int = 3, profile: str | N
 def uneven(model: str) -> dict[str, Any]:
     """Whether responses are equal with and without each of ROWS, where requests end and start at different steps.
 
-    12 sampled requests of 1 to 40 tokens, of which some end by a token, in batches of at most 8 and with too few KV
+    12 sampled requests of 1 to 60 tokens, of which some end by a token, in batches of at most 8 and with too few KV
     blocks for all; `text`: of requests with text, which are handed out in each step. `control`: with a fault.
     """
     import torch
@@ -142,9 +142,9 @@ def uneven(model: str) -> dict[str, Any]:
 
     def answers(rows: list[str], **options: Any) -> list:
         torch.manual_seed(1)
-        sampling = {**SAMPLING, "ignore_eos": False, "stop_token_ids": list(range(3, 40)), **options}
-        params = [SamplingParams(max_tokens=1 + 13 * n % 40, **sampling) for n in range(12)]
-        asked = [{"prompt_token_ids": ids} for ids in prompts_of([100 + 5 * n for n in range(12)])]
+        sampling = {**SAMPLING, "ignore_eos": False, "stop_token_ids": list(range(3, 12)), **options}
+        params = [SamplingParams(max_tokens=1 + 29 * n % 60, **sampling) for n in range(12)]
+        asked = [{"prompt_token_ids": ids} for ids in prompts_of([116 + n for n in range(12)])]
         llm.reset_prefix_cache()
         with without(rows):
             outputs = llm.generate(asked, params, use_tqdm=False)

@@ -115,8 +115,7 @@ def log_probs_at_once(update: Callable) -> Callable:
 
 
 def same_as_before(schedule: Callable) -> Callable:
-    """Row provider for Scheduler.schedule: a step of the requests of the step before, with one token each, is that
-    step's output with the new tokens, blocks and counts.
+    """Row provider for Scheduler.schedule: a step of the same requests is the last one's output with the new tokens.
 
     vLLM goes through 15 calls for each request in each step. Whatever waits, has ended, or cannot get a block, and a
     step of anything but one token, is scheduled by vLLM.
