@@ -84,12 +84,7 @@ def decode(llm: Any, batch: int, tokens: int, profiler: cProfile.Profile | None 
     return statistics.mean(times[1:]), [(list(o.token_ids), each) for o, each in zip(made, log_probs, strict=True)]
 
 
-ROWS = [
-    "rollout.outputs_at_the_end",
-    "rollout.log_probs_at_once",
-    "rollout.blocks_when_needed",
-    "rollout.states_at_once",
-]
+ROWS = ["rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"]
 
 
 def main(model: str, batch: int, tokens: int, repeats: int = 3, profile: str | None = None) -> dict[str, Any]:
