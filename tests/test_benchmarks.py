@@ -23,6 +23,7 @@ SMALL = (
     "start.py",
     "weights.py --only convert --pairs 1 --tiny",
     "weights.py --only save --mib 16",
+    pytest.param("decode_step.py --batch 8 --tokens 12 --repeats 1", marks=FULL),
     pytest.param("dispatch.py --prompts 256", marks=FULL),
     pytest.param("routing_replay.py --steps 1", marks=FULL),
     pytest.param("weights.py --only runs", marks=FULL),

@@ -75,6 +75,11 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "says fp8, which vllm-ascend refuses (platform.py:52), also after conversion to bf16.",
          exit="verl passes image arguments only to models that take images, and its override_config to vLLM",
          needs=("rollout.engine",)),
+    _row("rollout.no_collector", "override", "vllm.entrypoints.llm:LLM.generate",
+         "verl_patches.worker.rollout_engine:RolloutEngine.generate",
+         "Python's garbage collector runs in the midst of decode steps, at other times on each rank, and all ranks of "
+         "an instance wait for the slowest.",
+         exit="vLLM freezes the collector while it decodes", needs=("rollout.engine",)),
     _row("rollout.dp_place", "wrap", "vllm.config:ParallelConfig.__post_init__",
          "verl_patches.rollout.engine:set_dp_rank_in_launcher",
          "With external_launcher and data_parallel_size > 1 vLLM 0.9.1 makes every process DP rank 0 with a port of "
@@ -176,6 +181,21 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl_patches.rollout.ascend:metadata_of_dummy_batch",
             "A rank without requests has taken part before its dummy batch, which would start another all-reduce.",
             exit="as rollout.ascend_dp_sync"),
+    _ascend("rollout.outputs_at_the_end", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+            "verl_patches.rollout.decode_host:at_the_end",
+            "Each request gets an EngineCoreOutput and a dict of log-probs in each step (scheduler.py:782), although "
+            "LLM.generate asks for finished requests alone.",
+            exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY"),
+    _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
+            "verl_patches.rollout.decode_host:log_probs_at_once",
+            "verl asks for the sampled token's log-prob (logprobs=0), and vLLM chains iterators over top tokens, ranks "
+            "and texts for each (logprobs.py:185).",
+            exit="vLLM has a short way for logprobs=0"),
+    _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+            "verl_patches.rollout.decode_host:same_as_before",
+            "A decode step is scheduled from nothing, request by request (scheduler.py:190), although it differs from "
+            "the one before by a token each.",
+            exit="vLLM schedules what has changed since the last step"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
          "verl_patches.log_probs.of_rollout:keep_rollout_log_probs",
@@ -506,6 +526,11 @@ CHECKPOINT: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 MEMORY: tuple[PatchSpec, ...] = (
+    _ascend("platform.bind_cores", "override", f"{_ACTOR}.__init__",
+            "verl_patches.worker.recipe_worker:RecipeWorker.__init__",
+            "The system moves threads of a worker between cores, also away from its die's NUMA node; torch_npu's "
+            "CPU_AFFINITY_CONF takes the one die that a worker of Ray's sees for the only one (platform/npu/cores.py).",
+            exit="torch_npu counts the dies of the node", needs=("update.recipe_worker",)),
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
          "verl never looks at what is on the device; the ledger watches what the worker has built.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -117,3 +119,26 @@ def test_absorbed_projections_follow_new_weights_at_their_old_addresses(copies, 
     for now, held, expected in zip(attention.projections(), captured, fresh.projections(), strict=True):
         assert now.data_ptr() == held.data_ptr()
         assert torch.equal(held, expected) is (how != "neither" or not copies)  # the control: copies are stale
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_collector_rests_while_the_engine_generates_and_is_as_before_afterwards(wanted, enabled, fails):
+    from verl_patches.worker.rollout_engine import without_collector
+
+    was, collections = gc.isenabled(), []
+    (gc.enable if enabled else gc.disable)()
+    gc.callbacks.append(lambda phase, _: collections.append(phase))
+    try:
+        with contextlib.suppress(ZeroDivisionError), without_collector(wanted):
+            cycles = [[] for _ in range(5 * gc.get_threshold()[0])]
+            for each in cycles:
+                each.append(each)
+            inside = len(collections)
+            1 / (not fails)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.callbacks.pop()
+        (gc.enable if was else gc.disable)()
+    assert (inside == 0) == (wanted or not enabled)

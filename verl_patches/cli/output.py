@@ -369,9 +369,10 @@ def step_rows(step: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[st
     """(title, columns, rows) of a table: seconds of each phase."""
     assumed = step["assumed"]
     tokens = f"prompts of {assumed['prompt_tokens']} and responses of {assumed['response_tokens']} tokens in the mean"
+    host = f"host work of a decode step x {assumed['engine_ratio']}"
     phases = [(phase["phase"], f"{phase['seconds']:.2f}") for phase in step["phases"] if phase["seconds"]]
     speed = f"{step['total_s']:.2f}, {step['tokens_per_s_per_die']:.1f} tokens/s of each die"
-    said = f"{tokens} ({assumed['lengths']}), DP syncs over {assumed['dp_sync']}"
+    said = f"{tokens} ({assumed['lengths']}), DP syncs over {assumed['dp_sync']}, {host}"
     load = "busiest rank {train:.2f} x the mean in training, {rollout:.2f} in rollout".format(**assumed["expert_load"])
     rows = [*phases, ("total", speed), *_tail_rows(step["tail"]), ("assumed", said), ("tokens of experts", load)]
     rows += [("bounds of the watch", step["watch"])] if "watch" in step else []

@@ -27,7 +27,6 @@ from omegaconf import DictConfig
 from verl_patches.config import hccl
 from verl_patches.config.files import Need, check_files, disk_detail, disk_fault, disk_needs
 from verl_patches.config.run_start import planned_start
-from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError, fault_of
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.launch.run_folder import require_lasting_folders, require_output_folder
@@ -39,6 +38,7 @@ from verl_patches.platform import NO_DEVICE, as_npu
 from verl_patches.platform import require as require_platform
 from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
 from verl_patches.platform.npu.machine import INSTALL_JEMALLOC, preload, stale_locks
+from verl_patches.platform.npu.npu_tools import NotUnderstoodError
 from verl_patches.processes import taken_by
 from verl_patches.upstream import versions
 from verl_patches.upstream.checkouts import LINE, Trees

@@ -20,9 +20,9 @@ from verl_patches.doctor.node_checks import (
     probe_settings,
     speed,
 )
-from verl_patches.doctor.npu_tools import HEALTHY, NO_IP, Die, NotUnderstoodError, NpuSmi, field, parse_npu_smi
 from verl_patches.planning.plan import peak_bytes
 from verl_patches.platform.npu import NOT_SET_BY_RAY, VISIBLE
+from verl_patches.platform.npu.npu_tools import HEALTHY, NO_IP, Die, NotUnderstoodError, NpuSmi, field, parse_npu_smi
 
 MIB = 1 << 20
 _BOARD = ("Compatibility", "Software Version", "Firmware Version")

@@ -148,6 +148,7 @@ class StepInput:
     `dp_syncs`: of a decode step.
     `rebalance_every`: decode steps between exchanges of requests, None: never. `expert_load`: tokens of the busiest
     rank over the mean, in training and in rollout.
+    `engine_ratio`: of engine_step_s, what the rows of rollout/decode_host.py leave; assumed.
     """
 
     model: ModelShape
@@ -176,6 +177,7 @@ class StepInput:
     token_budget: int = 1024
     prefix_caching: bool = False
     shared_whole: bool = True
+    engine_ratio: float = 1.0
     dp_sync: str = "hccl"
     dp_syncs: int = 2
     rebalance_every: int | None = None
@@ -382,7 +384,8 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
     replica = run.responses / (layout.world_size / layout.tp)  # layouts have pp 1 here
     mean, last = lengths.mean_of_longest(), lengths.mean_of_longest(run.responses)
     seats = max(1.0, min(run.seats, replica, _kv_seats(run, mean)))
-    fixed = constants.engine_step_s + (run.dp_syncs * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0)
+    syncs = run.dp_syncs * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0
+    fixed = constants.engine_step_s * run.engine_ratio + syncs
 
     def tier_of(running: float) -> float:
         return next((size for size in sorted(run.graph_sizes) if size >= running), running)

@@ -48,6 +48,10 @@ from verl_patches.watch.bounds import MODELLED, WAIT_SHARE, Bounds
 log = logging.getLogger(__name__)
 READ_GB_S = 10.0  # of a shared file system; assumed
 REBALANCE_EVERY = 32  # decode steps between exchanges, where a plan shows what they would bring
+# CPU time of a decode step at batch 64 with DECODE_ROWS to that without (tests/benchmarks/decode_step.py); assumed to
+# hold for all of engine_step_s, which holds launches and copies too
+ENGINE_RATIO = 0.6
+DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
 
@@ -135,6 +139,7 @@ def step_input(
         most_prompt=data.max_prompt_length,
         seats=seats,
         graph_sizes=graphs,
+        engine_ratio=ENGINE_RATIO if DECODE_ROWS <= set(rows) else 1.0,
         token_budget=rollout.max_num_batched_tokens,
         prefix_caching=recipe.rollout.ascend.prefix_caching,
         shared_whole=rollout_library(config) == "vllm-ascend",
@@ -265,6 +270,7 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
             "dp_sync": workload.dp_sync,
             "lengths": _said_of_lengths(run.lengths, workload),
             "expert_load": dict(zip(("train", "rollout"), run.expert_load, strict=True)),
+            "engine_ratio": run.engine_ratio,
         },
         "constants": {**vars(FITTED), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
         "calibration": errors(),

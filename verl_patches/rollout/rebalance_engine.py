@@ -76,6 +76,7 @@ class Rebalancer:
         _check(engine)
         core, config = engine.engine_core.engine_core, engine.vllm_config
         self.engine, self.scheduler, self.every = engine, core.scheduler, every
+        self.scheduler.outputs_each_step = True  # rollout/decode_host.py
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.instance, self.dp = get_ep_group().cpu_group, get_dp_group()  # vLLM's EP group is DP x TP
         self.tp, self.rank = config.parallel_config.tensor_parallel_size, self.dp.rank_in_group

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -68,7 +70,9 @@ class RolloutEngine:
     def generate(self, prompts: Any = None, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As upstream, in phase rollout, which lasts until the engine sleeps."""
         context().begin("rollout")
-        outputs = super().generate(prompts, seeded_apart(prompts, sampling_params, self._replica), *args, **kwargs)
+        params = seeded_apart(prompts, sampling_params, self._replica)
+        with without_collector(is_on("rollout.no_collector")):
+            outputs = super().generate(prompts, params, *args, **kwargs)
         context().raise_peak()
         return outputs
 
@@ -102,6 +106,24 @@ class RolloutEngine:
         """A weight sync has written every weight; `last`: no sync follows, so sleep must keep them."""
         if self.sleep_mode is not None:
             self.sleep_mode.weights_written(last)
+
+
+@contextmanager
+def without_collector(wanted: bool) -> Iterator[None]:
+    """Inside, Python's cyclic garbage collector does not run; at the end, also by an error, all is as before.
+
+    A decode step makes objects for each request, which start a collection every few steps, and a full one looks at all
+    objects of the process while its die, and those that exchange experts with it, wait. What dies in a cycle meanwhile
+    is collected by the first collection afterwards.
+    """
+    if not wanted or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def seeded_apart(prompts: Any, params: Any, replica: Callable[[], int]) -> Any:

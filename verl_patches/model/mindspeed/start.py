@@ -35,7 +35,8 @@ from verl_patches.layout.model_folder import read_config
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching import engine
 from verl_patches.platform import as_npu
-from verl_patches.platform.npu import check_visible_die
+from verl_patches.platform.npu import VISIBLE, check_visible_die
+from verl_patches.platform.npu.cores import bind
 from verl_patches.platform.npu.groups import small_groups_mib
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ def start(config: Any) -> Namespace:
         return global_vars.get_args()
     if as_npu(engine.current().switches.platform):
         check_visible_die(torch.npu.device_count())
+        if engine.is_on("platform.bind_cores") and VISIBLE in os.environ:
+            log.info(bind(int(os.environ[VISIBLE])))
         small_groups_mib.value = section.recipe.hccl.small_groups_mib
     _start_distributed(section.recipe.train.collective_timeout_minutes)
     args = _arguments(words)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.doctor import recorded
-from verl_patches.doctor.npu_tools import Die, NotUnderstoodError, field, parse_npu_smi
+from verl_patches.platform.npu.npu_tools import Die, NotUnderstoodError, field, parse_npu_smi
 
 
 def test_a_whole_a3_node():
@@ -12,7 +12,7 @@ def test_a_whole_a3_node():
     assert [die.number for die in smi.dies] == list(range(16))
     assert [(die.card, die.chip) for die in smi.dies] == [(n // 2, n % 2) for n in range(16)]
     assert {die.health for die in smi.dies} == {"OK"}
-    assert smi.dies[15] == Die(7, 1, 15, "Ascend910", "OK", 2879, 65536)
+    assert smi.dies[15] == Die(7, 1, 15, "Ascend910", "OK", "0000:83:00.0", 2879, 65536)
 
 
 def test_memory_without_figures_is_unknown():

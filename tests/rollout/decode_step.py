@@ -1,0 +1,158 @@
+"""Decode steps of vLLM V1 with vllm-ascend on platform npu_emulated whose model does nothing: host work alone.
+
+`measure` builds one engine with graphs (not traced), puts stand-ins for the model's forward and its logits in place,
+and runs batches of sampled requests as verl does (log-probs of the sampled tokens, no text).
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.emulation.emulated_engine import model_of, prompts_of, record, responses_of, without, worker_of
+
+WORDS = 16  # of the logits: a device's kernels cost the host their launch alone
+SAMPLING = {"temperature": 0.9, "top_p": 0.9, "top_k": 8, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+
+
+def engine_of(model: str, batch: int) -> Any:
+    """The engine of the 256-die configurations: graphs, Ascend's scheduler of V1, torch's own pool."""
+    import torch
+    from vllm import LLM
+
+    from verl_patches.worker.memory import checked_device
+
+    checked_device.value = torch.npu
+    graphs = {"enabled": True, "graph_batch_sizes": [batch], "use_cached_graph": True}
+    options = {"torchair_graph_config": graphs, "chunked_prefill_for_mla": True, "refresh": True}
+    return LLM(
+        model=model, max_model_len=1024, max_num_seqs=batch, max_num_batched_tokens=1024, dtype="float32", seed=0,
+        gpu_memory_utilization=0.5, disable_log_stats=True, additional_config=options, enable_sleep_mode=False,
+        skip_tokenizer_init=False, num_gpu_blocks_override=batch * 8,
+    )  # fmt: skip
+
+
+def without_model(llm: Any) -> None:
+    """Forward returns zeros and the logits are the same random ones in every step, as a device would hand them over."""
+    import torch
+
+    runner, model = worker_of(llm).model_runner, model_of(llm)
+    runner.device = runner.input_batch.device = torch.device("cpu")
+    hidden = torch.zeros(runner.max_num_tokens, model.config.hidden_size)
+    logits = torch.randn(runner.max_num_tokens, WORDS, generator=torch.Generator().manual_seed(0))
+
+    def forward(input_ids: Any, **_: Any) -> Any:
+        return hidden[: len(input_ids)]
+
+    runner._get_torchair_lazy_compiled_model = lambda size: forward
+    model.forward = forward
+    model.compute_logits = lambda states, _: logits[: len(states)].clone()
+
+
+def decode(llm: Any, batch: int, tokens: int, profiler: cProfile.Profile | None = None) -> tuple[float, list]:
+    """(mean CPU ms of a decode step, the last one's outputs included, (tokens, log-probs) of each request)."""
+    import torch
+    from vllm import SamplingParams
+
+    engine, times = llm.llm_engine, []
+    step = type(engine).step
+
+    def timed() -> Any:
+        mode = torch._C._pop_torch_function_stack()  # of the emulation
+        start = time.process_time()
+        if profiler is not None and len(times) > 2:
+            profiler.enable()
+        made = step(engine)
+        if profiler is not None:
+            profiler.disable()
+        times.append(1e3 * (time.process_time() - start))
+        torch._C._push_on_torch_function_stack(mode)
+        return made
+
+    torch.manual_seed(1)
+    engine.step = timed
+    asked = [{"prompt_token_ids": ids} for ids in prompts_of([8] * batch)]
+    outputs = llm.generate(asked, SamplingParams(max_tokens=tokens, **SAMPLING), use_tqdm=False)
+    del engine.step
+    made = [output.outputs[0] for output in outputs]
+    log_probs = [[s[t].logprob for s, t in zip(o.logprobs, o.token_ids, strict=True)] for o in made]
+    return statistics.mean(times[1:]), [(list(o.token_ids), each) for o, each in zip(made, log_probs, strict=True)]
+
+
+ROWS = ["rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"]
+
+
+def main(model: str, batch: int, tokens: int, repeats: int = 3, profile: str | None = None) -> dict[str, Any]:
+    """{"before", "after": CPU ms of a decode step, median over repeats of one process; "same": equal responses}.
+
+    Before: without ROWS, and the collector as it was. profile: a file for the profiler's tables, without and with.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    llm = engine_of(model, batch)
+    without_model(llm)
+    decode(llm, batch, 8)
+    steps, answers = {"before": [], "after": []}, []
+    for _ in range(repeats):
+        with without(ROWS):
+            times, made = decode(llm, batch, tokens)
+        steps["before"].append(times)
+        answers.append(made)
+        times, made = decode(llm, batch, tokens)
+        steps["after"].append(times)
+        answers.append(made)
+    if profile:
+        with Path(profile).open("w") as out:
+            for rows in (ROWS, []):
+                profiler = cProfile.Profile()
+                with without(rows):
+                    decode(llm, batch, tokens, profiler)
+                stats = pstats.Stats(profiler, stream=out)
+                stats.sort_stats("tottime").print_stats(45)
+                stats.sort_stats("cumtime").print_stats(70)
+    found = {name: statistics.median(each) for name, each in steps.items()}
+    return {**found, "same": all(made == answers[0] for made in answers)}
+
+
+def uneven(model: str) -> dict[str, Any]:
+    """Whether responses are equal with and without each of ROWS, where requests end and start at different steps.
+
+    12 sampled requests of 1 to 60 tokens, of which some end by a token, in batches of at most 8 and with too few KV
+    blocks for all; `text`: of requests with text, which are handed out in each step. `control`: with a fault.
+    """
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from verl_patches.rollout import decode_host
+
+    limits = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 10}
+    llm = LLM(model=model, dtype="float32", seed=0, enforce_eager=True, additional_config={"refresh": True}, **limits)
+    preempted = record(llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager, "free", lambda *_: 1)
+
+    def answers(rows: list[str], **options: Any) -> list:
+        torch.manual_seed(1)
+        sampling = {**SAMPLING, "ignore_eos": False, "stop_token_ids": list(range(3, 12)), **options}
+        params = [SamplingParams(max_tokens=1 + 29 * n % 60, **sampling) for n in range(12)]
+        asked = [{"prompt_token_ids": ids} for ids in prompts_of([116 + n for n in range(12)])]
+        llm.reset_prefix_cache()
+        with without(rows):
+            outputs = llm.generate(asked, params, use_tqdm=False)
+        reasons = [(o.outputs[0].finish_reason, o.outputs[0].cumulative_logprob) for o in outputs]
+        return [responses_of(output) for output in outputs], reasons
+
+    expected = answers(ROWS)
+    found = {row: answers([other for other in ROWS if other != row]) == expected for row in ROWS}
+    found |= {"all": answers([]) == expected, "text": answers([], detokenize=True) == answers(ROWS, detokenize=True)}
+    found |= {"reasons": sorted({reason for reason, _ in expected[1]}), "freed": len(preempted) // 8}
+    with mock.patch.object(decode_host, "_with_held", lambda output, held: held.clear()):
+        try:
+            found["control"] = answers([]) == expected
+        except Exception:  # fewer log-probs than tokens
+            found["control"] = False
+    return found

@@ -1,0 +1,83 @@
+"""Cores of the host for the worker of each die: disjoint sets, of the die's NUMA node where the machine says which.
+
+torch_npu's own CPU_AFFINITY_CONF counts the dies that a process sees, and each of Ray's workers sees one: mode 1 would
+bind all of them to all cores, mode 2 the main threads of all to the same five (NPUAffinityController.cpp). Atlas A3 may
+name no node, or the same for all dies: there each die gets an equal part of the cores in their order, as vllm-ascend
+>= 0.18 does (its docs, "CPU Binding").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from verl_patches.platform.npu.npu_tools import NotUnderstoodError, parse_npu_smi
+
+SYSFS = Path("/sys")
+_ANSWER_S = 60
+
+log = logging.getLogger(__name__)
+
+
+def bind(die: int, sysfs: Path = SYSFS) -> str:
+    """Bind this process's threads, and those that it starts later, to the cores of `die`; returns what was done.
+
+    die: its place among the node's dies (ASCEND_RT_VISIBLE_DEVICES). Nothing is bound, and that is said, where the
+    number of dies is not known or there are fewer cores than dies.
+    """
+    try:
+        said = subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=_ANSWER_S).stdout
+        dies = sorted(parse_npu_smi(said).dies, key=lambda each: each.number)
+        sets, how = core_sets(*topology([each.bus for each in dies], sysfs), os.sched_getaffinity(0))
+        cores = sets[die]
+    except (OSError, subprocess.SubprocessError, NotUnderstoodError, IndexError, ValueError) as error:
+        return f"die {die}: not bound to cores: {error}"
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
+    return f"die {die}: bound to {len(cores)} cores from {min(cores)} to {max(cores)}, {how}"
+
+
+def topology(buses: Sequence[str], sysfs: Path = SYSFS) -> tuple[list[int | None], dict[int, set[int]]]:
+    """(NUMA node of each die by its PCI address, None where the machine does not say; cores of each node)."""
+    nodes = [_node_of(sysfs / "bus/pci/devices" / bus.lower() / "numa_node") for bus in buses]
+    lists = {node: sysfs / f"devices/system/node/node{node}/cpulist" for node in set(nodes) if node is not None}
+    return nodes, {node: cores_in(path.read_text()) for node, path in lists.items() if path.exists()}
+
+
+def _node_of(file: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return node if (node := int(file.read_text())) >= 0 else None
+    return None
+
+
+def cores_in(text: str) -> set[int]:
+    """Of Linux's list of cores, such as 0-3,8."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def core_sets(
+    nodes: Sequence[int | None], cores: Mapping[int, Collection[int]], allowed: Collection[int]
+) -> tuple[list[list[int]], str]:
+    """(cores of each die, disjoint and of `allowed`; how they were chosen). ValueError: fewer cores than dies.
+
+    By NUMA node where each die has one and none gets less than half of an equal part, else equal parts of all.
+    """
+    if len(allowed) < len(nodes):
+        raise ValueError(f"{len(allowed)} cores for {len(nodes)} dies")
+    near = {node: sorted(set(cores.get(node, ())) & set(allowed)) for node in set(nodes)}
+    least = max(1, len(allowed) // len(nodes) // 2)
+    if any(node is None or len(near[node]) < least * nodes.count(node) for node in nodes):
+        return _parts(sorted(allowed), len(nodes)), "an equal part, as not every die has a NUMA node with enough cores"
+    left = {node: iter(_parts(near[node], nodes.count(node))) for node in near}
+    return [next(left[node]) for node in nodes], "of its NUMA node"
+
+
+def _parts(cores: list[int], count: int) -> list[list[int]]:
+    bounds = [len(cores) * place // count for place in range(count + 1)]
+    return [cores[first:last] for first, last in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,164 @@
+"""Host work of a decode step of vLLM V1 0.9.1 and vllm-ascend f20869ef that changes nothing, left out.
+
+Wrappers for steps in which every running request gets one token. Whatever is not such a step, or such a request, is
+upstream's own work. docs/profile.md has what a step costs with and without them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_LAST = "last_step_of_the_same_requests"  # of vLLM's Scheduler
+_HELD = "held_until_it_ends"  # of vLLM's Request: (token, ids, log-probs, rank) of each step that was not handed out
+
+
+def at_the_end(update_from_output: Callable) -> Callable:
+    """Row provider for Scheduler.update_from_output: tokens of a request are handed out once, with its last one.
+
+    vLLM makes an EngineCoreOutput and a dict of log-probs for each request in each step, although LLM.generate asks for
+    finished requests alone (RequestOutputKind.FINAL_ONLY). A token that does not end its request is appended to it here
+    and held; upstream sees the requests that end. Its next output has all tokens that were held, as with speculative
+    decoding. Only requests without text, guided decoding or images are held, and none where the attribute
+    `outputs_each_step` of the scheduler is true.
+    """
+
+    @functools.wraps(update_from_output)
+    def update(self: Any, scheduled: Any, made: Any) -> Any:
+        running = self.running
+        if _one_token_each(self, scheduled, made):
+            ids, log_probs, ranks = made.logprobs or (None, None, None)
+            left = []
+            for request in running:
+                index = made.req_id_to_index[request.request_id]
+                (token,) = made.sampled_token_ids[index]
+                held = _held(request)
+                if held is None or _ends(request, token, self.max_model_len):
+                    left.append(request)
+                    continue
+                request.append_output_token_ids(token)
+                held.append((token,) if ids is None else (token, ids[index], log_probs[index], ranks[index]))
+            self.running = left
+        else:
+            left = running
+        by_id = {request.request_id: request for request in left if request.__dict__.get(_HELD)}
+        outputs = update_from_output(self, scheduled, made)
+        for each in outputs.values():
+            for output in each.outputs:
+                if (request := by_id.get(output.request_id)) is not None:
+                    _with_held(output, request.__dict__[_HELD])
+        if left is not running:
+            ended = {id(request) for request in left} - {id(request) for request in self.running}
+            self.running = [request for request in running if id(request) not in ended]
+        return outputs
+
+    return update
+
+
+def _one_token_each(scheduler: Any, scheduled: Any, made: Any) -> bool:
+    running = scheduler.running
+    return (
+        not (scheduled.scheduled_new_reqs or scheduled.scheduled_spec_decode_tokens or made.prompt_logprobs_dict)
+        and made.spec_token_ids is None
+        and not (scheduler.log_stats or scheduler.connector or getattr(scheduler, "outputs_each_step", False))
+        and len(running) == len(scheduled.num_scheduled_tokens) == len(made.sampled_token_ids)
+        and all(len(tokens) == 1 for tokens in made.sampled_token_ids)
+    )
+
+
+def _held(request: Any) -> list[tuple] | None:
+    """What is held of a request; None where each step's output is asked for."""
+    if _HELD not in request.__dict__:
+        params = request.sampling_params
+        at_once = params.output_kind.name != "FINAL_ONLY" or params.detokenize or params.prompt_logprobs is not None
+        request.__dict__[_HELD] = None if at_once or request.use_structured_output or request.has_encoder_inputs else []
+    return request.__dict__[_HELD]
+
+
+def _ends(request: Any, token: int, max_model_len: int) -> bool:
+    """Whether vLLM's check_stop (v1/core/sched/utils.py:6) would end the request with this token."""
+    params = request.sampling_params
+    return (
+        request.num_tokens + 1 >= max_model_len
+        or request.num_output_tokens + 1 >= request.max_tokens
+        or (not params.ignore_eos and token == request.eos_token_id)
+        or token in (params.stop_token_ids or ())
+    )
+
+
+def _with_held(output: Any, held: list[tuple]) -> None:
+    tokens, *rows = ([*column] for column in zip(*held, strict=True))
+    held.clear()
+    output.new_token_ids = [*tokens, *output.new_token_ids]
+    if rows:
+        output.new_logprobs = type(output.new_logprobs)(
+            *([*before, *now] for before, now in zip(rows, output.new_logprobs, strict=True))
+        )
+
+
+def log_probs_at_once(update: Callable) -> Callable:
+    """Row provider for LogprobsProcessor._update_sample_logprobs: sampled tokens alone, in one loop."""
+    from vllm.sequence import Logprob
+
+    @functools.wraps(update)
+    def update_all(self: Any, lists: Any) -> None:
+        if self.num_logprobs or self.tokenizer is not None:
+            return update(self, lists)
+        total, made = self.cumulative_logprob, self.logprobs
+        for (token, *_), (log_prob, *_), rank in zip(*lists, strict=True):
+            total += log_prob
+            made.append({token: Logprob(log_prob, rank)})
+        self.cumulative_logprob = total
+
+    return update_all
+
+
+def same_as_before(schedule: Callable) -> Callable:
+    """Row provider for Scheduler.schedule: a step of the same requests is the last one's output with the new tokens.
+
+    vLLM goes through 15 calls for each request in each step. Whatever waits, has ended, or cannot get a block, and a
+    step of anything but one token, is scheduled by vLLM.
+    """
+
+    @functools.wraps(schedule)
+    def next_step(self: Any) -> Any:
+        last, running, cache = self.__dict__.get(_LAST), self.running, self.kv_cache_manager
+        if (
+            last is None
+            or self.waiting
+            or self.finished_req_ids
+            or len(running) != len(last.num_scheduled_tokens)
+            or len(running) > cache.block_pool.get_num_free_blocks()
+            or self.encoder_cache_manager.freed
+            or getattr(self, "outputs_each_step", False)
+            or not all(r.num_tokens == r.num_computed_tokens + 1 < self.max_model_len for r in running)
+        ):
+            made = schedule(self)
+            self.__dict__[_LAST] = made if _repeats(self, made) else None
+            return made
+        for request, data in zip(running, last.scheduled_cached_reqs, strict=True):
+            computed = request.num_computed_tokens
+            self._cached_reqs_data[data.req_id].popleft()  # data itself, which update_from_output puts back
+            at_end = computed % cache.block_size == 0 or cache.enable_caching
+            data.new_block_ids = cache.allocate_slots(request, 1).get_block_ids() if at_end else ([],)
+            data.new_token_ids, data.num_computed_tokens = [request.all_token_ids[computed]], computed
+            request.num_computed_tokens = computed + 1
+        last.finished_req_ids = self.finished_req_ids = set()
+        return last
+
+    return next_step
+
+
+def _repeats(scheduler: Any, made: Any) -> bool:
+    """Whether `made` has each running request, in their order, with one token, and nothing else."""
+    cached = made.scheduled_cached_reqs
+    return (
+        not (made.scheduled_new_reqs or made.scheduled_spec_decode_tokens or made.scheduled_encoder_inputs)
+        and made.grammar_bitmask is None
+        and scheduler.connector is None
+        and len(scheduler.kv_cache_config.kv_cache_groups) == 1
+        and len(cached) == made.total_num_scheduled_tokens == len(scheduler.running)
+        and not any(data.resumed_from_preemption for data in cached)
+        and all(data.req_id == request.request_id for data, request in zip(cached, scheduler.running, strict=True))
+    )
