@@ -102,11 +102,11 @@ def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_pa
     for option in ("--lengths", "--expert-load"):
         done = call("plan", NODE, option, other)
         assert isinstance(done.exception, ConfigError) and f"{option} " in str(done.exception), done.exception
+    done = call("plan", NODE, "--lengths", run, "--response-tokens", "100")
+    assert isinstance(done.exception, ConfigError) and "leave out" in str(done.exception)
     (tmp_path / "a" / "rollouts" / "step_2.safetensors").write_bytes(b"damaged")
     done = call("plan", NODE, "--lengths", run)
     assert isinstance(done.exception, ConfigError) and "step_2.safetensors" in str(done.exception), done.exception
-    done = call("plan", NODE, "--lengths", run, "--response-tokens", "100")
-    assert isinstance(done.exception, ConfigError) and "leave out" in str(done.exception)
 
 
 def test_what_was_given_is_in_the_next_command(tmp_path):

@@ -175,7 +175,6 @@ def _listed(
 def _given(config: DictConfig, dies: int) -> dict[str, Any]:
     """Keys of every candidate: nodes, and where `dies` do not divide the batch the nearest that they do."""
     given = {"trainer.nnodes": dies // NODE_DIES, "trainer.n_gpus_per_node": NODE_DIES}
-    given |= recompute_keys(0)  # until `settings_that_fit` says how many
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if batch % dies:
         parts = max(1, round(batch / mini))
@@ -191,7 +190,7 @@ def _best_pairs(
     config: DictConfig, rows: Collection[str], dies: int, workload: Workload, given: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Updates of at most _TRIED pairs of a training and a rollout side whose weights fit together, fastest first."""
-    legal = train_keys(1, 1, 1, ()) | rollout_keys(1, 1)  # sides replace it
+    legal = train_keys(1, 1, 1, ()) | rollout_keys(1, 1) | recompute_keys(0)  # sides replace it
     base = changed(config, {**given, **legal, "recipe.train.layers_per_stage": None})
     run, passes = step_input(base, rows, workload), passes_of(base, 1, rows)
     trains, rollouts = train_sides(run, passes, dies), rollout_sides(base, run, dies)
@@ -335,7 +334,7 @@ def _verified(
     config: DictConfig, rows: Collection[str], updates: Mapping[str, Any], workload: Workload
 ) -> dict[str, Any] | str:
     """The row of one candidate; the reason, if a check of an ordinary plan fails or its memory does not fit."""
-    tried = changed(config, updates)
+    tried = changed(config, {**recompute_keys(0), **updates})  # until `settings_that_fit` says how many layers
     try:
         checks = [*check_config(tried), *engine_checks(tried)]
         if failed := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
