@@ -11,7 +11,6 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from omegaconf import DictConfig
 
@@ -72,6 +71,7 @@ def generate_command(
 
 
 def chat_command(
+    context: typer.Context,
     model: Given,
     overrides: Overrides = None,
     seed: Seed = 0,
@@ -95,7 +95,7 @@ def chat_command(
         from verl_patches.inference import engine as engines  # imports vllm
 
         params = engines.sampling_params(sampling)
-        engine = click.get_current_context().with_resource(_engine(chosen.config, source.folder, length))
+        engine = context.with_resource(_engine(chosen.config, source.folder, length))
     if not as_json:
         say(f"template: {template}", "dim")
     sys.stdin.reconfigure(errors="replace")
