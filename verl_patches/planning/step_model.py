@@ -130,7 +130,7 @@ class StepInput:
     `critic_micro_batch` without a critic. `reward_micro_batch`: of each reward model. `sampled`: false on fixed data,
     without rollout, weight sync and reward; `actor`: false where the critic alone is trained.
     `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
-    `engine_ratio`: of engine_step_s, what the rows of rollout/decode_host.py leave; assumed, as of the host's part alone.
+    `engine_ratio`: the part of engine_step_s that the rows of rollout/decode_host.py leave, assumed.
     """
 
     model: ModelShape
