@@ -148,7 +148,7 @@ class StepInput:
     `dp_syncs`: of a decode step.
     `rebalance_every`: decode steps between exchanges of requests, None: never. `expert_load`: tokens of the busiest
     rank over the mean, in training and in rollout.
-    `engine_ratio`: of engine_step_s, what the rows of rollout/decode_host.py leave; assumed.
+    `engine_ratio`: the part of engine_step_s that the rows of rollout/decode_host.py leave, assumed.
     """
 
     model: ModelShape

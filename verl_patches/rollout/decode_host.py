@@ -140,7 +140,8 @@ def same_as_before(schedule: Callable) -> Callable:
         for request, data in zip(running, last.scheduled_cached_reqs, strict=True):
             computed = request.num_computed_tokens
             self._cached_reqs_data[data.req_id].popleft()  # data itself, which update_from_output puts back
-            at_end = computed % cache.block_size == 0 or cache.enable_caching
+            place = computed % cache.block_size
+            at_end = place == 0 or (cache.enable_caching and place + 1 == cache.block_size)  # full: it is cached
             data.new_block_ids = cache.allocate_slots(request, 1).get_block_ids() if at_end else ([],)
             data.new_token_ids, data.num_computed_tokens = [request.all_token_ids[computed]], computed
             request.num_computed_tokens = computed + 1
