@@ -125,8 +125,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "verl_patches.rollout.engine:refresh_absorbed_mla",
          "vLLM's MLA decodes with projections that it derives from kv_b_proj at start (mla/common.py:1115) and that "
          "follow a weight sync as views of it only; vllm-ascend copies them (attention/mla_v1.py:669) and MindSpeed "
-         "makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157): decoding would go on with the first "
-         "weights.",
+         "makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157): decoding would keep the first weights.",
          exit="vLLM derives them again when weights are loaded, or MindSpeed leaves torch.Tensor.view alone",
          lines=_A3),
     _ascend("rollout.ascend_mc2_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
@@ -144,14 +143,12 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl_patches.platform.npu.groups:options_of_rollout",
             "vLLM makes its device groups without options (parallel_state.py:221), so that each holds two buffers of "
             "HCCL_BUFFSIZE, which the experts' exchange sizes; recipe.hccl.small_groups_mib is for the others, among "
-            "them the EP group where MC2 has its own.",
-            exit="vLLM takes options of groups", bindings=_HOLD_GROUPS,
+            "them the EP group where MC2 has its own.", exit="vLLM takes options of groups", bindings=_HOLD_GROUPS,
             needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name")),
     _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
             "verl_patches.replay.expert_load:count_experts",
             "Balanced routing takes the place of the router's choice inside of apply (fused_moe.py:945), so expert ids "
-            "are seen where they are handed on; with recipe.expert_load each step records max / mean tokens of an "
-            "expert.",
+            "are seen where they are handed on: recipe.expert_load records max / mean tokens of experts.",
             exit="vllm-ascend reports the load of its experts"),
     _ascend("rollout.count_alltoall", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_all2all",
             "verl_patches.replay.expert_load:count_experts",
@@ -168,8 +165,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             exit="vLLM moves running requests between data-parallel ranks", needs=("rollout.rebalance_end",)),
     _ascend("rollout.rebalance_end", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests",
             "verl_patches.rollout.rebalance_engine:unfinished_with_rebalance",
-            "A rank whose requests are all on other ranks has nothing to compute but has not finished, and one that "
-            "has got back all of its own may hold those of others.",
+            "A rank whose requests are all on others has not finished, nor has one that holds those of others.",
             exit="as rollout.rebalance"),
     _ascend("rollout.ascend_dp_sync", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests_dp",
             "verl_patches.rollout.ascend:unfinished_by_metadata",
@@ -188,13 +184,11 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY"),
     _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
             "verl_patches.rollout.decode_host:log_probs_at_once",
-            "verl asks for the sampled token's log-prob (logprobs=0), and vLLM chains iterators over top tokens, ranks "
-            "and texts for each (logprobs.py:185).",
+            "verl asks for sampled tokens alone (logprobs=0); vLLM chains iterators for top tokens (:185).",
             exit="vLLM has a short way for logprobs=0"),
     _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
             "verl_patches.rollout.decode_host:same_as_before",
-            "A decode step is scheduled from nothing, request by request (scheduler.py:190), although it differs from "
-            "the one before by a token each.",
+            "A decode step is scheduled from nothing, request by request (scheduler.py:190), but differs by one token.",
             exit="vLLM schedules what has changed since the last step"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
@@ -224,8 +218,7 @@ MODEL: tuple[PatchSpec, ...] = (
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
-         "The Megatron worker writes bfloat16 down (verl/workers/megatron_workers.py:334); only fp32 separates a "
-         "wrong weight from rounding.",
+         "The Megatron worker writes bfloat16 down (megatron_workers.py:334); only fp32 shows a wrong weight.",
          exit="verl reads the actor's dtype from its configuration",
          needs=("update.recipe_worker", "model.optimizer_dtype")),
     _row("model.value_head", "register", f"{_REGISTRY}:MODEL_INITIALIZER_REGISTRY",
@@ -244,12 +237,10 @@ MODEL: tuple[PatchSpec, ...] = (
 MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("model.mla_config_name", "extend", "megatron.core.transformer:MLATransformerConfig",
         f"{_MINDSPEED}.compat:MLATransformerConfig",
-        "verl imports it (verl/models/mcore/config_converter.py:22); core_r0.8.0 has no MLA",
-        exit=_NEWER_MEGATRON),
+        "verl imports it (verl/models/mcore/config_converter.py:22); core_r0.8.0 has no MLA", exit=_NEWER_MEGATRON),
     _a3("model.block_spec_name", "extend", "megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_block_spec",
         f"{_MINDSPEED}.compat:get_gpt_decoder_block_spec",
-        "verl imports it for its other models (verl/models/mcore/model_initializer.py:20)",
-        exit=_NEWER_MEGATRON),
+        "verl imports it for its other models (verl/models/mcore/model_initializer.py:20)", exit=_NEWER_MEGATRON),
     _a3("model.packed_fields", "wrap", "megatron.core.packed_seq_params:PackedSeqParams",
         f"{_MINDSPEED}.compat:with_padded_lengths",
         "verl gives it lengths with padding (verl/models/mcore/util.py:66); core_r0.8.0 has no such fields",
@@ -260,20 +251,17 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         exit=_NEWER_MEGATRON),
     _a3("model.etp_rank", "extend", "megatron.core.parallel_state:get_expert_tensor_parallel_rank",
         f"{_MINDSPEED}.compat:expert_tensor_parallel_rank",
-        "verl calls it (verl/workers/sharding_manager/megatron_vllm.py:302)",
-        exit=_NEWER_MEGATRON),
+        "verl calls it (verl/workers/sharding_manager/megatron_vllm.py:302)", exit=_NEWER_MEGATRON),
     _a3("model.etp_group", "extend", "megatron.core.parallel_state:get_expert_tensor_parallel_group",
         f"{_MINDSPEED}.compat:expert_tensor_parallel_group",
-        "verl calls it (verl/workers/sharding_manager/megatron_vllm.py:303)",
-        exit=_NEWER_MEGATRON),
+        "verl calls it (verl/workers/sharding_manager/megatron_vllm.py:303)", exit=_NEWER_MEGATRON),
     _a3("model.mindspeed_config", "register", f"{_REGISTRY}:MODEL_CONFIG_CONVERTER_REGISTRY",
         f"{_MINDSPEED}.model:converters",
         "verl's DeepSeek-V3 converter raises NotImplementedError (verl/models/mcore/config_converter.py)",
         exit=_VERL_HAS_IT),
     _a3("model.mindspeed_initializer", "register", f"{_REGISTRY}:MODEL_INITIALIZER_REGISTRY",
         f"{_MINDSPEED}.model:initializers",
-        "verl builds Megatron's own attention; MLA is MindSpeed-LLM's (deepseek_spec.py)",
-        exit=_VERL_HAS_IT),
+        "verl builds Megatron's own attention; MLA is MindSpeed-LLM's (deepseek_spec.py)", exit=_VERL_HAS_IT),
     _a3("model.packed_forward", "register", f"{_REGISTRY}:MODEL_FORWARD_REGISTRY",
         "verl_patches.batches.packed_forward:forwards",
         "verl cuts packed sequences for Transformer Engine's ring attention, which MindSpeed-LLM's MLA does not have "
@@ -282,8 +270,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         exit="verl cuts for Ulysses, and takes a logits processor for padded sequences"),
     _a3("model.mindspeed_converter", "register", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY",
         "verl_patches.worker.models:weight_converters",
-        "verl has no DeepSeek-V3 names at this commit",
-        exit=_VERL_HAS_IT),
+        "verl has no DeepSeek-V3 names at this commit", exit=_VERL_HAS_IT),
     _a3("model.mindspeed_load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
         "verl_patches.worker.models:load_mindspeed",
         "verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), once "
@@ -292,20 +279,17 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("model.saver_name", "wrap", "verl.models.weight_loader_registry:get_weight_saver",
         f"{_MINDSPEED}.compat:refuse_to_save_deepseekv3",
         "every worker looks its model's saver up, saving or not; there is none for DeepSeek-V3 "
-        "(verl/utils/checkpoint/megatron_checkpoint_manager.py:94)",
-        exit="our own checkpoints take this place",
+        "(verl/utils/checkpoint/megatron_checkpoint_manager.py:94)", exit="our own checkpoints take this place",
         bindings=("verl.utils.checkpoint.megatron_checkpoint_manager:get_weight_saver",)),
     _a3("model.packed_rope", "wrap",
         "megatron.core.models.common.embeddings.rotary_pos_embedding:apply_rotary_pos_emb_thd",
         f"{_MINDSPEED}.compat:packed_rope",
         "MindSpeed-LLM's MLA hands over [T, 1, N, D] (multi_head_latent_attention.py:323), which it takes for "
-        "[T, N, D]",
-        exit="MindSpeed-LLM's MLA takes packed sequences"),
+        "[T, N, D]", exit="MindSpeed-LLM's MLA takes packed sequences"),
     _a3("model.mindspeed_weights", "wrap", "verl.utils.megatron_utils:per_tensor_generator",
         "verl_patches.worker.models:deepseekv3_generator",
         "it reads fields that core_r0.8.0's TransformerConfig lacks, knows no stacked experts and leaves out the "
-        "correction bias",
-        exit="our own resharder takes this place",
+        "correction bias", exit="our own resharder takes this place",
         bindings=("verl.workers.sharding_manager.megatron_vllm:per_tensor_generator",
                   "verl.workers.sharding_manager.megatron_sglang:per_tensor_generator")),
     _a3("update.engine_start", "override", f"{_ACTOR}.__init__",
@@ -315,9 +299,8 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         exit="verl starts MindSpeed", needs=("update.recipe_worker",)),
     _ascend("update.small_groups", "wrap", "mindspeed_llm.core.parallel_state:get_nccl_options_wrapper",
             "verl_patches.platform.npu.groups:options_of_training",
-            "MindSpeed-LLM's options of Megatron's groups hold a name only (core/parallel_state.py:326) and take the "
-            "place of MindSpeed's, which hold a size (mindspeed/core/parallel_state.py:250): as "
-            "rollout.ascend_small_groups.",
+            "MindSpeed-LLM's options of Megatron's groups hold a name only (core/parallel_state.py:326), in place of "
+            "MindSpeed's with a size (mindspeed/core/parallel_state.py:250): as rollout.ascend_small_groups.",
             exit="MindSpeed-LLM hands on --hccl-group-buffer"),
     _a3("update.optimizer_config", "wrap", "verl.utils.megatron_utils:init_megatron_optim_config",
         f"{_MINDSPEED}.start:optimizer_config_from_arguments",
@@ -338,8 +321,7 @@ CONTROLLER: tuple[PatchSpec, ...] = (
     _row("dispatch.send_switches", "wrap", "ray._private.worker:init",
          "verl_patches.boot.worker_settings:send_switches",
          "Variables of the driver's shell do not reach nodes where `ray start` ran without them: their workers would "
-         "run other patches than the driver means.",
-         processes=_CONTROLLER, bindings=("ray:init",)),
+         "run other patches than the driver means.", processes=_CONTROLLER, bindings=("ray:init",)),
     _row("update.recipe_by_default", "wrap", f"{_TRAINER}:RayPPOTrainer.__init__",
          "verl_patches.launch.import_alone:recipe_by_default",
          "verl's own entry point composes no `recipe:`, which rows of controller and workers read.",
@@ -358,8 +340,7 @@ CONTROLLER: tuple[PatchSpec, ...] = (
     _row("reward.pass_at_k", "wrap", "verl.trainer.ppo.metric_utils:process_validation_metrics",
          "verl_patches.trainer.validation:with_pass_at_k",
          "verl's best@k of a validation draws k responses with replacement, which is below pass@k.",
-         exit="verl has an unbiased pass@k among its validation metrics",
-         processes=_CONTROLLER, bindings=(f"{_TRAINER}:process_validation_metrics",)),
+         exit="verl has pass@k", processes=_CONTROLLER, bindings=(f"{_TRAINER}:process_validation_metrics",)),
 )  # fmt: skip
 
 RESHARD: tuple[PatchSpec, ...] = (
@@ -370,8 +351,7 @@ RESHARD: tuple[PatchSpec, ...] = (
          "verl_patches.worker.sharding:RecipeShardingManager.__enter__",
          "verl gives every rank every weight, tensor by tensor (verl/utils/megatron_utils.py, per_tensor_generator): "
          "at 256 dies 1.3 TB, where a rank lacks 24.95 GB; and vLLM searches 44,544 expert names one by one.",
-         exit="verl sends each rank the weights that it lacks, and those only",
-         needs=("update.sharding_manager", "update.recipe_worker")),
+         exit="verl sends each rank what it lacks", needs=("update.sharding_manager", "update.recipe_worker")),
     _row("model.local_names", "wrap", "verl.utils.model:normalize_model_name",
          "verl_patches.model.weights:te_names_for_verl",
          "verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
@@ -400,15 +380,13 @@ ADVANTAGE: tuple[PatchSpec, ...] = (
     _row("advantage.objective", "wrap", f"{_TRAINER}:compute_advantage",
          "verl_patches.objectives.advantages:advantages_of_objective",
          "verl's Megatron trainer has no loss of fixed responses; with these advantages its own update has the "
-         "gradient of each of them (docs/own-data-and-reward.md).",
-         processes=_CONTROLLER),
+         "gradient of each of them (docs/own-data-and-reward.md).", processes=_CONTROLLER),
 )  # fmt: skip
 
 UPDATE: tuple[PatchSpec, ...] = (
     _row("update.recipe_worker", "subclass", _ACTOR, "verl_patches.worker.recipe_worker:RecipeWorker",
          "The step of a worker is written down in one class: phases of memory, weight sync, on-policy update, tensors "
-         "that stay on the device, handshake and report.",
-         processes=_ALL, needs=("update.recipe_by_default",)),
+         "that stay on the device, handshake and report.", processes=_ALL, needs=("update.recipe_by_default",)),
     _row("update.recipe_critic", "subclass", _CRITIC, "verl_patches.worker.value_worker:RecipeCriticWorker",
          "The step of a critic: the recipe's dtype where verl writes bfloat16 down (megatron_workers.py:699), its "
          "phases of memory, its part of a checkpoint, where verl loses experts, and steps with NaN left out.",
@@ -558,8 +536,7 @@ MEMORY: tuple[PatchSpec, ...] = (
             "verl_patches.worker.rollout_engine:with_addresses_read",
             "Graphs are compiled with frozen_parameter (model_runner_v1.py:1774), so Parameters must keep their "
             "addresses, which only vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to "
-            "torch's pool and compiles graphs without it.",
-            exit="vllm-ascend has an option for frozen_parameter"),
+            "torch's pool and compiles graphs without it.", exit="vllm-ascend has an option for frozen_parameter"),
     _row("memory.swap_optimizer", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
          "Megatron 0.12.2 steps all states at once, on the device or on the host (optimizer_cpu_offload); "
@@ -592,8 +569,7 @@ REWARD: tuple[PatchSpec, ...] = (
          "verl_patches.worker.value_worker:RecipeRewardModelWorker",
          "verl has one reward model a run, in bfloat16, and moves its parameters by a copy in each direction "
          "(megatron/reward_model.py:300). Ours are those of recipe.rewards, one after another by the memory schedule.",
-         exit="verl runs several reward models on one worker group", processes=_ALL,
-         needs=("update.recipe_worker",)),
+         exit="verl runs several reward models on one worker group", processes=_ALL, needs=("update.recipe_worker",)),
 )  # fmt: skip
 
 FUNCTIONAL: tuple[PatchSpec, ...] = (
