@@ -34,15 +34,20 @@ from verl_patches.worker.memory import Trained, WorkerMemory
 from verl_patches.worker.models import ARCHITECTURE, prepare_training
 
 
+def _take_own_stage(config: Any) -> None:
+    """Line a3: recomputed layers that `config` lists by stage become this rank's own."""
+    if is_on("update.engine_start"):
+        from verl_patches.model.mindspeed.start import recompute_own_stage
+
+        recompute_own_stage(config)
+
+
 class RecipeCriticWorker(TrainingWorker):
     """Methods over those of CriticWorker. A feature that is off in this worker is None."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        if is_on("update.engine_start"):
-            from verl_patches.model.mindspeed.start import recompute_own_stage
-
-            recompute_own_stage(config)
+        _take_own_stage(config)
         self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
         if self.memory.scheduled:  # then verl's own calls move nothing
             self._is_offload_param = self._is_offload_optimizer = False
@@ -100,6 +105,7 @@ class RecipeRewardModelWorker:
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        _take_own_stage(config)
         self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
         self.reward_models: list[Any] = []
         with open_dict(config):  # HF's ...ForSequenceClassification is no name of verl's
