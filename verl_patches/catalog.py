@@ -504,7 +504,7 @@ CHECKPOINT: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 MEMORY: tuple[PatchSpec, ...] = (
-    _ascend("platform.bind_cores", "override", f"{_ACTOR}.__init__",
+    _ascend("update.bind_cores", "override", f"{_ACTOR}.__init__",
             "verl_patches.worker.recipe_worker:RecipeWorker.__init__",
             "The system moves threads of a worker between cores, also away from its die's NUMA node; torch_npu's "
             "CPU_AFFINITY_CONF takes the one die that a worker of Ray's sees for the only one (platform/npu/cores.py).",

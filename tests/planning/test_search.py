@@ -232,7 +232,7 @@ def test_a_plan_has_traffic_hosts_ports_and_the_watchs_bounds():
 def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     published = (
         "recipe.tensor_cache.enabled=true",
-        "recipe.patches=[-reshard.*,-memory.order,-memory.ledger,-rollout.ascend_dp_sync]",
+        "recipe.patches=[-reshard.*,-memory.order,-memory.ledger,-rollout.ascend_dp_sync,-rollout.outputs_at_the_end,-rollout.steps_alike]",
         "recipe.rollout.ascend.vllm_sleep_mode=true",
         "recipe.rollout.ascend.prefix_caching=false",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",

@@ -261,7 +261,7 @@ def test_a_rollout_is_as_long_as_its_steps_with_drawn_lengths():
     """Each replica's 64 responses end at drawn lengths; a step has the graph of the fullest one of 64."""
     draw, sigma = np.random.default_rng(1), np.log(1 + 0.55**2) ** 0.5
     lengths = np.minimum(np.exp(np.log(1000) - sigma**2 / 2 + sigma * draw.standard_normal((64, 64))), 3072)
-    fixed = FITTED.engine_step_s + step_model.DP_SYNCS * step_model.DP_SYNC_S["hccl"]
+    fixed = FITTED.engine_step_s + TAIL.dp_syncs * step_model.DP_SYNC_S["hccl"]
     seconds = 0.0
     for at in range(int(lengths.max())):
         most = int((lengths > at).sum(1).max())

@@ -31,10 +31,19 @@ def engine_of(model: str, batch: int) -> Any:
     graphs = {"enabled": True, "graph_batch_sizes": [batch], "use_cached_graph": True}
     options = {"torchair_graph_config": graphs, "chunked_prefill_for_mla": True, "refresh": True}
     return LLM(
-        model=model, max_model_len=1024, max_num_seqs=batch, max_num_batched_tokens=1024, dtype="float32", seed=0,
-        gpu_memory_utilization=0.5, disable_log_stats=True, additional_config=options, enable_sleep_mode=False,
-        skip_tokenizer_init=False, num_gpu_blocks_override=batch * 8,
-    )  # fmt: skip
+        model=model,
+        max_model_len=1024,
+        max_num_seqs=batch,
+        max_num_batched_tokens=1024,
+        dtype="float32",
+        seed=0,
+        gpu_memory_utilization=0.5,
+        disable_log_stats=True,
+        additional_config=options,
+        enable_sleep_mode=False,
+        skip_tokenizer_init=False,
+        num_gpu_blocks_override=batch * 8,
+    )
 
 
 def without_model(llm: Any) -> None:

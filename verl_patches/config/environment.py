@@ -151,7 +151,7 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
         "TASK_QUEUE_ENABLE": ("2", queue),
         "CPU_AFFINITY_CONF": (
             "0",
-            "counts the dies that a process sees, one with Ray; row platform.bind_cores instead",
+            "counts the dies that a process sees, one with Ray; row update.bind_cores instead",
         ),
         "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }

@@ -91,7 +91,7 @@ def start(config: Any) -> Namespace:
         return global_vars.get_args()
     if as_npu(engine.current().switches.platform):
         check_visible_die(torch.npu.device_count())
-        if engine.is_on("platform.bind_cores") and VISIBLE in os.environ:
+        if engine.is_on("update.bind_cores") and VISIBLE in os.environ:
             log.info(bind(int(os.environ[VISIBLE])))
         small_groups_mib.value = section.recipe.hccl.small_groups_mib
     _start_distributed(section.recipe.train.collective_timeout_minutes)
