@@ -10,6 +10,7 @@ from verl_patches.config.checks import check_config
 from verl_patches.config.compose import CONFIGS_DIR, compose, model_shape_of
 from verl_patches.errors import ConfigError
 from verl_patches.planning import search as search_module
+from verl_patches.planning.calibration import FITTED
 from verl_patches.planning.memory_plan import LAYERS, MARGIN_BYTES, followed_peaks, recomputation, with_recompute
 from verl_patches.planning.plan import build_plan, patch_table
 from verl_patches.planning.search import (
@@ -23,7 +24,7 @@ from verl_patches.planning.search import (
     seats_keys,
     train_keys,
 )
-from verl_patches.planning.step_plan import Workload
+from verl_patches.planning.step_plan import ENGINE_RATIO, Workload
 from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
@@ -230,9 +231,10 @@ def test_a_plan_has_traffic_hosts_ports_and_the_watchs_bounds():
 
 
 def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
+    switches = "-reshard.*,-memory.order,-memory.ledger,-rollout.outputs_at_the_end,-rollout.steps_alike"
     published = (
         "recipe.tensor_cache.enabled=true",
-        "recipe.patches=[-reshard.*,-memory.order,-memory.ledger,-rollout.ascend_dp_sync,-rollout.outputs_at_the_end,-rollout.steps_alike]",
+        f"recipe.patches=[{switches},-rollout.ascend_dp_sync]",
         "recipe.rollout.ascend.vllm_sleep_mode=true",
         "recipe.rollout.ascend.prefix_caching=false",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
@@ -243,10 +245,12 @@ def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     quoted = {"rollout": 318.27, "ref": 104.7, "update": 328.8, "reshard": 11.18, "offload": 24.45}
     assert all(seconds[phase] == pytest.approx(value, rel=0.03) for phase, value in quoted.items()), seconds
     assert step["total_s"] == pytest.approx(801.29, rel=0.05)
-    with_row = plan_of(BIG, *published, "recipe.patches=[-reshard.*,-memory.order,-memory.ledger]")["step"]
-    assert step["total_s"] - with_row["total_s"] == pytest.approx(
-        0.003 * 3072, rel=0.01
-    )  # one sync of 3 ms a decode step
+    one_sync = plan_of(BIG, *published, f"recipe.patches=[{switches}]")["step"]  # of 3 ms a decode step
+    assert step["total_s"] - one_sync["total_s"] == pytest.approx(0.003 * 3072, rel=0.01)
+    less_host = plan_of(BIG, *published, "recipe.patches=[-reshard.*,-memory.order,-memory.ledger]")["step"]
+    assert one_sync["total_s"] - less_host["total_s"] == pytest.approx(
+        (1 - ENGINE_RATIO) * FITTED.engine_step_s * 3072, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("values", [{"prompt_tokens": 0}, {"response_tokens": -1.0}, {"dp_sync": "mpi"}])

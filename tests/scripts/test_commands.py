@@ -35,7 +35,7 @@ OURS, TRAIN = "python -m verl_patches ", r"bash scripts/train_\w+\.sh "
 # {class: what is tested; patterns of its commands, without variables in front}; the first that matches counts
 CLASSES = {
     "example": (r".*finite_rewards",),  # tests/test_readme_example.py runs them
-    "of a run": (rf"{OURS}plan .*--lengths RUN",),  # of recorded lengths: tests/cli/test_plan.py
+    "of a run": (rf"{OURS}(plan .*--lengths RUN|report start)",),  # tests/cli make such runs
     "run with sources": (rf"({TRAIN}--dry-run|{OURS}plan) .*--upstream upstream",),  # as "run", with --upstream
     "run": (  # here; the exit code is 0, or N where the comment says "exits N"
         rf"{OURS}(status|explain|digest|report|compare|config|reshard-plan|fingerprint|versions|plan|check(?!.*--upstream))\b",

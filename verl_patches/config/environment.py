@@ -149,10 +149,7 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
         "HCCL_HOST_SOCKET_PORT_RANGE": (ports, "the ports after those of HCCL_IF_BASE_PORT"),
         **_sockets(config),
         "TASK_QUEUE_ENABLE": ("2", queue),
-        "CPU_AFFINITY_CONF": (
-            "0",
-            "counts the dies that a process sees, one with Ray; row update.bind_cores instead",
-        ),
+        "CPU_AFFINITY_CONF": ("0", "counts the dies that a process sees, one with Ray; row update.bind_cores instead"),
         "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }
 
