@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -204,10 +205,10 @@ def _expert_loads(run: Path) -> tuple[float, float]:
     found = [(step.get("expert_load") or {}).get(side) or {} for side in ("train", "rollout") for step in steps]
     loads = [load.get("ranks_over_mean") for load in found]
     train, rollout = (list(filter(None, side)) for side in (loads[: len(steps)], loads[len(steps) :]))
-    if not train:
+    if not train or not all(0 < load < math.inf for load in train + rollout):
         raise ConfigError(
-            f"--expert-load {run}: expected expert_load.train.ranks_over_mean in the steps of its summary.json, found "
-            "none; give a run with recipe.expert_load=true"
+            f"--expert-load {run}: expected numbers in expert_load.train.ranks_over_mean of the steps of its "
+            f"summary.json, found {train + rollout or 'none'}; give a run with recipe.expert_load=true"
         )
     return fmean(train), fmean(rollout or train)  # rollout is counted on npu only
 

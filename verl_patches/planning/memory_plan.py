@@ -221,7 +221,7 @@ def with_recompute(config: DictConfig, rows: Collection[str]) -> DictConfig:
 
     Those of `fewest_recomputed` with MARGIN_BYTES left. Recomputed activations are the same values, so another number
     changes no result, also in a resumed run. All layers where sizes do not divide, which the checks of a plan refuse.
-    ConfigError on line pypi, whose activations are not counted.
+    ConfigError on line pypi, whose activations are not counted, and for another granularity or method.
     """
     if OmegaConf.select(config, LAYERS) != "auto":
         return config
@@ -229,6 +229,10 @@ def with_recompute(config: DictConfig, rows: Collection[str]) -> DictConfig:
     if config.recipe.line != LINE:
         raise ConfigError(f"{LAYERS} is auto; expected a number: activations are modelled for line a3 only")
     given, layers = config.actor_rollout_ref.model.enable_gradient_checkpointing, 0
+    for key, value in recompute_keys(0).items():
+        found = OmegaConf.select(config, key)
+        if key not in (LAYERS, CHECKPOINTING) and found not in (None, value):
+            raise ConfigError(f"{key} is {found}; expected {value} with {LAYERS}=auto")
     OmegaConf.update(config, LAYERS, 0)
     if given:
         try:

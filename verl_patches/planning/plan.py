@@ -23,6 +23,7 @@ from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, trai
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.planning.memory_plan import (
+    MARGIN_BYTES,
     exceeding,
     followed_peaks,
     memory_plan,
@@ -139,6 +140,9 @@ def _memory(plan: dict[str, Any]) -> Check:
         layers = layers if isinstance(layers, int) else ",".join(map(str, layers))
         left = plan["hbm_bytes"] - max(phase["peak_bytes"] for phase in followed["phases"])
         said += f", {left / 1e9:.2f} GB are left; recomputed layers of a stage: {layers}"
+        if left < MARGIN_BYTES:
+            said += f"; LESS THAN {MARGIN_BYTES / 1e9:g} GB for what is not counted"
+            return Check("memory", True, f"modelled: {said}", note=True)
     return Check("memory", True, f"modelled: {said}")
 
 

@@ -41,6 +41,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from verl_patches.batches.batch_plan import replicas_of_expert_group
 from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops, layer_flops, layer_kinds, layer_sizes
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
@@ -305,8 +306,7 @@ def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants)
 def padded_length(run: StepInput, micro_batch: int) -> float:
     """Tokens of a sample as computed: micro batches run at their longest sample, and all replicas of an expert group
     at the longest of theirs, unless the tensor cache sorts samples by length."""
-    sharing = max(1, run.train.ep // run.train.tp) if run.train.etp == 1 else run.train.ep
-    draws = 1 if run.tensor_cache and run.balanced_lengths else micro_batch * min(run.train.dp, sharing)
+    draws = 1 if run.tensor_cache and run.balanced_lengths else micro_batch * replicas_of_expert_group(run.train)
     return run.lengths.prompt + run.lengths.mean_of_longest(draws)
 
 
@@ -372,7 +372,7 @@ def decode_s(run: StepInput, running: float, context: float, tier: float, consta
         shared = sizes.shared / (1 if run.shared_whole else layout.tp)
         flops += 2 * count * (sizes.whole + shared + (sizes.split + top_k * sizes.expert) / layout.tp)
         sent += count * model.hidden_size * size * (reduced + 2 * top_k / layout.tp * (layout.ep - 1) / layout.ep)
-    kv = _kv_bytes(model) * context * running
+    kv = model.kv_bytes * context * running
     latency = constants.decode_layer_s if run.graph_sizes else max(EAGER_LAYER_S, constants.decode_layer_s)
     seconds = memory_s(read * size + kv) + compute_s(flops * tier) + network_s(sent * tier)
     return seconds + layers * latency
@@ -407,7 +407,7 @@ def rollout_s(run: StepInput, constants: Constants) -> float:
             exchange = DP_SYNC_S["gloo"]
             if tier_of(running) < tier_of(most):
                 moved = math.ceil((most - running) * context)
-                exchange += Cost(_kv_bytes(run.model), every).moves_s(moved)
+                exchange += Cost(run.model.kv_bytes, every).moves_s(moved)
             seconds += width / every * exchange
         seconds += width * step(running, context)
     return seconds
@@ -424,16 +424,11 @@ def fullest_of(replicas: int, seats: float, survival: Sequence[float]) -> list[f
     return np.maximum(most * seats / count, 1.0).tolist()
 
 
-def _kv_bytes(model: ModelShape) -> int:
-    """Bytes of a token's KV in all layers: MLA's latents and rotary keys."""
-    return (model.kv_lora_rank + model.qk_rope_head_dim) * DTYPE_BYTES[model.torch_dtype] * model.num_hidden_layers
-
-
 def _kv_seats(run: StepInput, mean: float) -> float:
     """Responses whose KV the cache holds, at the mean context of a response that has half of its tokens."""
     if run.kv_bytes is None:
         return math.inf
-    return run.kv_bytes / _kv_bytes(run.model) / (run.lengths.prompt + mean)
+    return run.kv_bytes / run.model.kv_bytes / (run.lengths.prompt + mean)
 
 
 def _prefill_s(run: StepInput, replica: float, constants: Constants) -> float:

@@ -65,6 +65,8 @@ def recorded_lengths(path: str, steps: int = 10) -> tuple[list[int], list[int]]:
             raise ConfigError(f"{file}: expected a recorded step with attention_mask ({error})") from None
         prompts += mask[:, :width].sum(1).tolist()
         responses += mask[:, width:].sum(1).tolist()
+    if not any(prompts) or not any(responses):
+        raise ConfigError(f"--lengths {path}: no tokens in prompts or responses of the last {len(last)} steps there")
     return prompts, sorted(responses)
 
 
