@@ -109,6 +109,22 @@ def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_pa
     assert isinstance(done.exception, ConfigError) and "step_2.safetensors" in str(done.exception), done.exception
 
 
+@pytest.mark.parametrize("load", [float("nan"), float("inf"), -1.0])
+def test_a_load_that_is_no_number_above_0_is_refused(tmp_path, load):
+    done = call("plan", NODE, "--expert-load", recorded_run(tmp_path / "a", {"train": {"ranks_over_mean": load}}))
+    assert isinstance(done.exception, ConfigError) and f"found [{load}, {load}]" in str(done.exception), done.exception
+
+
+def test_a_recording_without_tokens_or_a_run_that_is_not_there_is_refused(tmp_path):
+    run = recorded_run(tmp_path / "a", None)
+    for step in (1, 2):
+        mask = torch.zeros(4, 20, dtype=torch.int64)
+        save_step(tmp_path / "a" / "rollouts", step, {"prompts": mask[:, :4], "attention_mask": mask})
+    for given, said in ((run, "no tokens"), (str(tmp_path / "none"), "expected the folder of a run")):
+        done = call("plan", NODE, "--lengths", given)
+        assert isinstance(done.exception, ConfigError) and said in str(done.exception), done.exception
+
+
 def test_what_was_given_is_in_the_next_command(tmp_path):
     run = recorded_run(tmp_path / "a", None)
     workload = Workload(lengths=run, expert_load="b", read_gb_s=20.0)

@@ -245,6 +245,10 @@ def test_auto_is_refused_where_activations_are_not_counted_and_a_tiny_model_need
     auto = f"++{LAYERS}=auto"
     with pytest.raises(ConfigError, match="num_layers is auto; expected a number: .* line a3 only"):
         with_recompute(composed(TINY, auto, f"{CHECKPOINTING}=true"), ())
+    for name, other in (("granularity", "selective"), ("method", "uniform")):
+        key = LAYERS.replace("num_layers", name)
+        with pytest.raises(ConfigError, match=f"{key} is {other}; expected .* with {LAYERS}=auto"):
+            with_recompute(composed(BIG, f"{key}={other}"), RUN)
     with pytest.raises(ConfigError, match="activations_checkpoint_num_layers"):
         composed(TINY, auto.replace("auto", "some"))
     on_a3 = composed(TINY, auto, f"{CHECKPOINTING}=true", "recipe.line=a3")

@@ -39,8 +39,8 @@ def rows_on(config):
     return [row["id"] for row in patch_table(config, ROWS) if row["on"]]
 
 
-def plan_of(name, *overrides):
-    return build_plan(compose(name, overrides), name, overrides, ROWS, TREES)
+def plan_of(name, *overrides, workload=Workload()):  # noqa: B008 frozen
+    return build_plan(compose(name, overrides), name, overrides, ROWS, TREES, workload)
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +251,33 @@ def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     assert one_sync["total_s"] - less_host["total_s"] == pytest.approx(
         (1 - ENGINE_RATIO) * FITTED.engine_step_s * 3072, rel=0.01
     )
+
+
+LONGER = Workload(response_tokens=1650.0)  # 1588 tokens in the mean after the cut
+
+
+@pytest.mark.parametrize(("name", "workload", "most_s"), [(BIG, Workload(), 740), (TRUE_WEIGHT, LONGER, 520)])
+def test_a_256_die_step_is_within_its_bound_and_each_phase_leaves_the_margin(name, workload, most_s):
+    """Controls: the bound rests on the assumed gain of the decode rows, and on recomputing few layers."""
+    plan = plan_of(name, workload=workload)
+    step, memory = plan["step"], plan["memory"]
+    assert step["total_s"] == pytest.approx(sum(phase["seconds"] for phase in step["phases"]), abs=0.02)
+    assert step["total_s"] <= most_s and step["assumed"]["engine_ratio"] == ENGINE_RATIO
+    (followed,) = (order for order in memory["orders"] if order["order"] == memory["followed"])
+    assert {phase["phase"] for phase in followed["phases"]} >= {"reshard", "rollout", "ref", "update"}
+    for phase in followed["phases"]:
+        assert phase["peak_bytes"] == sum(phase["bytes"].values()) <= memory["hbm_bytes"] - MARGIN_BYTES
+    for override in ("recipe.patches=[-rollout.steps_alike]", f"{LAYERS}=8"):
+        assert plan_of(name, override, workload=workload)["step"]["total_s"] > most_s
+
+
+def test_a_plan_says_where_less_than_the_margin_is_left():
+    """Control: auto leaves it."""
+    of = {}
+    for name, number in (("less", "[1,1,2,1,0,0,0,0]"), ("auto", "auto")):
+        (of[name],) = (check for check in plan_of(BIG, f"{LAYERS}={number}")["checks"] if check["name"] == "memory")
+    assert of["less"]["ok"] and of["less"]["note"] and "LESS THAN 5 GB" in of["less"]["detail"]
+    assert of["auto"]["ok"] and not of["auto"]["note"] and "LESS" not in of["auto"]["detail"]
 
 
 @pytest.mark.parametrize("values", [{"prompt_tokens": 0}, {"response_tokens": -1.0}, {"dp_sync": "mpi"}])
