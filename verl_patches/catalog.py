@@ -508,7 +508,7 @@ MEMORY: tuple[PatchSpec, ...] = (
             "verl_patches.worker.recipe_worker:RecipeWorker.__init__",
             "The system moves threads of a worker between cores, also away from its die's NUMA node; torch_npu's "
             "CPU_AFFINITY_CONF takes the one die that a worker of Ray's sees for the only one (platform/npu/cores.py).",
-            exit="torch_npu counts the dies of the node", needs=("update.recipe_worker", "update.engine_start")),
+            exit="torch_npu counts the dies of the node", needs=("update.recipe_worker",)),
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
          "verl never looks at what is on the device; the ledger watches what the worker has built.",
