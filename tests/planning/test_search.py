@@ -251,6 +251,10 @@ def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     assert one_sync["total_s"] - less_host["total_s"] == pytest.approx(
         (1 - ENGINE_RATIO) * FITTED.engine_step_s * 3072, rel=0.01
     )
+    apart = {phase["phase"]: phase["seconds"] for phase in less_host["phases"]}["rollout"] * 0.136  # not in total_s
+    assert less_host["assumed"]["not_counted_s"] == pytest.approx(apart, rel=0.001)
+    of_ascend = plan_of(BIG, *published, "recipe.rollout.ascend.scheduler=ascend")["step"]  # it schedules by itself
+    assert less_host["assumed"]["engine_ratio"] == ENGINE_RATIO and of_ascend["assumed"]["engine_ratio"] == 1
 
 
 LONGER = Workload(response_tokens=1650.0)  # 1588 tokens in the mean after the cut

@@ -78,19 +78,40 @@ def test_all_threads_are_bound_within_the_cpuset(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: bound.update({thread: cores}))
-    assert "2 cores from 106 to 107" in bind(3, machine(tmp_path / "sys", [-1] * 16))
+    assert "2 cores from 106 to 107" in bind("3", machine(tmp_path / "sys", [-1] * 16))
     assert bound.keys() >= {os.getpid()} and {tuple(each) for each in bound.values()} == {(106, 107)}
 
 
-@pytest.mark.parametrize(("text", "cores_there"), [("no table", 32), (NPU_SMI_A3, 8)])
-def test_what_is_not_known_is_said_and_nothing_bound(tmp_path, monkeypatch, text, cores_there):
+@pytest.mark.parametrize(
+    ("text", "cores_there", "die"),
+    [
+        ("no table", 32, "3"),
+        (NPU_SMI_A3, 8, "3"),
+        (NPU_SMI_A3, 32, "16"),
+        (NPU_SMI_A3, 32, "0,1"),
+        (NPU_SMI_A3, 32, ""),
+    ],
+)
+def test_what_is_not_known_is_said_and_nothing_bound(tmp_path, monkeypatch, text, cores_there, die):
     tool(tmp_path, text)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores_there)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
-    assert "not bound to cores" in bind(3, machine(tmp_path / "sys", [0] * 16))
+    assert "not bound to cores" in bind(die, machine(tmp_path / "sys", [0] * 16))
+
+
+def refused(*_):
+    raise PermissionError("refused")
+
+
+def test_a_system_that_refuses_is_no_error(tmp_path, monkeypatch):
+    tool(tmp_path, NPU_SMI_A3)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    assert bind("3", machine(tmp_path / "sys", [0] * 16)) == "die 3: not bound to cores: refused"
 
 
 def test_a_machine_without_npu_smi_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cores.bind(0).startswith("die 0: not bound to cores")
+    assert cores.bind("0").startswith("die 0: not bound to cores")

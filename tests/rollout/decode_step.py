@@ -7,6 +7,7 @@ and runs batches of sampled requests as verl does (log-probs of the sampled toke
 from __future__ import annotations
 
 import cProfile
+import itertools
 import pstats
 import statistics
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.emulation.emulated_engine import model_of, prompts_of, record, responses_of, without, worker_of
+from tests.emulation.emulated_engine import model_of, prompts_of, record, without, worker_of
 
 WORDS = 16  # of the logits: a device's kernels cost the host their launch alone
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "top_k": 8, "logprobs": 0, "detokenize": False, "ignore_eos": True}
@@ -133,7 +134,9 @@ def uneven(model: str) -> dict[str, Any]:
     """Whether responses are equal with and without each of ROWS, where requests end and start at different steps.
 
     12 sampled requests of 1 to 60 tokens, of which some end by a token, in batches of at most 8 and with too few KV
-    blocks for all; `text`: of requests with text, which are handed out in each step. `control`: with a fault.
+    blocks for all; `freed` and `alike`: blocks freed and steps that were not scheduled, with all rows. `text`: of
+    requests with text, which are handed out in each step. `some log-probs`: of every third request. `one prompt`: two
+    responses of each of four prompts, which share blocks, after requests that were aborted. `control`: with a fault.
     """
     import torch
     from vllm import LLM, SamplingParams
@@ -142,27 +145,54 @@ def uneven(model: str) -> dict[str, Any]:
 
     limits = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512}
     llm = LLM(model=model, dtype="float32", seed=0, enforce_eager=True, additional_config={"refresh": True}, **limits)
-    cache = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    engine, cache = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     freed, pool = record(cache, "free", lambda *_: 1), cache.block_pool
     pool.get_new_blocks(pool.get_num_free_blocks() - 9)  # of 128 tokens
+    steps = record(worker_of(llm).model_runner, "execute_model", lambda _, scheduled: scheduled)
 
-    def answers(rows: list[str], **options: Any) -> list:
+    def answers(rows: list[str], asked: Any, params: list) -> list:
         torch.manual_seed(1)
+        with without(rows):
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+        return [
+            (list(o.token_ids), o.cumulative_logprob, o.finish_reason, o.stop_reason, o.logprobs)
+            for output in outputs
+            for o in output.outputs
+        ]
+
+    def twelve(rows: list[str], **options: Any) -> list:
         sampling = {**SAMPLING, "ignore_eos": False, "stop_token_ids": list(range(3, 12)), **options}
         params = [SamplingParams(max_tokens=1 + 29 * n % 60, **sampling) for n in range(12)]
-        asked = [{"prompt_token_ids": ids} for ids in prompts_of([116 + n for n in range(12)])]
-        with without(rows):
-            outputs = llm.generate(asked, params, use_tqdm=False)
-        reasons = [(o.outputs[0].finish_reason, o.outputs[0].cumulative_logprob) for o in outputs]
-        return [responses_of(output) for output in outputs], reasons
+        if options.get("logprobs", 0) is None:
+            for each in params[::3]:
+                each.logprobs = 0
+        return answers(rows, prompts_of([116 + n for n in range(12)]), params)
 
-    expected, ended = answers(ROWS), len(freed)
-    found = {row: answers([other for other in ROWS if other != row]) == expected for row in ROWS}
-    found |= {"all": answers([]) == expected, "text": answers([], detokenize=True) == answers(ROWS, detokenize=True)}
-    found |= {"reasons": sorted({reason for reason, _ in expected[1]}), "freed": ended}
+    def shared(rows: list[str]) -> list:
+        (start,) = prompts_of([130])
+        params = [SamplingParams(n=2, min_tokens=9, max_tokens=20 + n, seed=n, **SAMPLING) for n in range(4)]
+        with without(rows):
+            for n in range(6):
+                engine.add_request(str(n), {"prompt_token_ids": start}, SamplingParams(max_tokens=40, **SAMPLING))
+            for _ in range(8):
+                engine.step()
+            engine.abort_request([str(n) for n in range(5)])
+            engine.step()
+            engine.abort_request(["5"])
+        return answers(rows, [start] * 3 + prompts_of([20]), params)
+
+    expected = twelve(ROWS)
+    found = {row: twelve([other for other in ROWS if other != row]) == expected for row in ROWS}
+    freed.clear(), steps.clear()
+    found |= {"all": twelve([]) == expected, "freed": len(freed)}
+    found |= {"alike": sum(before is now for before, now in itertools.pairwise(steps))}
+    found |= {"text": twelve([], detokenize=True) == twelve(ROWS, detokenize=True)}
+    found |= {"some log-probs": twelve([], logprobs=None) == twelve(ROWS, logprobs=None)}
+    shared(ROWS)  # from here on its first block is cached
+    found |= {"one prompt": shared([]) == shared(ROWS), "reasons": sorted({reason for _, _, reason, *_ in expected})}
     with mock.patch.object(decode_host, "_with_held", lambda output, held: held.clear()):
         try:
-            found["control"] = answers([]) == expected
+            found["control"] = twelve([]) == expected
         except Exception:  # fewer log-probs than tokens
             found["control"] = False
     return found

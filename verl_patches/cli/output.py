@@ -375,6 +375,8 @@ def step_rows(step: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[st
     said = f"{tokens} ({assumed['lengths']}), DP syncs over {assumed['dp_sync']}, {host}"
     load = "busiest rank {train:.2f} x the mean in training, {rollout:.2f} in rollout".format(**assumed["expert_load"])
     rows = [*phases, ("total", speed), *_tail_rows(step["tail"]), ("assumed", said), ("tokens of experts", load)]
+    apart = f"{assumed['not_counted_s']:.1f} s of rollout less: collector at rest, cores bound (quoted, another model)"
+    rows += [("not counted", apart)] if assumed["not_counted_s"] else []
     rows += [("bounds of the watch", step["watch"])] if "watch" in step else []
     return "step (modelled, not measured)", ("phase", "seconds"), rows
 

@@ -51,6 +51,7 @@ REBALANCE_EVERY = 32  # decode steps between exchanges, where a plan shows what 
 # CPU time of a decode step at batch 64 with DECODE_ROWS to that without (tests/benchmarks/decode_step.py); assumed to
 # hold for all of engine_step_s, which holds launches and copies too
 ENGINE_RATIO = 0.6
+COLLECTOR_AND_CORES = 0.136  # of rollout, quoted for another model; rollout.no_collector, update.bind_cores
 DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 
@@ -139,7 +140,7 @@ def step_input(
         most_prompt=data.max_prompt_length,
         seats=seats,
         graph_sizes=graphs,
-        engine_ratio=ENGINE_RATIO if DECODE_ROWS <= set(rows) else 1.0,
+        engine_ratio=ENGINE_RATIO if DECODE_ROWS <= set(rows) and recipe.rollout.ascend.scheduler == "v1" else 1.0,
         token_budget=rollout.max_num_batched_tokens,
         prefix_caching=recipe.rollout.ascend.prefix_caching,
         shared_whole=rollout_library(config) == "vllm-ascend",
@@ -271,6 +272,7 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
             "lengths": _said_of_lengths(run.lengths, workload),
             "expert_load": dict(zip(("train", "rollout"), run.expert_load, strict=True)),
             "engine_ratio": run.engine_ratio,
+            "not_counted_s": round(COLLECTOR_AND_CORES * seconds.get("rollout", 0.0), 2),
         },
         "constants": {**vars(FITTED), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
         "calibration": errors(),

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-_LAST = "last_step_of_the_same_requests"  # of vLLM's Scheduler
+LAST = "last_step_of_the_same_requests"  # of vLLM's Scheduler
 _HELD = "held_until_it_ends"  # of vLLM's Request: (token, ids, log-probs, rank) of each step that was not handed out
 
 
@@ -20,8 +20,8 @@ def at_the_end(update_from_output: Callable) -> Callable:
     vLLM makes an EngineCoreOutput and a dict of log-probs for each request in each step, although LLM.generate asks for
     finished requests alone (RequestOutputKind.FINAL_ONLY). A token that does not end its request is appended to it here
     and held; upstream sees the requests that end. Its next output has all tokens that were held, as with speculative
-    decoding. Only requests without text, guided decoding or images are held, and none where the attribute
-    `outputs_each_step` of the scheduler is true.
+    decoding. Only requests without text, guided decoding or images are held. All is handed out in a step in which the
+    attribute `outputs_each_step` of the scheduler is true.
     """
 
     @functools.wraps(update_from_output)
@@ -38,7 +38,8 @@ def at_the_end(update_from_output: Callable) -> Callable:
                     left.append(request)
                     continue
                 request.append_output_token_ids(token)
-                held.append((token,) if ids is None else (token, ids[index], log_probs[index], ranks[index]))
+                alone = ids is None or request.sampling_params.logprobs is None  # ids: where any request wants them
+                held.append((token,) if alone else (token, ids[index], log_probs[index], ranks[index]))
             self.running = left
         else:
             left = running
@@ -123,7 +124,7 @@ def same_as_before(schedule: Callable) -> Callable:
 
     @functools.wraps(schedule)
     def next_step(self: Any) -> Any:
-        last, running, cache = self.__dict__.get(_LAST), self.running, self.kv_cache_manager
+        last, running, cache = self.__dict__.get(LAST), self.running, self.kv_cache_manager
         if (
             last is None
             or self.waiting
@@ -131,11 +132,10 @@ def same_as_before(schedule: Callable) -> Callable:
             or len(running) != len(last.num_scheduled_tokens)
             or len(running) > cache.block_pool.get_num_free_blocks()
             or self.encoder_cache_manager.freed
-            or getattr(self, "outputs_each_step", False)
             or not all(r.num_tokens == r.num_computed_tokens + 1 < self.max_model_len for r in running)
         ):
             made = schedule(self)
-            self.__dict__[_LAST] = made if _repeats(self, made) else None
+            self.__dict__[LAST] = made if _repeats(self, made) else None
             return made
         for request, data in zip(running, last.scheduled_cached_reqs, strict=True):
             computed = request.num_computed_tokens

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
+from verl_patches.rollout.decode_host import LAST
 from verl_patches.rollout.rebalance import FIXED, NONE, Cost, MovePlan, RequestMove, State, plan
 from verl_patches.rollout.rebalance_wire import Moved, Result, pack, unpack
 
@@ -76,7 +77,6 @@ class Rebalancer:
         _check(engine)
         core, config = engine.engine_core.engine_core, engine.vllm_config
         self.engine, self.scheduler, self.every = engine, core.scheduler, every
-        self.scheduler.outputs_each_step = True  # rollout/decode_host.py
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.instance, self.dp = get_ep_group().cpu_group, get_dp_group()  # vLLM's EP group is DP x TP
         self.tp, self.rank = config.parallel_config.tensor_parallel_size, self.dp.rank_in_group
@@ -116,6 +116,7 @@ class Rebalancer:
         if self._is_exchange(self.steps):
             outputs = self._timed_exchange()
             self.engine.should_execute_dummy_batch = not self._holds_requests()
+        self.scheduler.outputs_each_step = self._is_exchange(self.steps + 1)  # their own ranks get all before a move
         return outputs + upstream(self.engine)
 
     def take_counts(self) -> dict[str, float]:
@@ -317,6 +318,7 @@ class Rebalancer:
 
     def _hand_over(self, moves: Sequence[RequestMove], arrivals: Sequence[tuple[Moved, Any]]) -> None:
         leaving = [request for move in moves if move.donor == self.rank for request in self._running(move)]
+        vars(self.scheduler).pop(LAST, None)
         if leaving:
             self._remove(leaving)
             self._counts["requests"] += len(leaving) if dist.get_rank(self.instance) % self.tp == 0 else 0

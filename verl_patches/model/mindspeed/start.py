@@ -91,8 +91,9 @@ def start(config: Any) -> Namespace:
         return global_vars.get_args()
     if as_npu(engine.current().switches.platform):
         check_visible_die(torch.npu.device_count())
-        if engine.is_on("update.bind_cores") and VISIBLE in os.environ:
-            log.info(bind(int(os.environ[VISIBLE])))
+        if engine.is_on("update.bind_cores"):
+            shown = logging.WARNING if engine.current().switches.platform == "npu" else logging.INFO
+            log.log(shown, bind(os.environ.get(VISIBLE, "")))
         small_groups_mib.value = section.recipe.hccl.small_groups_mib
     _start_distributed(section.recipe.train.collective_timeout_minutes)
     args = _arguments(words)

@@ -23,22 +23,22 @@ _ANSWER_S = 60
 log = logging.getLogger(__name__)
 
 
-def bind(die: int, sysfs: Path = SYSFS) -> str:
+def bind(die: str, sysfs: Path = SYSFS) -> str:
     """Bind this process's threads, and those that it starts later, to the cores of `die`; returns what was done.
 
-    die: its place among the node's dies (ASCEND_RT_VISIBLE_DEVICES). Nothing is bound, and that is said, where the
-    number of dies is not known or there are fewer cores than dies.
+    die: its place among the node's dies (ASCEND_RT_VISIBLE_DEVICES). Nothing is bound, and that is said, where that is
+    not one die, the number of dies is not known or there are fewer cores than dies.
     """
     try:
         said = subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=_ANSWER_S).stdout
         dies = sorted(parse_npu_smi(said).dies, key=lambda each: each.number)
         sets, how = core_sets(*topology([each.bus for each in dies], sysfs), os.sched_getaffinity(0))
-        cores = sets[die]
+        cores = sets[int(die)]
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread), cores)
     except (OSError, subprocess.SubprocessError, NotUnderstoodError, IndexError, ValueError) as error:
         return f"die {die}: not bound to cores: {error}"
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread), cores)
     return f"die {die}: bound to {len(cores)} cores from {min(cores)} to {max(cores)}, {how}"
 
 
