@@ -21,8 +21,7 @@ MESSAGES = [{"role": "user", "content": "A B C D"}]
 PROMPTS = ["small a b", [{"role": "user", "content": "1 2 3"}], MESSAGES, "x " * 40]
 SAMPLED = ("--n", "2", "--seed", "7", "--max-tokens", TOKENS)
 GREEDY = ("--temperature", "0", "--max-tokens", TOKENS)
-EXPERTS = "recipe.rollout.expert_parallel=true"
-DP2, TP2 = ("recipe.rollout.dp=2", EXPERTS), ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", EXPERTS)
+DP2 = ("recipe.rollout.dp=2", "recipe.rollout.expert_parallel=true")
 
 
 def lines_of(path):
@@ -50,8 +49,6 @@ def used(smoke, tmp_path_factory):
         ["chat", fp8, *GREEDY, "--json"],
         ["eval", run.folder, out / "run", "--json"],
         ["eval", hf, out / "hf", *of_hf],
-        ["generate", saved, prompts, out / "dp2.jsonl", *SAMPLED, *DP2],
-        ["generate", fp8, prompts, out / "tp2.jsonl", *GREEDY, *TP2],
         ["eval", run.folder, out / "ranks", *DP2],
     ]
     home = folder / "home"
@@ -132,10 +129,8 @@ def test_a_folder_is_scored_by_the_rewards_that_are_given(used):
     assert of["n"] == 4 and of["pass"] == {}  # a share of right symbols is not right or wrong
 
 
-def test_two_ranks_write_what_one_writes(used):
-    """Sampled responses and both checkpoints of the run at DP2, greedy ones at TP2; their engines are on Ray."""
-    assert (used.out / "dp2.jsonl").read_bytes() == (used.out / "whole.jsonl").read_bytes()
-    assert (used.out / "tp2.jsonl").read_bytes() == (used.out / "greedy.jsonl").read_bytes()
+def test_an_eval_on_two_ranks_is_that_of_one(used):
+    """Of both checkpoints, whose engines are on Ray."""
     for name in ("eval.json", "responses.jsonl"):
         assert (used.out / "ranks" / name).read_bytes() == (used.out / "run" / name).read_bytes()
 
@@ -145,9 +140,5 @@ def test_nothing_is_written_beside_the_output(used):
         path for path in used.left if "matplotlib" not in path.parts
     ] == []  # its list of fonts, as of every picture
     assert {path.name for path in used.folder.iterdir()} == {"hf", "fp8", "prompts.jsonl", "out", "home"}
-    assert {path.name for path in used.out.iterdir()} == {
-        *(f"{name}.jsonl" for name in ("greedy", "whole", "cut", "dp2", "tp2")),
-        "run",
-        "hf",
-        "ranks",
-    }
+    outputs = {"greedy.jsonl", "whole.jsonl", "cut.jsonl", "run", "hf", "ranks"}
+    assert {path.name for path in used.out.iterdir()} == outputs

@@ -39,7 +39,7 @@ def instance_checks(config: DictConfig, model: ModelShape) -> list[Check]:
     if need > share:
         said += f" for its part of the rollout instance {rollout_layout_of(config)} and the KV of one longest response"
         said += f"; {serving_text(serving_plan(config, model))}"
-    return [hccl.check_machine(config, model), Check("memory", need <= share, said)]
+    return [*hccl.checks(config, model), Check("memory", need <= share, said)]
 
 
 def serving_plan(config: DictConfig, model: ModelShape) -> dict[str, Any]:
