@@ -9,7 +9,7 @@ import sys
 import ray
 from ray.cluster_utils import Cluster
 
-WAITS = "waiting for 2 node(s) with 1 free devices each"
+WAITS = "waiting for nodes with [1, 1] free devices"
 
 cluster = Cluster()
 for _ in range(2):

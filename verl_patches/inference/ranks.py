@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl.single_controller.base import Worker
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
@@ -92,21 +92,18 @@ def on_ray(folder: Path, config: DictConfig, length: int) -> Iterator[RankedEngi
         leave_out(config)
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
         kind = RayClassWithInitArgs(ray.remote(EngineWorker))
-        waits = threading.Timer(SILENT_S, _say_what_for, (pool, trainer))
-        waits.daemon = True
+        waits = threading.Timer(SILENT_S, _say_what_for, [pool])
         waits.start()
         stack.callback(waits.cancel)
-        resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
         with _errors_of_ranks():
             group = ray_start.unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=trainer.device))
-            ray.get([worker.build.remote(folder.absolute(), resolved, length) for worker in group._workers])
+            ray.get([worker.build.remote(folder.absolute(), config, length) for worker in group._workers])
         yield RankedEngine(group._workers, rollout_layout_of(config).tp)
 
 
-def _say_what_for(pool: RayResourcePool, trainer: DictConfig) -> None:
+def _say_what_for(pool: RayResourcePool) -> None:
     if pool.pgs is None:  # none is reserved
-        wanted = f"{trainer.nnodes} node(s) with {trainer.n_gpus_per_node} free devices each"
-        log.warning("waiting for %s: other jobs of this Ray have them", wanted)
+        log.warning("waiting for nodes with %s free devices: other jobs of this Ray have them", pool.store)
 
 
 @contextmanager
