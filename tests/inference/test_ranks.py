@@ -1,10 +1,12 @@
-"""Engines on several ranks on Ray: the responses of one rank, and of transformers; which weights a rank reads."""
+"""Engines on several ranks on Ray: the responses of one rank, and of transformers; which weights a rank reads.
+
+tests/loop/test_use.py has an eval of a run on a CPU.
+"""
 
 import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -39,43 +41,46 @@ def responses(path):
     return [[(each["tokens"], each["text"]) for each in line["responses"]] for line in lines]
 
 
-def one_and_two_ranks(model, folder, given):
-    """Greedy and sampled responses of DP2 EP2 and of one rank, a chat of DP2, and greedy ones of TP2."""
-    out = {name: folder / f"{name}.jsonl" for name in ("greedy", "sampled", "alone", "tp2")}
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_two_emulated_dies_write_what_one_writes(tmp_path, a3_sources):
+    """Sampled responses of DP2 EP2 are those of one rank, a greedy chat of DP2 and greedy ones of TP2 transformers'."""
+    upstream = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")[0].parent
+    model = make_tiny_model(tmp_path / "model", overrides=json.loads((ROOT / "configs" / SHAPE).read_text()))
+    given = ["--upstream", upstream, "recipe.line=a3", "recipe.platform=npu_emulated", "trainer.device=npu"]
+    given += [f"recipe.model_shape={SHAPE}", "recipe.train.collective_timeout_minutes=18"]
+    out = {name: tmp_path / f"{name}.jsonl" for name in ("sampled", "alone", "tp2")}
     commands = [
-        ["generate", model, "in.jsonl", out["greedy"], *GREEDY, *given, *DP2],
         ["generate", model, "in.jsonl", out["sampled"], *SAMPLED, *given, *DP2],
         ["chat", model, *GREEDY, "--json", *given, *DP2],
         ["generate", model, "in.jsonl", out["tp2"], *GREEDY, *given, *TP2],
         ["generate", model, "in.jsonl", out["alone"], *SAMPLED, *given],
     ]
-    done = use(folder, commands)
+    done = use(tmp_path, commands)
     assert done.returncode == 0, done.stderr[-5000:]
     chat = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    return SimpleNamespace(**{name: responses(path) for name, path in out.items()}, chat=chat)
-
-
-def assert_equal(found, model):
-    expected = greedy_texts(model, PROMPTS, 8)
-    assert [made for (made,) in found.greedy] == [made for (made,) in found.tp2] == expected
-    assert found.sampled == found.alone and len(found.alone[0]) == 2
-    assert all(first != second for first, second in found.sampled)  # the control: they are sampled
-    assert found.chat["text"] == expected[1][1]  # one replica has nothing to do, from the first step on
+    found, expected = {name: responses(path) for name, path in out.items()}, greedy_texts(model, PROMPTS, 8)
+    assert [made for (made,) in found["tp2"]] == expected
+    assert found["sampled"] == found["alone"] and len(found["alone"][0]) == 2
+    assert all(first != second for first, second in found["alone"])  # the control: they are sampled
+    assert chat["text"] == expected[1][1]  # one replica has nothing to do, from the first step on
 
 
 @pytest.mark.slow
-def test_two_ranks_on_a_cpu_write_what_one_writes(tiny_model, tmp_path):
-    assert_equal(one_and_two_ranks(tiny_model, tmp_path, ()), tiny_model)
-
-
-@pytest.mark.slow
-@pytest.mark.upstream
-def test_two_emulated_dies_write_what_one_writes(tmp_path, a3_sources):
-    upstream = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")[0].parent
-    model = make_tiny_model(tmp_path / "model", overrides=json.loads((ROOT / "configs" / SHAPE).read_text()))
-    given = ["--upstream", upstream, "recipe.line=a3", "recipe.platform=npu_emulated", "trainer.device=npu"]
-    given += [f"recipe.model_shape={SHAPE}", "recipe.train.collective_timeout_minutes=18"]
-    assert_equal(one_and_two_ranks(model, tmp_path, given), model)
+def test_ranks_on_two_nodes_wait_for_their_devices(tiny_model, tmp_path):
+    """At TP2 on a CPU, a rank on each node."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    words = ["generate", tiny_model, "in.jsonl", "out.jsonl", *GREEDY, *TP2, "trainer.n_gpus_per_node=1"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/inference/two_nodes_job.py"), *map(str, words)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    made = [response for (response,) in responses(tmp_path / "out.jsonl")]
+    assert made == greedy_texts(tiny_model, PROMPTS, 8)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ MESSAGES = [{"role": "user", "content": "A B C D"}]
 PROMPTS = ["small a b", [{"role": "user", "content": "1 2 3"}], MESSAGES, "x " * 40]
 SAMPLED = ("--n", "2", "--seed", "7", "--max-tokens", TOKENS)
 GREEDY = ("--temperature", "0", "--max-tokens", TOKENS)
+DP2 = ("recipe.rollout.dp=2", "recipe.rollout.expert_parallel=true")
 
 
 def lines_of(path):
@@ -48,6 +49,7 @@ def used(smoke, tmp_path_factory):
         ["chat", fp8, *GREEDY, "--json"],
         ["eval", run.folder, out / "run", "--json"],
         ["eval", hf, out / "hf", *of_hf],
+        ["eval", run.folder, out / "ranks", *DP2],
     ]
     home = folder / "home"
     home.mkdir()
@@ -127,9 +129,16 @@ def test_a_folder_is_scored_by_the_rewards_that_are_given(used):
     assert of["n"] == 4 and of["pass"] == {}  # a share of right symbols is not right or wrong
 
 
+def test_an_eval_on_two_ranks_is_that_of_one(used):
+    """Of both checkpoints, whose engines are on Ray."""
+    for name in ("eval.json", "responses.jsonl"):
+        assert (used.out / "ranks" / name).read_bytes() == (used.out / "run" / name).read_bytes()
+
+
 def test_nothing_is_written_beside_the_output(used):
     assert [
         path for path in used.left if "matplotlib" not in path.parts
     ] == []  # its list of fonts, as of every picture
     assert {path.name for path in used.folder.iterdir()} == {"hf", "fp8", "prompts.jsonl", "out", "home"}
-    assert {path.name for path in used.out.iterdir()} == {"greedy.jsonl", "whole.jsonl", "cut.jsonl", "run", "hf"}
+    outputs = {"greedy.jsonl", "whole.jsonl", "cut.jsonl", "run", "hf", "ranks"}
+    assert {path.name for path in used.out.iterdir()} == outputs

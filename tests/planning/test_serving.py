@@ -43,11 +43,11 @@ def test_a_model_that_no_instance_holds_is_said():
 def test_weights_are_those_of_the_runs_own_plan_with_the_kv_of_one_response():
     config = compose(BIG)
     planned = group_bytes(run_memory(config, ("reshard.direct",)).setting, 255)["rollout_weights"]
-    (_, memory) = instance_checks(instance_of(config), model_shape_of(config))
+    *_, memory = instance_checks(instance_of(config), model_shape_of(config))
     longest = (1024 + 3072) * (512 + 64) * 2 * 61
     assert f"needs {(planned + longest) / 1e9:.2f} GB" in memory.detail
     wide = replace(model_shape_of(config), num_hidden_layers=6)
-    assert instance_checks(instance_of(config), wide)[1].detail != memory.detail
+    assert instance_checks(instance_of(config), wide)[-1].detail != memory.detail
 
 
 def test_an_instance_has_whole_nodes_and_the_rollout_of_any_run():
@@ -64,3 +64,5 @@ def test_an_instance_has_whole_nodes_and_the_rollout_of_any_run():
         instance_of(OmegaConf.merge(config, {"recipe": {"rollout": {"expert_parallel": False}}}))
     mc2 = compose(BIG, ["recipe.rollout.dp=24"])
     assert any("MC2" in fault for fault in faults(mc2))
+    small = compose(BIG, ["recipe.rollout.dp=32", "recipe.hccl.buffer_mib=200"])
+    assert any("HCCL_BUFFSIZE" in fault for fault in faults(small))

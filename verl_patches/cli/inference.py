@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -234,18 +234,15 @@ def _outputs(
                         advance(1)
 
 
-@contextmanager
-def _engine(config: DictConfig, folder: Path, length: int) -> Iterator[Any]:
+def _engine(config: DictConfig, folder: Path, length: int) -> AbstractContextManager[Any]:
     """The engine of a configuration of one rank in this process, else those of its ranks on Ray."""
     if config.recipe.platform != "npu" and world_size(config) == 1:
         from verl_patches.inference.engine import Engine
 
-        yield Engine(folder, config, length)
-    else:
-        from verl_patches.inference.ranks import on_ray
+        return nullcontext(Engine(folder, config, length))
+    from verl_patches.inference.ranks import on_ray
 
-        with on_ray(folder, config, length) as engine:
-            yield engine
+    return on_ray(folder, config, length)
 
 
 def _response(made: Any, tokenizer: Any) -> dict[str, Any]:

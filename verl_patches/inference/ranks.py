@@ -7,6 +7,8 @@ one that has nothing left takes part with a dummy batch, as in a run (vLLM's V1,
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import ray
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl.single_controller.base import Worker
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
@@ -26,6 +28,9 @@ from verl_patches.launch.ray_cluster import leave_out, ray_options, require_node
 from verl_patches.layout.parallel import rollout_layout_of
 from verl_patches.ray_nodes import said
 from verl_patches.trainer import ray_start
+
+log = logging.getLogger(__name__)
+SILENT_S = 20  # without dies, until it is said
 
 
 class EngineWorker(Worker):
@@ -73,11 +78,12 @@ class RankedEngine(Engine):
 def on_ray(folder: Path, config: DictConfig, length: int) -> Iterator[RankedEngine]:
     """The engines of `config`, whose ranks are those of one instance, as long as the block lasts.
 
-    Joins recipe.ray_address, or starts a Ray of its own on this machine. ConfigError where nodes are missing.
+    Joins recipe.ray_address, or starts a Ray of its own on this machine. ConfigError where nodes are missing; where
+    other jobs have their dies, it waits, and says so.
     """
     require_nodes(config)
     options = {**ray_options(config), "engine": None, "log_to_driver": False}  # no Megatron here
-    device, trainer = config.trainer.device, config.trainer
+    trainer = config.trainer
     with ExitStack() as stack:
         if "_temp_dir" in options:
             options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
@@ -86,11 +92,18 @@ def on_ray(folder: Path, config: DictConfig, length: int) -> Iterator[RankedEngi
         leave_out(config)
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
         kind = RayClassWithInitArgs(ray.remote(EngineWorker))
-        group = ray_start.unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=device))
-        resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+        waits = threading.Timer(SILENT_S, _say_what_for, [pool])
+        waits.start()
+        stack.callback(waits.cancel)
         with _errors_of_ranks():
-            ray.get([worker.build.remote(folder.absolute(), resolved, length) for worker in group._workers])
+            group = ray_start.unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=trainer.device))
+            ray.get([worker.build.remote(folder.absolute(), config, length) for worker in group._workers])
         yield RankedEngine(group._workers, rollout_layout_of(config).tp)
+
+
+def _say_what_for(pool: RayResourcePool) -> None:
+    if pool.pgs is None:  # none is reserved
+        log.warning("waiting for nodes with %s free devices: other jobs of this Ray have them", pool.store)
 
 
 @contextmanager
@@ -98,7 +111,7 @@ def _errors_of_ranks() -> Iterator[None]:
     """Inside, the error of a rank is raised as it is where it is one of ours, else as a RecipeError in one sentence."""
     try:
         yield
-    except ray.exceptions.RayError as error:
+    except (ray.exceptions.RayError, RuntimeError) as error:  # RuntimeError: a rank could not start
         cause = getattr(error, "cause", None)
         if isinstance(cause, (ConfigError, RecipeError)):
             raise cause from error

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 CONFIDENCE, DRAWS = 0.95, 1000
 ANSWER_CHARS = 200  # of a wrong answer in a report
-SIDES = "low", "high"
 WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {DRAWS} draws"
 
 
@@ -129,10 +128,8 @@ def accuracy_figure(name: str, steps: Sequence[Mapping[str, Any]]) -> Figure:
     axes = figure.subplots()
     for source in steps[0]["sources"]:
         of = [step["sources"][source] for step in steps]
-        means, sides = (
-            [each["mean"] for each in of],
-            [[abs(each["mean"] - each[side]) for each in of] for side in SIDES],
-        )
+        means = [each["mean"] for each in of]
+        sides = [[abs(each["mean"] - each[side]) for each in of] for side in ("low", "high")]
         label = source.replace("$", r"\$")
         axes.errorbar([step["step"] for step in steps], means, sides, marker="o", capsize=3, label=label)
     axes.set(title=name.replace("$", r"\$"), xlabel="step", ylabel=f"mean@{of[0]['n']}")

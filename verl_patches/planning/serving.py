@@ -39,7 +39,7 @@ def instance_checks(config: DictConfig, model: ModelShape) -> list[Check]:
     if need > share:
         said += f" for its part of the rollout instance {rollout_layout_of(config)} and the KV of one longest response"
         said += f"; {serving_text(serving_plan(config, model))}"
-    return [hccl.check_machine(config, model), Check("memory", need <= share, said)]
+    return [*hccl.checks(config, model), Check("memory", need <= share, said)]
 
 
 def serving_plan(config: DictConfig, model: ModelShape) -> dict[str, Any]:
@@ -50,12 +50,10 @@ def serving_plan(config: DictConfig, model: ModelShape) -> dict[str, Any]:
     """
     dies, tp = HARDWARE[config.recipe.hardware].node_dies, config.actor_rollout_ref.rollout.tensor_model_parallel_size
     found = {"dies": dies, "dtype": config.recipe.dtype}
-    for ranks in range(dies, model.n_routed_experts + 1, dies):
-        if model.n_routed_experts % ranks or ranks % tp:
-            continue
-        rollout = {"dp": ranks // tp, "expert_parallel": True}
-        changes = {"trainer": {"n_gpus_per_node": dies}, "recipe": {"rollout": rollout}}
-        tried = instance_of(OmegaConf.merge(config, changes))
+    experts = model.n_routed_experts
+    for ranks in (number for number in range(dies, experts + 1, dies) if not (experts % number or number % tp)):
+        recipe = {"rollout": {"dp": ranks // tp, "expert_parallel": True}}
+        tried = instance_of(OmegaConf.merge(config, {"trainer": {"n_gpus_per_node": dies}, "recipe": recipe}))
         need, share = _on_a_die(tried, model)
         if need <= share and hccl.check_machine(tried, model).ok:
             return {**found, "nodes": ranks // dies, "dp": ranks // tp, "die_bytes": need, "share_bytes": share}
@@ -66,11 +64,9 @@ def serving_text(plan: dict[str, Any]) -> str:
     """A `serving_plan` in a sentence."""
     if plan["nodes"] is None:
         return f"no number of nodes of {plan['dies']} dies holds the weights in {plan['dtype']} (modelled)"
-    need, share = plan["die_bytes"] / 1e9, plan["share_bytes"] / 1e9
-    return (
-        f"{plan['nodes']} node(s) of {plan['dies']} dies hold the weights in {plan['dtype']}: {need:.2f} GB of vLLM's "
-        f"{share:.2f} on a die (modelled), with recipe.rollout.dp={plan['dp']}"
-    )
+    held = f"{plan['die_bytes'] / 1e9:.2f} GB of vLLM's {plan['share_bytes'] / 1e9:.2f} on a die (modelled)"
+    nodes = f"{plan['nodes']} node(s) of {plan['dies']} dies hold the weights in {plan['dtype']}"
+    return f"{nodes}: {held}, with recipe.rollout.dp={plan['dp']}"
 
 
 def _on_a_die(config: DictConfig, model: ModelShape) -> tuple[int, int]:
