@@ -131,7 +131,8 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     run, first = emulated("2", "--train-layout", layout, *ranks, *options), emulated("2")
     assert_weights_arrive(run, verified=True)
     reached = run.summary["emulated"]
-    assert MC2 < reached["functions"].keys() and reached["graphs"] > 0
+    assert MC2 < reached["functions"].keys()
+    assert reached["graphs"] > (2 if layout == "tp2ep2" else 1)  # moved requests take the larger graph too
     assert_buffers_as_planned(run)
     if EVERYTHING[0] in ranks:
         assert all("log_prob" not in s["seconds"] and s["tensor_cache"]["received_bytes"] > 0 for s in run.steps)
