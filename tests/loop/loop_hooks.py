@@ -7,6 +7,7 @@ symbol that our catalogue replaces.
 import functools
 import gc
 import importlib
+import itertools
 import os
 import signal
 import time
@@ -191,20 +192,22 @@ def sleep_frees_nothing():
 
 
 def move_requests():
-    """Each exchange moves the first request of each rank that can move to the next; where one has none, as planned.
+    """Each exchange moves the first request that can move to the next rank: of rank 0, then of rank 1, and so on.
 
-    The groups that the watch counts are printed.
+    Ranks so have unequally many after every other exchange. Where that rank has none, as planned. The groups that the
+    watch counts are printed.
     """
+    exchanges = itertools.count()
 
     def to_the_next(plan, state, *args):
         from verl_patches.rollout.rebalance import MovePlan, RequestMove
 
         print("watch counts", sorted(heartbeat.here()._groups()))
-        places = [next((at for at, tokens in enumerate(row) if tokens > 0), None) for row in state.lengths]
-        if None in places:
+        rank = next(exchanges) % len(state.lengths)
+        movable = [at for at, tokens in enumerate(state.lengths[rank]) if tokens > 0]
+        if not movable:
             return plan(state, *args)
-        moves = (RequestMove(rank, (rank + 1) % len(places), (at,)) for rank, at in enumerate(places))
-        return MovePlan(tuple(moves), 0, 0)
+        return MovePlan((RequestMove(rank, (rank + 1) % len(state.lengths), (movable[0],)),), 0, 0)
 
     wrap("verl_patches.rollout.rebalance_engine", "plan", to_the_next)
 

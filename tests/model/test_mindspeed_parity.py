@@ -113,16 +113,25 @@ ALL_LAYERS.append("actor_rollout_ref.model.enable_gradient_checkpointing=true")
 PRODUCTION = ("alltoall_overlap", "fused_expert_wgrad", "swap_optimizer")  # of both 256-die configurations
 BOTH = dict.fromkeys(PRODUCTION[:2], True)  # fp32 has no swap
 WGRAD = ("fused_linear_wgrad", "fused_expert_wgrad", "unpadded_attention")
+EVERYTHING = {**BOTH, "grad_overlap": True, "grad_bucket_parameters": 4000}
+
+
+def recomputed(layers):
+    return [*ALL_LAYERS[:2], ALL_LAYERS[3], f"{RECOMPUTED}num_layers={layers}"]
+
+
 # layout, keys of recipe.train, overrides, what must have been called
 SAME = [
     ("tp1", {}, ALL_LAYERS, None),
     *(("tp1", {f"fused_{kernel}": False}, [], None) for kernel in ("rmsnorm", "swiglu", "rope", "permute")),
     *((layout, {key: True}, [], key) for layout in ("tp1", "tp2_extends_ep") for key in WGRAD),
     ("tp2_extends_ep", {"alltoall_overlap": True}, [], None),
-    *((layout, BOTH, ALL_LAYERS, "fused_expert_wgrad") for layout in ("tp2_extends_ep", "tp2_ep2")),
-    *(("tp2_extends_ep", BOTH, [*ALL_LAYERS[:2], ALL_LAYERS[3], f"{RECOMPUTED}num_layers={n}"], "fused_expert_wgrad")
-      for n in (0, 2)),
-]  # fmt: skip
+    *(("tp2_extends_ep", BOTH, recomputed(n), "fused_expert_wgrad") for n in (0, 4)),
+    # everything on, and each off alone
+    ("tp2_ep2", EVERYTHING, recomputed(2), "fused_expert_wgrad"),
+    ("tp2_ep2", EVERYTHING, [], "fused_expert_wgrad"),
+    *(("tp2_ep2", EVERYTHING | {key: False}, recomputed(2), None) for key in (*BOTH, "grad_overlap")),
+]
 
 
 @pytest.mark.parametrize(("layout", "train", "more", "called"), SAME)
@@ -135,8 +144,7 @@ def test_each_setting_gives_the_same_update(run_a3, one_rank, layout, train, mor
 
 @pytest.mark.parametrize("layers", [[1, 2], [0, 3]])
 def test_each_stage_recomputes_its_own_number_of_layers(run_a3, one_rank, layers):
-    more = [*ALL_LAYERS[:2], ALL_LAYERS[3], f"{RECOMPUTED}num_layers={layers}"]
-    ranks = run_a3(WORKER, LAYOUTS["pp2_uneven"], more=more)
+    ranks = run_a3(WORKER, LAYOUTS["pp2_uneven"], more=recomputed(layers))
     for found, number in zip(ranks, layers, strict=True):
         assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
         assert found["calls"]["recomputed"] == number * ranks[1]["calls"]["recomputed"] // layers[1]
@@ -144,19 +152,20 @@ def test_each_stage_recomputes_its_own_number_of_layers(run_a3, one_rank, layers
 
 
 def test_swapped_optimizer_gives_the_same_update(run_a3):
-    """In bf16: alone, and with the other settings of production."""
+    """In bf16: alone, and with the other settings of production, of which it is off alone too."""
     train = compose("deepseekv3_256die_true_weight").recipe.train
     assert all(train[key] for key in PRODUCTION)
-    runs = [
+    plain, swapped, without, all_three = (
         run_a3(WORKER, LAYOUTS["tp2_extends_ep"], train=dict.fromkeys(keys, True), more=ALL_LAYERS, dtype="bf16")
-        for keys in ((), PRODUCTION[2:], PRODUCTION)
-    ]
-    for plain, swapped, all_three in zip(*runs, strict=True):
-        optimizers = [found["optimizer"] for found in (plain, swapped, all_three)]
-        assert optimizers == ["DistributedOptimizer"] + 2 * ["SwapDistributedOptimizer"]
-        assert _grad_norms(swapped) == _grad_norms(plain)
-        assert _grad_norms(all_three) == pytest.approx(_grad_norms(swapped), rel=1e-3)
-        assert all_three["calls"]["fused_expert_wgrad"] > 0 == swapped["calls"]["fused_expert_wgrad"]
+        for keys in ((), PRODUCTION[2:], PRODUCTION[:2], PRODUCTION)
+    )
+    for off, on in (plain, swapped), (without, all_three):
+        assert {found["optimizer"] for found in off} == {"DistributedOptimizer"}
+        assert {found["optimizer"] for found in on} == {"SwapDistributedOptimizer"}
+        assert [*map(_grad_norms, on)] == [*map(_grad_norms, off)]
+    for found, alone in zip(all_three, swapped, strict=True):
+        assert _grad_norms(found) == pytest.approx(_grad_norms(alone), rel=1e-3)
+        assert found["calls"]["fused_expert_wgrad"] > 0 == alone["calls"]["fused_expert_wgrad"]
 
 
 def test_balanced_routing_is_not_the_models(run_a3, one_rank):
