@@ -162,7 +162,7 @@ def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
     assert code == 1 and report["refused"] == ["bad"] and report["bad"]["rows"] == 63
     assert len(report["bad"]["shown"]) == module.SHOWN and not (tmp_path / "out").exists()
     first, second, third, empty = list(report["bad"]["shown"].items())[:4]
-    assert first[0] == "expected response in answer, found problem (map_keys)"
+    assert first[0] == "expected response in answer, found problem; map_keys={response: COLUMN} names another"
     assert first[1] == {"rows": 1, "places": ["rows.jsonl:41"]}
     assert (second[0], third[0]) == ("expected an object, found list", "expected the answer to be text, found True")
     assert empty[1] == {"rows": 30, "places": ["rows.jsonl:44", "rows.jsonl:45", "rows.jsonl:46"]}

@@ -78,7 +78,7 @@ def test_map_keys_and_additional_keys(tmp_path):
     extra = {name: row["extra_info"][name] for name in ("level", "tags", "note")}
     assert extra == {"level": "3", "tags": '["x", {"y": null}]', "note": "n"}
     code, report = make(tmp_path, records, "maths", dataset_additional_keys=["gone"], out="b", **keys)
-    assert code == 1 and "expected the column gone" in next(iter(report["bad"]["shown"]))
+    assert code == 1 and "gone (dataset_additional_keys), found a, level" in next(iter(report["bad"]["shown"]))
 
 
 @pytest.mark.parametrize(("handler", "record", "message"), [
@@ -321,6 +321,8 @@ def test_a_file_that_is_no_settings_is_refused(tmp_path, text):
     (tmp_path / "b.yaml").write_text(text)
     with pytest.raises(ConfigError, match="b.yaml"):
         read_settings(tmp_path / "b.yaml")
+    with pytest.raises(ConfigError, match="expected a YAML file of keys .*input=.*rows.jsonl -o DIR"):
+        read_settings(tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match="expected KEY=VALUE"):
         settings_of(tmp_path, "seed")
     with pytest.raises(ConfigError, match="seed"):

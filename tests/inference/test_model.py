@@ -142,7 +142,7 @@ def test_weights_that_the_dies_of_an_instance_do_not_hold_are_refused_before_one
 
 def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
     root, value = run.parent, tmp_path / "value"
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="or a folder of weights, with config.json, found no such folder"):
         find(tmp_path / "nothing", root)
     for saved in (run / "checkpoints").glob("global_step_?*"):
         (saved / MANIFEST).write_text("{")

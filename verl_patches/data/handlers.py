@@ -33,13 +33,18 @@ class Record:
         _require(isinstance(values, dict), "an object", values)
         self.values, self.columns = values, columns
 
+    @property
+    def there(self) -> str:
+        """The names of its columns."""
+        return f"{', '.join(sorted(map(str, self.values))):.200}"
+
     def get(self, field: str, needed: bool = True) -> Any:
         """The value; None for one that may be missing."""
         columns = self.columns.get(field, ())
         found = next((self.values[name] for name in columns if self.values.get(name) is not None), None)
         if found is None and needed:
-            there = ", ".join(sorted(map(str, self.values)))
-            raise ValueError(f"expected {field} in {' or '.join(columns)}, found {there:.200} (map_keys)")
+            another = f"map_keys={{{field}: COLUMN}} names another"
+            raise ValueError(f"expected {field} in {' or '.join(columns)}, found {self.there}; {another}")
         return found
 
     def text(self, field: str, needed: bool = True) -> str:
@@ -203,7 +208,8 @@ def make_row(
         row["prompt"] = _prompt(record, row["prompt"], template)
     extra = dict(zip(EXTRA, (-1, "", answer, solution, origin), strict=True))
     for name in additional:
-        _require(name in record.values, f"the column {name} (dataset_additional_keys)", None)
+        if name not in record.values:
+            raise ValueError(f"expected the column {name} (dataset_additional_keys), found {record.there}")
         value = record.values[name]
         text = value if isinstance(value, str) else json.dumps(value, default=str, allow_nan=False)
         extra[name] = text_of(text, name, may_be_empty=True)

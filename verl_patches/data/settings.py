@@ -57,9 +57,10 @@ class Settings(BaseModel):
 
 def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None = None) -> Settings:
     """The settings of a file, of texts KEY=VALUE, and of `output`, an output_prefix. ConfigError for what is wrong."""
-    values = read_yaml(file)
+    values = None if file.suffix in (".jsonl", ".parquet") else read_yaml(file)
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: expected keys and values, as in docs/data.md")
+        hint = f"a file of data is given as its input: data build data/sample.yaml input={file} -o DIR"
+        raise ConfigError(f"{file}: expected a YAML file of keys and values (docs/data.md), found none; {hint}")
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign:

@@ -119,7 +119,7 @@ def _source(given: Path, root: Path, read: Callable[[int], Any]) -> tuple[str, I
             raise ConfigError(f"{given} has the events of several runs: give one of {', '.join(folders[:9])}")
         return "TensorBoard", itertools.chain.from_iterable(map(_events, events))
     if not is_there or is_folder:
-        return RUN, _jsonl(find_run(given, root) / "metrics.jsonl", read)
+        return RUN, _jsonl(find_run(given, root, ", or a log file") / "metrics.jsonl", read)
     if given.name.startswith(EVENTS):
         return "TensorBoard", _events(given)
     kinds = {".csv": ("CSV", _csv), ".jsonl": ("JSON lines", _jsonl), ".json": ("JSON lines", _jsonl)}

@@ -140,8 +140,11 @@ class Doing(TypedDict):
 _SUMMARY, _DOING = TypeAdapter(Summary), TypeAdapter(Doing)
 
 
-def find_run(given: Path, root: Path) -> Path:
-    """The folder of a run that a user names: a path, or a name below `root`. ConfigError without a run's files."""
+def find_run(given: Path, root: Path, or_else: str = "") -> Path:
+    """The folder of a run that a user names: a path, or a name below `root`. ConfigError without a run's files.
+
+    or_else: what else the caller takes, for the error.
+    """
     try:
         for path in (folder / name for folder in (given, root / given) for name in PLACES):
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -152,8 +155,8 @@ def find_run(given: Path, root: Path) -> Path:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{given}: cannot be read ({error}); give the folder of a run") from None
     raise ConfigError(
-        f"{given}: expected the folder of a run, with {' or '.join(PLACES)}, found {found}; give a path, or the "
-        f"name of one in {root}: {', '.join(runs[:9]) or 'there is none yet'}{', ...' if runs[9:] else ''}"
+        f"{given}: expected the folder of a run, with {' or '.join(PLACES)}{or_else}, found {found}; give a path, or "
+        f"the name of one in {root}: {', '.join(runs[:9]) or 'there is none yet'}{', ...' if runs[9:] else ''}"
     )
 
 

@@ -69,7 +69,7 @@ def find_model(
         of_run = saved and (given.absolute().parents[1] / COMPOSED).is_file()
         run = given.absolute().parents[1] if of_run else None
     else:
-        run, folders = find_run(given, root), {}
+        run, folders = find_run(given, root, ", or a folder of weights, with config.json"), {}
     if run and config_name:
         raise ConfigError(f"{given} has the settings of {run / COMPOSED}; leave --config-name out")
     name = config_name or CONFIG_NAME
