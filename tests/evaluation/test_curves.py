@@ -136,7 +136,7 @@ def test_exports_of_wandb(tmp_path, form):
 def test_a_panel_of_two_runs_is_refused(tmp_path):
     path = tmp_path / "h.csv"
     path.write_text("Step,a - reward,b - reward\n1,0.5,0.25\n")
-    with pytest.raises(ConfigError, match="several columns of reward"):
+    with pytest.raises(ConfigError, match="several columns of one name"):
         read(path)
 
 

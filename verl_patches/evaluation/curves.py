@@ -20,7 +20,6 @@ import math
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,12 +107,10 @@ def read_curves(
 
 def _source(given: Path, root: Path, read: Callable[[int], Any]) -> tuple[str, Iterable[Row]]:
     """(what it is read as, its rows)."""
-    try:
+    with load(f"{given}: expected a run or a file that can be read"):
         is_folder, is_there = given.is_dir(), given.exists()
         events = sorted([*given.glob(f"{EVENTS}*"), *given.glob(f"*/{EVENTS}*")]) if is_folder else []
         is_run = any((given / name).exists() for name in PLACES)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{given}: cannot be read ({error}); give a run or a file") from None
     if events and not is_run:
         if len(folders := sorted({str(path.parent) for path in events})) > 1:
             raise ConfigError(f"{given} has the events of several runs: give one of {', '.join(folders[:9])}")
@@ -158,7 +155,7 @@ def _mapping(row: Any, path: Path) -> Row:
 
 def _lines(path: Path, read: Callable[[int], Any]) -> Iterator[str]:
     """The lines of a plain file, which end with \\n, \\r or both; ConfigError for one above LONGEST_LINE."""
-    try:
+    with load(f"{path}: expected a file that can be read"):
         if not stat.S_ISREG(mode := path.stat().st_mode):  # a FIFO would wait for a writer
             raise ConfigError(f"{path}: expected a file, found {stat.filemode(mode)}; give another")
         with path.open(encoding="utf-8-sig", errors="replace") as file:
@@ -171,8 +168,6 @@ def _lines(path: Path, read: Callable[[int], Any]) -> Iterator[str]:
                     raise ConfigError(f"{path}, line {number}: {text}")
                 read(len(line))
                 yield line
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give another file") from None
 
 
 def _jsonl(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
@@ -189,17 +184,14 @@ def _jsonl(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
 
 
 def _csv(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
-    """Rows below a line of names; those of wandb's panels ("run - metric", also __MIN, __MAX) become the metric's."""
-    try:
+    """Rows below a line of names; those of a panel of wandb, "run - metric", become the metric's."""
+    with load(f"{path}: expected CSV"):
         rows = csv.reader(_lines(path, read))
         names = [name.rpartition(" - ")[2] for name in next(rows, [])]
-        known = Counter(name for name in names if name and not name.endswith(("__MIN", "__MAX")))
-        if twice := next((name for name, count in known.items() if count > 1), None):
-            raise ConfigError(f"{path} has several columns of {printable(twice[:80])}: export one run alone")
+        if len({*names}) < len(names):
+            raise ConfigError(f"{path} has several columns of one name: export one run alone")
         for row in rows:
-            yield _mapping({name: value for name, value in zip(names, row, strict=False) if name in known}, path)
-    except csv.Error as error:
-        raise ConfigError(f"{path}: is no CSV ({error}); give another file") from None
+            yield _mapping(dict(zip(names, row, strict=False)), path)
 
 
 def _events(path: Path) -> Iterator[Row]:
