@@ -133,7 +133,7 @@ def main(model: str, batch: int, tokens: int, repeats: int = 3, profile: str | N
 def uneven(model: str) -> dict[str, Any]:
     """Whether responses are equal with ROWS, without all and without each, where requests end at different steps.
 
-    12 sampled requests of 1 to 60 tokens, of which some end by a token, in batches of at most 8 and with too few KV
+    12 sampled requests of 1 to 29 tokens, of which some end by a token, in batches of at most 8 and with too few KV
     blocks for all; `freed` and `alike`: blocks freed and steps that were not scheduled, with all rows. `text`: of
     requests with text, which are handed out in each step. `some log-probs`: of every third request. `one prompt`: two
     responses of each of four prompts, which share blocks, after requests that were aborted. `control`: with a fault.
@@ -162,7 +162,7 @@ def uneven(model: str) -> dict[str, Any]:
 
     def twelve(rows: list[str], **options: Any) -> list:
         sampling = {**SAMPLING, "ignore_eos": False, "stop_token_ids": list(range(3, 12)), **options}
-        params = [SamplingParams(max_tokens=1 + 29 * n % 60, **sampling) for n in range(12)]
+        params = [SamplingParams(max_tokens=1 + 7 * n % 30, **sampling) for n in range(12)]
         if options.get("logprobs", 0) is None:
             for each in params[::3]:
                 each.logprobs = 0
@@ -170,11 +170,11 @@ def uneven(model: str) -> dict[str, Any]:
 
     def shared(rows: list[str]) -> list:
         (start,) = prompts_of([130])
-        params = [SamplingParams(n=2, min_tokens=9, max_tokens=20 + n, seed=n, **SAMPLING) for n in range(4)]
+        params = [SamplingParams(n=2, min_tokens=5, max_tokens=10 + n, seed=n, **SAMPLING) for n in range(4)]
         with without(rows):
             for n in range(6):
                 engine.add_request(str(n), {"prompt_token_ids": start}, SamplingParams(max_tokens=40, **SAMPLING))
-            for _ in range(8):
+            for _ in range(4):
                 engine.step()
             engine.abort_request([str(n) for n in range(5)])
             engine.step()
