@@ -112,7 +112,7 @@ def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_pa
 @pytest.mark.parametrize("load", [float("nan"), float("inf"), -1.0])
 def test_a_load_that_is_no_number_above_0_is_refused(tmp_path, load):
     done = call("plan", NODE, "--expert-load", recorded_run(tmp_path / "a", {"train": {"ranks_over_mean": load}}))
-    assert isinstance(done.exception, ConfigError) and f"found [{load}, {load}]" in str(done.exception), done.exception
+    assert isinstance(done.exception, ConfigError) and "ranks_over_mean" in str(done.exception), done.exception
 
 
 def test_a_recording_without_tokens_or_a_run_that_is_not_there_is_refused(tmp_path):

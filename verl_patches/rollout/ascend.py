@@ -147,8 +147,8 @@ def metadata_of_dummy_batch(get_forward_metadata_across_dp: Callable) -> Callabl
     """Row provider for NPUModelRunner._get_forward_metadata_across_dp: a dummy batch takes what was agreed before."""
 
     @functools.wraps(get_forward_metadata_across_dp)
-    def across_dp(self: Any, *args: Any) -> Any:
+    def across_dp(self: Any, *args: Any, **kwargs: Any) -> Any:
         agreed = self.__dict__.pop("metadata_of_dummy_batch", None)
-        return get_forward_metadata_across_dp(self, *args) if agreed is None else agreed
+        return get_forward_metadata_across_dp(self, *args, **kwargs) if agreed is None else agreed
 
     return across_dp
