@@ -8,6 +8,7 @@ one that has nothing left takes part with a dummy batch, as in a run (vLLM's V1,
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -87,7 +88,9 @@ def on_ray(folder: Path, config: DictConfig, length: int) -> Iterator[RankedEngi
     with ExitStack() as stack:
         if "_temp_dir" in options:
             options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
+        ends = signal.getsignal(signal.SIGTERM)
         ray_start.start(**options)
+        signal.signal(signal.SIGTERM, ends)  # Ray has put one of its own there
         stack.callback(ray.shutdown)
         leave_out(config)
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
