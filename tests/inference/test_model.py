@@ -134,10 +134,11 @@ def test_overrides_of_a_run_are_of_keys_that_it_has_and_platforms_that_can_run(r
 
 def test_weights_that_the_dies_of_an_instance_do_not_hold_are_refused_before_one_is_started(run, monkeypatch):
     monkeypatch.setattr("verl_patches.inference.model.require_platform", lambda platform: None)
-    npu = ("recipe.platform=npu", "trainer.device=npu", "actor_rollout_ref.rollout.gpu_memory_utilization=")
-    assert list(find(run, run.parent, *npu[:2], f"{npu[2]}0.5", newest=True).sources) == [20]
+    npu = ("recipe.platform=npu", "trainer.device=npu", "recipe.train.collective_timeout_minutes=18")
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization="
+    assert list(find(run, run.parent, *npu, f"{share}0.5", newest=True).sources) == [20]
     with pytest.raises(ConfigError, match=r"memory: modelled: a die needs 0.00 GB of vLLM's 0.00 .*no number of nodes"):
-        find(run, run.parent, *npu[:2], f"{npu[2]}1e-6")
+        find(run, run.parent, *npu, f"{share}1e-6")
 
 
 def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
