@@ -23,7 +23,7 @@ SMALL = (
     "start.py",
     "weights.py --only convert --pairs 1 --tiny",
     "weights.py --only save --mib 16",
-    pytest.param("decode_step.py --batch 8 --tokens 12 --repeats 1", marks=FULL),
+    pytest.param("decode_step.py --batch 8 --tokens 12 --repeats 1", marks=[FULL, pytest.mark.upstream]),
     pytest.param("dispatch.py --prompts 256", marks=FULL),
     pytest.param("routing_replay.py --steps 1", marks=FULL),
     pytest.param("weights.py --only runs", marks=FULL),
@@ -32,12 +32,20 @@ SMALL = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", SMALL)
-def test_a_benchmark_starts_and_reports(words):
+def test_a_benchmark_starts_and_reports(words, pytestconfig):
     command = [sys.executable, *words.split()]
+    if words.startswith("decode_step.py"):
+        command += ["--upstream", pytestconfig.getoption("--upstream").resolve()]
     done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr[-2000:]  # 1: a bound was missed, also on a busy machine
     report = json.loads(done.stdout)
     assert report.get("figures") or report.get("worker")
+
+
+def test_a_benchmark_without_its_sources_says_which(tmp_path):
+    command = [sys.executable, "decode_step.py", "--upstream", tmp_path]
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)
+    assert done.returncode == 2 and "vllm-ascend: not a folder" in done.stderr
 
 
 def test_each_benchmark_is_quoted_by_the_docs_and_runs_here():

@@ -34,8 +34,10 @@ def main() -> int:
     parser.add_argument("--upstream", type=Path, default=ROOT / "upstream")
     parser.add_argument("--profile", type=Path)
     args = parser.parse_args()
+    if not (engine := (args.upstream / "vllm-ascend").resolve()).is_dir():
+        parser.error(f"{engine}: not a folder; expected a checkout of vllm-ascend, which fetch-upstream makes")
     shape = json.loads((ROOT / "configs/model/deepseekv3_tiny_256experts.json").read_text())
-    trees = {"VERL_PATCHES": emulated_npu(), "PYTHONPATH": str((args.upstream / "vllm-ascend").resolve())}
+    trees = {"VERL_PATCHES": emulated_npu(), "PYTHONPATH": str(engine)}
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model", overrides=shape | {"num_hidden_layers": 1})
         profile = args.profile and str(args.profile.resolve())

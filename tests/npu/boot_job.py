@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 CONFIG, OTHER_CONFIG = "deepseekv3_256die_true_weight", "deepseekv3_256die_random_init"
 # what Ray and verl give a worker of a group (verl/single_controller/ray/base.py:326); DISABLE_WORKER_INIT, because
@@ -56,15 +56,23 @@ def overrides(folder: Path) -> list[str]:
     ]
 
 
+def composed(name: str, folder: Path) -> DictConfig:
+    """One configuration as the commands hand it to the driver."""
+    from verl_patches.cli.run import rows_on
+    from verl_patches.config.compose import compose
+    from verl_patches.planning.memory_plan import with_recompute
+
+    config = compose(name, overrides(folder))
+    return with_recompute(config, rows_on(config))
+
+
 def driver(folder: Path, found: dict[str, Any]) -> None:
     """verl_patches/main.py until it starts Ray."""
     with step(found, "verl_patches.main"):
         driver = importlib.import_module("verl_patches.main")
         import ray
 
-        from verl_patches.config.compose import compose
-
-        config = compose(CONFIG, overrides(folder))
+        config = composed(CONFIG, folder)
         OmegaConf.save(config, folder / "config.yaml")
 
         # ray.init hands it the runtime_env (ray/_private/worker.py:1636), below the row that wraps ray.init
@@ -146,11 +154,10 @@ def first_of_engine() -> str | None:
 
 def arguments(name: str, folder: Path) -> dict[str, Any]:
     """What upstream's parsers and validators make of one configuration."""
-    from verl_patches.config.compose import compose
     from verl_patches.model.mindspeed import start
     from verl_patches.model.mindspeed.arguments import arguments_of, explain
 
-    section = compose(name, overrides(folder)).actor_rollout_ref
+    section = composed(name, folder).actor_rollout_ref
     words = arguments_of(explain(section, start.read_hf_config(section)))
     start._same_features(words)
     args = vars(start._arguments(words))

@@ -11,6 +11,7 @@ from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
 from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
+from verl_patches.planning.memory_plan import LAYERS
 from verl_patches.upstream.checkouts import verl_config_dir
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import refused_keys, shell_findings
@@ -109,14 +110,15 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
         "alltoall_overlap=false",
         "fused_expert_wgrad=false",
     ]
-    config = compose(LARGE, ["recipe.line=pypi", *(f"recipe.train.{key}" for key in neutral)])
+    given = ["recipe.line=pypi", f"{LAYERS}=4"]
+    config = compose(LARGE, [*given, *(f"recipe.train.{key}" for key in neutral)])
     ((entry, layers),) = refused_keys(config)
     assert layers == [7, 7, 8, 8, 8, 8, 8, 7] and entry.planned
     shown = [c for c in check_config(config) if c.name == "line pypi"]
     assert [c.ok for c in shown] == [True] and all("a start is refused" in c.detail for c in shown)
     with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage"):
         run._refuse_without_effect(config)
-    there = compose(LARGE)
+    there = compose(LARGE, [f"{LAYERS}=4"])
     assert there.recipe.line == "a3" and refused_keys(there) == []
     run._refuse_without_effect(there)
 
