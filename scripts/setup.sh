@@ -171,7 +171,7 @@ trap interrupted INT TERM
 
 usable='import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))'
 if [ ! -f "$started" ] && [ -x "$venv/bin/python" ] && "$venv/bin/python" -I -c "$usable" 2>/dev/null; then
-    say "$venv is unfinished, damaged or of other pins: repairing it"
+    say "repairing $venv: $(check --stamp "$stamp" 2>&1 | head -n 3 | paste -sd';' | cut -c1-200)"
     rm -f "$stamp"
     repair || { say "it cannot be repaired: making it anew"; make_venv; install_all; finish || true; }
 else

@@ -89,6 +89,7 @@ def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_pa
     """Control: balanced routing ignores the load, and a run without what is asked for is refused."""
     run = recorded_run(tmp_path / "a", {"train": {"ranks_over_mean": 1.5}, "rollout": {"ranks_over_mean": 2.0}})
     big = "actor_rollout_ref.rollout.ignore_eos=false", "recipe.train.balanced_routing=false"
+    (tmp_path / "a" / "rollouts" / "step_x.safetensors").touch()  # someone's copy is none
     done = call(
         "plan", NODE, *big, "recipe.rollout.balanced_routing=true", "--lengths", run, "--expert-load", run, "--json"
     )

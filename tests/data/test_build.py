@@ -132,7 +132,7 @@ def test_rows_of_one_prompt_are_on_one_side(tmp_path):
     assert report["test"] == len(test) == 4 * len({*test}) >= 5
     _, report = make(tmp_path, [RECORDS["text"](n) for n in range(40)], "text", test_size=5, out="text")
     assert report["test"] == 5
-    with pytest.raises(ConfigError, match="400 of 400 rows leave none to train on"):
+    with pytest.raises(ConfigError, match="test_size is 0.1: 400 of 400 rows leave none to train on"):
         make(tmp_path, [{**row, "prompt": "p"} for row in rows], "instruction", out="one")
 
 

@@ -199,7 +199,7 @@ def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
     assert made[1]["train"] + made[1]["test"] + made[1]["too_long"]["rows"] == 312
     code, report = make(tmp_path, sample, out="c", seq_length=20, refuse_above={"too_long": 0.5}, **keys)
     assert code == 1 and report["refused"] == ["too_long"]
-    with pytest.raises(ConfigError, match="nowhere"):
+    with pytest.raises(ConfigError, match="nowhere: no such folder"):
         make(tmp_path, sample, out="d", tokenizer_name_or_path=str(tmp_path / "nowhere"))
 
 

@@ -4,6 +4,7 @@ The environments are made from two tiny wheels that the tests write, so nothing 
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -161,11 +162,14 @@ def test_check_env_takes_exact_pins_only(tmp_path, wrong):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["tinytwo/data.txt", "tinyone-1.0.dist-info"])
-def test_deleted_parts_are_restored_and_nothing_else_is_installed(made, victim):
+@pytest.mark.parametrize(
+    ("victim", "said"),
+    [("tinytwo/data.txt", "damaged tinytwo==2.0"), ("tinyone-1.0.dist-info", "missing tinyone==1.0")],
+)
+def test_deleted_parts_are_restored_and_nothing_else_is_installed(made, victim, said):
     path, stamp = made.site / victim, made.venv / ".setup-finished"
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert "repairing" in made.made() and path.exists()
+    assert re.search(f"repairing .*: {said}", made.made()) and path.exists()
     before = stamp.stat().st_mtime_ns
     assert "is ready" in made.made(PIP_FIND_LINKS="/nowhere") and stamp.stat().st_mtime_ns == before
 

@@ -84,6 +84,8 @@ def _tools(prompt_type: str, tokenizer: str | None) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
     where = f"tokenizer_name_or_path {tokenizer}"
+    if tokenizer.startswith(("/", ".", "~")) and not os.path.isdir(tokenizer):
+        raise ConfigError(f"{where}: no such folder; expected a model folder or an id")
     with load(f"{where}: expected a model folder or an id"):
         found = AutoTokenizer.from_pretrained(tokenizer, local_files_only=os.path.isdir(tokenizer))
     if not found.chat_template:
@@ -185,7 +187,8 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
         tests = settings.test_size if settings.test_size >= 1 else max(1, round(settings.test_size * size))
         train, test = _split(table, order, tests)
         if not train:
-            raise ConfigError(f"test_size: {len(test)} of {size} rows leave none to train on; give a smaller one")
+            found = f"test_size is {settings.test_size}: {len(test)} of {size} rows"
+            raise ConfigError(f"{found} leave none to train on; give a smaller one")
         schema = schema_of(settings.handler.columns, settings.dataset_additional_keys)
 
         def text_of(number: int) -> bytes:

@@ -55,7 +55,8 @@ def recorded_lengths(path: str, steps: int = 10) -> tuple[list[int], list[int]]:
     from safetensors import SafetensorError, safe_open
 
     folder = find_recording(path, option="--lengths")
-    last = sorted(folder.glob("step_*.safetensors"), key=lambda file: int(file.stem[5:]))[-steps:]
+    files = [file for file in folder.glob("step_*.safetensors") if file.stem[5:].isdecimal()]
+    last = sorted(files, key=lambda file: int(file.stem[5:]))[-steps:]
     prompts, responses = [], []
     for file in last:
         try:
