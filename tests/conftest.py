@@ -77,7 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="full test: runs with --full"))
         if item.get_closest_marker("upstream") and config.getoption("--upstream") is None:
             item.add_marker(pytest.mark.skip(reason="needs upstream sources: runs with --upstream DIR"))
-    items.sort(key=lambda item: item.path.parent.name != "loop")  # the longest first: scripts/test.sh keeps the order
+    # the longest first: scripts/test.sh keeps the order
+    items.sort(key=lambda item: item.path.parent.name not in ("loop", "watch"))
 
 
 @pytest.fixture(autouse=True)

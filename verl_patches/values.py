@@ -177,8 +177,9 @@ def secret_options(words: Iterable[str]) -> list[str]:
     """The names of secrets among the words of a command: NAME=value, --name=value, --name value."""
     options, option = [], ""
     for word in words:
-        options += [given[1].strip("-") for given in _GIVEN.finditer(word) if is_secret(given[1], given[2])]
-        if is_secret(option, word) and "=" not in word:
+        named = [given[1].strip("-") for given in _GIVEN.finditer(word) if is_secret(given[1], given[2])]
+        options += named
+        if not named and (is_secret_value(word) or (is_secret(option, word) and "=" not in word)):
             options.append(option.strip("-") or "a word")
         option = word if word.startswith("-") and "=" not in word else ""
     return options

@@ -195,6 +195,10 @@ def test_secrets_come_from_the_environment_or_the_second_document_and_are_requir
     assert secrets == {"HF_TOKEN": "s3cret"} and "s3cret" not in as_text(job)
     again, sent = load_job("-", as_text(job, secrets), {})
     assert again == job and sent == secrets
+    texts = ["1e-6", "1e3", "-2E5", "1_0e5", "12e34", ".5e1", "0x1f", "1:30", "yes", "null", "2026-01-01", "1.5", "~"]
+    odd = job.model_copy(update={"env": dict(zip("ABCDEFGHIJKLM", texts, strict=True)), "command": ["run", *texts]})
+    again, sent = load_job("-", as_text(odd, {"HF_TOKEN": "1e3"}), {})
+    assert again == odd and sent == {"HF_TOKEN": "1e3"}
     with pytest.raises(ConfigError, match="needs HF_TOKEN"):
         require_secrets(job, read({}, secrets=["HF_TOKEN"])[1])
 

@@ -319,6 +319,13 @@ def test_logs_that_nobody_wants_are_not_copied(logged, tmp_path):
     assert not (tmp_path / "logs").exists() and not (tmp_path / "f" / "ray").exists()
 
 
+def test_a_jobs_own_paths_come_behind_its_checkout(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/outer")
+    for env, paths in (({}, "/outer"), ({"PYTHONPATH": "/mine"}, "/mine")):
+        job = Job(name="j", nodes=1, dies=1, checkout="/c", env=env)
+        assert node.node_environment(job, {}, "m")["PYTHONPATH"] == f"/c:{paths}"
+
+
 def test_ray_of_npus_gets_jemalloc_unless_the_job_says_otherwise(tmp_path, monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(machine, "JEMALLOC", (str(tmp_path),))

@@ -117,6 +117,9 @@ def test_upstream_trees_of_the_job_replace_those_of_the_image():
     (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
     assert "workerGroupSpecs" not in cluster  # of one node
     assert {"name": "PYTHONPATH", "value": "/c:/u"} in container["env"]
+    own = rendered(Job(**JOB, **KUBERNETES, upstream=["/u"], env={"PYTHONPATH": "/mine", "LR": "1e-6"}))
+    assert own.count("name: PYTHONPATH\n") == 2 and own.count("value: /c:/u:/mine\n") == 2  # of head and workers
+    assert own.count("value: '1e-6'\n") == 2  # YAML 1.2 has it as a number
 
 
 @pytest.mark.parametrize("provider", ["nodes", "slurm", "kubernetes"])

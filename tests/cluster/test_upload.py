@@ -97,6 +97,26 @@ def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent)
     assert sent(results)[1].startswith("1 files") and store().cat_file("/t/j/run.log") == b"RUN.LOG"
 
 
+def test_times_of_a_store_that_lists_them_are_those_of_the_listing(store, results, sent, monkeypatch):
+    """As ossfs has them: whole seconds in the listing, and a time in hours of another zone from `modified`."""
+    listed, find = int(time.time()) + 60, store.find
+    sent(results)
+    monkeypatch.setattr(store, "modified", lambda self, path: listed - 8 * 3600)
+    monkeypatch.setattr(
+        store,
+        "find",
+        lambda self, *words, **options: {
+            name: {**found, "LastModified": listed} for name, found in find(self, *words, **options).items()
+        },
+    )
+    assert sent(results) == (True, "0 files sent (0.0 MB)\n")
+
+
+@pytest.mark.parametrize("words", ["", "--help", "outputs", "a file:///t b file:///t", "a -- true"])
+def test_words_that_are_no_pairs_are_refused(words, logged):
+    assert upload.main(words.split()) == 2 and "expected FROM TO" in logged.text
+
+
 def test_a_copy_of_another_size_and_one_that_is_gone_are_sent_again(store, results, sent):
     sent(results)
     store().pipe_file("/t/j/run.log", b"half")

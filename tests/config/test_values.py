@@ -171,6 +171,8 @@ def test_secrets_are_known_by_their_form():
 def test_secrets_are_found_among_the_words_of_a_command():
     words = "run -e HFTOKEN=x --api-key y --password=z data.prompt_key=prompt -e WANDB_API_KEY --export=A=b,DB_PASS=c"
     assert secret_options(words.split()) == ["HFTOKEN", "api-key", "password", "DB_PASS"]
+    login = "export HF_HOME=/x; huggingface-cli login --token hf_" + "a" * 24
+    assert secret_options(["bash", "-ec", login]) == ["ec"]
     counts = "train +reward.pass_at_k=8 val_pass_k=8 --pass 8 model.path=/home/sk-deepseek-v3-rl-training-01/m"
     assert secret_options(counts.split()) == []
     assert secret_options(["-o", "PasswordAuthentication=no", "bash", "-c", "A_TOKEN=$(cat f) train"]) == []

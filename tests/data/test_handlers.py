@@ -81,6 +81,14 @@ def test_map_keys_and_additional_keys(tmp_path):
     assert code == 1 and "gone (dataset_additional_keys), found a, level" in next(iter(report["bad"]["shown"]))
 
 
+def test_columns_that_are_named_are_read_and_not_messages(tmp_path):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}]
+    records = [{"q": f"{n}?", "a": "2", "messages": talk} for n in range(4)]
+    make(tmp_path, records, "instruction", map_keys={"prompt": "q", "response": "a"}, shuffle=False)
+    row = read(tmp_path / "out")[0]
+    assert (row["prompt"][-1]["content"][1:], row["response"]) == ("?", "2")
+
+
 @pytest.mark.parametrize(("handler", "record", "message"), [
     ("maths", {"problem": "p", "answer": True}, "the answer to be text, found True"),
     ("maths", {"problem": "p", "answer": "9" * 513}, "at most 512 characters, found 513"),
@@ -199,6 +207,8 @@ def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
     assert made[1]["train"] + made[1]["test"] + made[1]["too_long"]["rows"] == 312
     code, report = make(tmp_path, sample, out="c", seq_length=20, refuse_above={"too_long": 0.5}, **keys)
     assert code == 1 and report["refused"] == ["too_long"]
+    with pytest.raises(ConfigError, match=r"0 of 312 rows are left \(312 too_long\); expected 2"):
+        make(tmp_path, sample, out="c", seq_length=20, **keys)
     with pytest.raises(ConfigError, match="nowhere: no such folder"):
         make(tmp_path, sample, out="d", tokenizer_name_or_path=str(tmp_path / "nowhere"))
 

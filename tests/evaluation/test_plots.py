@@ -11,6 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.image import imread
 from matplotlib.patches import StepPatch
 
+from verl_patches.errors import ConfigError
 from verl_patches.evaluation.plots import (
     GROUP_COLOURS,
     MOST,
@@ -48,6 +49,9 @@ def test_a_run_has_its_rewards_and_stacked_seconds_by_step(tmp_path):
     assert found["rollout s"] == ([0] * 3, [1] * 3, 3.5, 6.5) and found["update s"][:2] == ([1] * 3, [3] * 3)
     assert "step s" not in found and right.get_legend()
     saved = imread(save(figure, tmp_path / "new" / "a.png"))
+    assert np.array_equal(imread(save(figure, tmp_path / "plain"), format="png"), saved)  # under that name
+    with pytest.raises(ConfigError, match="new cannot be written"):
+        save(figure, tmp_path / "new")
     assert np.array_equal(saved, pixels(figure)) and not np.array_equal(saved, pixels(run_figure(run_of(0, 0.5, 1))))
 
 

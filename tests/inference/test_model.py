@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -14,7 +15,7 @@ from verl_patches.cli.inference import _settings
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.inference import scores
-from verl_patches.inference.model import find_model, validation_sampling
+from verl_patches.inference.model import _of_run, find_model, validation_sampling
 from verl_patches.inference.rows import Prompt
 from verl_patches.layout.inventory import SCORE
 from verl_patches.trainer.record import RUN
@@ -94,6 +95,54 @@ def test_an_output_belongs_to_its_data_its_reward_and_its_dtype(run, tiny_model,
     (tmp_path / "reward.py").unlink()
     with pytest.raises(ConfigError, match="reward.py"):
         settings("4")
+
+
+def test_what_others_follow_takes_effect_in_a_run_too(run):
+    rollout = find(run, run.parent, "recipe.dtype=bf16").config.actor_rollout_ref.rollout
+    assert rollout.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="the rollout follows it"):
+        find(run, run.parent, "actor_rollout_ref.rollout.dtype=bfloat16")
+    config = compose(CONFIG, ["recipe.platform=npu_emulated", "recipe.line=a3", "recipe.run=mine"])
+    OmegaConf.save(config, run / "config.yaml")
+    found = _of_run(run, ["recipe.rollout.ascend.graphs=true"], Trees()).actor_rollout_ref.rollout
+    assert (config.actor_rollout_ref.rollout.enforce_eager, found.enforce_eager) == (True, False)
+
+
+def test_a_data_source_that_is_no_text_is_named_by_its_text(run, tiny_model, monkeypatch):
+    model, lines = find(tiny_model, run.parent), []
+    prompts = [Prompt(n, {"prompt": "1", "data_source": source}, [1]) for n, source in enumerate((None, 5, "s"))]
+    monkeypatch.setattr(scores, "scorer", lambda *_: lambda row, responses: [])
+    monkeypatch.setattr(inference, "_outputs", lambda *_: [(0, prompt, []) for prompt in prompts])
+    inference._score(model, prompts, {}, None, SimpleNamespace(done=0, add=lines.append))
+    assert [line["data_source"] for line in lines] == ["unknown", "5", "s"]
+
+
+def test_an_engine_is_gone_before_the_next_is_made(run_warm):
+    code = """
+import gc, weakref
+from contextlib import nullcontext
+from types import SimpleNamespace as Of
+from verl_patches.cli import inference
+from verl_patches.inference.rows import Prompt
+
+class Engine:
+    def run(self, tokens, params, kept):
+        yield from (Of(outputs=[self]) for _ in tokens[kept:])
+
+def make(*_):
+    gc.collect()
+    there.append(sum(of() is not None for of in made))
+    engine = Engine()
+    made.append(weakref.ref(engine))
+    return nullcontext(engine)
+
+made, there, inference._engine = [], [], make
+chosen = Of(sources=dict.fromkeys((1, 2, 3), Of(folder='')), length=64, config=None)
+for _ in inference._outputs(chosen, [Prompt(n, {}, [1]) for n in range(2)], {'max_tokens': 4}, 0):
+    del _
+assert there == [0, 0, 0], there
+"""
+    run_warm(code, patches="line=pypi,platform=cpu").check()
 
 
 @pytest.mark.parametrize("rewards", ["{name: reward_model,path: x}", ""])
@@ -188,6 +237,7 @@ def test_commands_refuse_an_unknown_model_and_write_nothing(words, tmp_path, mon
     done = CliRunner().invoke(app, words)
     assert isinstance(done.exception, ConfigError) and "x" in str(done.exception) and list(tmp_path.iterdir()) == []
     assert CliRunner().invoke(app, words[:1]).exit_code == 2
+    assert words[0] == "eval" or CliRunner().invoke(app, [*words, "--seed", "-1"]).exit_code == 2
 
 
 def test_a_checkpoint_that_is_not_there_and_a_run_of_a_value_model_are_said(run):

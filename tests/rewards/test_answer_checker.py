@@ -60,6 +60,19 @@ def test_a_helper_that_ends_during_a_comparison_is_replaced_once(checker, monkey
     assert "ended twice (last: -9)" in caplog.text and len(set(ended)) == 3
 
 
+def test_a_caller_that_is_interrupted_leaves_no_reply_for_the_next_one(checker, monkeypatch):
+    def interrupted(process, request):
+        process.stdin.write(request)
+        process.stdin.flush()
+        raise KeyboardInterrupt
+
+    assert checker.equivalent("1/2", "0.5")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(checker, "_request", interrupted)
+        checker.equivalent("1", "2")
+    assert checker.equivalent("1/2", "0.5")
+
+
 def test_time_limits_do_not_depend_on_the_callers_signals(checker):
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     try:

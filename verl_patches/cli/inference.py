@@ -31,7 +31,7 @@ CONVERSATION = 8192  # most tokens of one, where the model takes more
 SHOWN_WRONG = 5
 Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or shards.")]
 ConfigName = Annotated[str | None, typer.Option(help=f"A file of configs/, for weights of no run [{CONFIG_NAME}].")]
-Seed = Annotated[int, typer.Option(help="Of sampling.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of sampling.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Only the likeliest tokens that make up this probability.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of a response.")]
@@ -168,7 +168,8 @@ def _score(
     score, data = scores.scorer(chosen.config, tokenizer, prompts[0].row), chosen.config.data
     for step, prompt, made in _outputs(chosen, prompts, sampling, lines.done):
         scored = score(prompt.row, [each.token_ids for each in made])
-        line = {"step": step, "row": prompt.number, "data_source": prompt.row.get(data.reward_fn_key, "unknown")}
+        source = prompt.row.get(data.reward_fn_key)
+        line = {"step": step, "row": prompt.number, "data_source": "unknown" if source is None else str(source)}
         line["ground_truth"] = (prompt.row.get("reward_model") or {}).get("ground_truth")
         responses = [{**_response(each, tokenizer), **values} for each, values in zip(made, scored, strict=True)]
         lines.add({**line, "prompt": prompt.row[data.prompt_key], "responses": responses})
@@ -232,6 +233,7 @@ def _outputs(
                     for prompt, output in zip(prompts[kept:], outputs, strict=True):
                         yield step, prompt, output.outputs
                         advance(1)
+                    del engine, outputs, output  # before the next engine is made
 
 
 def _engine(config: DictConfig, folder: Path, length: int) -> AbstractContextManager[Any]:

@@ -305,7 +305,20 @@ def load_job(path: str, stdin: str | bytes, environ: Mapping[str, str]) -> tuple
 def as_text(job: Job, secrets: Mapping[str, str] | None = None) -> str:
     """The job as text for the standard input of another node."""
     documents = [json.loads(job.model_dump_json(by_alias=True)), *([{"secrets": dict(secrets)}] if secrets else [])]
-    return yaml.safe_dump_all(documents, sort_keys=False)
+    return as_yaml(*documents)
+
+
+class _Dumper(yaml.SafeDumper):
+    """With quotes around 1e-6 and the like, which other readers take for a number, as YAML 1.2 does."""
+
+
+_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+
+
+def as_yaml(*documents: Any) -> str:
+    """The text of documents, which Kubernetes and OmegaConf read as they are."""
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False)
 
 
 def of_a_node(job: Job) -> Job:

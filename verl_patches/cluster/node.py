@@ -237,7 +237,7 @@ def node_environment(job: Job, secrets: Mapping[str, str], mark: str) -> dict[st
     base.update({**sockets, **job.env, **secrets, MARK: mark})
     if job.device == "NPU" and "LD_PRELOAD" not in job.env and (libraries := preload(base)):
         base["LD_PRELOAD"] = libraries
-    base["PYTHONPATH"] = os.pathsep.join(filter(None, [job.python_path, os.environ.get("PYTHONPATH")]))
+    base["PYTHONPATH"] = os.pathsep.join(filter(None, [job.python_path, base.get("PYTHONPATH")]))
     base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
     return base
 

@@ -11,9 +11,7 @@ import re
 import shlex
 from typing import Any
 
-import yaml
-
-from verl_patches.cluster.job import Job, as_text, of_a_node
+from verl_patches.cluster.job import Job, as_text, as_yaml, of_a_node
 from verl_patches.cluster.node import start_words
 from verl_patches.cluster.place import Place
 from verl_patches.cluster.upload import command_words
@@ -53,7 +51,7 @@ def instead_of(job: Job, verb: str, job_file: str) -> str | None:
 def rendered(job: Job) -> str:
     """What `cluster up --render` prints."""
     if job.provider == "kubernetes":
-        return yaml.safe_dump(ray_job(job), sort_keys=False)
+        return as_yaml(ray_job(job))
     if job.provider == "slurm":
         return slurm_script(job)
     return commands(job)
@@ -67,7 +65,8 @@ def commands(job: Job) -> str:
     before = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exports.items())
     before += "".join(f": ${{{name}:?a secret of the job}}\nexport {name}\n" for name in job.secrets)
     before += f"export PYTHONPATH={shlex.quote(job.python_path)}${{PYTHONPATH:+:$PYTHONPATH}}\n"
-    text = f"# on every node\n{before}"
+    where = f", in a container of {job.image} (scripts/start_container.sh)" if job.image else ""
+    text = f"# on every node{where}\n{before}"
     for rank in range(job.nodes):
         address = job.hosts[rank] if job.hosts else f"NODE_{rank}"
         words = shlex.join(start_words(job, Place(rank, head, head if rank == 0 else address)))
@@ -103,11 +102,11 @@ def _pod(job: Job, is_head: bool) -> dict[str, Any]:
     kubernetes = job.kubernetes
     devices = {kubernetes.device: str(job.dies)} if job.device == "NPU" else {"nvidia.com/gpu": str(job.dies)}
     sizes = {"cpu": str(kubernetes.cpus), "memory": f"{kubernetes.memory_gib}Gi", **devices}
-    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in job.env.items()]
-    if job.interface:
-        env += [{"name": name, "value": form.format(job.interface)} for name, form in SOCKETS.items()]
+    values = {name: form.format(job.interface) for name, form in SOCKETS.items()} if job.interface else {}
+    values |= job.env
     if job.upstream:  # it replaces the image's own, which has the image's sources
-        env.append({"name": "PYTHONPATH", "value": job.python_path})
+        values["PYTHONPATH"] = ":".join(filter(None, [job.python_path, job.env.get("PYTHONPATH")]))
+    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in values.items()]
     for name in job.secrets:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": kubernetes.secret, "key": name}}})
     hosts = dict.fromkeys(HOSTS_OWN) if job.device == "NPU" else {}

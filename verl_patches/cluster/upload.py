@@ -17,9 +17,10 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -98,11 +99,17 @@ def _sent(source: Path, to: str) -> Iterator[int]:
         copy = there.get(name)
         if not stat.S_ISREG(facts.st_mode):
             others.append(path)
-        elif not copy or copy["size"] != facts.st_size or store.modified(name).timestamp() < facts.st_mtime:
+        elif not copy or copy["size"] != facts.st_size or _modified(store, name, copy) < facts.st_mtime:
             _write(store, name, partial(store.put_file, str(file)))
             yield facts.st_size
     if others:
         raise ConfigError(f"{source}: expected files, found pipes, sockets or devices: {', '.join(others[:3])}")
+
+
+def _modified(store: fsspec.AbstractFileSystem, name: str, copy: Mapping[str, Any]) -> float:
+    """Seconds since 1970 when a copy was written; of a listing where it has them (ossfs.modified gives local time)."""
+    found = copy.get("LastModified") or store.modified(name)
+    return found if isinstance(found, int | float) else found.timestamp()
 
 
 def _write(store: fsspec.AbstractFileSystem, name: str, put: Callable[[str], None]) -> None:
@@ -137,7 +144,11 @@ def main(words: Sequence[str]) -> int:
     end = words.index("--") if "--" in words else len(words)
     pairs, command = [word for word in words[:end] if not word.startswith(SECRETS)], words[end + 1 :]
     secrets = [name for word in words[:end] if word not in pairs for name in word.removeprefix(SECRETS).split(",")]
-    uploads = dict(zip(pairs[1::2], pairs[::2], strict=True))
+    uploads = dict(zip(pairs[1::2], pairs[::2], strict=False))
+    if len(pairs) != 2 * len(uploads) or not (pairs or command):
+        found = shlex.join(pairs) or "none"
+        log.error("uploads: expected FROM TO [FROM TO ...] [-- COMMAND...], each TO once, found %s", found)
+        return 2
     try:
         require_stores(uploads)
         code = _run(command) if command else 0

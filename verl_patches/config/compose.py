@@ -91,7 +91,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     folder = Path(config.recipe.output_root, config.recipe.run)
     config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
     _check_verl_keys(config, base, name)
-    _check_dtype(config)
+    check_dtype(config)
     give_recipe(config)
     return config
 
@@ -217,7 +217,8 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
         raise ConfigError(f"config {name}:\n  " + "\n  ".join(faults))
 
 
-def _check_dtype(config: DictConfig) -> None:
+def check_dtype(config: DictConfig) -> None:
+    """ConfigError where the rollout has another dtype than the training."""
     expected, found = VLLM_DTYPES[config.recipe.dtype], config.actor_rollout_ref.rollout.dtype
     if expected != found:
         raise ConfigError(

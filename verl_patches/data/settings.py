@@ -52,6 +52,8 @@ class Settings(BaseModel):
         """The handler, which reads its fields from the columns of map_keys."""
         handler = HANDLERS[self.handler_name]
         mapped = {field: (column,) if column else () for field, column in self.map_keys.items()}
+        if "messages" in handler.fields and {"prompt", "response"} & mapped.keys():
+            mapped.setdefault("messages", ())  # which would be read in their place
         return replace(handler, fields={**handler.fields, **mapped})
 
 

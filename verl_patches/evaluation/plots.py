@@ -17,6 +17,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.evaluation.report import PHASES, medians, names_of, reduced, validations
 from verl_patches.memory.schedule import MEMORY_GROUPS
 from verl_patches.rewards.parts import METRIC
+from verl_patches.shared_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,10 +50,11 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as a PNG; returns its path. ConfigError where it cannot be written."""
+    """Write a figure, without a suffix as a PNG; returns its path. ConfigError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=100)
+        with replacing(path) as new:
+            figure.savefig(new, format=path.suffix[1:] or "png", dpi=100)
     except (OSError, ValueError) as why:
         raise ConfigError(f"{path} cannot be written: {why}; give another file") from why
     return path

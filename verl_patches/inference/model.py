@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.config.compose import compose
+from verl_patches.config.compose import check_dtype, compose, keys_of
+from verl_patches.config.engine_options import rewrite_engine_options
 from verl_patches.config.environment import COMPOSED, derive, process_environment
-from verl_patches.config.recipe import check_recipe
+from verl_patches.config.recipe import VLLM_DTYPES, check_recipe
 from verl_patches.config.run_start import checkpoints_of
 from verl_patches.config.verl_values import check_verl_values
 from verl_patches.data.sources import load
@@ -115,6 +116,10 @@ def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
         verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
         check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
         parts_of(config)
+        if "recipe.dtype" in keys_of(overrides):  # the file has values in the place of references
+            config.actor_rollout_ref.rollout.dtype = VLLM_DTYPES[config.recipe.dtype]
+        check_dtype(config)
+        rewrite_engine_options(config)
         return config
 
 

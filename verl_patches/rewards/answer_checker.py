@@ -53,7 +53,11 @@ class AnswerChecker:
             for _ in range(2):
                 process = self._running()
                 wall_s = max(cpu_limit_s, _WALL_FACTOR * cpu_limit_s - (time.monotonic() - start))
-                reply = self._request(process, json.dumps([gold, answer, cpu_limit_s, wall_s]) + "\n")
+                try:
+                    reply = self._request(process, json.dumps([gold, answer, cpu_limit_s, wall_s]) + "\n")
+                except BaseException:  # of a signal's handler: the reply would be read as that of the next request
+                    self._drop()
+                    raise
                 if reply:
                     return bool(json.loads(reply))
                 self._drop()

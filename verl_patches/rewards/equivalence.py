@@ -13,6 +13,7 @@ import functools
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from math import gcd
 from random import Random
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ _SET_OF = re.compile(  # {x | x > 1}
     rf"^\\\{{\s*({_VARIABLE})\s*(?:\\in\s*\\mathbb\s*\{{?R\}}?\s*)?(?:\\mid(?![A-Za-z])|\||:)\s*([^{{}}|]*\1[^{{}}|]*)\\\}}$"
 )
 _COLON = re.compile(":")
+# hours, minutes, a or p: 6:00, 5:30\text{ PM}, 11:05 a.m.
+_CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])\W{0,4}(?:\\text\W{0,4})?(?:([ap])\W{0,2}m)?\W{0,4}", re.IGNORECASE)
 _RELATED = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+)")
@@ -101,6 +104,8 @@ def _equal(gold: str, answer: str) -> bool:
     brackets = bracketed(gold), bracketed(answer)
     if None not in brackets:
         return _equal_brackets(*brackets)
+    if (time := _CLOCK.fullmatch(gold)) and _is_time(time):
+        return _same_time(time, _CLOCK.fullmatch(answer))
     ratios = split(gold, _COLON), split(answer, _COLON)
     if max(map(len, ratios)) > 2:
         return len(ratios[0]) == len(ratios[1]) and all(map(_equal_values, *map(_shares, ratios)))
@@ -343,6 +348,18 @@ def _equal_values(gold: str, answer: str) -> bool:
     return any(rounded) or _equal_numbers(a, b)
 
 
+def _is_time(match: re.Match) -> bool:
+    """Whether a gold answer is a time of day and no ratio, which is in lowest terms."""
+    hours, minutes, half = match.groups()
+    return half is not None or minutes[0] == "0" or gcd(int(hours), int(minutes)) > 1
+
+
+def _same_time(gold: re.Match, answer: re.Match | None) -> bool:
+    if answer is None or (gold[3] and gold[3].lower() != (answer[3] or "").lower()):
+        return False
+    return (int(gold[1]), gold[2]) == (int(answer[1]), answer[2])
+
+
 def _shares(ratio: list[str]) -> list[str]:
     """Every later part of a : b : c over the first."""
     return [rf"\frac{{{part}}}{{{ratio[0]}}}" for part in ratio[1:]]
@@ -368,6 +385,8 @@ def _equal_numbers(a: Any, b: Any) -> bool:
     """Exactly equal where both are rational, else to DIGITS significant digits."""
     import sympy
 
+    if any(number.has(sympy.nan, sympy.zoo) for number in (a, b)):  # 1/0
+        return False
     if a.is_infinite or b.is_infinite:
         return bool(a == b)
     if a.is_Rational and b.is_Rational:
