@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
 
 from tests.reshard import in_loop_job
 from tests.reshard.cases import PLAIN
+from verl_patches.errors import RecipeError
 
 pytestmark = pytest.mark.slow
 
@@ -120,3 +122,24 @@ def test_an_engine_that_stays_awake_is_synced_and_put_to_sleep_once(scheduled, m
         generate({STAYS_AWAKE: True}, OSError())
     generate({})
     assert seen == each * 3
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_an_error_of_the_rollout_is_not_hidden_by_the_sleep_that_follows(scheduled, monkeypatch, caplog):
+    from verl_patches.patching.row import subclass_of
+    from verl_patches.worker import sharding
+
+    def fails(self, *error, **level):
+        raise RecipeError("sleep() with 8 unfinished requests")
+
+    monkeypatch.setattr(sharding, "context", lambda: SimpleNamespace(scheduler=object() if scheduled else None))
+    upstream = type("Upstream", (), {"__enter__": lambda self: None, "__exit__": fails})
+    manager = subclass_of(upstream, sharding.RecipeShardingManager)()
+    engine = SimpleNamespace(wake_up=lambda tags: None, sleep=functools.partial(fails, None))
+    vars(manager).update(inference_engine=engine, actor_module=[])
+    monkeypatch.setattr(sharding, "is_on", lambda row: False)
+    with pytest.raises(OSError, match="device"), manager:
+        raise OSError("device")
+    assert "8 unfinished requests" in caplog.text
+    with pytest.raises(RecipeError), manager:  # the control
+        pass

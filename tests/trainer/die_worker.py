@@ -45,6 +45,13 @@ class Asked:
         return {**report, "head": ray.get_runtime_context().gcs_address}
 
 
+class NodeAgent:
+    """The watch's, on a node where no process of the run can start."""
+
+    def __init__(self):
+        raise ConfigError("row a.b: has drifted")
+
+
 def hook():
     """The user's set-up hook, pickled by value: workers must not import this module, and verl with it, so early."""
 
@@ -97,6 +104,8 @@ def dies():
     ray.kill(second)
     free, without = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1"), worker(npus=0)
     reports["not set"], reports["no die"] = ray.get([free.report.remote(), without.report.remote()])
+    agent = ray.remote(num_cpus=0)(NodeAgent).remote()
+    ray.wait([agent.__ray_ready__.remote()])  # it has failed
     ended = [way(wait.remote(3)) for way in (ray_start.result_of, verls_wait)]
     ray.shutdown()
     return reports, ended

@@ -30,7 +30,7 @@ def works(probe):
 def log_reaches_the_run():
     steps, tracking = [], object.__new__(Tracking)
     tracking.logger = {}
-    active = SimpleNamespace(after_step=lambda data, step: steps.append(step) or data)
+    active = SimpleNamespace(after_step=lambda data, step, log: steps.append(step) or log(data))
     with run.active_run.set(active):
         tracking.log({"critic/score/mean": 0.5}, step=7)
     return steps == [7]

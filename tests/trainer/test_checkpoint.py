@@ -1,6 +1,7 @@
 """Checkpoints in the trainer's process: what is complete, what is kept, what a killed save leaves; no workers."""
 
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -214,6 +215,31 @@ def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(
     assert newest(tmp_path, RUN) == tmp_path / "global_step_1"
     save(saves(), 2)
     assert names(tmp_path) == ["global_step_1", "global_step_2"]
+
+
+@pytest.mark.parametrize("grow", [True, False])
+def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(saves, tmp_path, monkeypatch, grow):
+    monkeypatch.setattr(checkpoint, "_GRACE_S", 0.1)
+    run, looks = saves(), itertools.count()
+    workers = run.trainer.actor_rollout_wg
+    workers.failing = True  # its ranks write at the third look
+    run.trainer.global_steps = run.trainer.train_dataloader.position = 1
+    run.save()
+    (folder,) = tmp_path.glob("*writing*")
+    before = run._written_bytes()
+    (folder / "rank_00000.safetensors.partial").write_bytes(b"part")
+    assert run._written_bytes() >= before + 4
+    (folder / "rank_00000.safetensors.partial").unlink()
+
+    def written():
+        if (look := next(looks)) == 3:
+            workers.failing = False
+            workers.save_checkpoint(str(folder), None, 1)
+        return look if grow else 7
+
+    run._written_bytes = written
+    run.give_up()
+    assert (newest(tmp_path, RUN) == tmp_path / "global_step_1") is grow
 
 
 def _killed_at(point, run, step):

@@ -100,7 +100,10 @@ def test_a_worker_that_cannot_start_ends_the_wait_with_its_own_error(ray_job, ki
     error = ray_job["failed"][kind]
     assert error.startswith("Asked (pid ") and error.endswith("ConfigError: row a.b: has drifted")
     assert "could not start" in error
-    assert ray_job["ended"] == [None, None]  # a wait is not ended by actors that were killed on purpose
+    assert ray_job["ended"] == [
+        None,
+        None,
+    ]  # a wait is not ended by actors that were killed on purpose, nor by the watch's
 
 
 @pytest.mark.parametrize("given", ["'my_hooks.mine'", "__import__('my_hooks').mine", "None"])

@@ -36,7 +36,7 @@ def made(tmp_path):
     return made
 
 
-def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective="rl", **bounds):
+def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective="rl", log=dict, **bounds):
     """The progress lines of these steps; `bounds`: of recipe.alarms; `val`: {step: score} of validations."""
     report = {**REPORT, "skipped": skipped}
     made.trainer = SimpleNamespace(
@@ -54,7 +54,7 @@ def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective=
     for number in numbers:
         validated = {CORE: val[number]} if val and number in val else {}
         timers = {"timing_s/step": 2.0, "timing_s/update_actor": 1.0}
-        metrics = made.after_step({"critic/score/mean": 0.5, **timers, **validated}, number)
+        metrics = made.after_step({"critic/score/mean": 0.5, **timers, **validated}, number, log)
         assert metrics["recipe/expert_load/train"] == 1.5 and "recipe/expert_load/rollout" not in metrics
     return made.progress.path.read_text().splitlines()
 
@@ -127,7 +127,7 @@ def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(
     lines = made.summary.path.with_name("metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 5  # the step that ended the run
     made.recipe.train.max_skipped_steps = 3
-    metrics = made.after_step({"critic/score/mean": 0.5, "actor/grad_norm": float("inf")}, 6)
+    metrics = made.after_step({"critic/score/mean": 0.5, "actor/grad_norm": float("inf")}, 6, dict)
     steps = json.loads(made.summary.path.read_text(), parse_constant=pytest.fail)["steps"]
     assert steps[-1]["grad_norm"] is None and metrics["recipe/skipped_steps"] == 1
 
@@ -153,6 +153,15 @@ def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made, monkeypa
             run.fit_as_run(fit)(made.trainer)
         assert ("rank 1 (pid 101 on here)" in str(failed.value)) is bool(dead)
         assert "no answer" in made.summary.data["exit"] and "no answer" in str(failed.value)
+
+
+def test_the_step_that_ends_the_run_reaches_the_trackers(made):
+    logged = []
+    after_steps(made, 3)
+    with pytest.raises(AlarmError):
+        after_steps(made, 4, expert_load=1.4, action="stop", log=logged.append)
+    (metrics,) = logged
+    assert metrics["recipe/alarms/expert_collapse"] == 1.0
 
 
 def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made):

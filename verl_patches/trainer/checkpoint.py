@@ -16,6 +16,7 @@ folders only under their own names. All nodes must see the folder.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -86,6 +87,7 @@ class Checkpoints:
         self.keep = config.trainer.get("max_actor_ckpt_to_keep", None)
         self.records: list[dict[str, Any]] = []  # of complete ones: step, bytes, seconds
         self._thread: threading.Thread | None = None
+        self._folder_in_writing: Path | None = None
         self._error: Exception | None = None
         self._not_removed: list[str] = []
         self._given_up = threading.Event()
@@ -117,6 +119,7 @@ class Checkpoints:
         record = {"step": step, "blocking_s": time.perf_counter() - started}
         record["copied_bytes"] = max(answer["copied_bytes"] for answer in answers)
         record["copy_s"] = max(answer["seconds"] for answer in answers)
+        self._folder_in_writing = writing
         self._thread = threading.Thread(target=self._complete, args=(writing, own, record, started), name="checkpoint")
         self._thread.start()
 
@@ -144,11 +147,23 @@ class Checkpoints:
         self._say_once(self._not_removed)
 
     def give_up(self) -> None:
-        """After an error of the run: give a checkpoint in progress a short time to finish."""
-        if self._thread is not None:
+        """After an error of the run: let a checkpoint in progress come to its end while its files grow."""
+        if self._thread is None:
+            return
+        before, written = None, self._written_bytes()
+        while self._thread.is_alive() and written != before:
             self._thread.join(_GRACE_S)
-            self._given_up.set()
-            self._thread.join()
+            before, written = written, self._written_bytes()
+        self._given_up.set()
+        self._thread.join()
+
+    def _written_bytes(self) -> int:
+        """Of the checkpoint that is being written, by any rank."""
+        size = 0
+        for path in self._folder_in_writing.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # it got its name
+                size += path.stat().st_size
+        return size
 
     def _complete(
         self, writing: Path, own: dict[Path, dict[str, bytes]], record: dict[str, Any], started: float

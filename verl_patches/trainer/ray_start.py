@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from verl_patches.boot.worker_settings import prelude_then
+from verl_patches.watch.node import NodeAgent
 
 HOOK = "worker_process_setup_hook"
 POLL_S = 1.0
@@ -105,6 +106,8 @@ def _start_failure() -> str | None:
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
     dead = ray._private.state.actors(job_id=job, actor_state_name="DEAD").values()
     for actor in sorted(dead, key=lambda actor: actor["EndTime"]):
+        if actor["ActorClassName"] == NodeAgent.__name__:  # on any node of the cluster; the watch says so
+            continue
         message = _failed_before_ready(actor["DeathCause"], actor["StartTime"])
         if message:
             place = f"pid {actor['Pid']} on {actor['Address']['IPAddress']}"

@@ -221,11 +221,12 @@ class Run:
         self.summary.add_metrics(step, metrics)
         self.progress.say(f"| validation after step {step}: {validation['score']:.4f}")
 
-    def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
-        """Record one step, then check it; returns the metrics with ours added. A check that fails ends the run."""
+    def after_step(self, metrics: dict[str, Any], step: int, log: Callable[[dict[str, Any]], Any]) -> Any:
+        """Record one step, log its metrics with ours added, then check it. A check that fails ends the run."""
         record, metrics = self.record_step(metrics, step)
+        logged = log(metrics)
         self.check_step(record)
-        return metrics
+        return logged
 
     def record_step(self, metrics: dict[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """(record of a step, its metrics with ours added), written to the run's folder and shown."""
@@ -333,10 +334,13 @@ def log_with_run(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def log_metrics(self: Any, data: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> Any:
+        def log(metrics: dict[str, Any]) -> Any:
+            return original(self, metrics, step, *args, **kwargs)
+
         if active_run.value is not None and "critic/score/mean" in data:
-            data = active_run.value.after_step(data, step)
-        elif active_run.value is not None and (validation := validation_of(data)):
+            return active_run.value.after_step(data, step, log)
+        if active_run.value is not None and (validation := validation_of(data)):
             active_run.value.validated(data, validation, step)
-        return original(self, data, step, *args, **kwargs)
+        return log(data)
 
     return log_metrics

@@ -28,6 +28,7 @@ from verl_patches.watch.stall import LostNodeError, Stall, StallError, find_stal
 log = logging.getLogger(__name__)
 EVERY_S, NODES_EVERY_S, SAY_EVERY_S = 2.0, 10.0, 5.0
 LOST_S = 60.0  # without an answer of a node; Ray's own health check takes about 30 s
+AGENT_S = 20.0  # from a failure of a node's agent to the first call of the next one
 ASK_S = 20.0  # for stacks, and for the end
 RECORD, STACKS = "watch.json", "stacks"
 DEVICE, COLLECTIVE = "device", "collective"
@@ -163,7 +164,8 @@ class Watcher:
             yield self._address, here, how
 
     def _end_at(self, stall: Stall) -> None:
-        files = self._write_stacks([*stall.culprits, *stall.waiting])
+        asked = [*stall.culprits, *stall.waiting]  # to be asked, a stopped one is continued
+        files = self._write_stacks([seen for seen in asked if self._stops or seen.state[:1] not in node.STOPPED])
         text = stall.sentence + (f". Python stacks: {', '.join(files)}" if files else "")
         self._record(stall.culprits, text, files)
         if self._stops:
@@ -235,11 +237,14 @@ class _Other:
     def __init__(self, name: str, address: str):
         self.name, self.address, self.lost, self.seen = name, address, False, []
         self.agent, self._call, self._answered = on_node(node.NodeAgent, name), None, time.monotonic()
+        self._asked_again = 0.0
 
     def poll(self) -> None:
         """Take the answer of the last call if it is there, and call again."""
         import ray
 
+        if time.monotonic() < self._asked_again:
+            return
         if self._call is not None:
             if not ray.wait([self._call], timeout=0)[0]:
                 return
@@ -247,7 +252,9 @@ class _Other:
                 self.seen, self._answered = ray.get(self._call), time.monotonic()
             except ray.exceptions.RayError as error:  # the agent is gone: another one, until the node is lost
                 log.warning("watch: no answer from node %s: %s", self.address, said(error))
-                self.agent = on_node(node.NodeAgent, self.name)
+                self.agent, self._asked_again = on_node(node.NodeAgent, self.name), time.monotonic() + AGENT_S
+                self._call = None
+                return
         self._call = self.agent.processes.remote()
 
     def unanswered_s(self) -> float:

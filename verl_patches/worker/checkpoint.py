@@ -219,7 +219,7 @@ class WorkerCheckpoint:
             return checkpoint_files.problems_of_share(folder, rank, dist.get_world_size())
 
         def read() -> None:
-            with CheckpointReader(folder) as reader:
+            with self._on_device(), CheckpointReader(folder) as reader:
                 saved["layout"] = reader.manifest.layout
                 saved["rest"] = reader.state(rank if reader.manifest.layout == str(state.layout) else 0)
                 checkpoint_files.load_state(state, reader)

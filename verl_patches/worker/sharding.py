@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from verl_patches.batches.cached_stages import cached_batch
@@ -12,6 +13,8 @@ from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.weight_sync import Settings, WorkerReshard
 from verl_patches.worker.context import context
+
+log = logging.getLogger(__name__)
 
 
 class RecipeShardingManager:
@@ -69,10 +72,15 @@ class RecipeShardingManager:
         if self.stays_awake and exc_type is None:
             return
         self.stays_awake = False
-        if context().scheduler is None:
-            super().__exit__(exc_type, exc_value, traceback)
-            return
-        self.inference_engine.sleep(level=1)
+        try:
+            if context().scheduler is None:
+                super().__exit__(exc_type, exc_value, traceback)
+                return
+            self.inference_engine.sleep(level=1)
+        except Exception:
+            if exc_type is None:
+                raise
+            log.warning("after an error the rollout engine did not go to sleep", exc_info=True)  # the first one counts
         for chunk in self.actor_module:
             chunk.train()
 
