@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
 import os
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,7 +16,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE, nearest, parse
 from verl_patches.upstream.pins import Pins, Unsupported, load_pins
-from verl_patches.values import is_secret_value, is_secret_variable, leaves
+from verl_patches.values import is_secret_value, is_secret_variable, leaves, unknown_key
 
 # a variable with such a prefix that the pin file does not list is reported: its name may be misspelled
 _PREFIXES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
@@ -56,9 +60,25 @@ def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Un
             decides = pins.given_by_verl.keywords[keyword]
             why = f"verl passes this keyword to vLLM itself ({pins.given_by_verl.at[line]}), twice is a TypeError"
             instead = f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}"
+        elif key.startswith(_ENGINE) and (arguments := engine_arguments()) and keyword not in arguments:
+            why, instead = "the installed vLLM has no such argument", unknown_key(keyword, arguments, "remove it")
         else:
             continue
         yield Unsupported(key=key, lines=(line,), neutral=(None,), why=why, instead=instead)
+
+
+@functools.cache
+def engine_arguments() -> dict[str, None]:
+    """Names of what vLLM's LLM takes, itself or for its EngineArgs, from the installed source; none without vLLM."""
+    spec, names = importlib.util.find_spec("vllm"), {}
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for file, name in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
+            tree = ast.parse(Path(folder, file).read_text())
+            body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+            init = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
+            fields = (node.target.id for node in body if isinstance(node, ast.AnnAssign))
+            names |= dict.fromkeys(fields if init is None else (word.arg for word in init.args.args[1:]))
+    return names
 
 
 def refusal(entry: Unsupported, value: Any, line: str) -> str:
