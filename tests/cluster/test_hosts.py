@@ -123,6 +123,28 @@ def test_a_connection_that_stays_lost_ends_with_what_to_do_next(program, monkeyp
         hosts(program("ssh", "exit 255")).follow(io.BytesIO(), lambda text: None)
 
 
+def test_a_command_that_was_not_reached_is_started_and_no_older_one_followed(program, tmp_path, monkeypatch):
+    """The first connection fails. The control is one that is lost once the command has begun."""
+    monkeypatch.setattr(over_ssh, "RECONNECT_EVERY_S", 0.01)
+    begun = f'echo "{over_ssh.BEGINS}"; {{}}'
+    fails = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; exit {over_ssh.SSH_FAILED}; }}"
+    ssh = program(
+        "ssh",
+        f"""case "$2" in *--run*) {fails}; {begun.format("echo new; exit 3")};;
+        *follow*) {begun.format("echo old")};; esac""",
+    )
+    to, said = io.BytesIO(), []
+    assert hosts(ssh).run(to, said.append) == 3 and to.getvalue() == b"new\n"
+    assert program.calls().count("--run") == 2
+    assert said == ["no connection to node 0 (10.0.0.1); trying again"]
+    program("ssh", f"""{begun.format('case "$2" in *--run*) exit 255;; *follow*) echo rest;; esac')}""")
+    to = io.BytesIO()
+    assert hosts(ssh).run(to, said.append) == 0 and to.getvalue() == b"rest\n"
+    monkeypatch.setattr(over_ssh, "RECONNECT_S", 0.0)
+    with pytest.raises(RecipeError, match="not started: cluster up --run again"):
+        hosts(program("ssh", "exit 255")).run(to, said.append)
+
+
 @pytest.mark.parametrize("reached", [True, False])
 def test_a_container_that_may_come_later_is_spoken_of_where_docker_was_reached(program, reached):
     said = f'echo "{over_ssh.BEGINS}";' if reached else ""
