@@ -122,14 +122,16 @@ def _up_here(
             code = node.stay(job, started)
     finally:
         if block:
-            not_gathered = None
+            for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not end the cleanup
+                signal.signal(number, signal.SIG_IGN)
+            keep = True
             try:
                 gather.gather(job, gather.logs_folder(job), place.rank)
+                keep = False
             except OSError as error:
-                not_gathered = error
                 _say(f"logs could not be gathered: {error}; {LOGS_STAY}")
             finally:
-                node.down(job, place.rank, keep_logs=not_gathered is not None)
+                node.down(job, place.rank, keep_logs=keep)
     if as_json:
         print_json({"job": job.name, "rank": place.rank, "address": place.address, "head": place.head, "code": code})
     return code
