@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,10 @@ class Hosts:
         self.job, self.secrets = job, secrets
 
     def _words(self, rank: int, line: str) -> list[str]:
+        """ConfigError where the job's ssh is not installed here."""
+        program = self.job.ssh.command[0]
+        if shutil.which(program) is None:
+            raise ConfigError(f"{program} is not installed here, which this provider needs")
         host = self.job.hosts[rank]
         return [*self.job.ssh.command, f"{self.job.ssh.user}@{host}" if self.job.ssh.user else host, line]
 
@@ -108,8 +113,6 @@ class Hosts:
         words = self._words(rank, line)
         try:
             done = subprocess.run(words, input=stdin.encode(), capture_output=True, timeout=limit_s)
-        except FileNotFoundError:
-            raise ConfigError(f"{words[0]} is not installed here, which this provider needs") from None
         except subprocess.TimeoutExpired as error:
             return Answer(NO_END, error.stdout or b"", f"no end within {limit_s:g} s")
         return Answer(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
