@@ -62,6 +62,8 @@ _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+)")
 
 def equivalent(gold: str, answer: str) -> bool:
     """Whether `answer` equals `gold`; both are LaTeX or plain text without a box around them."""
+    if _same_triples(gold, answer):
+        return True
     gold, answer = normalise(gold), normalise(answer)
     if not gold or not answer:
         return False
@@ -76,6 +78,17 @@ def equivalent(gold: str, answer: str) -> bool:
     return _equal(gold, answer)
 
 
+_TRIPLES = re.compile(r"\s*[1-9][0-9]{2}(?:,(?:\\?\s)*[0-9]{3})+\s*")
+
+
+def _same_triples(gold: str, answer: str) -> bool:
+    """Whether both are the list 376, 625, which without a space is read as one number elsewhere."""
+    texts = (gold, answer)
+    if not all(map(_TRIPLES.fullmatch, texts)) or not any(re.search(r",\\?\s", text) for text in texts):
+        return False
+    return sorted(re.findall("[0-9]+", gold)) == sorted(re.findall("[0-9]+", answer))
+
+
 def _equal(gold: str, answer: str) -> bool:
     gold, answer = (_SET_OF.sub(r"\2", text.strip()) for text in (gold, answer))
     if not gold or not answer:
@@ -86,6 +99,8 @@ def _equal(gold: str, answer: str) -> bool:
         return same and _equal(*(match[2] if match else text for match, text in zip(sets, (gold, answer), strict=True)))
     words = _words(gold), _words(answer)
     if words != (None, None):
+        if None in words and (plain := _THREE_LETTERS.fullmatch((gold, answer)[words.index(None)])):
+            return _words(rf"\text{{{plain[0]}}}") in words
         return words[0] == words[1]
     bases = _in_base(gold), _in_base(answer)
     if bases != (None, None):
@@ -115,6 +130,7 @@ def _equal(gold: str, answer: str) -> bool:
 # -- words and bases --------------------------------------------------------------------------------------------------
 
 _TEXT = re.compile(r"\\text\{([^{}]*)\}|([A-Za-z][A-Za-z .'-]*)")
+_THREE_LETTERS = re.compile("[A-Za-z]{3}")  # a word where the other side is one, else a product of variables
 _CHOICE = re.compile(r"(?:\\text\{)?\(([A-Z])\)\}?")
 _BASE = re.compile(r"([+-]?[0-9A-Fa-f]+)_\{?\s*([0-9]+|\\text\{[a-z]+\})\s*\}?")
 _FUNCTION = re.compile(r"(?:sin|cos|tan|log|ln|sqrt|pi)\b|.*\b(?:and|or)\b")
