@@ -35,7 +35,7 @@ MAX_DEPTH = 12  # of brackets; ANTLR's time grows steeply with depth
 MAX_ITEMS = 32  # of a list or set
 SIGNIFICANT_DIGITS = 6  # fewest of a rounded decimal that equals an exact value
 DIGITS = 200  # significant ones in which two irrational numbers agree
-POINTS, FEWEST_POINTS = 12, 4  # at which functions are compared
+POINTS, FEWEST_POINTS = 24, 4  # at which functions are compared; variables are positive at the second half
 
 _UNSAFE = re.compile(r"\$|\\[(\[]|\\$|(?i:answer)")  # math-verify would search inside the answer for another answer
 _EQUALS = re.compile(r"(?<![<>!:])=")
@@ -414,7 +414,11 @@ def _equal_numbers(a: Any, b: Any) -> bool:
 
 
 def _equal_functions(a: Any, b: Any) -> bool:
-    """Whether two expressions agree at random points; math-verify's verdict where they have unknown functions."""
+    """Whether two expressions agree at random points; math-verify's verdict where they have unknown functions.
+
+    Points at which the gold value `a` is not real, as a root of a negative number, count only where fewer than
+    FEWEST_POINTS others are left.
+    """
     import sympy
     from sympy.core.function import AppliedUndef
 
@@ -423,14 +427,20 @@ def _equal_functions(a: Any, b: Any) -> bool:
     if any(e.has(AppliedUndef, sympy.oo) for e in (a, b)):
         return _verified(a, b)
     symbols, random, compared = sorted(a.free_symbols | b.free_symbols, key=str), Random(0), 0
-    for _ in range(POINTS):
-        point = {symbol: sympy.Rational(random.randint(-60, 60), random.randint(7, 13)) for symbol in symbols}
+    real, equal = 0, True  # equal: at the other points
+    for number in range(POINTS):
+        least = -60 if number < POINTS // 2 else 1
+        point = {symbol: sympy.Rational(random.randint(least, 60), random.randint(7, 13)) for symbol in symbols}
         values = a.subs(point), b.subs(point)
         if not any(value.has(sympy.nan, sympy.zoo) for value in values):
             compared += 1
-            if not _equal_numbers(*values):
+            if values[0].is_real is False:
+                equal = equal and _equal_numbers(*values)
+            elif not _equal_numbers(*values):
                 return False
-    return compared >= FEWEST_POINTS
+            else:
+                real += 1
+    return real >= FEWEST_POINTS or (equal and compared >= FEWEST_POINTS)
 
 
 _COMMANDS = """
