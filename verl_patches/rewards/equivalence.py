@@ -43,8 +43,11 @@ _GREEK = (
     "[Aa]lpha|[Bb]eta|[Gg]amma|[Dd]elta|(?:var)?epsilon|zeta|eta|(?:var)?[Tt]heta|kappa|[Ll]ambda|mu|nu|xi|rho|[Ss]igma"
     "|tau|(?:var)?[Pp]hi|chi|[Pp]si|[Oo]mega|ell"
 )
+_LENGTH = re.compile(r"[A-Z]{2,3}|\|[a-wz]\|")  # of a segment, an arc, a vector
 _NAME = re.compile(
-    r"\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\([A-Za-z0-9, ]+\))?"
+    r"\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\(-?[A-Za-z0-9 ]+(?:, ?-?[A-Za-z0-9 ]+)*\))?"
+    rf"|{_LENGTH.pattern}"
+    r"|m?\\angle\s*[A-Z]{1,3}|\[[A-Z]{3,}\]"  # angles, areas
     rf"|\\(?:{_GREEK}|max|min|gcd|det|dim|deg)(?:_\{{?\w+\}}?)?|\\text\{{(?![^{{}}]*\b(?:not|no|never)\b)[^{{}}]*\}}"
 )
 _VARIABLE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega))(?:_\{?\w+\}?)?"
@@ -174,10 +177,7 @@ def _equal_lists(gold: str, answer: str, gold_items: list[str], answer_items: li
     if len(gold_items) != len(answer_items):
         return False
     if gold_names and names:
-        if len(dict(gold_names)) < len(gold_names):  # x=1, x=2
-            return _same_items([f"{k}={v}" for k, v in gold_names], [f"{k}={v}" for k, v in names])
-        values = dict(names)
-        return values.keys() == dict(gold_names).keys() and all(_equal(v, values[k]) for k, v in gold_names)
+        return _same_items([f"{k}={v}" for k, v in gold_names], [f"{k}={v}" for k, v in names])
     if pairs := gold_names or names:
         values = [value for _, value in pairs]
         gold_items, answer_items = (values, answer_items) if gold_names else (gold_items, values)
@@ -219,8 +219,9 @@ def _equal_equations(gold: str, answer: str) -> bool:
     gold_sides, sides = ([side.strip() for side in split(text, _EQUALS)] for text in (gold, answer))
     named = _NAME.fullmatch(gold_sides[0]), _NAME.fullmatch(sides[0])
     if len(gold_sides) > 1 and len(sides) > 1:
-        if all(named):
-            return gold_sides[0] == sides[0] and all(_equal(gold_sides[-1], side) for side in sides[1:])
+        same = gold_sides[0] == sides[0]
+        if all(named) and (same or not _LENGTH.fullmatch(sides[0])):  # AB=2CD is CD=AB/2
+            return same and all(_equal(gold_sides[-1], side) for side in sides[1:])
         return len(gold_sides) == len(sides) == 2 and _equal_values(gold, answer)
     if len(gold_sides) > 1:
         return bool(named[0]) and len(gold_sides) == 2 and _equal(gold_sides[1], answer)
