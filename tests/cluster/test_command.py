@@ -8,7 +8,8 @@ import sys
 import psutil
 import pytest
 
-from verl_patches.cluster import command, node
+from verl_patches.cli import cluster as cli
+from verl_patches.cluster import command, gather, node
 from verl_patches.cluster.job import Job
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, RecipeError
@@ -110,3 +111,30 @@ def test_a_checkout_that_is_not_there_is_named(make):
     job = make(ON).model_copy(update={"checkout": "/no/checkout"})
     with pytest.raises(ConfigError, match="checkout /no/checkout: No such file or directory"):
         command.start(job, STARTED, {}, say)
+
+
+@pytest.mark.parametrize("ends", [SystemExit(143), OSError("disk full"), None])
+def test_logs_that_were_not_gathered_wholly_stay_when_a_signal_ends_the_node(make, monkeypatch, ends):
+    """With --block. The control is the logs of a node that were gathered."""
+    order = []
+
+    def ended(*_):
+        raise SystemExit(143)
+
+    def gathered(*_):
+        order.append("gather")
+        if ends is not None:
+            raise ends
+
+    monkeypatch.setattr(node, "up", lambda *_: STARTED)
+    monkeypatch.setattr(command, "start", lambda *_: None)
+    monkeypatch.setattr(command, "follow", ended)
+    monkeypatch.setattr(gather, "gather", gathered)
+    monkeypatch.setattr(node, "down", lambda job, rank, keep_logs: order.append(("down", keep_logs)))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: order.append((number, handler)))
+    job = make("exit 0").model_copy(update={"hosts": ["127.0.0.1"]})
+    with pytest.raises(SystemExit) as raised:
+        cli._up_here(job, {}, 0, "127.0.0.1", run=True, block=True, as_json=False)
+    assert raised.value.code == 143
+    ignored = [(signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_IGN)]
+    assert order == [*ignored, "gather", ("down", ends is not None)]

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from verl_patches.cli import cluster as cli
 from verl_patches.cluster import hosts as over_ssh
 from verl_patches.cluster import node
 from verl_patches.cluster.hosts import Hosts, refusal, unsaved
 from verl_patches.cluster.job import Job
 from verl_patches.config.environment import REPOSITORY
-from verl_patches.errors import RecipeError
+from verl_patches.errors import ConfigError, RecipeError
 
 LOGS = Path("/dev/null/logs")  # where none can be written
 BASE = {"name": "j", "dies": 16, "wait_s": 0.1}
@@ -121,6 +122,28 @@ def test_a_connection_that_stays_lost_ends_with_what_to_do_next(program, monkeyp
     monkeypatch.setattr(over_ssh, "RECONNECT_EVERY_S", 0.01)
     with pytest.raises(RecipeError, match="no connection to node 0 .* cluster follow joins it, cluster down ends it"):
         hosts(program("ssh", "exit 255")).follow(io.BytesIO(), lambda text: None)
+
+
+def test_a_command_that_was_not_reached_is_started_and_no_older_one_followed(program, tmp_path, monkeypatch):
+    """The first connection fails. The control is one that is lost once the command has begun."""
+    monkeypatch.setattr(over_ssh, "RECONNECT_EVERY_S", 0.01)
+    begun = f'echo "{over_ssh.BEGINS}"; {{}}'
+    fails = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; exit {over_ssh.SSH_FAILED}; }}"
+    ssh = program(
+        "ssh",
+        f"""case "$2" in *--run*) {fails}; {begun.format("echo new; exit 3")};;
+        *follow*) {begun.format("echo old")};; esac""",
+    )
+    to, said = io.BytesIO(), []
+    assert hosts(ssh).run(to, said.append) == 3 and to.getvalue() == b"new\n"
+    assert program.calls().count("--run") == 2
+    assert said == ["no connection to node 0 (10.0.0.1); trying again"]
+    program("ssh", f"""{begun.format('case "$2" in *--run*) exit 255;; *follow*) echo rest;; esac')}""")
+    to = io.BytesIO()
+    assert hosts(ssh).run(to, said.append) == 0 and to.getvalue() == b"rest\n"
+    monkeypatch.setattr(over_ssh, "RECONNECT_S", 0.0)
+    with pytest.raises(RecipeError, match="not started: cluster up --run again"):
+        hosts(program("ssh", "exit 255")).run(to, said.append)
 
 
 @pytest.mark.parametrize("reached", [True, False])
@@ -289,16 +312,35 @@ def test_a_container_whose_changes_are_not_known_stays(program, container):
     assert "no such driver" in fault and container.exists()
 
 
-def test_each_call_has_a_limit_and_that_of_logs_its_own(monkeypatch, tmp_path):
-    limits = {}
+def test_each_call_has_a_limit_and_that_of_logs_its_own(program, monkeypatch, tmp_path):
+    limits, ssh = {}, program("ssh", "")
 
     def run(words, timeout, **_):
         limits[" ".join(words[-1].split()[-2:])] = timeout
         raise subprocess.TimeoutExpired(words, timeout, over_ssh.BEGUN)
 
     monkeypatch.setattr(over_ssh.subprocess, "run", run)
-    (fault,) = hosts("ssh").down(tmp_path / "logs")
+    (fault,) = hosts(ssh).down(tmp_path / "logs")
     assert "nodes 0,1: no end within" in fault
-    hosts("ssh").down(None)
+    hosts(ssh).down(None)
     assert limits == {"--logs -": over_ssh.MARGIN_S + over_ssh.LOGS_S, "--logs none": over_ssh.MARGIN_S}
-    assert "docker may still be at work on nodes 0,1" in fault_of(hosts("ssh", image="a3"))[2]
+    assert "docker may still be at work on nodes 0,1" in fault_of(hosts(ssh, image="a3"))[2]
+
+
+@pytest.mark.parametrize("call", ["status", "follow", "run"])
+def test_an_ssh_that_is_not_installed_is_named(tmp_path, call):
+    given = () if call == "status" else (io.BytesIO(), lambda text: None)
+    with pytest.raises(ConfigError, match="no-ssh is not installed here"):
+        getattr(hosts(tmp_path / "no-ssh"), call)(*given)
+
+
+def test_an_archive_of_logs_is_for_one_node(program, tmp_path):
+    """`down --logs -` over ssh; the control is a folder."""
+    job = hosts(program("ssh", "exit 1")).job
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_defaults=True)))
+    with pytest.raises(ConfigError, match="--logs - is for a node's own cluster down; give a folder"):
+        cli.down_command(str(path), logs="-")
+    assert program.calls() == ""
+    with pytest.raises(RecipeError, match="cluster down of job j:"):
+        cli.down_command(str(path), logs=str(tmp_path / "logs"))

@@ -27,8 +27,8 @@ JOB_HELP = "A job file (configs/cluster_256die.yaml is one), or - for standard i
 RANK_HELP = "Of this node, 0 is Ray's head; default: NODE_RANK, or where the job's hosts have this machine's address."
 HEAD_HELP = "Address of Ray's head; default: MASTER_ADDR, or the job's first host."
 LOGS_HELP = (
-    "Folder for the logs; default: the job's logs. - writes a tar archive to standard output, and the files stay on "
-    "the node until the next down; none copies nothing."
+    "Folder for the logs; default: the job's logs. - writes a tar archive to standard output, for a node's own "
+    "down (not provider ssh), and the files stay on the node until the next down; none copies nothing."
 )
 RENDER_HELP = "Print what the nodes run, or the file for kubectl apply or sbatch; start nothing."
 BLOCK_HELP = "Stay until a signal or, with --run, the command's end; then end this node's Ray."
@@ -122,14 +122,16 @@ def _up_here(
             code = node.stay(job, started)
     finally:
         if block:
-            not_gathered = None
+            for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not end the cleanup
+                signal.signal(number, signal.SIG_IGN)
+            keep = True
             try:
                 gather.gather(job, gather.logs_folder(job), place.rank)
+                keep = False
             except OSError as error:
-                not_gathered = error
                 _say(f"logs could not be gathered: {error}; {LOGS_STAY}")
             finally:
-                node.down(job, place.rank, keep_logs=not_gathered is not None)
+                node.down(job, place.rank, keep_logs=keep)
     if as_json:
         print_json({"job": job.name, "rank": place.rank, "address": place.address, "head": place.head, "code": code})
     return code
@@ -192,6 +194,8 @@ def down_command(
     hosts = _hosts(job, secrets, "down", job_file)
     folder = Path(logs) if logs and logs not in ("-", "none") else gather.logs_folder(job)
     if hosts is not None:
+        if logs == "-":
+            raise ConfigError("--logs - is for a node's own cluster down; give a folder")
         faults = hosts.down(None if logs == "none" else folder)
         if faults:
             raise RecipeError("\n  ".join([f"cluster down of job {job.name}:", *faults]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,19 +69,19 @@ class Answer:
         return "" if self.code == 0 else (lines[-1] if lines else f"exit code {self.code}")
 
 
-def _forwarded(words: Sequence[str], stdin: str, to: BinaryIO) -> tuple[int, int]:
-    """(exit code, bytes of output) of a host's program, whose output after BEGINS goes to a stream while it runs.
+def _forwarded(words: Sequence[str], stdin: str, to: BinaryIO) -> tuple[int, bool, int]:
+    """(exit code, whether BEGINS came, bytes after it) of a host's program; those bytes go to a stream while it runs.
 
     It ends with this call.
     """
-    size = 0
+    begun, size = False, 0
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             with suppress(BrokenPipeError):  # it has ended already, and its exit code says why
                 process.stdin.write(stdin.encode())
                 process.stdin.close()
             for line in process.stdout:
-                if line.endswith(BEGUN):
+                if begun := line.endswith(BEGUN):
                     break
             while block := process.stdout.read1(BLOCK_BYTES):
                 to.write(block)
@@ -89,7 +90,8 @@ def _forwarded(words: Sequence[str], stdin: str, to: BinaryIO) -> tuple[int, int
         except BaseException:
             process.kill()
             raise
-    return (SSH_FAILED if process.returncode < 0 else process.returncode), size  # below 0: a signal has ended ssh
+    code = SSH_FAILED if process.returncode < 0 else process.returncode  # below 0: a signal has ended ssh
+    return code, begun, size
 
 
 class Hosts:
@@ -99,6 +101,10 @@ class Hosts:
         self.job, self.secrets = job, secrets
 
     def _words(self, rank: int, line: str) -> list[str]:
+        """ConfigError where the job's ssh is not installed here."""
+        program = self.job.ssh.command[0]
+        if shutil.which(program) is None:
+            raise ConfigError(f"{program} is not installed here, which this provider needs")
         host = self.job.hosts[rank]
         return [*self.job.ssh.command, f"{self.job.ssh.user}@{host}" if self.job.ssh.user else host, line]
 
@@ -107,8 +113,6 @@ class Hosts:
         words = self._words(rank, line)
         try:
             done = subprocess.run(words, input=stdin.encode(), capture_output=True, timeout=limit_s)
-        except FileNotFoundError:
-            raise ConfigError(f"{words[0]} is not installed here, which this provider needs") from None
         except subprocess.TimeoutExpired as error:
             return Answer(NO_END, error.stdout or b"", f"no end within {limit_s:g} s")
         return Answer(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
@@ -262,27 +266,30 @@ class Hosts:
     def _followed(self, to: BinaryIO, say: Callable[[str], None], verb: str, *options: str, seen: int = 0) -> int:
         """Follow the command on the head's host, with a new connection where one is lost; its exit code.
 
-        RecipeError where there is none for RECONNECT_S: the command goes on.
+        A call that did not reach the host is made again as it was. RecipeError where there is no connection for
+        RECONNECT_S.
         """
         connected = time.monotonic()
         while True:
             began = time.monotonic()
-            code, size = _forwarded(self._words(0, self._line(0, verb, *options)), self._stdin(verb), to)
+            code, begun, size = _forwarded(self._words(0, self._line(0, verb, *options)), self._stdin(verb), to)
             seen += size
             if code != SSH_FAILED:
                 return code
-            if (ended := self._ended_with_that_code()) is not None:
+            if begun and (ended := self._ended_with_that_code()) is not None:
                 return ended
+            if begun:
+                verb, options = "follow", ("--skip", str(seen))
             if size or time.monotonic() > began + MARGIN_S:
                 connected = time.monotonic()
             if time.monotonic() > connected + RECONNECT_S:
-                raise RecipeError(
-                    f"no connection to {self.job.host_of(0)} for {RECONNECT_S:g} s. The command goes on there: "
-                    "cluster follow joins it, cluster down ends it"
-                )
-            say(f"the connection to {self.job.host_of(0)} is lost; the command goes on, trying again")
+                state = "The command was not started: cluster up --run again"
+                if verb == "follow":
+                    state = "The command goes on there: cluster follow joins it, cluster down ends it"
+                raise RecipeError(f"no connection to {self.job.host_of(0)} for {RECONNECT_S:g} s. {state}")
+            lost = f"the connection to {self.job.host_of(0)} is lost; the command goes on"
+            say(f"{lost if begun else f'no connection to {self.job.host_of(0)}'}; trying again")
             time.sleep(RECONNECT_EVERY_S)
-            verb, options = "follow", ("--skip", str(seen))
 
     def _ended_with_that_code(self) -> int | None:
         """SSH_FAILED where the command itself ended with it, and not ssh; else None."""

@@ -35,6 +35,7 @@ _SPELLINGS = [
         (r"\\(?:mathbf|mathit|boldsymbol)\s*\{([A-Za-z])\}", r"\1"),
         (rf"\\(?:{'|'.join(TEXTS[1:])})\b\s*\{{", r"\\text{"),
         (rf"\\text\{{\s*({'|'.join(FUNCTIONS)})\s*\}}", r"\\\1 "),
+        (r"\\lg(?![A-Za-z])(?!\s*_)", r"\\log_{10} "),
         (r"\\text\{\s*,?\s*(and|or)\s*\}", r" \1 "),
         (r"^\s*\\(?:text|boldsymbol|bm|underline)\s*\{\s*([+-]?[0-9][0-9.,/]*)\s*\}\s*$", r"\1"),
         (r"^\(\s*([A-Za-z])\s*,\s*([A-Za-z])\s*(?:,\s*([A-Za-z])\s*)?\)\s*=", _names),
@@ -204,7 +205,7 @@ def _fraction(match: re.Match[str]) -> str:
 
 _OPERATORS = "cdot|times|div|pm|mp|le|ge|ne|cup|cap|in|frac|sqrt|binom|bmod|pmod|mod|" + "|".join(FUNCTIONS)
 _MATRIX = re.compile(r"\\begin\{.*\\end\{[a-z]+\}", re.DOTALL)
-_SCRIPTS_OF_FUNCTION = re.compile(rf"\\({'|'.join(FUNCTIONS)})\s*[\^_]\s*\{{[^{{}}]*\}}")
+_SCRIPTS_OF_FUNCTION = re.compile(rf"\\({'|'.join(FUNCTIONS)})(?:\s*[\^_]\s*\{{[^{{}}]*\}})+")
 _ARGUMENTS = re.compile(
     r"\\(?:frac|binom)\s*\{[^{}]*\}\s*\{[^{}]*\}|\\sqrt\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|[\^_]\s*\{[^{}]*\}"
 )

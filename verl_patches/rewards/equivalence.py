@@ -35,7 +35,7 @@ MAX_DEPTH = 12  # of brackets; ANTLR's time grows steeply with depth
 MAX_ITEMS = 32  # of a list or set
 SIGNIFICANT_DIGITS = 6  # fewest of a rounded decimal that equals an exact value
 DIGITS = 200  # significant ones in which two irrational numbers agree
-POINTS, FEWEST_POINTS = 12, 4  # at which functions are compared
+POINTS, FEWEST_POINTS = 24, 4  # at which functions are compared; variables are positive at the second half
 
 _UNSAFE = re.compile(r"\$|\\[(\[]|\\$|(?i:answer)")  # math-verify would search inside the answer for another answer
 _EQUALS = re.compile(r"(?<![<>!:])=")
@@ -43,8 +43,11 @@ _GREEK = (
     "[Aa]lpha|[Bb]eta|[Gg]amma|[Dd]elta|(?:var)?epsilon|zeta|eta|(?:var)?[Tt]heta|kappa|[Ll]ambda|mu|nu|xi|rho|[Ss]igma"
     "|tau|(?:var)?[Pp]hi|chi|[Pp]si|[Oo]mega|ell"
 )
+_LENGTH = re.compile(r"[A-Z]{2,3}|\|[a-wz]\|")  # of a segment, an arc, a vector
 _NAME = re.compile(
-    r"\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\([A-Za-z0-9, ]+\))?"
+    r"\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\(-?[A-Za-z0-9 ]+(?:, ?-?[A-Za-z0-9 ]+)*\))?"
+    rf"|{_LENGTH.pattern}"
+    r"|m?\\angle\s*[A-Z]{1,3}|\[[A-Z]{3,}\]"  # angles, areas
     rf"|\\(?:{_GREEK}|max|min|gcd|det|dim|deg)(?:_\{{?\w+\}}?)?|\\text\{{(?![^{{}}]*\b(?:not|no|never)\b)[^{{}}]*\}}"
 )
 _VARIABLE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega))(?:_\{?\w+\}?)?"
@@ -62,6 +65,8 @@ _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+)")
 
 def equivalent(gold: str, answer: str) -> bool:
     """Whether `answer` equals `gold`; both are LaTeX or plain text without a box around them."""
+    if _same_triples(gold, answer):
+        return True
     gold, answer = normalise(gold), normalise(answer)
     if not gold or not answer:
         return False
@@ -76,6 +81,17 @@ def equivalent(gold: str, answer: str) -> bool:
     return _equal(gold, answer)
 
 
+_TRIPLES = re.compile(r"\s*[1-9][0-9]{2}(?:,(?:\\?\s)*[0-9]{3})+\s*")
+
+
+def _same_triples(gold: str, answer: str) -> bool:
+    """Whether both are the list 376, 625, which without a space is read as one number elsewhere."""
+    texts = (gold, answer)
+    if not all(map(_TRIPLES.fullmatch, texts)) or not any(re.search(r",\\?\s", text) for text in texts):
+        return False
+    return sorted(re.findall("[0-9]+", gold)) == sorted(re.findall("[0-9]+", answer))
+
+
 def _equal(gold: str, answer: str) -> bool:
     gold, answer = (_SET_OF.sub(r"\2", text.strip()) for text in (gold, answer))
     if not gold or not answer:
@@ -86,6 +102,8 @@ def _equal(gold: str, answer: str) -> bool:
         return same and _equal(*(match[2] if match else text for match, text in zip(sets, (gold, answer), strict=True)))
     words = _words(gold), _words(answer)
     if words != (None, None):
+        if None in words and (plain := _THREE_LETTERS.fullmatch((gold, answer)[words.index(None)])):
+            return _words(rf"\text{{{plain[0]}}}") in words
         return words[0] == words[1]
     bases = _in_base(gold), _in_base(answer)
     if bases != (None, None):
@@ -115,6 +133,7 @@ def _equal(gold: str, answer: str) -> bool:
 # -- words and bases --------------------------------------------------------------------------------------------------
 
 _TEXT = re.compile(r"\\text\{([^{}]*)\}|([A-Za-z][A-Za-z .'-]*)")
+_THREE_LETTERS = re.compile("[A-Za-z]{3}")  # a word where the other side is one, else a product of variables
 _CHOICE = re.compile(r"(?:\\text\{)?\(([A-Z])\)\}?")
 _BASE = re.compile(r"([+-]?[0-9A-Fa-f]+)_\{?\s*([0-9]+|\\text\{[a-z]+\})\s*\}?")
 _FUNCTION = re.compile(r"(?:sin|cos|tan|log|ln|sqrt|pi)\b|.*\b(?:and|or)\b")
@@ -158,10 +177,7 @@ def _equal_lists(gold: str, answer: str, gold_items: list[str], answer_items: li
     if len(gold_items) != len(answer_items):
         return False
     if gold_names and names:
-        if len(dict(gold_names)) < len(gold_names):  # x=1, x=2
-            return _same_items([f"{k}={v}" for k, v in gold_names], [f"{k}={v}" for k, v in names])
-        values = dict(names)
-        return values.keys() == dict(gold_names).keys() and all(_equal(v, values[k]) for k, v in gold_names)
+        return _same_items([f"{k}={v}" for k, v in gold_names], [f"{k}={v}" for k, v in names])
     if pairs := gold_names or names:
         values = [value for _, value in pairs]
         gold_items, answer_items = (values, answer_items) if gold_names else (gold_items, values)
@@ -203,8 +219,9 @@ def _equal_equations(gold: str, answer: str) -> bool:
     gold_sides, sides = ([side.strip() for side in split(text, _EQUALS)] for text in (gold, answer))
     named = _NAME.fullmatch(gold_sides[0]), _NAME.fullmatch(sides[0])
     if len(gold_sides) > 1 and len(sides) > 1:
-        if all(named):
-            return gold_sides[0] == sides[0] and all(_equal(gold_sides[-1], side) for side in sides[1:])
+        same = gold_sides[0] == sides[0]
+        if all(named) and (same or not _LENGTH.fullmatch(sides[0])):  # AB=2CD is CD=AB/2
+            return same and all(_equal(gold_sides[-1], side) for side in sides[1:])
         return len(gold_sides) == len(sides) == 2 and _equal_values(gold, answer)
     if len(gold_sides) > 1:
         return bool(named[0]) and len(gold_sides) == 2 and _equal(gold_sides[1], answer)
@@ -398,7 +415,11 @@ def _equal_numbers(a: Any, b: Any) -> bool:
 
 
 def _equal_functions(a: Any, b: Any) -> bool:
-    """Whether two expressions agree at random points; math-verify's verdict where they have unknown functions."""
+    """Whether two expressions agree at random points; math-verify's verdict where they have unknown functions.
+
+    Points at which the gold value `a` is not real, as a root of a negative number, count only where fewer than
+    FEWEST_POINTS others are left.
+    """
     import sympy
     from sympy.core.function import AppliedUndef
 
@@ -407,14 +428,20 @@ def _equal_functions(a: Any, b: Any) -> bool:
     if any(e.has(AppliedUndef, sympy.oo) for e in (a, b)):
         return _verified(a, b)
     symbols, random, compared = sorted(a.free_symbols | b.free_symbols, key=str), Random(0), 0
-    for _ in range(POINTS):
-        point = {symbol: sympy.Rational(random.randint(-60, 60), random.randint(7, 13)) for symbol in symbols}
+    real, equal = 0, True  # equal: at the other points
+    for number in range(POINTS):
+        least = -60 if number < POINTS // 2 else 1
+        point = {symbol: sympy.Rational(random.randint(least, 60), random.randint(7, 13)) for symbol in symbols}
         values = a.subs(point), b.subs(point)
         if not any(value.has(sympy.nan, sympy.zoo) for value in values):
             compared += 1
-            if not _equal_numbers(*values):
+            if values[0].is_real is False:
+                equal = equal and _equal_numbers(*values)
+            elif not _equal_numbers(*values):
                 return False
-    return compared >= FEWEST_POINTS
+            else:
+                real += 1
+    return real >= FEWEST_POINTS or (equal and compared >= FEWEST_POINTS)
 
 
 _COMMANDS = """
