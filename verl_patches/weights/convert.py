@@ -78,9 +78,9 @@ def convert(
 def _finished(
     folder: Path, plan: ConversionPlan, recorded: dict[str, FileEntry], names: Sequence[str], progress: Progress
 ) -> set[str]:
-    """Those of `names` that are recorded and have the size and the sha256 of their entries; reads them."""
+    """Those of `names` that are recorded and have the size and the sha256 of their entries; the rest lose theirs."""
     finished = {n for n in names if n in recorded and not file_problems(folder, recorded[n], progress)}
-    if again := set(names) - finished:  # damaged files have entries
+    if again := set(names) - finished:
         reopen(folder, again)
     return finished
 
