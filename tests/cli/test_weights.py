@@ -4,15 +4,17 @@ import json
 import os
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from tests.weights.cases import SMALL, make_folder
+from tests.weights.cases import SMALL, make_folder, write_checkpoint
 from verl_patches.__main__ import app
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.model_folder import INDEX, QUANTIZATION
-from verl_patches.weights.source import FP8_KINDS, QUANTIZATION_CONFIG, scale_name
+from verl_patches.weights.manifest import CRITIC
+from verl_patches.weights.source import FP8_KINDS, QUANTIZATION_CONFIG, open_source, scale_name
 
 LAYOUT = "tp2 pp2 ep3 etp1 @12 layers=1,1"
 TRAIN_256 = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
@@ -70,6 +72,49 @@ def test_verify_finds_a_flipped_byte_and_exits_with_1(folder, tmp_path):
     assert "not a whole safetensors file" in answer("verify", folder, code=1)["problems"][0]
 
 
+def with_critic(folder, actor=True, identity="x"):
+    """A checkpoint of a run with a critic; `actor`: it trained the policy too. `identity`: of critic/, as it says."""
+    tensors = {
+        name: {each.name: torch.zeros(each.shape) for each in build_inventory(SMALL, value=name == CRITIC).parameters}
+        for name in ("actor", CRITIC)
+    }
+    write_checkpoint(folder, tensors["actor"] if actor else {}, SMALL, {"step": 1, CRITIC: identity})
+    write_checkpoint(folder / CRITIC, tensors[CRITIC], SMALL, {"step": 1})
+    return folder
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("actor", [True, False])
+def test_verify_checks_the_critic_of_a_checkpoint(tmp_path, actor):
+    saved = with_critic(tmp_path / "global_step_1", actor)
+    found = answer("verify", saved)
+    assert found["problems"] == [] and found["checked"].startswith(f"{6 if actor else 5} files")
+    flip(saved / CRITIC / "rank_00000.safetensors")
+    tensor, whole = answer("verify", saved, code=1)["problems"]
+    assert tensor.startswith(f"{CRITIC}/rank_00000.safetensors, weight/") and "sha256" in whole
+    flip(saved / CRITIC / "rank_00000.safetensors")
+    (saved / CRITIC / "manifest.json").unlink()
+    (problem,) = answer("verify", saved, code=1)["problems"]
+    assert f"{saved / CRITIC}: no manifest.json" in problem
+    other = with_critic(tmp_path / "other", actor, identity="y")
+    (problem,) = answer("verify", other, code=1)["problems"]
+    assert problem.startswith(f"{CRITIC}/manifest.json: expected identity y") and "found x" in problem
+
+
+def test_a_checkpoint_of_a_value_model_alone_names_where_its_weights_are(tmp_path):
+    saved = with_critic(tmp_path / "global_step_1", actor=False)
+    for arguments in (["show", saved], ["export", saved, tmp_path / "out"]):
+        done = CliRunner().invoke(app, ["weights", *map(str, arguments)])
+        assert isinstance(done.exception, ConfigError) and f"its weights are in {saved / CRITIC}" in str(done.exception)
+    assert answer("show", saved / CRITIC)["kind"] == "checkpoint"
+    assert open_source(with_critic(tmp_path / "both")).kind == "checkpoint"  # control: the policy's
+
+
 def test_verify_of_no_folder_is_wrong_use_and_claims_no_check(folder, tmp_path):
     for wrong in (tmp_path / "absent", folder / "config.json"):
         done = CliRunner().invoke(app, ["weights", "verify", str(wrong)])
@@ -86,7 +131,7 @@ def test_verify_of_no_folder_is_wrong_use_and_claims_no_check(folder, tmp_path):
         (["--layout", "tp2"], "number of ranks is missing"),
         (["--hf", "--part", "3/2"], "--part 3/2: expected I/N"),
         (["--hf", "--dtype", "int4"], "--dtype int4"),
-        (["--hf", "--file-gb", "0"], "--file-gb"),
+        *((["--hf", "--file-gb", value], f"--file-gb {value}") for value in ("0", "inf", "nan")),
     ],
 )
 def test_wrong_use_is_named(folder, tmp_path, arguments, words):

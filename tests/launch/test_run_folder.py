@@ -252,7 +252,8 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_next_older_one(configured
     with open_run_folder(configured(**resume_path(older))) as here:
         assert (here.id, here.start.step) == (before, 2)
     shutil.rmtree(older)
-    with pytest.raises(ConfigError, match="no older one of this run is whole.*resume_mode=disable"):
+    words = "no older one of this run is whole.*resume_mode=disable.*default_local_dir.*another one"
+    with pytest.raises(ConfigError, match=words):
         require_start(auto)
 
 

@@ -59,6 +59,8 @@ def test_dropout_of_the_model_is_refused():
     ("rollout_rs=seq_sum_k1 rollout_rs_threshold=2.0_0.5", "'2.0_0.5'; expected LOWEST_HIGHEST"),
     ("rollout_rs=seq_sum_k1 rollout_rs_threshold=0.5", "'0.5'; expected LOWEST_HIGHEST .*the highest alone"),
     ("rollout_rs=seq_sum_k1 rollout_rs_threshold=high", "'high'; expected"),
+    ("rollout_rs=seq_sum_k1 rollout_rs_threshold=0.5_2", "'0.52'; .*decimal point.*YAML reads 0.5_2 as 0.52"),
+    ("rollout_rs=seq_sum_k1 rollout_rs_threshold=1_2", "'12'; .*decimal point"),
     ("rollout_rs_threshold=2.0", "rollout_rs_threshold is 2.0, but rollout_rs is null"),
 ])  # fmt: skip
 def test_wrong_values_of_the_correction_are_refused_by_name(settings, words):

@@ -158,7 +158,7 @@ def test_weight_metrics_are_verls(level, ratios, high):
     assert {name: found[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("text", "bounds"), [("0.5_2.0", (0.5, 2.0)), ("4", (0.25, 4.0)), ("0.9_0.99", (0.9, 0.99))])
+@pytest.mark.parametrize(("text", "bounds"), [("0.5_2.0", (0.5, 2.0)), ("4.0", (0.25, 4.0)), ("0.9_0.99", (0.9, 0.99))])
 def test_bounds_of_a_ratio(text, bounds):
     section = SimpleNamespace(rollout_is=None, rollout_is_threshold=2.0, rollout_rs="seq_sum_k1")
     section.rollout_rs_threshold = text

@@ -182,15 +182,17 @@ def make_checkpoint(folder, step, run, **facts):
 
 
 def write_checkpoint(folder, weights, config, facts):
-    """The checkpoint of one rank with these whole weights."""
+    """The checkpoint of one rank with these whole weights; without any it has no file of the rank."""
     entries = [whole_tensor(f"weight/{n}", DTYPES[t.dtype], t.shape, name=n) for n, t in weights.items()]
     tensors = "rank_00000.safetensors"
     texts = {"config.json": json.dumps(config), "tokenizer.json": "{}"}
-    begin(folder, Manifest(CHECKPOINT, read_model_shape(config), "@1", "bf16", "x", (tensors, *texts), facts=facts))
-    with FileWriter(folder, tensors, in_data_order(entries)) as file:
-        for entry in file.tensors:
-            file.write(tensor_bytes(weights[entry.region.name]))
-        file.finish()
+    names = (tensors, *texts) if weights else tuple(texts)
+    begin(folder, Manifest(CHECKPOINT, read_model_shape(config), "@1", "bf16", "x", names, facts=facts))
+    if weights:
+        with FileWriter(folder, tensors, in_data_order(entries)) as file:
+            for entry in file.tensors:
+                file.write(tensor_bytes(weights[entry.region.name]))
+            file.finish()
     for name, text in texts.items():
         with FileWriter(folder, name) as file:
             file.write(text.encode())

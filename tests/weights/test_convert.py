@@ -137,13 +137,57 @@ def test_a_finished_conversion_is_checked_and_a_damaged_file_written_again(tmp_p
     again = run(small, out, SMALL_LAYOUT)
     assert (again.written, again.kept, again.read_bytes) == (0, first.written, 0)
     file = out / "experts-pp01-ep001-etp00.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 4
-    file.write_bytes(data)
+    flip(file)
     (problem, _) = folder_problems(out, read_manifest(out))
     assert problem.file == file.name and problem.tensor == "model.layers.1.mlp.experts.3.down_proj.weight"
     assert run(small, out, SMALL_LAYOUT).written == 1 and checksums(out) == before
     assert folder_problems(out, read_manifest(out)) == []
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_part_that_finds_damage_keeps_what_another_wrote_meanwhile(tmp_path, small, monkeypatch):
+    out, problems = tmp_path / "out", convert_module.file_problems
+    run(small, out, SMALL_LAYOUT, part=1, parts=2)
+    plan = plan_conversion(open_source(small), SMALL_LAYOUT)
+    flip(out / plan.share(1, 2)[-1].files[0].name)
+
+    def slow(*given):  # the other part completes the folder while this one reads its files
+        monkeypatch.setattr(convert_module, "file_problems", problems)
+        assert convert(plan, out, 0, 2).manifest is not None
+        return problems(*given)
+
+    monkeypatch.setattr(convert_module, "file_problems", slow)
+    done = convert(plan, out, 1, 2)
+    assert done.written == 1 and done.missing == () and folder_problems(out, done.manifest) == []
+
+
+def test_parts_that_mend_one_folder_together_do_not_complete_each_others_damaged_files(tmp_path, small, monkeypatch):
+    out, write_groups, met = tmp_path / "out", convert_module._write_groups, []
+    run(small, out, SMALL_LAYOUT)
+    before, plan = checksums(out), plan_conversion(open_source(small), SMALL_LAYOUT)
+    for part in (0, 1):
+        flip(out / plan.share(part, 2)[-1].files[0].name)
+
+    def convert_part(part, then):
+        def meet(*given):
+            monkeypatch.setattr(convert_module, "_write_groups", write_groups)
+            then()
+            return write_groups(*given)
+
+        monkeypatch.setattr(convert_module, "_write_groups", meet)
+        return convert(plan, out, part, 2)
+
+    with pytest.raises(KeyboardInterrupt):  # part 0 has just opened the folder again
+        convert_part(0, lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    last = convert_part(1, lambda: met.append(convert(plan, out, 0, 2)))
+    assert met[0].manifest is None and met[0].missing == (plan.share(1, 2)[-1].files[0].name,)
+    assert last.manifest is not None and checksums(out) == before
+    assert folder_problems(out, read_manifest(out)) == [] and not (out / "manifest.d").exists()
 
 
 @pytest.mark.slow
@@ -188,6 +232,27 @@ def test_a_full_disk_is_said_before_and_leaves_nothing_that_looks_complete(tmp_p
         open_source(out)
     run(small, out, SMALL_LAYOUT)
     assert folder_problems(out, read_manifest(out)) == []
+
+
+def test_the_space_of_files_that_are_written_again_is_free(tmp_path, small, monkeypatch):
+    plan, out = plan_conversion(open_source(small), SMALL_LAYOUT), tmp_path / "out"
+    files = [file for group in plan.share(0, 1) for file in group.files]
+    size, left = sum(file.size_bytes for file in files), out / f"{files[0].name}.partial"
+    out.mkdir()
+    left.write_bytes(bytes(files[0].size_bytes // 2))
+    reused, others = left.stat().st_blocks * 512, left.with_name("other.safetensors.partial")
+    others.write_bytes(bytes(100_000))
+
+    def free(count):
+        usage = convert_module.shutil._ntuple_diskusage(10**9, 10**9 - count, count)
+        monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda path: usage)
+
+    free(size - reused - 1)
+    assert reused > 1000
+    with pytest.raises(RecipeError, match=rf"out: {size} bytes are to be written, {size - 1} are free"):
+        convert(plan, out)
+    free(size - reused)
+    assert convert(plan, out).manifest is not None
 
 
 def test_a_source_that_is_cut_off_meanwhile_is_named(tmp_path, small):

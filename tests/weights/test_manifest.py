@@ -101,8 +101,66 @@ def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
     write(tmp_path, "b.safetensors"), write(tmp_path, "notes.txt")
     manifest = writer.complete(tmp_path)
     assert manifest.complete and writer.complete(tmp_path) == manifest
-    writer.reopen(tmp_path, manifest.files[:2])
+    writer.reopen(tmp_path, ["notes.txt"])
     assert writer.missing_files(tmp_path) == ["notes.txt"]
+
+
+def test_processes_that_complete_one_folder_together_both_get_its_manifest(tmp_path, monkeypatch):
+    writer.begin(tmp_path, EMPTY)
+    for name in EMPTY.expected:
+        write(tmp_path, name)
+    replace_file, other = os.replace, []
+
+    def late(source, target):
+        monkeypatch.setattr(os, "replace", replace_file)
+        other.append(writer.complete(tmp_path))  # removes our temporary manifest
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    assert writer.complete(tmp_path) == other[0] == m.read_manifest(tmp_path)
+    writer.reopen(tmp_path, [])
+
+    def gone(source, target):
+        monkeypatch.setattr(os, "replace", replace_file)
+        os.unlink(source)
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", gone)
+    with pytest.raises(FileNotFoundError):  # control: nobody completed it
+        writer.complete(tmp_path)
+
+
+def test_a_folder_whose_entry_another_part_withdraws_meanwhile_is_not_complete(tmp_path, monkeypatch):
+    read_record = writer.read_record
+    written(tmp_path)
+    writer.reopen(tmp_path, [])
+
+    def withdrawn(folder, name):
+        writer.reopen(folder, ["notes.txt"])  # also where it is not complete
+        return read_record(folder, name)
+
+    monkeypatch.setattr(writer, "read_record", withdrawn)
+    assert writer.complete(tmp_path) is None and writer.missing_files(tmp_path) == ["notes.txt"]
+
+
+def test_parts_may_begin_one_folder_together(tmp_path, monkeypatch):
+    writer.begin(tmp_path, EMPTY)
+    first, has_manifest = write(tmp_path, "a.safetensors"), writer.has_manifest
+
+    def not_yet(folder):
+        monkeypatch.setattr(writer, "has_manifest", has_manifest)
+        return False
+
+    def begin(manifest):
+        monkeypatch.setattr(writer, "has_manifest", not_yet)
+        return writer.begin(tmp_path, manifest)
+
+    assert begin(EMPTY) == {"a.safetensors": first}
+    with pytest.raises(ConfigError, match="of another conversion"):
+        begin(replace(EMPTY, identity="other"))
+    (tmp_path / m.MANIFEST).unlink()
+    with pytest.raises(ConfigError, match="exists and is no folder of this command"):
+        begin(EMPTY)
 
 
 def test_every_kind_of_damage_is_named(tmp_path):

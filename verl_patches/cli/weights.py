@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,16 @@ import typer
 from verl_patches.cli.output import Json, print_json, progress_bar, table
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.weights.manifest import MANIFEST, folder_problems, has_manifest, model_digest, read_manifest, recorded
+from verl_patches.weights.manifest import (
+    CRITIC,
+    MANIFEST,
+    folder_problems,
+    has_manifest,
+    holds_critic_alone,
+    model_digest,
+    read_manifest,
+    recorded,
+)
 from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, costs, parse_part, plan_conversion
 from verl_patches.weights.source import INDEX, Source, open_source
 
@@ -41,8 +51,8 @@ def convert_command(
     start = time.perf_counter()
     if hf == (layout is not None):
         raise ConfigError("weights convert: expected one of --hf and --layout TEXT")
-    if not file_gb > 0:
-        raise ConfigError(f"weights convert: --file-gb {file_gb}: expected more than 0")
+    if not 0 < file_gb < math.inf:
+        raise ConfigError(f"weights convert: --file-gb {file_gb}: expected a finite number above 0")
     number, parts = parse_part(part)
     opened = open_source(source, only_plan=dry_run)
     plan = plan_conversion(opened, None if layout is None else parse_layout(layout), dtype, int(file_gb * GB))
@@ -131,16 +141,32 @@ def verify_command(folder: Folder, as_json: Json = False) -> None:
             f"weights verify: {folder}: no such folder, so nothing was checked; expected a HF model folder, shards or "
             "a checkpoint: give its path, or download or convert the weights first (docs/weights.md)"
         )
+    manifests, opened, problems = {}, [folder], []
     if has_manifest(folder):
-        manifest = read_manifest(folder)
-        with progress_bar("verify", manifest.size_bytes) as advance:
-            problems = [str(problem) for problem in folder_problems(folder, manifest, advance)]
-        checked = f"{len(manifest.files)} files, {manifest.size_bytes / GB:.3f} GB: sizes and sha256"
+        whole = manifests[""] = read_manifest(folder)
+        if holds_critic_alone(whole):
+            opened = []
+        if (identity := whole.facts.get(CRITIC)) is not None:
+            opened.append(folder / CRITIC)
+            try:
+                critic = manifests[f"{CRITIC}/"] = read_manifest(folder / CRITIC)
+                if critic.identity != identity:
+                    found = f"{critic.identity}: it is of another checkpoint"
+                    problems.append(f"{CRITIC}/{MANIFEST}: expected identity {identity}, found {found}")
+            except ConfigError as error:
+                problems.append(str(error))
+        size = sum(manifest.size_bytes for manifest in manifests.values())
+        with progress_bar("verify", size) as advance:
+            for name, manifest in manifests.items():
+                problems += [f"{name}{problem}" for problem in folder_problems(folder / name, manifest, advance)]
+        count = sum(len(manifest.files) for manifest in manifests.values())
+        checked = f"{count} files, {size / GB:.3f} GB: sizes and sha256"
     else:
-        problems, checked = [], f"names, shapes, sizes and {INDEX}; a folder without manifest.json has no checksums"
+        checked = f"names, shapes, sizes and {INDEX}; a folder without manifest.json has no checksums"
     if not problems:
         try:
-            open_source(folder)
+            for each in opened:
+                open_source(each)
         except ConfigError as error:
             problems = [str(error)]
     seconds = round(time.perf_counter() - start, 1)

@@ -232,7 +232,8 @@ class RolloutCorrection:
     rollout_rs: give no gradient to sequences whose pi_rollout / pi_actor (the inverse, as in verl) is outside
     rollout_rs_threshold. seq_sum_k1 multiplies the ratios of its tokens, seq_mean_k1 takes their geometric mean; null
     is off.
-    rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0, or the highest alone.
+    rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0, or the highest alone, such as 2.0; each number with a
+    decimal point, as YAML reads 0.5_2 as 0.52.
     """
 
     rollout_is: str | None = None

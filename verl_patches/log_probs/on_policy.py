@@ -43,17 +43,18 @@ def correction_of(section: Any) -> Correction | None:
 
 
 def ratio_bounds(text: str | None) -> tuple[float, float]:
-    """(lowest, highest) of "0.5_2.0" or its short form "2.0"; ConfigError for anything else."""
+    """(lowest, highest) of "0.5_2.0" or its short form "2.0"; ConfigError for anything else, as "12" (YAML's 1_2)."""
     try:
         numbers = [float(number) for number in str(text).split("_")]
         low, high = numbers if len(numbers) == 2 else (1 / numbers[0], *numbers)
-        if 0 < low < high < float("inf"):
+        if 0 < low < high < float("inf") and (len(numbers) == 2 or "." in text):
             return low, high
     except (ValueError, ZeroDivisionError):
         pass
     raise ConfigError(
         f"{_SECTION}.rollout_rs_threshold is {text!r}; expected LOWEST_HIGHEST pi_rollout / pi_actor, "
-        "such as 0.5_2.0, or the highest alone, above 1"
+        "such as 0.5_2.0, or the highest alone, above 1, as 2.0; write each number with a decimal point: YAML reads "
+        "0.5_2 as 0.52"
     )
 
 

@@ -110,7 +110,10 @@ def instead_of(path: Path, run: str) -> str:
             except ConfigError:
                 continue
             return f"  the next older one is whole; to go on from it: {resume_from(older)}"
-    return "  no older one of this run is whole; to start anew: trainer.resume_mode=disable"
+    return (
+        "  no older one of this run is whole; to start anew: trainer.resume_mode=disable; where "
+        "trainer.default_local_dir is not in the run's folder, with another one"
+    )
 
 
 def resume_from(path: Path) -> str:

@@ -20,8 +20,9 @@ import torch
 
 from verl_patches.errors import RecipeError
 from verl_patches.reshard.region import Region, overlap
+from verl_patches.shared_files import PARTIAL
 from verl_patches.weights import fp8
-from verl_patches.weights.manifest import FileEntry, Manifest, TensorEntry, file_problems, read_manifest
+from verl_patches.weights.manifest import FileEntry, Manifest, TensorEntry, file_problems
 from verl_patches.weights.plan import MOST_THREADS, ConversionPlan, Group, OutFile
 from verl_patches.weights.reader import COPY_AGAIN, TORCH_DTYPES, WeightReader, require_finite, tensor_bytes
 from verl_patches.weights.source import BLOCK, FP8, Source, scale_name
@@ -77,10 +78,10 @@ def convert(
 def _finished(
     folder: Path, plan: ConversionPlan, recorded: dict[str, FileEntry], names: Sequence[str], progress: Progress
 ) -> set[str]:
-    """Those of `names` that are recorded and have the size and the sha256 of their entries; reads them."""
+    """Those of `names` that are recorded and have the size and the sha256 of their entries; the rest lose theirs."""
     finished = {n for n in names if n in recorded and not file_problems(folder, recorded[n], progress)}
-    if set(names) - finished and read_manifest(folder, complete=False).complete:  # a damaged file is written again
-        reopen(folder, [entry for name, entry in recorded.items() if name in finished or name not in names])
+    if again := set(names) - finished:
+        reopen(folder, again)
     return finished
 
 
@@ -92,11 +93,12 @@ def _without(group: Group, finished: set[str]) -> Group:
 
 
 def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
-    """RecipeError where the disk has no room for the files that are not there yet."""
+    """RecipeError where the disk has no room for the files that are not there yet; what a kill left of them is free."""
     there = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    size = sum(file.size_bytes for file in files if there.get(file.name) != file.size_bytes)
+    todo = [file for file in files if there.get(file.name) != file.size_bytes]
+    size, left = sum(file.size_bytes for file in todo), [folder / f"{file.name}{PARTIAL}" for file in todo]
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(disk).free
+    free = shutil.disk_usage(disk).free + sum(path.stat().st_blocks * 512 for path in left if path.exists())
     if size > free:
         raise RecipeError(
             f"{folder}: {size} bytes are to be written, {free} are free. Free space, choose another folder, or share "

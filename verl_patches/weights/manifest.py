@@ -346,6 +346,12 @@ def _check_step(path: Path, manifest: Manifest) -> None:
         )
 
 
+def holds_critic_alone(manifest: Manifest) -> bool:
+    """Whether this is a checkpoint of a run that trained a value model alone: all its weights are in critic/."""
+    roles = {tensor.role for file in manifest.files for tensor in file.tensors}
+    return manifest.kind == CHECKPOINT and CRITIC in manifest.facts and WEIGHT not in roles
+
+
 def recorded(folder: Path) -> list[str]:
     """Names of the files that a folder which is being written has entries of."""
     return sorted(path.name.removesuffix(".json") for path in (folder / ENTRIES).glob("*.json"))

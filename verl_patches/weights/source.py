@@ -35,6 +35,7 @@ from verl_patches.layout.model_folder import (
 )
 from verl_patches.reshard.region import Region, cover
 from verl_patches.weights.manifest import (
+    CRITIC,
     ITEM_BYTES,
     MANIFEST,
     WEIGHT,
@@ -42,6 +43,7 @@ from verl_patches.weights.manifest import (
     Manifest,
     check_headers,
     has_manifest,
+    holds_critic_alone,
     read_manifest,
 )
 
@@ -142,12 +144,16 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
 
     Raises ConfigError that names the file or tensor: a missing or unknown tensor, one in two files, an index that does
     not match the files, a file that is cut off, another shape or dtype, a missing scale, an unsupported config, a link
-    out of the folder, a pipe or device in it.
+    out of the folder, a pipe or device in it, a checkpoint whose weights are all in its critic/.
     """
     folder = Path(folder)
     if folder.is_dir():
         require_files(folder)
     manifest = read_manifest(folder) if has_manifest(folder) else None
+    if manifest and holds_critic_alone(manifest):
+        raise ConfigError(
+            f"{folder}: of a run that trained a value model alone; its weights are in {folder / CRITIC}: give that"
+        )
     model = read_model_shape(read_config(folder))
     config, inventory = read_json_object(folder / "config.json"), build_inventory(model)
     block = _block_of(folder, config)

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,11 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
     """
     folder = Path(folder)
     if not has_manifest(folder):
-        if folder.exists() and (not folder.is_dir() or any(p.suffix != PARTIAL for p in folder.iterdir())):
+        other = folder.exists() and (not folder.is_dir() or any(p.suffix != PARTIAL for p in folder.iterdir()))
+        if other and not has_manifest(folder):  # another part may have begun it meanwhile
             raise ConfigError(f"{folder}: exists and is no folder of this command; expected an empty or a new folder")
         folder.mkdir(parents=True, exist_ok=True)
-    else:
+    if has_manifest(folder):
         found = read_manifest(folder, complete=False)
         if found.identity != manifest.identity:
             unlike = [n for n in ("kind", "layout", "dtype", "model") if getattr(found, n) != getattr(manifest, n)]
@@ -78,7 +79,7 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
             )
         if found.complete:
             return {file.name: file for file in found.files}
-    if not has_manifest(folder):
+    else:
         write_text(folder / MANIFEST, to_json(replace(manifest, files=(), complete=False)))
     (folder / ENTRIES).mkdir(exist_ok=True)
     entries = {}
@@ -89,18 +90,26 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
     return entries
 
 
-def reopen(folder: str | Path, good: Sequence[FileEntry]) -> None:
-    """Make a complete folder one that is being written, with the entries of its `good` files."""
-    folder, manifest = Path(folder), read_manifest(folder)
-    (folder / ENTRIES).mkdir(exist_ok=True)
-    for entry in good:
-        record(folder, entry)
-    write_text(folder / MANIFEST, to_json(replace(manifest, files=(), complete=False)))
+def reopen(folder: str | Path, again: Collection[str]) -> None:
+    """Withdraw the entries of files that are written `again`: until then nobody completes the folder.
+
+    A complete folder becomes one that is being written; another part may have done so meanwhile.
+    """
+    folder, manifest = Path(folder), read_manifest(folder, complete=False)
+    if manifest.complete:
+        for entry in manifest.files:
+            if entry.name not in again:
+                record(folder, entry)
+        write_text(folder / MANIFEST, to_json(replace(manifest, files=(), complete=False)))
+    for name in again:
+        (folder / ENTRIES / f"{name}.json").unlink(missing_ok=True)
 
 
 def record(folder: str | Path, entry: FileEntry) -> None:
     """Record a finished file of a folder that is being written; not durable, as a lost entry only costs the file."""
-    write_text(Path(folder) / ENTRIES / f"{entry.name}.json", json.dumps(file_fields(entry)), durable=False)
+    entries = Path(folder) / ENTRIES
+    entries.mkdir(exist_ok=True)
+    write_text(entries / f"{entry.name}.json", json.dumps(file_fields(entry)), durable=False)
 
 
 def complete(folder: str | Path) -> Manifest | None:
@@ -116,14 +125,16 @@ def complete(folder: str | Path) -> Manifest | None:
         return None
     try:
         files = tuple(read_record(folder, name) for name in manifest.expected)
-    except ConfigError:  # another process completed the folder and removes the entries
+        manifest = replace(manifest, files=files, complete=True)
+        sync(folder)  # the names of all files, before the manifest that needs them
+        write_text(folder / MANIFEST, to_json(manifest))
+    except (ConfigError, FileNotFoundError):  # another process completed the folder, and removed what this one needs
         found = read_manifest(folder, complete=False)
         if found.complete:
             return found
+        if set(found.expected) - set(recorded(folder)):  # or withdrew an entry
+            return None
         raise
-    manifest = replace(manifest, files=files, complete=True)
-    sync(folder)  # the names of all files, before the manifest that needs them
-    write_text(folder / MANIFEST, to_json(manifest))
     shutil.rmtree(folder / ENTRIES, ignore_errors=True)
     for left in folder.glob(f"{MANIFEST}.*{PARTIAL}"):  # of a process that was killed
         left.unlink(missing_ok=True)
