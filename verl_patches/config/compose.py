@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.engine_options import write_engine_options
@@ -40,6 +40,11 @@ LAYERS = "recipe.num_hidden_layers"
 # of config.json: what a model computes, beside its sizes
 _COMPUTED = (
     "rms_norm_eps rope_theta rope_scaling routed_scaling_factor n_group topk_group norm_topk_prob scoring_func".split()
+)
+_READ = (  # files and folders that a run reads, some of them in workers
+    *("actor_rollout_ref.model.path", "critic.model.path", "critic.model.tokenizer_path"),
+    *("data.train_files", "data.val_files", "data.custom_cls.path", "custom_reward_function.path"),
+    *("reward_model.model.input_tokenizer", "recipe.rollout.replay"),
 )
 _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
@@ -92,8 +97,24 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
     _check_verl_keys(config, base, name)
     check_dtype(config)
+    _make_absolute(config)
     give_recipe(config)
     return config
+
+
+def _make_absolute(config: DictConfig) -> None:
+    """Write the paths of `_READ` and recipe.rewards relative to the current folder as absolute: workers have others."""
+    places = [key.rpartition(".") for key in _READ]
+    given = [(OmegaConf.select(config, section), name) for section, _, name in places]
+    for section, name in (*given, *((entry, "path") for entry in config.recipe.rewards or ())):
+        if isinstance(found := section.get(name), ListConfig):
+            section[name] = [_absolute(path) for path in found]
+        elif found:
+            section[name] = _absolute(found)
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path or path[:1] == "~" else str(Path(path).absolute())
 
 
 def give_recipe(config: DictConfig) -> None:
