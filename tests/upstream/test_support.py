@@ -32,6 +32,7 @@ OTHER = {  # another value than a neutral one, for keys of every kind
     "critic.optim.warmup_style": "cosine",
     "+reward_model.overlong_buffer": "{enable: true, len: 8}",
     "trainer.del_local_ckpt_after_load": "true",
+    "trainer.max_critic_ckpt_to_keep": "1",
     "ray_init.timeline_json_file": "t.json",
     "recipe.train.layers_per_stage": "[1]",
     "recipe.train.grouped_gemm": "false",
