@@ -225,8 +225,7 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
     for section in ("actor_rollout_ref", "critic", "reward_model"):
         if "recipe" in config[section]:
             raise ConfigError(f"config {name}: {section}.recipe is given; expected `recipe:` alone: remove the line")
-    users = config.data.custom_cls.path not in (None, str(CONFIGS_DIR.parent / "verl_patches/objectives/dataset.py"))
-    free = ("recipe.", "data.") if users else ("recipe.",)
+    free = ("recipe.", "data.") if has_own_dataset(config) else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
     hint = f"verl of line {line} reads no such key here (verl_patches/verl_keys.json): remove it"
     for key in _keys(config):
@@ -236,6 +235,11 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
             faults.append(refusal_of(config, key) or f"nothing would act on {unknown_key(key, near, hint)}")
     if faults:
         raise ConfigError(f"config {name}:\n  " + "\n  ".join(faults))
+
+
+def has_own_dataset(config: DictConfig) -> bool:
+    """Whether a class of the user's reads the data."""
+    return config.data.custom_cls.path not in (None, str(CONFIGS_DIR.parent / "verl_patches/objectives/dataset.py"))
 
 
 def check_dtype(config: DictConfig) -> None:
