@@ -54,21 +54,15 @@ def on_end_signals(act: Callable[[int], None]) -> dict[int, Any]:
 
     def received(number: int, _frame: object) -> None:
         if number == signal.SIGHUP:
-            _leave_terminal()
+            for stream in (1, 2):
+                with suppress(OSError):  # a closed one
+                    if not stat.S_ISREG(os.fstat(stream).st_mode):  # to write to a closed terminal is an error
+                        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         act(number)
 
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    numbers = (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,)))
+    numbers = (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return {number: signal.signal(number, received) for number in numbers}
-
-
-def _leave_terminal() -> None:
-    """Discard stdout and stderr that are no files: writing to a closed terminal is an error, which ends the caller."""
-    with open(os.devnull, "w") as nowhere:
-        for stream in (1, 2):
-            with suppress(OSError):  # closed
-                if not stat.S_ISREG(os.fstat(stream).st_mode):
-                    os.dup2(nowhere.fileno(), stream)
 
 
 @contextmanager

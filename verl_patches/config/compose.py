@@ -42,10 +42,9 @@ _COMPUTED = (
     "rms_norm_eps rope_theta rope_scaling routed_scaling_factor n_group topk_group norm_topk_prob scoring_func".split()
 )
 _READ = (  # files and folders that a run reads, some of them in workers
-    *("actor_rollout_ref.model.path", "critic.model.path", "critic.model.tokenizer_path"),
-    *("data.train_files", "data.val_files", "data.custom_cls.path", "custom_reward_function.path"),
-    *("reward_model.model.input_tokenizer", "recipe.rollout.replay"),
-)
+    "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
+    "data.train_files data.val_files data.custom_cls.path custom_reward_function.path recipe.rollout.replay"
+).split()
 _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
     "critic.model.override_config.model_config.num_hidden_layers",
@@ -104,13 +103,10 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
 
 def _make_absolute(config: DictConfig) -> None:
     """Write the paths of `_READ` and recipe.rewards relative to the current folder as absolute: workers have others."""
-    places = [key.rpartition(".") for key in _READ]
-    given = [(OmegaConf.select(config, section), name) for section, _, name in places]
-    for section, name in (*given, *((entry, "path") for entry in config.recipe.rewards or ())):
-        if isinstance(found := section.get(name), ListConfig):
-            section[name] = [_absolute(path) for path in found]
-        elif found:
-            section[name] = _absolute(found)
+    places = [(OmegaConf.select(config, section), name) for section, _, name in (key.rpartition(".") for key in _READ)]
+    for section, name in (*places, *((entry, "path") for entry in config.recipe.rewards or ())):
+        if found := section.get(name):
+            section[name] = list(map(_absolute, found)) if isinstance(found, ListConfig) else _absolute(found)
 
 
 def _absolute(path: str) -> str:
