@@ -13,6 +13,7 @@ try:
 
     from verl_patches.cli import cluster, contract, data, doctor, inference, inspect, patches, run, weights
     from verl_patches.errors import ConfigError, RecipeError, interrupted
+    from verl_patches.processes import on_end_signals
     from verl_patches.values import printable
 except ModuleNotFoundError as error:
     if __name__ != "__main__" or str(error.name).startswith("verl_patches"):
@@ -51,15 +52,15 @@ app.add_typer(weights.app, name="weights")
 def main() -> None:
     """Run the command line; a user's mistake ends with one sentence on stderr and code 2, a found problem with 1.
 
-    SIGINT and SIGTERM become SystemExit with 128 + their number, so that what a command started is ended.
+    SIGINT, SIGTERM and SIGHUP become SystemExit with 128 + their number, so that what a command started is ended.
     """
     received: list[int] = []
 
-    def end(number: int, _frame: object) -> None:
+    def end(number: int) -> None:
         received.append(number)
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = on_end_signals(end)
     try:
         app()
     except SystemExit:

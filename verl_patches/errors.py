@@ -68,7 +68,8 @@ def fault_of(function: Callable, *arguments: Any) -> str | None:
 
 def interrupted(number: int) -> str:
     """ "interrupted by SIGINT (Ctrl-C)", or by another signal."""
-    return f"{INTERRUPTED}{signal.Signals(number).name}{' (Ctrl-C)' if number == signal.SIGINT else ''}"
+    cause = {signal.SIGINT: " (Ctrl-C)", signal.SIGHUP: " (its terminal closed)"}.get(number, "")
+    return f"{INTERRUPTED}{signal.Signals(number).name}{cause}"
 
 
 def place_in(text: str, file: str | None) -> str:

@@ -15,10 +15,12 @@ import os
 import re
 import signal
 import socket
+import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -42,6 +44,25 @@ def adopting_orphans() -> Iterator[None]:
 def die_with_parent() -> None:
     """In a child between fork and exec: get SIGKILL when the launcher dies without cleaning up."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def on_end_signals(act: Callable[[int], None]) -> dict[int, Any]:
+    """Call `act(number)` at SIGINT, SIGTERM and SIGHUP from now on; returns the handlers that were there.
+
+    Main thread only. SIGHUP stays ignored where it is, as by nohup; after it, output goes to files alone.
+    """
+
+    def received(number: int, _frame: object) -> None:
+        if number == signal.SIGHUP:
+            for stream in (1, 2):
+                with suppress(OSError):  # a closed one
+                    if not stat.S_ISREG(os.fstat(stream).st_mode):  # to write to a closed terminal is an error
+                        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        act(number)
+
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return {number: signal.signal(number, received) for number in numbers}
 
 
 @contextmanager

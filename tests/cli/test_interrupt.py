@@ -15,6 +15,11 @@ from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import interrupted
 
 
+def heed_hang_ups():
+    """As in a terminal; under nohup, which these tests may be, they are ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def started(tmp_path):
     """started(*words): a command in a group of its own, both of its streams in one file."""
@@ -25,7 +30,8 @@ def started(tmp_path):
         env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         with (tmp_path / "output").open("w") as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-            made.append(subprocess.Popen(command, cwd=REPOSITORY, env=env, **streams, start_new_session=True))
+            streams |= {"start_new_session": True, "preexec_fn": heed_hang_ups}
+            made.append(subprocess.Popen(command, cwd=REPOSITORY, env=env, **streams))
         return made[-1]
 
     yield start
@@ -58,7 +64,7 @@ def a_doctor(tmp_path, job):
     [(an_up, "waiting for Ray's head"), (an_up_over_ssh, None), (a_doctor, None)],
     ids=["up", "up over ssh", "doctor"],
 )
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_a_user_ended_is_said_to_be_ended_by_the_user(started, tmp_path, command, sign, number):
     """sign: what the command prints while it waits; None: it waits for a process that it has started."""
     job = {"name": "j", "nodes": 2, "dies": 1, "device": "GPU", "folder": str(tmp_path / "folder")}

@@ -284,6 +284,28 @@ def test_the_plan_says_whether_log_probs_are_compared(name, override, words):
     assert check.ok and check.note is ("never" in words) and re.search(words, check.detail), check
 
 
+OLD_KEYS = {"actor.ppo_micro_batch_size", "rollout.log_prob_micro_batch_size", "ref.log_prob_micro_batch_size"}
+
+
+@pytest.mark.parametrize("line", ["pypi", "a3"])
+def test_a_micro_batch_of_all_ranks_is_refused_as_verl_would_after_ray_has_started(line):
+    """Where verl looks: not with dynamic batches, and at the reference's where there is one."""
+    keys = {f"actor_rollout_ref.{key}" for key in OLD_KEYS}
+    of_reference = {key for key in keys if ".ref." in key}
+
+    def refused(reference, *overrides):
+        given = [
+            f"recipe.line={line}",
+            f"actor_rollout_ref.actor.use_kl_loss={reference}",
+            *(f"{key}=4" for key in keys),
+        ]
+        found = check_config(compose(TINY, [*given, *overrides]))
+        return {c.detail.partition(" is given")[0] for c in found if not c.ok and "_per_gpu alone" in c.detail}
+
+    assert refused("true") == keys and refused("false") == keys - of_reference
+    assert refused("true", "actor_rollout_ref.actor.use_dynamic_bsz=true") == set()
+
+
 def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     data, reward = tmp_path / "train.parquet", tmp_path / "reward.py"
     (tmp_path / "config.json").write_text(Path(CONFIGS_DIR, "model/deepseekv3_tiny.json").read_text())

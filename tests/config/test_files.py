@@ -78,6 +78,23 @@ def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny
     assert check.ok and check.note  # of another machine: the control
 
 
+def test_files_that_a_dataset_of_the_users_reads_are_not_checked_for_verls_columns(tmp_path):
+    """With algo=sft too, whose own class is the control, as verl's is without one."""
+    rows, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    rows.write_text('{"question": "1 + 1"}\n' * 8)
+    mine.write_text("class Own: ...\n")
+    given = [f"data.train_files={rows}", f"data.val_files=[{rows}]", f"{STEPS}=null"]
+    for algorithm in ([], ["algo=sft"]):
+        own = [f"data.custom_cls.path={mine}", "data.custom_cls.name=Own"]
+        for dataset, failed in ((own, []), ([], [False, False])):
+            config = compose(TINY, [*algorithm, *given, *dataset])
+            checks = [check for check in check_config(config, files.PATHS) if check.name == "data"]
+            assert [check.ok for check in checks if not check.ok] == failed
+            assert [check.note for check in checks] == [not failed] * 2 and files.steps_of(config) is None
+        missing = compose(TINY, [*algorithm, *own, "data.train_files=/nowhere"])
+        assert any(not check.ok for check in check_config(missing, files.PATHS) if check.name == "data")
+
+
 @pytest.mark.parametrize(("overrides", "count"), [
     ([f"{STEPS}=5", f"{SAVE}=2", f"{KEEP}=null"], 3),  # after steps 2, 4 and the last
     ([f"{STEPS}=5", f"{SAVE}=1", f"{KEEP}=2"], 3),  # 2 that are kept, and one that is written

@@ -6,6 +6,7 @@ import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from verl_patches.doctor.doctor import NODE_ROWS, this_node
 from verl_patches.doctor.node_checks import Machine, Node, NodeCheck, Result, check_node
 from verl_patches.errors import RecipeError
 from verl_patches.patching.report import Report
+from verl_patches.platform import all_reduce_probe
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import installed_line
 
@@ -268,6 +270,36 @@ def test_a_taken_port_and_an_interface_that_is_not_there(make_node, production):
     assert (before_ray.state == "note") == (not before_ray.found.endswith("none"))
     own = replace(node, config=config, machine=replace(node.machine, environ={"GLOO_SOCKET_IFNAME": "lo"}))
     assert "loopback lo, by GLOO_SOCKET_IFNAME" in findings(own, "interface")["interface"].found
+
+
+@pytest.mark.parametrize("of_hccl", ["^docker0", "eth", "=eth99"])
+def test_the_interface_is_gloos_whatever_hccl_is_told_to_take(make_node, production, of_hccl):
+    """HCCL's variable may be a prefix or name what is not taken; the loopback is refused there too."""
+    (production := production.copy()).recipe.hccl.interface = None
+
+    def found(nodes=1, **variables):
+        production.trainer.nnodes = nodes
+        node = make_node()
+        machine = replace(node.machine, environ={"HCCL_SOCKET_IFNAME": of_hccl, **variables})
+        return findings(replace(node, config=production, machine=machine), "interface")["interface"]
+
+    assert found().found == "lo, by one node" and found(GLOO_SOCKET_IFNAME="lo,eth1").state == "fine"
+    absent = found(GLOO_SOCKET_IFNAME="eth98")
+    assert absent.state == "problem" and "GLOO_SOCKET_IFNAME of this node's environment is eth98" in absent.found
+    assert "loopback lo, by GLOO_SOCKET_IFNAME" in found(2, GLOO_SOCKET_IFNAME="lo").found
+    assert "loopback lo, by TP_SOCKET_IFNAME" in found(2, GLOO_SOCKET_IFNAME="eth98", TP_SOCKET_IFNAME="lo").found
+
+
+@pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"])
+def test_a_probe_takes_the_nodes_own_variables(monkeypatch, name):
+    seen = []
+    started = SimpleNamespace(wait=lambda: 0)
+    monkeypatch.setattr(all_reduce_probe.subprocess, "Popen", lambda *_, env, **__: seen.append(env) or started)
+    (other,) = {"GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"} - {name}
+    monkeypatch.setenv(name, "its")
+    monkeypatch.setenv(other, "")
+    assert all_reduce_probe.main({"interface": "eth9", "local": 1, "first": 0}) == 0
+    assert (seen[0][name], seen[0][other]) == ("its", "eth9")
 
 
 def test_disk_holds_the_checkpoints_of_the_model(make_node, production):

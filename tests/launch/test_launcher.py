@@ -1,5 +1,6 @@
 """The launcher with real child processes: how runs end, exit codes, and that only the run's processes are ended."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 
@@ -16,9 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.launch.drivers import DETACHED, FOLDER, MEASURED, NAME, SLEEP, STEP, SUMMARY, composed
+from tests.ranks import HANG_S
 from tests.weights.cases import make_checkpoint
 from verl_patches.__main__ import app
-from verl_patches.errors import ConfigError
+from verl_patches.config.environment import REPOSITORY
+from verl_patches.errors import ConfigError, interrupted
 from verl_patches.launch import launcher
 from verl_patches.trainer.record import new_run_id, run_id
 
@@ -169,30 +173,41 @@ def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(tmp
         shutil.rmtree(parent)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_signals_to_the_launcher(run_python, tmp_path, number, code):
+def signalled(tmp_path, act, hang_up="SIG_DFL"):
+    """A program whose launcher does `act` once its driver runs, and shows every look at the clock."""
     folder = tmp_path / "t"
     pids = """
 (out / "temp").write_text(os.environ["TMPDIR"])
 (out / "new").write_text(str(os.getpid()))
 (out / "new").rename(out / "driver.pid")
 """
-    program = f"""
-import sys, threading, os, time
+    return f"""
+import signal, sys, threading, os, time
 from verl_patches import processes
 from verl_patches.launch import launcher
 from verl_patches.config.compose import compose
 processes.TERM_S = 0.5
+signal.signal(signal.SIGHUP, signal.{hang_up})
 overrides = ["recipe.output_root={tmp_path}", "recipe.run=t"]
-def interrupt():
+def act():
     while not os.path.exists({str(folder / "driver.pid")!r}): time.sleep(0.05)
-    os.kill(os.getpid(), {int(number)})
-threading.Thread(target=interrupt, daemon=True).start()
+    {act}
+threading.Thread(target=act, daemon=True).start()
 child = {DETACHED + pids + SLEEP!r}
 launcher.driver_command = lambda *_: [sys.executable, "-c", child]
-sys.exit(launcher.run(compose({NAME!r}, overrides)).code)
+outcome = launcher.run(compose({NAME!r}, overrides), lambda line: print(line, flush=True))
+print(outcome.reason, file=sys.stderr, flush=True)
+sys.exit(outcome.code)
 """
-    done = run_python(program)
+
+
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_signals_to_the_launcher(run_python, tmp_path, number, code):
+    folder = tmp_path / "t"
+    done = run_python(signalled(tmp_path, f"os.kill(os.getpid(), {int(number)})"))
     assert done.rc == code, done.err
     if number == signal.SIGKILL:  # the driver ends with its launcher, and Ray's daemons with the driver
         while is_running(folder, "driver.pid"):
@@ -200,9 +215,34 @@ sys.exit(launcher.run(compose({NAME!r}, overrides)).code)
         psutil.Process(int((folder / "child.pid").read_text())).kill()  # this test's own, ignores SIGTERM
         shutil.rmtree((folder / "temp").read_text(), ignore_errors=True)  # the next launcher's start removes it too
     else:
-        assert "interrupted by" in json.loads((folder / "summary.json").read_text())["exit"]
+        assert json.loads((folder / "summary.json").read_text())["exit"] == interrupted(number)
         assert not is_running(folder)
     assert not is_running(folder, "driver.pid")
+
+
+def test_a_run_outlives_its_terminal_under_nohup_alone(run_python, tmp_path):
+    both = "for number in (signal.SIGHUP, signal.SIGTERM): os.kill(os.getpid(), number); time.sleep(1)"
+    assert run_python(signalled(tmp_path, both, "SIG_IGN")).rc == 143
+
+
+def test_a_run_whose_terminal_closes_is_ended_with_its_reason(tmp_path):
+    """To write to that terminal is an error from then on."""
+    ours, its = os.openpty()
+    program = [sys.executable, "-c", signalled(tmp_path, "pass")]
+
+    def take_terminal():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    streams = {"stdin": its, "stdout": its, "stderr": its, "cwd": REPOSITORY}
+    process = subprocess.Popen(program, **streams, start_new_session=True, preexec_fn=take_terminal)
+    os.close(its)
+    while not (tmp_path / "t" / "driver.pid").exists():
+        assert process.poll() is None, os.read(ours, 1 << 16)
+        time.sleep(0.1)
+    os.close(ours)
+    assert process.wait(HANG_S) == 129
+    assert json.loads((tmp_path / "t" / "summary.json").read_text())["exit"] == interrupted(signal.SIGHUP)
+    assert not is_running(tmp_path / "t") and not is_running(tmp_path / "t", "driver.pid")
 
 
 def test_shared_memory_that_a_killed_process_left_is_removed(start, tmp_path):

@@ -32,6 +32,7 @@ OTHER = {  # another value than a neutral one, for keys of every kind
     "critic.optim.warmup_style": "cosine",
     "+reward_model.overlong_buffer": "{enable: true, len: 8}",
     "trainer.del_local_ckpt_after_load": "true",
+    "trainer.max_critic_ckpt_to_keep": "1",
     "ray_init.timeline_json_file": "t.json",
     "recipe.train.layers_per_stage": "[1]",
     "recipe.train.grouped_gemm": "false",
@@ -55,6 +56,18 @@ def test_a_key_of_the_pin_file_is_refused_by_name(line):
     assert [entry.key for entry, _ in refused_keys(config)] == [entry.key for entry in entries]
     failed = [c.detail for c in check_config(config) if c.name == f"line {line}" and not c.ok]
     assert [detail.partition(" is ")[0] for detail in failed] == [e.key for e in entries if not e.planned]
+
+
+@pytest.mark.parametrize(
+    ("line", "name"), [("pypi", "freeze_moe_router"), ("a3", "freeze_moe_router"), ("a3", "+fix_moe_router")]
+)
+def test_a_router_that_would_be_trained_all_the_same_is_not_said_to_be_frozen(line, name):
+    """A critic has the actor's override_config."""
+    key = f"actor_rollout_ref.model.override_config.moe_config.{name.lstrip('+')}"
+    for value, failed in (("true", [key]), ("false", [])):
+        config = compose(TINY, [f"recipe.line={line}", f"{'+' if name[0] == '+' else ''}{key}={value}"])
+        found = [c.detail.partition(" is ")[0] for c in check_config(config) if c.name == f"line {line}" and not c.ok]
+        assert found == failed
 
 
 def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():

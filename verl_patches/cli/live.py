@@ -6,7 +6,7 @@
     ended      all steps were made
     ending     the attempt failed; `exit` says why; its launcher ends processes, or starts the next try
     failed     the run ended with that reason
-    interrupted  Ctrl-C or SIGTERM ended the run
+    interrupted  Ctrl-C, SIGTERM or SIGHUP ended the run
     lost       the record says running, but no launcher holds the folder's lock: it was killed, or it runs on another
                node and the file system does not share locks between nodes
 """

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from verl_patches.processes import (
     end_processes,
     is_gone,
     name_of,
+    on_end_signals,
     started_at,
     state_of,
     taken_by,
@@ -419,8 +419,7 @@ def status(job: Job, rank: int | None = None) -> list[Finding]:
 def stay(job: Job, started: Started) -> int:
     """Wait until a signal ends this command, which is 0, or a process of this node ends, which is 1."""
     received: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):  # for good: a second one must not keep the caller from its cleanup
-        signal.signal(number, lambda n, _frame: received.append(n))
+    on_end_signals(received.append)  # for good: a second one must not keep the caller from its cleanup
     while not received:
         if gone := ended(started):
             raise RecipeError(f"{started.name} of job {job.name} lost {', '.join(gone)}")

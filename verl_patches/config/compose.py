@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.engine_options import write_engine_options
@@ -41,6 +41,10 @@ LAYERS = "recipe.num_hidden_layers"
 _COMPUTED = (
     "rms_norm_eps rope_theta rope_scaling routed_scaling_factor n_group topk_group norm_topk_prob scoring_func".split()
 )
+_READ = (  # files and folders that a run reads, some of them in workers
+    "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
+    "data.train_files data.val_files data.custom_cls.path custom_reward_function.path recipe.rollout.replay"
+).split()
 _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
     "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
     "critic.model.override_config.model_config.num_hidden_layers",
@@ -92,8 +96,21 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
     _check_verl_keys(config, base, name)
     check_dtype(config)
+    _make_absolute(config)
     give_recipe(config)
     return config
+
+
+def _make_absolute(config: DictConfig) -> None:
+    """Write the paths of `_READ` and recipe.rewards relative to the current folder as absolute: workers have others."""
+    places = [(OmegaConf.select(config, section), name) for section, _, name in (key.rpartition(".") for key in _READ)]
+    for section, name in (*places, *((entry, "path") for entry in config.recipe.rewards or ())):
+        if found := section.get(name):
+            section[name] = list(map(_absolute, found)) if isinstance(found, ListConfig) else _absolute(found)
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path or path[:1] == "~" else str(Path(path).absolute())
 
 
 def give_recipe(config: DictConfig) -> None:
@@ -204,8 +221,7 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
     for section in ("actor_rollout_ref", "critic", "reward_model"):
         if "recipe" in config[section]:
             raise ConfigError(f"config {name}: {section}.recipe is given; expected `recipe:` alone: remove the line")
-    users = config.data.custom_cls.path not in (None, str(CONFIGS_DIR.parent / "verl_patches/objectives/dataset.py"))
-    free = ("recipe.", "data.") if users else ("recipe.",)
+    free = ("recipe.", "data.") if has_own_dataset(config) else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
     hint = f"verl of line {line} reads no such key here (verl_patches/verl_keys.json): remove it"
     for key in _keys(config):
@@ -215,6 +231,11 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
             faults.append(refusal_of(config, key) or f"nothing would act on {unknown_key(key, near, hint)}")
     if faults:
         raise ConfigError(f"config {name}:\n  " + "\n  ".join(faults))
+
+
+def has_own_dataset(config: DictConfig) -> bool:
+    """Whether a class of the user's reads the data."""
+    return config.data.custom_cls.path not in (None, str(CONFIGS_DIR.parent / "verl_patches/objectives/dataset.py"))
 
 
 def check_dtype(config: DictConfig) -> None:

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from verl_patches.config.compose import (
     config_file,
+    has_own_dataset,
     model_changes,
     model_shape_of,
     reads_weights,
@@ -150,13 +151,20 @@ def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expe
 
 
 def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
-    """Data files are parquet in verl's schema; those for training hold a batch. The trainer's node reads them."""
+    """Data files are parquet in verl's schema; those for training hold a batch. The trainer's node reads them.
+
+    A dataset class of the user's reads any files.
+    """
     for key, least in zip(_DATA, (config.data.train_batch_size, 1), strict=True):
         files = config.data.get(key.removeprefix("data.")) or []
         files = [files] if isinstance(files, str) else files
         absent = [file for file in files if not os.path.isfile(file)]
         if absent:
             yield _absent("data", absent, key, key in must_exist, "parquet of `data build` (docs/data.md)")
+            continue
+        if has_own_dataset(config):
+            text = f"{key}: read by data.custom_cls, so rows and columns were not checked"
+            yield Check("data", True, text, note=True)
             continue
         try:
             rows = sum(_read_rows(file, config) for file in files)
@@ -391,7 +399,7 @@ def _many(count: int | None, what: str) -> str:
 
 def steps_of(config: DictConfig) -> int | None:
     """Steps of a run: trainer.total_training_steps, or those of its epochs; None where no data files say so."""
-    if config.trainer.total_training_steps is not None:
+    if config.trainer.total_training_steps is not None or has_own_dataset(config):
         return config.trainer.total_training_steps
     files = config.data.train_files or []
     try:

@@ -46,6 +46,7 @@ from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import load_pins
 
 TOOL_S, PROBE_S = 30, 150
+_OF_GLOO = "GLOO_SOCKET_IFNAME"
 MODEL = "actor_rollout_ref.model.path"
 GIB, GB = 1 << 30, 1e9
 # files and processes: 16 workers with Ray's and HCCL's sockets and some hundred threads each; on a CPU a tiny run
@@ -118,9 +119,8 @@ class Node:
     @cached_property
     def interface(self) -> tuple[str, str] | None:
         """(network interface, why) as a worker of this node chooses it; None where Ray's head is not known yet."""
-        own = next((name for name in SOCKETS if self.machine.environ.get(name)), None)
-        if own:
-            return self.machine.environ[own].lstrip("=").split(",")[0], f"{own} of this node's environment"
+        if own := self.machine.environ.get(_OF_GLOO):  # HCCL's may be a prefix, or name what is not taken
+            return own.split(",")[0], f"{_OF_GLOO} of this node's environment"
         if chosen := self.config.recipe.hccl.interface:
             return chosen, "recipe.hccl.interface"
         if self.nodes == 1:
@@ -379,7 +379,9 @@ def _interface(node: Node) -> Iterator[Result]:
         yield Result(bool(up), found, state="note" if up else "")
         return
     name, why = node.interface
-    fault = fault_of(require_interface, name) or fault_of(refuse_loopback, node.nodes, name, why)
+    own = {part: of for of in SOCKETS for part in node.machine.environ.get(of, "").lstrip("=").split(",")}
+    faults = (fault_of(refuse_loopback, node.nodes, part, of) for part, of in {**own, name: why}.items())
+    fault = next(filter(None, faults), None) or fault_of(require_interface, name, why)
     up = not fault and psutil.net_if_stats()[name].isup
     yield Result(up, fault or f"{name}, by {why}" + ("" if up else ", which is down"))
 

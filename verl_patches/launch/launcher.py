@@ -28,7 +28,7 @@ from verl_patches.launch.run_folder import RunFolder, open_run_folder, start_aga
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
-from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, taken_by
+from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals, taken_by
 from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.trainer.record import Progress, write_json
 from verl_patches.upstream.checkouts import Trees, commit_of
@@ -196,10 +196,10 @@ def _end_driver(driver: subprocess.Popen) -> None:
 
 @contextmanager
 def _recorded_signals() -> Iterator[list[int]]:
-    """While inside, SIGINT and SIGTERM are recorded instead of ending this process (main thread only)."""
+    """While inside, signals that end this process are recorded instead (main thread only)."""
     received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, lambda n, _frame: received.append(n)) for number in numbers}
+    main = threading.current_thread() is threading.main_thread()
+    before = on_end_signals(received.append) if main else {}
     try:
         yield received
     finally:

@@ -1,7 +1,8 @@
 """A program that measures an all-reduce over gloo or HCCL: `python -m verl_patches.platform.all_reduce_probe JSON`.
 
 JSON: {backend: gloo | hccl, first: first rank of this node, local: ranks of this node, world: ranks of all nodes,
-address: HOST:PORT of rank 0, interface: for gloo, mib: size of the tensor, repeat}. Each rank is a process of its own.
+address: HOST:PORT of rank 0, interface: where the node's own variables name none, mib: size of the tensor, repeat}.
+Each rank is a process of its own.
 Prints {seconds, bus_bytes_per_s} of one all-reduce, from the node's first rank; exits with 1 where a rank fails or the
 sum is wrong. bus_bytes_per_s is size x 2 (world - 1) / world / seconds, the figure of nccl-tests. HCCL was not tried.
 """
@@ -29,8 +30,8 @@ def main(settings: dict[str, Any]) -> int:
             sys.stdout.write(json.dumps(measured) + "\n")
         return 0
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if settings["interface"]:
-        env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"), settings["interface"])
+    for name in ("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME") if settings["interface"] else ():
+        env[name] = env.get(name) or settings["interface"]
     ranks = []
     for index in range(settings["local"]):
         own = json.dumps({**settings, "rank": settings["first"] + index, "device": index})

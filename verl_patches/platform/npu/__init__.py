@@ -107,14 +107,14 @@ def towards(address: str) -> str:
     )
 
 
-def require_interface(interface: str) -> None:
-    """ConfigError where this node has no such interface."""
+def require_interface(interface: str, why: str = "recipe.hccl.interface") -> None:
+    """ConfigError where this node has no such interface, which `why` names."""
     import psutil
 
     names = sorted(psutil.net_if_addrs())
     if interface not in names:
         raise ConfigError(
-            f"recipe.hccl.interface is {interface}: {_here()} has {', '.join(names)}. Leave it null, or set "
+            f"{why} is {interface}: {_here()} has {', '.join(names)}. Leave it null, or set "
             "HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME where that node's Ray is started"
         )
 
