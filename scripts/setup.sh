@@ -45,7 +45,8 @@ pip=("$venv/bin/python" -I -m pip --disable-pip-version-check --no-input install
 unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX PIP_USER PIP_REQUIREMENT # they would lead pip out of the environment
 
 check() { "$venv/bin/python" -I "$root/scripts/check_env.py" "${project[@]}" "$@" "$main_pins" "$nodeps_pins"; }
-ready() { [ -x "$venv/bin/python" ] && check --stamp "$stamp" >/dev/null 2>&1; }
+findings=''
+ready() { [ -x "$venv/bin/python" ] && findings=$(check --stamp "$stamp" 2>&1); }
 
 find_python() { # a Python 3.11 that runs and that is not the environment to be made, in $python
     local candidate candidates=(python3.11 python3 python) found
@@ -171,7 +172,7 @@ trap interrupted INT TERM
 
 usable='import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))'
 if [ ! -f "$started" ] && [ -x "$venv/bin/python" ] && "$venv/bin/python" -I -c "$usable" 2>/dev/null; then
-    say "repairing $venv: $(check --stamp "$stamp" 2>&1 | head -n 3 | paste -sd';' | cut -c1-200)"
+    say "repairing $venv: $(head -n 3 <<<"$findings" | paste -sd';' | cut -c1-200)"
     rm -f "$stamp"
     repair || { say "it cannot be repaired: making it anew"; make_venv; install_all; finish || true; }
 else

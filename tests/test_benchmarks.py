@@ -42,6 +42,7 @@ def test_a_benchmark_starts_and_reports(words, pytestconfig):
     assert report.get("figures") or report.get("worker")
 
 
+@pytest.mark.slow
 def test_a_benchmark_without_its_sources_says_which(tmp_path):
     command = [sys.executable, "decode_step.py", "--upstream", tmp_path]
     done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True)

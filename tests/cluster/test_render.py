@@ -128,6 +128,7 @@ def test_no_rendered_text_has_a_secret_and_scripts_are_bash(monkeypatch, provide
     named = {**JOB, **KUBERNETES, "provider": provider, "env": {"A": "it's"}, "interface": "eth0"}
     text = rendered(Job(**named, secrets=["HF_TOKEN"]))
     assert "s3cret" not in text and "HF_TOKEN" in text
+    assert ("# on every node, in a container of registry/a3:1" in text) is (provider == "nodes")
     for script, is_bash in ((text, True), (text + "if\n", False)) if provider != "kubernetes" else ():
         assert (subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0) == is_bash
 

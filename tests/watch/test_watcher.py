@@ -5,11 +5,13 @@ import re
 import signal
 import socket
 import subprocess
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
-from verl_patches.watch.watcher import _raylets_end
+from verl_patches.watch.stall import StallError
+from verl_patches.watch.watcher import Watcher, _raylets_end
 
 pytestmark = pytest.mark.slow
 DRILLS = "from tests.watch.ray_job import main; main()"
@@ -55,3 +57,17 @@ def test_how_the_raylet_of_this_node_has_ended(tmp_path, monkeypatch):
         process.wait()
         dead[:] = [("gcs_server", process), ("raylet", process)]
         assert _raylets_end() == f"its raylet (pid {process.pid}) {text}"
+
+
+@pytest.mark.parametrize(("stops", "asked"), [(True, ["stopped", "waits"]), (False, ["waits"])])
+def test_a_stopped_process_of_a_run_that_goes_on_is_not_asked_for_stacks(stops, asked):
+    """It would be continued (node.stacks)."""
+    watcher, found = object.__new__(Watcher), []
+    watcher._stops, watcher._record = stops, lambda *of: None
+    watcher._write_stacks = lambda seen: found.extend(seen) or []
+    stopped, waits = (SimpleNamespace(state=state) for state in ("T (stopped)", "S"))
+    names = {id(stopped): "stopped", id(waits): "waits"}
+    stall = SimpleNamespace(culprits=[stopped], waiting=[waits], sentence="stalls")
+    with pytest.raises(StallError) if stops else nullcontext():
+        watcher._end_at(stall)
+    assert [names[id(seen)] for seen in found] == asked

@@ -20,6 +20,7 @@ from verl_patches.cluster.place import place_of
 from verl_patches.cluster.render import instead_of, rendered
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding, Report
+from verl_patches.processes import on_end_signals
 from verl_patches.yaml_files import MAX_BYTES
 
 app = typer.Typer(no_args_is_help=True, help="Ray on all nodes of a run: start it, look at it, end it.")
@@ -54,7 +55,7 @@ def _what_goes_on(job: Job, text: str) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        if error.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        if error.code in (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP):
             _say(f"job {job.name}: {text}")
         raise
 
@@ -122,8 +123,7 @@ def _up_here(
             code = node.stay(job, started)
     finally:
         if block:
-            for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not end the cleanup
-                signal.signal(number, signal.SIG_IGN)
+            on_end_signals(lambda number: None)  # a second one must not end the cleanup
             keep = True
             try:
                 gather.gather(job, gather.logs_folder(job), place.rank)

@@ -19,11 +19,12 @@ from verl_patches.cli.output import Json, print_json, progress_bar, say, table
 from verl_patches.cli.run import Overrides, Upstream, check_switches
 from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError
+from verl_patches.evaluation.plots import save
 from verl_patches.inference import rows, scores
 from verl_patches.inference.model import Model, find_model, restart_in_environment, validation_sampling
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.parallel import world_size
-from verl_patches.shared_files import replacing, write_whole
+from verl_patches.shared_files import write_whole
 from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
 
@@ -152,8 +153,7 @@ def eval_command(
             report = {"model": str(sources[-1].folder), "left_out": left_out, "without": models}
             report["steps"] = scores.steps_of(lines.read())
             if len(report["steps"]) > 1:
-                with replacing(output / "accuracy.png") as new:
-                    scores.accuracy_figure(config.recipe.run, report["steps"]).savefig(new, format="png", dpi=100)
+                save(scores.accuracy_figure(config.recipe.run, report["steps"]), output / "accuracy.png")
             write_whole(output / "eval.json", json.dumps(report, indent=1) + "\n")
     if as_json:
         print_json(report)

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shlex
-import signal
 import stat
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from verl_patches.cluster.job import Job
 from verl_patches.errors import ConfigError
-from verl_patches.processes import die_with_parent
+from verl_patches.processes import die_with_parent, on_end_signals
 from verl_patches.shared_files import PARTIAL, replacing
 from verl_patches.values import is_secret_variable, printable, size_text
 from verl_patches.weights.manifest import SAVED
@@ -166,13 +165,12 @@ def main(words: Sequence[str]) -> int:
 def _run(command: Sequence[str]) -> int:
     process = None
 
-    def end(number: int, _frame: object) -> None:
+    def end(number: int) -> None:
         if process is None or process.returncode is not None:
             raise SystemExit(128 + number)
         process.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+    on_end_signals(end)
     process = subprocess.Popen(command, preexec_fn=die_with_parent)
     code = process.wait()
     return 128 - code if code < 0 else code

@@ -102,9 +102,9 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
 
 
 def _make_absolute(config: DictConfig) -> None:
-    """Write the paths of `_READ` and recipe.rewards relative to the current folder as absolute: workers have others."""
-    places = [(OmegaConf.select(config, section), name) for section, _, name in (key.rpartition(".") for key in _READ)]
-    for section, name in (*places, *((entry, "path") for entry in config.recipe.rewards or ())):
+    """Write the paths of `_READ` relative to the current folder as absolute: workers have others."""
+    for above, _, name in (key.rpartition(".") for key in _READ):
+        section = OmegaConf.select(config, above)
         if found := section.get(name):
             section[name] = list(map(_absolute, found)) if isinstance(found, ListConfig) else _absolute(found)
 
@@ -114,10 +114,14 @@ def _absolute(path: str) -> str:
 
 
 def give_recipe(config: DictConfig) -> None:
-    """Put `recipe` where verl's workers see it, and what it says of reward models into verl's section of them."""
+    """Put `recipe` where verl's workers see it, and what it says of reward models into verl's section of them.
+
+    Paths of recipe.rewards become absolute.
+    """
     sections, models = [config.actor_rollout_ref, critic_of(config)], reward_models(config.recipe)
-    for entry in models:
-        entry.path = str(Path(entry.path).absolute())  # workers have other current folders
+    for entry in config.recipe.rewards or ():
+        if entry.get("path"):
+            entry.path = _absolute(entry.path)
     if models:
         config.reward_model.enable = True
         config.reward_model.model.override_config = config.actor_rollout_ref.model.override_config

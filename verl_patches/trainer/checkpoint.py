@@ -16,7 +16,6 @@ folders only under their own names. All nodes must see the folder.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -150,20 +149,12 @@ class Checkpoints:
         """After an error of the run: let a checkpoint in progress come to its end while its files grow."""
         if self._thread is None:
             return
-        before, written = None, self._written_bytes()
+        before, written = None, size_bytes(self._folder_in_writing)
         while self._thread.is_alive() and written != before:
             self._thread.join(_GRACE_S)
-            before, written = written, self._written_bytes()
+            before, written = written, size_bytes(self._folder_in_writing)
         self._given_up.set()
         self._thread.join()
-
-    def _written_bytes(self) -> int:
-        """Of the checkpoint that is being written, by any rank."""
-        size = 0
-        for path in self._folder_in_writing.rglob("*"):
-            with contextlib.suppress(FileNotFoundError):  # it got its name
-                size += path.stat().st_size
-        return size
 
     def _complete(
         self, writing: Path, own: dict[Path, dict[str, bytes]], record: dict[str, Any], started: float

@@ -237,13 +237,13 @@ class _Other:
     def __init__(self, name: str, address: str):
         self.name, self.address, self.lost, self.seen = name, address, False, []
         self.agent, self._call, self._answered = on_node(node.NodeAgent, name), None, time.monotonic()
-        self._asked_again = 0.0
+        self._next_call = 0.0
 
     def poll(self) -> None:
         """Take the answer of the last call if it is there, and call again."""
         import ray
 
-        if time.monotonic() < self._asked_again:
+        if time.monotonic() < self._next_call:
             return
         if self._call is not None:
             if not ray.wait([self._call], timeout=0)[0]:
@@ -252,7 +252,7 @@ class _Other:
                 self.seen, self._answered = ray.get(self._call), time.monotonic()
             except ray.exceptions.RayError as error:  # the agent is gone: another one, until the node is lost
                 log.warning("watch: no answer from node %s: %s", self.address, said(error))
-                self.agent, self._asked_again = on_node(node.NodeAgent, self.name), time.monotonic() + AGENT_S
+                self.agent, self._next_call = on_node(node.NodeAgent, self.name), time.monotonic() + AGENT_S
                 self._call = None
                 return
         self._call = self.agent.processes.remote()

@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -202,8 +203,13 @@ def next_aside(folder: Path) -> Path:
 
 
 def size_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+    """Bytes of all files below a folder, but of what gets another name meanwhile."""
+    size = 0
+    with suppress(OSError):  # the folder itself
+        for path in folder.rglob("*"):
+            with suppress(OSError):
+                size += 0 if path.is_dir() else path.lstat().st_size
+    return size
 
 
 def value_model_in(folder: str | Path) -> Path:
