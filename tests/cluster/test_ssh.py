@@ -99,7 +99,7 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
         gate(job, 2)
         gate(job, 3)
         code, out, err = ended(third)
-        assert code == 5 and out == "line 3 of a b\n" and "the command goes on, trying again" in err
+        assert code == 5 and out == "line 3 of a b\n" and "the command goes on; trying again" in err
         assert "runs already" in err  # one command, for three callers
         code, out, _ = ended(call(job, "follow"))
         assert code == 5 and out.count("\n") == 3
