@@ -119,6 +119,10 @@ def test_scores_of_reward_models_are_added_and_not_taken_alone():
     for more, words in (({}, "found none"), ({"rm_scores": whole}, r"found \[3, 8\]")):
         with pytest.raises(RewardError, match=rf"recipe.rewards\[0\] \(reward_model\): .*\[3, 2\], {words}"):
             manager_of(*entries)(of_lengths(*LENGTHS, **more))
+    bad = scores.clone()
+    bad[1, 1] = float("nan")
+    with pytest.raises(RewardError, match=r"recipe.rewards\[2\] \(reward_model\), sample 1 .*finite score, found nan"):
+        manager_of(*entries)(of_lengths(*LENGTHS, rm_scores=bad))
     validation = manager_of(*entries, validates=1)(of_lengths(*LENGTHS), return_dict=True)  # runs no reward model
     assert list(validation["reward_extra_info"]) == ["reward/length"]
 
