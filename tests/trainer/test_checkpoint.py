@@ -95,6 +95,7 @@ def saves(tmp_path, monkeypatch):
     def make(folder=tmp_path, run=RUN, **trainer):
         settings = {"default_local_dir": str(folder), "resume_mode": "auto", "save_freq": 1, **trainer}
         config = OmegaConf.create({"trainer": settings, "recipe": {"line": "pypi", "objective": {"name": "rl"}}})
+        config.recipe.watch = {"least_s": 900.0}
         data = SimpleNamespace(position=0)
         data.state_dict, data.load_state_dict = lambda: data.position, lambda state: setattr(data, "position", state)
         parts = {"config": config, "actor_rollout_wg": Workers(), "train_dataloader": data, "global_steps": 0}
@@ -211,16 +212,22 @@ def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(
     run.save()
     with pytest.raises(CheckpointError, match="rank 1: disk full"):
         run.finish()
-    run.give_up()
+    run.give_up(wait=True)
     assert newest(tmp_path, RUN) == tmp_path / "global_step_1"
     save(saves(), 2)
     assert names(tmp_path) == ["global_step_1", "global_step_2"]
 
 
-@pytest.mark.parametrize("grow", [True, False])
-def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(saves, tmp_path, monkeypatch, grow):
+@pytest.mark.parametrize(("grow", "wait", "least_s", "whole"), [
+    (True, True, 900.0, True), (False, True, 900.0, False), (True, False, 900.0, False), (True, True, 0.0, False),
+])  # fmt: skip
+def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
+    saves, tmp_path, monkeypatch, grow, wait, least_s, whole
+):
+    """Not for longer than the watch lets the controller be without a call, and not where nobody writes any more."""
     monkeypatch.setattr(checkpoint, "_GRACE_S", 0.1)
     run, looks = saves(), itertools.count()
+    run.config.recipe.watch.least_s = least_s
     workers = run.trainer.actor_rollout_wg
     workers.failing = True  # its ranks write at the third look
     run.trainer.global_steps = run.trainer.train_dataloader.position = 1
@@ -235,8 +242,10 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(saves, t
         return look if grow else 7
 
     monkeypatch.setattr(checkpoint, "size_bytes", written)
-    run.give_up()
-    assert (newest(tmp_path, RUN) == tmp_path / "global_step_1") is grow
+    run.give_up(wait)
+    assert (newest(tmp_path, RUN) == tmp_path / "global_step_1") is whole
+    said = [text for (text,) in run.said if "is waited for" in text]  # each look is output, as recipe.timeouts expects
+    assert len(said) == (0 if not wait or not least_s else 1 if not grow else next(looks) - 1), said
 
 
 def _killed_at(point, run, step):

@@ -209,3 +209,24 @@ def test_a_drifted_row_is_reported_if_all_workers_skip_it_and_refused_if_some_do
     assert "| drifted (drift=skip, reasons in summary.json): a.b" in prove("drifted", "drifted")
     with pytest.raises(engine.PatchError, match="a.b: active in 0; drifted in 1"):
         prove("active", "drifted")
+
+
+@pytest.mark.parametrize("dead", [[], [3]])
+def test_the_reason_is_recorded_before_a_checkpoint_is_waited_for(made, monkeypatch, dead):
+    """What ends the process meanwhile, such as the watch, would hide it."""
+    seen = []
+
+    def give_up(wait):
+        seen.append((wait, json.loads(made.summary.path.read_text())["exit"]))
+
+    made.checkpoints = SimpleNamespace(give_up=give_up)
+    for name, value in {"prove": None, "wrap_groups": None, "raised_by": "", "dead_workers": dead}.items():
+        monkeypatch.setattr(made, name, lambda *error, value=value: value, raising=False)
+
+    def fit():
+        raise AlarmError("step 7: expert_collapse")
+
+    with pytest.raises(run.WorkerDiedError if dead else AlarmError):
+        made.around(fit)
+    ((wait, reason),) = seen
+    assert wait is (not dead) and "AlarmError: step 7: expert_collapse" in reason and ("rank 3" in reason) is bool(dead)

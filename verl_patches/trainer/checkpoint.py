@@ -40,6 +40,7 @@ from verl_patches.layout.phases import trains_actor
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.values import leaves, size_text
+from verl_patches.watch.bounds import WAIT_SHARE
 from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
 from verl_patches.weights.checkpoint_folders import (
     instead_of,
@@ -145,12 +146,17 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint: {self._error}") from self._error
         self._say_once(self._not_removed)
 
-    def give_up(self) -> None:
-        """After an error of the run: let a checkpoint in progress come to its end while its files grow."""
+    def give_up(self, wait: bool) -> None:
+        """After an error of the run: end a checkpoint in progress, with `wait` only once its files grow no more.
+
+        For WAIT_SHARE of recipe.watch.least_s at most: past that the watch takes the controller for stalled.
+        """
         if self._thread is None:
             return
         before, written = None, size_bytes(self._folder_in_writing)
-        while self._thread.is_alive() and written != before:
+        ends = time.monotonic() + WAIT_SHARE * self.config.recipe.watch.least_s
+        while wait and self._thread.is_alive() and written != before and time.monotonic() < ends:
+            self._say(f"the run has failed; its checkpoint in progress is waited for, {size_text(written)} are written")
             self._thread.join(_GRACE_S)
             before, written = written, size_bytes(self._folder_in_writing)
         self._given_up.set()

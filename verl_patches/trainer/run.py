@@ -96,7 +96,7 @@ class Run:
 
     def around(self, fit: Callable[[], Any]) -> Any:
         """verl's fit, with the handshake before it; the outcome is recorded in any case."""
-        reason = "failed"
+        reason, dead = "failed", []
         try:
             self.prove()
             self.wrap_groups()
@@ -112,9 +112,10 @@ class Run:
                 raise WorkerDiedError(reason) from error
             raise
         finally:
+            self.end(reason)  # now: what ends this process while it waits must not hide it
             if self.checkpoints is not None:
-                self.checkpoints.give_up()
-            self.end(reason)
+                self.checkpoints.give_up(wait=not dead)  # files of a dead rank do not come
+                self.summary.write()
 
     def prove(self) -> None:
         """Compare the patches of all processes and record their states; RecipeError before step 1."""
