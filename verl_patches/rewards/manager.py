@@ -84,9 +84,9 @@ class RewardManager:
                 raise RewardError(f"{part}: expected {RM_SCORES} {[len(responses), *expected]}, found {found}")
             else:
                 values, models = scores[:, models].tolist(), models + 1
-                if not all(map(math.isfinite, values)):
-                    row = next(row for row, value in enumerate(values) if not math.isfinite(value))
-                    raise RewardError(f"{part}, sample {row} of the batch: expected a finite score, found {values[row]}")
+                for row, value in enumerate(values):
+                    if not math.isfinite(value):
+                        raise RewardError(f"{part}, sample {row} of the batch: expected a finite score, found {value}")
             totals += part.entry.weight * torch.tensor(values, dtype=torch.float64)
             columns[f"{METRIC}{part.label}"] = values
         rewards[torch.arange(len(responses)), lengths - 1] += totals.float()
