@@ -27,17 +27,16 @@ from typing import Any
 from verl_patches.data.handlers import RESPONSES, Record, Row, digest_of, make_row, schema_of
 from verl_patches.data.output import MANIFEST, TEST, TRAIN, whole_folder, write_rows
 from verl_patches.data.settings import REASONS, Settings
-from verl_patches.data.sources import Source, file_facts, load, sources_of
+from verl_patches.data.sources import Source, file_facts, prompt_tokens, read_tokenizer, sources_of
 from verl_patches.data.templates import template_of
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.processes import cpu_limit, die_with_parent
+from verl_patches.processes import die_with_parent
 
 SHOWN, PLACES = 20, 3  # sentences of a reason in the report, and places of each
 MAX_GOLD_WORDS = 4  # the reward compares what has more, like any phrase, as text alone
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 CHUNK_ROWS = 64  # of one call of a worker
 CACHE_KIB = 16 << 10  # of the scratch file
-TEMPLATE_CPU_S = 10.0  # of one prompt: a tokenizer's chat template may loop
 _UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
 Digests = tuple[int, int]  # of a row's prompt, and of all that makes two rows repeated ones
 Noted = tuple[str, str, str]  # reason, origin, sentence
@@ -81,15 +80,10 @@ def _tools(prompt_type: str, tokenizer: str | None) -> tuple[Any, Any]:
     """(template, tokenizer) of this process."""
     if tokenizer is None:
         return template_of(prompt_type), None
-    from transformers import AutoTokenizer
-
-    where = f"tokenizer_name_or_path {tokenizer}"
-    if tokenizer.startswith(("/", ".", "~")) and not os.path.isdir(tokenizer):
-        raise ConfigError(f"{where}: no such folder; expected a model folder or an id")
-    with load(f"{where}: expected a model folder or an id"):
-        found = AutoTokenizer.from_pretrained(tokenizer, local_files_only=os.path.isdir(tokenizer))
+    expected = "tokenizer_name_or_path to be a model folder that is there, or an id"
+    found = read_tokenizer(tokenizer, expected, local=os.path.isdir(tokenizer))
     if not found.chat_template:
-        raise ConfigError(f"{where}: it has no chat template, which verl needs")
+        raise ConfigError(f"tokenizer_name_or_path {tokenizer}: it has no chat template, which verl needs")
     return template_of(prompt_type), found
 
 
@@ -97,16 +91,7 @@ def _tokens(tokenizer: Any, row: Row) -> tuple[int, int]:
     """(prompt, longest response with its end tokens), as a run counts them (objectives/dataset.py)."""
     if "text" in row:
         return 1, len(tokenizer.encode(row["text"]))
-    try:
-        with cpu_limit(TEMPLATE_CPU_S):
-            prompt = len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True))
-    except TimeoutError:  # the others may take as long
-        where = row["extra_info"]["origin"]
-        raise RecipeError(
-            f"the tokenizer's chat template and {where} took more than {TEMPLATE_CPU_S} s of CPU time; give another"
-        ) from None
-    except Exception as error:  # of the template: raise_exception, a role that it does not know
-        raise ValueError(f"the tokenizer's chat template: {type(error).__name__}: {error}") from None
+    prompt = len(prompt_tokens(tokenizer, row["prompt"]))
     texts = [row[name] if name == "steps" else [row[name]] for name in RESPONSES if name in row]
     sizes = [sum(len(tokenizer.encode(part, add_special_tokens=False)) for part in parts) for parts in texts]
     return prompt, max(sizes) + len(sizes) if sizes else 0  # of a pair, a reward model has two end tokens
