@@ -139,11 +139,8 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
             same["places"] += [origin] * (len(same["places"]) < PLACES)
 
     target, longest = Path(settings.output_prefix), (0, 0)
-    with (
-        whole_folder(target, overwrite) as work,
-        _hub_cache(work / "hub"),
-        _table(work / "rows", settings.dedupe) as table,
-    ):
+    with whole_folder(target, overwrite) as work, _table(work / "rows", settings.dedupe) as table:
+        os.environ["HF_HOME"] = str((work / "hub").absolute())  # of this process and its workers, before HF's imports
         out, sources = work / "out", list(sources_of(settings, work))
         _tools(settings.prompt_type, settings.tokenizer_name_or_path)  # what is wrong ends the command here
         with _progress(settings, quiet, "read") as step:
@@ -191,19 +188,6 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
         manifest["files"] = [file_facts(out / name) for name in (TRAIN, TEST)]
         (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return 0, {**report, "files": [str(target / name) for name in (TRAIN, TEST)]}
-
-
-@contextmanager
-def _hub_cache(folder: Path) -> Iterator[None]:
-    """All that huggingface_hub, datasets and transformers keep goes to `folder`, where none of them is imported yet."""
-    before = os.environ.get("HF_HOME")
-    os.environ["HF_HOME"] = str(folder.absolute())
-    try:
-        yield
-    finally:
-        del os.environ["HF_HOME"]
-        if before is not None:
-            os.environ["HF_HOME"] = before
 
 
 def _chunks(sources: list[Source]) -> Iterator[tuple[str, list[tuple[int, Any]]]]:
