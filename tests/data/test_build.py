@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
-from tests.data.cases import RECORDS, contents, make, read, write_lines
+from tests.data.cases import RECORDS, contents, make, read, silent, write_lines
 from verl_patches.__main__ import app
 from verl_patches.data import build as module
 from verl_patches.data.output import whole_folder
@@ -56,7 +56,7 @@ def test_the_sample_is_what_it_was(tmp_path):
 
 def build_preset(name, out, **keys):
     given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items()]
-    return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), quiet=True)
+    return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False, silent)
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (ROOT / "data").glob("*.yaml") if path.stem != "templates"])
@@ -385,12 +385,10 @@ def test_the_command_line(tmp_path):
     assert isinstance(done.exception, ConfigError)  # which the program ends with 2
 
 
-def test_progress_has_a_line_for_every_interval(tmp_path, capsys):
+def test_progress_has_a_line_for_every_interval(tmp_path):
     write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(2600)])
     (tmp_path / "b.yaml").write_text(
         f"input: {tmp_path}/rows.jsonl\nhandler_name: maths\noutput_prefix: {tmp_path}/out"
     )
-    module.build(read_settings(tmp_path / "b.yaml", ["log_interval=500"]))
-    many = capsys.readouterr().err.count("read:")
-    module.build(read_settings(tmp_path / "b.yaml", ["log_interval=100000"]), overwrite=True)
-    assert many > 4 > capsys.readouterr().err.count("read:")
+    few, many = (run(tmp_path / "b.yaml", f"log_interval={n}", "--overwrite")[1].stderr for n in (100_000, 500))
+    assert many.count("read:") > 4 > few.count("read:")

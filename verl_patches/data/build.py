@@ -11,13 +11,12 @@ import json
 import os
 import re
 import sqlite3
-import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,6 +39,7 @@ CACHE_KIB = 16 << 10  # of the scratch file
 _UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
 Digests = tuple[int, int]  # of a row's prompt, and of all that makes two rows repeated ones
 Noted = tuple[str, str, str]  # reason, origin, sentence
+Progress = Callable[[str, int | None], AbstractContextManager[Callable[[int], Any]]]
 Made = tuple[int, list[tuple[bytes, Digests, str]], list[Noted], tuple[int, int]]
 
 
@@ -123,10 +123,10 @@ def _split(table: sqlite3.Connection, order: array, tests: int) -> list[array]:
     return sides
 
 
-def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> tuple[int, dict[str, Any]]:
+def build(settings: Settings, overwrite: bool, progress: Progress) -> tuple[int, dict[str, Any]]:
     """Write the folder of output_prefix: (0, report), or (1, report) and nothing written (refuse_above).
 
-    ConfigError for wrong use. `quiet`: no progress.
+    ConfigError for wrong use. `progress(what, rows or None)` gives what is called with each count of rows.
     """
     report: dict[str, Any] = {"read": 0, **{reason: {"rows": 0, "shown": {}} for reason in REASONS}}
 
@@ -143,7 +143,7 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
         os.environ["HF_HOME"] = str((work / "hub").absolute())  # of this process and its workers, before HF's imports
         out, sources = work / "out", list(sources_of(settings, work))
         _tools(settings.prompt_type, settings.tokenizer_name_or_path)  # what is wrong ends the command here
-        with _progress(settings, quiet, "read") as step:
+        with progress("read", None) as step:
             for count, made, noted, most in _in_order(settings, _chunks(sources)):
                 report["read"] += count
                 longest = tuple(map(max, longest, most))
@@ -179,7 +179,7 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
         def text_of(number: int) -> bytes:
             return table.execute("SELECT text FROM rows WHERE number = ?", (number,)).fetchone()[0]
 
-        with _progress(settings, quiet, "write", size) as step:
+        with progress("write", size) as step:
             for name, part in ((TRAIN, train), (TEST, test)):
                 report[Path(name).stem] = len(part)
                 write_rows(out / name, map(text_of, part), schema, step)
@@ -223,15 +223,3 @@ def _start(parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:  # which died before that
         os._exit(1)
-
-
-@contextmanager
-def _progress(settings: Settings, quiet: bool, what: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
-    """A progress bar on stderr: on a terminal twice a second, in a file at every log_interval rows."""
-    from tqdm import tqdm
-
-    often = {"mininterval": 0.5}
-    if not sys.stderr.isatty():
-        often = {"mininterval": 0, "miniters": settings.log_interval, "maxinterval": float("inf")}
-    with tqdm(total=total, desc=what, unit="row", disable=quiet, **often) as bar:
-        yield bar.update
