@@ -209,8 +209,8 @@ MUTANTS = (
            'if not signs or is_set or len(signs) > MAX_SIGNS or (signs.count("pm") > 1 and "mp" in signs):',
            "if not signs or is_set or len(signs) > MAX_SIGNS:", Tests("rewards/test_equivalence.py", "signs")),
     Mutant("equivalence-any-dollar", "rewards/equivalence.py", "_UNSAFE.search(answer) or ", "", EQUAL),
-    Mutant("compose-pays-without-form", "rewards/maths.py",
-           "if not well_formed:", "if not well_formed and not correct:", Tests("rewards/test_maths.py")),
+    Mutant("maths-pays-without-form", "rewards/maths.py",
+           "if well_formed else 0.0", "", Tests("rewards/test_maths.py")),
     Mutant("learnable-short-answers-pay", "rewards/learnable.py",
            "max(len(chars), MIN_CHARS)", "max(len(chars), 1)", Tests("rewards/test_learnable.py")),
     # YAML and secrets

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +19,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
-from tests.data.cases import RECORDS, contents, make, read, write_lines
+from tests.data.cases import RECORDS, contents, make, read, silent, write_lines
 from verl_patches.__main__ import app
 from verl_patches.data import build as module
-from verl_patches.data import output
 from verl_patches.data.output import whole_folder
 from verl_patches.data.settings import read_settings
 from verl_patches.errors import ConfigError, RecipeError
@@ -56,7 +56,7 @@ def test_the_sample_is_what_it_was(tmp_path):
 
 def build_preset(name, out, **keys):
     given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items()]
-    return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), quiet=True)
+    return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False, silent)
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (ROOT / "data").glob("*.yaml") if path.stem != "templates"])
@@ -250,15 +250,12 @@ def test_an_error_or_a_second_writer_leaves_the_output_alone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, monkeypatch):
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     make(tmp_path, MATHS)
     before = contents(tmp_path / "out")
-    monkeypatch.setattr(output, "_clear", lambda work: None)  # as if it were killed: nothing is cleaned
     work = tmp_path / ".out.partial"
-    (tmp_path / "out").rename(tmp_path / "old")
-    work.mkdir()
-    (tmp_path / "old").rename(work / "old")
-    monkeypatch.undo()
+    (work / "scratch").mkdir(parents=True)
+    (tmp_path / "out").rename(work / "scratch" / "old")
     with pytest.raises(ConfigError, match="exists already"):
         make(tmp_path, MATHS)
     assert contents(tmp_path / "out") == before and not work.exists()
@@ -270,7 +267,7 @@ def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, mon
     before, rename = contents(tmp_path / "out"), Path.rename
 
     def fails(path, target):
-        if path == tmp_path / ".out.partial" / "out":
+        if path == tmp_path / ".out.partial" / "scratch" / "out":
             raise error
         return rename(path, target)
 
@@ -280,17 +277,19 @@ def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, mon
     assert contents(tmp_path / "out") == before and not (tmp_path / ".out.partial").exists()
 
 
-@pytest.mark.parametrize("kind", ["link", "folder"])
-def test_a_folder_of_others_that_has_the_name_of_the_scratch_is_left_alone(tmp_path, kind):
-    work = tmp_path / ".out.partial"
-    folder = tmp_path / "theirs" if kind == "link" else work
-    folder.mkdir()
-    (folder / "mine.txt").write_text("x")
-    if kind == "link":
-        work.symlink_to(folder)
-    with pytest.raises(ConfigError, match=r"\.out\.partial beside it"):
-        make(tmp_path, MATHS)
-    assert contents(folder) == {"mine.txt": b"x"} and not (tmp_path / "out").exists()
+def test_files_of_others_where_the_scratch_is_are_left_alone(tmp_path):
+    work, theirs = tmp_path / ".out.partial", tmp_path / "theirs"
+    for folder in (work, theirs):
+        folder.mkdir()
+        (folder / "out").write_text("x")
+    for _ in range(2):
+        make(tmp_path, MATHS, overwrite=True)
+        assert len(read(tmp_path / "out")) == 36 and contents(work) == {"out": b"x"}
+    shutil.rmtree(work)
+    work.symlink_to(theirs)
+    with pytest.raises(ConfigError, match=r"\.out\.partial beside it is a link"):
+        make(tmp_path, MATHS, overwrite=True)
+    assert contents(theirs) == {"out": b"x"} and work.is_symlink()
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -303,9 +302,9 @@ def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, worker
     kills = 0
     for share in (0.0, 0.3, 0.6, 0.9):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while not (tmp_path / ".out.partial" / "rows").exists() and process.poll() is None:
+        scratch = tmp_path / ".out.partial" / "scratch" / "rows"
+        while not scratch.exists() and process.poll() is None:
             time.sleep(0.01)
-        scratch = tmp_path / ".out.partial" / "rows"
         while process.poll() is None and scratch.exists() and scratch.stat().st_size < share * 2_000_000:
             time.sleep(0.005)
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
@@ -386,12 +385,10 @@ def test_the_command_line(tmp_path):
     assert isinstance(done.exception, ConfigError)  # which the program ends with 2
 
 
-def test_progress_has_a_line_for_every_interval(tmp_path, capsys):
+def test_progress_has_a_line_for_every_interval(tmp_path):
     write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(2600)])
     (tmp_path / "b.yaml").write_text(
         f"input: {tmp_path}/rows.jsonl\nhandler_name: maths\noutput_prefix: {tmp_path}/out"
     )
-    module.build(read_settings(tmp_path / "b.yaml", ["log_interval=500"]))
-    many = capsys.readouterr().err.count("read:")
-    module.build(read_settings(tmp_path / "b.yaml", ["log_interval=100000"]), overwrite=True)
-    assert many > 4 > capsys.readouterr().err.count("read:")
+    few, many = (run(tmp_path / "b.yaml", f"log_interval={n}", "--overwrite")[1].stderr for n in (100_000, 500))
+    assert many.count("read:") > 4 > few.count("read:")

@@ -15,9 +15,9 @@ import pytest
 from pyarrow.parquet import write_table
 
 from verl_patches.data import sources
-from verl_patches.errors import ConfigError
-from verl_patches.inference import rows
-from verl_patches.inference.rows import read_prompts, read_tokenizer, render, resumable
+from verl_patches.data.sources import read_tokenizer, render
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.inference.rows import read_prompts, resumable
 
 USER = {"role": "user", "content": "1 2 3"}
 
@@ -118,18 +118,21 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
         (None, "chat_template is not set"),
     ],
 )
-def test_a_template_that_loops_or_fails_is_refused(tokenizer, monkeypatch, template, words):
-    monkeypatch.setattr(rows, "TEMPLATE_CPU_S", 0.2)
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 1 << 20)
+def test_a_template_that_loops_or_fails_is_refused(tokenizer, write, monkeypatch, template, words):
+    monkeypatch.setattr(sources, "TEMPLATE_CPU_S", 0.2)
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1 << 20)
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, RecipeError), match=words) as error:
         render(tokenizer, [USER])
+    assert isinstance(error.value, RecipeError) == ("took more" in words)  # which ends a build
+    with pytest.raises(ConfigError, match=f"p.jsonl:1: column prompt: .*{words}"):
+        read_prompts([write({"prompt": [USER]})], "prompt", tokenizer, 100)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tiny_model, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
-    with pytest.raises(ConfigError, match="expected a tokenizer that can be read; found "):
+    with pytest.raises(ConfigError, match="expected a tokenizer; found "):
         read_tokenizer(tmp_path)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.answer_text import is_too_large
-from verl_patches.rewards.maths import compose, compute_score, last_box
+from verl_patches.rewards.maths import compute_score, last_box
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "deepscaler_sample.json"
 RIGHT, WRONG, UNFORMED = (
@@ -133,9 +133,11 @@ def test_last_box_reads_only_the_end():
 
 
 def test_the_score_of_form_and_answer():
-    assert [compose(*parts) for parts in ((True, True), (False, True), (False, False), (True, False))] == [1, 0.1, 0, 0]
-    assert [compose(False, True, weight) for weight in (0.0, 0.25, 0.5)] == [0.0, 0.25, 0.5]
+    assert [score(text) for text in (r"\boxed{42}", r"\boxed{1}", "42", r"\boxed{}")] == [RIGHT, WRONG, *[UNFORMED] * 2]
+    for weight in (0.0, 0.25, 0.5):
+        found = [score(text, format_weight=weight)["score"] for text in (r"\boxed{42}", r"\boxed{1}", "42")]
+        assert found == [1.0, weight, 0.0]
     assert score(r"\boxed{1}", format_weight=0.0) == {"score": 0.0, "acc": 0.0, "format": 1.0}
     for weight in (-0.1, 0.51, 1.0, float("nan")):
         with pytest.raises(ConfigError, match=r"format_weight must be in 0\.\.0\.5"):
-            compose(True, True, weight)
+            score(r"\boxed{42}", format_weight=weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ def build_command(
     from verl_patches.data.settings import read_settings
 
     settings = read_settings(file, overrides or (), output)
-    code, report = build(settings, overwrite, quiet=as_json)
+    code, report = build(settings, overwrite, partial(progress_bar, unit="row", every=settings.log_interval))
     if as_json:
         print_json({"exit": code, **report})
     else:

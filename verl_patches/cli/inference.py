@@ -18,7 +18,8 @@ from verl_patches.boot.before_import import PRELUDE
 from verl_patches.cli.output import Json, print_json, progress_bar, say, table
 from verl_patches.cli.run import Overrides, Upstream, check_switches
 from verl_patches.config.compose import output_root
-from verl_patches.errors import ConfigError
+from verl_patches.data.sources import MAX_ROW_BYTES, prompt_tokens, read_tokenizer, render
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.plots import save
 from verl_patches.inference import rows, scores
 from verl_patches.inference.model import Model, find_model, restart_in_environment, validation_sampling
@@ -57,7 +58,7 @@ def generate_command(
     (source,) = chosen.sources.values()
     sampling = {"n": n, "seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_kept():
-        tokenizer = rows.read_tokenizer(source.folder)
+        tokenizer = read_tokenizer(source.folder)
         key = chosen.config.data.prompt_key
         prompts, _ = rows.read_prompts([input], key, tokenizer, chosen.length - 1)
         with rows.resumable(output, _settings(chosen, prompts, sampling)) as lines:
@@ -88,10 +89,10 @@ def chat_command(
     (source,), length = chosen.sources.values(), min(chosen.length, CONVERSATION)
     sampling = {"seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_kept():
-        tokenizer = rows.read_tokenizer(source.folder)
+        tokenizer = read_tokenizer(source.folder)
         try:
-            template = rows.render(tokenizer, [{"role": "user", "content": "MESSAGE"}])
-        except ValueError as error:
+            template = render(tokenizer, [{"role": "user", "content": "MESSAGE"}])
+        except (ValueError, RecipeError) as error:
             raise ConfigError(f"{source.folder}: {error}") from None
         from verl_patches.inference import engine as engines  # imports vllm
 
@@ -103,7 +104,7 @@ def chat_command(
     asks, said = not as_json and sys.stdin.isatty(), []
     while True:
         typer.echo("> " if asks else "", nl=False)
-        if not (line := sys.stdin.readline(rows.MAX_ROW_BYTES)):
+        if not (line := sys.stdin.readline(MAX_ROW_BYTES)):
             return
         message = line.strip()
         if message == "/new":
@@ -111,10 +112,10 @@ def chat_command(
         if message in ("", "/new"):
             continue
         try:
-            tokens = rows.prompt_tokens(tokenizer, [*said, {"role": "user", "content": message}])
+            tokens = prompt_tokens(tokenizer, [*said, {"role": "user", "content": message}])
             if len(tokens) >= length:
                 raise ValueError(f"expected at most {length - 1} tokens in all, found {len(tokens)}; /new begins again")
-        except ValueError as error:
+        except (ValueError, RecipeError) as error:
             say(str(error), err=True)
             continue
         shown = ""
@@ -145,7 +146,7 @@ def eval_command(
     columns = data.reward_fn_key, "reward_model", "extra_info"
     rewards, models = scores.scored_by(config)
     with _stdout_kept():
-        tokenizer = rows.read_tokenizer(sources[-1].folder)
+        tokenizer = read_tokenizer(sources[-1].folder)
         overlong = data.filter_overlong_prompts
         prompts, left_out = rows.read_prompts(files, data.prompt_key, tokenizer, most, overlong, columns)
         with rows.resumable(output / "responses.jsonl", _settings(chosen, prompts, sampling, rewards)) as lines:

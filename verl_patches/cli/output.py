@@ -181,12 +181,15 @@ def console() -> Console:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: int | None, unit: str = "B") -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr: on a terminal twice a second, in a file every 30 s."""
+def progress_bar(what: str, total: int | None, unit: str = "B", every: int = 0) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr: on a terminal twice a second, in a file every 30 s, or at `every` so many units."""
     from tqdm import tqdm
 
     interval = 0.5 if sys.stderr.isatty() else 30.0
-    with tqdm(total=total, desc=what, unit=unit, unit_scale=True, mininterval=interval, delay=interval) as bar:
+    often = {"mininterval": interval, "delay": interval}
+    if every and not sys.stderr.isatty():
+        often = {"mininterval": 0, "miniters": every, "maxinterval": float("inf")}
+    with tqdm(total=total, desc=what, unit=unit, unit_scale=True, **often) as bar:
         yield bar.update
 
 

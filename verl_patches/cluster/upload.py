@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shlex
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -57,13 +56,13 @@ def require_stores(targets: Collection[str]) -> None:
 
 
 def _whole_files(source: Path) -> Iterator[tuple[str, Path]]:
-    """(path below `source`, file) of all whole files: no hidden ones, links, nor what is being written."""
+    """(path below `source`, file) of all whole files: no hidden ones, links, pipes, nor what is being written."""
     if not source.is_dir():
         yield source.name, source
     for folder, folders, names in os.walk(source):
         folders[:] = sorted(name for name in folders if not _NOT_WHOLE.match(name))
         files = (Path(folder, name) for name in sorted(names) if not _NOT_WHOLE.match(name))
-        yield from ((path.relative_to(source).as_posix(), path) for path in files if not path.is_symlink())
+        yield from ((str(path.relative_to(source)), path) for path in files if path.is_file() and not path.is_symlink())
 
 
 def send(source: Path, to: str, secrets: Collection[str] = ()) -> bool:
@@ -83,7 +82,8 @@ def send(source: Path, to: str, secrets: Collection[str] = ()) -> bool:
 
 def _sent(source: Path, to: str) -> Iterator[int]:
     """Send the files that `to` lacks; the size of each in bytes. Errors are fsspec's, and ConfigError."""
-    source.stat()
+    if not (source.is_dir() or source.is_file()):
+        raise ConfigError(f"{source}: expected a file or a folder, found none")
     store, root = url_to_fs(to)
     store.invalidate_cache()
     there = {name: found for name, found in store.find(root, detail=True).items() if not name.endswith(PARTIAL)}
@@ -92,17 +92,12 @@ def _sent(source: Path, to: str) -> Iterator[int]:
         _write(store, mark, partial(store.pipe_file, value=own.encode()))
     elif (owner := store.cat_file(mark).decode() if mark in there else f"files without {MARK}") != own:
         raise ConfigError(f"{to}: expected no files, or copies of {own}, found {owner}; give another target")
-    others = []
     for path, file in _whole_files(source):
         name, facts = f"{root}/{path}", file.stat()
         copy = there.get(name)
-        if not stat.S_ISREG(facts.st_mode):
-            others.append(path)
-        elif not copy or copy["size"] != facts.st_size or _modified(store, name, copy) < facts.st_mtime:
+        if not copy or copy["size"] != facts.st_size or _modified(store, name, copy) < facts.st_mtime:
             _write(store, name, partial(store.put_file, str(file)))
             yield facts.st_size
-    if others:
-        raise ConfigError(f"{source}: expected files, found pipes, sockets or devices: {', '.join(others[:3])}")
 
 
 def _modified(store: fsspec.AbstractFileSystem, name: str, copy: Mapping[str, Any]) -> float:

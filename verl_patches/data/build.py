@@ -11,13 +11,12 @@ import json
 import os
 import re
 import sqlite3
-import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,20 +26,20 @@ from typing import Any
 from verl_patches.data.handlers import RESPONSES, Record, Row, digest_of, make_row, schema_of
 from verl_patches.data.output import MANIFEST, TEST, TRAIN, whole_folder, write_rows
 from verl_patches.data.settings import REASONS, Settings
-from verl_patches.data.sources import Source, file_facts, load, sources_of
+from verl_patches.data.sources import Source, file_facts, prompt_tokens, read_tokenizer, sources_of
 from verl_patches.data.templates import template_of
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.processes import cpu_limit, die_with_parent
+from verl_patches.processes import die_with_parent
 
 SHOWN, PLACES = 20, 3  # sentences of a reason in the report, and places of each
 MAX_GOLD_WORDS = 4  # the reward compares what has more, like any phrase, as text alone
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 CHUNK_ROWS = 64  # of one call of a worker
 CACHE_KIB = 16 << 10  # of the scratch file
-TEMPLATE_CPU_S = 10.0  # of one prompt: a tokenizer's chat template may loop
 _UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
 Digests = tuple[int, int]  # of a row's prompt, and of all that makes two rows repeated ones
 Noted = tuple[str, str, str]  # reason, origin, sentence
+Progress = Callable[[str, int | None], AbstractContextManager[Callable[[int], Any]]]
 Made = tuple[int, list[tuple[bytes, Digests, str]], list[Noted], tuple[int, int]]
 
 
@@ -81,15 +80,10 @@ def _tools(prompt_type: str, tokenizer: str | None) -> tuple[Any, Any]:
     """(template, tokenizer) of this process."""
     if tokenizer is None:
         return template_of(prompt_type), None
-    from transformers import AutoTokenizer
-
-    where = f"tokenizer_name_or_path {tokenizer}"
-    if tokenizer.startswith(("/", ".", "~")) and not os.path.isdir(tokenizer):
-        raise ConfigError(f"{where}: no such folder; expected a model folder or an id")
-    with load(f"{where}: expected a model folder or an id"):
-        found = AutoTokenizer.from_pretrained(tokenizer, local_files_only=os.path.isdir(tokenizer))
+    expected = "tokenizer_name_or_path to be a model folder that is there, or an id"
+    found = read_tokenizer(tokenizer, expected, local=os.path.isdir(tokenizer))
     if not found.chat_template:
-        raise ConfigError(f"{where}: it has no chat template, which verl needs")
+        raise ConfigError(f"tokenizer_name_or_path {tokenizer}: it has no chat template, which verl needs")
     return template_of(prompt_type), found
 
 
@@ -97,16 +91,7 @@ def _tokens(tokenizer: Any, row: Row) -> tuple[int, int]:
     """(prompt, longest response with its end tokens), as a run counts them (objectives/dataset.py)."""
     if "text" in row:
         return 1, len(tokenizer.encode(row["text"]))
-    try:
-        with cpu_limit(TEMPLATE_CPU_S):
-            prompt = len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True))
-    except TimeoutError:  # the others may take as long
-        where = row["extra_info"]["origin"]
-        raise RecipeError(
-            f"the tokenizer's chat template and {where} took more than {TEMPLATE_CPU_S} s of CPU time; give another"
-        ) from None
-    except Exception as error:  # of the template: raise_exception, a role that it does not know
-        raise ValueError(f"the tokenizer's chat template: {type(error).__name__}: {error}") from None
+    prompt = len(prompt_tokens(tokenizer, row["prompt"]))
     texts = [row[name] if name == "steps" else [row[name]] for name in RESPONSES if name in row]
     sizes = [sum(len(tokenizer.encode(part, add_special_tokens=False)) for part in parts) for parts in texts]
     return prompt, max(sizes) + len(sizes) if sizes else 0  # of a pair, a reward model has two end tokens
@@ -138,10 +123,10 @@ def _split(table: sqlite3.Connection, order: array, tests: int) -> list[array]:
     return sides
 
 
-def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> tuple[int, dict[str, Any]]:
+def build(settings: Settings, overwrite: bool, progress: Progress) -> tuple[int, dict[str, Any]]:
     """Write the folder of output_prefix: (0, report), or (1, report) and nothing written (refuse_above).
 
-    ConfigError for wrong use. `quiet`: no progress.
+    ConfigError for wrong use. `progress(what, rows or None)` gives what is called with each count of rows.
     """
     report: dict[str, Any] = {"read": 0, **{reason: {"rows": 0, "shown": {}} for reason in REASONS}}
 
@@ -154,14 +139,11 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
             same["places"] += [origin] * (len(same["places"]) < PLACES)
 
     target, longest = Path(settings.output_prefix), (0, 0)
-    with (
-        whole_folder(target, overwrite) as work,
-        _hub_cache(work / "hub"),
-        _table(work / "rows", settings.dedupe) as table,
-    ):
+    with whole_folder(target, overwrite) as work, _table(work / "rows", settings.dedupe) as table:
+        os.environ["HF_HOME"] = str((work / "hub").absolute())  # of this process and its workers, before HF's imports
         out, sources = work / "out", list(sources_of(settings, work))
         _tools(settings.prompt_type, settings.tokenizer_name_or_path)  # what is wrong ends the command here
-        with _progress(settings, quiet, "read") as step:
+        with progress("read", None) as step:
             for count, made, noted, most in _in_order(settings, _chunks(sources)):
                 report["read"] += count
                 longest = tuple(map(max, longest, most))
@@ -197,7 +179,7 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
         def text_of(number: int) -> bytes:
             return table.execute("SELECT text FROM rows WHERE number = ?", (number,)).fetchone()[0]
 
-        with _progress(settings, quiet, "write", size) as step:
+        with progress("write", size) as step:
             for name, part in ((TRAIN, train), (TEST, test)):
                 report[Path(name).stem] = len(part)
                 write_rows(out / name, map(text_of, part), schema, step)
@@ -206,19 +188,6 @@ def build(settings: Settings, overwrite: bool = False, quiet: bool = False) -> t
         manifest["files"] = [file_facts(out / name) for name in (TRAIN, TEST)]
         (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return 0, {**report, "files": [str(target / name) for name in (TRAIN, TEST)]}
-
-
-@contextmanager
-def _hub_cache(folder: Path) -> Iterator[None]:
-    """All that huggingface_hub, datasets and transformers keep goes to `folder`, where none of them is imported yet."""
-    before = os.environ.get("HF_HOME")
-    os.environ["HF_HOME"] = str(folder.absolute())
-    try:
-        yield
-    finally:
-        del os.environ["HF_HOME"]
-        if before is not None:
-            os.environ["HF_HOME"] = before
 
 
 def _chunks(sources: list[Source]) -> Iterator[tuple[str, list[tuple[int, Any]]]]:
@@ -254,15 +223,3 @@ def _start(parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:  # which died before that
         os._exit(1)
-
-
-@contextmanager
-def _progress(settings: Settings, quiet: bool, what: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
-    """A progress bar on stderr: on a terminal twice a second, in a file at every log_interval rows."""
-    from tqdm import tqdm
-
-    often = {"mininterval": 0.5}
-    if not sys.stderr.isatty():
-        often = {"mininterval": 0, "miniters": settings.log_interval, "maxinterval": float("inf")}
-    with tqdm(total=total, desc=what, unit="row", disable=quiet, **often) as bar:
-        yield bar.update

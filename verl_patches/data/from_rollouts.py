@@ -27,7 +27,7 @@ from verl_patches.config.environment import COMPOSED
 from verl_patches.config.files import recorded_bytes
 from verl_patches.data.handlers import EXTRA, digest_of, schema_of
 from verl_patches.data.output import MANIFEST, TRAIN, whole_folder, write_rows
-from verl_patches.data.sources import file_facts, load, read_rows
+from verl_patches.data.sources import file_facts, load, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.phases import samples
 from verl_patches.trainer.record import run_id
@@ -128,11 +128,8 @@ def scored_steps(run: Path, config: DictConfig) -> list[int]:
 
 
 def _tokenizer(config: DictConfig) -> Any:
-    from transformers import AutoTokenizer
-
     path, code = config.data.tokenizer or config.actor_rollout_ref.model.path, config.data.get("trust_remote_code")
-    with load(f"{path}: expected the run's tokenizer; copy its model here"):
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=bool(code))
+    return read_tokenizer(path, "the run's tokenizer; copy its model here", code=bool(code))
 
 
 def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
@@ -144,8 +141,7 @@ def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[int]) -> dict[
         with load(f"{file}: expected the run's data as it was; put it there again"):
             for _, row in read_rows(Path(file)):
                 prompt = row[data.prompt_key]
-                text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-                ids = tokenizer.encode(text, add_special_tokens=False)
+                ids = prompt_tokens(tokenizer, prompt)
                 ids = ids[:head] + ids[len(ids) - most + head :] if len(ids) > most else ids
                 if (key := digest_of(ids)) in wanted:
                     found.setdefault(key, {**row, "prompt": prompt})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,30 +19,27 @@ if TYPE_CHECKING:
 
 TRAIN, TEST, MANIFEST = "train.parquet", "test.parquet", "manifest.json"
 GROUP_ROWS, GROUP_BYTES = 1024, 16 << 20  # of a row group, as JSON
-_OURS = re.compile(rf"{re.escape(LOCK)}|old|out|rows|hub|input\d+")  # names in the folder for scratch
 
 
 @contextmanager
 def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
     """A new folder for scratch; its folder `out`, if the block ends well and it holds files, takes the name `target`.
 
-    It is `.NAME.partial` beside `target`, locked while it is used and removed in the end; what a killed call has left
-    there is removed first. ConfigError where `target` is taken (`overwrite`: by files that have other names than
-    these), cannot be written, or is being written, and where `.NAME.partial` is a link or holds files of others.
+    It is `.NAME.partial/scratch` beside `target`, whose parent is locked while it is used; what a killed call has left
+    there is removed first, and all but files of others in the end. ConfigError where `target` is taken (`overwrite`: by
+    files that have other names than these), cannot be written, or is being written, and where the parent is a link.
     """
     work = target.with_name(f".{target.name}{PARTIAL}") if target.name not in ("", "..") else target
-    old, out = work / "old", work / "out"
+    scratch = work / "scratch"
+    old, out = scratch / "old", scratch / "out"
 
     def wrong(text: object) -> ConfigError:
         return ConfigError(f"output {target}: {text}; choose another output_prefix")
 
     if work == target or not target.name.isprintable():
         raise wrong("expected the path of a folder to make")
-    try:
-        if work.is_symlink() or (work.is_dir() and not all(_OURS.fullmatch(path.name) for path in work.iterdir())):
-            raise wrong(f"{work.name} beside it is a link, or holds files of others")
-    except OSError as error:
-        raise wrong(error) from error
+    if os.path.islink(work):
+        raise wrong(f"{work.name} beside it is a link")
     with locked_folder(work, lambda: wrong("another process writes it: wait for its end"), wrong):
         try:
             if old.exists() and not target.exists():  # a call was killed between its two renames
@@ -54,9 +51,9 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
                 raise wrong(f"holds other files, such as {min(others)!r}")
             if there and not overwrite:
                 raise wrong("exists already: give --overwrite to replace it")
-            _clear(work)
-            out.mkdir()
-            yield work
+            shutil.rmtree(scratch, ignore_errors=True)
+            out.mkdir(parents=True)
+            yield scratch
             if files := list(out.iterdir()):
                 for file in files:
                     sync(file)
@@ -68,17 +65,10 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
         finally:
             if old.exists() and not target.exists():  # the second rename failed
                 old.rename(target)
-            _clear(work)
-            (work / LOCK).unlink()
-            work.rmdir()
-
-
-def _clear(work: Path) -> None:
-    for path in work.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
-            path.unlink()
+            shutil.rmtree(scratch, ignore_errors=True)
+            with suppress(OSError):
+                (work / LOCK).unlink()
+                work.rmdir()
 
 
 def write_rows(

@@ -1,4 +1,4 @@
-"""Rows of files, and the inputs of `data build` in order: json, jsonl, parquet and HF datasets, local or remote.
+"""Rows of json, jsonl, parquet and HF datasets, local or remote, in order; and their prompts as tokens.
 
 Rows are (line or number from 1, value); a ValueError takes the place of a value that cannot be read.
 """
@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.processes import cpu_limit
 from verl_patches.values import is_secret_value, printable
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MAX_ROW_BYTES = 16 << 20  # of JSON lines
 MAX_JSON_BYTES = 128 << 20  # of a JSON list, which is read as a whole
 MAX_GROUP_BYTES = 4 << 30  # of a row group of a parquet file, uncompressed
+TEMPLATE_CPU_S = 10.0  # of one prompt: a chat template may loop
 _BLOCK, _BATCH_ROWS = 1 << 20, 256
 _URL, _ID = re.compile("(s3|hf)://."), re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ENDINGS = (".json", ".jsonl", ".parquet")
@@ -201,3 +203,44 @@ def _values(batch: Any) -> list[Any]:
         if len(batch) == 1:
             return [ValueError(f"not read: {error}")]
         return [row for number in range(len(batch)) for row in _values(batch.slice(number, 1))]
+
+
+def read_tokenizer(place: str | Path, expected: str = "a tokenizer", local: bool = True, code: bool = False) -> Any:
+    """The tokenizer of a model's folder or id; ConfigError without one. `code`: whether to run code that it has."""
+    from transformers import AutoTokenizer
+
+    with load(f"{place}: expected {expected}"):
+        return AutoTokenizer.from_pretrained(place, local_files_only=local, trust_remote_code=code)
+
+
+def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
+    """The tokens of a text, or of messages; ValueError for anything else."""
+    text = prompt if isinstance(prompt, str) else render(tokenizer, prompt)
+    text.encode()  # UnicodeEncodeError for half a surrogate pair
+    if not (tokens := tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]):
+        raise ValueError("expected a text with tokens, found none")
+    return tokens
+
+
+def render(tokenizer: Any, messages: Any) -> str:
+    """Messages as the chat template writes them for an answer, as in verl's RLHFDataset.
+
+    ValueError where it fails; RecipeError where it takes more than TEMPLATE_CPU_S, as it may for the others.
+    """
+    if not isinstance(messages, list) or not messages:
+        found = "none" if messages is None else type(messages).__name__
+        raise ValueError(f"expected text or a list of messages, found {found}")
+    for each in messages:
+        if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
+            raise ValueError("expected role and content, both text, in each message")
+    try:
+        with cpu_limit(TEMPLATE_CPU_S):
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TimeoutError:
+        place = f"{messages[-1]['content']!r:.80}"
+        raise RecipeError(f"the chat template took more than {TEMPLATE_CPU_S} s for {place}; give another") from None
+    except Exception as error:  # any that a template raises
+        raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
+    if len(text) > MAX_ROW_BYTES:
+        raise ValueError(f"the chat template made {len(text)} characters, expected at most {MAX_ROW_BYTES}")
+    return text

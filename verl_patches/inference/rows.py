@@ -10,12 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_patches.data.sources import ENDINGS, MAX_ROW_BYTES, load, read_rows
-from verl_patches.errors import ConfigError
-from verl_patches.processes import cpu_limit
+from verl_patches.data.sources import ENDINGS, prompt_tokens, read_rows
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.shared_files import PARTIAL, lock_file, sync
-
-TEMPLATE_CPU_S = 10.0  # of one prompt: a template may loop
 
 
 class Prompt(NamedTuple):
@@ -42,7 +39,7 @@ def read_prompts(
                 tokens = prompt_tokens(tokenizer, row.get(key))
                 if len(tokens) > most and not skip:
                     raise ValueError(f"expected a prompt of at most {most} tokens, found {len(tokens)}")
-            except ValueError as error:
+            except (ValueError, RecipeError) as error:
                 raise ConfigError(f"{file}:{line}: column {key}: {error}") from None
             if len(tokens) > most:
                 left_out += 1
@@ -51,41 +48,6 @@ def read_prompts(
     if not prompts:
         raise ConfigError(f"{', '.join(map(str, files)) or 'no file'}: expected rows with a prompt, found none")
     return prompts, left_out
-
-
-def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder of weights; ConfigError without one. Code of the folder is not run."""
-    from transformers import AutoTokenizer
-
-    with load(f"{folder}: expected a tokenizer that can be read"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-
-
-def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
-    """The tokens of a text, or of messages; ValueError for anything else."""
-    text = prompt if isinstance(prompt, str) else render(tokenizer, prompt)
-    text.encode()  # UnicodeEncodeError for half a surrogate pair
-    if not (tokens := tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]):
-        raise ValueError("expected a text with tokens, found none")
-    return tokens
-
-
-def render(tokenizer: Any, messages: Any) -> str:
-    """Messages as the chat template writes them for an answer, as in verl's RLHFDataset; ValueError where it fails."""
-    if not isinstance(messages, list) or not messages:
-        found = "none" if messages is None else type(messages).__name__
-        raise ValueError(f"expected text or a list of messages, found {found}")
-    for each in messages:
-        if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
-            raise ValueError("expected role and content, both text, in each message")
-    try:
-        with cpu_limit(TEMPLATE_CPU_S):
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # any that a template raises
-        raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None
-    if len(text) > MAX_ROW_BYTES:
-        raise ValueError(f"the chat template made {len(text)} characters, expected at most {MAX_ROW_BYTES}")
-    return text
 
 
 def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:

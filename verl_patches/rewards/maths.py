@@ -34,14 +34,20 @@ def compute_score(
 ) -> dict[str, float]:
     """Score one response, in verl's `custom_reward_function` contract.
 
-    Returns score in 0..1 (see `compose`), acc (1.0 if the answer is right) and format (1.0 if there is a closed,
+    Returns score in 0..1 (as said above), acc (1.0 if the answer is right) and format (1.0 if there is a closed,
     non-empty last box); verl logs the last two, and takes acc as the validation metric. The keys are the same for
     every response, which verl relies on. `format_weight` and `cpu_limit_s` are keys of an entry of recipe.rewards, or
     of custom_reward_function.reward_kwargs. May be called from any thread or process; takes at most about `cpu_limit_s`
     of CPU time.
 
-    Raises ConfigError for a gold answer that is empty or not a string or number.
+    Raises ConfigError for a gold answer that is empty or not a string or number, and unless 0 <= format_weight <= 0.5,
+    so that the form never comes near a correct answer.
     """
+    if not 0.0 <= format_weight <= MAX_FORMAT_WEIGHT:
+        raise ConfigError(
+            f"reward: format_weight must be in 0..{MAX_FORMAT_WEIGHT}, found {format_weight}: set that of the entry of "
+            "recipe.rewards, or custom_reward_function.reward_kwargs.format_weight"
+        )
     gold = str(ground_truth) if isinstance(ground_truth, str | int | float) else ""
     if not gold.strip():
         raise ConfigError(
@@ -56,7 +62,7 @@ def compute_score(
         answer == gold.strip()
         or (len(gold) <= MAX_ANSWER_CHARS and shared_answer_checker().equivalent(gold, answer, cpu_limit_s))
     )
-    score = compose(correct, well_formed, format_weight)
+    score = 1.0 if correct else float(format_weight) if well_formed else 0.0
     return {"score": score, "acc": float(correct), "format": float(well_formed)}
 
 
@@ -93,19 +99,3 @@ def last_box(text: str) -> str | None:
         content = None if nested else tail[start : token.start()].strip()
         nested = open_boxes > 0  # the box around this one holds a box
     return None if open_boxes else content
-
-
-def compose(correct: bool, well_formed: bool, format_weight: float = FORMAT_WEIGHT) -> float:
-    """Reward in 0..1 of one response from its two parts.
-
-    A response that is not well formed is never paid for being correct: it holds no answer that could be checked.
-    Raises ConfigError unless 0 <= format_weight <= 0.5, so that the form never comes near a correct answer.
-    """
-    if not 0.0 <= format_weight <= MAX_FORMAT_WEIGHT:
-        raise ConfigError(
-            f"reward: format_weight must be in 0..{MAX_FORMAT_WEIGHT}, found {format_weight}: set that of the entry of "
-            "recipe.rewards, or custom_reward_function.reward_kwargs.format_weight"
-        )
-    if not well_formed:
-        return 0.0
-    return 1.0 if correct else float(format_weight)
