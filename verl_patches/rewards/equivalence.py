@@ -220,7 +220,7 @@ def _equal_equations(gold: str, answer: str) -> bool:
     named = _NAME.fullmatch(gold_sides[0]), _NAME.fullmatch(sides[0])
     if len(gold_sides) > 1 and len(sides) > 1:
         same = gold_sides[0] == sides[0]
-        if all(named) and (same or not _LENGTH.fullmatch(sides[0])):  # AB=2CD is CD=AB/2
+        if all(named) and (same or not any(_LENGTH.fullmatch(s[0]) for s in (gold_sides, sides))):  # AB=2CD is CD=AB/2
             return same and all(_equal(gold_sides[-1], side) for side in sides[1:])
         return len(gold_sides) == len(sides) == 2 and _equal_values(gold, answer)
     if len(gold_sides) > 1:
