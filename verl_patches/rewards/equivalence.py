@@ -417,8 +417,8 @@ def _equal_numbers(a: Any, b: Any) -> bool:
 def _equal_functions(a: Any, b: Any) -> bool:
     """Whether two expressions agree at random points; math-verify's verdict where they have unknown functions.
 
-    Points at which the gold value `a` is not real, as a root of a negative number, count only where fewer than
-    FEWEST_POINTS others are left.
+    Points at which a power, logarithm or inverse trigonometric function in the gold value `a` is not real, as the root
+    of a negative number, count only where fewer than FEWEST_POINTS others are left.
     """
     import sympy
     from sympy.core.function import AppliedUndef
@@ -429,13 +429,14 @@ def _equal_functions(a: Any, b: Any) -> bool:
         return _verified(a, b)
     symbols, random, compared = sorted(a.free_symbols | b.free_symbols, key=str), Random(0), 0
     real, equal = 0, True  # equal: at the other points
+    parts = a.atoms(sympy.Pow, sympy.log, sympy.asin, sympy.acos, sympy.asec, sympy.acsc)  # not real everywhere
     for number in range(POINTS):
         least = -60 if number < POINTS // 2 else 1
         point = {symbol: sympy.Rational(random.randint(least, 60), random.randint(7, 13)) for symbol in symbols}
         values = a.subs(point), b.subs(point)
         if not any(value.has(sympy.nan, sympy.zoo) for value in values):
             compared += 1
-            if values[0].is_real is False:
+            if any(part.subs(point).is_real is False for part in parts):
                 equal = equal and _equal_numbers(*values)
             elif not _equal_numbers(*values):
                 return False
