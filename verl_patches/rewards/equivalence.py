@@ -504,5 +504,6 @@ def _parsed(answer: str) -> Any:
         return None
     value = results[0]
     if isinstance(value, sympy.Expr):
-        value = value.subs({symbol: sympy.I for symbol in value.free_symbols if symbol.name == "i"}).doit()
+        given = {s: sympy.I if s.name == "i" else sympy.Symbol(s.name, real=True) for s in value.free_symbols}
+        value = value.subs(given).doit()  # one symbol per name: with an i, math-verify's are not real
     return value
