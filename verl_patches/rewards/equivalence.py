@@ -122,8 +122,9 @@ def _equal(gold: str, answer: str) -> bool:
     brackets = bracketed(gold), bracketed(answer)
     if None not in brackets:
         return _equal_brackets(*brackets)
-    if (time := _CLOCK.fullmatch(gold)) and _is_time(time):
-        return _same_time(time, _CLOCK.fullmatch(answer))
+    times = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
+    if times[0] and (_is_time(times[0]) or (times[1] and times[1][3])):
+        return _same_time(*times)
     ratios = split(gold, _COLON), split(answer, _COLON)
     if max(map(len, ratios)) > 2:
         return len(ratios[0]) == len(ratios[1]) and all(map(_equal_values, *map(_shares, ratios)))
