@@ -45,7 +45,7 @@ _GREEK = (
 )
 _LENGTH = re.compile(r"[A-Z]{2,3}|\|[a-wz]\|")  # of a segment, an arc, a vector
 _NAME = re.compile(
-    r"\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\(-?[A-Za-z0-9 ]+(?:, ?-?[A-Za-z0-9 ]+)*\))?"
+    r"\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\(-?[A-Za-z0-9 ]+(?:,(?: ?-)?[A-Za-z0-9 ]+)*\))?"
     rf"|{_LENGTH.pattern}"
     r"|m?\\angle\s*[A-Z]{1,3}|\[[A-Z]{3,}\]"  # angles, areas
     rf"|\\(?:{_GREEK}|max|min|gcd|det|dim|deg)(?:_\{{?\w+\}}?)?|\\text\{{(?![^{{}}]*\b(?:not|no|never)\b)[^{{}}]*\}}"
