@@ -89,7 +89,7 @@ def _same_triples(gold: str, answer: str) -> bool:
     texts = (gold, answer)
     if not all(map(_TRIPLES.fullmatch, texts)) or not any(re.search(r",\\?\s", text) for text in texts):
         return False
-    return sorted(re.findall("[0-9]+", gold)) == sorted(re.findall("[0-9]+", answer))
+    return re.findall("[0-9]+", gold) == re.findall("[0-9]+", answer)
 
 
 def _equal(gold: str, answer: str) -> bool:
@@ -103,7 +103,7 @@ def _equal(gold: str, answer: str) -> bool:
     words = _words(gold), _words(answer)
     if words != (None, None):
         if None in words and (plain := _THREE_LETTERS.fullmatch((gold, answer)[words.index(None)])):
-            return _words(rf"\text{{{plain[0]}}}") in words
+            return plain[0] in words
         return words[0] == words[1]
     bases = _in_base(gold), _in_base(answer)
     if bases != (None, None):
