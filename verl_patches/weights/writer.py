@@ -81,7 +81,6 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
             return {file.name: file for file in found.files}
     else:
         write_text(folder / MANIFEST, to_json(replace(manifest, files=(), complete=False)))
-    (folder / ENTRIES).mkdir(exist_ok=True)
     entries = {}
     for name in recorded(folder):
         if name in manifest.expected:
