@@ -92,7 +92,9 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
 def reopen(folder: str | Path, again: Collection[str]) -> None:
     """Withdraw the entries of files that are written `again`: until then nobody completes the folder.
 
-    A complete folder becomes one that is being written; another part may have done so meanwhile.
+    A complete folder becomes one that is being written; another part may have done so meanwhile. There is no lock: a
+    part that has just completed the folder, and still removes manifest.d/, may remove new entries, whose files are then
+    written again, or a file that this part is writing, which ends it with an error: run the same command again.
     """
     folder, manifest = Path(folder), read_manifest(folder, complete=False)
     if manifest.complete:
