@@ -148,6 +148,8 @@ def test_sentences_as_gold_answers_are_kept_counted_shown_and_refused_above_a_te
     code, report = make(tmp_path, [*rows, *wordy], handler, out="b")
     assert (code, report["refused"]) == (1, ["sentences"])
     assert make(tmp_path, [*rows, *wordy], handler, out="b", refuse_above={"sentences": 0.2})[0] == 0
+    with pytest.raises(ConfigError, match=r"1 of 2 rows are left \(1 repeated\); expected 2"):  # sentences stay
+        make(tmp_path, [wordy[0]] * 2, handler, out="c", refuse_above={"sentences": 1})
 
 
 def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):

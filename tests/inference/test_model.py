@@ -13,6 +13,7 @@ from verl_patches.__main__ import app
 from verl_patches.cli import inference
 from verl_patches.cli.inference import _settings
 from verl_patches.config.compose import compose
+from verl_patches.config.engine_options import OPTIONS, ROLLOUT
 from verl_patches.errors import ConfigError
 from verl_patches.inference import scores
 from verl_patches.inference.model import _of_run, find_model, validation_sampling
@@ -102,10 +103,18 @@ def test_what_others_follow_takes_effect_in_a_run_too(run):
     assert rollout.dtype == "bfloat16"
     with pytest.raises(ConfigError, match="the rollout follows it"):
         find(run, run.parent, "actor_rollout_ref.rollout.dtype=bfloat16")
+    with pytest.raises(ConfigError, match="rollout.dtype is float16"):
+        find(run, run.parent, "recipe.dtype=bf16", "actor_rollout_ref.rollout.dtype=float16")
     config = compose(CONFIG, ["recipe.platform=npu_emulated", "recipe.line=a3", "recipe.run=mine"])
     OmegaConf.save(config, run / "config.yaml")
     found = _of_run(run, ["recipe.rollout.ascend.graphs=true"], Trees()).actor_rollout_ref.rollout
     assert (config.actor_rollout_ref.rollout.enforce_eager, found.enforce_eager) == (True, False)
+    options = f"{OPTIONS}.torchair_graph_config"
+    for given in (f"{ROLLOUT}.enforce_eager=false", f"{options}.enabled=true", f"{options}={{enabled: true}}"):
+        with pytest.raises(ConfigError, match=r"expected .*recipe.rollout.ascend"):
+            _of_run(run, [given], Trees())
+    other = _of_run(run, [f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs=3"], Trees()).actor_rollout_ref.rollout
+    assert other.engine_kwargs.vllm.max_num_seqs == 3
 
 
 def test_a_data_source_that_is_no_text_is_named_by_its_text(run, tiny_model, monkeypatch):

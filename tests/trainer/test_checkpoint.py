@@ -27,7 +27,7 @@ from verl_patches.trainer import checkpoint
 from verl_patches.trainer.checkpoint import Checkpoints, changes, data_state
 from verl_patches.weights import writer
 from verl_patches.weights.checkpoint_files import CheckpointError, write_rank
-from verl_patches.weights.checkpoint_folders import newest, recover, remove_oldest
+from verl_patches.weights.checkpoint_folders import newest, recover, remove_oldest, size_bytes
 from verl_patches.weights.manifest import (
     Manifest,
     content_digest,
@@ -189,6 +189,25 @@ def test_folders_that_are_no_checkpoints_are_refused(saves, tmp_path):
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_7")
     with pytest.raises(ConfigError, match="is of step 3, expected that of its folder global_step_7"):
         saves(**path_of(7, tmp_path)).load()
+
+
+def test_the_size_of_a_folder_counts_what_stays_when_a_part_is_removed_meanwhile(tmp_path, monkeypatch):
+    scandir = os.scandir
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(bytes(10))
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "file")
+    of_link = (tmp_path / "link").lstat().st_size
+    assert size_bytes(tmp_path) == 30 + of_link and size_bytes(tmp_path / "absent") == 0
+
+    def gone(path):  # the first folder below it
+        if os.fspath(path) != str(tmp_path):
+            monkeypatch.setattr(os, "scandir", scandir)
+            shutil.rmtree(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert size_bytes(tmp_path) == 20 + of_link and len(names(tmp_path)) == 3
 
 
 def test_a_remote_folder_is_refused(saves):

@@ -34,11 +34,13 @@ _BY_GRAPHS = ("enforce_eager", "free_cache_engine")  # of ROLLOUT
 
 
 def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None:
-    """Write recipe.rollout.ascend into `config`; nothing on other platforms than npu.
+    """Write recipe.rollout.ascend into `config`, checked; nothing on other platforms than npu."""
+    check_engine_options(config, overrides, config)
+    rewrite_engine_options(config)
 
-    overrides: keys that the command line sets. ConfigError where one of them, or engine_kwargs, sets what
-    recipe.rollout.ascend decides.
-    """
+
+def check_engine_options(config: DictConfig, overrides: Collection[str], given: DictConfig) -> None:
+    """ConfigError where `overrides`, keys of the command line, or `given` engine_kwargs set what ASCEND decides."""
     if not as_npu(config.recipe.platform):
         return
     for name in _BY_GRAPHS:
@@ -47,13 +49,12 @@ def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None
                 f"{ROLLOUT}.{name} is given on platform {config.recipe.platform}, expected only {ASCEND}.graphs, "
                 "which decides it: remove the override"
             )
-    given = OmegaConf.select(config, OPTIONS) or OmegaConf.create()
+    options = OmegaConf.select(given, OPTIONS) or OmegaConf.create()
     places = {
-        key: place for key, place in PLACES.items() if OmegaConf.select(given, place, default=_ABSENT) is not _ABSENT
+        key: place for key, place in PLACES.items() if OmegaConf.select(options, place, default=_ABSENT) is not _ABSENT
     }
     if twice := [f"{place} (set {ASCEND}.{key})" for key, place in places.items()]:
         raise ConfigError(f"{OPTIONS} holds {', '.join(twice)}; expected these keys of {ASCEND} only")
-    rewrite_engine_options(config)
 
 
 def rewrite_engine_options(config: DictConfig) -> None:

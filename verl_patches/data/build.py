@@ -164,7 +164,7 @@ def build(settings: Settings, overwrite: bool, progress: Progress) -> tuple[int,
             report["longest_tokens"] = {"prompt": longest[0], "response": longest[1]}
         ((size,),) = table.execute("SELECT count(*) FROM rows")
         if size < 2:
-            out_of = ", ".join(f"{report[why]['rows']} {why}" for why in REASONS if report[why]["rows"])
+            out_of = ", ".join(f"{n} {why}" for why in ("bad", "repeated", "too_long") if (n := report[why]["rows"]))
             raise ConfigError(f"{size} of {report['read']} rows are left ({out_of or 'no more'}); expected 2 or more")
         order = array("I", range(1, size + 1))
         if settings.shuffle:

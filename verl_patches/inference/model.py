@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.compose import check_dtype, compose, keys_of
-from verl_patches.config.engine_options import rewrite_engine_options
+from verl_patches.config.engine_options import ROLLOUT, check_engine_options, rewrite_engine_options
 from verl_patches.config.environment import COMPOSED, derive, process_environment
 from verl_patches.config.recipe import VLLM_DTYPES, check_recipe
 from verl_patches.config.run_start import checkpoints_of
@@ -116,9 +116,11 @@ def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
         verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
         check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
         parts_of(config)
-        if "recipe.dtype" in keys_of(overrides):  # the file has values in the place of references
+        keys = keys_of(overrides)
+        if "recipe.dtype" in keys and f"{ROLLOUT}.dtype" not in keys:  # the file has values in the place of references
             config.actor_rollout_ref.rollout.dtype = VLLM_DTYPES[config.recipe.dtype]
         check_dtype(config)
+        check_engine_options(config, keys, OmegaConf.from_dotlist(list(overrides)))
         rewrite_engine_options(config)
         return config
 

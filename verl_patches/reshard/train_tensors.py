@@ -35,6 +35,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.model import weights as megatron
 from verl_patches.reshard.live_memory import storage_id, view_id
+from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, part_of, region_of
 
 Native = Mapping[str, torch.Tensor]  # parameter's own name -> tensor, of one model chunk
@@ -115,7 +116,7 @@ def train_tensors(
     Raises ConfigError where layout and model disagree: another layer, expert or TP part, another shape or dtype, an
     unknown, missing or doubled parameter; the message names parameter, rank, expected and found.
     """
-    _check_place(_unwrapped(chunks), inventory, layout, rank)
+    _check_place(unwrapped(chunks), inventory, layout, rank)
     return views_of(native_tensors(chunks), inventory, layout, rank, library)
 
 
@@ -140,13 +141,12 @@ def layout_of_model(chunks: Sequence[torch.nn.Module]) -> ParallelLayout:
     """The layout that a live model has by Megatron's process groups; collective over the ranks of a pipeline."""
     from megatron.core import parallel_state
 
-    models = _unwrapped(chunks)
+    models = unwrapped(chunks)
     layers = [layer for model in models for layer in model.decoder.layers]
     experts = [len(layer.mlp.local_expert_indices) for layer in layers if hasattr(layer.mlp, "local_expert_indices")]
     ep = models[0].config.num_moe_experts // experts[0] if experts else 1
     group = parallel_state.get_pipeline_model_parallel_group()
-    stages: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(stages, ([len(model.decoder.layers) for model in models], ep), group=group)
+    stages = gather(([len(model.decoder.layers) for model in models], ep), group)
     return ParallelLayout(
         dist.get_world_size(),
         tp=parallel_state.get_tensor_model_parallel_world_size(),
@@ -257,15 +257,16 @@ def _layers(inventory: Inventory, layout: ParallelLayout, rank: int, chunk: int)
     return layout.chunk_layers(inventory.model.num_hidden_layers)[chunk * layout.pp + stage]
 
 
-def _unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    from verl.utils.megatron_utils import unwrap_model  # not above: views_of needs no Megatron
+def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """The model chunks without Megatron's wrappers (DDP, Float16Module)."""
+    from verl.utils.megatron_utils import unwrap_model  # not above: rows are applied while that module is half built
 
     return unwrap_model(list(chunks))
 
 
 def native_tensors(chunks: Sequence[torch.nn.Module]) -> list[Native]:
     """The parameters themselves, and correction biases, of each of `chunks`, wrapped or not."""
-    return [dict(megatron.named_weights(chunk)) for chunk in _unwrapped(chunks)]
+    return [dict(megatron.named_weights(chunk)) for chunk in unwrapped(chunks)]
 
 
 def _check_place(models: list[Any], inventory: Inventory, layout: ParallelLayout, rank: int) -> None:

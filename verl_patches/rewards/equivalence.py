@@ -45,7 +45,7 @@ _GREEK = (
 )
 _LENGTH = re.compile(r"[A-Z]{2,3}|\|[a-wz]\|")  # of a segment, an arc, a vector
 _NAME = re.compile(
-    r"\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\(-?[A-Za-z0-9 ]+(?:, ?-?[A-Za-z0-9 ]+)*\))?"
+    r"\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\(-?[A-Za-z0-9 ]+(?:,(?: ?-)?[A-Za-z0-9 ]+)*\))?"
     rf"|{_LENGTH.pattern}"
     r"|m?\\angle\s*[A-Z]{1,3}|\[[A-Z]{3,}\]"  # angles, areas
     rf"|\\(?:{_GREEK}|max|min|gcd|det|dim|deg)(?:_\{{?\w+\}}?)?|\\text\{{(?![^{{}}]*\b(?:not|no|never)\b)[^{{}}]*\}}"
@@ -89,7 +89,7 @@ def _same_triples(gold: str, answer: str) -> bool:
     texts = (gold, answer)
     if not all(map(_TRIPLES.fullmatch, texts)) or not any(re.search(r",\\?\s", text) for text in texts):
         return False
-    return sorted(re.findall("[0-9]+", gold)) == sorted(re.findall("[0-9]+", answer))
+    return re.findall("[0-9]+", gold) == re.findall("[0-9]+", answer)
 
 
 def _equal(gold: str, answer: str) -> bool:
@@ -103,7 +103,7 @@ def _equal(gold: str, answer: str) -> bool:
     words = _words(gold), _words(answer)
     if words != (None, None):
         if None in words and (plain := _THREE_LETTERS.fullmatch((gold, answer)[words.index(None)])):
-            return _words(rf"\text{{{plain[0]}}}") in words
+            return plain[0] in words
         return words[0] == words[1]
     bases = _in_base(gold), _in_base(answer)
     if bases != (None, None):
@@ -122,8 +122,9 @@ def _equal(gold: str, answer: str) -> bool:
     brackets = bracketed(gold), bracketed(answer)
     if None not in brackets:
         return _equal_brackets(*brackets)
-    if (time := _CLOCK.fullmatch(gold)) and _is_time(time):
-        return _same_time(time, _CLOCK.fullmatch(answer))
+    times = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
+    if times[0] and (_is_time(times[0]) or (times[1] and times[1][3])):
+        return _same_time(*times)
     ratios = split(gold, _COLON), split(answer, _COLON)
     if max(map(len, ratios)) > 2:
         return len(ratios[0]) == len(ratios[1]) and all(map(_equal_values, *map(_shares, ratios)))
@@ -220,7 +221,7 @@ def _equal_equations(gold: str, answer: str) -> bool:
     named = _NAME.fullmatch(gold_sides[0]), _NAME.fullmatch(sides[0])
     if len(gold_sides) > 1 and len(sides) > 1:
         same = gold_sides[0] == sides[0]
-        if all(named) and (same or not _LENGTH.fullmatch(sides[0])):  # AB=2CD is CD=AB/2
+        if all(named) and (same or not any(_LENGTH.fullmatch(s[0]) for s in (gold_sides, sides))):  # AB=2CD is CD=AB/2
             return same and all(_equal(gold_sides[-1], side) for side in sides[1:])
         return len(gold_sides) == len(sides) == 2 and _equal_values(gold, answer)
     if len(gold_sides) > 1:
@@ -417,8 +418,8 @@ def _equal_numbers(a: Any, b: Any) -> bool:
 def _equal_functions(a: Any, b: Any) -> bool:
     """Whether two expressions agree at random points; math-verify's verdict where they have unknown functions.
 
-    Points at which the gold value `a` is not real, as a root of a negative number, count only where fewer than
-    FEWEST_POINTS others are left.
+    Points at which a power, logarithm or inverse trigonometric function in the gold value `a` is not real, as the root
+    of a negative number, count only where fewer than FEWEST_POINTS others are left.
     """
     import sympy
     from sympy.core.function import AppliedUndef
@@ -429,13 +430,14 @@ def _equal_functions(a: Any, b: Any) -> bool:
         return _verified(a, b)
     symbols, random, compared = sorted(a.free_symbols | b.free_symbols, key=str), Random(0), 0
     real, equal = 0, True  # equal: at the other points
+    parts = a.atoms(sympy.Pow, sympy.log, sympy.asin, sympy.acos, sympy.asec, sympy.acsc)  # not real everywhere
     for number in range(POINTS):
         least = -60 if number < POINTS // 2 else 1
         point = {symbol: sympy.Rational(random.randint(least, 60), random.randint(7, 13)) for symbol in symbols}
         values = a.subs(point), b.subs(point)
         if not any(value.has(sympy.nan, sympy.zoo) for value in values):
             compared += 1
-            if values[0].is_real is False:
+            if any(part.subs(point).is_real is False for part in parts):
                 equal = equal and _equal_numbers(*values)
             elif not _equal_numbers(*values):
                 return False
@@ -503,5 +505,6 @@ def _parsed(answer: str) -> Any:
         return None
     value = results[0]
     if isinstance(value, sympy.Expr):
-        value = value.subs({symbol: sympy.I for symbol in value.free_symbols if symbol.name == "i"}).doit()
+        given = {s: sympy.I if s.name == "i" else sympy.Symbol(s.name, real=True) for s in value.free_symbols}
+        value = value.subs(given).doit()  # one symbol per name: with an i, math-verify's are not real
     return value

@@ -203,12 +203,12 @@ def next_aside(folder: Path) -> Path:
 
 
 def size_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder, but of what gets another name meanwhile."""
+    """Bytes of all files below a folder, but of what is removed or gets another name meanwhile."""
     size = 0
-    with suppress(OSError):  # the folder itself
-        for path in folder.rglob("*"):
+    for where, _, files in os.walk(folder):
+        for name in files:
             with suppress(OSError):
-                size += 0 if path.is_dir() else path.lstat().st_size
+                size += os.lstat(os.path.join(where, name)).st_size
     return size
 
 

@@ -35,7 +35,7 @@ from verl_patches.layout.inventory import SCORE, SCORE_BIAS, Inventory, build_in
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.model.weights import keep_bias_fp32, named_weights
 from verl_patches.reshard.region import Region
-from verl_patches.reshard.train_tensors import layout_of_model, library_of, train_tensors
+from verl_patches.reshard.train_tensors import layout_of_model, library_of, train_tensors, unwrapped
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
@@ -189,7 +189,7 @@ def load_weights(
     """
     progress = None
     try:
-        for chunk in _unwrapped(chunks):
+        for chunk in unwrapped(chunks):
             keep_bias_fp32(chunk)
         layout = layout or layout_of_model(chunks)  # collective: before what can fail on one rank alone
         source = open_source(folder)
@@ -236,7 +236,7 @@ def _facts(chunks: Sequence[torch.nn.Module], head: bool) -> Iterator[tuple[str,
 
 def _weights_of(chunks: Sequence[torch.nn.Module], head: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """(name with the chunk's number, tensor) of everything that is loaded; correction biases in fp32."""
-    for number, chunk in enumerate(_unwrapped(chunks)):
+    for number, chunk in enumerate(unwrapped(chunks)):
         keep_bias_fp32(chunk)
         for name, tensor in named_weights(chunk):
             if head or not name.startswith(_HEAD):
@@ -271,12 +271,6 @@ def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:
     if name == SCORE:
         drawn = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
         target.copy_(drawn / math.sqrt(target.shape[-1] + 1))
-
-
-def _unwrapped(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    from verl.utils.megatron_utils import unwrap_model  # not above: the row is applied while that module is half built
-
-    return unwrap_model(list(chunks))
 
 
 def _progress(what: str, total_bytes: int, key: str) -> LoadProgress:

@@ -81,7 +81,6 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
             return {file.name: file for file in found.files}
     else:
         write_text(folder / MANIFEST, to_json(replace(manifest, files=(), complete=False)))
-    (folder / ENTRIES).mkdir(exist_ok=True)
     entries = {}
     for name in recorded(folder):
         if name in manifest.expected:
@@ -93,7 +92,9 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
 def reopen(folder: str | Path, again: Collection[str]) -> None:
     """Withdraw the entries of files that are written `again`: until then nobody completes the folder.
 
-    A complete folder becomes one that is being written; another part may have done so meanwhile.
+    A complete folder becomes one that is being written; another part may have done so meanwhile. There is no lock: a
+    part that has just completed the folder, and still removes manifest.d/, may remove new entries, whose files are then
+    written again, or a file that this part is writing, which ends it with an error: run the same command again.
     """
     folder, manifest = Path(folder), read_manifest(folder, complete=False)
     if manifest.complete:

@@ -24,6 +24,7 @@ from verl_patches.memory.offload import parameters_loaded
 from verl_patches.memory.schedule import CRITIC
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.patching.engine import is_on
+from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, part_of
 from verl_patches.reshard.train_tensors import inventory_and_library, layout_of_model, train_tensors
 from verl_patches.weights.load import WAIT_S, Loaded, copy_weights, difference, load_weights
@@ -165,10 +166,8 @@ def gathered_weights(chunks: Sequence[torch.nn.Module], hf_config: Any) -> Itera
     rank, layout = dist.get_rank(), layout_of_model(chunks)
     inventory, library = inventory_and_library(chunks, hf_config, "a3")
     held = train_tensors(chunks, inventory, layout, rank, library)
-    regions: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(regions, [tensor.region for tensor in held.values()])
     holders: dict[str, dict[Region, int]] = {}
-    for holder, of_rank in enumerate(regions):
+    for holder, of_rank in enumerate(gather([tensor.region for tensor in held.values()])):
         for region in of_rank:
             holders.setdefault(region.name, {}).setdefault(region, holder)
     device = next(chunks[0].parameters()).device
