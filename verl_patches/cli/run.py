@@ -34,11 +34,10 @@ from verl_patches.layout.phases import samples
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse, said_off
-from verl_patches.planning.memory_plan import host_limit, with_recompute
+from verl_patches.planning.memory_plan import with_recompute
 from verl_patches.planning.plan import patch_table
-from verl_patches.planning.search import NoLayout, search
+from verl_patches.planning.search import search
 from verl_patches.planning.step_plan import READ_GB_S, Workload
-from verl_patches.planning.verdict import nearest_preset
 from verl_patches.platform import require as require_platform
 from verl_patches.replay.recording import recorded_lengths
 from verl_patches.trainer.record import STEP, run_id
@@ -186,12 +185,7 @@ def plan_command(
     if lacks := [check for check in check_files(config, keys_of(overrides), trees) if not check.ok]:
         raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
     dies = config.trainer.nnodes * config.trainer.n_gpus_per_node if dies is None else dies
-    on = rows_on(config)
-    try:
-        layouts = search(config, on, dies, workload, top)
-    except NoLayout as error:
-        preset = nearest_preset(config_name, dies, host_limit(config), on)
-        raise ConfigError(f"{error}{'' if preset is None else f'. Nearest shipped preset: {preset[0]}'}") from None
+    layouts = search(config, rows_on(config), dies, workload, top)
     answer = {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
     if as_json:
         print_json(answer)
