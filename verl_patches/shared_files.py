@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shutil
 import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from verl_patches.errors import RecipeError
 
 PARTIAL = ".partial"  # suffix of a file that is being written
 LOCK = ".lock"  # of a folder
@@ -40,6 +43,18 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
     """Write a small file as `replacing` does; text as UTF-8."""
     with replacing(path, durable) as new:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def writing(path: Path, todo: str) -> Iterator[None]:
+    """Around code that writes `path`: RecipeError in place of an OSError, with the space left there and what `todo`."""
+    try:
+        yield
+    except OSError as error:
+        free = next((shutil.disk_usage(place).free for place in path.parents if place.exists()), 0)
+        raise RecipeError(
+            f"{path} could not be written: {error.strerror}; its disk has {free / 2**20:.1f} MiB left. {todo}"
+        ) from error
 
 
 def sync(path: Path) -> None:

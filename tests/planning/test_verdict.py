@@ -1,4 +1,4 @@
-"""How a plan ends: the verdict, a search that works when it is pasted, and the nearest preset."""
+"""How a plan ends: the verdict, and a search that works when it is pasted."""
 
 import json
 import shlex
@@ -7,13 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.planning import verdict
-from verl_patches.planning.verdict import nearest_preset
 
 pytestmark = pytest.mark.slow
 
 NAME, NODE = "deepseekv3_256die_true_weight", "deepseekv3_16die"
-ON = ("reshard.direct", "memory.order", "logprob.in_chunks", "logprob.entropy_in_chunks", "memory.sleep_mode")
 
 
 def run(*words):
@@ -25,22 +22,21 @@ def plan_of(*words):
 
 
 @pytest.mark.parametrize(
-    ("override", "dies", "preset"),
+    ("override", "dies"),
     [
-        ("trainer.nnodes=12", 192, "deepseekv3_128die"),
-        ("trainer.nnodes=3", 128, NODE),  # 61 layers do not fit 48 dies
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3", 256, NAME),
-        ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 256, NAME),
+        ("trainer.nnodes=12", 192),
+        ("trainer.nnodes=3", 128),  # 61 layers do not fit 48 dies
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3", 256),
+        ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 256),
     ],
 )
-def test_what_a_refusal_names_works_when_it_is_pasted(override, dies, preset):
+def test_what_a_refusal_names_works_when_it_is_pasted(override, dies):
     plan = plan_of(NAME, override)
     assert not plan["ok"] and plan["verdict"].startswith("does not fit: ")
-    search, other = (shlex.split(each["command"]) for each in plan["next"])
+    (search,) = (shlex.split(each["command"]) for each in plan["next"])
     assert search == ["python", "-m", "verl_patches", "plan", NAME, override, "--search", "--dies", str(dies)]
     found = json.loads(run(*search[3:], "--json").stdout)["layouts"]
     assert plan_of(NAME, override, *found[0]["overrides"])["ok"]
-    assert other[-1] == preset and plan_of(preset)["ok"]
 
 
 @pytest.mark.parametrize(
@@ -70,17 +66,3 @@ def test_host_memory_of_a_node_is_a_check_where_it_is_known():
     (note,) = (check for check in plan["checks"] if check["name"] == "host memory")
     need = plan["memory"]["host"]["node_bytes"] / 2**30
     assert note["note"] and f"pin {need:.0f} GiB" in note["detail"] and "recipe.memory.host_gib" in note["detail"]
-
-
-@pytest.mark.parametrize(
-    ("dies", "host_gib", "name"),
-    [(256, None, NAME), (200, None, "deepseekv3_128die"), (200, 1024, NODE), (8, None, None)],
-)
-def test_the_nearest_preset_has_no_more_dies_and_fits_the_node(dies, host_gib, name):
-    found = nearest_preset(NAME, dies, None if host_gib is None else host_gib << 30, ON)
-    assert (found and found[0]) == name and (found is None or found[1] <= dies)
-
-
-def test_a_preset_whose_plan_fails_is_not_named(monkeypatch):
-    monkeypatch.setattr(verdict, "exceeding", lambda phases, room: ["update: die 0 needs more"])
-    assert nearest_preset(NAME, 256, None, ON) is None

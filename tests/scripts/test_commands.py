@@ -168,7 +168,7 @@ def fault_of_start(words):
     try:
         config = composed(arguments_of(words))
         check_switches(config)
-    except ConfigError as error:
+    except (ConfigError, UsageError) as error:
         return str(error)
     faults = [check for check in check_config(config) if not check.ok and check.name not in FILES]
     return f"{faults[0].name}: {faults[0].detail}" if faults else None

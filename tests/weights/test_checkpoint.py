@@ -10,17 +10,18 @@ import math
 import random
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.layout.native_parameters import STORAGES, pack
 from tests.reshard.test_train_tensors import INVENTORY
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
+from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import (
     CheckpointError,
     load_state,
@@ -33,7 +34,7 @@ from verl_patches.weights.manifest import Manifest, rank_files, read_manifest, t
 from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import TrainState, Walk, optimizer_shards
 from verl_patches.weights.writer import begin, complete
-from verl_patches.worker.checkpoint import _same_on_all, generators, set_generators
+from verl_patches.worker.checkpoint import WorkerCheckpoint, generators, set_generators
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BF16 = build_inventory(dataclasses.replace(INVENTORY.model, torch_dtype="bfloat16"))
@@ -206,16 +207,18 @@ def test_a_walk_through_a_stack_finds_every_element_once():
 def same_error(folder):
     """What each rank raises when rank 1 finds a fault and rank 2 fails."""
 
-    def work():
-        if dist.get_rank() == 2:
+    def problems(folder, rank, world_size):
+        if rank == 2:
             raise OSError("no disk")
-        return ["rank_00001.safetensors, weight/x: expected sha256 1, found 2"] * (dist.get_rank() == 1)
+        return ["rank_00001.safetensors, weight/x: expected sha256 1, found 2"] * (rank == 1)
 
-    _same_on_all(lambda: None, folder)
-    try:
-        _same_on_all(work, folder)
-    except CheckpointError as error:
-        return str(error)
+    checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=SimpleNamespace(platform="cpu")))
+    checkpoint._state = SimpleNamespace(layout="ep4 @4")
+    with mock.patch.object(checkpoint_files, "problems_of_share", problems):
+        try:
+            checkpoint.load(folder)
+        except CheckpointError as error:
+            return str(error)
 
 
 def test_a_fault_on_one_rank_is_an_error_on_all(ranks4):

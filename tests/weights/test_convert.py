@@ -223,7 +223,7 @@ def test_a_full_disk_is_said_before_and_leaves_nothing_that_looks_complete(tmp_p
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))  # a write past it fails as on a full disk
     try:
-        with pytest.raises(RecipeError, match=r"dense-pp0\d-tp0.*cannot write .*same command again"):
+        with pytest.raises(RecipeError, match=r"dense-pp0\d-tp0.*could not be written: .*same command again"):
             run(small, out, SMALL_LAYOUT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

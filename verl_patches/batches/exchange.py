@@ -204,7 +204,12 @@ def _pack(
 ) -> None:
     parts = {}
     for name, kind in kinds.items():
-        _check_held(name, kind, samples_held, held[name])
+        found, expected = list(held[name].lengths), [kind.lengths[sample] for sample in samples_held]
+        if (held[name].values.dtype, found) != (kind.dtype, expected):
+            raise ExchangeError(
+                f"exchange: {name} is {held[name].values.dtype} of {found} values, expected {kind.dtype} of "
+                f"{expected}, as passed on all ranks"
+            )
         parts[name] = dict(zip(samples_held, held[name].parts(), strict=True))
     for samples, segment in zip(sends, segments, strict=True):
         segment[:_ALIGNED] = header
@@ -260,17 +265,3 @@ def _check(segments: Sequence[torch.Tensor], header: torch.Tensor, rank: int) ->
             f"exchange: rank {rank} has another plan, step, or other tensors than rank(s) {wrong[:8]}; "
             "all ranks must pass the same lengths, step and tensors"
         )
-
-
-def _check_held(name: str, kind: TensorSpec, samples: Sequence[int], held: Ragged) -> None:
-    """ExchangeError that names what differs from the plan: dtype, number of samples, or the first sample."""
-    if held.values.dtype != kind.dtype:
-        raise ExchangeError(f"exchange: {name} is {held.values.dtype}, expected {kind.dtype}, as passed on all ranks")
-    if len(held.lengths) != len(samples):
-        raise ExchangeError(f"exchange: {name} is of {len(held.lengths)} samples, expected {len(samples)}")
-    for sample, count in zip(samples, held.lengths, strict=True):
-        if count != kind.lengths[sample]:
-            raise ExchangeError(
-                f"exchange: {name} of sample {sample} has {count} values, expected {kind.lengths[sample]}, as passed "
-                "on all ranks"
-            )

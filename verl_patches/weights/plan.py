@@ -26,16 +26,7 @@ from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import shards_of
 from verl_patches.reshard.region import Region, region_of
-from verl_patches.weights.manifest import (
-    ITEM_BYTES,
-    MANIFEST,
-    OF_RANK,
-    OF_TRAINER,
-    Manifest,
-    TensorEntry,
-    header_of,
-    whole_tensor,
-)
+from verl_patches.weights.manifest import ITEM_BYTES, Manifest, TensorEntry, header_of, small_files, whole_tensor
 from verl_patches.weights.source import (
     BLOCK,
     FP8,
@@ -50,13 +41,11 @@ from verl_patches.weights.source import (
 DTYPES = ("bf16", "fp8", "keep")
 LIBRARY = "megatron-local"
 FILE_BYTES = 4_300_000_000  # of a HF file, as DeepSeek's
-COPY_LIMIT_BYTES = 64 << 20  # of a file beside the weights, such as a tokenizer's
 BLOCK_BYTES = 4 << 20  # of one step of the pass: rows of a tensor, in fp32
 MOST_THREADS = 8  # groups that are written at the same time, on as many cores
 # modelled: bytes read + written a second by a node, from a slow shared file system to a local NVMe disk
 RATES = (0.3e9, 2.0e9)
 _PROCESS_BYTES, _BLOCKS = 400_000_000, 4  # of an idle process with torch; blocks that a thread has in memory
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".partial")
 
 
 class OutFile(NamedTuple):
@@ -127,7 +116,7 @@ def plan_conversion(
     texts = {"config.json": json.dumps(_config(source, dtype), indent=2) + "\n"}
     if layout is None:
         texts[INDEX] = _index(groups)
-    copies = tuple(sorted(_copies(source)))
+    copies = tuple(path.name for path in small_files(source.folder))
     names = [file.name for group in groups for file in group.files]
     identity = json.dumps([source.identity, layout and str(layout), dtype, names, texts["config.json"], copies])
     model = source.inventory.model if dtype == "keep" else replace(source.inventory.model, torch_dtype="bfloat16")
@@ -256,15 +245,6 @@ def _index(groups: Sequence[Group]) -> str:
     total = sum(tensor.size_bytes for file in files for tensor in file.tensors)
     weight_map = {tensor.key: file.name for file in files for tensor in file.tensors}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n"
-
-
-def _copies(source: Source) -> Iterator[str]:
-    """Small files beside the weights: the tokenizer, generation_config.json, the model's own Python files."""
-    made = {"config.json", INDEX, MANIFEST}
-    for path in source.folder.iterdir():
-        made_here = path.name in made or path.suffix in _NOT_COPIED or path.name.startswith((".", OF_RANK, OF_TRAINER))
-        if path.is_file() and not made_here and path.stat().st_size < COPY_LIMIT_BYTES:
-            yield path.name
 
 
 def costs(plan: ConversionPlan, parts: int) -> list[dict[str, Any]]:

@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.shared_files import PARTIAL, lock_file, sync, write_whole
+from verl_patches.shared_files import PARTIAL, lock_file, sync, write_whole, writing
 from verl_patches.weights.manifest import (
     ENTRIES,
     MANIFEST,
@@ -34,26 +33,13 @@ from verl_patches.weights.manifest import (
     to_json,
 )
 
+_AGAIN = "Free space and run the same command again: finished files are kept"
+
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
     """`write_whole`; RecipeError that names the file where the disk is full."""
-    with _named_disk_errors(path, len(text)):
+    with writing(path, _AGAIN):
         write_whole(path, text, durable)
-
-
-@contextlib.contextmanager
-def _named_disk_errors(path: Path, size_bytes: int) -> Iterator[None]:
-    """A full disk (also a quota, or a limit on a file's size) becomes a RecipeError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        free = shutil.disk_usage(path.parent).free
-        raise RecipeError(
-            f"{path}: cannot write {size_bytes} bytes ({os.strerror(error.errno)}; {free} bytes are free in "
-            f"{path.parent}). Free space and run the same command again: finished files are kept"
-        ) from error
 
 
 def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
@@ -129,7 +115,7 @@ def complete(folder: str | Path) -> Manifest | None:
         manifest = replace(manifest, files=files, complete=True)
         sync(folder)  # the names of all files, before the manifest that needs them
         write_text(folder / MANIFEST, to_json(manifest))
-    except (ConfigError, FileNotFoundError):  # another process completed the folder, and removed what this one needs
+    except (ConfigError, RecipeError, FileNotFoundError):  # another process completed it, and removed what this needs
         found = read_manifest(folder, complete=False)
         if found.complete:
             return found
@@ -188,7 +174,7 @@ class FileWriter:
         self._put(view)
 
     def _put(self, view: Any) -> None:
-        with _named_disk_errors(self.path, len(view)):
+        with writing(self.path, _AGAIN):
             done = 0
             while done < len(view):
                 done += self._file.write(view[done:])
@@ -204,7 +190,7 @@ class FileWriter:
         if missing := self._digest.missing:
             name = self.tensors[len(self._digest.tensors)].key
             raise RecipeError(f"{self.path}: {missing} bytes are missing, from {name} on")
-        with _named_disk_errors(self.path, self._written):
+        with writing(self.path, _AGAIN):
             os.fsync(self._file.fileno())
         os.replace(self.partial, self.path)
         self._finished = True

@@ -35,14 +35,14 @@ from verl_patches.memory.host_backed import (
 from verl_patches.memory.schedule import CRITIC
 from verl_patches.patching.engine import is_on
 from verl_patches.platform import NO_DEVICE
-from verl_patches.reshard.rank_errors import gather
+from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
 from verl_patches.watch import heartbeat
 from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import CheckpointError
 from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import StoredTensor, TrainState
-from verl_patches.worker.memory import Trained
+from verl_patches.worker.memory import Trained, device_type
 
 log = logging.getLogger(__name__)
 
@@ -224,8 +224,9 @@ class WorkerCheckpoint:
                 saved["rest"] = reader.state(rank if reader.manifest.layout == str(state.layout) else 0)
                 checkpoint_files.load_state(state, reader)
 
-        _same_on_all(verify, folder)
-        _same_on_all(read, folder)
+        device, todo = device_type(self.recipe.platform), f"{folder} cannot be resumed from; choose another checkpoint"
+        for work in (verify, read):
+            raise_on_any_rank(catch_errors(work), None, device, todo, CheckpointError)
         rest, same_layout = saved["rest"], saved["layout"] == str(state.layout)
         checkpoint_files.set_step_counts(self.worker.trained.optimizer, rest["step_counts"])
         if rest["lr_schedule_steps"] is not None:
@@ -239,17 +240,6 @@ class WorkerCheckpoint:
             log.warning(
                 "%s was saved by layout %s; random generators start again in %s", folder, saved["layout"], state.layout
             )
-
-
-def _same_on_all(work: Callable[[], list[str] | None], folder: str) -> None:
-    """Run `work`; the problems that it returns, or its error, on any rank become one CheckpointError on every rank."""
-    try:
-        problems = list(work() or ())
-    except Exception as error:
-        problems = [f"{type(error).__name__}: {error}"]
-    found = [f"rank {rank}: {text}" for rank, texts in enumerate(gather(problems)) for text in texts]
-    if found:
-        raise CheckpointError("\n  ".join([f"{folder} cannot be resumed from; choose another checkpoint:", *found[:8]]))
 
 
 def _is_mindspeeds_swap(one: Any) -> bool:
