@@ -77,6 +77,7 @@ def recomputed(method, layers=0, model="actor_rollout_ref"):
     return [f"{key}_{name}={value}" for name, value in settings.items()]
 
 
+LOG_PROB = f"{ROLLOUT}.log_prob_micro_batch_size"
 ENDLESS = [RECOMPUTE, *recomputed("uniform")]
 ENDLESS_CRITIC = [RECOMPUTE, "algo=ppo", *recomputed("block"), *recomputed("uniform", model="critic")]
 SMALL_BUCKETS = "recipe.reshard.bucket_bytes=1000"
@@ -120,6 +121,7 @@ SMALL_BUCKETS = "recipe.reshard.bucket_bytes=1000"
     (LARGE, "weight sync", [SMALL_BUCKETS, "recipe.patches=[-reshard.direct]"], None),
     (TINY, "checkpoints", ["trainer.save_freq=1"], None),
     (TINY, "checkpoints", ["trainer.save_freq=1", "recipe.patches=[-checkpoint.*]", ALONE], None),
+    (TINY, "rollout micro batch", [f"{LOG_PROB}=8", f"{LOG_PROB}_per_gpu=null"], "which plans read"),  # verl takes it
     (TINY, "recomputation", ENDLESS, "actor_rollout_ref.model: .*num_layers=0 needs .*method=block"),
     (TINY, "recomputation", [*ENDLESS, "recipe.line=a3"], "would not end"),
     (TINY, "recomputation", ENDLESS_CRITIC, "critic.model: .*num_layers=0"),

@@ -302,10 +302,10 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
             yield divides(f"{name} micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
     reference = actor.use_kl_loss or config.algorithm.use_kl_in_reward
     old = {"actor": "ppo_micro_batch_size", "rollout": "log_prob_micro_batch_size", "ref": "log_prob_micro_batch_size"}
-    for name, key in old.items():  # RayPPOTrainer._validate_config
+    for name, key in old.items():  # verl takes either (RayPPOTrainer._validate_config)
         given = config.actor_rollout_ref[name][key] is not None and (name != "ref" or reference)
         if given and not actor.use_dynamic_bsz:
-            text = f"actor_rollout_ref.{name}.{key} is given; set {key}_per_gpu alone"
+            text = f"actor_rollout_ref.{name}.{key} is given; set {key}_per_gpu alone, which plans read"
             yield Check(f"{name} micro batch", False, text)
     passes = {"rollout": not config.recipe.train.skip_old_log_prob, "ref": reference}
     for name in (name for name, runs in passes.items() if runs):
