@@ -147,6 +147,16 @@ def test_a_command_that_was_not_reached_is_started_and_no_older_one_followed(pro
         hosts(program("ssh", "exit 255")).run(to, said.append)
 
 
+def test_connections_that_are_made_and_lost_while_the_command_is_silent_are_no_lost_host(
+    program, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(over_ssh, "RECONNECT_S", 0.0)
+    monkeypatch.setattr(over_ssh, "RECONNECT_EVERY_S", 0.01)
+    lost = f'[[ -e {tmp_path}/tried || "$2" != *follow* ]] || {{ touch {tmp_path}/tried; exit 255; }}'
+    ssh, to = program("ssh", f'echo "{over_ssh.BEGINS}"; {lost}; echo rest'), io.BytesIO()
+    assert hosts(ssh).follow(to, lambda text: None) == 0 and to.getvalue() == b"rest\n"
+
+
 @pytest.mark.parametrize(
     ("marked", "ended", "code", "output"), [(False, 255, 3, b"new\n"), (True, 255, 255, b""), (True, 0, 0, b"newest\n")]
 )

@@ -280,17 +280,16 @@ class Hosts:
                 return code
             if begun and (ended := self._ended_with_that_code()) is not None:
                 return ended
+            if begun or time.monotonic() > began + MARGIN_S:
+                connected = time.monotonic()
             if begun:
                 verb, options = "follow", ("--skip", str(seen))
-            if size or time.monotonic() > began + MARGIN_S:
-                connected = time.monotonic()
-            if time.monotonic() > connected + RECONNECT_S:
+                say(f"the connection to {self.job.host_of(0)} is lost; the command goes on; trying again")
+            elif time.monotonic() > connected + RECONNECT_S:
                 state = "The command was not started: cluster up --run again"
                 if verb == "follow":
                     state = "The command goes on there: cluster follow joins it, cluster down ends it"
                 raise RecipeError(f"no connection to {self.job.host_of(0)} for {RECONNECT_S:g} s. {state}")
-            if begun:
-                say(f"the connection to {self.job.host_of(0)} is lost; the command goes on; trying again")
             else:
                 say(f"no connection to {self.job.host_of(0)}; trying again")
             time.sleep(RECONNECT_EVERY_S)
