@@ -345,6 +345,8 @@ MUTANTS = (
            CLUSTER),
     Mutant("cluster-reads-what-profiles-print", "cluster/hosts.py",
            "answer.output.partition(BEGUN)[2]", "answer.output", CLUSTER),
+    Mutant("cluster-follows-an-older-command", "cluster/hosts.py",
+           "line if MARK in options else", "line if options == () else", CLUSTER),
     Mutant("cluster-keeps-a-container-of-another-image", "cluster/hosts.py",
            '[ "$digest" = {job.digest} ] ||', "true ||", CLUSTER),
     Mutant("cluster-slurm-tasks-submit-again", "cluster/render.py",

@@ -10,7 +10,9 @@ import pytest
 
 from verl_patches.cli import cluster as cli
 from verl_patches.cluster import command, gather, node
+from verl_patches.cluster.hosts import BEGUN
 from verl_patches.cluster.job import Job
+from verl_patches.cluster.place import place_of
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, RecipeError
 
@@ -134,6 +136,19 @@ def test_logs_that_were_not_gathered_wholly_stay_when_a_signal_ends_the_node(mak
     monkeypatch.setattr(cli, "on_end_signals", lambda act: order.append(act(signal.SIGTERM)))  # it does nothing
     job = make("exit 0").model_copy(update={"hosts": ["127.0.0.1"]})
     with pytest.raises(SystemExit) as raised:
-        cli._up_here(job, {}, 0, "127.0.0.1", run=True, block=True, as_json=False)
+        cli._up_here(job, {}, place_of(job, {}, 0, "127.0.0.1"), run=True, block=True, mark=False, as_json=False)
     assert raised.value.code == 143
     assert order == [None, "gather", ("down", ends is not None)]
+
+
+@pytest.mark.parametrize("mark", [True, False])
+def test_a_caller_over_ssh_is_told_that_the_command_was_started(make, monkeypatch, capfdbinary, mark):
+    """The mark comes after the start and before the output. The control is a caller on the node itself."""
+    monkeypatch.setattr(node, "up", lambda *_: STARTED)
+    job = make("echo ran").model_copy(update={"hosts": ["127.0.0.1"]})
+    start, out = command.start, []
+    monkeypatch.setattr(command, "start", lambda *given: (start(*given), out.append(capfdbinary.readouterr().out)))
+    assert (
+        cli._up_here(job, {}, place_of(job, {}, 0, "127.0.0.1"), run=True, block=False, mark=mark, as_json=False) == 0
+    )
+    assert out == [b""] and capfdbinary.readouterr().out == (BEGUN if mark else b"") + b"ran\n"

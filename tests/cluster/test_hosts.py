@@ -141,9 +141,40 @@ def test_a_command_that_was_not_reached_is_started_and_no_older_one_followed(pro
     program("ssh", f"""{begun.format('case "$2" in *--run*) exit 255;; *follow*) echo rest;; esac')}""")
     to = io.BytesIO()
     assert hosts(ssh).run(to, said.append) == 0 and to.getvalue() == b"rest\n"
+    assert said[1:] == ["the connection to node 0 (10.0.0.1) is lost; the command goes on; trying again"]
     monkeypatch.setattr(over_ssh, "RECONNECT_S", 0.0)
     with pytest.raises(RecipeError, match="not started: cluster up --run again"):
         hosts(program("ssh", "exit 255")).run(to, said.append)
+
+
+def test_connections_that_are_made_and_lost_while_the_command_is_silent_are_no_lost_host(
+    program, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(over_ssh, "RECONNECT_S", 0.0)
+    monkeypatch.setattr(over_ssh, "RECONNECT_EVERY_S", 0.01)
+    lost = f'[[ -e {tmp_path}/tried || "$2" != *follow* ]] || {{ touch {tmp_path}/tried; exit 255; }}'
+    ssh, to = program("ssh", f'echo "{over_ssh.BEGINS}"; {lost}; echo rest'), io.BytesIO()
+    assert hosts(ssh).follow(to, lambda text: None) == 0 and to.getvalue() == b"rest\n"
+
+
+@pytest.mark.parametrize(
+    ("marked", "ended", "code", "output"), [(False, 255, 3, b"new\n"), (True, 255, 255, b""), (True, 0, 0, b"newest\n")]
+)
+def test_no_older_command_is_followed_where_the_connection_is_lost_before_the_start(
+    program, monkeypatch, tmp_path, marked, ended, code, output
+):
+    """Without the node's mark the newest command is an older one. The controls are connections lost after it."""
+    monkeypatch.setattr(over_ssh, "RECONNECT_EVERY_S", 0.01)
+    mark, first = f'echo "{over_ssh.BEGINS}"', f"{tmp_path}/first"
+    python = program(
+        "python3.x",
+        f"""case "$*" in *--run*) [ -e {first} ] || {{ touch {first}; {mark if marked else "true"}; exit 255; }}
+        {mark}; echo new; exit 3;; *follow*) echo newest;;
+        *status*) echo '{{"rows": [{{"name": "command", "found": "ended with exit code {ended}"}}]}}';; esac""",
+    )
+    ssh, to = program("ssh", 'bash -c "$2"'), io.BytesIO()
+    made = hosts(ssh, hosts=["10.0.0.1"], nodes=1, python=str(python), checkout=str(tmp_path))
+    assert (made.run(to, lambda text: None), to.getvalue()) == (code, output)
 
 
 @pytest.mark.parametrize("reached", [True, False])

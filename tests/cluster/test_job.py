@@ -14,6 +14,7 @@ from verl_patches.cluster.job import (
     Job,
     Kubernetes,
     as_text,
+    as_yaml,
     load_job,
     read_job,
     require_secrets,
@@ -201,6 +202,14 @@ def test_secrets_come_from_the_environment_or_the_second_document_and_are_requir
     assert again == odd and sent == {"HF_TOKEN": "1e3"}
     with pytest.raises(ConfigError, match="needs HF_TOKEN"):
         require_secrets(job, read({}, secrets=["HF_TOKEN"])[1])
+
+
+def test_text_is_quoted_where_kubernetes_would_read_a_bool_or_a_number():
+    """By the rules of its reader (gopkg.in/yaml.v2, resolve.go). The control are words and numbers themselves."""
+    texts = "y Y n N 1e-6 0o17 -0o7 0O17 0X1F 0B1 08 +09 0_8 -.5 +.5e1 yes 0x1f .5 1:30".split()
+    assert [text for text in texts if as_yaml({"value": text}) != f"value: '{text}'\n"] == []
+    plain = ["yy", "no-op", "v0", ".py", "-x", "0.1.2", "registry/a3:1", True, 0, -8, 0.5, -0.5, 1e-6]
+    assert as_yaml(plain).count("'") == as_yaml(plain).count("!") == 0 and yaml.safe_load(as_yaml(plain)) == plain
 
 
 ENV_FILE = """

@@ -68,6 +68,18 @@ EMULATED = "recipe.line=a3", "recipe.platform=npu_emulated"
 STAGES_OF_TINY = f"{ACTOR}.pipeline_model_parallel_size=2", "recipe.train.layers_per_stage=[1,3]", "recipe.line=a3"
 STAGES = "recipe.train.layers_per_stage=[{},8,8,8,8,8,7]".format
 REPLAY, SKIP = "recipe.train.routing_replay=R2", "recipe.train.skip_old_log_prob"
+RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing=true"
+
+
+def recomputed(method, layers=0, model="actor_rollout_ref"):
+    settings = {"granularity": "full", "method": method, "num_layers": layers}
+    key = f"++{model}.model.gradient_checkpointing_kwargs.activations_checkpoint"
+    return [f"{key}_{name}={value}" for name, value in settings.items()]
+
+
+LOG_PROB = f"{ROLLOUT}.log_prob_micro_batch_size"
+ENDLESS = [RECOMPUTE, *recomputed("uniform")]
+ENDLESS_CRITIC = [RECOMPUTE, "algo=ppo", *recomputed("block"), *recomputed("uniform", model="critic")]
 SMALL_BUCKETS = "recipe.reshard.bucket_bytes=1000"
 
 
@@ -109,6 +121,13 @@ SMALL_BUCKETS = "recipe.reshard.bucket_bytes=1000"
     (LARGE, "weight sync", [SMALL_BUCKETS, "recipe.patches=[-reshard.direct]"], None),
     (TINY, "checkpoints", ["trainer.save_freq=1"], None),
     (TINY, "checkpoints", ["trainer.save_freq=1", "recipe.patches=[-checkpoint.*]", ALONE], None),
+    (TINY, "rollout micro batch", [f"{LOG_PROB}=8", f"{LOG_PROB}_per_gpu=null"], "which plans read"),  # verl takes it
+    (TINY, "recomputation", ENDLESS, "actor_rollout_ref.model: .*num_layers=0 needs .*method=block"),
+    (TINY, "recomputation", [*ENDLESS, "recipe.line=a3"], "would not end"),
+    (TINY, "recomputation", ENDLESS_CRITIC, "critic.model: .*num_layers=0"),
+    (TINY, "recomputation", [RECOMPUTE, *recomputed("block")], None),
+    (TINY, "recomputation", [RECOMPUTE, *recomputed("uniform", 1)], None),
+    (TINY, "recomputation", recomputed("uniform"), None),  # off
     (TINY, "routing replay", [REPLAY], None),
     (LARGE, "routing replay", [REPLAY, f"{SKIP}=false"], None),
     (LARGE, "routing replay", [REPLAY, f"{SKIP}=true"], "skip_old_log_prob leaves out the pass that records"),

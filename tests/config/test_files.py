@@ -4,6 +4,8 @@ import json
 from collections import namedtuple
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -93,6 +95,16 @@ def test_files_that_a_dataset_of_the_users_reads_are_not_checked_for_verls_colum
             assert [check.note for check in checks] == [not failed] * 2 and files.steps_of(config) is None
         missing = compose(TINY, [*algorithm, *own, "data.train_files=/nowhere"])
         assert any(not check.ok for check in check_config(missing, files.PATHS) if check.name == "data")
+
+
+def test_the_steps_of_epochs_are_not_known_where_a_class_of_the_users_makes_samples_of_rows(tmp_path):
+    """It may make more samples or fewer of verl's own columns: a run must not count as ended, or its disk as full."""
+    row = {"prompt": [{"role": "user", "content": "1 + 1"}], "data_source": "a", "reward_model": {"ground_truth": "2"}}
+    pq.write_table(pa.Table.from_pylist([row] * 64), tmp_path / "rows.parquet")
+    given = [f"data.train_files={tmp_path / 'rows.parquet'}", f"{STEPS}=null", "trainer.total_epochs=2"]
+    own = ["data.custom_cls.path=/mine.py", "data.custom_cls.name=Own"]
+    assert files.steps_of(compose(TINY, [*given, "data.train_batch_size=4"])) == 32  # verl's class: the control
+    assert files.steps_of(compose(TINY, [*given, *own])) is None
 
 
 @pytest.mark.parametrize(("overrides", "count"), [

@@ -264,6 +264,7 @@ def test_a_taken_port_and_an_interface_that_is_not_there(make_node, production):
     config.recipe.hccl.interface = "eth99"
     found = findings(replace(node, config=config), "interface")["interface"]
     assert found.state == "problem" and "recipe.hccl.interface is eth99" in found.found
+    assert "Leave it null, or set HCCL_SOCKET_IFNAME" in found.found
     config.recipe.hccl.interface, config.trainer.nnodes = None, 16
     before_ray = findings(replace(node, config=config), "interface")["interface"]
     assert before_ray.state in ("note", "problem") and "not known before Ray runs; up: " in before_ray.found
@@ -286,6 +287,7 @@ def test_the_interface_is_gloos_whatever_hccl_is_told_to_take(make_node, product
     assert found().found == "lo, by one node" and found(GLOO_SOCKET_IFNAME="lo,eth1").state == "fine"
     absent = found(GLOO_SOCKET_IFNAME="eth98")
     assert absent.state == "problem" and "GLOO_SOCKET_IFNAME of this node's environment is eth98" in absent.found
+    assert "Correct or unset it where" in absent.found and "null" not in absent.found  # a variable has no null
     assert "loopback lo, by GLOO_SOCKET_IFNAME" in found(2, GLOO_SOCKET_IFNAME="lo").found
     assert "loopback lo, by TP_SOCKET_IFNAME" in found(2, GLOO_SOCKET_IFNAME="eth98", TP_SOCKET_IFNAME="lo").found
 

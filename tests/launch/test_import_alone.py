@@ -87,7 +87,10 @@ def test_contradictions_and_unknown_keys_are_refused_by_name(recipe, words):
 
 
 def test_faults_of_layout_and_model_are_refused_as_by_the_launcher():
-    """tp 2 with whole experts on both ranks; the other entries of the model's config.json are read for on_policy."""
+    """tp 2 with whole experts on both ranks; the other entries of the model's config.json are read for on_policy.
+
+    Last, recomputed layers over which Megatron's loop would not end.
+    """
     split = config()
     split.actor_rollout_ref.actor.megatron.tensor_model_parallel_size = 2
     split.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size = 1
@@ -98,6 +101,13 @@ def test_faults_of_layout_and_model_are_refused_as_by_the_launcher():
     dropout.actor_rollout_ref.model.override_config.model_config = {"attention_dropout": 0.1}
     with pytest.raises(ConfigError, match="attention_dropout"):
         fill_recipe(dropout, CPU)
+    endless, kwargs = config(), {"granularity": "full", "method": "uniform", "num_layers": 0}
+    OmegaConf.set_struct(endless, False)
+    endless.actor_rollout_ref.model.enable_gradient_checkpointing = True
+    given = {f"activations_checkpoint_{name}": value for name, value in kwargs.items()}
+    endless.actor_rollout_ref.model.gradient_checkpointing_kwargs = given
+    with pytest.raises(ConfigError, match="activations_checkpoint_num_layers=0"):
+        fill_recipe(endless, CPU)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from verl_patches.config.run_start import Start
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, restart, run_folder
 from verl_patches.launch.restart import Restarts, may_help
-from verl_patches.trainer.record import run_id
+from verl_patches.trainer.record import new_run_id, run_id
 from verl_patches.watch.watcher import fault_in
 
 WORTH = [
@@ -122,6 +122,18 @@ def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(star
     outcome, _, _ = start(code, trainer=trainer, restart={"times": 1, "without_nodes": []})
     assert outcome.code == 1 and ("StallError: a" in outcome.reason) == (tries == 1)
     assert int((folder / "count").read_text()) == tries
+
+
+@pytest.mark.parametrize(("now", "is_saved"), [({"steps": 3}, True), ({"steps": 6}, False), ({}, False), (None, False)])
+def test_the_last_step_is_the_runs_own_where_a_class_of_the_users_makes_samples_of_rows(tmp_path, now, is_saved):
+    """The controls: more steps than rows say, a record without them, and a run that ended before its first call."""
+    given = ["data.custom_cls.path=/mine.py", "data.custom_cls.name=Own", "trainer.total_training_steps=null"]
+    config = compose("deepseekv3_tiny_cpu", [*given, f"trainer.default_local_dir={tmp_path / 'checkpoints'}"])
+    make_checkpoint(tmp_path / "checkpoints", 3, new_run_id(tmp_path, "r"))
+    if now is not None:
+        doing = {"step": 3, "call": "save", "phase": "saving", "since": 1.0, "step_since": 1.0}
+        (tmp_path / "now.json").write_text(json.dumps({**doing, **now}))
+    assert restart.last_step_is_saved(config, tmp_path) is is_saved
 
 
 @pytest.mark.slow

@@ -105,7 +105,6 @@ def test_worker_section_says_the_same_as_the_whole_configuration(die256):
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
         ([*FULL, f"{LAYERS}=auto"], "is auto, for which a plan puts a number first"),
         (FULL, "must be a number of layers, one for each stage, or auto"),
-        ([*FULL[:-1], f"{LAYERS}=0"], "num_layers=0 needs activations_checkpoint_method=block"),
         ([*FULL, f"{LAYERS}=[1,2]"], "has 2 numbers; expected one for each of 1 pipeline stages"),
         ([f"{OPTIM}total_training_steps=4", f"{OPTIM}lr_warmup_steps=4"], "warm-up"),
     ],

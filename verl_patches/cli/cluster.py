@@ -14,9 +14,9 @@ import typer
 
 from verl_patches.cli.output import Json, leave_with, print_json
 from verl_patches.cluster import command, gather, node, upload
-from verl_patches.cluster.hosts import Hosts
+from verl_patches.cluster.hosts import BEGUN, Hosts
 from verl_patches.cluster.job import Job, load_job, require_hosts, require_secrets, require_volumes
-from verl_patches.cluster.place import place_of
+from verl_patches.cluster.place import Place, place_of
 from verl_patches.cluster.render import instead_of, rendered
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding, Report
@@ -73,6 +73,7 @@ def up_command(
     run: Annotated[bool, typer.Option("--run", help="Then run the job's command, on the head's node.")] = False,
     block: Annotated[bool, typer.Option("--block", help=BLOCK_HELP)] = False,
     render: Annotated[bool, typer.Option("--render", help=RENDER_HELP)] = False,
+    mark: Annotated[bool, typer.Option("--mark", hidden=True)] = False,
     as_json: Json = False,
 ) -> None:
     """Start Ray on this node, or over ssh on all, and wait until all nodes are in.
@@ -93,7 +94,8 @@ def up_command(
     hosts = _hosts(job, secrets, "up", job_file)
     require_secrets(job, secrets)
     if hosts is None:
-        raise typer.Exit(_up_here(job, secrets, node_rank, head, run, block, as_json))
+        place = place_of(job, os.environ, node_rank, head)
+        raise typer.Exit(_up_here(job, secrets, place, run, block, mark, as_json))
     if node_rank is not None or head is not None or block:
         raise ConfigError(f"--node-rank, --head and --block are for provider nodes; job {job.name} has {job.provider}")
     with _what_goes_on(job, UP_GOES_ON):
@@ -107,16 +109,17 @@ def up_command(
     raise typer.Exit(code)
 
 
-def _up_here(
-    job: Job, secrets: dict[str, str], rank: int | None, head: str | None, run: bool, block: bool, as_json: bool
-) -> int:
+def _up_here(job: Job, secrets: dict[str, str], place: Place, run: bool, block: bool, mark: bool, as_json: bool) -> int:
+    """`mark`: write BEGUN once the command runs, for a caller over ssh."""
     upload.require_stores(upload.uploads_of(job))
-    place = place_of(job, os.environ, rank, head)
     started = node.up(job, place, secrets, _say)
     code = 0
     try:
         if run and place.rank == 0:
             command.start(job, started, secrets, _say)
+            if mark:
+                sys.stdout.buffer.write(BEGUN)
+                sys.stdout.flush()
             with _what_goes_on(job, "the command is ended with this node" if block else COMMAND_GOES_ON):
                 code = command.follow(job, _output(as_json))
         elif block:

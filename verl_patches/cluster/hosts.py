@@ -37,8 +37,10 @@ LOGS_S = 900.0  # for the logs of a node, beyond MARGIN_S
 SSH_FAILED, NO_END = 255, 124  # exit codes: ssh's own, which a command may have too; of a call beyond its limit
 RECONNECT_S, RECONNECT_EVERY_S = 900.0, 10.0
 LABEL, DIGEST = "verl_patches.job", "verl_patches.digest"  # labels of containers that `cluster up` started
-BEGINS = "verl_patches: output begins"  # what a shell's profiles print comes before this line
+# what a shell's profiles print comes before this line, and of `up --run` all that comes before the command's start
+BEGINS = "verl_patches: output begins"
 BEGUN = f"{BEGINS}\n".encode()
+MARK = "--mark"  # `up` prints BEGINS itself
 START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
 # what container $id holds outside its volumes, which would be deleted with it:
 # "A PATH" (added since its image), "C" (changed), "D" (deleted), and "M" for its mounts
@@ -125,7 +127,7 @@ class Hosts:
         """A line that runs `cluster VERB` on a host; its own MASTER_ADDR and NODE_RANK do not count."""
         head = ["--head", self.job.hosts[0]] if verb == "up" else []
         line = node_command(self.job, verb, "--node-rank", str(rank), *head, *options)
-        return self._inside(f"echo {shlex.quote(BEGINS)}; {line}")
+        return self._inside(line if MARK in options else f"echo {shlex.quote(BEGINS)}; {line}")
 
     def _reach(self, rank: int) -> Answer:
         """Are checkout and Python there?"""
@@ -257,7 +259,7 @@ class Hosts:
 
     def run(self, to: BinaryIO, say: Callable[[str], None]) -> int:
         """Start the job's command on the head's host and write its output to a stream; its exit code."""
-        return self._followed(to, say, "up", "--run")
+        return self._followed(to, say, "up", "--run", MARK)
 
     def follow(self, to: BinaryIO, say: Callable[[str], None], skip: int = 0) -> int:
         """Write the output of the job's command from byte `skip` to its end to a stream; its exit code."""
@@ -266,8 +268,8 @@ class Hosts:
     def _followed(self, to: BinaryIO, say: Callable[[str], None], verb: str, *options: str, seen: int = 0) -> int:
         """Follow the command on the head's host, with a new connection where one is lost; its exit code.
 
-        A call that did not reach the host is made again as it was. RecipeError where there is no connection for
-        RECONNECT_S.
+        A call that is lost before it has started the command is made again as it was: an `up --run` that has started it
+        all the same joins it while it runs. RecipeError where there is no connection for RECONNECT_S.
         """
         connected = time.monotonic()
         while True:
@@ -278,17 +280,18 @@ class Hosts:
                 return code
             if begun and (ended := self._ended_with_that_code()) is not None:
                 return ended
+            if begun or time.monotonic() > began + MARGIN_S:
+                connected = time.monotonic()
             if begun:
                 verb, options = "follow", ("--skip", str(seen))
-            if size or time.monotonic() > began + MARGIN_S:
-                connected = time.monotonic()
-            if time.monotonic() > connected + RECONNECT_S:
+                say(f"the connection to {self.job.host_of(0)} is lost; the command goes on; trying again")
+            elif time.monotonic() > connected + RECONNECT_S:
                 state = "The command was not started: cluster up --run again"
                 if verb == "follow":
                     state = "The command goes on there: cluster follow joins it, cluster down ends it"
                 raise RecipeError(f"no connection to {self.job.host_of(0)} for {RECONNECT_S:g} s. {state}")
-            lost = f"the connection to {self.job.host_of(0)} is lost; the command goes on"
-            say(f"{lost if begun else f'no connection to {self.job.host_of(0)}'}; trying again")
+            else:
+                say(f"no connection to {self.job.host_of(0)}; trying again")
             time.sleep(RECONNECT_EVERY_S)
 
     def _ended_with_that_code(self) -> int | None:

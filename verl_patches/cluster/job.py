@@ -309,11 +309,12 @@ def as_text(job: Job, secrets: Mapping[str, str] | None = None) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """With quotes around 1e-6 and the like, which other readers take for a number, as YAML 1.2 does."""
+    """With quotes around 1e-6, 08, 0o17, -.5 and y, which other readers take for numbers and bools."""
 
 
-_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+_TAKEN = r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$"
+_TAKEN += r"|[-+]?(?:0[oOxXbB]?[0-9a-fA-F_]+|\.[0-9_]+)$|[yYnN]$"
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_TAKEN), list("-+.0123456789yYnN"))
 
 
 def as_yaml(*documents: Any) -> str:

@@ -61,6 +61,7 @@ from verl_patches.values import Count, Positive, value_faults
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
+_RECOMPUTED = "granularity", "method", "num_layers"
 _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
 
 
@@ -177,6 +178,7 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
     split = f"each expert is split over {train.etp} ranks, as tp"
     fault = fault_of_experts(train)
     yield Check("experts under tp", fault is None, fault or (whole if train.etp == 1 else split))
+    yield from (Check("recomputation", False, fault) for fault in faults_of_recomputation(config))
     if config.recipe.train.expert_split == "tp_extend_ep":
         held = f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts"
         fault = (
@@ -207,6 +209,20 @@ def fault_of_experts(train: ParallelLayout) -> str | None:
         f"expected ep > 1 or etp = tp at tp {train.tp}: "
         "with ep 1 and etp 1 Megatron adds up expert outputs of different tokens over TP ranks"
     )
+
+
+def faults_of_recomputation(config: DictConfig) -> Iterator[str]:
+    """Where Megatron's loop over layers (transformer_block.py, _checkpointed_forward) would go on in steps of 0."""
+    for name, section in {"actor_rollout_ref": config.actor_rollout_ref, "critic": critic_of(config)}.items():
+        if section is None or not section.model.enable_gradient_checkpointing:
+            continue
+        given = section.model.get("gradient_checkpointing_kwargs") or {}
+        kind, method, number = (given.get(f"activations_checkpoint_{key}") for key in _RECOMPUTED)
+        if kind == "full" and method != "block" and number == 0:
+            yield (
+                f"{name}.model: activations_checkpoint_num_layers=0 needs activations_checkpoint_method=block, or the "
+                "forward pass would not end; or set enable_gradient_checkpointing=false"
+            )
 
 
 def _checkpoint_checks(config: DictConfig, train: ParallelLayout, start: Start, no_start: str) -> Iterator[Check]:
@@ -286,10 +302,10 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
             yield divides(f"{name} micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
     reference = actor.use_kl_loss or config.algorithm.use_kl_in_reward
     old = {"actor": "ppo_micro_batch_size", "rollout": "log_prob_micro_batch_size", "ref": "log_prob_micro_batch_size"}
-    for name, key in old.items():  # RayPPOTrainer._validate_config
+    for name, key in old.items():  # verl takes either (RayPPOTrainer._validate_config)
         given = config.actor_rollout_ref[name][key] is not None and (name != "ref" or reference)
         if given and not actor.use_dynamic_bsz:
-            text = f"actor_rollout_ref.{name}.{key} is given; set {key}_per_gpu alone"
+            text = f"actor_rollout_ref.{name}.{key} is given; set {key}_per_gpu alone, which plans read"
             yield Check(f"{name} micro batch", False, text)
     passes = {"rollout": not config.recipe.train.skip_old_log_prob, "ref": reference}
     for name in (name for name, runs in passes.items() if runs):

@@ -398,7 +398,10 @@ def _many(count: int | None, what: str) -> str:
 
 
 def steps_of(config: DictConfig) -> int | None:
-    """Steps of a run: trainer.total_training_steps, or those of its epochs; None where no data files say so."""
+    """Steps of a run: trainer.total_training_steps, or those of its epochs; None where no data files say so.
+
+    A class of the user's may make more or fewer samples of their rows.
+    """
     if config.trainer.total_training_steps is not None or has_own_dataset(config):
         return config.trainer.total_training_steps
     files = config.data.train_files or []

@@ -22,7 +22,7 @@ from verl_patches.config.algorithm import (
     reward_checks,
     reward_model_checks,
 )
-from verl_patches.config.checks import fault_of_experts
+from verl_patches.config.checks import fault_of_experts, faults_of_recomputation
 from verl_patches.config.compose import give_recipe, model_changes, output_root
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.errors import ConfigError
@@ -135,7 +135,7 @@ def _check(config: DictConfig) -> None:
 
     train = train_layout_of(config)
     rollout_layout_of(config)
-    faults = [*_npu_faults(config), *filter(None, [fault_of_experts(train)])]
+    faults = [*_npu_faults(config), *filter(None, [fault_of_experts(train)]), *faults_of_recomputation(config)]
     hf_config = {**read_config(copy_to_local(config.actor_rollout_ref.model.path)), **model_changes(config)}
     faults += [*on_policy.faults(config, hf_config), *limits.faults(config), *truth_check.faults(config)]
     faults += [refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config)]

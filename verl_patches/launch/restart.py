@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from verl_patches.config.files import steps_of
 from verl_patches.config.run_start import Start, checkpoints_of, resolved
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.record import read_object
+from verl_patches.evaluation.record import read_doing, read_object
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
 from verl_patches.launch.run_folder import carry_on
 from verl_patches.trainer.record import run_id
@@ -45,10 +45,10 @@ def may_help(reason: str) -> bool:
 
 def last_step_is_saved(config: DictConfig, folder: Path) -> bool:
     """Whether the run in `folder` has a checkpoint of its last step: then nothing is left for another try."""
-    total = steps_of(config)
     try:
+        total = read_doing(folder).get("steps") or steps_of(config)
         return total is not None and max(saved_in(checkpoints_of(config), run_id(folder)).own, default=0) >= total
-    except OSError:  # a disk that fails: the look for the next try's checkpoint says so
+    except (ConfigError, OSError):  # a disk that fails: the look for the next try's checkpoint says so
         return False
 
 

@@ -238,11 +238,6 @@ def _recompute(on: bool, get: Get) -> list[str]:
             )
         values["num_layers"] = number = max(number)
     if number == 0:
-        if values["granularity"] == "full" and values["method"] != "block":
-            raise ConfigError(  # Megatron's loop over layers in steps of 0 (transformer_block.py) would not end
-                "activations_checkpoint_num_layers=0 needs activations_checkpoint_method=block; or set "
-                "enable_gradient_checkpointing=false"
-            )
         return []
     given = {f"--recompute-{name.replace('_', '-')}": value for name, value in values.items() if value is not None}
     return [word for argument, value in given.items() for word in (argument, str(value))]

@@ -113,10 +113,11 @@ def require_interface(interface: str, why: str = "recipe.hccl.interface") -> Non
 
     names = sorted(psutil.net_if_addrs())
     if interface not in names:
-        raise ConfigError(
-            f"{why} is {interface}: {_here()} has {', '.join(names)}. Leave it null, or set "
-            "HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME where that node's Ray is started"
-        )
+        todo = "Leave it null, or set HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME"
+        if why != "recipe.hccl.interface":  # but a variable
+            todo = "Correct or unset it"
+        where = "where that node's Ray is started"
+        raise ConfigError(f"{why} is {interface}: {_here()} has {', '.join(names)}. {todo} {where}")
 
 
 def refuse_loopback(nodes: int, interface: str, why: str) -> None:
