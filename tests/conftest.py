@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WARM = ROOT / "tests" / "warm"
 
 SAFE_ENV = {
+    "_TYPER_FORCE_DISABLE_TERMINAL": "1",  # CI's own variables would colour errors
     "HF_HUB_OFFLINE": "1",  # nothing is ever downloaded by a test
     "MPLBACKEND": "Agg",
     "OMP_NUM_THREADS": "1",  # several processes share two cores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -17,6 +18,7 @@ from verl_patches.errors import RecipeError
 
 PARTIAL = ".partial"  # suffix of a file that is being written
 LOCK = ".lock"  # of a folder
+_FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 _FLOCK = "hhqqi"  # struct flock: type, whence, start, length, pid
 
 
@@ -47,14 +49,15 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
 
 @contextmanager
 def writing(path: Path, todo: str) -> Iterator[None]:
-    """Around code that writes `path`: RecipeError in place of an OSError, with the space left there and what `todo`."""
+    """Around code that writes `path`: RecipeError in place of an OSError; of a full disk with its space and `todo`."""
     try:
         yield
     except OSError as error:
-        free = next((shutil.disk_usage(place).free for place in path.parents if place.exists()), 0)
-        raise RecipeError(
-            f"{path} could not be written: {error.strerror}; its disk has {free / 2**20:.1f} MiB left. {todo}"
-        ) from error
+        text = f"{path} could not be written: {error.strerror}"
+        if error.errno in _FULL:
+            free = next((shutil.disk_usage(place).free for place in path.parents if place.exists()), 0)
+            text += f"; its disk has {free / 2**20:.1f} MiB left. {todo}"
+        raise RecipeError(text) from error
 
 
 def sync(path: Path) -> None:

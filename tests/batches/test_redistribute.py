@@ -27,8 +27,8 @@ def test_a_wrong_order_would_be_seen(ranks4):
     ("nothing", "no error", "no error"),
     ("missing", "CacheError: tensor cache: step 3 has no responses of 4 samples, the first is 8; it has",
      "ExchangeError: exchange: rank(s) [2] had nothing to send"),
-    ("short", "ExchangeError: exchange: log_probs is torch.float32 of [", "rank(s) [2] had nothing to send"),
-    ("dtype", "ExchangeError: exchange: prompts is torch.int64 of [", "rank(s) [2] had nothing"),
+    ("short", "(sample, values, expected) [(", "rank(s) [2] had nothing to send"),
+    ("dtype", "ExchangeError: exchange: prompts is torch.int64 of ", "rank(s) [2] had nothing"),
     ("memory", "OutOfMemoryError: no memory is left", "ExchangeError: exchange: rank(s) [2] had nothing to send"),
     ("step", "has another plan, step, or other tensors than rank(s) [0, 1, 3]", "tensors than rank(s) [2]"),
 ])  # fmt: skip

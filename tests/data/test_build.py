@@ -289,7 +289,7 @@ def test_files_of_others_where_the_scratch_is_are_left_alone(tmp_path):
         assert len(read(tmp_path / "out")) == 36 and contents(work) == {"out": b"x"}
     shutil.rmtree(work)
     work.symlink_to(theirs)
-    with pytest.raises(ConfigError, match=r"\.out\.partial beside it is a link"):
+    with pytest.raises(ConfigError, match=r"\.out\.partial beside it, or scratch there, is a link"):
         make(tmp_path, MATHS, overwrite=True)
     assert contents(theirs) == {"out": b"x"} and work.is_symlink()
 

@@ -126,7 +126,10 @@ def test_a_run_that_fails_after_it_saved_its_last_step_is_not_started_again(star
 
 @pytest.mark.parametrize(("now", "is_saved"), [({"steps": 3}, True), ({"steps": 6}, False), ({}, False), (None, False)])
 def test_the_last_step_is_the_runs_own_where_a_class_of_the_users_makes_samples_of_rows(tmp_path, now, is_saved):
-    """The controls: more steps than rows say, a record without them, and a run that ended before its first call."""
+    """The controls: more steps than rows say, a record without them, and a run that ended before its first call.
+
+    A record that a loss of power emptied counts as none.
+    """
     given = ["data.custom_cls.path=/mine.py", "data.custom_cls.name=Own", "trainer.total_training_steps=null"]
     config = compose("deepseekv3_tiny_cpu", [*given, f"trainer.default_local_dir={tmp_path / 'checkpoints'}"])
     make_checkpoint(tmp_path / "checkpoints", 3, new_run_id(tmp_path, "r"))
@@ -134,6 +137,9 @@ def test_the_last_step_is_the_runs_own_where_a_class_of_the_users_makes_samples_
         doing = {"step": 3, "call": "save", "phase": "saving", "since": 1.0, "step_since": 1.0}
         (tmp_path / "now.json").write_text(json.dumps({**doing, **now}))
     assert restart.last_step_is_saved(config, tmp_path) is is_saved
+    (tmp_path / "now.json").write_text("")
+    config.trainer.total_training_steps = 3
+    assert restart.last_step_is_saved(config, tmp_path)
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def saves(tmp_path, monkeypatch):
     def make(folder=tmp_path, run=RUN, **trainer):
         settings = {"default_local_dir": str(folder), "resume_mode": "auto", "save_freq": 1, **trainer}
         config = OmegaConf.create({"trainer": settings, "recipe": {"line": "pypi", "objective": {"name": "rl"}}})
-        config.recipe.watch = {"least_s": 900.0}
+        config.recipe.watch, config.recipe.train = {"least_s": 900.0}, {"collective_timeout_minutes": 30}
         data = SimpleNamespace(position=0)
         data.state_dict, data.load_state_dict = lambda: data.position, lambda state: setattr(data, "position", state)
         parts = {"config": config, "actor_rollout_wg": Workers(), "train_dataloader": data, "global_steps": 0}

@@ -206,9 +206,10 @@ def _pack(
     for name, kind in kinds.items():
         found, expected = list(held[name].lengths), [kind.lengths[sample] for sample in samples_held]
         if (held[name].values.dtype, found) != (kind.dtype, expected):
+            wrong = [pair for pair in zip(samples_held, found, expected, strict=False) if pair[1] != pair[2]]
             raise ExchangeError(
-                f"exchange: {name} is {held[name].values.dtype} of {found} values, expected {kind.dtype} of "
-                f"{expected}, as passed on all ranks"
+                f"exchange: {name} is {held[name].values.dtype} of {len(found)} samples, expected {kind.dtype} of "
+                f"{len(expected)}; (sample, values, expected) {wrong[:4]}, as passed on all ranks"
             )
         parts[name] = dict(zip(samples_held, held[name].parts(), strict=True))
     for samples, segment in zip(sends, segments, strict=True):

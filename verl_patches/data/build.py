@@ -63,6 +63,8 @@ def make_chunk(settings: Settings, name: str, chunk: list[tuple[int, Any]]) -> M
         except (ValueError, RecursionError) as error:
             noted.append(("bad", origin, str(error)))
             continue
+        except RecipeError as error:
+            raise RecipeError(f"{origin}: {error}") from None
         if settings.seq_length and sum(tokens) > settings.seq_length:
             noted.append(("too_long", origin, f"more than {settings.seq_length} tokens"))
             continue

@@ -38,8 +38,8 @@ def whole_folder(target: Path, overwrite: bool) -> Iterator[Path]:
 
     if work == target or not target.name.isprintable():
         raise wrong("expected the path of a folder to make")
-    if os.path.islink(work):
-        raise wrong(f"{work.name} beside it is a link")
+    if os.path.islink(work) or os.path.islink(scratch):
+        raise wrong(f"{work.name} beside it, or scratch there, is a link")
     with locked_folder(work, lambda: wrong("another process writes it: wait for its end"), wrong):
         try:
             if old.exists() and not target.exists():  # a call was killed between its two renames

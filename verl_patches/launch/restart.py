@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,13 @@ def may_help(reason: str) -> bool:
 
 def last_step_is_saved(config: DictConfig, folder: Path) -> bool:
     """Whether the run in `folder` has a checkpoint of its last step: then nothing is left for another try."""
+    doing = {}
+    with suppress(ConfigError):  # damaged
+        doing = read_doing(folder)
+    total = doing.get("steps") or steps_of(config)
     try:
-        total = read_doing(folder).get("steps") or steps_of(config)
         return total is not None and max(saved_in(checkpoints_of(config), run_id(folder)).own, default=0) >= total
-    except (ConfigError, OSError):  # a disk that fails: the look for the next try's checkpoint says so
+    except OSError:  # a disk that fails: the look for the next try's checkpoint says so
         return False
 
 

@@ -57,7 +57,9 @@ _SET_OF = re.compile(  # {x | x > 1}
 )
 _COLON = re.compile(":")
 # hours, minutes, a or p: 6:00, 5:30\text{ PM}, 11:05 a.m.
-_CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])\W{0,4}(?:\\text\W{0,4})?(?:([ap])\W{0,2}m)?\W{0,4}", re.IGNORECASE)
+_CLOCK = re.compile(
+    r"([01]?[0-9]|2[0-4]):([0-5][0-9])\W{0,4}(?:\\text\W{0,4})?(?:([ap])\W{0,2}m)?\W{0,4}", re.IGNORECASE
+)
 _RELATED = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+)")

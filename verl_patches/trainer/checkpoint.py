@@ -25,6 +25,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ import safetensors.torch
 import torch
 from omegaconf import OmegaConf
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import critic_of, train_layout_of, world_size
@@ -40,7 +41,6 @@ from verl_patches.layout.phases import trains_actor
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.values import leaves, size_text
-from verl_patches.watch.bounds import WAIT_SHARE
 from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
 from verl_patches.weights.checkpoint_folders import (
     instead_of,
@@ -70,6 +70,7 @@ log = logging.getLogger(__name__)
 
 STATE, TENSORS = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
+_WAIT_SHARE = 0.6  # below watch/bounds.py's WAIT_SHARE
 # keys of recipe that change no step
 _NOT_COMPARED = ("run", "output_root", "timeouts", "ray_address", "ray_port", "memory")
 
@@ -148,15 +149,19 @@ class Checkpoints:
     def give_up(self, wait: bool) -> None:
         """After an error of the run: end a checkpoint in progress, with `wait` only once its files grow no more.
 
-        For WAIT_SHARE of recipe.watch.least_s at most: past that the watch takes the controller for stalled.
+        For _WAIT_SHARE of the least bound of the watch at most, which takes the controller, or ranks that wait for one
+        that has failed, for stalled past it.
         """
         if self._thread is None:
             return
         before, written = None, size_bytes(self._folder_in_writing)
-        ends = time.monotonic() + WAIT_SHARE * self.config.recipe.watch.least_s
+        recipe = self.config.recipe
+        bound_s = min(recipe.watch.least_s, 60 * recipe.train.collective_timeout_minutes)
+        ends = time.monotonic() + _WAIT_SHARE * bound_s
         while wait and self._thread.is_alive() and written != before and time.monotonic() < ends:
-            self._say(f"the run has failed; its checkpoint in progress is waited for, {size_text(written)} are written")
-            self._thread.join(_GRACE_S)
+            with suppress(RecipeError):  # the disk of the run's folder may be full, that of its checkpoints not
+                self._say(f"the run has failed; its checkpoint in progress is waited for, {size_text(written)} written")
+            self._thread.join(min(_GRACE_S, ends - time.monotonic()))
             before, written = written, size_bytes(self._folder_in_writing)
         self._given_up.set()
         self._thread.join()

@@ -112,10 +112,12 @@ class Run:
                 raise WorkerDiedError(reason) from error
             raise
         finally:
-            self.end(reason)  # now: what ends this process while it waits must not hide it
-            if self.checkpoints is not None:
-                self.checkpoints.give_up(wait=not dead)  # files of a dead rank do not come
-                self.summary.write()
+            try:
+                self.end(reason)  # now: what ends this process while it waits must not hide it
+            finally:
+                if self.checkpoints is not None:
+                    self.checkpoints.give_up(wait=not dead)  # files of a dead rank do not come
+            self.summary.write()
 
     def prove(self) -> None:
         """Compare the patches of all processes and record their states; RecipeError before step 1."""
