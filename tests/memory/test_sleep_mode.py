@@ -51,7 +51,7 @@ def engine():
     """(LLM as far as a sleep mode looks, its model, its cache)."""
     model, caches = Model(), [torch.ones(5, 2), (torch.ones(5, 3), torch.ones(4))]
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=model, kv_caches=caches))
-    core = SimpleNamespace(get_num_unfinished_requests=lambda: 0, reset_prefix_cache=lambda: None)
+    core = SimpleNamespace(get_num_unfinished_requests=lambda: 0, reset_prefix_cache=lambda: True)
     core.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=5))
     core.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
     return SimpleNamespace(llm_engine=core), model, caches
@@ -108,8 +108,14 @@ def test_a_cache_in_use_is_not_freed_and_the_prefix_cache_is_reset_once():
     core.get_num_unfinished_requests, core.reset_prefix_cache = lambda: 0, lambda: False
     with pytest.raises(RecipeError, match="cannot reset its prefix cache"):
         mode.sleep()
-    assert bytes_of(caches[0]) == 40
-    core.reset_prefix_cache = lambda: resets.append(1)
+    core.reset_prefix_cache = lambda: resets.append(1)  # as in V1: no answer
+    pool = SimpleNamespace(num_gpu_blocks=8, get_num_free_blocks=lambda: 6)
+    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=pool))
+    core.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    with pytest.raises(RecipeError, match="cannot reset its prefix cache"):
+        mode.sleep()
+    assert bytes_of(caches[0]) == 40 and resets.pop() == 1
+    pool.get_num_free_blocks = lambda: 7
     mode.sleep()
     mode.sleep()
     assert resets == [1] and bytes_of(caches[0]) == 0

@@ -1,5 +1,6 @@
 """Checkpoints in the trainer's process: what is complete, what is kept, what a killed save leaves; no workers."""
 
+import copy
 import functools
 import itertools
 import json
@@ -46,7 +47,7 @@ class Workers:
     """Two ranks that write one tensor each, of the step's value, before save_checkpoint returns."""
 
     def __init__(self):
-        self.failing, self.loaded, self.fault = False, None, None
+        self.failing, self.loaded, self.fault, self.waits = False, None, None, 0
 
     def save_checkpoint(self, folder, remote, step):
         for rank in range(2):
@@ -58,6 +59,7 @@ class Workers:
         return [{"copied_bytes": 256, "seconds": 0.0}] * 2
 
     def finish_checkpoint(self):
+        self.waits += 1
         if self.failing:
             raise CheckpointError("rank 1: disk full")
 
@@ -95,8 +97,9 @@ def saves(tmp_path, monkeypatch):
     def make(folder=tmp_path, run=RUN, **trainer):
         settings = {"default_local_dir": str(folder), "resume_mode": "auto", "save_freq": 1, **trainer}
         config = OmegaConf.create({"trainer": settings, "recipe": {"line": "pypi", "objective": {"name": "rl"}}})
+        config.algorithm = {"use_kl_in_reward": False, "kl_ctrl": {"type": "adaptive"}}
         config.recipe.watch, config.recipe.train = {"least_s": 900.0}, {"collective_timeout_minutes": 30}
-        data = SimpleNamespace(position=0)
+        data = SimpleNamespace(position=0, batch_sampler=SimpleNamespace(sampler=None))
         data.state_dict, data.load_state_dict = lambda: data.position, lambda state: setattr(data, "position", state)
         parts = {"config": config, "actor_rollout_wg": Workers(), "train_dataloader": data, "global_steps": 0}
         said = []
@@ -265,6 +268,36 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
     assert (newest(tmp_path, RUN) == tmp_path / "global_step_1") is whole
     said = [text for (text,) in run.said if "is waited for" in text]  # each look is output, as recipe.timeouts expects
     assert len(said) == (0 if not wait or not least_s else 1 if not grow else next(looks) - 1), said
+
+
+def test_no_rank_begins_an_update_before_all_have_written(saves, tmp_path):
+    """While files are missing the call waits for the workers, and an error of one is the run's."""
+    run = saves()
+    workers = run.trainer.actor_rollout_wg
+    run.wait_before_update()  # nothing was saved
+    assert workers.waits == 0
+    workers.failing = True
+    run.trainer.global_steps = run.trainer.train_dataloader.position = 1
+    run.save()
+    with pytest.raises(CheckpointError, match="rank 1: disk full"):
+        run.wait_before_update()
+    assert workers.waits == 1
+    workers.failing = False
+    run.give_up(wait=False)
+    run.wait_before_update()  # nobody writes any more
+    assert workers.waits == 1
+
+
+def test_a_coefficient_that_adapts_goes_on_where_it_was(saves, tmp_path):
+    """verl's AdaptiveKLController; the control is one that is fixed, which is the configuration's."""
+    for adapts, expected in ((True, 0.25), (False, 0.001)):
+        run, again = (saves(tmp_path / str(adapts)) for _ in range(2))
+        for each, value in ((run, 0.25), (again, 0.001)):
+            each.config.algorithm.use_kl_in_reward = adapts
+            each.trainer.kl_ctrl_in_reward = SimpleNamespace(value=value)
+        save(run, 1)
+        again.load()
+        assert again.trainer.kl_ctrl_in_reward.value == expected
 
 
 def _killed_at(point, run, step):
@@ -497,6 +530,39 @@ def test_a_resumed_run_gets_the_batches_and_random_numbers_that_come_next(saves,
     again.load()
     assert draw() == drawn
     assert [batch.tolist() for batch in again.trainer.train_dataloader] == rest
+
+
+def drawn(loader):
+    while True:
+        yield from (batch.tolist() for batch in loader)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_resumed_in_any_pass_over_the_data_goes_on_in_the_order_of_verl(workers, drop_last):
+    """Control: with torch's sampler as it is, the order in later passes is another."""
+
+    def made(ours):
+        generator = torch.Generator().manual_seed(3)
+        sampler = torch.utils.data.RandomSampler(range(10), generator=generator)
+        found = StatefulDataLoader(range(10), batch_size=4, num_workers=workers, sampler=sampler, drop_last=drop_last)
+        if ours:
+            checkpoint._keep_generator(found)
+        return found
+
+    per_pass = 2 if drop_last else 3
+    steps = 3 * per_pass
+    whole = [*itertools.islice(drawn(made(False)), steps + 2)]
+    wrong = []
+    for ours, stop in itertools.product([True, False], range(steps + 1)):
+        loader = made(ours)
+        assert [*itertools.islice(drawn(loader), stop)] == whole[:stop]
+        state, again = copy.deepcopy(loader.state_dict()), made(ours)
+        again.load_state_dict(state)
+        again.state_dict()  # as Checkpoints does
+        if [*itertools.islice(drawn(again), 2)] != whole[stop : stop + 2]:
+            wrong.append((ours, stop))
+    assert wrong and not any(ours for ours, _ in wrong), wrong
 
 
 class Sampler(SequentialSampler):

@@ -8,13 +8,16 @@ import dataclasses
 import json
 import math
 import random
+import time
 from collections import Counter
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.layout.native_parameters import STORAGES, pack
 from tests.reshard.test_train_tensors import INVENTORY
@@ -34,6 +37,7 @@ from verl_patches.weights.manifest import Manifest, rank_files, read_manifest, t
 from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import TrainState, Walk, optimizer_shards
 from verl_patches.weights.writer import begin, complete
+from verl_patches.worker import checkpoint as worker_checkpoint
 from verl_patches.worker.checkpoint import WorkerCheckpoint, generators, set_generators
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -204,6 +208,9 @@ def test_a_walk_through_a_stack_finds_every_element_once():
 # ---- of a worker
 
 
+RECIPE = SimpleNamespace(platform="cpu", timeouts=SimpleNamespace(load_s=60.0))
+
+
 def same_error(folder):
     """What each rank raises when rank 1 finds a fault and rank 2 fails."""
 
@@ -212,7 +219,7 @@ def same_error(folder):
             raise OSError("no disk")
         return ["rank_00001.safetensors, weight/x: expected sha256 1, found 2"] * (rank == 1)
 
-    checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=SimpleNamespace(platform="cpu")))
+    checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=RECIPE))
     checkpoint._state = SimpleNamespace(layout="ep4 @4")
     with mock.patch.object(checkpoint_files, "problems_of_share", problems):
         try:
@@ -226,6 +233,37 @@ def test_a_fault_on_one_rank_is_an_error_on_all(ranks4):
     assert others == [first] * 3
     assert "/c/global_step_2 cannot be resumed from" in first and "rank 2: OSError: no disk" in first
     assert "rank 1: rank_00001.safetensors, weight/x: expected sha256 1" in first
+
+
+def arrived_at_each_collective(folder):
+    """How many ranks had ended their reading when this one began each collective of a load; rank 1 is the last."""
+    found, store = [], dist.distributed_c10d._get_default_store()
+
+    def problems(folder, rank, world_size):
+        if rank == 1:
+            time.sleep(0.5)
+        store.add(f"{folder}/ended", 1)
+        return []
+
+    def collective(*given):
+        found.append(store.add(f"{folder}/ended", 0))
+        if len(found) == 2:
+            raise StopIteration
+
+    checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=RECIPE))
+    checkpoint._state = SimpleNamespace(layout="ep4 @4")
+    patches = (checkpoint_files, "problems_of_share", problems), (worker_checkpoint, "raise_on_any_rank", collective)
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        with pytest.raises(StopIteration):
+            checkpoint.load(folder)
+    return found
+
+
+def test_ranks_of_slow_disks_are_not_waited_for_in_a_collective(ranks4):
+    """HCCL would end it: its limit does not know recipe.timeouts.load_s."""
+    assert ranks4.run(arrived_at_each_collective, "/c/global_step_3") == [[4, 4]] * 4
 
 
 @pytest.mark.parametrize("platform", ["cpu", "npu_emulated"])

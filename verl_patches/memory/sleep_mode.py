@@ -121,7 +121,11 @@ class ResizeSleepMode(SleepMode):
                 f"rollout: sleep() with {unfinished} unfinished requests, whose blocks would be lost; expected 0: "
                 "finish or abort them first"
             )
-        if engine.reset_prefix_cache() is False:  # V1 returns None
+        done = engine.reset_prefix_cache()
+        if done is None:  # engine V1 drops its block pool's answer
+            pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+            done = pool.num_gpu_blocks - pool.get_num_free_blocks() == 1  # the null block
+        if not done:
             raise RecipeError(
                 "rollout: vLLM cannot reset its prefix cache before sleep: some blocks are in use, expected none "
                 "after the last request"

@@ -16,15 +16,17 @@ folders only under their own names. All nodes must see the folder.
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,12 @@ class Checkpoints:
         self._thread.start()
 
     @property
+    def _kl(self) -> Any:
+        """verl's KL coefficient where it adapts from step to step, else None."""
+        adapts = self.config.algorithm.use_kl_in_reward and self.config.algorithm.kl_ctrl.type == "adaptive"
+        return self.trainer.kl_ctrl_in_reward if adapts else None
+
+    @property
     def critic(self) -> Any:
         """The critic's worker group; None in a run without one."""
         return self.trainer.critic_wg if getattr(self.trainer, "use_critic", False) else None
@@ -137,14 +145,22 @@ class Checkpoints:
         """Wait for the checkpoint that is being written; raises what a worker or the completing thread raised."""
         if self._thread is None:
             return
-        self.trainer.actor_rollout_wg.finish_checkpoint()
-        if self.critic is not None:
-            self.critic.finish_checkpoint()
+        self._wait_for_ranks()
         self._thread.join()
         self._thread = None
         if self._error is not None:
             raise CheckpointError(f"checkpoint: {self._error}") from self._error
         self._say_once(self._not_removed)
+
+    def wait_before_update(self) -> None:
+        """Wait for all ranks' files: inside an update, ranks wait for each other in HCCL, which ends them in time."""
+        if self._thread is not None and self._thread.is_alive():
+            self._wait_for_ranks()
+
+    def _wait_for_ranks(self) -> None:
+        self.trainer.actor_rollout_wg.finish_checkpoint()
+        if self.critic is not None:
+            self.critic.finish_checkpoint()
 
     def give_up(self, wait: bool) -> None:
         """After an error of the run: end a checkpoint in progress, with `wait` only once its files grow no more.
@@ -219,7 +235,7 @@ class Checkpoints:
     def _trainer_files(self) -> dict[str, bytes]:
         """Position in the data and generators: JSON with null in place of tensors, and these by their path."""
         state, tensors = data_state(self.trainer.train_dataloader)
-        text = json.dumps({"dataloader": state, "generators": generators()})
+        text = json.dumps({"dataloader": state, "generators": generators(), "kl_coef": self._kl and self._kl.value})
         return {STATE: text.encode(), TENSORS: safetensors.torch.save(tensors)}
 
     # ---- load
@@ -233,8 +249,10 @@ class Checkpoints:
         folder = self._wanted()
         if folder is not None:
             self._load(folder)
-        elif self.config.trainer.save_freq > 0:
-            data_state(self.trainer.train_dataloader)
+        else:
+            _keep_generator(self.trainer.train_dataloader)
+            if self.config.trainer.save_freq > 0:
+                data_state(self.trainer.train_dataloader)
 
     def _load(self, folder: Path) -> None:
         self._refuse()
@@ -250,9 +268,13 @@ class Checkpoints:
                 raise
             raise CheckpointError(f"{getattr(error, 'cause', error)}\n{instead_of(folder, self.run)}") from error
         state = read_trainer_state(folder)
+        if "'sampler_state'" in str(state["dataloader"]):  # else it was saved with torch's sampler
+            _keep_generator(self.trainer.train_dataloader)
         self.trainer.train_dataloader.load_state_dict(state["dataloader"])
         data_state(self.trainer.train_dataloader)  # makes its iterator, which draws a seed
         set_generators(state["generators"])
+        if self._kl and state.get("kl_coef"):
+            self._kl.value = state["kl_coef"]
         self.trainer.global_steps = step
         self._say(f"resumed from {folder}: step {step} is complete", step)
         own = here and manifest.facts.get("id") == self.run
@@ -325,6 +347,42 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 # ---- the state of the data
+
+
+class RandomSampler(torch.utils.data.RandomSampler):
+    """torch's, in its order, with a state: the generator's at the start of a pass, and how much of the pass was drawn.
+
+    torch's own has none: a run that is resumed in a later pass over the data would go on in the first one's order.
+    torchdata's draws orders that it does not use, where the loader has workers.
+    """
+
+    _begun: torch.Tensor | None = None  # of the pass begun last; None: the next one goes on after `_drawn`
+    _drawn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        skip = self._drawn if self._begun is None else 0
+        self._begun, self._drawn = self.generator.get_state(), skip
+        for index in itertools.islice(super().__iter__(), skip, None):
+            self._drawn += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        begun = self.generator.get_state() if self._begun is None else self._begun
+        return {"generator": begun, "drawn": self._drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self._begun, self._drawn = None, state["drawn"]
+        if self._drawn == len(self):  # that pass is over
+            collections.deque(super().__iter__(), 0)
+            self._drawn = 0
+
+
+def _keep_generator(loader: Any) -> None:
+    """verl's random sampler becomes one with a state."""
+    batches = loader.batch_sampler
+    if type(batches.sampler) is torch.utils.data.RandomSampler and batches.sampler.generator is not None:
+        batches.sampler = RandomSampler(batches.sampler.data_source, generator=batches.sampler.generator)
 
 
 def data_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:

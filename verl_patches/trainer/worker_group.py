@@ -133,6 +133,7 @@ class RecipeWorkerGroup:
         if not self._trains_actor:
             return DataProto(meta_info={"metrics": {}})
         self._on_call(self.step, "update_actor")
+        self._wait_for_checkpoint()
         if self._skip_old_log_prob:
             batch.batch.pop("old_log_probs")
         return self._stages.update_actor(batch)
@@ -146,8 +147,14 @@ class RecipeWorkerGroup:
         """verl's metrics of the critic's update."""
         self._actor._record_scores(batch)  # before critic_warmup there is no update of the actor
         self._on_call(self.step, "update_critic")
+        self._wait_for_checkpoint()
         self._actor._rewards = part_means(batch.non_tensor_batch)  # the actor has no update in trainer.critic_warmup
         return self._group.update_critic(batch)
+
+    def _wait_for_checkpoint(self) -> None:
+        checkpoints = getattr(self._trainer, "recipe_checkpoints", None)  # none with row checkpoint.save off
+        if checkpoints is not None:
+            checkpoints.wait_before_update()
 
     def _record_scores(self, batch: DataProto) -> None:
         """Once a step, as verl's trainer has them for its update."""

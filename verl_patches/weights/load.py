@@ -200,12 +200,12 @@ def load_weights(
                     draw_head(region.name, view, folder)
             regions = [each for each in regions if each[0].name in source.tensors]
             regions.sort(key=lambda item: reader.position(item[0]))
-            progress = _progress(str(folder), sum(reader.read_bytes(region) for region, _ in regions), key)
+            progress = load_progress(str(folder), sum(reader.read_bytes(region) for region, _ in regions), key)
             reader.progress = progress.add
             for region, view in regions:
                 reader.copy(region, view)
     except Exception as error:
-        (progress or _progress(str(folder), 0, key)).fail(error)
+        (progress or load_progress(str(folder), 0, key)).fail(error)
         raise
     progress.wait(wait_s)
     return Loaded(sum(1 for _ in _weights_of(chunks)), progress.read_bytes)
@@ -273,7 +273,8 @@ def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:
         target.copy_(drawn / math.sqrt(target.shape[-1] + 1))
 
 
-def _progress(what: str, total_bytes: int, key: str) -> LoadProgress:
+def load_progress(what: str, total_bytes: int, key: str) -> LoadProgress:
+    """The progress of this rank in torch.distributed's store; without it, of one rank."""
     if not dist.is_initialized():
         return LoadProgress(what, total_bytes)
     store = dist.distributed_c10d._get_default_store()

@@ -40,6 +40,8 @@ from verl_patches.reshard.train_tensors import inventory_and_library, native_ten
 from verl_patches.watch import heartbeat
 from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import CheckpointError
+from verl_patches.weights.checkpoint_folders import size_bytes
+from verl_patches.weights.load import load_progress
 from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.train_state import StoredTensor, TrainState
 from verl_patches.worker.memory import Trained, device_type
@@ -95,6 +97,7 @@ class WorkerCheckpoint:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future | None = None
         self._state: TrainState | None = None
+        self._loads = 0
 
     def state(self) -> TrainState:
         """What this rank holds, mapped once."""
@@ -225,8 +228,13 @@ class WorkerCheckpoint:
                 checkpoint_files.load_state(state, reader)
 
         device, todo = device_type(self.recipe.platform), f"{folder} cannot be resumed from; choose another checkpoint"
-        for work in (verify, read):
-            raise_on_any_rank(catch_errors(work), None, device, todo, CheckpointError)
+        share_bytes, self._loads = size_bytes(Path(folder)) // dist.get_world_size(), self._loads + 1
+        for work in (verify, read):  # ranks' disks differ: nobody waits for another's in a collective
+            progress = load_progress(folder, share_bytes, f"verl_patches/{folder}/{self._loads}/{work.__name__}")
+            problems = catch_errors(work)
+            progress.add(share_bytes)
+            progress.wait(self.recipe.timeouts.load_s)
+            raise_on_any_rank(problems, None, device, todo, CheckpointError)
         rest, same_layout = saved["rest"], saved["layout"] == str(state.layout)
         checkpoint_files.set_step_counts(self.worker.trained.optimizer, rest["step_counts"])
         if rest["lr_schedule_steps"] is not None:
