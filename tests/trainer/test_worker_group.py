@@ -121,6 +121,19 @@ def test_scores_are_recorded_with_the_first_update_in_the_order_of_the_responses
     assert [UUID(bytes=bytes(uid.tolist())).int for uid in found["uid"]] == [0, 0, 1, 1]
 
 
+def test_an_update_waits_for_the_files_of_all_ranks_first():
+    group, workers = group_of()
+    critic, of_critic = group_of(actor=group)
+    order = []
+    checkpoints = SimpleNamespace(wait_before_update=lambda: order.append("waited"))
+    group._trainer.recipe_checkpoints = critic._trainer.recipe_checkpoints = checkpoints
+    workers.update_actor = of_critic.update_critic = lambda batch: order.append("updated")
+    output = generate(group, prompts())
+    for update in (critic.update_critic, group.update_actor):
+        update(scored(output))
+    assert order == ["waited", "updated"] * 2
+
+
 def test_recorded_responses_are_replayed_without_generating(tmp_path):
     calls = []
     group, _ = group_of(tmp_path / "rollouts", calls)
