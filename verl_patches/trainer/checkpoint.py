@@ -6,6 +6,7 @@ verl's trainer calls `_save_checkpoint` after the update of each trainer.save_fr
     save    global_step_N.writing-RUN-XXXX is begun; workers copy to the host and return; a thread waits until every
             rank's files are recorded, renames the folder to global_step_N and removes the run's oldest above
             trainer.max_actor_ckpt_to_keep
+    wait    before an update, for all ranks' files
     finish  before the next save, and at the end of the run
     load    trainer.resume_mode=auto: the run's own newest complete folder in trainer.default_local_dir; resume_path:
             the one of trainer.resume_from_path. What is newer than an own one moves to earlier/N
@@ -367,10 +368,12 @@ class RandomSampler(torch.utils.data.RandomSampler):
             yield index
 
     def state_dict(self) -> dict[str, Any]:
+        """{generator: its state at the start of the pass, uint8; drawn: samples of that pass}."""
         begun = self.generator.get_state() if self._begun is None else self._begun
         return {"generator": begun, "drawn": self._drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next pass goes on where `state_dict` was taken; after a pass that was over, a new one begins."""
         self.generator.set_state(state["generator"])
         self._begun, self._drawn = None, state["drawn"]
         if self._drawn == len(self):  # that pass is over
@@ -412,7 +415,7 @@ def data_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """{dataloader, generators} of a checkpoint; ConfigError for other content."""
+    """{dataloader, generators, kl_coef} of a checkpoint; ConfigError for other content."""
     state = read_json_object(folder / STATE)
     for path, tensor in safetensors.torch.load((folder / TENSORS).read_bytes()).items():
         *keys, last = ["dataloader", *json.loads(path)]

@@ -3,7 +3,7 @@
     global_step_N/manifest.json       format of weights/manifest.py; facts: step, the run's id and name, line, recipe
                   rank_R.safetensors  pieces of weights and optimizer states of rank R (train_state.py)
                   rank_R.json         generators of random numbers, step counts, learning-rate schedule of rank R
-                  trainer.json        position in the data, sampler, the trainer's generators
+                  trainer.json        position in the data, sampler, the trainer's generators, an adaptive KL
                   trainer.safetensors tensors of these (trainer/checkpoint.py)
                   config.json         of the trained model, with its dtype
                   tokenizer.json, ... files of the model's folder other than weights
