@@ -74,7 +74,7 @@ def value_words(kind: Any) -> str:
 
 
 def unknown_key(
-    key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/config/recipe.py"
+    key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/recipe/schema.py"
 ) -> str:
     """One sentence about a key that does not exist, with the nearest ones that do; `hint` where none is near."""
     leaf = key.rpartition(".")[2]

@@ -10,15 +10,14 @@ Whose a checkpoint is: weights/checkpoint_folders.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.config.compose import switched_off
-from verl_patches.config.environment import run_dir
 from verl_patches.config.verl_values import RESUME_NEEDS
 from verl_patches.errors import ConfigError
+from verl_patches.spec import RunSpec, Start
 from verl_patches.trainer.record import run_id
 from verl_patches.weights.checkpoint_folders import EARLIER, Saved, newest, require_whole, resume_from, saved_in
 from verl_patches.weights.manifest import CHECKPOINT, Manifest, read_manifest
@@ -26,59 +25,43 @@ from verl_patches.weights.manifest import CHECKPOINT, Manifest, read_manifest
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
-class Start:
-    """A start that may begin.
-
-    id: of the run that goes on; None where a new one begins. resumed, step: the checkpoint that it starts from, and the
-    step that this one completes. moves: whether the folder of checkpoints moves to earlier/N. ignored: a sentence about
-    each thing in that folder that the run leaves alone.
-    """
-
-    id: str | None = None
-    resumed: Path | None = None
-    step: int | None = None
-    moves: bool = False
-    ignored: tuple[str, ...] = ()
-
-
-def checkpoints_of(config: DictConfig) -> Path:
+def checkpoints_of(run: RunSpec) -> Path:
     """The folder of checkpoints."""
-    return Path(config.trainer.default_local_dir).absolute()
+    return Path(run.verl.trainer.default_local_dir).absolute()
 
 
-def uses_checkpoints(config: DictConfig) -> bool:
+def uses_checkpoints(run: RunSpec) -> bool:
     """Whether the run writes to its folder of checkpoints, or looks for its own there."""
-    return config.trainer.save_freq > 0 or config.trainer.resume_mode == "auto"
+    return run.verl.trainer.save_freq > 0 or run.verl.trainer.resume_mode == "auto"
 
 
-def is_inside(config: DictConfig, folder: Path) -> bool:
+def is_inside(run: RunSpec, folder: Path) -> bool:
     """Whether checkpoints are in the run's folder, so that they move with it."""
-    saved, folder = checkpoints_of(config).resolve(), folder.resolve()
+    saved, folder = checkpoints_of(run).resolve(), folder.resolve()
     return saved != folder and saved.is_relative_to(folder)
 
 
-def start_of(config: DictConfig, folder: Path) -> Start:
+def start_of(run: RunSpec, folder: Path) -> Start:
     """What starting `config` in the run's `folder` does; nothing is written.
 
     Raises ConfigError where the checkpoint is damaged or absent, where the run has reached its total, and where the
     start would mix checkpoints of two runs.
     """
-    if switched_off(config, "checkpoint.load"):
+    if run.switched_off("checkpoint.load"):
         return Start()  # verl's own checkpoints, which have no id
-    saved, own = checkpoints_of(config), run_id(folder)
-    resumed = _resumed(config, saved, own)
+    saved, own = checkpoints_of(run), run_id(folder)
+    resumed = _resumed(run, saved, own)
     manifest = None
     if resumed is not None:
         manifest = read_manifest(resumed)
         if manifest.kind != CHECKPOINT or not isinstance(manifest.facts.get("step"), int):
             raise ConfigError(f"{resumed} holds {manifest.kind!r}, expected a checkpoint of training and its step")
-        _require_steps_left(config, resumed, manifest)
+        _require_steps_left(run, resumed, manifest)
     found = saved_in(saved, own)
     step = None if manifest is None else manifest.facts["step"]
     if resumed is not None and resumed.resolve() in {path.resolve() for path in found.own.values()}:
         return Start(own, resumed, step, ignored=tuple(found.ignored()))
-    moves = is_inside(config, folder) and any([*saved.glob("global_step_*"), *saved.glob(EARLIER)])
+    moves = is_inside(run, folder) and any([*saved.glob("global_step_*"), *saved.glob(EARLIER)])
     if moves and resumed is not None and resumed.resolve().is_relative_to(saved.resolve()):
         if own is not None and manifest.facts.get("id") == own:
             raise ConfigError(
@@ -90,30 +73,31 @@ def start_of(config: DictConfig, folder: Path) -> Start:
             "the start would begin a new run and move it to earlier/; nothing was moved. Give this run another name "
             "(--run NAME, recipe.run)"
         )
-    if not is_inside(config, folder) and uses_checkpoints(config):
-        _refuse_others(config, saved, found, own)
+    if not is_inside(run, folder) and uses_checkpoints(run):
+        _refuse_others(run, saved, found, own)
     return Start(resumed=resumed, step=step, moves=moves)
 
 
-def planned_start(config: DictConfig) -> tuple[Start, str]:
-    """(where the run would start, "") as `start_of` says; (a start at step 1, why there is none) where it refuses."""
+def with_start(run: RunSpec) -> RunSpec:
+    """Return `run` with where a start of it goes on now, as `start_of` says, or with why there is none."""
     try:
-        return start_of(config, run_dir(config)), ""
+        return replace(run, start=start_of(run, run.folder))
     except ConfigError as error:
-        return Start(), str(error)
+        return replace(run, no_start=str(error))
 
 
 def resolved(config: DictConfig, start: Start) -> DictConfig:
     """A copy of `config` for the driver, which resumes from the checkpoint of `start` and looks for no other."""
     config = config.copy()
+    OmegaConf.set_readonly(config, False)
     if start.resumed is not None:
         config.trainer.update({"resume_mode": "resume_path", "resume_from_path": str(start.resumed)})
     return config
 
 
-def _resumed(config: DictConfig, saved: Path, own: str | None) -> Path | None:
+def _resumed(run: RunSpec, saved: Path, own: str | None) -> Path | None:
     """The whole checkpoint that the run starts from."""
-    trainer = config.trainer
+    trainer = run.verl.trainer
     if trainer.resume_mode == "auto":
         return None if own is None else newest(saved, own)
     if trainer.resume_mode == "resume_path":
@@ -125,11 +109,11 @@ def _resumed(config: DictConfig, saved: Path, own: str | None) -> Path | None:
     return None
 
 
-def _require_steps_left(config: DictConfig, resumed: Path, manifest: Manifest) -> None:
+def _require_steps_left(run: RunSpec, resumed: Path, manifest: Manifest) -> None:
     """ConfigError where the checkpoint is of the last step, or of a later one."""
-    step, total, key = manifest.facts["step"], config.trainer.total_training_steps, "trainer.total_training_steps"
-    if total is None and (epoch := manifest.facts.get("steps_per_epoch")) and _same_data(config, manifest):
-        total, key = epoch * config.trainer.total_epochs, f"{epoch} steps an epoch x trainer.total_epochs"
+    step, total, key = manifest.facts["step"], run.verl.trainer.total_training_steps, "trainer.total_training_steps"
+    if total is None and (epoch := manifest.facts.get("steps_per_epoch")) and _same_data(run, manifest):
+        total, key = epoch * run.verl.trainer.total_epochs, f"{epoch} steps an epoch x trainer.total_epochs"
     if total is not None and step >= total:
         raise ConfigError(
             f"{resumed}: step {step} is complete, and the run has reached its total of {total} ({key}); nothing was "
@@ -138,14 +122,14 @@ def _require_steps_left(config: DictConfig, resumed: Path, manifest: Manifest) -
         )
 
 
-def _same_data(config: DictConfig, manifest: Manifest) -> bool:
+def _same_data(run: RunSpec, manifest: Manifest) -> bool:
     """Whether the settings of data, which decide the steps of an epoch, are those of the checkpoint."""
     settings = {key: value for key, value in manifest.facts.get("settings", {}).items() if key.startswith("data.")}
-    now = OmegaConf.to_container(config.data, resolve=True)
+    now = OmegaConf.to_container(run.verl.data, resolve=True)
     return all(now.get(key.removeprefix("data.")) == value for key, value in settings.items() if key.count(".") == 1)
 
 
-def _refuse_others(config: DictConfig, saved: Path, found: Saved, own: str | None) -> None:
+def _refuse_others(run: RunSpec, saved: Path, found: Saved, own: str | None) -> None:
     """ConfigError where a folder elsewhere holds checkpoints, all of which are another run's for a new one."""
     held = [f"{path.name} of run {own}" for path in found.own.values()]
     held += [f"{path.name} of run {owner or '(no id)'}" for path, owner in found.others.items()]
@@ -154,7 +138,7 @@ def _refuse_others(config: DictConfig, saved: Path, found: Saved, own: str | Non
         more = f" and {len(held) - _SHOWN} more" if len(held) > _SHOWN else ""
         raise ConfigError(
             f"trainer.default_local_dir is {saved}, which holds {', '.join(held[:_SHOWN])}{more}; expected none, as "
-            f"run {config.recipe.run} starts anew (its folder has {f'id {own}' if own else 'no id'}) and would mix its "
+            f"run {run.recipe.run} starts anew (its folder has {f'id {own}' if own else 'no id'}) and would mix its "
             "checkpoints with them; nothing was moved. Give another trainer.default_local_dir, or move these away; to "
             f"go on from one of them, another folder and {resume_from(saved / 'global_step_N')}"
         )

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,6 +120,11 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
             f"up to {count} tensors; expected at most {MOST_TENSORS}. Take sizes from the model's own config.json"
         )
     return shape
+
+
+def first_layers(model: ModelShape, layers: int | None) -> ModelShape:
+    """Return `model` with its first `layers` layers (recipe.num_hidden_layers); one that has no more as it is."""
+    return model if layers is None else replace(model, num_hidden_layers=min(layers, model.num_hidden_layers))
 
 
 def differences(found: ModelShape, expected: ModelShape) -> str:

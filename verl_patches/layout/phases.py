@@ -41,6 +41,11 @@ CALLS = {  # of the trainer, in their order in a step: what is shown while one r
     "update_critic": "critic update",
     "update_actor": "update",
 }
+# of the memory schedule of a run with a critic and reward models (memory/schedule.py), in its order
+MEMORY_PHASES = (
+    *("reshard", "wake_kv", "rollout", "sleep", "rm_scores", "reward", "old_log_prob", "ref", "values", "advantage"),
+    *("update_critic", "update"),
+)
 OF_WORKERS = tuple(phase.planned for phase in STEP_PHASES if phase.call not in (None, "reward"))
 OF_VALUES = ("rm", "prm")  # objectives of value models
 STAYS_AWAKE = "stays_awake"  # key of a batch's meta_info: its rollout may go on in a next call of generate_sequences

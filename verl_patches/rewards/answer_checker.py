@@ -18,9 +18,9 @@ import time
 
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError
+from verl_patches.recipe.rewards import CPU_LIMIT_S
 from verl_patches.rewards.equivalence import equivalent
 
-CPU_LIMIT_S = 1.0
 MEMORY_BYTES = 1 << 30  # of the helper, on top of its imports
 _WALL_FACTOR = 4.0  # limit of a call's wall-clock time over the CPU limit, the start of a helper included
 _log = logging.getLogger(__name__)

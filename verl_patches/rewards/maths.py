@@ -15,10 +15,9 @@ import re
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.answer_checker import CPU_LIMIT_S, shared_answer_checker
+from verl_patches.recipe.rewards import CPU_LIMIT_S, FORMAT_WEIGHT, MAX_FORMAT_WEIGHT
+from verl_patches.rewards.answer_checker import shared_answer_checker
 
-FORMAT_WEIGHT = 0.1
-MAX_FORMAT_WEIGHT = 0.5
 TAIL_CHARS = 65_536  # a box further from the end than this is not an answer; it also bounds the time
 MAX_ANSWER_CHARS = 512
 _TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is text, and so is "\\" before a word

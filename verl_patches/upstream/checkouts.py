@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.contract import installed_root
 from verl_patches.platform import NO_DEVICE
+from verl_patches.spec import Trees
 from verl_patches.upstream.pins import load_pins
 
 LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
@@ -71,18 +72,6 @@ def _error_text(stderr: str) -> str:
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", stderr) if line.strip()]
     errors = [line.strip() for line in lines if line.startswith(("fatal:", "error:", "remote: error", "ERROR", "\t"))]
     return " ".join(errors or map(str.strip, lines[-3:])) or "no error text"
-
-
-@dataclass(frozen=True)
-class Trees:
-    """Folders for PYTHONPATH, in order; `verl` is the one of them with verl's configuration.
-
-    option: the command-line option that named them, for commands that are printed. No folders: installed packages.
-    """
-
-    option: tuple[str, ...] = ()
-    folders: tuple[Path, ...] = ()
-    verl: Path | None = None
 
 
 def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Trees:
