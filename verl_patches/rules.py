@@ -13,7 +13,7 @@ from verl_patches.config.hccl import hccl_checks
 from verl_patches.log_probs.on_policy import on_policy_checks
 from verl_patches.log_probs.truth_check import truth_check_checks
 from verl_patches.memory.checks import sleep_checks, swap_checks
-from verl_patches.model.checks import engine_checks, model_checks, train_checks
+from verl_patches.model.checks import engine_checks, expert_checks, model_checks, recomputation_checks, train_checks
 from verl_patches.objectives.checks import critic_checks, estimator_checks, objective_checks
 from verl_patches.replay.checks import recording_checks, routing_replay_checks
 from verl_patches.reshard.blocks import sync_checks
@@ -28,6 +28,8 @@ FILES: tuple[Rule, ...] = (folder_checks, data_checks, reward_folder_checks, hoo
 SIZES: tuple[Rule, ...] = (
     model_checks,
     train_checks,
+    expert_checks,
+    recomputation_checks,
     engine_checks,
     # rollout
     rollout_checks,

@@ -64,8 +64,8 @@ class Start:
 class RunSpec:
     """The facts of one run.
 
-    recipe: the section `recipe:`, typed. verl: the whole composed configuration, read-only, for verl's own keys; it is
-    empty in the controller and in workers, which have verl's sections from verl. switches: line, platform, and rows
+    recipe: the section `recipe:`, typed. verl: the whole composed configuration, for verl's own keys; empty in workers,
+    which have their section from verl. switches: line, platform, and rows
     that the user switches; rows: ids of the rows of the catalogue that are on.
     model: sizes of the trained model, with its dtype on disk; hf_config: its config.json with the run's changes.
     max_positions: tokens of the longest sequence that the model supports.
@@ -276,6 +276,13 @@ class Rules(NamedTuple):
             yield from rule(run)
 
 
+def read_run(text: str, verl: DictConfig) -> RunSpec:
+    """Return the facts of a run from its text, with its composed configuration `verl`, which gets them too."""
+    give_run(verl, text)
+    OmegaConf.set_readonly(verl, True)
+    return replace(_read(text), verl=verl)
+
+
 def run_of(section: DictConfig) -> RunSpec:
     """Return the facts of the run whose verl configuration, or section of it, this is.
 
@@ -287,7 +294,8 @@ def run_of(section: DictConfig) -> RunSpec:
             f"this section of verl's configuration has no key {RUN!r}; expected the facts of the run, which the "
             "launcher writes (python -m verl_patches train), or row update.recipe_by_default without it"
         )
-    return _read(text)
+    run = _read(text)
+    return replace(run, verl=section) if "actor_rollout_ref" in section else run
 
 
 @functools.lru_cache(4)
@@ -308,9 +316,8 @@ def _read(text: str) -> RunSpec:
     )
 
 
-def give_run(config: DictConfig, run: RunSpec) -> None:
-    """Write the facts of `run` into `config`, verl's configuration, where its trainer and its workers read them."""
-    text = run.text()
+def give_run(config: DictConfig, text: str) -> None:
+    """Write the facts of a run into `config`, verl's configuration, where its trainer and its workers read them."""
     for section in with_recipe(config):
         with open_dict(section):
             section[RUN] = text

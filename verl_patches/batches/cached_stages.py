@@ -39,7 +39,6 @@ from verl_patches.batches.limits import token_budget
 from verl_patches.batches.micro_batches import planned
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError
-from verl_patches.layout.parallel import train_layout_in
 from verl_patches.memory.ledger import Ledger
 
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
@@ -108,7 +107,7 @@ class CachedBatch:
         Returns bytes, and `balance` of the update's micro batches: sum(most of any replica) / sum(mean), 1 is equal.
         """
         rank, actor = dist.get_rank(), worker.config.actor
-        train = train_layout_in(worker.config, worker.config.recipe, dist.get_world_size())
+        train = worker.run.train
         prompts, responses = payload["prompts"].tolist(), payload["responses"].tolist()
         tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
         budget = token_budget(worker.config, "update")

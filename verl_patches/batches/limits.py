@@ -86,5 +86,5 @@ def budget_faults(run: RunSpec) -> Iterator[str]:
         if budget is not None and budget < longest:
             yield (
                 f"{_SECTION}.{name}.{switch} is true with {key} {budget}: a sample may have {longest} tokens "
-                "(run.longest_tokens); raise it to that or more"
+                "(data.max_prompt_length + data.max_response_length); raise it to that or more"
             )

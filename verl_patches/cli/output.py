@@ -12,21 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from omegaconf import DictConfig
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from verl_patches.boot.install_prelude import PLACES
-from verl_patches.catalog import rows_of
-from verl_patches.layout.parallel import world_size
 from verl_patches.patching.report import NOT_RUN, Report
-from verl_patches.planning.plan import build_plan
 from verl_patches.planning.serving import serving_text
-from verl_patches.planning.step_plan import Workload
-from verl_patches.planning.verdict import conclude
-from verl_patches.platform.npu.machine import HARDWARE
-from verl_patches.upstream.checkouts import Trees
+from verl_patches.spec import RunSpec
 from verl_patches.values import printable
 
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
@@ -196,41 +189,12 @@ def progress_bar(what: str, total: int | None, unit: str = "B", every: int = 0) 
 # the plan of a run (planning/plan.py)
 
 
-def report_plan(
-    config: DictConfig, config_name: str, overrides: Sequence[str], trees: Trees, workload: Workload, as_json: bool
-) -> NoReturn:
-    """Print the plan of a run, what failed, how to go on and a verdict; exit with 0, or 1 if a check failed."""
-    plan = build_plan(config, config_name, overrides, rows_of(config.recipe.platform), trees, workload)
-    plan |= conclude(plan, config, config_name, overrides, trees, workload)
-    if as_json:
-        print_json(plan)
-    else:
-        show_plan(plan, config)
-    if plan["ok"]:
-        if not as_json:
-            say(plan["verdict"], "bold green")
-        raise typer.Exit(0)
-    for check in plan["checks"]:
-        if not check["ok"]:
-            detail = check["detail"].removeprefix(f"{check['name']}: ")
-            say(f"verl_patches: {check['name']}: {detail}", "red", err=True)
-    first, *others = plan["next"] or [None]
-    if first:
-        say(first["what"], err=True)
-    for way in others:
-        say_command(f"{way['what']}:", way["command"], err=True)
-    if first:
-        say_command(f"{plan['verdict']}; next:", first["command"], err=True)
-    else:
-        say(plan["verdict"], err=True)
-    raise typer.Exit(1)
-
-
-def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
+def show_plan(plan: dict[str, Any], run: RunSpec) -> None:
     """Print a plan as tables; of one that failed only the phases that do not fit, as its checks are printed below."""
+    trainer = run.verl.trainer
     say(
-        f"{plan['config']}: {world_size(config)} ranks on {config.trainer.nnodes} node(s) x "
-        f"{config.trainer.n_gpus_per_node}; line {config.recipe.line}, platform {config.recipe.platform}",
+        f"{plan['config']}: {run.world_size} ranks on {trainer.nnodes} node(s) x {trainer.n_gpus_per_node}; "
+        f"line {run.line}, platform {run.platform}",
         "bold",
     )
     if not plan["ok"]:
@@ -250,8 +214,8 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
         table(*step_rows(plan["step"]))
         table(*start_rows(plan["start"]))
         table(*calibration_rows(plan["step"]["calibration"]))
-    elif config.recipe.hardware != "a3":
-        say(f"no seconds of a step: no published run has them for {HARDWARE[config.recipe.hardware].title}", "bold")
+    elif run.recipe.hardware != "a3":
+        say(f"no seconds of a step: no published run has them for {run.hardware.title}", "bold")
     _show_start(plan)
 
 

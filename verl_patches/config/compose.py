@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ from verl_patches.patching.spec import LINES, PatchSpec
 from verl_patches.recipe.rewards import SHORT_FORM, reward_parts
 from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, check_recipe, recipe_from, recipe_keys
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, verl_config_dir
+from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, for_platform, verl_config_dir
 from verl_patches.upstream.pins import load_pins, read_by_verl
 from verl_patches.upstream.support import refusal_of
 from verl_patches.values import is_secret, leaves, unknown_key
 from verl_patches.yaml_files import head_of, read_yaml
 
+RowsOf = Callable[[str], Iterable[PatchSpec]]  # the rows of the catalogue on a platform (catalog.py)
 SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
 _READ = (  # files and folders that a run reads, some of them in workers
@@ -47,19 +48,20 @@ _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
 
 def compose(
     config_name: str,
-    overrides: Sequence[str] = (),
-    catalogue: Iterable[PatchSpec] = (),
+    overrides: Sequence[str],
+    rows_of: RowsOf,
     trees: Trees = Trees(),  # noqa: B008 frozen
 ) -> RunSpec:
     """Return the facts of a run of configs/`config_name`.yaml with Hydra `overrides` over verl's config.
 
-    catalogue: the rows of the catalogue (`RunSpec.rows` are those of them that are on). trees: checkouts that the run
-    imports; verl's config is that of `trees.verl`, else of the installed verl, which is located and not imported.
+    rows_of: the rows of the catalogue on a platform, of which `RunSpec.rows` are those that are on. trees: checkouts
+    that the run imports; verl's config is that of `trees.verl`, else of the installed verl, located and not imported.
     Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that contradicts
     itself, and LayoutError where a layout cannot be built.
     """
     config = compose_config(config_name, overrides, verl_path=trees.verl)
-    return with_start(resolve(config, catalogue, keys_of(overrides), trees))
+    platform = config.recipe.platform
+    return with_start(resolve(config, rows_of(platform), keys_of(overrides), for_platform(platform, trees)))
 
 
 def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:

@@ -22,7 +22,8 @@ from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import shell_findings
 
-COMPOSED = "config.yaml"  # the composed configuration in a run's folder, which its driver reads
+# in a run's folder, read by its driver: the composed configuration, and the facts of the run (RunSpec.text)
+COMPOSED, FACTS = "config.yaml", "facts.json"
 REPOSITORY = Path(__file__).resolve().parents[2]
 RAY_FOLDER = "ray"  # in a run's temporary folder: Ray makes its own folder accessible to all users, the other is 0700
 # variables of the shell that a run does not inherit: the configuration decides

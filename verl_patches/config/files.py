@@ -361,7 +361,7 @@ def disk_needs(run: RunSpec) -> list[Need]:
 def recorded_bytes(run: RunSpec) -> int:
     """Bytes of a step's responses on disk (modelled): ids, masks and positions of 8 bytes, log-probs in fp32."""
     data = run.verl.data
-    tokens = 4 * 8 * (run.longest_tokens) + 4 * data.max_response_length
+    tokens = 4 * 8 * run.longest_tokens + 4 * data.max_response_length
     return data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
 
 

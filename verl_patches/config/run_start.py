@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_patches.config.verl_values import RESUME_NEEDS
 from verl_patches.errors import ConfigError
@@ -86,13 +86,12 @@ def with_start(run: RunSpec) -> RunSpec:
         return replace(run, no_start=str(error))
 
 
-def resolved(config: DictConfig, start: Start) -> DictConfig:
-    """A copy of `config` for the driver, which resumes from the checkpoint of `start` and looks for no other."""
-    config = config.copy()
-    OmegaConf.set_readonly(config, False)
-    if start.resumed is not None:
-        config.trainer.update({"resume_mode": "resume_path", "resume_from_path": str(start.resumed)})
-    return config
+def started(run: RunSpec, start: Start) -> RunSpec:
+    """Return `run` as its driver gets it: it resumes from the checkpoint of `start` and looks for no other."""
+    if start.resumed is None:
+        return run
+    keys = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(start.resumed)}
+    return replace(run.with_verl(keys), start=start)
 
 
 def _resumed(run: RunSpec, saved: Path, own: str | None) -> Path | None:

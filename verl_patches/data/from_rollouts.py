@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from pydantic import FiniteFloat
 
-from verl_patches.config.environment import COMPOSED
+from verl_patches.config.environment import COMPOSED, FACTS
 from verl_patches.config.files import recorded_bytes
 from verl_patches.data.handlers import EXTRA, digest_of, schema_of
 from verl_patches.data.output import MANIFEST, TRAIN, whole_folder, write_rows
 from verl_patches.data.sources import file_facts, load, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.phases import samples
+from verl_patches.spec import RunSpec, read_run
 from verl_patches.trainer.record import run_id
 from verl_patches.values import Count, NotNegative, size_text, types_of, value_faults
 from verl_patches.weights.checkpoint_folders import EARLIER
@@ -76,14 +76,14 @@ def from_rollouts(
     progress: called after each step. ConfigError where the run recorded no rollouts, or something of it cannot be read;
     RecipeError where no row is left. Then nothing is written.
     """
-    config = OmegaConf.create(read_yaml(run / COMPOSED))
-    steps, tokenizer = scored_steps(run, config), _tokenizer(config)
+    spec = read_run((run / FACTS).read_text(), OmegaConf.create(read_yaml(run / COMPOSED)))
+    steps, tokenizer = scored_steps(run, spec), _tokenizer(spec.verl)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     earlier = sorted((run / EARLIER).glob("*/rollouts/scores_*.safetensors"))  # moved there by launch/run_folder.py
     report["not_read"] = dict(Counter(str(path.parents[1].relative_to(run)) for path in earlier))
     left_out: Counter[str] = Counter()
     with whole_folder(target, overwrite) as work:
-        data = _rows_of_data(config, tokenizer, {key for step in steps for key, *_ in _responses(run, step)})
+        data = _rows_of_data(spec.verl, tokenizer, {key for step in steps for key, *_ in _responses(run, step)})
         file, seen = work / "out" / TRAIN, set()
 
         def rows() -> Iterator[str]:
@@ -114,16 +114,16 @@ def from_rollouts(
     return {**report, "files": [str(target / TRAIN)]}
 
 
-def scored_steps(run: Path, config: DictConfig) -> list[int]:
+def scored_steps(run: Path, spec: RunSpec) -> list[int]:
     """The steps whose responses and rewards are recorded. ConfigError without one."""
     names = {path.stem for path in (run / "rollouts").glob("*_*.safetensors")}
     steps = sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdecimal())
     if scored := [step for step in steps if f"scores_{step}" in names]:
         return scored
-    if not samples(config.recipe):
+    if not spec.samples:
         raise ConfigError(f"{run} trained on fixed data: it has no rollouts; give a run that samples")
     found = f"no rewards of its {len(steps)} steps: no update followed" if steps else "no rollouts"
-    size = size_text(recorded_bytes(config))
+    size = size_text(recorded_bytes(spec))
     raise ConfigError(f"{run} recorded {found}; run it with recipe.rollout.record=true, {size} a step (modelled)")
 
 

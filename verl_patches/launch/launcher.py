@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_patches.config import environment
 from verl_patches.errors import ConfigError, RecipeError, interrupted
@@ -25,13 +25,14 @@ from verl_patches.evaluation.plots import memory_figure, run_figure, save
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
 from verl_patches.launch.run_folder import RunFolder, open_run_folder, start_again
-from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals, taken_by
+from verl_patches.recipe.schema import Timeouts
 from verl_patches.shared_files import GrowingFile, lock_file
+from verl_patches.spec import RunSpec
 from verl_patches.trainer.record import Progress, write_json
-from verl_patches.upstream.checkouts import Trees, commit_of
+from verl_patches.upstream.checkouts import commit_of
 from verl_patches.upstream.modified import files_text
 
 POLL_S, MEMORY_S = 0.2, 1.0
@@ -61,12 +62,9 @@ class Outcome:
 
 
 def run(
-    config: DictConfig,
-    on_line: Callable[[str], None] = lambda line: None,
-    trees: Trees | None = None,
-    dirty: Mapping[str, Sequence[str]] | None = None,
+    run: RunSpec, on_line: Callable[[str], None] = lambda line: None, dirty: Mapping[str, Sequence[str]] | None = None
 ) -> Outcome:
-    """Run the driver of `config` to its end and return the outcome; the driver's progress lines go to `on_line`.
+    """Run the driver of a run to its end and return the outcome; the driver's progress lines go to `on_line`.
 
     `on_line` gets "" every POLL_S too, as a look at the clock.
 
@@ -75,29 +73,28 @@ def run(
     ConfigError before anything starts. All processes that the run started are ended before this returns, and its
     temporary folder is removed.
     """
-    require_free_port(config.recipe.ray_port)
-    with open_run_folder(config) as here:
+    require_free_port(run.recipe.ray_port)
+    with open_run_folder(run) as here:
         folder = here.path
-        for line in (*here.said, *start_notes(os.environ, config.recipe.platform == "npu")):
+        for line in (*here.said, *start_notes(os.environ, run.platform == "npu")):
             Progress(folder).say(line)
         for name, files in (dirty or {}).items():
-            Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")
+            Progress(folder).say(f"| dirty: {name} is not as pinned (drift={run.recipe.drift}): {files_text(files)}")
         started, watch = time.monotonic(), MemoryWatch()
-        progress, restarts = _NewLines(folder / "progress.log", on_line), Restarts(config, folder)
+        progress, restarts = _NewLines(folder / "progress.log", on_line), Restarts(run, folder)
         start = here.start
         while True:
-            OmegaConf.save(restarts.config(start), folder / environment.COMPOSED)
-            code, reason = _run_driver(config, folder, watch, progress, trees, started)
+            code, reason = _run_driver(restarts.run(start), folder, watch, progress, started)
             if not restarts.another(code, reason):
                 break
             try:
-                start = start_again(config, folder)
+                start = start_again(run, folder)
             except (ConfigError, OSError) as error:
                 reason = f"{reason}; not started again: {error}"
                 break
             Progress(folder).say(f"| {restarts.after(code, reason)}")
         wall_s = round(time.monotonic() - started, 1)
-        head = {**_head(config, here, trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
+        head = {**_head(run, here), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
         head |= {"restarts": restarts.records} if restarts.records else {}
         try:
             code, reason = write_summary(folder, code, reason, head, watch.peaks())
@@ -109,14 +106,16 @@ def run(
 
 
 def _run_driver(
-    config: DictConfig, folder: Path, watch: MemoryWatch, progress: _NewLines, trees: Trees | None, started: float
+    run: RunSpec, folder: Path, watch: MemoryWatch, progress: _NewLines, started: float
 ) -> tuple[int, str | None]:
     """Run the driver, then end all processes that it started; (exit code, reason or None) as `_supervise` has them."""
+    OmegaConf.save(run.verl, folder / environment.COMPOSED)
+    (folder / environment.FACTS).write_text(run.text())
     with short_temp_dir() as temp:
-        variables = environment.derive(config, str(temp), trees)
+        variables = environment.derive(run, str(temp))
         (folder / "environment.json").write_text(json.dumps([asdict(v) for v in variables], indent=1) + "\n")
         env = environment.process_environment(variables, os.environ)
-        command = driver_command(folder / environment.COMPOSED)
+        command = driver_command(folder)
         with adopting_orphans(), _recorded_signals() as signals:
             descendants = Descendants()
             try:
@@ -127,7 +126,8 @@ def _run_driver(
                         command, env=env, **streams, start_new_session=True, preexec_fn=die_with_parent
                     )
                 descendants.waited_for = frozenset({driver.pid})
-                code, reason = _supervise(driver, config, folder, descendants, watch, signals, progress, started)
+                timeouts = run.recipe.timeouts
+                code, reason = _supervise(driver, timeouts, folder, descendants, watch, signals, progress, started)
             finally:
                 descendants.end_all()
         if code:
@@ -138,7 +138,7 @@ def _run_driver(
 
 def _supervise(
     driver: subprocess.Popen,
-    config: DictConfig,
+    timeouts: Timeouts,
     folder: Path,
     descendants: Descendants,
     watch: MemoryWatch,
@@ -148,7 +148,7 @@ def _supervise(
 ) -> tuple[int, str | None]:
     """Wait until the driver ends, or end it; (exit code, reason or None where neither launcher nor log has one)."""
     logs, log_bytes, reason = (folder / "driver.log", folder / "progress.log"), -1, None
-    timeouts, next_memory = config.recipe.timeouts, time.monotonic()
+    next_memory = time.monotonic()
     while (code := driver.poll()) is None:
         now = time.monotonic()
         progress.read()
@@ -263,13 +263,13 @@ def _remove_abandoned(parent: Path) -> None:
             continue
 
 
-def _head(config: DictConfig, here: RunFolder, trees: Trees | None) -> dict[str, Any]:
+def _head(run: RunSpec, here: RunFolder) -> dict[str, Any]:
     """What summary.json says about the run if the driver wrote none, and the commits of the trees that it imports."""
-    head = {key: config.recipe[key] for key in ("run", "line", "platform", "dtype")}
+    head = {key: getattr(run.recipe, key) for key in ("run", "line", "platform", "dtype")}
     head |= {"id": here.id, "resumed_step": here.start.step}
-    head["layout"] = {"train": str(train_layout_of(config)), "rollout": str(rollout_layout_of(config))}
-    if trees and trees.folders:
-        head["upstream"] = {folder.name: commit_of(folder) for folder in trees.folders}
+    head["layout"] = {"train": str(run.train), "rollout": str(run.rollout)}
+    if run.trees.folders:
+        head["upstream"] = {folder.name: commit_of(folder) for folder in run.trees.folders}
     return head
 
 

@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from verl_patches.config.files import steps_of
-from verl_patches.config.run_start import Start, checkpoints_of, resolved
+from verl_patches.config.resolve import changed
+from verl_patches.config.run_start import checkpoints_of, started
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import read_doing, read_object
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
 from verl_patches.launch.run_folder import carry_on
+from verl_patches.spec import RunSpec, Start
 from verl_patches.trainer.record import run_id
 from verl_patches.watch.watcher import COLLECTIVE, RECORD, STACKS, fault_in
 from verl_patches.weights.checkpoint_folders import saved_in
@@ -44,14 +44,14 @@ def may_help(reason: str) -> bool:
     return bool(_OF_USE.search(reason) or fault_in(reason)) and not _NO_USE.search(reason)
 
 
-def last_step_is_saved(config: DictConfig, folder: Path) -> bool:
+def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
     """Whether the run in `folder` has a checkpoint of its last step: then nothing is left for another try."""
     doing = {}
     with suppress(ConfigError):  # damaged
         doing = read_doing(folder)
-    total = doing.get("steps") or steps_of(config)
+    total = doing.get("steps") or steps_of(run)
     try:
-        return total is not None and max(saved_in(checkpoints_of(config), run_id(folder)).own, default=0) >= total
+        return total is not None and max(saved_in(checkpoints_of(run), run_id(folder)).own, default=0) >= total
     except OSError:  # a disk that fails: the look for the next try's checkpoint says so
         return False
 
@@ -59,24 +59,21 @@ def last_step_is_saved(config: DictConfig, folder: Path) -> bool:
 class Restarts:
     """The tries of one run, which writes to `folder`."""
 
-    def __init__(self, config: DictConfig, folder: Path):
-        self._config, self._folder = config, folder
-        self._times = config.recipe.restart.times
-        self._left_out = list(config.recipe.restart.without_nodes)
+    def __init__(self, run: RunSpec, folder: Path):
+        self._run, self._folder = run, folder
+        self._times = run.recipe.restart.times
+        self._left_out = list(run.recipe.restart.without_nodes)
         self.records: list[dict[str, Any]] = []
 
-    def config(self, start: Start) -> DictConfig:
-        """The configuration of the next try: the run's own, from the checkpoint of `start`, without faulty nodes."""
-        config = resolved(self._config, start)
-        for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
-            section.restart.without_nodes = list(self._left_out)
-        return config
+    def run(self, start: Start) -> RunSpec:
+        """Return the run of the next try: from the checkpoint of `start`, without faulty nodes."""
+        return started(changed(self._run, {"recipe.restart.without_nodes": list(self._left_out)}), start)
 
     def another(self, code: int, reason: str | None) -> bool:
         """Whether there is another try after one that ended with `code` for `reason`."""
         if not code or reason is None or len(self.records) >= self._times or not may_help(reason):
             return False
-        return not last_step_is_saved(self._config, self._folder)
+        return not last_step_is_saved(self._run, self._folder)
 
     def after(self, code: int, reason: str) -> str:
         """Message for the next try, after moving the failed one's files."""
@@ -95,7 +92,7 @@ class Restarts:
 
     def _culprits(self) -> tuple[list[dict[str, Any]], str | None]:
         """Of the failed try, and what they raised an error of, where the watch names them for that."""
-        if self._config.recipe.watch.action == "report":
+        if self._run.recipe.watch.action == "report":
             return [], None  # the record may be of an earlier stall, which the run survived
         try:
             record = read_object(self._folder / RECORD)
@@ -113,10 +110,10 @@ class Restarts:
     def _leave_out(self, culprits: Sequence[dict[str, Any]]) -> str:
         """Leave the culprits' nodes out of the next try where enough others are there; what was done, as text."""
         names = {culprit["node"] for culprit in culprits if culprit.get("node")}
-        if self._config.recipe.ray_address is None or not names:
+        if self._run.recipe.ray_address is None or not names:
             return ""
         try:
-            fit = nodes_with_devices(self._config, list_nodes(self._config.recipe.ray_address))
+            fit = nodes_with_devices(self._run, list_nodes(self._run.recipe.ray_address))
         except ConfigError as error:
             return f" (the nodes are unknown: {error})"
         known = {*names, *self._left_out}
@@ -124,7 +121,7 @@ class Restarts:
         others = [node for node in fit if not known & {node["id"], node["address"]}]
         if not faulty:
             return ""  # Ray has lost them already
-        if len(others) < self._config.trainer.nnodes:
+        if len(others) < self._run.verl.trainer.nnodes:
             return f", on {', '.join(sorted(faulty))} again, as no spare node is there"
         self._left_out += sorted(faulty)
         return f", without {', '.join(sorted(faulty))}"

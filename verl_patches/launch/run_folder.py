@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from verl_patches.config.environment import run_dir
-from verl_patches.config.run_start import Start, checkpoints_of, is_inside, start_of, uses_checkpoints
+from verl_patches.config.run_start import checkpoints_of, is_inside, start_of, uses_checkpoints
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.shared_files import locked_folder
+from verl_patches.spec import RunSpec, Start
 from verl_patches.trainer.record import RUN, new_run_id, run_id, write_json
 from verl_patches.values import size_text
 from verl_patches.weights.checkpoint_folders import EARLIER, next_aside, recover, resume_from, size_bytes, step_of
@@ -52,9 +52,9 @@ class RunFolder:
     said: tuple[str, ...]
 
 
-def require_output_folder(config: DictConfig) -> None:
+def require_output_folder(run: RunSpec) -> None:
     """ConfigError where the run's folder could not be made; nothing is written."""
-    folder = run_dir(config)
+    folder = run.folder
     try:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -63,18 +63,18 @@ def require_output_folder(config: DictConfig) -> None:
         raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
 
 
-def require_lasting_folders(config: DictConfig) -> None:
+def require_lasting_folders(run: RunSpec) -> None:
     """ConfigError where a run on NPUs would write in its container's own file system, deleted with it.
 
     A container is known by the overlay that its root is.
     """
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     root = Path("/")
-    if config.recipe.platform != "npu" or "overlay" not in mounts.get(root, ""):
+    if run.recipe.platform != "npu" or "overlay" not in mounts.get(root, ""):
         return
     inside = []
     for key in ("recipe.output_root", "trainer.default_local_dir"):
-        path = OmegaConf.select(config, key)
+        path = OmegaConf.select(run.verl, key)
         real = Path(path).resolve()
         if next(place for place in (real, *real.parents) if place in mounts) == root:
             inside.append(f"{key}: {path}")
@@ -88,42 +88,42 @@ def require_lasting_folders(config: DictConfig) -> None:
         )
 
 
-def require_start(config: DictConfig) -> Start:
+def require_start(run: RunSpec) -> Start:
     """How the run would start in its folder; ConfigError where it could not (config/run_start.py). Writes nothing."""
-    require_output_folder(config)
-    return start_of(config, run_dir(config))
+    require_output_folder(run)
+    return start_of(run, run.folder)
 
 
-def start_again(config: DictConfig, folder: Path) -> Start:
+def start_again(run: RunSpec, folder: Path) -> Start:
     """Where the next try of a run starts, whose `folder` this process holds: from its newest checkpoint now.
 
     ConfigError as `start_of`.
     """
-    if checkpoints_of(config).is_dir() and (own := run_id(folder)):
-        recover(checkpoints_of(config), own)
-    return start_of(config, folder)
+    if checkpoints_of(run).is_dir() and (own := run_id(folder)):
+        recover(checkpoints_of(run), own)
+    return start_of(run, folder)
 
 
 @contextmanager
-def open_run_folder(config: DictConfig) -> Iterator[RunFolder]:
+def open_run_folder(run: RunSpec) -> Iterator[RunFolder]:
     """Lock the run's folder and that of its checkpoints, move files of earlier parts aside, and give the run its id.
 
     ConfigError where another run holds one of them or the run cannot start; then nothing has moved, but for a save of
     this run that was killed and that has its name now.
     """
-    folder, saved = run_dir(config), checkpoints_of(config)
+    folder, saved = run.folder, checkpoints_of(run)
     with ExitStack() as held:
         held.enter_context(_locked(folder, "--run NAME, recipe.run"))
-        there = saved.is_dir() and (uses_checkpoints(config) or is_inside(config, folder))
+        there = saved.is_dir() and (uses_checkpoints(run) or is_inside(run, folder))
         if there:
             held.enter_context(_locked(saved, "trainer.default_local_dir"))
-        if there and config.trainer.resume_mode != "disable" and (own := run_id(folder)):
+        if there and run.verl.trainer.resume_mode != "disable" and (own := run_id(folder)):
             recover(saved, own)  # a save that was killed after its last file is the newest checkpoint
-        start = start_of(config, folder)
+        start = start_of(run, folder)
         said = [*_set_aside(folder, saved, start), *(f"| {text}" for text in start.ignored)]
-        if config.trainer.save_freq > 0 and (start.moves or not there):
+        if run.verl.trainer.save_freq > 0 and (start.moves or not there):
             held.enter_context(_locked(saved, "trainer.default_local_dir"))
-        yield RunFolder(folder, start.id or new_run_id(folder, config.recipe.run), start, tuple(said))
+        yield RunFolder(folder, start.id or new_run_id(folder, run.recipe.run), start, tuple(said))
 
 
 def _locked(folder: Path, keys: str) -> AbstractContextManager:
@@ -198,15 +198,15 @@ def carry_on(part: Path, folder: Path) -> None:
         shutil.copyfile(metrics, folder / metrics.name)
 
 
-def id_without_launcher(config: DictConfig, held: ExitStack) -> str:
+def id_without_launcher(run: RunSpec, held: ExitStack) -> str:
     """The id of a run of verl's own entry point: that of its folder of checkpoints, or a new one, which is kept there.
 
     The folder is locked until `held` is closed. ConfigError as `start_of`, and where another run holds the folder:
     nothing moves aside without the launcher, so checkpoints of another run are refused.
     """
-    saved = checkpoints_of(config)
-    if config.trainer.save_freq > 0 or (uses_checkpoints(config) and saved.is_dir()):
+    saved = checkpoints_of(run)
+    if run.verl.trainer.save_freq > 0 or (uses_checkpoints(run) and saved.is_dir()):
         held.enter_context(_locked(saved, "trainer.default_local_dir"))
-        if config.trainer.resume_mode != "disable" and (own := run_id(saved)):
+        if run.verl.trainer.resume_mode != "disable" and (own := run_id(saved)):
             recover(saved, own)
-    return start_of(config, saved).id or new_run_id(saved if config.trainer.save_freq > 0 else None, config.recipe.run)
+    return start_of(run, saved).id or new_run_id(saved if run.verl.trainer.save_freq > 0 else None, run.recipe.run)

@@ -25,9 +25,9 @@ import torch
 from verl_patches.batches.exchange import is_metrics_rank
 from verl_patches.current import Current
 from verl_patches.errors import RecipeError
-from verl_patches.layout.phases import samples
 from verl_patches.log_probs import rollout_correction
 from verl_patches.log_probs.on_policy import Correction, correction_of
+from verl_patches.spec import RunSpec
 
 _ROLLOUT, _OLD = "rollout_log_probs", "old_log_probs"
 _NO_ROLLOUT = (
@@ -54,9 +54,10 @@ class OnPolicyUpdate:
         self.sums: dict[str, float] = {}  # of the update's log-probs and their number, where vLLM has none
 
     @classmethod
-    def of(cls, recipe: Any) -> OnPolicyUpdate | None:
-        """The update that `recipe` sets; None if the update is verl's own. Fixed data: a ratio of 1 is exact."""
-        skip = recipe.train.skip_old_log_prob or not samples(recipe)
+    def of(cls, run: RunSpec) -> OnPolicyUpdate | None:
+        """The update that a run sets; None if the update is verl's own. Fixed data: a ratio of 1 is exact."""
+        recipe = run.recipe
+        skip = recipe.train.skip_old_log_prob or not run.samples
         correction = correction_of(recipe.rollout_correction)
         by_sequence = recipe.train.importance_ratio == "sequence"
         return cls(skip, correction, by_sequence) if skip or by_sequence or correction is not None else None

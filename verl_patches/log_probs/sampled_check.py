@@ -19,9 +19,9 @@ from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 
 from verl_patches.batches.exchange import Ragged, model_inputs, to_padded
-from verl_patches.layout.parallel import train_layout_of
 from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.of_rollout import CHECK
+from verl_patches.spec import run_of
 
 
 class SampledCheck:
@@ -31,13 +31,13 @@ class SampledCheck:
     """
 
     def __init__(self, workers: Any, trainer: Any):
-        config = trainer.config
-        data, rollout = config.data, config.actor_rollout_ref.rollout
+        run = run_of(trainer.config)
+        data, rollout = run.verl.data, run.verl.actor_rollout_ref.rollout
         self._workers = workers
-        self._every = config.recipe.logprob_check.every
-        self._sequences = truth_check.sequences_of(config) // truth_check.replicas_of(config)
+        self._every = run.recipe.logprob_check.every
+        self._sequences = truth_check.sequences_of(run) // run.replicas
         self._widths = data.max_prompt_length, data.max_response_length, trainer.tokenizer.pad_token_id
-        self._multiple = train_layout_of(config).dp * (rollout.log_prob_micro_batch_size_per_gpu or 1)
+        self._multiple = run.train.dp * (rollout.log_prob_micro_batch_size_per_gpu or 1)
         self.report: dict[str, Any] | None = None
 
     def generate(self, stages: Any, prompts: DataProto, step: int) -> DataProto:

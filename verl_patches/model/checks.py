@@ -86,11 +86,6 @@ def train_checks(run: RunSpec) -> Iterator[Check]:
             f"(megatron_workers.py:88); found {', '.join(unequal)}"
         )
         yield either(f"actor = {name}", not unequal, "one layout", fault)
-    whole = f"experts are whole, {train.ep} ranks share them"
-    split = f"each expert is split over {train.etp} ranks, as tp"
-    fault = fault_of_experts(train)
-    yield Check("experts under tp", fault is None, fault or (whole if train.etp == 1 else split))
-    yield from (Check("recomputation", False, fault) for fault in faults_of_recomputation(run))
     if run.recipe.train.expert_split == "tp_extend_ep":
         held = f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts"
         fault = (
@@ -113,28 +108,32 @@ def _fault_of_stages(train: ParallelLayout, model: ModelShape) -> str | None:
     )
 
 
-def fault_of_experts(train: ParallelLayout) -> str | None:
-    """Why Megatron would compute wrong expert outputs in this training layout; None where it would not."""
-    if train.tp == 1 or train.ep > 1 or train.etp > 1:
-        return None
-    return (
+def expert_checks(run: RunSpec) -> Iterator[Check]:
+    """Refuse a training layout in which Megatron would compute wrong expert outputs."""
+    train = run.train
+    held = f"experts are whole, {train.ep} ranks share them"
+    if train.etp > 1:
+        held = f"each expert is split over {train.etp} ranks, as tp"
+    fault = (
         f"expected ep > 1 or etp = tp at tp {train.tp}: "
         "with ep 1 and etp 1 Megatron adds up expert outputs of different tokens over TP ranks"
     )
+    yield either("experts under tp", train.tp == 1 or train.ep > 1 or train.etp > 1, held, fault)
 
 
-def faults_of_recomputation(run: RunSpec) -> Iterator[str]:
-    """Where Megatron's loop over layers (transformer_block.py, _checkpointed_forward) would go on in steps of 0."""
+def recomputation_checks(run: RunSpec) -> Iterator[Check]:
+    """Refuse settings with which Megatron's loop over layers (_checkpointed_forward) would go on in steps of 0."""
     for name, section in {"actor_rollout_ref": run.verl.actor_rollout_ref, "critic": run.critic}.items():
         if section is None or not section.model.enable_gradient_checkpointing:
             continue
         given = section.model.get("gradient_checkpointing_kwargs") or {}
         kind, method, number = (given.get(f"activations_checkpoint_{key}") for key in _RECOMPUTED)
         if kind == "full" and method != "block" and number == 0:
-            yield (
+            fault = (
                 f"{name}.model: activations_checkpoint_num_layers=0 needs activations_checkpoint_method=block, or the "
                 "forward pass would not end; or set enable_gradient_checkpointing=false"
             )
+            yield Check("recomputation", False, fault)
 
 
 def experts_check(name: str, ep: int, experts: int, key: str) -> Check:

@@ -348,7 +348,7 @@ def cached_bytes(run: RunSpec) -> int:
         columns += 1
     if run.uses_reference:
         columns += 1
-    tokens = run.longest_tokens * columns
+    tokens = data.max_prompt_length + data.max_response_length * columns
     return 4 * data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
 
 

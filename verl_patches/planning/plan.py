@@ -40,9 +40,9 @@ ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
 _SIZED = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs
 
 
-def driver_command(config_file: Path) -> list[str]:
-    """The command line of the driver process, started by the launcher with the run's environment."""
-    return [sys.executable, "-m", DRIVER_MODULE, str(config_file)]
+def driver_command(folder: Path) -> list[str]:
+    """Return the command line of the driver, which the launcher starts with the environment of the run in `folder`."""
+    return [sys.executable, "-m", DRIVER_MODULE, str(folder)]
 
 
 def build_plan(
@@ -200,7 +200,7 @@ def commands(run: RunSpec, config_name: str, overrides: Sequence[str]) -> list[d
             lines.append((f"each of the other {nodes - 1} nodes", here + other))
     train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *run.trees.option, *overrides]
     lines.append(("head node" if lines else "this machine", here + shlex.join(train)))
-    driver = shlex.join(driver_command(run.folder / environment.COMPOSED))
+    driver = shlex.join(driver_command(run.folder))
     lines.append(("started by the last one, not to be typed", driver))
     return [{"where": where, "command": command} for where, command in lines]
 

@@ -39,10 +39,9 @@ from omegaconf import OmegaConf
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
-from verl_patches.layout.parallel import critic_of, train_layout_of, world_size
-from verl_patches.layout.phases import trains_actor
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
+from verl_patches.spec import RUN, run_of
 from verl_patches.values import leaves, size_text
 from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
 from verl_patches.weights.checkpoint_folders import (
@@ -86,7 +85,8 @@ class Checkpoints:
         config = trainer.config
         self.run, self._say, self._said = run, say, set()
         self.trainer, self.config, self.folder = trainer, config, Path(config.trainer.default_local_dir).absolute()
-        self.trains_actor = trains_actor(config.recipe)  # else the critic is all that is saved
+        self.run_spec = run_of(config)
+        self.trains_actor = self.run_spec.trains_actor  # else the critic is all that is saved
         self.keep = config.trainer.get("max_actor_ckpt_to_keep", None)
         self.records: list[dict[str, Any]] = []  # of complete ones: step, bytes, seconds
         self._thread: threading.Thread | None = None
@@ -106,7 +106,7 @@ class Checkpoints:
         writing = unnamed(self.folder / f"global_step_{step}", "writing", self.run)
         of_model, groups = self._model_files(), {}
         own = {writing: {**of_model, **self._trainer_files()}}
-        ranks, facts, answers = rank_files(world_size(self.config)), {}, []
+        ranks, facts, answers = rank_files(self.run_spec.world_size), {}, []
         if self.trains_actor:
             groups[writing] = self.trainer.actor_rollout_wg
         if self.critic is not None:
@@ -210,7 +210,7 @@ class Checkpoints:
             self._not_removed.append(f"{self.folder}: an old checkpoint cannot be removed ({error}); left there")
 
     def _manifest(self, step: int, files: list[str], facts: dict[str, Any]) -> Manifest:
-        layout, dtype = str(train_layout_of(self.config)), self.config.recipe.dtype
+        layout, dtype = str(self.run_spec.train), self.config.recipe.dtype
         facts = {**facts, "step": step, "id": self.run, "run": self.config.recipe.run, "line": self.config.recipe.line}
         facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), **settings_of(self.config)}
         return Manifest(CHECKPOINT, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
@@ -331,10 +331,10 @@ class Checkpoints:
 def settings_of(config: Any) -> dict[str, Any]:
     """{digest, settings}: what a resumed run is compared with. The digest is of settings and active patches."""
     resolved = OmegaConf.to_container(config, resolve=True)
-    names = ["recipe", "actor_rollout_ref", "algorithm", "data", *(["critic"] if critic_of(config) else [])]
+    names = ["recipe", "actor_rollout_ref", "algorithm", "data", *(["critic"] if run_of(config).has_critic else [])]
     sections = {name: resolved[name] for name in names}
     sections["recipe"] = {k: v for k, v in resolved["recipe"].items() if k not in _NOT_COMPARED}
-    mirrored = "actor_rollout_ref.recipe.", "critic.recipe."
+    mirrored = tuple(f"{name}.{key}" for name in ("actor_rollout_ref", "critic") for key in ("recipe.", RUN))
     settings = {k: v for k, v in leaves(sections) if v != {} and not k.startswith(mirrored)}
     patches = engine.current().digest()
     text = json.dumps([settings, patches], sort_keys=True, default=str)

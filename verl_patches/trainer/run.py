@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.current import Current
-from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
-from verl_patches.layout.phases import CALLS, samples, trains_actor
+from verl_patches.layout.phases import CALLS
 from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.on_policy import correction_of
 from verl_patches.objectives.advantages import FixedData, current_fixed_data
 from verl_patches.patching import engine
 from verl_patches.platform import emulation
+from verl_patches.spec import run_of
 from verl_patches.trainer import alarms, step_record
 from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
@@ -55,12 +55,13 @@ class Run:
     """Wraps one RayPPOTrainer.fit()."""
 
     def __init__(self, trainer: Any):
-        self.trainer, self.recipe = trainer, trainer.config.recipe
+        self.trainer, self.run = trainer, run_of(trainer.config)
+        self.recipe = self.run.recipe
         self.folder = None if self.recipe.run is None else Path(self.recipe.output_root) / self.recipe.run
         # of launch/import_alone.py; the launcher keeps one in the run's folder
         self.id = getattr(trainer, "run_id", None) or run_id(self.folder) or new_run_id(self.folder, self.recipe.run)
-        self.not_compared = truth_check.not_compared(trainer.config)
-        self.fixed_data = None if samples(self.recipe) else FixedData(self.recipe.objective)
+        self.not_compared = truth_check.not_compared(self.run)
+        self.fixed_data = None if self.run.samples else FixedData(self.recipe.objective)
         self.workers_see_log_probs = (
             self.fixed_data is not None
             or self.recipe.train.skip_old_log_prob
@@ -82,17 +83,17 @@ class Run:
                 "line": self.recipe.line,
                 "platform": self.recipe.platform,
                 "layout": {
-                    "train": str(train_layout_of(trainer.config)),
-                    "rollout": "none: fixed data" if self.fixed_data else str(rollout_layout_of(trainer.config)),
+                    "train": str(self.run.train),
+                    "rollout": "none: fixed data" if self.fixed_data else str(self.run.rollout),
                 },
-                "ranks": world_size(trainer.config),
+                "ranks": self.run.world_size,
                 "recompute_layers": _recompute_layers(trainer.config.actor_rollout_ref.model),
                 "dtype": self.recipe.dtype,
                 **({"dirty": dirty} if dirty else {}),
             },
         )
         self.progress = Progress(self.folder)
-        self.rates = Rates(trainer.config, ref=trainer.use_reference_policy)
+        self.rates = Rates(self.run, ref=trainer.use_reference_policy)
 
     def around(self, fit: Callable[[], Any]) -> Any:
         """verl's fit, with the handshake before it; the outcome is recorded in any case."""
@@ -246,7 +247,7 @@ class Run:
         if self.fixed_data is not None:
             found = self.fixed_data.of_step(metrics)
             metrics |= found
-            absent = ("rollout", "reshard") if trains_actor(recipe) else ("rollout", "reshard", "update")
+            absent = ("rollout", "reshard") if self.run.trains_actor else ("rollout", "reshard", "update")
             record["seconds"] = {p: s for p, s in record["seconds"].items() if p not in absent}
             record |= {"reward": None, "objective": {name.rpartition("/")[2]: value for name, value in found.items()}}
         if recipe.train.skip_old_log_prob:
@@ -264,7 +265,7 @@ class Run:
         return record, metrics
 
     def _show(self, record: dict[str, Any]) -> None:
-        for prefix, columns in step_record.tables(self.trainer.config):
+        for prefix, columns in step_record.tables(self.run):
             if len(self.summary.own_steps) == 1:
                 self.progress.say(f"{prefix} {step_record.header(columns, self.fixed_data is not None)}")
             self.progress.say(f"{prefix} {step_record.row(record, columns)}")

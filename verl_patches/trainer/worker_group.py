@@ -25,13 +25,14 @@ import torch
 from verl import DataProto
 
 from verl_patches.batches.cached_step import SAMPLE, TensorCacheStages
-from verl_patches.layout.phases import VALIDATE, samples, trains_actor
+from verl_patches.layout.phases import VALIDATE
 from verl_patches.log_probs.sampled_check import SampledCheck
 from verl_patches.log_probs.truth_check import not_compared
 from verl_patches.objectives.advantages import given_responses
 from verl_patches.patching.engine import is_on
 from verl_patches.replay.recording import find_recording, load_step, save_scores, save_step
 from verl_patches.rewards.parts import METRIC, part_means
+from verl_patches.spec import run_of
 from verl_patches.trainer.keep_groups import KeptGroups
 from verl_patches.watch import heartbeat
 
@@ -54,13 +55,14 @@ class RecipeWorkerGroup:
         actor: RecipeWorkerGroup | None = None,
         profile_to: Path | None = None,
     ):
-        recipe = trainer.config.recipe
+        run = run_of(trainer.config)
+        recipe = run.recipe
         self._group, self._trainer, self._on_call, self._actor, self._step = group, trainer, on_call, actor, 0
         self._record_to, self._replay_from = record_to, find_recording(recipe.rollout.replay)
         self._scores_to: Path | None = None  # from the rollout of a recorded step to its first update
         self._profile_to, self._profiled = profile_to, frozenset(recipe.profile.steps or ())
         self.lengths: list[int] | None = None
-        self._fixed_data, self._trains_actor = None if samples(recipe) else recipe.objective.name, trains_actor(recipe)
+        self._fixed_data, self._trains_actor = None if run.samples else recipe.objective.name, run.trains_actor
         self._rewards: dict[str, float] | None = None  # means of the parts of this step's reward
         self._skip_old_log_prob = recipe.train.skip_old_log_prob
         self.cache: TensorCacheStages | None = None
@@ -71,7 +73,7 @@ class RecipeWorkerGroup:
         if recipe.keep_groups.metric is not None and actor is None:
             self.kept_groups = KeptGroups(trainer, group, lambda name: on_call(self.step, name))
         self.sampled_check: SampledCheck | None = None
-        if recipe.logprob_check.every is not None and not not_compared(trainer.config):
+        if recipe.logprob_check.every is not None and not not_compared(run):
             self.sampled_check = SampledCheck(group, trainer)
 
     def __getattr__(self, name: str) -> Any:

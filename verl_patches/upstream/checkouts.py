@@ -7,12 +7,11 @@ import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.contract import installed_root
 from verl_patches.platform import NO_DEVICE
-from verl_patches.spec import Trees
+from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.pins import load_pins
 
 LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
@@ -130,17 +129,17 @@ def verl_config_dir(verl_path: Path | None = None) -> Path:
     )
 
 
-def require_trees(config: Any, trees: Trees) -> None:
-    """Raise ConfigError where the line of a composed configuration does not fit the trees."""
-    line, given = config.recipe.line, trees.option[:1] == ("--upstream",)
+def require_trees(run: RunSpec) -> None:
+    """Raise ConfigError where the line of a run does not fit its trees."""
+    line, given = run.line, run.trees.option[:1] == ("--upstream",)
     if given and line != LINE:
         raise ConfigError(
             f"--upstream contains line {LINE}, but recipe.line is {line}: give --line {LINE} "
             f"(recipe.line={LINE}), or omit --upstream"
         )
-    if line == LINE and config.recipe.platform in NO_DEVICE and not given:
+    if line == LINE and run.platform in NO_DEVICE and not given:
         raise ConfigError(
-            f"line {LINE} on platform {config.recipe.platform} runs the pinned git sources, and no folder was given: "
+            f"line {LINE} on platform {run.platform} runs the pinned git sources, and no folder was given: "
             f"give --upstream DIR; {FETCH}"
         )
 

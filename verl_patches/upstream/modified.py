@@ -17,27 +17,26 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from omegaconf import DictConfig
-
 from verl_patches.boot import install_prelude
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding
-from verl_patches.upstream.checkouts import FETCH, Trees, git
+from verl_patches.spec import RunSpec, Trees
+from verl_patches.upstream.checkouts import FETCH, git
 from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
 WORKER_FILE = Path("verl") / install_prelude.INSIDE
 _SHOWN = 5  # of a long list of files
 
 
-def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
-    """{name of a repository or package: files} that are not as pinned, of the sources that a run of `config` imports.
+def refuse_modified(run: RunSpec) -> dict[str, list[str]]:
+    """{name of a repository or package: files} that are not as pinned, of the sources that a run imports.
 
     Raises ConfigError that names them where recipe.drift is strict. With warn and skip the run starts, and its summary
     has them as `dirty`.
     """
-    recipe = config.recipe
-    line, roots = load_pins().line(recipe.line), roots_of(recipe.line, trees)
+    recipe = run.recipe
+    line, roots = load_pins().line(recipe.line), roots_of(recipe.line, run.trees)
     absent = [package for package in PACKAGES[recipe.line] if package not in roots]
     if absent and recipe.platform == "npu":
         raise ConfigError(

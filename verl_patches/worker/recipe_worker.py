@@ -34,8 +34,7 @@ from verl_patches.batches.limits import token_budget
 from verl_patches.batches.micro_batches import Update, current_mini_batches, stage_budget
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
-from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
-from verl_patches.layout.phases import START, samples, trains_actor
+from verl_patches.layout.phases import START
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
@@ -48,6 +47,7 @@ from verl_patches.replay.expert_load import ExpertLoad, of_rollout, of_training
 from verl_patches.replay.routing_replay import RoutingReplay
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
+from verl_patches.spec import run_of
 from verl_patches.trainer.dispatch import take_starts
 from verl_patches.watch import heartbeat
 from verl_patches.worker.checkpoint import TrainingWorker
@@ -70,7 +70,8 @@ class RecipeWorker(TrainingWorker):
     expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # recipe.expert_load: train, rollout
 
     def __init__(self, config: Any, role: str) -> None:
-        if config.recipe.watch.action != "off":
+        self.run = run_of(config)
+        if self.run.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")
         with counters.timed("start/groups"), heartbeat.here().in_call(START):
@@ -79,7 +80,7 @@ class RecipeWorker(TrainingWorker):
 
                 start.start(config)  # makes process groups and arguments, which verl then uses
             super().__init__(config, role)
-        self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
+        self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         pads_sequences.value = not self.recipe.train.use_remove_padding
         if self.memory.scheduled:  # then verl's own calls move nothing
             self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
@@ -91,7 +92,7 @@ class RecipeWorker(TrainingWorker):
 
         Nothing is built where the critic alone is trained.
         """
-        if not trains_actor(self.recipe):
+        if not self.run.trains_actor:
             return
         with counters.timed("start/models"):
             super().init_model()
@@ -110,22 +111,22 @@ class RecipeWorker(TrainingWorker):
                 self.routing = RoutingReplay(chunks)
             prepare_training(self.trained, self.memory, self.recipe.train)
         if self.recipe.expert_load and self._is_actor:
-            layout = train_layout_in(self.config, self.recipe, dist.get_world_size())
+            layout = self.run.train
             self.expert_loads = {"train": of_training(chunks, layout.ep), "rollout": None}
         return built
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
-        if not samples(self.recipe):
+        if not self.run.samples:
             self._is_rollout = False  # not before: verl builds no actor without a rollout
             return SimpleNamespace(), None
         rollout, manager = super()._build_rollout(*args, **kwargs)
-        recipe, world = self.recipe, dist.get_world_size()
+        recipe = self.recipe
         if recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
             self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, recipe.rollout.rebalance_every)
         if self.expert_loads and as_npu(recipe.platform) and is_on("rollout.count_mc2"):
             self.expert_loads["rollout"] = of_rollout(vllm_worker(rollout.inference_engine).model_runner.model)
         if isinstance(manager, RecipeShardingManager):
-            layouts = (layout(self.config, recipe, world) for layout in (train_layout_in, rollout_layout_in))
+            layouts = self.run.train, self.run.rollout
             manager.sync_enabled = recipe.weight_sync.enabled
             manager.settings = Settings(*layouts, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
         return rollout, manager
@@ -140,7 +141,7 @@ class RecipeWorker(TrainingWorker):
         """
         patches, error = engine.current(), None
         try:
-            patches.verify("worker", () if samples(self.recipe) else _OF_ENGINE)
+            patches.verify("worker", () if self.run.samples else _OF_ENGINE)
         except engine.PatchError as refused:
             error = str(refused)
         return {
@@ -178,7 +179,7 @@ class RecipeWorker(TrainingWorker):
 
         With recipe.train.routing_replay the recorded experts are replayed.
         """
-        on_policy = OnPolicyUpdate.of(self.recipe) if is_on("update.on_policy") else None
+        on_policy = OnPolicyUpdate.of(self.run) if is_on("update.on_policy") else None
         self.wait_for_checkpoint()
         replaying = self.routing.replaying() if self.routing is not None else nullcontext()
         around = nullcontext() if on_policy is None else on_policy.around(data.batch)

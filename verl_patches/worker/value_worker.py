@@ -20,13 +20,13 @@ from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.batches.micro_batches import Update, current_mini_batches
-from verl_patches.layout.phases import reward_models
 from verl_patches.memory import counters
 from verl_patches.memory.offload import Params
 from verl_patches.memory.schedule import ACTOR, CRITIC
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import RM_SCORES
+from verl_patches.spec import run_of
 from verl_patches.weights.checkpoint_folders import value_model_in
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
@@ -48,7 +48,8 @@ class RecipeCriticWorker(TrainingWorker):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         _take_own_stage(config)
-        self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
+        self.run = run_of(config)
+        self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         if self.memory.scheduled:  # then verl's own calls move nothing
             self._is_offload_param = self._is_offload_optimizer = False
         self.start_checkpoint()
@@ -106,7 +107,8 @@ class RecipeRewardModelWorker:
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         _take_own_stage(config)
-        self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
+        self.run = run_of(config)
+        self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         self.reward_models: list[Any] = []
         with open_dict(config):  # HF's ...ForSequenceClassification is no name of verl's
             OmegaConf.update(config, "model.override_config.model_config.architectures", [ARCHITECTURE])
@@ -117,7 +119,7 @@ class RecipeRewardModelWorker:
     def init_model(self) -> None:
         """verl's, for each folder; each model is offloaded before the next is built."""
         with counters.timed("start/models"):
-            for entry in reward_models(self.recipe):
+            for entry in self.run.reward_models:
                 self.config.model.path = str(value_model_in(entry.path))
                 super().init_model()
                 self.reward_models.append(self.rm)
