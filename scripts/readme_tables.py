@@ -4,7 +4,7 @@
 
 `pins` comes from configs/upstream.yaml (some rows of it in the READMEs and docs/support.md), `machines` from
 verl_patches/platform/npu/machine.py, `patches` from the catalogue without the
-emulation, `recipe` from the docstrings of verl_patches/config/recipe.py and rewards/parts.py, `checks` from the rows of
+emulation, `recipe` from the docstrings of verl_patches/recipe/, `checks` from the rows of
 verl_patches/doctor/doctor.py, and `recipes` from configs/algo and docs/recipes.json (scripts/recipe_runs.py).
 """
 
@@ -26,12 +26,12 @@ sys.path.insert(0, str(ROOT))
 import recipe_runs  # noqa: E402
 
 from verl_patches.catalog import ROWS  # noqa: E402
-from verl_patches.config.recipe import Recipe  # noqa: E402
 from verl_patches.doctor.doctor import ACROSS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402
-from verl_patches.rewards.parts import Reward  # noqa: E402
+from verl_patches.recipe.rewards import Reward  # noqa: E402
+from verl_patches.recipe.schema import Recipe  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import types_of, value_words  # noqa: E402
 

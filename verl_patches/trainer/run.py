@@ -277,7 +277,7 @@ class Run:
         alarms.check_skipped(record, self.recipe.train.max_skipped_steps)
         check = self.recipe.logprob_check
         if check.action == "stop" and self._compared():
-            truth_check.check(record["step"], record["logprob_delta"], check[f"max_mean_{self.recipe.dtype}"])
+            truth_check.check(record["step"], record["logprob_delta"], getattr(check, f"max_mean_{self.recipe.dtype}"))
         alarms.check(record, self.recipe.alarms.action)
 
     def _delta(self, metrics: dict[str, Any]) -> dict[str, float] | None:
