@@ -35,7 +35,7 @@ def test_only_a_stage_with_a_budget_is_packed(monkeypatch):
         return "outputs"
 
     run, data = packing(forward_backward_batch), SimpleNamespace(meta_info={"micro_batch_size": None})
-    assert run(None, data, False) == "outputs" and seen.pop() == (("verl's", None), None)
+    assert run(None, data, False) == "outputs" and seen.pop() == (("verl's", None), Stage())
     with in_stage(Stage(300)):
         assert run(None, data, False) == "outputs"
         parts, now = seen.pop()
@@ -43,7 +43,7 @@ def test_only_a_stage_with_a_budget_is_packed(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             packing(lambda *_: 1 / 0)(None, data, True)
         assert current_stage.value == Stage(300)
-    assert current_stage.value is None
+    assert current_stage.value == Stage()
 
 
 @pytest.mark.parametrize(("line", "on", "budget"), [("a3", True, 300), ("a3", False, None), ("pypi", False, 0)])

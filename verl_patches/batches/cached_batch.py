@@ -1,11 +1,13 @@
 """The worker's side of recipe.tensor_cache: the tensors of one step that stay in its process, and their plan.
 
-stage                  of worker/recipe_worker.py          here
-generate_cached        verl's generate_sequences           keep_responses: ids and log-probs of vLLM stay
-place_cached           one exchange to the train replicas  place, by the plan of batches/batch_plan.py
-log_prob_cached        verl's compute_log_prob             inputs, keep_log_probs
-ref_log_prob_cached    verl's compute_ref_log_prob         inputs, keep_log_probs
-update_cached          verl's update_actor                 update_batch: the inputs with log-probs and advantages
+    stage of recipe_worker.py   runs                                 here
+    generate_cached             verl's generate_sequences            keep_responses
+    place_cached                one exchange to the train replicas   place
+    log_prob_cached             verl's compute_log_prob              inputs, keep_log_probs
+    ref_log_prob_cached         verl's compute_ref_log_prob          inputs, keep_log_probs
+    update_cached               verl's update_actor                  update_batch
+
+The plan is that of batches/batch_plan.py, equal on every rank.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from verl import DataProto
 
+from verl_patches.batches import payloads
 from verl_patches.batches.batch_plan import BatchPlan, plan_batch, replicas_of_expert_group, train_replicas
 from verl_patches.batches.cache import TensorCache
 from verl_patches.batches.exchange import (
@@ -34,15 +37,6 @@ from verl_patches.batches.exchange import (
 )
 from verl_patches.batches.limits import token_budget
 from verl_patches.batches.micro_batches import PlannedSplits, planned_splits
-from verl_patches.batches.payloads import (
-    Advantages,
-    ExchangeReport,
-    LogProbRequest,
-    LogProbs,
-    Placement,
-    PromptIds,
-    ResponseIds,
-)
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import ParallelLayout
@@ -61,9 +55,9 @@ class CachedBatch:
     def __init__(self, platform: str, ledger: Ledger | None):
         self.cache = TensorCache(platform)
         self.plan: BatchPlan | None = None
-        self.placement: Placement | None = None
+        self.placement: payloads.Placement | None = None
         self.tokens: tuple[int, ...] = ()
-        self._generating: tuple[int, list[ResponseIds]] | None = None  # the step, and what is kept of it
+        self._generating: tuple[int, list[payloads.ResponseIds]] | None = None  # the step, and what is kept of it
         if ledger is not None:
             ledger.register("tensor_cache", lambda: self.cache.bytes_held, varies=True)
 
@@ -78,7 +72,7 @@ class CachedBatch:
         return self.plan.placed[self.replica]
 
     @contextmanager
-    def generating(self, step: int) -> Iterator[list[ResponseIds]]:
+    def generating(self, step: int) -> Iterator[list[payloads.ResponseIds]]:
         """Begin `step`; yield a list to which `keep_responses` adds what verl's generate_sequences made inside."""
         self.cache.open(step)
         self._generating = step, []
@@ -104,10 +98,10 @@ class CachedBatch:
         if _ROLLOUT in batch.keys():
             self.cache.put(step, _ROLLOUT, samples, from_padded(batch[_ROLLOUT], mask[:, -width:]))
         lengths = np.array(responses.lengths, np.int32)
-        kept.append(ResponseIds(lengths, packed_ids(responses.values.cpu().numpy())))
+        kept.append(payloads.ResponseIds(lengths, packed_ids(responses.values.cpu().numpy())))
         return DataProto(batch=batch.select())
 
-    def place(self, placement: Placement, config: Any, train: ParallelLayout) -> ExchangeReport:
+    def place(self, placement: payloads.Placement, config: Any, train: ParallelLayout) -> payloads.ExchangeReport:
         """Exchange the responses, so that this rank has those of `samples`; `config`: actor_rollout_ref."""
         step, rank, actor = placement.step, dist.get_rank(), config.actor
         prompts, responses = placement.prompt_lengths.tolist(), placement.response_lengths.tolist()
@@ -130,7 +124,9 @@ class CachedBatch:
             specs[_ROLLOUT] = TensorSpec(torch.float32, responses)
         self.cache.redistribute(step, self.plan, rank, specs)
         most, mean = self.plan.tokens(tokens, sharing)
-        return ExchangeReport(*wire_bytes(self.plan, rank, specs), self.cache.bytes_held, round(most / mean, 4))
+        return payloads.ExchangeReport(
+            *wire_bytes(self.plan, rank, specs), self.cache.bytes_held, round(most / mean, 4)
+        )
 
     def inputs(self, step: int) -> tuple[DataProto, torch.Tensor]:
         """(the model's inputs, mask of responses) of the samples that this rank computes."""
@@ -150,8 +146,8 @@ class CachedBatch:
         return planned_splits(stage, token_budget(config, stage), self.plan, self.replica, self.tokens)
 
     def keep_log_probs(
-        self, request: LogProbRequest, name: str, found: DataProto, mask: torch.Tensor
-    ) -> LogProbs | None:
+        self, request: payloads.LogProbRequest, name: str, found: DataProto, mask: torch.Tensor
+    ) -> payloads.LogProbs | None:
         """Put column `name` of verl's answer `found` into the cache; return the trainer's, if this rank has one."""
         ragged = from_padded(found.batch[name].to(mask.device), mask)
         self.cache.put(request.step, name, self.samples, ragged)
@@ -161,9 +157,9 @@ class CachedBatch:
         mask = mask.to("cpu")
         entropy = None if entropys is None else ((entropys * mask).sum(1) / mask.sum(1)).numpy()
         values = ragged.values.cpu().numpy() if request.send_back else None
-        return LogProbs(np.array(self.samples, np.int32), entropy, values)
+        return payloads.LogProbs(np.array(self.samples, np.int32), entropy, values)
 
-    def update_batch(self, advantages: Advantages) -> DataProto:
+    def update_batch(self, advantages: payloads.Advantages) -> DataProto:
         """The batch of the update; the cache is closed, as it has copies."""
         data, mask = self.inputs(advantages.step)
         for name in _LOG_PROBS:
@@ -174,7 +170,7 @@ class CachedBatch:
         self.cache.close()
         return data
 
-    def _advantages(self, advantages: Advantages, mask: torch.Tensor) -> torch.Tensor:
+    def _advantages(self, advantages: payloads.Advantages, mask: torch.Tensor) -> torch.Tensor:
         values = torch.tensor(advantages.values)
         if not advantages.per_token:
             return values[list(self.samples)].to(mask.device)[:, None] * mask
@@ -185,7 +181,7 @@ class CachedBatch:
 cached_batch: Current[CachedBatch] = Current()  # None before the first stage, and without recipe.tensor_cache
 
 
-def padded_prompts(prompts: PromptIds, rank: int, world: int) -> DataProto:
+def padded_prompts(prompts: payloads.PromptIds, rank: int, world: int) -> DataProto:
     """This rank's prompts as verl's generation takes them; ConfigError, on every rank, unless all have equally many."""
     lengths = prompts.lengths
     count, rest = divmod(len(lengths), world)

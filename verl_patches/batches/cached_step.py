@@ -16,16 +16,8 @@ import torch
 from tensordict import TensorDict
 from verl import DataProto
 
+from verl_patches.batches import payloads
 from verl_patches.batches.exchange import Ragged, from_padded, model_inputs, to_padded, unpacked_ids
-from verl_patches.batches.payloads import (
-    Advantages,
-    ExchangeReport,
-    LogProbRequest,
-    LogProbs,
-    Placement,
-    PromptIds,
-    ResponseIds,
-)
 from verl_patches.errors import ConfigError
 
 SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
@@ -45,7 +37,7 @@ class CachedStep:
     send_back: bool
     step: int = 0
     lengths: tuple[int, ...] = ()
-    reports: Sequence[ExchangeReport] = ()
+    reports: Sequence[payloads.ExchangeReport] = ()
 
     @classmethod
     def of(cls, trainer: Any) -> CachedStep:
@@ -54,7 +46,7 @@ class CachedStep:
         pad_id, width = trainer.tokenizer.pad_token_id, config.data.max_response_length
         return cls(pad_id, width, config.trainer.balance_batch, config.algorithm.use_kl_in_reward)
 
-    def begin(self, prompts: DataProto) -> PromptIds:
+    def begin(self, prompts: DataProto) -> payloads.PromptIds:
         """Begin the next step; ConfigError for prompts that are not text alone."""
         unknown = set(prompts.non_tensor_batch) - _NON_TENSORS
         if unknown:
@@ -73,9 +65,11 @@ class CachedStep:
                 )
         self.step += 1
         lengths, meta = np.array(ids.lengths, np.int32), dict(prompts.meta_info)
-        return PromptIds(self.step, ids.values.numpy(), lengths, padded.shape[1], self.pad_id, meta)
+        return payloads.PromptIds(self.step, ids.values.numpy(), lengths, padded.shape[1], self.pad_id, meta)
 
-    def responses(self, prompts: DataProto, answers: Sequence[ResponseIds]) -> tuple[DataProto, Placement]:
+    def responses(
+        self, prompts: DataProto, answers: Sequence[payloads.ResponseIds]
+    ) -> tuple[DataProto, payloads.Placement]:
         """verl's batch of this step, but for log-probs, with `sample`; and where its samples are to be computed."""
         lengths = np.concatenate([answer.lengths for answer in answers])
         ids = unpacked_ids(np.concatenate([answer.ids for answer in answers]))
@@ -89,13 +83,13 @@ class CachedStep:
         tensors = model_inputs(repeated, Ragged(torch.from_numpy(ids), self.lengths), *widths, self.pad_id)
         batch = DataProto.from_dict(tensors={**tensors, SAMPLE: torch.arange(count)})
         prompt_lengths = np.array(repeated.lengths, np.int32)
-        return batch, Placement(self.step, prompt_lengths, lengths, widths, self.pad_id, self.balance)
+        return batch, payloads.Placement(self.step, prompt_lengths, lengths, widths, self.pad_id, self.balance)
 
-    def log_prob_request(self) -> LogProbRequest:
+    def log_prob_request(self) -> payloads.LogProbRequest:
         """The payload of a pass for log-probs."""
-        return LogProbRequest(self.step, self.send_back)
+        return payloads.LogProbRequest(self.step, self.send_back)
 
-    def log_probs(self, batch: DataProto, answers: Sequence[LogProbs]) -> DataProto:
+    def log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
         """entropys [B, S_response]: each sample's mean in all its places, enough for verl's entropy loss.
 
         With old_log_probs [B, S_response] where they are needed here.
@@ -107,16 +101,16 @@ class CachedStep:
         entropys = entropy[rows][:, None].expand(len(rows), self.response_width)
         return self._answer(rows, {"entropys": entropys}, "old_log_probs", answers)
 
-    def ref_log_probs(self, batch: DataProto, answers: Sequence[LogProbs]) -> DataProto:
+    def ref_log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
         """Nothing, or ref_log_prob [B, S_response] where it is needed here."""
         return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", answers)
 
-    def advantages(self, batch: DataProto) -> Advantages:
+    def advantages(self, batch: DataProto) -> payloads.Advantages:
         """The payload of the update."""
         tensors = batch.batch
         ragged = from_padded(tensors["advantages"], tensors["response_mask"])
         values, per_token = _outcome_or_token_values(ragged.take(tensors[SAMPLE].argsort().tolist()))
-        return Advantages(self.step, values.numpy(), per_token, dict(batch.meta_info))
+        return payloads.Advantages(self.step, values.numpy(), per_token, dict(batch.meta_info))
 
     def report(self) -> dict[str, float] | None:
         """Return the largest ExchangeReport of this step's ranks, name by name; None before the first step."""
@@ -129,7 +123,7 @@ class CachedStep:
         return {name: value for name, value in metrics.items() if not name.startswith("global_seqlen/")}
 
     def _answer(
-        self, rows: torch.Tensor, tensors: dict[str, torch.Tensor], name: str, answers: Sequence[LogProbs]
+        self, rows: torch.Tensor, tensors: dict[str, torch.Tensor], name: str, answers: Sequence[payloads.LogProbs]
     ) -> DataProto:
         if self.send_back:
             parts: dict[int, torch.Tensor] = {}

@@ -40,10 +40,10 @@ MicroBatches = list[list[int]]  # [micro batch] -> rows of the batch that is spl
 
 @dataclass(frozen=True)
 class Stage:
-    """How the stage in progress of this process makes its micro batches; the one slot that rows above read.
+    """How one stage of a worker makes its micro batches; with the defaults, as verl does.
 
-    budget: tokens of a micro batch where rows of line a3 pack them, else None; planned: the plan's micro batches, None
-    where verl makes them; update: of actor or critic, None in other stages; packing: of the actor's pass in progress.
+    budget: tokens of a micro batch where rows of line a3 pack them; planned: the plan's micro batches, where verl asks
+    for dynamic ones; update: of actor or critic; packing: of the actor's pass in progress.
     """
 
     budget: int | None = None
@@ -52,12 +52,7 @@ class Stage:
     packing: Packing | None = None
 
 
-current_stage: Current[Stage] = Current()
-
-
-def current_update() -> Update | None:
-    """The update in progress; None in other stages."""
-    return None if current_stage.value is None else current_stage.value.update
+current_stage: Current[Stage] = Current(Stage())
 
 
 @contextmanager
@@ -114,7 +109,7 @@ def packing(forward_backward_batch: Callable) -> Callable:
     @functools.wraps(forward_backward_batch)
     def run(self: Any, data: Any, forward_only: bool = False, *args: Any, **kwargs: Any) -> Any:
         stage = current_stage.value
-        if stage is None or stage.budget is None:
+        if stage.budget is None:
             return forward_backward_batch(self, data, forward_only, *args, **kwargs)
         data.meta_info["micro_batch_size"] = 1  # verl multiplies it, for a shape that Megatron does not read
         now = Packing(stage.budget)
@@ -130,10 +125,8 @@ def by_tokens(split_dict_tensor_into_batches: Callable) -> Callable:
 
     @functools.wraps(split_dict_tensor_into_batches)
     def split(tensors: Any, batch_size: int) -> Any:
-        stage = current_stage.value
-        if stage is None or stage.packing is None:
-            return split_dict_tensor_into_batches(tensors, batch_size)
-        return stage.packing.split(tensors)
+        now = current_stage.value.packing
+        return split_dict_tensor_into_batches(tensors, batch_size) if now is None else now.split(tensors)
 
     return split
 
@@ -182,7 +175,7 @@ def in_mini_batch(make_batch_generator: Callable) -> Callable:
 
     @functools.wraps(make_batch_generator)
     def make(batches: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if (update := current_update()) is not None:
+        if (update := current_stage.value.update) is not None:
             update.begin(batches)
         return make_batch_generator(batches, *args, **kwargs)
 
@@ -198,7 +191,7 @@ def by_mini_batch(agg_loss: Callable) -> Callable:
 
     @functools.wraps(agg_loss)
     def aggregate(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str) -> torch.Tensor:
-        update = current_update()
+        update = current_stage.value.update
         if update is None:
             return agg_loss(loss_mat, loss_mask, loss_agg_mode)
         if loss_agg_mode == "token-mean":
@@ -265,10 +258,10 @@ def as_planned(rearrange_micro_batches: Callable) -> Callable:
 
     @functools.wraps(rearrange_micro_batches)
     def rearrange(batch: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], MicroBatches]:
-        stage = current_stage.value
-        if stage is None or stage.planned is None:
+        planned = current_stage.value.planned
+        if planned is None:
             return rearrange_micro_batches(batch, *args, **kwargs)
-        parts = stage.planned.next(batch["attention_mask"].sum(dim=1).tolist())
+        parts = planned.next(batch["attention_mask"].sum(dim=1).tolist())
         return [batch[torch.tensor(part, device=batch["attention_mask"].device)] for part in parts], parts
 
     return rearrange

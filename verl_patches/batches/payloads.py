@@ -1,15 +1,8 @@
 """What the trainer sends to workers and gets back in the stages of recipe.tensor_cache; all of it is pickled by Ray.
 
-    stage                 payload            answer of a rank
-    generate_cached       PromptIds          ResponseIds
-    place_cached          Placement          ExchangeReport
-    log_prob_cached       LogProbRequest     LogProbs, None where another rank reports for the replica
-    ref_log_prob_cached   LogProbRequest     LogProbs, None too where the trainer needs no values
-    update_cached         Advantages         verl's metrics, None where another rank reports
-
-trainer/worker_group.py sends them, worker/recipe_worker.py has a method of each stage. A sample is identified by its
-place in the batch as it was generated. P prompts, B samples, b samples of one rank or replica, T their tokens. Arrays
-that arrive from Ray are read-only.
+WorkerCalls in trainer/worker_group.py says which stage has which. A sample is identified by its place in the batch as
+it was generated. P prompts, B samples, b samples of one rank or replica, T their tokens. Arrays that arrive from Ray
+are read-only.
 """
 
 from __future__ import annotations

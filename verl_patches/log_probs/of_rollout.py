@@ -39,7 +39,7 @@ class CheckedSamples:
 def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
     """Row provider for `vLLMRollout.generate_sequences`: adds `rollout_log_probs` [B, S_response] to its batch.
 
-    fp32, on the device of the responses. After `self.check_request` was set (RecipeWorker.ask_for_check) the replica
+    fp32, on the device of the responses. After `self.check_request` was set (RecipeWorker.begin_rollout) the replica
     samples once from its first prompts again, and has the result of `sample_for_check` in `self.checked`.
     """
 

@@ -3,8 +3,8 @@
     trainer    SampledCheck            every N steps, from the first on, a request to workers; then the comparison
     worker     log_probs/of_rollout.py    samples once more while vLLM is awake, after the step's responses
 
-trainer/worker_group.py makes the calls: ask_for_check before the step's rollout, take_checked and the actor's
-compute_log_prob after it. No second weight sync, and the step's responses, rewards and update are those of a run
+trainer/worker_group.py makes the calls: begin_rollout with the request, end_rollout and the actor's compute_log_prob
+after the step's rollout. No second weight sync, and the step's responses, rewards and update are those of a run
 without the check. The actor's pass is verl's own, whose logits neither pin divides by a temperature (MegatronPPOActor).
 """
 

@@ -24,16 +24,8 @@ from typing import Any, TypeVar
 import torch
 from verl import DataProto
 
+from verl_patches.batches import payloads
 from verl_patches.batches.cached_step import SAMPLE, CachedStep
-from verl_patches.batches.payloads import (
-    Advantages,
-    ExchangeReport,
-    LogProbRequest,
-    LogProbs,
-    Placement,
-    PromptIds,
-    ResponseIds,
-)
 from verl_patches.layout.phases import VALIDATE, samples, trains_actor
 from verl_patches.log_probs.of_rollout import CheckedSamples, CheckRequest
 from verl_patches.log_probs.sampled_check import SampledCheck
@@ -71,11 +63,11 @@ class WorkerCalls:
         """Sync weights and generate responses."""
         return self._group.generate_sequences(prompts)
 
-    def generate_cached(self, prompts: PromptIds) -> list[ResponseIds]:
+    def generate_cached(self, prompts: payloads.PromptIds) -> list[payloads.ResponseIds]:
         """As generate_sequences; the responses stay on the ranks that generated them."""
         return self._group.generate_cached(prompts)
 
-    def place_cached(self, placement: Placement) -> list[ExchangeReport]:
+    def place_cached(self, placement: payloads.Placement) -> list[payloads.ExchangeReport]:
         """Exchange responses between ranks, to the train replicas that compute them."""
         return self._group.place_cached(placement)
 
@@ -87,7 +79,7 @@ class WorkerCalls:
         """Return old_log_probs and entropys, both [B, S_response]."""
         return self._group.compute_log_prob(data)
 
-    def log_prob_cached(self, request: LogProbRequest) -> list[LogProbs]:
+    def log_prob_cached(self, request: payloads.LogProbRequest) -> list[payloads.LogProbs]:
         """As compute_log_prob; log-probs stay."""
         return _given(self._group.log_prob_cached(request))
 
@@ -95,7 +87,7 @@ class WorkerCalls:
         """Return ref_log_prob [B, S_response]."""
         return self._group.compute_ref_log_prob(data)
 
-    def ref_log_prob_cached(self, request: LogProbRequest) -> list[LogProbs]:
+    def ref_log_prob_cached(self, request: payloads.LogProbRequest) -> list[payloads.LogProbs]:
         """As compute_ref_log_prob; log-probs stay."""
         return _given(self._group.ref_log_prob_cached(request))
 
@@ -111,7 +103,7 @@ class WorkerCalls:
         """Return verl's metrics in meta_info."""
         return self._group.update_actor(data)
 
-    def update_cached(self, advantages: Advantages) -> list[dict[str, Any]]:
+    def update_cached(self, advantages: payloads.Advantages) -> list[dict[str, Any]]:
         """As update_actor, on what stayed; returns the metrics of each replica."""
         return _given(self._group.update_cached(advantages))
 

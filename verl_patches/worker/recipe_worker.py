@@ -32,20 +32,12 @@ import torch.distributed as dist
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
+from verl_patches.batches import payloads
 from verl_patches.batches.cached_batch import CachedBatch, cached_batch, padded_prompts
 from verl_patches.batches.exchange import is_metrics_rank
 from verl_patches.batches.limits import token_budget
 from verl_patches.batches.micro_batches import PlannedSplits, Stage, Update, in_stage
 from verl_patches.batches.packed_forward import pads_sequences
-from verl_patches.batches.payloads import (
-    Advantages,
-    ExchangeReport,
-    LogProbRequest,
-    LogProbs,
-    Placement,
-    PromptIds,
-    ResponseIds,
-)
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
 from verl_patches.layout.phases import START, samples, trains_actor
@@ -243,7 +235,7 @@ class RecipeWorker(TrainingWorker):
     # ---- the same stages on tensors that stay in this process (recipe.tensor_cache); an error drops them
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def generate_cached(self, prompts: PromptIds) -> ResponseIds:
+    def generate_cached(self, prompts: payloads.PromptIds) -> payloads.ResponseIds:
         """Call generate_sequences for this rank's prompts; return lengths and ids of its responses, which stay."""
         batch = self._cached_batch()
         padded = padded_prompts(prompts, dist.get_rank(), dist.get_world_size())
@@ -252,14 +244,14 @@ class RecipeWorker(TrainingWorker):
         return kept[0]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def place_cached(self, placement: Placement) -> ExchangeReport:
+    def place_cached(self, placement: payloads.Placement) -> payloads.ExchangeReport:
         """Exchange responses once, from the ranks that generated to the train replicas that compute."""
         batch, train = self._cached_batch(), train_layout_in(self.config, self.recipe, dist.get_world_size())
         with batch.cache.closed_by_error():
             return batch.place(placement, self.config, train)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def log_prob_cached(self, request: LogProbRequest) -> LogProbs | None:
+    def log_prob_cached(self, request: payloads.LogProbRequest) -> payloads.LogProbs | None:
         """Call compute_log_prob for this replica's samples; take_report tells the difference from vLLM's log-probs."""
         batch = self._cached_batch()
         with batch.cache.closed_by_error():
@@ -271,7 +263,7 @@ class RecipeWorker(TrainingWorker):
             return batch.keep_log_probs(request, "old_log_probs", found, mask)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def ref_log_prob_cached(self, request: LogProbRequest) -> LogProbs | None:
+    def ref_log_prob_cached(self, request: payloads.LogProbRequest) -> payloads.LogProbs | None:
         """Call compute_ref_log_prob for this replica's samples."""
         batch = self._cached_batch()
         with batch.cache.closed_by_error():
@@ -280,7 +272,7 @@ class RecipeWorker(TrainingWorker):
             return batch.keep_log_probs(request, "ref_log_prob", found, mask)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_cached(self, advantages: Advantages) -> dict[str, Any] | None:
+    def update_cached(self, advantages: payloads.Advantages) -> dict[str, Any] | None:
         """Call update_actor for this replica's samples; verl's metrics, from the rank that reports for its replica."""
         batch = self._cached_batch()
         with batch.cache.closed_by_error():
