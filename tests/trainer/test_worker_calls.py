@@ -1,9 +1,11 @@
 """Both sides of the calls of a step have equal signatures: trainer/worker_group.py, and the workers' classes."""
 
+import ast
 import inspect
 import pickle
 import typing
 from dataclasses import is_dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from verl import DataProto
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 
 from verl_patches.batches import payloads
+from verl_patches.trainer import worker_group
 from verl_patches.trainer.worker_group import WorkerCalls
 from verl_patches.worker.recipe_worker import RecipeWorker
 from verl_patches.worker.value_worker import RecipeCriticWorker
@@ -80,6 +83,15 @@ def test_a_change_of_one_side_is_found(changed):
     if method is not None:
         setattr(method, MAGIC_ATTR, {"dispatch_mode": Dispatch.ONE_TO_ALL})
     assert list(differences(CALLS, lambda name: worker_of(name, changed))) == ["update_cached"]
+
+
+def test_no_other_file_of_the_trainer_names_a_call_of_the_step():
+    named = {
+        file.name: {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        for file in Path(worker_group.__file__).parent.glob("*.py")
+    }
+    assert CALLS.keys() <= named.pop("worker_group.py")
+    assert {file: found for file, names in named.items() if (found := names & CALLS.keys())} == {}
 
 
 class Recording:

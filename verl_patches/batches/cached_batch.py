@@ -129,18 +129,18 @@ class CachedBatch:
         )
 
     def inputs(self, step: int) -> tuple[DataProto, torch.Tensor]:
-        """(the model's inputs, mask of responses) of the samples that this rank computes."""
+        """Return (the model's inputs, mask of responses) of the samples that this rank computes."""
         prompts, responses = (self.cache.get(step, name, self.samples) for name in ("prompts", "responses"))
         widths = self.placement.widths
         tensors = model_inputs(prompts, responses, *widths, self.placement.pad_id)
         return DataProto.from_dict(tensors=tensors), tensors["attention_mask"][:, widths[0] :].bool()
 
     def padded(self, step: int, name: str) -> torch.Tensor:
-        """A tensor of responses of the samples that this rank computes, [b, S_response]."""
+        """Return a tensor of responses of the samples that this rank computes, [b, S_response]."""
         return to_padded(self.cache.get(step, name, self.samples), self.placement.widths[1])
 
     def splits(self, config: Any, stage: str) -> PlannedSplits | None:
-        """The plan's micro batches of a `stage` of limits.py; None where verl makes them."""
+        """Return the plan's micro batches of a `stage` of limits.py; None where verl makes them."""
         if not self.placement.balance:
             return None
         return planned_splits(stage, token_budget(config, stage), self.plan, self.replica, self.tokens)
@@ -160,7 +160,7 @@ class CachedBatch:
         return payloads.LogProbs(np.array(self.samples, np.int32), entropy, values)
 
     def update_batch(self, advantages: payloads.Advantages) -> DataProto:
-        """The batch of the update; the cache is closed, as it has copies."""
+        """Return the batch of the update and close the cache, as the batch has copies."""
         data, mask = self.inputs(advantages.step)
         for name in _LOG_PROBS:
             if name in self.cache.names:
@@ -182,7 +182,7 @@ cached_batch: Current[CachedBatch] = Current()  # None before the first stage, a
 
 
 def padded_prompts(prompts: payloads.PromptIds, rank: int, world: int) -> DataProto:
-    """This rank's prompts as verl's generation takes them; ConfigError, on every rank, unless all have equally many."""
+    """Return this rank's prompts as verl takes them; ConfigError, on every rank, unless all ranks have equally many."""
     lengths = prompts.lengths
     count, rest = divmod(len(lengths), world)
     if rest:

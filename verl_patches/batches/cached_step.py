@@ -41,7 +41,7 @@ class CachedStep:
 
     @classmethod
     def of(cls, trainer: Any) -> CachedStep:
-        """From the configuration of verl's trainer."""
+        """Make it from the configuration of verl's trainer."""
         config = trainer.config
         pad_id, width = trainer.tokenizer.pad_token_id, config.data.max_response_length
         return cls(pad_id, width, config.trainer.balance_batch, config.algorithm.use_kl_in_reward)
@@ -70,7 +70,7 @@ class CachedStep:
     def responses(
         self, prompts: DataProto, answers: Sequence[payloads.ResponseIds]
     ) -> tuple[DataProto, payloads.Placement]:
-        """verl's batch of this step, but for log-probs, with `sample`; and where its samples are to be computed."""
+        """Return verl's batch of this step, but for log-probs, with `sample`; and the payload that places it."""
         lengths = np.concatenate([answer.lengths for answer in answers])
         ids = unpacked_ids(np.concatenate([answer.ids for answer in answers]))
         self.lengths = tuple(lengths.tolist())
@@ -86,13 +86,13 @@ class CachedStep:
         return batch, payloads.Placement(self.step, prompt_lengths, lengths, widths, self.pad_id, self.balance)
 
     def log_prob_request(self) -> payloads.LogProbRequest:
-        """The payload of a pass for log-probs."""
+        """Return the payload of a pass for log-probs."""
         return payloads.LogProbRequest(self.step, self.send_back)
 
     def log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
-        """entropys [B, S_response]: each sample's mean in all its places, enough for verl's entropy loss.
+        """Return entropys [B, S_response], and old_log_probs [B, S_response] where they are needed here.
 
-        With old_log_probs [B, S_response] where they are needed here.
+        Each sample has its mean entropy in all its places, which is enough for verl's entropy loss.
         """
         rows = batch.batch[SAMPLE]
         entropy = torch.empty(len(rows))
@@ -102,11 +102,11 @@ class CachedStep:
         return self._answer(rows, {"entropys": entropys}, "old_log_probs", answers)
 
     def ref_log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
-        """Nothing, or ref_log_prob [B, S_response] where it is needed here."""
+        """Return nothing, or ref_log_prob [B, S_response] where it is needed here."""
         return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", answers)
 
     def advantages(self, batch: DataProto) -> payloads.Advantages:
-        """The payload of the update."""
+        """Return the payload of the update."""
         tensors = batch.batch
         ragged = from_padded(tensors["advantages"], tensors["response_mask"])
         values, per_token = _outcome_or_token_values(ragged.take(tensors[SAMPLE].argsort().tolist()))

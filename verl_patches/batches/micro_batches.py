@@ -231,7 +231,7 @@ class PlannedSplits:
 def planned_splits(
     stage: str, budget: int | None, plan: BatchPlan, replica: int, tokens: Sequence[int]
 ) -> PlannedSplits | None:
-    """The plan's micro batches of a replica in a stage ("update" or a forward pass); None without a budget.
+    """Return the plan's micro batches of a replica in a stage ("update" or a forward pass); None without a budget.
 
     `tokens`: by sample. A forward pass is one batch of all samples, packed for its own budget.
     """

@@ -10,8 +10,9 @@
     update_critic             update_critic           update_critic        of a run with a critic
     update_actor              update_actor            update_cached
 
-`WorkerCalls` has one method for each call of workers; worker/recipe_worker.py and worker/value_worker.py have the same
-ones. With the tensor cache batches/cached_step.py makes the payloads, and verl's batch from the answers.
+`WorkerCalls` has a method for each call of workers, and the workers' classes (worker/recipe_worker.py, value_worker.py)
+have one of the same name and payload. With the tensor cache batches/cached_step.py makes the payloads, and verl's batch
+from the answers.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ _ROLLOUT = "rollout_log_probs"
 
 
 class WorkerCalls:
-    """The remote methods of one step, by verl's worker group `group`: each is that of the workers of its name.
+    """Calls the workers of verl's worker group `group`: each method, their method of its name.
 
-    A DataProto is split over ranks or train replicas, and theirs are concatenated; any other payload goes to all ranks,
-    and the answers are those of the ranks that give one, in order of ranks.
+    verl splits a DataProto over ranks or train replicas and concatenates their answers. Any other payload goes to all
+    ranks; the answers are those of the ranks that give one, in order of ranks.
     """
 
     def __init__(self, group: Any):
@@ -64,7 +65,7 @@ class WorkerCalls:
         return self._group.generate_sequences(prompts)
 
     def generate_cached(self, prompts: payloads.PromptIds) -> list[payloads.ResponseIds]:
-        """As generate_sequences; the responses stay on the ranks that generated them."""
+        """Generate as generate_sequences does; the responses stay on the ranks that generated them."""
         return self._group.generate_cached(prompts)
 
     def place_cached(self, placement: payloads.Placement) -> list[payloads.ExchangeReport]:
@@ -80,7 +81,7 @@ class WorkerCalls:
         return self._group.compute_log_prob(data)
 
     def log_prob_cached(self, request: payloads.LogProbRequest) -> list[payloads.LogProbs]:
-        """As compute_log_prob; log-probs stay."""
+        """Compute old log-probs, which stay; return the entropy of each sample."""
         return _given(self._group.log_prob_cached(request))
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -88,7 +89,7 @@ class WorkerCalls:
         return self._group.compute_ref_log_prob(data)
 
     def ref_log_prob_cached(self, request: payloads.LogProbRequest) -> list[payloads.LogProbs]:
-        """As compute_ref_log_prob; log-probs stay."""
+        """Compute log-probs of the reference, which stay."""
         return _given(self._group.ref_log_prob_cached(request))
 
     def compute_values(self, data: DataProto) -> DataProto:
@@ -104,7 +105,7 @@ class WorkerCalls:
         return self._group.update_actor(data)
 
     def update_cached(self, advantages: payloads.Advantages) -> list[dict[str, Any]]:
-        """As update_actor, on what stayed; returns the metrics of each replica."""
+        """Update the actor on what stayed; return verl's metrics of each replica."""
         return _given(self._group.update_cached(advantages))
 
 
@@ -160,7 +161,7 @@ class RecipeWorkerGroup:
         return self._actor.step if self._actor else self._step
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """The responses of this step. Validation and REMAX's greedy baseline are verl's own calls."""
+        """Return the responses of this step. Validation and REMAX's greedy baseline are verl's own calls."""
         if prompts.meta_info.get("validate"):
             heartbeat.here().controller_is_at(self._trainer.global_steps, VALIDATE)
             return self._calls.generate_sequences(prompts)
@@ -189,7 +190,7 @@ class RecipeWorkerGroup:
         return output
 
     def _rollout(self, prompts: DataProto) -> DataProto:
-        """vLLM's responses, of several batches with recipe.keep_groups; every N steps the log-prob check as well."""
+        """Have vLLM generate: several batches with recipe.keep_groups; every N steps for the log-prob check as well."""
         request = None if self.sampled_check is None else self.sampled_check.request(self.step)
         if request is None and self.kept_groups is None:
             return self._generate(prompts)
@@ -209,10 +210,10 @@ class RecipeWorkerGroup:
         return batch
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys [B, S_response]; where the update takes its own, no old_log_probs.
+        """Return old_log_probs and entropys [B, S_response]; no old_log_probs where the update takes its own.
 
-        So a use of them in the trainer is a KeyError. verl's fit() takes entropys for a metric alone, which is left out
-        of the step's (rollout_correction.with_workers_metrics); NaN, as there are none.
+        A use of them in the trainer is then a KeyError. verl's fit() makes one metric of entropys, which it demands and
+        drops: NaN here, and with_workers_metrics (log_probs/rollout_correction.py) leaves the metric out of the step's.
         """
         if self._skip_old_log_prob:
             return DataProto.from_dict(tensors={"entropys": torch.full(batch.batch["responses"].shape, math.nan)})
@@ -222,19 +223,19 @@ class RecipeWorkerGroup:
         return self.cache.log_probs(batch, self._calls.log_prob_cached(self.cache.log_prob_request()))
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """ref_log_prob [B, S_response], or nothing where the tensor cache holds it."""
+        """Return ref_log_prob [B, S_response], or nothing where the tensor cache holds it."""
         self._on_call(self.step, "compute_ref_log_prob")
         if self.cache is None:
             return self._calls.compute_ref_log_prob(batch)
         return self.cache.ref_log_probs(batch, self._calls.ref_log_prob_cached(self.cache.log_prob_request()))
 
     def compute_values(self, batch: DataProto) -> DataProto:
-        """values [B, S_response], of the critic's group; the trainer's batch, with the tensor cache too."""
+        """Return values [B, S_response]; the critic gets the trainer's batch, with the tensor cache too."""
         self._on_call(self.step, "compute_values")
         return self._calls.compute_values(batch)
 
     def update_critic(self, batch: DataProto) -> DataProto:
-        """verl's metrics of the critic's update."""
+        """Return verl's metrics of the critic's update."""
         self._actor._record_scores(batch)  # before critic_warmup there is no update of the actor
         self._on_call(self.step, "update_critic")
         self._wait_for_checkpoint()
@@ -242,7 +243,7 @@ class RecipeWorkerGroup:
         return self._calls.update_critic(batch)
 
     def update_actor(self, batch: DataProto) -> DataProto:
-        """verl's metrics of the update, of the first replica as in verl; none where the critic alone is trained."""
+        """Return verl's metrics of the update, of the first replica as in verl; none without an actor to train."""
         self._record_scores(batch)
         self.lengths, self._rewards = batch.meta_info.get("global_token_num"), part_means(batch.non_tensor_batch)
         if not self._trains_actor:
@@ -270,7 +271,7 @@ class RecipeWorkerGroup:
             self._scores_to = None
 
     def end_step(self) -> dict[str, Any]:
-        """{rewards: means of the parts}; tensor_cache, logprob_check, keep_groups: reports, where the run has it."""
+        """Return rewards, the means of their parts, and the reports of tensor_cache, logprob_check and keep_groups."""
         facts: dict[str, Any] = {"rewards": self._rewards}
         if self.kept_groups is not None:
             facts["keep_groups"] = self.kept_groups.report
