@@ -19,7 +19,7 @@ def assert_same_but_for_the_pass(skipped, plain):
 
 
 def test_skipped_steps_are_the_same_steps_without_the_pass(smoke):
-    """Rows update.on_policy, update.loss_on_policy and update.take_log_prob_moments; line a3: test_emulated_npu.py.
+    """Rows update.on_policy and update.loss_on_policy; line a3: test_emulated_npu.py.
 
     Both log-probs of a response are counted once, whatever ranks have them.
     """

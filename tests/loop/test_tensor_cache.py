@@ -67,7 +67,7 @@ def assert_validated(run):
 
 
 def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
-    """Rows rollout.keep_responses, update.run_stage: mini batches, epochs, validation, warm-up; one rollout instance of
+    """Row update.tensor_cache: mini batches, epochs, validation, warm-up; one rollout instance of
     TP 2 for two train replicas, and responses of unequal lengths; REINFORCE++ with a baseline.
 
     A sample has 144 tokens at most, so verl packs some micro batches of two samples and some of one.

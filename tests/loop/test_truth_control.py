@@ -30,7 +30,7 @@ SAMPLED = (
 
 
 def test_at_another_sampling_a_skipped_sync_is_caught_in_the_next_checked_step(smoke):
-    """Rows rollout.keep_log_probs and update.take_checked."""
+    """Row rollout.keep_log_probs."""
     run = smoke("--steps", "4", *SAMPLED, NO_SYNC, ok=False)
     first, second = run.steps[:2]
     assert first["logprob_delta"]["mean"] < 1e-5 and second["logprob_delta"] is second["logprob_check"] is None

@@ -46,8 +46,8 @@ def sentence(*processes):
     return find_stall(processes, BOUNDS).sentence
 
 
-PROFILE, CACHED = ("update_actor", "profile"), ("run_stage", "update")  # the tensor cache has one call for all phases
-LAST_SAVE, VALIDATED = ("run_stage", "last checkpoint"), (VALIDATE, "rollout")
+PROFILE, CACHED = ("update_actor", "profile"), ("update_cached", "update")
+LAST_SAVE, VALIDATED = ("update_cached", "last checkpoint"), (VALIDATE, "rollout")
 ROLLOUTS = {f"{VALIDATE} rollout": 500.0, "generate_sequences rollout": 10.0}
 
 
@@ -57,9 +57,9 @@ ROLLOUTS = {f"{VALIDATE} rollout": 500.0, "generate_sequences rollout": 10.0}
     (1000, UPDATE, {}, {}),  # the first
     (5000, ("init_model", ""), {}, {}),  # loading
     # a disk is waited for, each time: before there may have been nothing to write
-    (5000, LAST_SAVE, {"run_stage last checkpoint": 0.001}, {}),
+    (5000, LAST_SAVE, {"update_cached last checkpoint": 0.001}, {}),
     (5000, PROFILE, {"update_actor profile": 0.001}, {}),
-    (60, CACHED, {"run_stage update": 0.001}, {}),  # control
+    (60, CACHED, {"update_cached update": 0.001}, {}),  # control
     # five times what the model says, the first time and later, unless recipe.watch says more
     (1500, UPDATE, {}, {"update": 300.0}),
     (1500, UPDATE, DONE, {"update": 300.0}),

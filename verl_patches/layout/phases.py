@@ -47,6 +47,5 @@ MEMORY_PHASES = (
     *("update_critic", "update"),
 )
 OF_WORKERS = tuple(phase.planned for phase in STEP_PHASES if phase.call not in (None, "reward"))
-STAYS_AWAKE = "stays_awake"  # key of a batch's meta_info: its rollout may go on in a next call of generate_sequences
 # where else a process may be: in its start, verl's validation, a wait for the last checkpoint's files, a trace's files
 START, VALIDATE, LAST_CHECKPOINT, PROFILE = "start", "validate", "last checkpoint", "profile"

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf, open_dict
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.batches.micro_batches import Update, current_mini_batches
+from verl_patches.batches.micro_batches import Stage, Update, in_stage
 from verl_patches.memory import counters
 from verl_patches.memory.offload import Params
 from verl_patches.memory.schedule import ACTOR, CRITIC
@@ -73,7 +73,7 @@ class RecipeCriticWorker(TrainingWorker):
         return built
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def compute_values(self, data: Any) -> Any:
+    def compute_values(self, data: DataProto) -> DataProto:
         """verl's, in phase values: `values` [B, S_response], 0 beyond a response.
 
         54c9b736 has one more there, from which GAE with lam below 1 would go on (megatron_critic.py:105).
@@ -85,10 +85,11 @@ class RecipeCriticWorker(TrainingWorker):
         return output
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def update_critic(self, data: Any) -> Any:
+    def update_critic(self, data: DataProto) -> DataProto:
         """verl's, in phase update_critic; with row update.skip_bad_steps critic/grad_norm, which 54c9b736 has not."""
         self.wait_for_checkpoint()
-        with context().phase("update_critic"), current_mini_batches.set(Update()) as update:
+        update = Update()
+        with context().phase("update_critic"), in_stage(Stage(update=update)):
             output = super().update_critic(data)
             metrics = output.meta_info["metrics"]
             if update.micro_batches:  # row update.mini_batches is on
@@ -136,7 +137,7 @@ class RecipeRewardModelWorker:
         return built
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def compute_rm_score(self, data: Any) -> Any:
+    def compute_rm_score(self, data: DataProto) -> DataProto:
         """`rm_scores` [B, M] fp32: of each model the output of its head at the last token of the response.
 
         That token's output is the value that algo=rm trains behind the end token (objectives/dataset.py, RewardData).
