@@ -35,6 +35,7 @@ from verl_patches.values import is_secret, leaves
 from verl_patches.yaml_files import head_of, read_yaml
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
+GROUPS = ("algo", "layout", "rollout")  # folders of configs/ that hold a file for each choice, as Hydra's groups do
 SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
 # of config.json: what a model computes, beside its sizes
@@ -163,10 +164,16 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         if not override.isprintable():
             raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
-        algorithms = sorted(path.stem for path in (CONFIGS_DIR / "algo").glob("*.yaml"))
-        if key == "algo" and value not in algorithms:
-            raise ConfigError(f"algo={value}: expected one of {', '.join(algorithms)}")
+        if key in GROUPS:
+            check_choice(key, value, CONFIGS_DIR / key)
         _refuse_secrets([(key.lstrip("+~"), value.strip("'\""))])
+
+
+def check_choice(group: str, name: str, folder: Path) -> None:
+    """ConfigError with the names that there are where `folder`, that of a Hydra group, has no `name`.yaml."""
+    names = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+    if name not in names:
+        raise ConfigError(f"{group}={name}: expected one of {', '.join(names)}")
 
 
 def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
