@@ -72,7 +72,7 @@ SYNC_HELP = "hccl|gloo: what carries the DP ranks' syncs of a decode step."
 
 
 def _refuse_old_layout(value: str | None) -> None:
-    """ConfigError with the words that replace --train-layout, --rollout-tp and --rollout-dp."""
+    """Raise ConfigError with the words that replace --train-layout, --rollout-tp and --rollout-dp."""
     if value is not None:
         raise ConfigError(
             "--train-layout, --rollout-tp and --rollout-dp are Hydra groups now: write layout=NAME for --train-layout "

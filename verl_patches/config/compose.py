@@ -35,7 +35,7 @@ from verl_patches.values import is_secret, leaves
 from verl_patches.yaml_files import head_of, read_yaml
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
-GROUPS = ("algo", "layout", "rollout")  # folders of configs/ that hold a file for each choice, as Hydra's groups do
+GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
 SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
 # of config.json: what a model computes, beside its sizes
@@ -170,7 +170,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def check_choice(group: str, name: str, folder: Path) -> None:
-    """ConfigError with the names that there are where `folder`, that of a Hydra group, has no `name`.yaml."""
+    """Raise ConfigError, with the known names, where `folder` of a Hydra group has no `name`.yaml."""
     names = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
     if name not in names:
         raise ConfigError(f"{group}={name}: expected one of {', '.join(names)}")

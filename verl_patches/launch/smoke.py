@@ -17,7 +17,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.objectives.settings import COLUMNS
 
 CONFIG_NAME, LEARN_CONFIG_NAME = "deepseekv3_tiny_cpu", "deepseekv3_tiny_cpu_learn"
-DEFAULTS = {"algo": "grpo", "layout": "ep2", "rollout": "tp1"}  # of the two configs' groups
+DEFAULTS = {"algo": "grpo", "layout": "ep2", "rollout": "tp1"}  # as in the defaults of the two configs
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "data" / "deepscaler_sample.json"
 PREPARE_S = 300
@@ -86,7 +86,7 @@ class SmokeOptions:
         return "-".join(parts)
 
     def check(self) -> None:
-        """ConfigError for a layout that the line does not have, or options that do not go together."""
+        """Raise ConfigError for a layout that the line does not have, or for options that do not go together."""
         check_choice("layout", self.choice_of("layout"), CONFIGS_DIR / "layout" / self.line)
         if self.emulate_npu and self.line != "a3":
             raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only one with NPUs")
