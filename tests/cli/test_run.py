@@ -70,7 +70,6 @@ def test_a_start_over_another_verl_than_the_lines_is_refused(upstream, version, 
         (("smoke", "--line", "a3", "--upstream", "/no/such"), "found no verl/verl"),
         (("train", "--config-name", TINY, "recipe.line=a3"), "--upstream DIR"),
         (("train", "--config-name", TINY, "trainer.nnodes=2"), "recipe.ray_address is null"),
-        (("smoke", "--rollout-tp", "2", "--rollout-dp", "2"), "rollout"),
     ],
 )
 def test_a_start_that_lacks_its_sources_or_a_ray_is_refused(arguments, words):
@@ -79,13 +78,15 @@ def test_a_start_that_lacks_its_sources_or_a_ray_is_refused(arguments, words):
 
 def test_a_key_that_mindspeed_cannot_act_on_is_refused_before_anything_starts(upstream):
     key = "actor_rollout_ref.actor.megatron.sequence_parallel=false"
-    text = refusal("smoke", "--line", "a3", "--upstream", upstream, "--train-layout", "tp2", key)
+    text = refusal("smoke", "--line", "a3", "--upstream", upstream, "layout=tp2", key)
     assert "actor.megatron.sequence_parallel is False" in text
 
 
 def test_a_wrong_layout_ends_with_1_and_wrong_use_with_2():
     wrong = CliRunner().invoke(app, ["train", "--config-name", TINY, "data.train_batch_size=3"])
     assert wrong.exit_code == 1 and "3 is not a multiple of 2" in wrong.output
+    wrong = CliRunner().invoke(app, ["smoke", "rollout=tp2dp2"])
+    assert wrong.exit_code == 1 and "layout=tp2ep2, of 4 ranks" in wrong.output
     assert CliRunner().invoke(app, ["smoke", "--no-such-option"]).exit_code == 2
 
 

@@ -140,7 +140,7 @@ def test_a_run_that_has_reached_its_total_ends_before_anything_starts(smoke, run
 def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
     """On the responses of the uninterrupted run, as another layout samples others. The log says what differs."""
     whole = smoke()
-    layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--replay-rollout", str(whole.folder))
+    layout = ("layout=tp2ep2", "rollout=tp2", "--replay-rollout", str(whole.folder))
     resumed = smoke("--steps", "3", *layout, *resume(runs[1], 2))
     (found,) = metrics_of(resumed, "grad_norm")
     assert found == pytest.approx(metrics_of(whole, "grad_norm")[2], rel=1e-6)

@@ -114,10 +114,10 @@ def recomputed(layers):
 @pytest.mark.parametrize(
     ("layout", "ranks", "graphs"),
     [
-        ("pp2", ("--rollout-tp", "2", REPLAY, *recomputed([2, 1])), (*GRAPHS, BY_VLLM)),
+        ("pp2", ("rollout=tp2", REPLAY, *recomputed([2, 1])), (*GRAPHS, BY_VLLM)),
         (
             "tp2ep2",
-            ("--rollout-tp", "2", "--rollout-dp", "2", *EVERYTHING, *recomputed(2), *REBALANCE),
+            ("rollout=tp2dp2", *EVERYTHING, *recomputed(2), *REBALANCE),
             (*MULTISTREAM, "graph_batch_sizes=[4,8]"),
         ),
     ],
@@ -128,7 +128,7 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     Requests have the seed of rollout.seed, so those that move between data-parallel ranks give the same samples.
     """
     options = *with_options(graphs), VERIFY, "recipe.expert_load=true"
-    run, first = emulated("2", "--train-layout", layout, *ranks, *options), emulated("2")
+    run, first = emulated("2", f"layout={layout}", *ranks, *options), emulated("2")
     assert_weights_arrive(run, verified=True)
     reached = run.summary["emulated"]
     assert MC2 < reached["functions"].keys()
@@ -153,7 +153,7 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
 @pytest.mark.full
 def test_a_sleep_that_frees_nothing_ends_the_run_before_step_one(emulated):
     """The two runs above are the other side of it: in both sleep modes each sleep of each rank is checked."""
-    run = emulated("1", "--rollout-dp", "2", *with_options((*GRAPHS, BY_VLLM)), hook("sleep_frees_nothing"), ok=False)
+    run = emulated("1", "rollout=dp2", *with_options((*GRAPHS, BY_VLLM)), hook("sleep_frees_nothing"), ok=False)
     assert run.code == 1 and not run.steps and "RecipeError" in run.summary["exit"], run.summary["exit"]
     for words in ("rank 1: expected", "bytes more free memory", "rollout_weights", "kv_cache", "vllm_sleep_mode=false"):
         assert words in run.summary["exit"], run.summary["exit"]
@@ -190,8 +190,8 @@ def test_the_gradient_is_that_of_platform_cpu(emulated, a3):
     ("spoil", "more"),
     [
         ("drop_bias", ("recipe.patches=[-reshard.*]",)),
-        ("missing_all_reduce", ("--rollout-tp", "2")),
-        ("wrong_dp_rank", ("--rollout-dp", "2", "recipe.patches=[-reshard.*]")),
+        ("missing_all_reduce", ("rollout=tp2",)),
+        ("wrong_dp_rank", ("rollout=dp2", "recipe.patches=[-reshard.*]")),
     ],
 )
 def test_spoilt_weights_and_ranks_are_caught_at_step_one(emulated, spoil, more):
@@ -202,7 +202,7 @@ def test_spoilt_weights_and_ranks_are_caught_at_step_one(emulated, spoil, more):
 @pytest.mark.full
 def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(emulated):
     """Step 1 is right, also with verl's own sync and experts over data-parallel ranks: the control of wrong_dp_rank."""
-    options = "--rollout-dp", "2", "recipe.patches=[-reshard.*]", "recipe.weight_sync.enabled=false"
+    options = "rollout=dp2", "recipe.patches=[-reshard.*]", "recipe.weight_sync.enabled=false"
     run = emulated("2", *options, hook("spoil_nothing"), ok=False)
     assert run.steps[0]["logprob_delta"]["max"] < 1e-5 and run.steps[0]["sync"] is None
     assert run.steps[0]["grad_norm"] == pytest.approx(emulated("2").steps[0]["grad_norm"], rel=1e-4)

@@ -15,13 +15,12 @@ from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-TP, TP_DP = ("--rollout-tp", "2"), ("--rollout-tp", "2", "--rollout-dp", "2")
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("tp2ep2", TP), ("ep2pp2", TP_DP)])
-def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, layout, ranks):
+@pytest.mark.parametrize(("layout", "rollout"), [("tp2ep2", "tp2"), ("ep2pp2", "tp2dp2")])
+def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, layout, rollout):
     """Row reshard.direct. In fp32 all layouts sample the same first responses: rollout DP splits the prompts alike."""
-    run, other = smoke("--train-layout", layout, *ranks, "--steps", "2", VERIFY), smoke()
+    run, other = smoke(f"layout={layout}", f"rollout={rollout}", "--steps", "2", VERIFY), smoke()
     assert_weights_arrive(run, verified=True)
     assert run.steps[0]["grad_norm"] == pytest.approx(other.steps[0]["grad_norm"], rel=1e-3)
     assert run.steps[0]["reward"] == other.steps[0]["reward"]
@@ -33,7 +32,7 @@ def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
     verl takes what follows a stop word for valid tokens, so log-probs are not compared here; tests/rollout does.
     """
     unchecked = ("data.max_response_length=48", "recipe.logprob_check.action=off", "algo=reinforce_plus_plus")
-    run = smoke("--rollout-dp", "2", "--steps", "2", hook("stop_early"), *unchecked)
+    run = smoke("rollout=dp2", "--steps", "2", hook("stop_early"), *unchecked)
     responses = load_file(run.folder / "rollouts" / "step_1.safetensors")["responses"]
     lengths = [max(int((row < 32).int().argmax()) for row in half) for half in responses.chunk(2)]
     assert run.summary["exit"] == "ok" and lengths[0] != lengths[1], lengths
@@ -69,7 +68,7 @@ def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp
 
 @pytest.mark.upstream
 def test_the_first_layers_are_balanced_over_stages_on_line_a3(a3):
-    options = ("--train-layout", "pp2", "--steps", "1", "recipe.train.layers_per_stage=null")
+    options = ("layout=pp2", "--steps", "1", "recipe.train.layers_per_stage=null")
     run = a3(*options, "recipe.num_hidden_layers=3")
     assert_weights_arrive(run)
     assert "layers=2,1" in run.summary["layout"]["train"]

@@ -23,7 +23,7 @@ def test_skipped_steps_are_the_same_steps_without_the_pass(smoke):
 
     Both log-probs of a response are counted once, whatever ranks have them.
     """
-    layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--steps", "2", VERIFY)
+    layout = ("layout=tp2ep2", "rollout=tp2", "--steps", "2", VERIFY)
     plain, skipped = (smoke(*layout, *more) for more in ((), (SKIP,)))  # plain: as in test_layouts.py
     assert_same_but_for_the_pass(skipped, plain)
 

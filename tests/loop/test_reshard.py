@@ -28,7 +28,7 @@ def test_verls_own_path_gives_the_same_steps(smoke):
 
 def test_small_buckets_many_ranks_and_everything_offloaded(smoke):
     """And Dr. GRPO, which has no reference."""
-    layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "algo=dr_grpo")
+    layout = ("layout=tp2ep2", "rollout=tp2", "algo=dr_grpo")
     run = smoke(*layout, "--steps", "2", VERIFY, *OFFLOAD, "recipe.reshard.bucket_bytes=16384")
     assert_weights_arrive(run, verified=True)
     assert all("ref" not in s["seconds"] for s in run.steps)

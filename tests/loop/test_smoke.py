@@ -217,8 +217,8 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ("--train-layout ep3", "is not one of"),
-    ("--rollout-tp 2 --rollout-dp 2", "needs 4"),
+    ("layout=ep3", "expected one of ep2"),
+    ("--train-layout tp2", "layout=NAME"),
     ("recipe.typo=1", "recipe.typo"),
     ("--replay-rollout no_such_folder", "no_such_folder"),
 ])  # fmt: skip

@@ -73,7 +73,7 @@ def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
     A sample has 144 tokens at most, so verl packs some micro batches of two samples and some of one.
     """
     more = [f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", "trainer.test_freq=1", "trainer.critic_warmup=2"]
-    more += [DYNAMIC, budget(144), "data.max_prompt_length=128", "--rollout-tp", "2", hook("end_early"), f"{REPLAY}R2"]
+    more += [DYNAMIC, budget(144), "data.max_prompt_length=128", "rollout=tp2", hook("end_early"), f"{REPLAY}R2"]
     more += [
         "algo=reinforce_plus_plus_baseline",
         "trainer.val_before_train=true",

@@ -131,11 +131,12 @@ def parse(arguments):
 def composed(arguments):
     """The configuration that a run would start with."""
     values = parse(arguments)
-    name, given = values.get("config_name"), []
+    name, overrides = values.get("config_name"), values["overrides"] or []
     if name is None:
+        values = {**values, "overrides": overrides}
         options = SmokeOptions(**{field.name: values[field.name] for field in fields(SmokeOptions)})
-        name, given = options.config_name, overrides_of(options)
-    return compose(name, [*given, *(values["overrides"] or ())])
+        name, overrides = options.config_name, overrides_of(options)
+    return compose(name, overrides)
 
 
 def fault(words, whole=True):
@@ -232,6 +233,12 @@ def test_commands_of_a_page_have_a_class_and_can_be_read(page, copy, monkeypatch
     assert not re.search(r"\.venv/bin/(?!activate)", "".join(found))
 
 
+def test_no_two_runs_of_the_readme_share_a_name():
+    starts = [words_of(command) for command in of_class("start", [ROOT / "README.md"])]
+    names = [composed(arguments_of(words)).recipe.run for words in starts]
+    assert len({*names}) == len(names) > 5, names
+
+
 def test_every_pattern_is_that_of_a_command():
     commands = [plain(command) for page in ENGLISH for command in block_commands(page.read_text())]
     patterns = [pattern for patterns in CLASSES.values() for pattern in patterns]
@@ -266,7 +273,7 @@ def test_commands_that_read_upstream_work_in_a_fresh_shell(copy, pytestconfig):
         ("python -m verl_patches check --lines pypi", "--lines"),
         ("python -m verl_patches weights converts a b", "converts"),
         ("bash scripts/gone.sh", "scripts/gone.sh"),
-        ("bash scripts/smoke.sh --train-layouts ep2", "--train-layouts"),
+        ("bash scripts/smoke.sh --seeds 1", "--seeds"),
         ("bash scripts/test.sh --fuller", "--fuller"),
         ("python data/make_learnable.py 9 --outputs y", "--outputs"),
         ("bash scripts/smoke.sh recipe.logprob_check.each=3", "recipe.logprob_check.each"),
@@ -283,7 +290,7 @@ def test_a_wrong_command_is_found(line, named):
     ("line", "named"),
     [
         ("bash scripts/smoke.sh actor_rollout_ref.actor.optim.learning=1", "learning"),
-        ("bash scripts/smoke.sh --train-layout ep3", "ep3"),
+        ("bash scripts/smoke.sh layout=ep3", "ep3"),
         ("bash scripts/smoke.sh 'recipe.patches=[-model.mla]'", "model.mla"),
         ("bash scripts/train_deepseekv3_256die_true_weight.sh trainer.nodes=3", "trainer.nodes"),
     ],

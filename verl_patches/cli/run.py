@@ -49,7 +49,6 @@ from verl_patches.weights.checkpoint_folders import newest
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as deepseekv3_256die_true_weight.")]
 VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
-LAYOUT_HELP = "The last two on 4 workers."
 REPLAY_HELP = "Train on the responses that another run recorded: its folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
@@ -71,11 +70,22 @@ READ_HELP = "GB/s at which all nodes together read the weights, for the start."
 SYNC_HELP = "hccl|gloo: what carries the DP ranks' syncs of a decode step."
 
 
+def _refuse_old_layout(value: str | None) -> None:
+    """Raise ConfigError with the words that replace --train-layout, --rollout-tp and --rollout-dp."""
+    if value is not None:
+        raise ConfigError(
+            "--train-layout, --rollout-tp and --rollout-dp are Hydra groups now: write layout=NAME for --train-layout "
+            "NAME, and rollout=tp2, rollout=dp2 or rollout=tp2dp2 for the others"
+        )
+
+
+OldLayout = Annotated[
+    str | None, typer.Option("--train-layout", "--rollout-tp", "--rollout-dp", hidden=True, callback=_refuse_old_layout)
+]
+
+
 def smoke_command(
     overrides: Overrides = None,
-    train_layout: Annotated[Literal[tuple(smoke.TRAIN_LAYOUTS)], typer.Option(help=LAYOUT_HELP)] = "ep2",
-    rollout_tp: Annotated[int, typer.Option(min=1, max=2, help="vLLM's TP size; 2 turns expert parallel on.")] = 1,
-    rollout_dp: Annotated[int, typer.Option(min=1, max=2, help="vLLM data parallel size, experts split over it.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="GRPO steps; default: 3, with --learn 40.")] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "fp32",
     replay_rollout: Annotated[Path | None, typer.Option(exists=True, help=REPLAY_HELP)] = None,
@@ -87,23 +97,25 @@ def smoke_command(
     upstream: Upstream = None,
     wide: Wide = False,
     as_json: Json = False,
+    old_layout: OldLayout = None,
 ) -> None:
-    """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU."""
-    options = smoke.SmokeOptions(
-        train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu
-    )
-    overrides, given = overrides or [], smoke.overrides_of(options)
-    inputs = smoke.inputs_of(options, output_root() / "cache", overrides)
-    run = composed(options.config_name, [*given, *inputs.overrides, *overrides], trees_of(upstream))
-    run = replace(run, given=frozenset(keys_of(overrides)))  # model and data are made below
-    off = _require_startable(run)
-    dirty = refuse_modified(run)
-    _end_unless(disk_checks(run, starts=True))
+    """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU.
+
+    Overrides layout=NAME (configs/layout) and rollout=NAME (configs/rollout) split training and vLLM over workers.
+    """
+    overrides = overrides or []
+    options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
+    inputs = smoke.inputs_of(options, output_root() / "cache")
+    spec = composed(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))
+    spec = replace(spec, given=frozenset(keys_of(overrides)))  # model and data are made below
+    off = _require_startable(spec)
+    dirty = refuse_modified(spec)
+    _end_unless(disk_checks(spec, starts=True))
     with _progress(as_json, wide, off) as show:
         inputs.make(lambda text: show(f"| {text}"))
-        _end_unless(_file_checks(run))
-        outcome = launcher.run(run, show, dirty=dirty)
-    _report(outcome, run, as_json, off)
+        _end_unless(_file_checks(spec))
+        outcome = launcher.run(spec, show, dirty=dirty)
+    _report(outcome, spec, as_json, off)
 
 
 def train_command(

@@ -33,6 +33,7 @@ from verl_patches.values import is_secret, leaves, unknown_key
 from verl_patches.yaml_files import head_of, read_yaml
 
 RowsOf = Callable[[str], Iterable[PatchSpec]]  # the rows of the catalogue on a platform (catalog.py)
+GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
 SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
 _READ = (  # files and folders that a run reads, some of them in workers
@@ -177,10 +178,16 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         if not override.isprintable():
             raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
-        algorithms = sorted(path.stem for path in (CONFIGS_DIR / "algo").glob("*.yaml"))
-        if key == "algo" and value not in algorithms:
-            raise ConfigError(f"algo={value}: expected one of {', '.join(algorithms)}")
+        if key in GROUPS:
+            check_choice(key, value, CONFIGS_DIR / key)
         _refuse_secrets([(key.lstrip("+~"), value.strip("'\""))])
+
+
+def check_choice(group: str, name: str, folder: Path) -> None:
+    """Raise ConfigError, with the known names, where `folder` of a Hydra group has no `name`.yaml."""
+    names = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+    if name not in names:
+        raise ConfigError(f"{group}={name}: expected one of {', '.join(names)}")
 
 
 def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:

@@ -160,11 +160,11 @@ def _rollout_layout(section: DictConfig, recipe: Recipe, world: int) -> Parallel
     ranks = tp * rollout.dp
     instances = rollout.instances or max(1, world // ranks)
     if instances * ranks != world:
-        given = "recipe.rollout.instances" if rollout.instances else "as many instances as fit"
+        given = "recipe.rollout.instances, " if rollout.instances else ""
         raise ConfigError(
             f"{instances} instance(s) x dp {rollout.dp} x tp {tp} = {instances * ranks} ranks, "
-            f"expected all {world} (trainer.nnodes x n_gpus_per_node); change {given}, recipe.rollout.dp or "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size"
+            f"expected all {world} (trainer.nnodes x n_gpus_per_node); change {given}recipe.rollout.dp or "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size, or give `smoke` layout=tp2ep2, of 4 ranks"
         )
     if rollout.dp > 1 and not rollout.expert_parallel:
         raise ConfigError(
