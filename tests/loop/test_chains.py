@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from verl_patches.rewards.learnable import DATA_SOURCE
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 STEPS = 2
 
 

@@ -14,7 +14,7 @@ from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 TP, TP_DP = ("--rollout-tp", "2"), ("--rollout-tp", "2", "--rollout-dp", "2")
 
 
@@ -53,6 +53,7 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
     assert run.log.count("tensors copied from the reference, 0 bytes read from") == 1  # rank 0's line
 
 
+@pytest.mark.nightly
 def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp_path):
     """recipe.num_hidden_layers; vLLM reads the folder too. A tiny model's values depend on name, shape and seed.
 
@@ -67,6 +68,7 @@ def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp
     assert run.steps[0]["reward"] != pytest.approx(smoke().steps[0]["reward"], rel=1e-3)  # of all 4
 
 
+@pytest.mark.nightly
 @pytest.mark.upstream
 def test_the_first_layers_are_balanced_over_stages_on_line_a3(a3):
     options = ("--train-layout", "pp2", "--steps", "1", "recipe.train.layers_per_stage=null")

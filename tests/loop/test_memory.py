@@ -16,7 +16,7 @@ from verl_patches.layout.sharding import local_parameters
 from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency
 from verl_patches.planning.expected import Setting, group_bytes
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 STRICT = ("--steps", "2", "recipe.memory.ledger=strict", *OFFLOAD)
 PROFILE = ("recipe.profile.steps=[2]", "recipe.profile.ranks=[1]", "recipe.profile.phases=[update]")
 TINY = read_model_shape(ROOT / "configs/model/deepseekv3_tiny.json")
@@ -109,6 +109,7 @@ def test_the_ledger_sees_what_the_plan_expects(line, start):
     assert_profiled(run)
 
 
+@pytest.mark.nightly
 def test_switched_back_a_run_follows_verls_order(smoke):
     """Negative control of row memory.order; it saves, and goes on from what verl's functions have offloaded."""
     given = *OFFLOAD, "recipe.patches=[-memory.order,-memory.ledger]", "trainer.save_freq=1", "trainer.resume_mode=auto"

@@ -5,7 +5,7 @@ from loop_runs import OFFLOAD
 
 from verl_patches.memory.schedule import SCHEDULE, simulate
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 STRICT = ("--steps", "2", "recipe.memory.ledger=strict")
 
 

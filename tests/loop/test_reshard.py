@@ -3,7 +3,7 @@
 import pytest
 from loop_runs import OFFLOAD, VERIFY, assert_weights_arrive, hook, metrics_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 
 
 def test_a_step_reports_what_its_sync_moved(smoke):

@@ -6,7 +6,7 @@ import psutil
 import pytest
 from loop_runs import hook
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 BOUND_S = 150  # a start with all its imports takes less on a busy machine
 
 

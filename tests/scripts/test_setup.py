@@ -174,7 +174,7 @@ def test_deleted_parts_are_restored_and_nothing_else_is_installed(made, victim, 
     assert "is ready" in made.made(PIP_FIND_LINKS="/nowhere") and stamp.stat().st_mtime_ns == before
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_interrupted_set_ups_are_finished(made):
     (made.venv / ".setup-finished").unlink()  # interrupted while pip ran
     assert "repairing" in made.made()
@@ -186,7 +186,7 @@ def test_interrupted_set_ups_are_finished(made):
     assert "is ready" in made.made()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_changed_pins_are_installed_and_an_unavailable_package_is_named(made):
     made.pin("tinyone==1.1", "tinytwo==2.0")
     made.made()
@@ -197,7 +197,7 @@ def test_changed_pins_are_installed_and_an_unavailable_package_is_named(made):
     assert (made.site / "tinytwo" / "data.txt").exists()  # installed packages stay
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_cpu_build_of_torch_is_preferred_and_a_cuda_build_is_reported(made):
     cuda = {"torch/version.py": "cuda: str = '12.8'\n"}
     for version, extra in (("2.0+cpu", {"torch/version.py": "cuda = None\n"}), ("2.0", cuda), ("3.0", cuda)):
@@ -212,7 +212,7 @@ def test_the_cpu_build_of_torch_is_preferred_and_a_cuda_build_is_reported(made):
     assert "no build named 3.0+cpu is offered" in out and "torch==3.0 is built for CUDA 12.8" in out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_set_up_waits_for_another_one(made):
     (made.venv / ".setup-finished").unlink()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
