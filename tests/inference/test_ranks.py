@@ -1,6 +1,6 @@
 """Engines on several ranks on Ray: the responses of one rank, and of transformers; which weights a rank reads.
 
-tests/loop/test_use.py has an eval of a run on a CPU.
+tests/loop/test_chains.py has an eval of a run on a CPU.
 """
 
 import json

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from loop_runs import GSPO, VERIFY, assert_weights_arrive
+from loop_runs import GSPO, TP2EP2, assert_weights_arrive
 
 pytestmark = pytest.mark.slow
 SKIP = "recipe.train.skip_old_log_prob=true"
@@ -23,8 +23,7 @@ def test_skipped_steps_are_the_same_steps_without_the_pass(smoke):
 
     Both log-probs of a response are counted once, whatever ranks have them.
     """
-    layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--steps", "2", VERIFY)
-    plain, skipped = (smoke(*layout, *more) for more in ((), (SKIP,)))  # plain: as in test_layouts.py
+    plain, skipped = smoke(*TP2EP2), smoke(*TP2EP2, SKIP)
     assert_same_but_for_the_pass(skipped, plain)
 
 

@@ -12,8 +12,8 @@ ROLLOUT, NO_SYNC = "actor_rollout_ref.rollout", "recipe.weight_sync.enabled=fals
 
 @pytest.mark.nightly
 def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(smoke):
-    """Row update.sharding_manager."""
-    run = smoke("--steps", "3", NO_SYNC, ok=False)
+    """Row update.sharding_manager; RLOO."""
+    run = smoke("--steps", "3", NO_SYNC, "algo=rloo", ok=False)
     assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
     assert_caught(run, 2)
 
@@ -32,12 +32,13 @@ SAMPLED = (
 
 @pytest.mark.nightly
 def test_at_another_sampling_a_skipped_sync_is_caught_in_the_next_checked_step(smoke):
-    """Rows rollout.keep_log_probs and update.take_checked."""
-    run = smoke("--steps", "4", *SAMPLED, NO_SYNC, ok=False)
+    """Rows rollout.keep_log_probs and update.take_checked; Dr. GRPO, which has no reference."""
+    run = smoke("--steps", "4", *SAMPLED, NO_SYNC, "algo=dr_grpo", ok=False)
     first, second = run.steps[:2]
     assert first["logprob_delta"]["mean"] < 1e-5 and second["logprob_delta"] is second["logprob_check"] is None
     assert (first["logprob_check"]["sequences"], first["logprob_check"]["tokens"]) == (4, 64)
     assert_caught(run, 3)
+    assert all("ref" not in step["seconds"] for step in run.steps)
 
 
 @pytest.mark.nightly
