@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import ROOT
 from tests.data.cases import RECORDS, contents, make, read, silent, write_lines
+from tests.ranks import HANG_S
 from verl_patches.__main__ import app
 from verl_patches.data import build as module
 from verl_patches.data.output import whole_folder
@@ -295,7 +296,7 @@ def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, worker
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert not psutil.wait_procs(children, timeout=60)[1]
+        assert not psutil.wait_procs(children, timeout=HANG_S)[1]
         if (tmp_path / "out").exists():  # it was quicker: then the output is whole
             assert len(read(tmp_path / "out")) == 5400
             break
