@@ -115,17 +115,10 @@ def test_the_pinned_verl_is_recognised(tmp_path, upstream_text, line):
     ("text", "words"),
     [
         (WORKER.replace("class ActorRolloutRefWorker", "class Other"), "no class ActorRolloutRefWorker"),
-        (WORKER.replace("import torch\n", ""), "no `import torch`"),
         (WORKER.replace("import logging", "try:\n    import x\nfinally: x = 1\nimport logging"), "begins a line"),
-        (WORKER.replace("import logging", "X = 1; import logging"), "begins a line"),
-        (WORKER + "def f(:\n", "invalid syntax"),
         (WORKER.replace("import logging", "from verl_patches import prelude_patch\n"), "expected no prelude"),
-        (WORKER.replace("import logging", f"# {LINE}\nimport logging"), "expected no prelude"),
-        (WORKER.replace("import logging", f"{LINE}  # mine\nimport logging"), "expected no prelude"),
         (WORKER.replace("import logging", f"{LINE}\n{LINE}\nimport logging"), "found 2"),
         (WORKER.replace("import torch\n", f"import torch\n{LINE}\n"), "before all other imports"),
-        (WORKER.replace("import random", LINE), "before all other imports"),
-        (WORKER.replace("import logging", "import verl_patches.other\nimport logging"), "expected no prelude"),
     ],
 )
 def test_an_unknown_file_is_refused(tmp_path, text, words):

@@ -119,8 +119,7 @@ def test_any_value_is_refused_or_checked(key, value):
     refused_or_checked(key, value)
 
 
-@pytest.mark.full
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(KEYS), VALUES)
 def test_any_of_many_values_is_refused_or_checked(key, value):

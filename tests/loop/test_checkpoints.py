@@ -136,7 +136,7 @@ def test_a_run_that_has_reached_its_total_ends_before_anything_starts(smoke, run
     assert again.summary == runs[1].summary and [path.name for path in (again.folder / "earlier").iterdir()] == ["1"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
     """On the responses of the uninterrupted run, as another layout samples others. The log says what differs."""
     whole = smoke()
@@ -147,7 +147,7 @@ def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
     assert "actor.megatron.tensor_model_parallel_size was 1, is 2" in resumed.log
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_flipped_byte_is_refused_before_the_first_step(smoke, runs, tmp_path):
     """In the last tensor of rank 1, whose file another rank reads and compares."""
     damaged = shutil.copytree(runs[1].folder / "checkpoints" / "global_step_2", tmp_path / "global_step_2")

@@ -17,7 +17,7 @@ from loop_runs import ROOT, STREAMS
 
 from tests.cluster.namespaces import Nodes
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 NODES = 4
 
 

@@ -110,11 +110,13 @@ def recomputed(layers):
     return as_overrides(recompute_keys(layers))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "ranks", "graphs"),
     [
-        ("pp2", ("rollout=tp2", REPLAY, *recomputed([2, 1])), (*GRAPHS, BY_VLLM)),
+        pytest.param(
+            "pp2", ("rollout=tp2", REPLAY, *recomputed([2, 1])), (*GRAPHS, BY_VLLM), marks=pytest.mark.nightly
+        ),
         (
             "tp2ep2",
             ("rollout=tp2dp2", *EVERYTHING, *recomputed(2), *REBALANCE),
@@ -150,7 +152,7 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     assert_equal_steps(run, first)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_sleep_that_frees_nothing_ends_the_run_before_step_one(emulated):
     """The two runs above are the other side of it: in both sleep modes each sleep of each rank is checked."""
     run = emulated("1", "rollout=dp2", *with_options((*GRAPHS, BY_VLLM)), hook("sleep_frees_nothing"), ok=False)
@@ -159,7 +161,7 @@ def test_a_sleep_that_frees_nothing_ends_the_run_before_step_one(emulated):
         assert words in run.summary["exit"], run.summary["exit"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_context_parallel_ranks_and_dynamic_micro_batches_change_no_step(emulated):
     """Two ranks share each micro batch and split the experts; responses are equally long.
 
@@ -175,7 +177,7 @@ def test_context_parallel_ranks_and_dynamic_micro_batches_change_no_step(emulate
     assert_equal_steps(run, first)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_gradient_is_that_of_platform_cpu(emulated, a3):
     """In fp32; the model with 256 experts is not that of the other lines' runs."""
     first = emulated("2")
@@ -185,7 +187,7 @@ def test_the_gradient_is_that_of_platform_cpu(emulated, a3):
     assert replayed.steps[0]["grad_norm"] == pytest.approx(first.steps[0]["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("spoil", "more"),
     [
@@ -199,7 +201,7 @@ def test_spoilt_weights_and_ranks_are_caught_at_step_one(emulated, spoil, more):
     assert_caught(emulated("1", *more, hook(spoil), ok=False), 1)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(emulated):
     """Step 1 is right, also with verl's own sync and experts over data-parallel ranks: the control of wrong_dp_rank."""
     options = "rollout=dp2", "recipe.patches=[-reshard.*]", "recipe.weight_sync.enabled=false"

@@ -146,6 +146,7 @@ def reason_of(folder, processes):
     return json.loads((folder / "r" / "summary.json").read_text())["exit"]
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_ends_the_run_with_a_reason_and_nothing_left(tmp_path):
     with launched(tmp_path, "--steps", "50") as launcher:
         processes = processes_after("step 1/50: reshard, rollout", tmp_path, launcher)

@@ -152,6 +152,7 @@ def test_each_stage_recomputes_its_own_number_of_layers(run_a3, one_rank, layers
     assert ranks[1]["calls"]["recomputed"] > 0 == one_rank["calls"]["recomputed"]
 
 
+@pytest.mark.nightly
 def test_swapped_optimizer_gives_the_same_update(run_a3):
     """In bf16: alone, and with the other settings of production, of which it is off alone too."""
     train = compose("deepseekv3_256die_true_weight").recipe.train

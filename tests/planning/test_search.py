@@ -101,11 +101,10 @@ def test_graphs_of_a_listed_layout_go_up_to_its_requests(rows):
     assert plan["ok"] and plan["step"]["total_s"] == row["total_s"]
 
 
-@pytest.mark.parametrize("dies", [256, 128])
-def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
+def test_a_listed_layout_recomputes_as_few_layers_as_fit():
     config = compose("deepseekv3_128die")
     on = rows_on(config)
-    layouts = search(config, on, dies, Workload(), top=4)
+    layouts = search(config, on, 128, Workload(), top=4)
     assert {row["recompute_layers"] for row in layouts} != {61}
     for row in layouts[:2]:
         listed = compose("deepseekv3_128die", row["overrides"])
@@ -121,15 +120,8 @@ def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
     [
         (["actor_rollout_ref.rollout.gpu_memory_utilization=0.99"], "gpu_memory_utilization=0.9"),
         ([f"{LAYERS}=0"], f"{LAYERS}=["),
-        (["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=128"], "ref.log_prob_micro_batch_size_per_gpu="),
-        (["recipe.train.swap_optimizer=false"], "recipe.train.swap_optimizer=true"),
         (["data.train_batch_size=500"], "data.train_batch_size=512"),
-        (["actor_rollout_ref.actor.ppo_mini_batch_size=100"], "ppo_mini_batch_size=512"),
-        (["trainer.nnodes=3", f"{ACTOR}.tensor_model_parallel_size=3"], f"{ACTOR}.tensor_model_parallel_size="),
         ([f"{ACTOR}.pipeline_model_parallel_size=16"], f"{ACTOR}.pipeline_model_parallel_size="),
-        ([f"{ACTOR}.expert_model_parallel_size=24"], f"{ACTOR}.expert_model_parallel_size="),
-        (["actor_rollout_ref.rollout.max_num_batched_tokens=32"], "max_num_seqs=32"),
-        (["recipe.rollout.dp=48"], "recipe.rollout.dp="),
     ],
 )
 def test_a_config_whose_own_layout_fails_is_searched_too(overrides, changes):

@@ -83,8 +83,7 @@ def test_ten_million_characters_take_time_in_proportion():
 
 
 SLOW_ANSWERS = r"""
-9^{9^{9^{9}}} ; \binom{10^{8}}{5 \cdot 10^{7}} ; 1e999999999 ; (1+1)^{10^{10}} ; (10^9)! ; 10^(10^10) ; 2^{(10^9)}
- ; e^{e^{e^{e^{e}}}} ; x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x}}}}}}}}}}}}"""
+\binom{10^{8}}{5 \cdot 10^{7}} ; (10^9)! ; e^{e^{e^{e^{e}}}} ; x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x}}}}}}}}}}}}"""
 SLOW = (pytest.param(text, marks=pytest.mark.slow) for text in texts(SLOW_ANSWERS))
 
 

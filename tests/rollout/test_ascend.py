@@ -148,7 +148,7 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run):
     assert found["options"] == written
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_256_die_rollout_with_balanced_routing_gives_every_expert_its_share(models, run):
     found = run("tests.rollout.die256:random_init", models["256 experts"], OTHER, TORCHDYNAMO_DISABLE="1")
     assert found["responses"] == [16] * 4 and found["finite"] and found["uneven"] <= 1 and found["mixed"] == 0, found
@@ -180,6 +180,7 @@ def difference(first, second):
     return same, max(abs(a - b) for one, other in pairs for a, b in zip(one[1], other[1], strict=True))
 
 
+@pytest.mark.nightly
 def test_each_switch_off_alone_gives_the_same_responses(models, run):
     """Sampled with seeds, after sleep and with cached prompts too, in fp32. Graphs are not traced."""
     found = run("tests.rollout.die256:switches", models["256 experts"], SWITCHES, TORCHDYNAMO_DISABLE="1")

@@ -251,7 +251,7 @@ def test_commands_of_the_readme_work_in_a_fresh_shell(copy):
     assert found.keys() == {wrong} and "No such command 'statuss'" in found[wrong], found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_commands_of_the_docs_work_in_a_fresh_shell(copy):
     readme = of_class("run", [ROOT / "README.md"])
     commands = [command for command in of_class("run", ENGLISH) if command not in readme]

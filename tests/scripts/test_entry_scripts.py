@@ -49,13 +49,17 @@ FETCH = "<-m><verl_patches><fetch-upstream><--mirror><a b><--json><path={root}"
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [
-        ("scripts/test.sh", "-m 'not slow' 'tests/x y'", "<--no-loadscope-reorder><-m><not slow><tests/x y>"),
+        (
+            "scripts/test.sh",
+            "--nightly -k 'a or b' 'tests/x y'",
+            "<--no-loadscope-reorder><--nightly><-k><a or b><tests/x y>",
+        ),
         ("scripts/test.sh", "--upstream up", "<--upstream={root}/scripts/up>"),
         ("scripts/test.sh", "--venv ../other", "<{root}/scripts/../other/bin/python>"),
         ("scripts/smoke.sh", "--steps 3 \"trainer.x='a b'\"", "<verl_patches><smoke><--steps><3><trainer.x='a b'>"),
         ("scripts/recipes.sh", "--only rloo", "<{root}/scripts/recipe_runs.py><--only><rloo>"),
         ("scripts/real_fetch.sh", "--mirror 'a b' --json", FETCH),
-        (".ci/run", "", "<--no-loadscope-reorder><--full>"),
+        (".ci/run", "", "<--no-loadscope-reorder><--full><--durations=30>"),
         (".ci/run", "", "mirrors.tar"),
     ],
 )
@@ -80,7 +84,7 @@ def test_ci_tests_the_line_whose_sources_are_there(clone):
     fetched, dest = re.search(r"(<fetch>.*<--dest><(.*?)>.*?)<[^>]*python>", out, re.DOTALL).groups()
     assert code == 7 and not Path(dest).exists()  # pytest's own code; nothing is left
     assert "<--line><a3>" in fetched and "<--only><MindSpeed><--only><verl>" in fetched
-    assert f"<--full><--upstream={dest}>" in out
+    assert f"<--full><--durations=30><--upstream={dest}>" in out
     (clone / "unfetched").touch()
     code, out = call(clone, ".ci/run", cwd=Path("/"))
     assert code == 1 and "<--full>" not in out

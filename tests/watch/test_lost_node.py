@@ -19,7 +19,7 @@ import pytest
 from tests.cluster.namespaces import Nodes
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 STEPS = 12  # of two seconds, of which the first is saved when the link goes down
 NODES = 3
 ALL_THERE = f"""
