@@ -171,6 +171,7 @@ def test_the_two_variables_share_no_port():
 ON_A2 = {"recipe__hccl__expansion_mode": "HOST", "recipe__rollout__dp": 32, "recipe__rollout__instances": None}
 OF_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8, **ON_A2}
 OF_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}
+NODES_OF_12 = {**OF_BOX, "trainer__nnodes": 32, "trainer__n_gpus_per_node": 12, SIZE("expert_model"): 16}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_the_machine_has_such_nodes_and_takes_what_is_asked_of_hccl_and_mc2(chan
 def test_a_rank_of_a2_holds_at_most_24_experts_for_mc2():
     run = run_of(**{**OF_800T, "recipe__rollout__dp": 8})
     assert hccl.check_machine(run).ok  # 16 experts on each of 16 ranks
-    more = hccl.check_machine(run, replace(run, model=replace(run.model, n_routed_experts=512)))
+    more = hccl.check_machine(replace(run, model=replace(run.model, n_routed_experts=512)))
     assert not more.ok and "has 32 experts, MC2 takes 24" in more.detail
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from omegaconf import DictConfig
+
 from verl_patches.config import hccl
-from verl_patches.config.resolve import changed
+from verl_patches.config.resolve import change_config, changed
 from verl_patches.errors import Check, ConfigError
 from verl_patches.planning.expected import served_bytes
 from verl_patches.planning.memory_plan import die_bytes, inventory_of
@@ -17,25 +19,28 @@ _TRAIN_SIZES = [
 ]
 
 
-def instance_of(run: RunSpec) -> RunSpec:
-    """Return `run` on the nodes of one rollout instance, whatever it trains; ConfigError where they are not whole."""
-    tp, dp = run.rollout.tp, run.recipe.rollout.dp
-    dies = min(tp * dp, run.verl.trainer.n_gpus_per_node)
+def instance_of(config: DictConfig) -> DictConfig:
+    """Return a composed configuration on the nodes of one rollout instance, whatever it trains on how many.
+
+    So the layout of the run itself need not be one of all its ranks. ConfigError where nodes are not whole.
+    """
+    tp, dp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.recipe.rollout.dp
+    dies = min(tp * dp, config.trainer.n_gpus_per_node)
     if tp * dp % dies:
         raise ConfigError(
             f"a rollout instance has {tp * dp} ranks (tp {tp} x recipe.rollout.dp {dp}), expected whole nodes of "
             f"trainer.n_gpus_per_node={dies} dies: change one of them"
         )
-    return _on_dies(run, tp * dp // dies, dies)
+    return change_config(config, _instance_keys(tp * dp // dies, dies))
 
 
-def _on_dies(run: RunSpec, nodes: int, dies: int, **rollout: Any) -> RunSpec:
-    """Return `run` as one instance on `nodes` x `dies` that trains nothing: a run on fixed data has no rollout."""
+def _instance_keys(nodes: int, dies: int, **rollout: Any) -> dict[str, Any]:
+    """Return the keys of one instance on `nodes` x `dies` that trains nothing: a run on fixed data has no rollout."""
     sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": dies, "recipe.objective.name": "rl"}
     sizes |= {f"recipe.rollout.{key}": value for key, value in {"instances": 1, **rollout}.items()}
     alone = dict.fromkeys(_TRAIN_SIZES, 1) | {"recipe.train.layers_per_stage": None}
     alone["actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"] = None
-    return changed(run, {**alone, **sizes})
+    return {**alone, **sizes}
 
 
 def instance_checks(run: RunSpec) -> list[Check]:
@@ -58,7 +63,7 @@ def serving_plan(run: RunSpec) -> dict[str, Any]:
     found = {"dies": dies, "dtype": run.recipe.dtype}
     experts = run.model.n_routed_experts
     for ranks in (number for number in range(dies, experts + 1, dies) if not (experts % number or number % tp)):
-        tried = _on_dies(run, ranks // dies, dies, dp=ranks // tp, expert_parallel=True)
+        tried = changed(run, _instance_keys(ranks // dies, dies, dp=ranks // tp, expert_parallel=True))
         need, share = _on_a_die(tried)
         if need <= share and hccl.check_machine(tried).ok:
             return {**found, "nodes": ranks // dies, "dp": ranks // tp, "die_bytes": need, "share_bytes": share}
