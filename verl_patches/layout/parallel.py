@@ -19,6 +19,7 @@ import math
 import operator
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from verl_patches.errors import ConfigError
 
