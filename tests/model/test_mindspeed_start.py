@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.config.compose import compose, hf_config_of
-from verl_patches.planning.memory_plan import with_recompute
+from tests.runs import composed, section_of
+from verl_patches.spec import Trees
 
 ACTOR = "actor_rollout_ref.actor.megatron."
 TP2 = [f"{ACTOR}tensor_model_parallel_size=2", "recipe.train.expert_split=tp_extend_ep"]
@@ -57,9 +57,9 @@ def found(run):
 def _composed(cases: dict, verl: Path) -> dict[str, dict]:
     found = {}
     for name, (config_name, ranks, overrides, _) in cases.items():
-        config = with_recompute(compose(config_name, overrides, verl_path=verl), ("reshard.direct", "memory.order"))
-        section = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
-        found[name] = {"world_size": ranks, "config": section, "hf": hf_config_of(config)}
+        run = composed(config_name, overrides, Trees(verl=verl))
+        section = OmegaConf.to_container(section_of(run))
+        found[name] = {"world_size": ranks, "config": section, "hf": dict(run.hf_config)}
     return found
 
 
