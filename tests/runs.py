@@ -15,8 +15,13 @@ def composed(name: str, overrides: Sequence[str] = (), trees: Trees = Trees()) -
     return with_recompute(compose(name, overrides, rows_of, trees))
 
 
-def section_of(run: RunSpec) -> DictConfig:
-    """Return verl's section actor_rollout_ref of a run as a worker gets it: with the facts, and not read-only."""
+def config_of(run: RunSpec) -> DictConfig:
+    """Return verl's configuration of a run as its trainer gets it: with the facts, and not read-only."""
     config = OmegaConf.create(OmegaConf.to_container(run.verl))
     give_run(config, run.text())
-    return OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref))
+    return config
+
+
+def section_of(run: RunSpec) -> DictConfig:
+    """Return verl's section actor_rollout_ref of a run as its workers get it."""
+    return OmegaConf.create(OmegaConf.to_container(config_of(run).actor_rollout_ref))

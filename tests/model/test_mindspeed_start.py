@@ -13,7 +13,6 @@ from verl_patches.spec import Trees
 
 ACTOR = "actor_rollout_ref.actor.megatron."
 TP2 = [f"{ACTOR}tensor_model_parallel_size=2", "recipe.train.expert_split=tp_extend_ep"]
-PP2 = [f"{ACTOR}pipeline_model_parallel_size=2"]
 _MODEL = "actor_rollout_ref.model"
 _KWARGS = f"{_MODEL}.gradient_checkpointing_kwargs.activations_checkpoint_"
 SELECTIVE = [
@@ -27,7 +26,6 @@ TINY = "deepseekv3_tiny_cpu"
 CASES = {
     "base": (TINY, 2, TP2, None),
     "timeout": (TINY, 2, [*TP2, "recipe.train.collective_timeout_minutes=45"], None),
-    "too_many_stages": (TINY, 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,1,2]"], "num_layer_list"),
     "too_long": (TINY, 2, [*TP2, "data.max_response_length=4096"], "upstream refuses"),
     "selective_with_method": (TINY, 2, [*TP2, *SELECTIVE], "not yet supported for selective"),
     "three_ranks": (TINY, 3, TP2, "world size"),
