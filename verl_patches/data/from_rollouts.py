@@ -76,7 +76,8 @@ def from_rollouts(
     progress: called after each step. ConfigError where the run recorded no rollouts, or something of it cannot be read;
     RecipeError where no row is left. Then nothing is written.
     """
-    spec = read_run((run / FACTS).read_text(), OmegaConf.create(read_yaml(run / COMPOSED)))
+    with load(f"{run}: expected a run, with {COMPOSED} and {FACTS}"):
+        spec = read_run((run / FACTS).read_text(), OmegaConf.create(read_yaml(run / COMPOSED)))
     steps, tokenizer = scored_steps(run, spec), _tokenizer(spec.verl)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     earlier = sorted((run / EARLIER).glob("*/rollouts/scores_*.safetensors"))  # moved there by launch/run_folder.py
