@@ -72,7 +72,7 @@ TEX = Tests("rewards/test_tex.py")
 YAML = Tests("config/test_yaml_files.py")
 ENGINE, SPEC = Tests("patching/test_engine.py"), Tests("patching/test_spec.py")
 CLUSTER = Tests("cluster/test_hosts.py cluster/test_command.py cluster/test_node.py")
-FOLDERS, START = Tests("trainer/test_checkpoint.py"), Tests("launch/test_run_folder.py")
+FOLDERS, START = Tests("weights/test_run_folders.py"), Tests("launch/test_run_folder.py")
 MANIFEST = Tests("weights/test_manifest.py", "covers")
 FOREIGN = Tests("patching/test_foreign.py patching/test_engine.py")
 ORDER_KEY = "(len(blocks[i].holders), -router.sizes[i], i)"
@@ -278,30 +278,17 @@ MUTANTS = (
            "if raised != COLLECTIVE:", "if raised is not None:",
            Tests("launch/test_restart.py", "of_a_collective_the_second_time")),
     Mutant("restart-on-a-node-too-few", "launch/restart.py",
-           "if len(others) < self._config.trainer.nnodes:", "if len(others) + 1 < self._config.trainer.nnodes:",
+           "if len(others) < self.given.trainer.nnodes:", "if len(others) + 1 < self.given.trainer.nnodes:",
            Tests("launch/test_restart.py", "where_a_spare_one")),
     # checkpoints of a run
-    Mutant("recover-names-what-is-half-removed", "weights/checkpoint_folders.py",
-           'elif what != "removed" and _is_complete', "elif _is_complete", FOLDERS),
-    Mutant("recover-removes-a-whole-save", "weights/checkpoint_folders.py",
-           "and not _is_complete(folder / name, run):", "and not os.path.lexists(folder / name):", FOLDERS),
-    Mutant("recover-takes-other-runs", "weights/checkpoint_folders.py",
-           "if owner != run or not path.is_dir()", "if not path.is_dir()", FOLDERS),
-    Mutant("another-run-is-own", "weights/checkpoint_folders.py",
-           "if run is not None and owner == run:", "if run is not None:", FOLDERS),
-    Mutant("retention-removes-what-was-written", "weights/checkpoint_folders.py",
-           "if path != written:", "if path:", FOLDERS),
-    Mutant("replaced-of-another-run-is-removed", "weights/checkpoint_folders.py",
-           "if old is not None and own:", "if old is not None:", FOLDERS),
-    Mutant("newer-steps-stay", "weights/checkpoint_folders.py", "if not newer:", "if newer:", FOLDERS),
-    Mutant("older-than-the-newest-is-enough", "weights/checkpoint_folders.py",
-           "if path in saved.damaged:\n                raise ConfigError(saved.damaged[path])",
-           "if path in saved.damaged:\n                continue", START),
-    Mutant("steps-beyond-the-total", "config/run_start.py", "step >= total", "step > total", START),
-    Mutant("links-are-inside", "config/run_start.py",
-           "checkpoints_of(config).resolve(), folder.resolve()", "checkpoints_of(config), folder", START),
-    Mutant("id-of-the-run-before-stays", "launch/run_folder.py",
-           "names = OUTPUTS if start.id else [*OUTPUTS, RUN]", "names = OUTPUTS", START),
+    Mutant("retention-removes-what-was-written", "weights/run_folders.py",
+           "if found[step] != written and", "if", FOLDERS),
+    Mutant("retention-removes-what-others-began-from", "weights/run_folders.py",
+           " and (found[step].parents[1], step) not in began", "", FOLDERS),
+    Mutant("later-steps-of-an-ancestor-count", "weights/run_folders.py",
+           "return self.last is None or step <= self.last", "return True", FOLDERS),
+    Mutant("steps-beyond-the-total", "weights/run_folders.py", "step >= total", "step > total", FOLDERS),
+    Mutant("auto-begins-anew", "config/run_start.py", "    if other is None:", "    if True:", START),
     Mutant("manifest-without-a-digest", "weights/manifest.py",
            'if found.get("digest") != content_digest(found):', "if False:", MANIFEST),
     # reference ops of the emulated NPU

@@ -37,7 +37,7 @@ from verl_patches.config.compose import (
 from verl_patches.config.environment import DROPPED, derive
 from verl_patches.config.files import check_files, disk_detail, disk_fault, disk_needs
 from verl_patches.config.recipe import PROFILED, VLLM_DTYPES
-from verl_patches.config.run_start import Start, planned_start
+from verl_patches.config.run_start import NextStart, checkpoints_of, planned_start
 from verl_patches.errors import Check, ConfigError, divides, either, fault_of
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
@@ -66,7 +66,7 @@ _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_mode
 
 
 def check_config(
-    config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None, start: Start | None = None
+    config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None, start: NextStart | None = None
 ) -> list[Check]:
     """All rules in order. A layout that cannot be built is a failed check, and the rules that need it are left out.
 
@@ -101,7 +101,7 @@ def check_config(
     return [*checks, *hccl.checks(config, model), *_profile_checks(config), *_restart_checks(config)]
 
 
-def check_disk(config: DictConfig, start: Start, starts: bool = False) -> Check:
+def check_disk(config: DictConfig, start: NextStart, starts: bool = False) -> Check:
     """Whether what the run writes from `start` on fits on this machine's disks; a note but where it `starts` here."""
     needs = disk_needs(config, start)
     fault = disk_fault(needs)
@@ -225,7 +225,7 @@ def faults_of_recomputation(config: DictConfig) -> Iterator[str]:
             )
 
 
-def _checkpoint_checks(config: DictConfig, train: ParallelLayout, start: Start, no_start: str) -> Iterator[Check]:
+def _checkpoint_checks(config: DictConfig, train: ParallelLayout, start: NextStart, no_start: str) -> Iterator[Check]:
     """Whether the run can save and resume; none where it does neither, or without experts to lose as verl does."""
     trainer, ours = config.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
     off = [row for row in ours if switched_off(config, row)]
@@ -241,7 +241,7 @@ def _checkpoint_checks(config: DictConfig, train: ParallelLayout, start: Start, 
         faults.append(f"rows {', '.join(off)} are off: {text} others would be lost; expected all of {', '.join(ours)}")
     if trainer.get("default_hdfs_dir"):
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
-    held = f"in {trainer.default_local_dir}, which all nodes must share"
+    held = f"in {checkpoints_of(config)}, which all nodes must share"
     held += f"; goes on from {start.resumed}" if start.resumed else ""
     faults += [no_start] if no_start else []
     yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)

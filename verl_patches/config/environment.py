@@ -192,5 +192,5 @@ def process_environment(variables: list[Variable], base: Mapping[str, str]) -> d
 
 
 def run_dir(config: DictConfig) -> Path:
-    """Absolute folder that the run writes to: <recipe.output_root>/<recipe.run>."""
-    return output_root(config.recipe.output_root) / config.recipe.run
+    """Return the absolute folder that a start writes to; START stands for one that is not made yet."""
+    return output_root(config.recipe.output_root) / config.recipe.run / (config.recipe.start or "START")

@@ -29,8 +29,8 @@ from verl_patches.config.compose import (
     unlike_actor,
     with_layers,
 )
-from verl_patches.config.environment import derive, process_environment, run_dir
-from verl_patches.config.run_start import Start, checkpoints_of
+from verl_patches.config.environment import derive, process_environment
+from verl_patches.config.run_start import NextStart, checkpoints_of, run_home
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import SCORE, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
@@ -42,8 +42,8 @@ from verl_patches.rewards.parts import SHORT_FORM, parts_of
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
-from verl_patches.weights.checkpoint_folders import saved_in, value_model_in
 from verl_patches.weights.manifest import read_manifest
+from verl_patches.weights.run_folders import value_model_in
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
@@ -210,8 +210,8 @@ def _read_rows(file: str, config: DictConfig) -> int:
 
 
 def _replay_checks(config: DictConfig) -> Iterator[Check]:
-    """The recording has the run's steps, in whole files, and the run would not move them aside before it reads them."""
-    replay, folder = config.recipe.rollout.replay, run_dir(config).resolve()
+    """The recording has the run's steps, in whole files, and is not that of the start which reads it."""
+    replay, home = config.recipe.rollout.replay, run_home(config).resolve()
     if replay is None:
         return
     fault = ""
@@ -219,10 +219,10 @@ def _replay_checks(config: DictConfig) -> Iterator[Check]:
         find_recording(replay, config.trainer.total_training_steps)
     except ConfigError as error:
         fault = str(error)
-    if not fault and Path(replay).resolve().is_relative_to(folder):
+    if not fault and Path(replay).resolve() == home:
         fault = (
-            f"recipe.rollout.replay is {replay}, inside {folder}, whose outputs this run moves aside; "
-            "give this run another name (--run NAME, recipe.run)"
+            f"recipe.rollout.replay is {replay}, whose newest start will be this one; give one of its starts, such as "
+            f"{replay}/0001, or give this run another name (--run NAME, recipe.run)"
         )
     yield either("replay", not fault, f"the responses of {replay}", fault)
 
@@ -353,7 +353,7 @@ class Need(NamedTuple):
     keys: str
 
 
-def disk_needs(config: DictConfig, start: Start) -> list[Need]:
+def disk_needs(config: DictConfig, start: NextStart) -> list[Need]:
     """What a run will write from `start` on (modelled): records and responses to its folder, checkpoints to theirs.
 
     Checkpoints are the most that come to those of the run that are there: those kept and the one that is being written.
@@ -367,14 +367,13 @@ def disk_needs(config: DictConfig, start: Start) -> list[Need]:
         size = recorded_bytes(config)
         least += size * (left or 1)
         text += f", responses of {_many(left, 'step')}, {size_text(size)} each (modelled)"
-    needs = [Need("run", run_dir(config), least, text, "recipe.output_root, recipe.rollout.record")]
+    needs = [Need("run", run_home(config), least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
         trained = [build_inventory(model_shape_of(config), value=name == "critic") for name in trained_of(config)]
         parameters = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
         size, kept = _PARAMETER_BYTES[config.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
         saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
-        held = len(saved_in(checkpoints_of(config), start.id).own) if start.id else 0
-        most = max(kept + 1 - held, 1) if kept else None
+        most = max(kept + 1 - start.held, 1) if kept else None
         count = min((number for number in (saves, most) if number is not None), default=None)
         text = "at least 2 checkpoints" if count is None else _many(count, "checkpoint")
         text += f", {size_text(size)} each (modelled), one of them while it is written"

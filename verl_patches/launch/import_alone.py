@@ -27,7 +27,7 @@ from verl_patches.config.compose import give_recipe, model_changes, output_root
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
-from verl_patches.launch.run_folder import id_without_launcher
+from verl_patches.launch.run_folder import begin_without_launcher
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.layout.phases import reward_models
@@ -47,7 +47,7 @@ NOT_HERE = (
 )
 _BY_LAUNCHER = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
-    "model_shape num_hidden_layers watch restart"
+    "model_shape num_hidden_layers watch restart start"
 ).split()
 _FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (config/environment.py)
 
@@ -63,12 +63,12 @@ def recipe_by_default(original: Callable) -> Callable:
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         if config.actor_rollout_ref.get("recipe") is None:
             fill_recipe(config, engine.current().switches)
-            log.warning(NOT_HERE.format(record=_record(config.recipe)))
+            self.recipe_held = ExitStack()  # the lock of the checkpoints' folder, as long as the trainer lives
+            self.start_folder = begin_without_launcher(config, self.recipe_held)
+            log.warning(NOT_HERE.format(record=_record(self.start_folder)))
             self.modified_sources = refuse_modified(config, Trees())
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, config.recipe.drift, files_text(files))
-            self.recipe_held = ExitStack()  # the lock of the checkpoints' folder, as long as the trainer lives
-            self.run_id = id_without_launcher(config, self.recipe_held)
             send_settings(**worker_settings(config))
             self.init_workers = functools.partial(unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
@@ -76,10 +76,10 @@ def recipe_by_default(original: Callable) -> Callable:
     return __init__
 
 
-def _record(recipe: DictConfig) -> str:
-    if recipe.run is None:
+def _record(folder: Path | None) -> str:
+    if folder is None:
         return "and no record is written (+recipe.run=NAME writes one)"
-    return f"the record is in {Path(recipe.output_root, recipe.run).absolute()}"
+    return f"the record is in {folder}"
 
 
 def fill_recipe(config: DictConfig, switches: Switches) -> None:

@@ -20,11 +20,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import environment
+from verl_patches.config.run_start import NextStart, next_start, resolved
 from verl_patches.errors import ConfigError, RecipeError, interrupted
 from verl_patches.evaluation.plots import memory_figure, run_figure, save
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
-from verl_patches.launch.run_folder import RunFolder, open_run_folder, start_again
+from verl_patches.launch.run_folder import begin, held_run
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
@@ -70,42 +71,55 @@ def run(
 
     `on_line` gets "" every POLL_S too, as a look at the clock.
 
-    Writes OUTPUTS (run_folder.py) to <output_root>/<run>/; ray_logs/ only on failure. `dirty`: {repository or package:
-    files} that are not as pinned (upstream/modified.py); the summary and a line above the step table have them. Raises
-    ConfigError before anything starts. All processes that the run started are ended before this returns, and its
-    temporary folder is removed.
+    Each start, a restart too, writes to a new folder <output_root>/<run>/0001, 0002, ...; the outcome is that of the
+    last one. ray_logs/ only on failure. `dirty`: {repository or package: files} that are not as pinned
+    (upstream/modified.py); the summary and a line above the step table have them. Raises ConfigError before anything
+    starts. All processes that the run started are ended before this returns, and its temporary folder is removed.
     """
     require_free_port(config.recipe.ray_port)
-    with open_run_folder(config) as here:
-        folder = here.path
-        for line in (*here.said, *start_notes(os.environ, config.recipe.platform == "npu")):
-            Progress(folder).say(line)
-        for name, files in (dirty or {}).items():
-            Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")
-        started, watch = time.monotonic(), MemoryWatch()
-        progress, restarts = _NewLines(folder / "progress.log", on_line), Restarts(config, folder)
-        start = here.start
+    with held_run(config):
+        restarts, start, began = Restarts(config), next_start(config), time.monotonic()
         while True:
-            OmegaConf.save(restarts.config(start), folder / environment.COMPOSED)
-            code, reason = _run_driver(config, folder, watch, progress, trees, started)
-            if not restarts.another(code, reason):
-                break
-            try:
-                start = start_again(config, folder)
-            except (ConfigError, OSError) as error:
-                reason = f"{reason}; not started again: {error}"
-                break
-            Progress(folder).say(f"| {restarts.after(code, reason)}")
-        wall_s = round(time.monotonic() - started, 1)
-        head = {**_head(config, here, trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
-        head |= {"restarts": restarts.records} if restarts.records else {}
+            outcome, start = _run_start(restarts, start, on_line, trees, dirty or {}, began)
+            if start is None:
+                return outcome
+
+
+def _run_start(
+    restarts: Restarts,
+    start: NextStart,
+    on_line: Callable[[str], None],
+    trees: Trees | None,
+    dirty: Mapping[str, Sequence[str]],
+    run_began: float,
+) -> tuple[Outcome, NextStart | None]:
+    """Run the driver of a new start to its end; (the outcome, where the next start goes on, None without one)."""
+    config = resolved(restarts.config(), start, begin(restarts.given, start))
+    folder, watch, began = environment.run_dir(config), MemoryWatch(), time.monotonic()
+    head = _head(config, start, trees) | ({"dirty": dict(dirty)} if dirty else {})
+    head |= {"restarts": [*restarts.records]} if restarts.records else {}
+    lines = [*start_notes(os.environ, config.recipe.platform == "npu")]
+    for name, files in dirty.items():
+        lines.append(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")
+    for line in lines:
+        Progress(folder).say(line)
+    OmegaConf.save(config, folder / environment.COMPOSED)
+    progress, again = _NewLines(folder / "progress.log", on_line), None
+    code, reason = _run_driver(config, folder, watch, progress, trees, run_began)
+    if restarts.another(code, reason, folder):
         try:
-            code, reason = write_summary(folder, code, reason, head, watch.peaks())
-        except RecipeError as error:  # a full disk is then the driver's reason too
-            return Outcome(code or 1, str(error), folder, wall_s, watch.peaks())
-        _draw(folder)
-        progress.read()
-        return Outcome(code, reason, folder, wall_s, watch.peaks())
+            again = next_start(restarts.given)
+            Progress(folder).say(f"| {restarts.after(code, reason, folder)}")
+        except (ConfigError, OSError) as error:
+            reason = f"{reason}; not started again: {error}"
+    head["wall_s"] = wall_s = round(time.monotonic() - began, 1)
+    try:
+        code, reason = write_summary(folder, code, reason, head, watch.peaks())
+    except RecipeError as error:  # a full disk is then the driver's reason too
+        return Outcome(code or 1, str(error), folder, wall_s, watch.peaks()), None
+    _draw(folder)
+    progress.read()
+    return Outcome(code, reason, folder, wall_s, watch.peaks()), again
 
 
 def _run_driver(
@@ -263,10 +277,10 @@ def _remove_abandoned(parent: Path) -> None:
             continue
 
 
-def _head(config: DictConfig, here: RunFolder, trees: Trees | None) -> dict[str, Any]:
+def _head(config: DictConfig, start: NextStart, trees: Trees | None) -> dict[str, Any]:
     """What summary.json says about the run if the driver wrote none, and the commits of the trees that it imports."""
     head = {key: config.recipe[key] for key in ("run", "line", "platform", "dtype")}
-    head |= {"id": here.id, "resumed_step": here.start.step}
+    head["resumed_step"] = start.step
     head["layout"] = {"train": str(train_layout_of(config)), "rollout": str(rollout_layout_of(config))}
     if trees and trees.folders:
         head["upstream"] = {folder.name: commit_of(folder) for folder in trees.folders}
@@ -349,8 +363,6 @@ def write_summary(
     elif reason is None:
         reason = f"the driver exited with {code}; its log shows no error"
     minimal = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
-    start = {key: head[key] for key in ("id", "resumed_step")}  # of the run; a later try's driver began elsewhere
-    write_json(
-        folder / "summary.json", {**head, **minimal, **summary, **start, "peak_pss_bytes": peaks, "exit": reason}
-    )
+    known = {"resumed_step": head["resumed_step"], "peak_pss_bytes": peaks, "exit": reason}  # a driver may end before
+    write_json(folder / "summary.json", {**head, **minimal, **summary, **known})
     return code, reason
