@@ -7,14 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.weights.cases import make_fp8_folder
+from tests.weights.cases import make_fp8_folder, make_start
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of
 from verl_patches.config.files import PATHS
 from verl_patches.errors import ConfigError, require
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
-from verl_patches.trainer.record import new_run_id
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
@@ -282,12 +281,11 @@ def test_the_public_config_is_no_fault_of_weights_in_bf16(tmp_path):
 
 @pytest.mark.parametrize("mode", ["auto", "resume_path"])
 def test_a_checkpoint_that_is_not_whole_is_refused_before_the_start(tmp_path, mode):
-    saved = tmp_path / "t" / "checkpoints"
+    saved = make_start(tmp_path / "t") / "checkpoints"
     given = [f"recipe.output_root={tmp_path}", "recipe.run=t", f"trainer.resume_mode={mode}"]
     given.append(f"trainer.resume_from_path={saved / 'global_step_3'}")
     (saved / "global_step_3").mkdir(parents=True)
     (saved / "global_step_3" / "manifest.json").write_text("{}")
-    new_run_id(tmp_path / "t", "t")
     assert "global_step_3/manifest.json: expected format" in failed(TINY, *given)["checkpoints"]
     assert "checkpoints" not in failed(TINY, *given[:1], "recipe.run=other", "trainer.resume_mode=auto")
 

@@ -9,15 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from tests.weights.cases import as_value_model, make_checkpoint
+from tests.weights.cases import as_value_model, make_start
 from verl_patches.__main__ import app
 from verl_patches.config import files
 from verl_patches.config.checks import check_config, check_disk
 from verl_patches.config.compose import compose, model_shape_of
-from verl_patches.config.run_start import Start, start_of
+from verl_patches.config.run_start import NextStart, next_start
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.model.tiny import tiny_config
-from verl_patches.trainer.record import new_run_id
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 STEPS, SAVE, KEEP = "trainer.total_training_steps", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"
@@ -117,21 +116,19 @@ def test_the_steps_of_epochs_are_not_known_where_a_class_of_the_users_makes_samp
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_checkpoints_take_those_that_are_kept_and_the_one_that_is_written(overrides, count, dtype):
     config = compose(TINY, [*overrides, f"recipe.dtype={dtype}"])
-    found = {need.name: need.size_bytes for need in files.disk_needs(config, Start())}
+    found = {need.name: need.size_bytes for need in files.disk_needs(config, NextStart())}
     size = checkpoint_bytes(config, {"bf16": 14, "fp32": 12}[dtype])
     assert found.get("checkpoints", 0) == count * size and found["run"] >= 64 << 20
 
 
 def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_path):
-    """After step 4 of 9, with two of its checkpoints there; for a run of another id they are not its own."""
-    saved, run = tmp_path / "r/checkpoints", new_run_id(tmp_path / "r", "r")
-    for step in (2, 4):
-        make_checkpoint(saved, step, run)
+    """After step 4 of 9, with two of its checkpoints there; for a run that begins anew they are not its own."""
+    make_start(tmp_path / "r", (2, 4))
     counts = []
     for mode, keep in (("auto", 2), ("auto", "null"), ("disable", 2), ("disable", "null")):
         given = [f"recipe.output_root={tmp_path}", "recipe.run=r", f"{STEPS}=9", f"{SAVE}=2", f"{KEEP}={keep}"]
         config = compose(TINY, [*given, f"trainer.resume_mode={mode}"])
-        found = {need.name: need.size_bytes for need in files.disk_needs(config, start_of(config, tmp_path / "r"))}
+        found = {need.name: need.size_bytes for need in files.disk_needs(config, next_start(config))}
         counts.append(found["checkpoints"] / checkpoint_bytes(config, 12))
     assert counts == [1, 3, 3, 5]  # steps 6, 8 and 9; and 2 as well with 4
 
@@ -141,7 +138,7 @@ def test_recorded_responses_are_what_a_step_of_production_takes():
     sizes = []
     for record, steps in (("false", 10), ("true", 10), ("true", 20)):
         config = compose(LARGE, [f"recipe.rollout.record={record}", f"{STEPS}={steps}"])
-        sizes.append(files.disk_needs(config, Start())[0].size_bytes)
+        sizes.append(files.disk_needs(config, NextStart())[0].size_bytes)
     assert (sizes[1] - sizes[0]) / 10 == pytest.approx(1.2e9, rel=0.05) and sizes[2] - sizes[1] > 10 * 1.1e9
 
 
@@ -161,12 +158,12 @@ def disk(monkeypatch, tmp_path):
 def test_a_start_that_would_fill_the_disk_is_refused_and_a_dry_run_says_so(disk, tmp_path):
     """One file system holds both; one byte less than both take is too little, though each alone would fit."""
     here = tmp_path.stat().st_dev
-    need = sum(need.size_bytes for need in files.disk_needs(disk({here: 0}), Start()))
+    need = sum(need.size_bytes for need in files.disk_needs(disk({here: 0}), NextStart()))
     config = disk({here: need})
-    fits = check_disk(config, Start(), starts=True)
+    fits = check_disk(config, NextStart(), starts=True)
     assert fits.ok and not fits.note and "2 checkpoints" in fits.detail
     config = disk({here: need - 1})
-    full = check_disk(config, Start(), starts=True)
+    full = check_disk(config, NextStart(), starts=True)
     assert not full.ok and str(tmp_path / "new") in full.detail and "2 checkpoints" in full.detail
     assert KEEP in full.detail and "recipe.output_root" in full.detail
     (planned,) = [check for check in check_config(config) if check.name == "disk"]
@@ -176,11 +173,11 @@ def test_a_start_that_would_fill_the_disk_is_refused_and_a_dry_run_says_so(disk,
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no second file system")
 def test_file_systems_are_looked_at_one_by_one(disk, tmp_path):
     here, other = tmp_path.stat().st_dev, Path("/dev/shm").stat().st_dev
-    run, checkpoints = (need.size_bytes for need in files.disk_needs(disk({here: 0, other: 0}), Start()))
+    run, checkpoints = (need.size_bytes for need in files.disk_needs(disk({here: 0, other: 0}), NextStart()))
     there = "/dev/shm/not/there"
-    assert check_disk(disk({here: run, other: checkpoints}, there), Start(), starts=True).ok
-    assert not check_disk(disk({here: run + checkpoints, other: checkpoints - 1}, there), Start(), starts=True).ok
-    full = check_disk(disk({here: run - 1, other: checkpoints}, there), Start(), starts=True)
+    assert check_disk(disk({here: run, other: checkpoints}, there), NextStart(), starts=True).ok
+    assert not check_disk(disk({here: run + checkpoints, other: checkpoints - 1}, there), NextStart(), starts=True).ok
+    full = check_disk(disk({here: run - 1, other: checkpoints}, there), NextStart(), starts=True)
     assert not full.ok and "/dev/shm/not/there" not in full.detail
 
 
