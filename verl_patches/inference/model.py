@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.config.compose import RowsOf, check_dtype, compose, keys_of
+from verl_patches.config.compose import RowsOf, check_dtype, compose_config, keys_of
 from verl_patches.config.engine_options import ROLLOUT, check_engine_options, rewrite_engine_options
 from verl_patches.config.environment import COMPOSED, derive, process_environment
 from verl_patches.config.resolve import resolve
@@ -27,7 +27,7 @@ from verl_patches.layout.inventory import SCORE
 from verl_patches.planning.serving import instance_checks, instance_of
 from verl_patches.platform import require as require_platform
 from verl_patches.recipe.schema import VLLM_DTYPES, check_recipe
-from verl_patches.spec import RunSpec, Trees
+from verl_patches.spec import OF_VALUES, RunSpec, Trees
 from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
 from verl_patches.weights.manifest import SAVED, has_manifest
 from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, read_start
@@ -71,18 +71,19 @@ def find_model(
     if run and config_name:
         raise ConfigError(f"{given} has the settings of {run / COMPOSED}; leave --config-name out")
     name = config_name or CONFIG_NAME
-    spec = _recorded(run, overrides, trees, rows_of) if run else compose(name, overrides, rows_of, trees)
-    if run and not spec.trains_actor:
+    config = _recorded(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
+    objective, platform = config.recipe.objective.name, config.recipe.platform
+    if run and objective in OF_VALUES:
         raise ConfigError(
-            f"{given}: its run trained a value model (algo={spec.recipe.objective.name}), which generates nothing; "
+            f"{given}: its run trained a value model (algo={objective}), which generates nothing; "
             "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
         )
+    spec = resolve(instance_of(config), rows_of(platform), keys_of(overrides), for_platform(platform, trees))
     if not folders and not (folders := chain_of_start(read_start(run)).checkpoints()):
         raise ConfigError(
             f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
             "(trainer.save_freq=N writes them)"
         )
-    spec = instance_of(spec)
     require_trees(spec)
     require_verl(spec.line, spec.trees)
     require_platform(spec.platform)
@@ -102,8 +103,8 @@ def find_model(
     return Model(spec, str(run / COMPOSED) if run else f"configs/{name}.yaml", sources, length)
 
 
-def _recorded(run: Path, overrides: Sequence[str], trees: Trees, rows_of: RowsOf) -> RunSpec:
-    """Return the facts of a recorded run, with `overrides` of keys that it has, checked as compose() does."""
+def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
+    """Return the configuration of a recorded run, with `overrides` of keys that it has, checked as compose() does."""
     with load(f"{run / COMPOSED} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"):
         config = OmegaConf.create(read_yaml(run / COMPOSED))
         OmegaConf.set_struct(config, True)
@@ -117,8 +118,7 @@ def _recorded(run: Path, overrides: Sequence[str], trees: Trees, rows_of: RowsOf
         check_dtype(config)
         check_engine_options(config, keys, OmegaConf.from_dotlist(list(overrides)))
         rewrite_engine_options(config)
-        platform = config.recipe.platform
-        return resolve(config, rows_of(platform), keys, for_platform(platform, trees))
+        return config
 
 
 def restart_in_environment(run: RunSpec) -> None:
