@@ -36,8 +36,7 @@ def measure(name: str) -> float:
     from verl_patches.rules import RULES
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    run, model = composed(BIG), ROOT / "configs" / "model" / "deepseekv3_671b.json"
-    inventory = build_inventory(model)
+    run, inventory = composed(BIG), build_inventory(ROOT / "configs" / "model" / "deepseekv3_671b.json")
     train = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
     rollout, lengths = ParallelLayout(8, tp=8, etp=8), lognormal_lengths(512 * 16, 0.7, seed=1)
     work = {

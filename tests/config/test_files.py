@@ -10,12 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.runs import composed
-from tests.weights.cases import as_value_model, make_checkpoint
+from tests.weights.cases import as_value_model, make_start
 from verl_patches.__main__ import app
 from verl_patches.config import files
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.model.tiny import tiny_config
-from verl_patches.trainer.record import new_run_id
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 STEPS, SAVE, KEEP = "trainer.total_training_steps", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"
@@ -128,10 +127,8 @@ def test_checkpoints_take_those_that_are_kept_and_the_one_that_is_written(overri
 
 
 def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_path):
-    """After step 4 of 9, with two of its checkpoints there; for a run of another id they are not its own."""
-    saved, own = tmp_path / "r/checkpoints", new_run_id(tmp_path / "r", "r")
-    for step in (2, 4):
-        make_checkpoint(saved, step, own)
+    """After step 4 of 9, with two of its checkpoints there; for a run that begins anew they are not its own."""
+    make_start(tmp_path / "r", (2, 4))
     counts = []
     for mode, keep in (("auto", 2), ("auto", "null"), ("disable", 2), ("disable", "null")):
         given = [f"recipe.output_root={tmp_path}", "recipe.run=r", f"{STEPS}=9", f"{SAVE}=2", f"{KEEP}={keep}"]

@@ -28,7 +28,6 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ("data.seed=4294967296", "data.seed is 4294967296"),
     ("trainer.total_training_steps=99999999999999999999", "total_training_steps is 9{20}.*below 9223372036854775807"),
     (f"{ROLLOUT}.temperature=0", r"temperature is 0; expected a number > 0: .*val_kwargs\.do_sample=false"),
-    ("trainer.resume_mode=resume_path", r"resume_path needs trainer\.resume_from_path="),
     (f"{ACTOR}.shuffle=true", r"needs actor_rollout_ref\.actor\.data_loader_seed="),
     ("algorithm.kl_ctrl.type=adaptivee", "kl_ctrl.type is 'adaptivee'; expected 'fixed' or 'adaptive'"),
     *((f"recipe.ray_address={given}", "expected auto or HOST:PORT, such as 10.0.0.1:6379 or null") for given in (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_patches.config import hccl
-from verl_patches.config.resolve import change_config, changed
+from verl_patches.config.resolve import change_config
 from verl_patches.errors import Check, ConfigError
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.planning.expected import served_bytes
 from verl_patches.planning.memory_plan import die_bytes, inventory_of
 from verl_patches.spec import RunSpec
@@ -34,13 +36,21 @@ def instance_of(config: DictConfig) -> DictConfig:
     return change_config(config, _instance_keys(tp * dp // dies, dies))
 
 
-def _instance_keys(nodes: int, dies: int, **rollout: Any) -> dict[str, Any]:
+def _instance_keys(nodes: int, dies: int) -> dict[str, Any]:
     """Return the keys of one instance on `nodes` x `dies` that trains nothing: a run on fixed data has no rollout."""
     sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": dies, "recipe.objective.name": "rl"}
-    sizes |= {f"recipe.rollout.{key}": value for key, value in {"instances": 1, **rollout}.items()}
-    alone = dict.fromkeys(_TRAIN_SIZES, 1) | {"recipe.train.layers_per_stage": None}
+    alone = dict.fromkeys(_TRAIN_SIZES, 1) | {"recipe.rollout.instances": 1, "recipe.train.layers_per_stage": None}
     alone["actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"] = None
     return {**alone, **sizes}
+
+
+def _alone(run: RunSpec, dp: int, dies: int) -> RunSpec:
+    """Return `run` as one instance of `dp` x tp ranks with experts split over them, on nodes of `dies`."""
+    layout = rollout_layout(1, dp, run.rollout.tp)
+    rollout = replace(run.recipe.rollout, dp=dp, instances=1, expert_parallel=True)
+    recipe = replace(run.recipe, rollout=rollout, objective=replace(run.recipe.objective, name="rl"))
+    nodes = {"trainer.nnodes": layout.world_size // dies, "trainer.n_gpus_per_node": dies}
+    return replace(run.with_verl(nodes), recipe=recipe, train=ParallelLayout(layout.world_size), rollout=layout)
 
 
 def instance_checks(run: RunSpec) -> list[Check]:
@@ -63,7 +73,7 @@ def serving_plan(run: RunSpec) -> dict[str, Any]:
     found = {"dies": dies, "dtype": run.recipe.dtype}
     experts = run.model.n_routed_experts
     for ranks in (number for number in range(dies, experts + 1, dies) if not (experts % number or number % tp)):
-        tried = changed(run, _instance_keys(ranks // dies, dies, dp=ranks // tp, expert_parallel=True))
+        tried = _alone(run, ranks // tp, dies)
         need, share = _on_a_die(tried)
         if need <= share and hccl.check_machine(tried).ok:
             return {**found, "nodes": ranks // dies, "dp": ranks // tp, "die_bytes": need, "share_bytes": share}
