@@ -174,13 +174,16 @@ def test_how_to_go_on_is_said_of_what_this_start_saved(tmp_path, said, overrides
     assert words is None or words in text
 
 
-def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, said, monkeypatch):
+def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, capsys, monkeypatch):
     def stale(*_):
         raise OSError("Stale file handle")
 
-    make_start(tmp_path / "r")
+    folder = make_start(tmp_path / "r")
+    spec = composed(TINY, [f"recipe.output_root={tmp_path}", "recipe.run=r", "trainer.save_freq=2"])
     monkeypatch.setattr(run.Path, "iterdir", stale)
-    text = said(1, "it broke")
+    with pytest.raises(typer.Exit):
+        run._report(launcher.Outcome(1, "it broke", folder, 2.0), spec, False)
+    text = capsys.readouterr().err
     assert "it broke" in text and "Stale file handle" in text
 
 

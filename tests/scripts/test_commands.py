@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -129,14 +129,14 @@ def parse(arguments):
 
 
 def run_of(arguments):
-    """The facts that a run would start with."""
+    """The facts that a run would start with; files of an earlier run of the page are not expected here."""
     values = parse(arguments)
     name, overrides = values.get("config_name"), values["overrides"] or []
     if name is None:
         values = {**values, "overrides": overrides}
         options = SmokeOptions(**{field.name: values[field.name] for field in fields(SmokeOptions)})
         name, overrides = options.config_name, overrides_of(options)
-    return composed(name, overrides)
+    return replace(composed(name, overrides), given=frozenset())
 
 
 def fault(words, whole=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +19,7 @@ from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 from verl_patches.recipe.rewards import SHORT_FORM, reward_parts
 from verl_patches.recipe.schema import Recipe, recipe_from
-from verl_patches.spec import RunSpec, Trees
+from verl_patches.spec import RunSpec, Trees, with_recipe
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 TRAIN, ROLLOUT = "train layout", "rollout layout"
@@ -71,6 +72,9 @@ def change_config(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
     for key, value in updates.items():
         for name in (key, *_followers(key)):
             OmegaConf.update(config, name, value, force_add=True)
+    for section in with_recipe(config):
+        if section is not config:
+            section.recipe = config.recipe
     rewrite_engine_options(config)
     return config
 
@@ -78,8 +82,6 @@ def change_config(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
 def _followers(key: str) -> Iterator[str]:
     """Return the keys that the configs set from `key`."""
     section, _, name = key.rpartition(".")
-    if key.startswith("recipe."):
-        yield f"actor_rollout_ref.{key}"
     if section == "actor_rollout_ref.actor.megatron" and name.endswith("_parallel_size"):
         yield f"actor_rollout_ref.ref.megatron.{name}"
         yield f"critic.megatron.{name}"
@@ -102,6 +104,7 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
     if not isinstance(reach, int):
         raise ConfigError(f"{shape_file}: expected max_position_embeddings, a whole number, found {reach!r}")
     model_file = Path(section.model.path, "config.json")
+    hf_config = {**read_config(model_file if model_file.exists() else shape_file), **model_changes(config)}
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     short = OmegaConf.to_container(config.get(SHORT_FORM) or OmegaConf.create({}))
     layouts = {}
@@ -114,10 +117,10 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
         "recipe": recipe,
         "model": first_layers(shape, recipe.num_hidden_layers),
         "max_positions": reach,
-        "hf_config": {**read_config(model_file if model_file.exists() else shape_file), **model_changes(config)},
+        "hf_config": MappingProxyType(hf_config),
         "train": layouts[TRAIN],
         "rollout": layouts[ROLLOUT],
-        "engine": OmegaConf.to_container(section.rollout.engine_kwargs).get("vllm") or {},
+        "engine": MappingProxyType(OmegaConf.to_container(section.rollout.engine_kwargs).get("vllm") or {}),
         "rewards": reward_parts(recipe.rewards, short),
         "has_critic": config.algorithm.adv_estimator == "gae",
         "verl": config,
