@@ -14,7 +14,6 @@ from tests.weights.cases import make_checkpoint, make_start
 from verl_patches.__main__ import app
 from verl_patches.cli import patches, run
 from verl_patches.config.compose import compose
-from verl_patches.config.run_start import run_home
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
@@ -247,9 +246,7 @@ def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, t
     seen = []
     monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: seen.append(self.model.parent))
     launch = launcher.run
-    monkeypatch.setattr(
-        launcher, "run", lambda config, *more, **kw: seen.append(run_home(config)) or launch(config, *more, **kw)
-    )
+    monkeypatch.setattr(launcher, "run", lambda spec, *more, **kw: seen.append(spec.home) or launch(spec, *more, **kw))
     outputs = Path(run.__file__).parents[2] / "outputs"
     for folder in (tmp_path, outputs.parent):
         monkeypatch.chdir(folder)
