@@ -43,7 +43,7 @@ from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
 from verl_patches.weights.manifest import read_manifest
-from verl_patches.weights.run_folders import value_model_in
+from verl_patches.weights.run_folders import LATEST, value_model_in
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
@@ -219,7 +219,8 @@ def _replay_checks(config: DictConfig) -> Iterator[Check]:
         find_recording(replay, config.trainer.total_training_steps)
     except ConfigError as error:
         fault = str(error)
-    if not fault and Path(replay).resolve() == home:
+    given = Path(replay).absolute()
+    if not fault and home in (given.resolve(), given.parent.resolve() if given.name == LATEST else None):
         fault = (
             f"recipe.rollout.replay is {replay}, whose newest start will be this one; give one of its starts, such as "
             f"{replay}/0001, or give this run another name (--run NAME, recipe.run)"

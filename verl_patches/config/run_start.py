@@ -5,7 +5,7 @@
                                      no start of that name has any
     trainer.resume_mode=resume_path  from the checkpoint of trainer.resume_from_path
 
-Starts and chains: weights/run_folders.py. Which checkpoints can be resumed from: weights/run_folders.py.
+Starts, chains, and which checkpoints can be resumed from: weights/run_folders.py.
 """
 
 from __future__ import annotations
