@@ -179,7 +179,7 @@ def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, said, monke
         raise OSError("Stale file handle")
 
     make_start(tmp_path / "r")
-    monkeypatch.setattr(run.Path, "iterdir", stale)
+    monkeypatch.setattr(run, "chain_of_start", stale)
     text = said(1, "it broke")
     assert "it broke" in text and "Stale file handle" in text
 

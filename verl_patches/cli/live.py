@@ -99,8 +99,8 @@ def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
     if ended == "ok":
         return "ended"
     home = folder.resolve().parent
-    is_newest = starts_in(home)[-1].name == folder.resolve().name
-    locked = is_newest and is_locked(home / LOCK)  # by the launcher; None where none made one
+    later = [start for start in starts_in(home) if start.name > folder.resolve().name]
+    locked = not later and is_locked(home / LOCK)  # by the launcher; None where none made one
     if ended != "running":
         return "ending" if locked else "interrupted" if ended.startswith(INTERRUPTED) else "failed"
     if locked is False:
