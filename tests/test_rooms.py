@@ -14,13 +14,15 @@ FLOORS = (
     {"current", "errors", "processes", "ray_nodes", "shared_files", "values", "yaml_files"},
     {"patching", "layout"},
     {"platform"},
+    {"recipe"},
+    {"spec"},
     {"model", "reshard", "memory", "weights", "watch"},
     {"boot", "rollout"},
     {"batches", "replay", "log_probs", "rewards", "objectives"},
     {"trainer", "worker"},
     {"config", "planning", "upstream"},
     {"launch", "cluster", "doctor", "evaluation", "data", "inference"},
-    {"cli", "catalog", "prelude_patch", "main", "__main__", "__init__"},
+    {"cli", "catalog", "rules", "prelude_patch", "main", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device
 )
 MAX_FILES = 12
