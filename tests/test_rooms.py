@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
 FLOORS = (
-    {"current", "errors", "processes", "ray_nodes", "shared_files", "values", "yaml_files"},
+    {"current", "errors", "processes", "ray_nodes", "shared_files", "values"},
     {"patching", "layout"},
     {"platform"},
     {"recipe"},

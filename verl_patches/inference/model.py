@@ -32,10 +32,10 @@ from verl_patches.recipe.schema import VLLM_DTYPES, check_recipe
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.trainer.record import run_id
 from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
+from verl_patches.values import read_yaml
 from verl_patches.weights.checkpoint_folders import saved_in
 from verl_patches.weights.manifest import SAVED
 from verl_patches.weights.source import Source, open_source
-from verl_patches.yaml_files import read_yaml
 
 
 class Model(NamedTuple):
