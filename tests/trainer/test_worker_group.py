@@ -6,18 +6,19 @@ Whole runs: tests/loop/test_smoke.py, tests/loop/test_truth_control.py.
 import functools
 import math
 import re
+import shutil
 from types import SimpleNamespace
 from uuid import UUID
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
-from verl_patches.config.compose import compose
+from tests.runs import composed, config_of
+from verl_patches.config.resolve import changed
 from verl_patches.errors import ConfigError
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.log_probs import truth_check
@@ -27,6 +28,7 @@ from verl_patches.trainer import worker_group
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
 from verl_patches.watch import heartbeat
 from verl_patches.watch.heartbeat import read
+from verl_patches.weights.run_folders import take_start
 
 LENGTH = 2
 REPLAY = {"recipe.rollout.replay": "outputs/x"}
@@ -39,11 +41,13 @@ def four_ranks():
     settings = ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4"]
     settings += ["data.train_batch_size=8", "data.max_prompt_length=3", f"data.max_response_length={LENGTH}"]
     settings += [f"{rollout}.tensor_model_parallel_size=2", f"{rollout}.temperature=0.9", f"{rollout}.top_p=0.9"]
-    return compose("deepseekv3_tiny_cpu", [*settings, f"{rollout}.top_k=50"])
+    return composed("deepseekv3_tiny_cpu", [*settings, f"{rollout}.top_k=50"])
 
 
-def config_of(**recipe):
-    return OmegaConf.merge(four_ranks(), {"recipe": recipe})
+def run_with(**recipe):
+    """`four_ranks` with other keys of sections of `recipe`."""
+    keys = {f"recipe.{name}.{key}": value for name, section in recipe.items() for key, value in section.items()}
+    return changed(four_ranks(), keys)
 
 
 class Workers:
@@ -82,7 +86,7 @@ class Workers:
 
 
 def group_of(record_to=None, calls=None, actor=None, profile_to=None, **recipe):
-    config, tokenizer = config_of(**recipe), SimpleNamespace(pad_token_id=0)
+    config, tokenizer = config_of(run_with(**recipe)), SimpleNamespace(pad_token_id=0)
     trainer = SimpleNamespace(config=config, tokenizer=tokenizer, global_steps=0, train_dataloader=[])
     workers, names = Workers(), [] if calls is None else calls
     return RecipeWorkerGroup(workers, trainer, lambda *call: names.append(call), record_to, actor, profile_to), workers
@@ -147,16 +151,16 @@ def test_recorded_responses_are_replayed_without_generating(tmp_path):
     stages = [(1, "generate_sequences"), (1, "reward"), (2, "generate_sequences"), (2, "reward"), (2, "update_actor")]
     assert calls == stages
 
-    replay, workers = group_of(rollout={"replay": str(tmp_path)})
+    replay, workers = group_of(rollout={"replay": str(tmp_path / "rollouts")})
     for output, start in zip(recorded, (0, 6), strict=True):
         replayed = generate(replay, prompts(start)).batch
         assert torch.equal(replayed["responses"], output.batch["responses"])
         assert set(replayed.keys()) == {"prompts", "responses"}  # log-probs are of the recorded run's weights
     assert not workers.generated
-    with pytest.raises(ConfigError, match="fewer steps.*--steps 2"):
+    with pytest.raises(ConfigError, match="step 3 is not among the recorded ones, 1 to 2; use --steps 2"):
         generate(replay, prompts())
     with pytest.raises(ConfigError, match="recorded with other prompts"):
-        generate(group_of(rollout={"replay": str(tmp_path)})[0], prompts(1))
+        generate(group_of(rollout={"replay": str(tmp_path / "rollouts")})[0], prompts(1))
 
 
 def test_the_parts_of_the_reward_have_their_means_in_the_record_of_the_step():
@@ -174,11 +178,19 @@ def test_the_parts_of_the_reward_have_their_means_in_the_record_of_the_step():
     assert group.end_step() == {"rewards": {"maths": 0.5}}
 
 
-def test_a_recording_is_found_by_run_folder_or_file_and_refused_elsewhere(tmp_path):
-    folder = tmp_path / "rollouts"
-    generate(group_of(folder)[0], prompts())
-    assert {find_recording(str(p), 1) for p in (tmp_path, folder, folder / "step_1.safetensors")} == {folder.resolve()}
-    with pytest.raises(ConfigError, match=r"has 1 step\(s\), this run wants 3; use --steps 1"):
+def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(tmp_path):
+    """Start 2 goes on after step 1: the second step that start 1 recorded is not the run's."""
+    first, second = (tmp_path / take_start([tmp_path], parent, None) for parent in (None, ("0001", 1)))
+    group = group_of(first / "rollouts")[0]
+    generate(group, prompts())
+    generate(group, prompts(6))
+    one, two = (start / "rollouts" for start in (first, second))
+    two.mkdir()
+    shutil.copy(one / "step_2.safetensors", two)
+    for given, found in ((tmp_path, {1: one, 2: two}), (first, {1: one, 2: one}), (one, {1: one, 2: one})):
+        assert find_recording(str(given), 2) == found
+    assert find_recording(str(one / "step_1.safetensors"), 1) == {1: one, 2: one}
+    with pytest.raises(ConfigError, match=r"has 2 step\(s\), this run wants 3; use --steps 2"):
         find_recording(str(tmp_path), 3)
     with pytest.raises(ConfigError, match="no step_1.safetensors"):
         find_recording(str(tmp_path / "elsewhere"))
@@ -278,8 +290,6 @@ def test_the_tensor_cache_needs_its_key_and_its_row(monkeypatch, enabled, row):
     ({"action": "off"}, REPLAY, None),
 ])  # fmt: skip
 def test_a_setting_that_cannot_be_checked_is_refused_by_name(check, others, words):
-    config = config_of(logprob_check={"every": 2, **check})
-    for key, value in others.items():
-        OmegaConf.update(config, key, value)
-    faults = list(truth_check.faults(config))
+    run = changed(run_with(logprob_check={"every": 2, **check}), others)
+    faults = [found.detail for found in truth_check.truth_check_checks(run) if not found.ok]
     assert len(faults) == (words is not None) and all(re.search(words, fault) for fault in faults), faults
