@@ -11,16 +11,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
 FLOORS = (
-    {"current", "errors", "processes", "ray_nodes", "shared_files", "values", "yaml_files"},
+    {"current", "errors", "processes", "ray_nodes", "shared_files", "values"},
     {"patching", "layout"},
     {"platform"},
+    {"recipe"},
+    {"spec"},
     {"model", "reshard", "memory", "weights", "watch"},
     {"boot", "rollout"},
     {"batches", "replay", "log_probs", "rewards", "objectives"},
     {"trainer", "worker"},
     {"config", "planning", "upstream"},
     {"launch", "cluster", "doctor", "evaluation", "data", "inference"},
-    {"cli", "catalog", "prelude_patch", "main", "__main__", "__init__"},
+    {"cli", "catalog", "rules", "prelude_patch", "main", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device
 )
 MAX_FILES = 12

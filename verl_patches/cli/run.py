@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import rows_of
-from verl_patches.cli.output import Json, print_json, say, say_command, show_plan, table
+from verl_patches.cli.output import Json, print_json, say, show_plan, table
 from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.files import all_must_exist, disk_checks
 from verl_patches.config.resolve import LayoutError
@@ -244,9 +244,9 @@ def report_plan(
     if first:
         say(first["what"], err=True)
     for way in others:
-        say_command(f"{way['what']}:", way["command"], err=True)
+        say(f"{way['what']}: {way['command']}", err=True, whole=True)
     if first:
-        say_command(f"{plan['verdict']}; next:", first["command"], err=True)
+        say(f"{plan['verdict']}; next: {first['command']}", err=True, whole=True)
     else:
         say(plan["verdict"], err=True)
     raise typer.Exit(1)
@@ -305,7 +305,7 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
         replaced = set(keys_of(row["overrides"]))
         kept = [each for each, key in zip(overrides, keys_of(overrides), strict=True) if key not in replaced]
         command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *kept, *row["overrides"]]
-        say_command(f"{number}:", shlex.join(command))
+        say(f"{number}: {shlex.join(command)}", whole=True)
     say(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
 
 

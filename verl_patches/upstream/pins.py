@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from verl_patches.errors import ConfigError
-from verl_patches.yaml_files import read_yaml
+from verl_patches.values import read_yaml
 
 PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
 VERL_KEYS = Path(__file__).resolve().parents[1] / "verl_keys.json"
