@@ -85,8 +85,8 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
     if only:
         packages = tuple(package for pin in pins.chosen(only).values() for package in pin.packages)
         rows = tuple(row for row in rows if row.target_module.split(".")[0] in packages)
-    found = roots_of(name, Trees()) if upstream is None else _roots(upstream, name, part=True)
-    here = {package: root for package, root in found.items() if package in packages}
+    roots = roots_of(name, Trees()) if upstream is None else _roots(upstream, name, part=True)
+    here = {package: root for package, root in roots.items() if package in packages}
     lacking = [package for package in packages if package not in here]
     if upstream is None and lacking:
         raise ConfigError(
