@@ -85,8 +85,8 @@ def begin(run: RunSpec, start: NextStart) -> str:
         name = take_start(homes, start.parent, source)
     except OSError as error:
         raise ConfigError(f"{homes[0]}: {_FOLDER}, found: {error}") from error
-    fresh = f"trainer.resume_mode=auto: no start of {config.recipe.run} has a checkpoint, starting from step 1"
-    begins = config.trainer.resume_mode == "auto" and start.resumed is None and saves_as_recipe(config)
+    fresh = f"trainer.resume_mode=auto: no start of {run.recipe.run} has a checkpoint, starting from step 1"
+    begins = run.verl.trainer.resume_mode == "auto" and start.resumed is None and saves_as_recipe(run)
     for text in (fresh if begins else "", start.others):
         if text:
             Progress(homes[0] / name).say(f"| {text}")
