@@ -225,7 +225,8 @@ def _show_start(plan: dict[str, Any]) -> None:
         table("traffic (modelled) and ports", ("", ""), _traffic_rows(plan))
     on = [(row["id"], row["kind"], row["target"], row["reason"]) for row in plan["patches"] if row["on"]]
     table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
-    rows = [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]]
+    values = {v["name"]: re.sub(r"rows=\S+", "rows=(the ids above)", v["value"]) for v in plan["environment"]}
+    rows = [(v["name"], values[v["name"]], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]]
     table("environment", ("name", "value", "set in", "reason", "read by"), rows)
     say(PLACES)
     refused = [c["name"] for c in plan["checks"] if c["detail"].startswith("a start is refused")]
