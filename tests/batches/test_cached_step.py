@@ -1,24 +1,21 @@
 """Tensors that stay on the workers: what the trainer sends and gets instead, and which configurations are refused."""
 
-import copy
 import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
+from tests.runs import composed
 from verl_patches.batches import cached_step, limits
 from verl_patches.batches.cached_batch import CachedBatch, padded_prompts
 from verl_patches.batches.cached_step import CachedStep
+from verl_patches.batches.checks import micro_batch_checks
 from verl_patches.batches.exchange import Ragged, mask_of, packed_ids, to_padded, unpacked_ids
 from verl_patches.batches.payloads import Advantages, ExchangeReport, LogProbs, Placement, ResponseIds
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
@@ -34,57 +31,34 @@ BUDGETS = {  # switch of a dynamic batch size: its budget
 ALL_LONGEST = [f"{budget}={LONGEST}" for budget in BUDGETS.values()]
 
 
-@pytest.fixture(scope="module")
-def refused():
-    """refused(*overrides) -> reasons; one configuration is composed, overrides are set in it."""
-    composed = compose(TINY, [])
-
-    def find(*overrides):
-        config = copy.deepcopy(composed)
-        for override in overrides:
-            key, value = override.split("=")
-            OmegaConf.update(config, key.lstrip("+"), yaml.safe_load(value), force_add=key.startswith("+"))
-        return [*limits.faults(config), *limits.budget_faults(config)]
-
-    return find
-
-
-SHUFFLE = f"{ACTOR}.shuffle=true", f"{ACTOR}.data_loader_seed=1"
-
-
-def of_check(name, *overrides):
-    return [c.detail for c in check_config(compose(name, overrides)) if c.name == "tensor cache"]
-
-
-def test_the_check_of_a_configuration_has_the_reasons():
-    assert of_check(TINY, ON) == of_check(LARGE, ON) == of_check(TINY, *SHUFFLE) == []
-    assert "shuffle is true" in of_check(TINY, ON, *SHUFFLE)[0]
+def refused(*overrides, name=TINY):
+    return [check.detail for check in micro_batch_checks(composed(name, overrides)) if not check.ok]
 
 
 REFUSED = {
     "recipe.rollout.replay=/somewhere": "recipe.rollout.replay gives responses to the trainer alone",
-    f"{ACTOR}.shuffle=true": "actor.shuffle is true: micro batches would be others",
+    f"{ACTOR}.data_loader_seed=1 {ACTOR}.shuffle=true": "actor.shuffle is true: micro batches would be others",
     "data.return_raw_chat=true": "return_raw_chat is true: raw prompts would not come back",
-    "data.custom_cls.path=pkg://mine": "custom_cls.path is pkg://mine: prompts are rebuilt as verl's own RLHFDataset",
+    "data.custom_cls.path=mine.py": "custom_cls.path is .*mine.py: prompts are rebuilt as verl's own RLHFDataset",
     f"{ROLLOUT}.response_length=32": "response_length is 32 and data.max_response_length 16: a batch rebuilt",
     f"{ROLLOUT}.prompt_length=32": "prompt_length is 32 and data.max_prompt_length 256: a batch rebuilt",
 }
 
 
 @pytest.mark.parametrize(("override", "words"), REFUSED.items(), ids=REFUSED)
-def test_combinations_that_are_not_served_are_refused_by_name(refused, override, words):
-    (reason,) = refused(ON, override)
-    assert re.search(words, reason) and refused(override) == []
+def test_combinations_that_are_not_served_are_refused_by_name(override, words):
+    (reason,) = refused(ON, *override.split())
+    assert re.search(words, reason) and refused(*override.split()) == refused(ON) == refused(ON, name=LARGE) == []
 
 
 @pytest.mark.parametrize(("switch", "budget"), BUDGETS.items())
-def test_a_budget_that_a_sample_may_not_fit_is_refused(refused, switch, budget):
+def test_a_budget_that_a_sample_may_not_fit_is_refused(switch, budget):
     assert refused(ON, f"{switch}=true", *ALL_LONGEST) == []
     reasons = refused(ON, f"{switch}=true", f"{budget}={LONGEST - 1}")
     assert re.search(f"{budget.split('.')[-1]} {LONGEST - 1}: a sample may have {LONGEST} tokens", reasons[0])
 
 
-def test_context_parallel_ranks_share_a_budget(refused):
+def test_context_parallel_ranks_share_a_budget():
     budget = f"{ACTOR}.ppo_max_token_len_per_gpu={LONGEST // 2}"
     assert len(refused(f"{ACTOR}.{DYNAMIC}=true", budget)) == 1
     assert refused(f"{ACTOR}.{DYNAMIC}=true", budget, f"{ACTOR}.megatron.context_parallel_size=2") == []

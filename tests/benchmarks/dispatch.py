@@ -40,10 +40,10 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from tests.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
 from tests.batches.logical_group import group_of, serialised_sizes
+from tests.runs import composed, config_of
 from verl_patches.batches.exchange import Ragged, model_inputs, packed_ids
 from verl_patches.batches.limits import trainer_bytes
 from verl_patches.batches.payloads import ExchangeReport, LogProbs, ResponseIds
-from verl_patches.config.compose import compose
 from verl_patches.trainer import worker_group
 from verl_patches.trainer.dispatch import put_before_calling
 
@@ -175,9 +175,8 @@ def prompts_of(count: int, of_sample: list[int]) -> DataProto:
 def cached_group(group: Any) -> worker_group.RecipeWorkerGroup:
     """The trainer's group with the tensor cache."""
     overrides = ["recipe.tensor_cache.enabled=true", f"data.max_response_length={RESPONSE}"]
-    trainer = SimpleNamespace(
-        config=compose("deepseekv3_tiny_cpu", overrides), tokenizer=SimpleNamespace(pad_token_id=0), global_steps=1
-    )
+    config, tokenizer = config_of(composed("deepseekv3_tiny_cpu", overrides)), SimpleNamespace(pad_token_id=0)
+    trainer = SimpleNamespace(config=config, tokenizer=tokenizer, global_steps=1)
     with mock.patch.object(worker_group, "is_on", lambda row: True):
         return worker_group.RecipeWorkerGroup(group, trainer, lambda step, name: None)
 

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 from typer.testing import CliRunner
 
+from tests.runs import composed
 from verl_patches.__main__ import app
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
+from verl_patches.config.files import data_checks
 from verl_patches.data import from_rollouts as module
 from verl_patches.data import sources
 from verl_patches.data.from_rollouts import Choice, chosen, from_rollouts
@@ -70,9 +70,9 @@ def run(tmp_path, tiny_model, tokenizer):
         "data.max_response_length": R_WIDTH,
         "actor_rollout_ref.model.path": str(tiny_model),
     }
-    config = compose("deepseekv3_tiny_cpu", [f"{key}={value}" for key, value in settings.items()])
+    config = composed("deepseekv3_tiny_cpu", [f"{key}={value}" for key, value in settings.items()]).verl
     folder.mkdir()
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    OmegaConf.save(config, folder / "config.yaml")
     for step, sampled in STEPS.items():
         record(folder, step, sampled, rows, tokenizer)
     return folder
@@ -200,23 +200,23 @@ def test_a_run_takes_the_output(run, tmp_path, tokenizer, tiny_model, kind, algo
     made(run, tmp_path, kind=kind)
     file = str(tmp_path / "out" / "train.parquet")
 
-    def config_of(algo):
+    def run_of(algo):
         overrides = [f"algo={algo}", f"data.train_files=[{file}]", f"data.val_files=[{file}]"]
         overrides += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
-        return compose("deepseekv3_tiny_cpu", [*overrides, f"actor_rollout_ref.model.path={tiny_model}"])
+        return composed("deepseekv3_tiny_cpu", [*overrides, f"actor_rollout_ref.model.path={tiny_model}"])
 
     def faults(algo):
-        return [check.detail for check in check_config(config_of(algo)) if check.name == "data" and not check.ok]
+        return [check.detail for check in data_checks(run_of(algo)) if not check.ok]
 
-    config = config_of(algo)
+    data = run_of(algo).verl.data
     assert faults(algo) == [] and faults("kto")  # control
-    rows = getattr(dataset, reader)([file], tokenizer, OmegaConf.merge(config.data, {"cache_dir": str(tmp_path)}))
+    rows = getattr(dataset, reader)([file], tokenizer, OmegaConf.merge(data, {"cache_dir": str(tmp_path)}))
     row = rows[0]
     text = tokenizer.decode(row["tools_kwargs"]["responses"][0], skip_special_tokens=True)
     assert text == "good" and tokenizer.decode(row["raw_prompt_ids"]).count("one two") == 1
     with pytest.raises(ConfigError, match=r"needs the columns"):  # control: the other kind of data
         other = dataset.PairData if reader == "SftData" else dataset.KtoData
-        other([file], tokenizer, OmegaConf.merge(config.data, {"cache_dir": str(tmp_path)}))
+        other([file], tokenizer, OmegaConf.merge(data, {"cache_dir": str(tmp_path)}))
 
 
 @pytest.mark.parametrize("truncation", ["left", "middle", "right"])

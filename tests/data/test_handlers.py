@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
 from tests.data.cases import HELLO, HI, RECORDS, make, read, say
-from verl_patches.config.compose import compose
-from verl_patches.config.files import check_files
+from tests.runs import composed
+from verl_patches.config.files import all_must_exist, data_checks
 from verl_patches.data import sources
 from verl_patches.data.build import make_chunk
 from verl_patches.data.handlers import HANDLERS, schema_of
@@ -146,11 +146,10 @@ def test_a_run_accepts_the_files(tmp_path, handler):
     """The run's own rule about data, for every preset that the handler is for; no preset of others takes them."""
     make(tmp_path, [RECORDS[handler](n) for n in range(80)], handler, test_size=8)
     files = [f"data.{key}_files={tmp_path}/out/{name}.parquet" for key, name in (("train", "train"), ("val", "test"))]
-    keys = ("data.train_files", "data.val_files")
 
     def faults(algorithm):
-        config = compose("deepseekv3_tiny_cpu", [f"algo={algorithm}", "data.train_batch_size=8", *files])
-        return [check.detail for check in check_files(config, keys) if check.name == "data" and not check.ok]
+        run = composed("deepseekv3_tiny_cpu", [f"algo={algorithm}", "data.train_batch_size=8", *files])
+        return [check.detail for check in data_checks(all_must_exist(run)) if not check.ok]
 
     assert {algorithm: faults(algorithm) for algorithm in USED_BY[handler] if faults(algorithm)} == {}
     other = {"maths": "sft", "gsm8k": "kto", "text": "grpo"}.get(handler, "prm" if handler != "process" else "dpo")
@@ -169,7 +168,7 @@ def test_the_runs_dataset_reads_them_and_lengths_are_as_it_counts_them(tmp_path,
     _, report = make(tmp_path, [RECORDS[handler](n) for n in range(20)], handler, **keys)
     longest, tokenizer = report["longest_tokens"], AutoTokenizer.from_pretrained(tiny_model)
     for algorithm in USED_BY[handler]:
-        name = compose("deepseekv3_tiny_cpu", [f"algo={algorithm}"]).data.custom_cls.name
+        name = composed("deepseekv3_tiny_cpu", [f"algo={algorithm}"]).verl.data.custom_cls.name
         kind = getattr(dataset, name) if name else RLHFDataset
         files = [str(tmp_path / "out" / f"{part}.parquet") for part in ("train", "test")]
         limits = {"max_prompt_length": longest["prompt"], "max_response_length": longest["response"] or 1}

@@ -4,13 +4,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests import runs
 from verl_patches.__main__ import app
-from verl_patches.config.checks import check_config, check_files
-from verl_patches.config.compose import CONFIGS_DIR, compose
-from verl_patches.config.files import PATHS
+from verl_patches.config.files import all_must_exist
+from verl_patches.config.resolve import CONFIGS_DIR, LayoutError, changed
 from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
 from verl_patches.launch.smoke import SmokeOptions, overrides_of
+from verl_patches.rules import RULES
 from verl_patches.yaml_files import read_yaml
 
 # {line: {layout: workers, tp, ep, etp, pp, what ep means, layers of the stages}}; line a3 keeps experts whole
@@ -35,37 +36,39 @@ ROLLOUTS = {"tp1": (1, 1, False), "tp2": (2, 1, True), "dp2": (1, 2, True), "tp2
 
 
 def composed(*overrides, **options):
-    """The configuration of a smoke without the places of model and data."""
+    """Return the facts of a smoke without the places of model and data."""
     options = SmokeOptions(overrides, **options)
-    return compose(options.config_name, overrides_of(options))
+    return runs.composed(options.config_name, overrides_of(options))
+
+
+def faults(run):
+    return [check.detail for check in RULES.checks(run) if not check.ok]
 
 
 @pytest.mark.parametrize(("line", "layout"), [(line, layout) for line in LAYOUTS for layout in LAYOUTS[line]])
 def test_a_layout_has_the_sizes_of_its_line_and_passes_all_checks(line, layout):
-    config = composed(f"layout={layout}", line=line)
-    megatron, train = config.actor_rollout_ref.actor.megatron, config.recipe.train
-    sizes = [megatron[f"{name}_parallel_size"] for name in ("tensor_model", "expert_model", "expert_tensor")]
-    sizes = config.trainer.n_gpus_per_node, *sizes, megatron.pipeline_model_parallel_size
-    assert (*sizes, train.expert_split, train.layers_per_stage) == LAYOUTS[line][layout]
-    assert [check for check in check_config(config) if not check.ok] == []
+    run = composed(f"layout={layout}", line=line)
+    sizes = [getattr(run.train, name) for name in ("world_size", "tp", "ep", "etp", "pp")]
+    assert (*sizes, run.recipe.train.expert_split, run.recipe.train.layers_per_stage) == LAYOUTS[line][layout]
+    assert faults(run) == []
 
 
 @pytest.mark.parametrize("rollout", ROLLOUTS)
 def test_a_rollout_has_its_sizes_and_goes_with_layouts_that_have_its_ranks(rollout):
     for layout, workers in (("ep2", 2), ("tp2ep2", 4)):
-        config = composed(f"layout={layout}", f"rollout={rollout}")
-        vllm = config.actor_rollout_ref.rollout
-        tp, engine = vllm.tensor_model_parallel_size, vllm.engine_kwargs.vllm
-        assert (tp, engine.data_parallel_size, engine.enable_expert_parallel) == ROLLOUTS[rollout]
-        faults = [check.detail for check in check_config(config) if not check.ok]
-        fits = tp * engine.data_parallel_size <= workers
-        assert faults == [] if fits else "4 ranks, expected all 2" in faults[0] and "layout=tp2ep2" in faults[0]
+        tp, dp, _ = ROLLOUTS[rollout]
+        if tp * dp > workers:
+            with pytest.raises(LayoutError, match="4 ranks, expected all 2 .*layout=tp2ep2"):
+                composed(f"layout={layout}", f"rollout={rollout}")
+            continue
+        run = composed(f"layout={layout}", f"rollout={rollout}")
+        engine = run.engine["data_parallel_size"], run.engine["enable_expert_parallel"]
+        assert (run.rollout.tp, *engine) == ROLLOUTS[rollout] and faults(run) == []
 
 
 def test_an_override_wins_over_the_layout_and_the_last_layout_counts():
-    config = composed("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "layout=tp2", "layout=ep2")
-    megatron = config.actor_rollout_ref.actor.megatron
-    assert (megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size) == (2, 2)
+    train = composed("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "layout=tp2", "layout=ep2").train
+    assert (train.tp, train.ep) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +90,11 @@ def test_an_option_of_before_is_refused_with_the_new_words(old):
 def test_options_reach_the_config(tmp_path):
     odd = tmp_path / "a b=c,d'e[1]{2}"  # Hydra's grammar gives each of these a meaning
     odd.mkdir()
-    config = composed(steps=7, dtype="bf16", replay_rollout=odd, run="named", seed=3)
-    assert (config.trainer.total_training_steps, config.recipe.dtype, config.recipe.run) == (7, "bf16", "named")
-    assert config.recipe.rollout.replay == str(odd)
-    seeds = (config.data.seed, config.actor_rollout_ref.rollout.seed, config.actor_rollout_ref.actor.megatron.seed)
-    assert seeds == (3, 3, 3)
+    run = composed(steps=7, dtype="bf16", replay_rollout=odd, run="named", seed=3)
+    assert (run.verl.trainer.total_training_steps, run.recipe.dtype, run.recipe.run) == (7, "bf16", "named")
+    assert run.recipe.rollout.replay == str(odd)
+    section = run.verl.actor_rollout_ref
+    assert (run.verl.data.seed, section.rollout.seed, section.actor.megatron.seed) == (3, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +132,11 @@ def test_the_choices_without_a_word_are_those_of_the_configs(name):
 
 
 def test_learning_takes_the_steps_of_its_config_without_an_option():
-    assert composed().trainer.total_training_steps == 3
+    assert composed().verl.trainer.total_training_steps == 3
     learn = composed(learn=True)
-    assert learn.trainer.total_training_steps == 40
+    assert learn.verl.trainer.total_training_steps == 40
     assert learn.recipe.rewards == [{"name": "learnable"}]
-    assert [c for c in check_config(learn) if not c.ok] == []
+    assert faults(learn) == []
 
 
 @pytest.mark.parametrize(
@@ -184,12 +187,11 @@ def test_model_and_data_are_made_once(tmp_path, learn):
     first.make(said.append)
     assert len(said) == (2 if learn else 3)  # the model, and each task's data
     options = SmokeOptions(learn=learn)
-    config = compose(options.config_name, overrides_of(options, first.overrides))
-    assert Path(config.actor_rollout_ref.model.path, "config.json").is_file()
-    assert [check for check in check_files(config, PATHS) if not check.ok] == []
-    config.recipe.model_shape = "model/deepseekv3_671b.json"  # another one than that of the model made
-    assert "model shape" in {check.name for check in check_files(config, PATHS) if not check.ok}
-    files = [*config.data.train_files, *config.data.val_files]
+    run = all_must_exist(runs.composed(options.config_name, overrides_of(options, first.overrides)))
+    assert (run.model_folder / "config.json").is_file() and faults(run) == []
+    other = changed(run, {"recipe.model_shape": "model/deepseekv3_671b.json"})  # than that of the model made
+    assert "is not of recipe.model_shape" in faults(other)[0]
+    files = [*run.verl.data.train_files, *run.verl.data.val_files]
     assert len(files) == 2 * (len(said) - 1)
     first.make(said.append)
     assert len(said) == len(files) // 2 + 1

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from tests.near_ties import norm_tolerance
 from verl_patches.config import hccl
-from verl_patches.config.environment import FACTS
+from verl_patches.config.environment import COMPOSED, FACTS
 from verl_patches.launch.smoke import PROVED
-from verl_patches.layout.parallel import world_size
 from verl_patches.planning.memory_plan import recompute_keys
 from verl_patches.planning.search import as_overrides
+from verl_patches.spec import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 # mixed batches of decodes and prefills need the ring kernel, or whole prompts
@@ -83,12 +83,12 @@ def is_not_made_here(group, world):
 
 def assert_buffers_as_planned(run):
     """Groups of the first worker, of more than one rank, in the order in which they were made."""
-    config = OmegaConf.load(run.folder / "config.yaml")
+    spec = read_run((run.folder / FACTS).read_text(), OmegaConf.load(run.folder / COMPOSED))
     made = [group for group in run.summary["emulated"]["groups"] if group["ranks"] > 1]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(hccl, "MC2_FROM_RANKS", 2)  # here
-        planned = [group for group in hccl.groups(config) if not is_not_made_here(group, world_size(config))]
-    small = config.recipe.hccl.small_groups_mib
+        planned = [group for group in hccl.groups(spec) if not is_not_made_here(group, spec.world_size)]
+    small = spec.recipe.hccl.small_groups_mib
     assert [(group["ranks"], group["config"].get("hccl_buffer_size")) for group in made] == [
         (group.ranks, small if group.small else None) for group in planned
     ]

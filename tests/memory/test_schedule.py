@@ -1,6 +1,8 @@
 """The schedule of a step as a table: what each schedule promises, its simulation, and tables that must be refused."""
 
+import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from tests.runs import composed
 from verl_patches.memory.schedule import (
     CRITIC,
     LOADS,
@@ -22,6 +25,7 @@ from verl_patches.memory.schedule import (
     schedule_of,
     simulate,
 )
+from verl_patches.recipe.schema import Recipe, Train, WeightSync
 
 VARIANTS = (in_sleep_mode(copied=True), in_sleep_mode(copied=False))
 SCHEDULES = (SCHEDULE, *VERL.values(), *VARIANTS)
@@ -135,14 +139,20 @@ def test_moves_of_a_step_of_ours():
     assert stays[:3] == ["empty_cache", "empty_cache", "load ref_params"]
 
 
+@functools.cache
+def tiny():
+    return composed("deepseekv3_tiny_cpu")
+
+
 def of_run(rows, by_vllm=False, synced=True, skip=False, one_memory=False, **offload):
     """(name of the schedule, groups that stay) of a run; `offload`: param_, optimizer_ or ref_offload that are off."""
     actor = {name: offload.get(name, True) for name in ("param_offload", "optimizer_offload")}
     ref = {"param_offload": offload.get("ref_offload", True)}
     section = {"actor": {"megatron": actor}, "ref": {"megatron": ref}, "rollout": {"enforce_eager": not by_vllm}}
-    recipe = {"line": "a3", "weight_sync": {"enabled": synced}, "train": {"skip_old_log_prob": skip}}
-    recipe |= {"rollout": {"ascend": {"vllm_sleep_mode": True}}, "objective": {"name": "rl"}, "rewards": None}
-    schedule, stays = schedule_of(OmegaConf.create(section), OmegaConf.create(recipe), rows.split(), one_memory)
+    recipe = Recipe(train=Train(skip_old_log_prob=skip), line="a3", weight_sync=WeightSync(synced))
+    recipe.rollout.ascend.vllm_sleep_mode = True
+    run = replace(tiny(), recipe=recipe, rows=frozenset(rows.split()))
+    schedule, stays = schedule_of(run, OmegaConf.create(section), one_memory=one_memory)
     return schedule.name, stays
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.model import parity
 from tests.model.mindspeed_start import LAYOUTS
 from tests.near_ties import assert_all_but_few_below, norm_tolerance
-from verl_patches.config.compose import compose
+from tests.runs import composed
 
 LOAD, JOBS = ["recipe.expert_load=true"], "mindspeed_job"
 WORKER = f"{JOBS}:worker_job"
@@ -162,8 +162,8 @@ def test_each_stage_recomputes_its_own_number_of_layers(run_a3, one_rank, layers
 @pytest.mark.nightly
 def test_swapped_optimizer_gives_the_same_update(run_a3):
     """In bf16: alone, and with the other settings of production, of which it is off alone too."""
-    train = compose("deepseekv3_256die_true_weight").recipe.train
-    assert all(train[key] for key in PRODUCTION)
+    train = composed("deepseekv3_256die_true_weight").recipe.train
+    assert all(getattr(train, key) for key in PRODUCTION)
     plain, swapped, without, all_three = (
         run_a3(WORKER, LAYOUTS["tp2_extends_ep"], train=dict.fromkeys(keys, True), more=ALL_LAYERS, dtype="bf16")
         for keys in ((), PRODUCTION[2:], PRODUCTION[:2], PRODUCTION)

@@ -1,7 +1,9 @@
 """The reward manager: how parts add up, and that an error in one ends the run with its name."""
 
+import functools
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from verl import DataProto
 from verl.trainer.ppo import reward as verls
 from verl.workers.reward_manager import NaiveRewardManager
 
+from tests.runs import composed
+from verl_patches.recipe.rewards import reward_parts
 from verl_patches.rewards import manager
 from verl_patches.rewards.manager import RewardError, load_parts
 from verl_patches.rewards.parts import part_means
@@ -33,9 +37,15 @@ class Tokenizer:
         return "".join(chr(number) for number in ids.tolist() if number < 128 or not skip_special_tokens)
 
 
+@functools.cache
+def tiny():
+    return composed("deepseekv3_tiny_cpu")
+
+
 def config_of(*entries, **more):
-    rewards = None if entries == (None,) else list(entries)
-    section = {"data": {"reward_fn_key": "data_source", "max_response_length": 8}, "recipe": {"rewards": rewards}}
+    parts = reward_parts(None if entries == (None,) else entries, more.get("custom_reward_function", {}))
+    section = {"data": {"reward_fn_key": "data_source", "max_response_length": 8}}
+    section["run"] = replace(tiny(), rewards=parts).text()
     return OmegaConf.create({**section, "reward_model": {"reward_manager": "naive"}, **more})
 
 

@@ -11,9 +11,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl import DataProto
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
+from tests.runs import composed
 from verl_patches.errors import ConfigError
+from verl_patches.rules import RULES
 from verl_patches.trainer.keep_groups import KeepGroupsError, KeptGroups
 
 SIZE, N, PROMPTS = 2, 3, 10
@@ -141,7 +141,7 @@ def test_a_resumed_run_draws_what_the_run_would_have_drawn():
 
 
 def refusals(*overrides):
-    checks = check_config(compose("deepseekv3_tiny_cpu", ["recipe.keep_groups.metric=score", *overrides]))
+    checks = RULES.checks(composed("deepseekv3_tiny_cpu", ["recipe.keep_groups.metric=score", *overrides]))
     return [check.detail for check in checks if check.name == "keep groups" and not check.ok]
 
 

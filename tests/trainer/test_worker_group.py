@@ -12,12 +12,12 @@ from uuid import UUID
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
-from verl_patches.config.compose import compose
+from tests.runs import composed, config_of
+from verl_patches.config.resolve import changed
 from verl_patches.errors import ConfigError
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.log_probs import truth_check
@@ -39,11 +39,13 @@ def four_ranks():
     settings = ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4"]
     settings += ["data.train_batch_size=8", "data.max_prompt_length=3", f"data.max_response_length={LENGTH}"]
     settings += [f"{rollout}.tensor_model_parallel_size=2", f"{rollout}.temperature=0.9", f"{rollout}.top_p=0.9"]
-    return compose("deepseekv3_tiny_cpu", [*settings, f"{rollout}.top_k=50"])
+    return composed("deepseekv3_tiny_cpu", [*settings, f"{rollout}.top_k=50"])
 
 
-def config_of(**recipe):
-    return OmegaConf.merge(four_ranks(), {"recipe": recipe})
+def run_with(**recipe):
+    """`four_ranks` with other keys of sections of `recipe`."""
+    keys = {f"recipe.{name}.{key}": value for name, section in recipe.items() for key, value in section.items()}
+    return changed(four_ranks(), keys)
 
 
 class Workers:
@@ -82,7 +84,7 @@ class Workers:
 
 
 def group_of(record_to=None, calls=None, actor=None, profile_to=None, **recipe):
-    config, tokenizer = config_of(**recipe), SimpleNamespace(pad_token_id=0)
+    config, tokenizer = config_of(run_with(**recipe)), SimpleNamespace(pad_token_id=0)
     trainer = SimpleNamespace(config=config, tokenizer=tokenizer, global_steps=0, train_dataloader=[])
     workers, names = Workers(), [] if calls is None else calls
     return RecipeWorkerGroup(workers, trainer, lambda *call: names.append(call), record_to, actor, profile_to), workers
@@ -278,8 +280,6 @@ def test_the_tensor_cache_needs_its_key_and_its_row(monkeypatch, enabled, row):
     ({"action": "off"}, REPLAY, None),
 ])  # fmt: skip
 def test_a_setting_that_cannot_be_checked_is_refused_by_name(check, others, words):
-    config = config_of(logprob_check={"every": 2, **check})
-    for key, value in others.items():
-        OmegaConf.update(config, key, value)
-    faults = list(truth_check.faults(config))
+    run = changed(run_with(logprob_check={"every": 2, **check}), others)
+    faults = [found.detail for found in truth_check.truth_check_checks(run) if not found.ok]
     assert len(faults) == (words is not None) and all(re.search(words, fault) for fault in faults), faults

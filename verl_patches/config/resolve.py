@@ -44,9 +44,9 @@ def resolve(
     """Return the facts of a run of `config`, a composed configuration, which becomes read-only.
 
     catalogue: rows of all lines, of which those that the run needs are on. given: keys that the command line sets.
-    trees: checkouts that the run imports. shape_file: a config.json with the model's sizes in the place of
-    recipe.model_shape's. applied: ids of the rows that are on already, by the import alone. Raises LayoutError where a
-    layout cannot be built, and ConfigError for rewards, switches or a model file that are invalid.
+    trees: checkouts that the run imports. shape_file: a config.json, or the folder of one, with the model's sizes in
+    the place of recipe.model_shape's. applied: ids of the rows that are on already, by the import alone. Raises
+    LayoutError where a layout cannot be built, and ConfigError for rewards, switches or a model file that are invalid.
     """
     recipe, rows = recipe_from(OmegaConf.to_container(config.recipe)), tuple(catalogue)
     switches = Switches(recipe.line, recipe.platform, tuple(recipe.patches), recipe.drift)
