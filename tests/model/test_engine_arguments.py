@@ -28,7 +28,7 @@ def _words(run) -> list[str]:
 
 
 def _tiny(*overrides: str):
-    return compose("deepseekv3_tiny_cpu", overrides, rows_of)
+    return compose("deepseekv3_tiny_cpu", ["trainer.n_gpus_per_node=4", *overrides], rows_of)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,8 @@ def test_worker_section_says_the_same_as_the_whole_configuration(die256):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([f"{ACTOR}virtual_pipeline_model_parallel_size=2"], "virtual_pipeline_model_parallel_size is 2"),
+        ([f"{ACTOR}pipeline_model_parallel_size=2", f"{ACTOR}virtual_pipeline_model_parallel_size=2"],
+         "virtual_pipeline_model_parallel_size is 2"),
         ([*CP, "recipe.train.use_remove_padding=false"], "parts are those of packed sequences"),
         (["recipe.train.use_remove_padding=false", "recipe.train.router_bias_update_rate=0.001"], "count as tokens"),
         ([*CP, "recipe.train.routing_replay=R2"], "the experts of its own part of a micro batch"),
