@@ -20,7 +20,7 @@ FLOORS = (
     {"boot", "rollout"},
     {"batches", "replay", "log_probs", "rewards", "objectives"},
     {"trainer", "worker"},
-    {"config", "planning", "upstream"},
+    {"config", "features", "planning", "upstream"},
     {"launch", "cluster", "doctor", "evaluation", "data", "inference"},
     {"cli", "catalog", "rules", "prelude_patch", "main", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device

@@ -171,8 +171,9 @@ def show_plan(plan: dict[str, Any], run: RunSpec) -> None:
         _show_figures(plan, title, key, columns)
     on = [(row["id"], row["kind"], row["target"], row["reason"]) for row in plan["patches"] if row["on"]]
     table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
+    values = {v["name"]: re.sub(r"rows=\S+", "rows=(the ids above)", v["value"]) for v in plan["environment"]}
     rows = [
-        (f"{each['name']}={each['value']}", _SET_IN[each["where"]], f"{each['reason']} [{each['read_by']}]")
+        (f"{each['name']}={values[each['name']]}", _SET_IN[each["where"]], f"{each['reason']} [{each['read_by']}]")
         for each in plan["environment"]
     ]
     table("environment", ("variable", "set in", "reason [read by]"), rows)

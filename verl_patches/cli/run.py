@@ -208,7 +208,7 @@ def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpe
 def check_switches(run: RunSpec) -> None:
     """ConfigError for a switch that switches off a row that another needs, or for other switches in the shell."""
     in_shell = os.environ.get(VARIABLE)
-    Engine(rows_of(run.platform), run.switches)
+    Engine(rows_of(run.platform), run.process_switches)
     if in_shell and parse(in_shell) != run.switches:
         raise ConfigError(
             f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {run.switches.text()!r}, which is "
