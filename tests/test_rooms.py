@@ -121,8 +121,12 @@ def crowded(sizes):
 
 
 def test_no_room_has_more_files_than_a_reader_can_name():
-    """Counted by folder, __init__.py too: a larger one is two rooms, or has helpers that belong in their callers."""
-    sizes = Counter(str(file.parent.relative_to(ROOT)) for file in PACKAGE.rglob("*.py"))
+    """Counted by folder, __init__.py too: a larger one is two rooms, or has helpers that belong in their callers.
+
+    A file beside the folders is a room of its own.
+    """
+    files = (file for file in PACKAGE.rglob("*.py") if file.parent != PACKAGE)
+    sizes = Counter(str(file.parent.relative_to(ROOT)) for file in files)
     assert sizes["verl_patches/patching"] > 1 and crowded(sizes) == {}
     assert crowded({"verl_patches/helpers": MAX_FILES + 1}) == {"verl_patches/helpers": MAX_FILES + 1}  # control
 

@@ -107,9 +107,10 @@ def smoke_command(
         replay_rollout = output_root() / replay_rollout
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
     inputs = smoke.inputs_of(options, output_root() / "cache")
-    spec = composed(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))
+    spec = _to_start(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))
     spec = replace(spec, given=frozenset(keys_of(overrides)))  # model and data are made below
     off = _require_startable(spec)
+    require_verl(spec.line, spec.trees)
     dirty = refuse_modified(spec)
     _end_unless(disk_checks(spec, starts=True))
     with _progress(as_json, wide, off) as show:
@@ -135,10 +136,11 @@ def train_command(
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json)
-    run = composed(config_name, overrides, trees)
+    run = _to_start(config_name, overrides, trees)
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
     require_platform(run.platform)
+    require_verl(run.line, run.trees)
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
     _end_unless([*_file_checks(run), *disk_checks(run, starts=True)])
@@ -147,16 +149,24 @@ def train_command(
     _report(outcome, run, as_json, off)
 
 
+def _to_start(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
+    """Return `composed` of a run that is to start; exit code 1, as of a failed rule, where it has no layout."""
+    try:
+        return composed(config_name, overrides, trees)
+    except LayoutError as error:
+        typer.echo(f"verl_patches: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
 def _require_startable(run: RunSpec) -> str:
     """Refuse a run that cannot start, before anything is written; return a sentence about rows that are switched off.
 
-    ConfigError for a start, a key or a version of verl that cannot be; exit code 1 where a rule fails.
+    ConfigError for a start or a key that cannot be; exit code 1 where a rule fails.
     """
     require_trees(run)
     run_folder.require_start(run)
     _end_unless(RULES.checks(run))
     _refuse_without_effect(run)
-    require_verl(run.line, run.trees)
     return said_off(run.switches.switched_off(rows_of(run.platform)))
 
 
