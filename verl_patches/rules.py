@@ -21,6 +21,7 @@ from verl_patches.rewards.checks import reward_checks, reward_model_checks
 from verl_patches.rollout.checks import ascend_checks, rollout_checks
 from verl_patches.spec import Rule, Rules
 from verl_patches.trainer.checks import checkpoint_checks, keep_groups_checks, profile_checks, restart_checks
+from verl_patches.upstream.checkouts import verl_checks
 from verl_patches.upstream.support import support_checks
 
 # files that the command line names must be on this machine, and all of them where a run starts
@@ -60,4 +61,4 @@ SIZES: tuple[Rule, ...] = (
     support_checks,
     hccl_checks,
 )
-RULES = Rules(FILES, SIZES, machine=(environment_checks, disk_checks))
+RULES = Rules(FILES, SIZES, machine=(environment_checks, disk_checks, verl_checks))

@@ -240,17 +240,17 @@ class RunSpec:
 
     def text(self) -> str:
         """Return the facts that the controller and workers need as JSON text; `run_of` reads them."""
-        facts = {name: getattr(self, name) for name in ("hf_config", "engine")}
         return json.dumps(
             {
-                **{name: dict(value) for name, value in facts.items()},
                 "recipe": asdict(self.recipe),
                 "switches": self.switches.text(),
                 "rows": sorted(self.rows),
                 "model": asdict(self.model),
                 "max_positions": self.max_positions,
+                "hf_config": dict(self.hf_config),
                 "train": str(self.train),
                 "rollout": str(self.rollout),
+                "engine": dict(self.engine),
                 "rewards": [[part.where, part.label, asdict(part.entry)] for part in self.rewards],
                 "has_critic": self.has_critic,
             }

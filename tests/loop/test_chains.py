@@ -20,6 +20,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 from tests.inference.reference import greedy_texts
+from tests.near_ties import near_ties
 from verl_patches.rewards.learnable import DATA_SOURCE
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
@@ -114,15 +115,15 @@ def log_prob_error(folder, recording):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, attn_implementation="eager").eval()
-    found = []
-    for ids, mask, expected in zip(
-        recording["input_ids"][:8], recording["attention_mask"].bool(), recording["rollout_log_probs"], strict=False
-    ):
+    found, (inputs, masks) = [], (recording[name][:8] for name in ("input_ids", "attention_mask"))
+    comparable = near_ties(model, inputs, masks).comparable
+    for row, (ids, mask) in enumerate(zip(inputs, masks.bool(), strict=True)):
+        expected = recording["rollout_log_probs"][row]
         count = mask[-len(expected) :].sum()
         logits = model(ids[mask][None], use_cache=False).logits[0, -1 - count : -1].log_softmax(-1)
         sampled = logits.gather(-1, ids[mask][-count:, None])[:, 0]
-        found.append((sampled - expected[:count]).abs().mean())
-    return torch.stack(found).mean().item()
+        found.append((sampled - expected[:count]).abs()[comparable[row][mask][-1 - count : -1]])
+    return torch.cat(found).mean().item()
 
 
 def test_sft_trains_on_the_rows_that_were_built(chain):

@@ -7,6 +7,7 @@ import pytest
 from loop_runs import ARRIVAL, PPO, hook, metrics_of
 from safetensors.torch import load_file
 
+from tests.near_ties import norm_tolerance
 from verl_patches.batches.limits import trainer_bytes
 
 pytestmark = pytest.mark.slow
@@ -105,7 +106,7 @@ def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
     cached, plain = smoke(ON, DYNAMIC, budget(272), hook("print_bytes")), smoke()
     assert_bytes_are_modelled(cached)
     for step, other in zip(cached.steps, plain.steps, strict=True):
-        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=norm_tolerance(step["step"], 1e-4))
         assert step["logprob_delta"]["mean"] < 1e-5
         assert 1 <= step["tensor_cache"]["balance"] < 1.1
     assert "global_seqlen/" not in cached.log and "global_seqlen/" in plain.log
@@ -117,8 +118,8 @@ def test_ppo_has_the_same_steps_but_for_rounding(smoke):
     assert cached.steps[0]["reward"] == plain.steps[0]["reward"]  # of step 2 the weights differ by rounding
     for step, other in zip(cached.steps, plain.steps, strict=True):
         assert step["tensor_cache"]["received_bytes"] > 0
-        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-        assert step["critic"] == pytest.approx(other["critic"], rel=1e-4)
+        for key in ("grad_norm", "critic"):
+            assert step[key] == pytest.approx(other[key], rel=norm_tolerance(step["step"], 1e-4))
 
 
 @pytest.mark.upstream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,7 +147,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
         return found
     found["scored"] = scores_of(section, tensors, [folder / "reward_0", folder / "reward_1"])
     worker.checkpoint = worker.checkpoint or WorkerCheckpoint(worker)  # line a3 has no row checkpoint.parts here
-    checkpoint = folder / f"critic_{section.recipe.line}"
+    checkpoint = found["checkpoint"] = folder / f"critic_{section.recipe.line}"
     if not checkpoint.exists():
         dist.barrier()
         save(worker, checkpoint, section)
@@ -183,6 +184,7 @@ def save(worker, checkpoint: Path, section: DictConfig) -> None:
     worker.finish_checkpoint()
     dist.barrier()
     if dist.get_rank() == 0:
+        shutil.copy(Path(section.model.path, "config.json"), checkpoint)
         complete(checkpoint)
     dist.barrier()
 

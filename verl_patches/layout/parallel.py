@@ -19,6 +19,7 @@ import math
 import operator
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from verl_patches.errors import ConfigError
 
@@ -55,7 +56,7 @@ class ParallelLayout:
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    etp: int | None = None
+    etp: int = None  # type: ignore[assignment]  # a number once it is made
     pp: int = 1
     vpp: int = 1
     layers_per_stage: tuple[int, ...] | None = None
@@ -207,19 +208,19 @@ def parse_layout(text: str) -> ParallelLayout:
     Words in any order: tp cp pp vpp ep etp with a size, @ranks (required), layers=... . Sizes left out are 1, etp left
     out is tp. Raises ConfigError for a word that is unknown, repeated, or unreadable.
     """
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for word in text.split():
         if match := re.fullmatch(r"(tp|cp|pp|vpp|ep|etp|@)(\d+)", word):
-            name, value = match[1].replace("@", "world_size"), int(match[2])
-        elif match := re.fullmatch(r"layers=(\d+(?:,\d+)*)", word):
-            name, value = "layers_per_stage", tuple(map(int, match[1].split(",")))
+            name, value = match[1].replace("@", "world_size"), match[2]
+        elif match := re.fullmatch(r"(layers)=(\d+(?:,\d+)*)", word):
+            name, value = "layers_per_stage", match[2]
         else:
             raise ConfigError(
                 f'layout {text!r}: cannot read {word!r}; expected words such as "tp4 pp8 ep32 etp1 @256 layers=7,8"'
             )
         if name in values:
             raise ConfigError(f"layout {text!r}: {name} is given twice")
-        values[name] = value
+        values[name] = tuple(map(int, value.split(","))) if name == "layers_per_stage" else int(value)
     if "world_size" not in values:
         raise ConfigError(f'layout {text!r}: the number of ranks is missing; add it as "@256"')
     return ParallelLayout(**values)

@@ -102,7 +102,7 @@ class Engine:
             due = [
                 (row.spec.target_module, row.hook)
                 for row in self._order
-                if row.module is None and not row.spec.is_module_stub
+                if row.hook is not None and row.module is None and not row.spec.is_module_stub
             ]
         for name, hook in due:
             hooks.after_import(name, hook)
@@ -125,7 +125,7 @@ class Engine:
             prepared = self._unmet(row.spec) or prepared
             row.take_out()  # of an earlier copy of the module, which was dropped when patching it failed
             if prepared.place is not None:
-                prepared = row.put(prepared)
+                prepared = row.put(prepared, prepared.place)
                 self._open_bindings.update(row.spec.bindings if row.in_place else ())
                 for binding in row.spec.bindings:
                     self._bind(row, binding)
@@ -232,8 +232,11 @@ class Engine:
 
     def _uppermost(self, target: str, found: Any) -> Any:
         """The object of the uppermost row that was put over `found` at a target; `found` where no row is over it."""
-        same = [row for row in self._order if row.spec.target == target and row.place and row.spec.kind != "override"]
-        over = {id(row.place.found): row.installed for row in same if row.place.found is not MISSING}
+        over = {}
+        for row in self._order:
+            place = row.place if row.spec.target == target and row.spec.kind != "override" else None
+            if place is not None and place.found is not MISSING:
+                over[id(place.found)] = row.installed
         while id(found) in over:
             found = over[id(found)]
         return found

@@ -180,9 +180,8 @@ class Row:
         """True where upstream is not as reviewed and this row was not applied."""
         return self.state == "unsupported" or (self.state == "drifted" and not self.in_place)
 
-    def put(self, prepared: Prepared) -> Prepared:
+    def put(self, prepared: Prepared, place: Slot) -> Prepared:
         """Change upstream at the target; a place that cannot be set makes the row unsupported."""
-        place = prepared.place
         try:
             if self.spec.kind == "register":
                 entries = {key: (place.found.get(key, MISSING), value) for key, value in prepared.new.items()}
@@ -200,12 +199,13 @@ class Row:
 
     def take_out(self) -> None:
         """Restore the original wherever our object still is."""
-        for binding in self.spec.bindings if self.place else ():
-            if peek(binding) is self.installed:
-                place = slot(binding)
-                setattr(place.holder, place.attribute, self.place.found)
-        if self.place and self.spec.kind != "override" and self.place.current() is self.installed:
-            self.place.restore()
+        if self.place is not None:
+            for binding in self.spec.bindings:
+                if peek(binding) is self.installed:
+                    place = slot(binding)
+                    setattr(place.holder, place.attribute, self.place.found)
+            if self.spec.kind != "override" and self.place.current() is self.installed:
+                self.place.restore()
         for key, (before, ours) in self.entries.items():
             if self.registry.get(key) is ours:
                 self.registry.pop(key) if before is MISSING else self.registry.__setitem__(key, before)

@@ -112,16 +112,17 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
         "a target without ':' is a module: kind must be stub": is_module and spec.kind != "stub",
         "a module stub has no bindings and can need no row": is_module and bool(bindings or needs),
         f"provider {spec.provider!r} must be module:qualname": not is_module and ":" not in spec.provider,
-        "why and exit must not be empty": not spec.why or not spec.exit,
+        "why and exit must not be empty": not (spec.why and spec.exit),
         "a registered entry has no bindings": spec.kind == "register" and bool(bindings),
         "an override must name the subclass row that it is a method of in needs": without_class,
         **{f"needs names {other!r}, which is no row": other not in by_id for other, _, _ in needs},
     }
     for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):
         given = getattr(spec, field)
-        wrong[f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}"] = not given or given - set(allowed)
+        is_wrong = not given or not given <= {*allowed}
+        wrong[f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}"] = is_wrong
     for name, at, only in (*bindings, *needs):
-        wrong[f"{name!r} is for line {only!r}, which the row is not for"] = at and only not in spec.lines
+        wrong[f"{name!r} is for line {only!r}, which the row is not for"] = bool(at) and only not in spec.lines
     return [fault for fault, is_wrong in wrong.items() if is_wrong]
 
 

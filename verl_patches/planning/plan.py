@@ -32,7 +32,6 @@ from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
 from verl_patches.ray_nodes import ray_start
 from verl_patches.spec import RunSpec
-from verl_patches.upstream.checkouts import verl_check
 
 DRIVER_MODULE = "verl_patches.main"
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
@@ -60,7 +59,7 @@ def build_plan(
     environment, commands. Ranks and groups are whole lists. memory, step, start, traffic and ports are None where
     layers or experts cannot be split.
     """
-    checks = [*checks, _verl(run)]
+    checks = list(checks)
     ok = {check.name: check.ok for check in checks}
     memory = inference = None
     if run.platform == "npu" and ok.get("rollout experts", True):
@@ -121,12 +120,6 @@ def _rollout(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
         "groups": {name: ranks for name, ranks in groups.items() if len(ranks[0]) > 1},
         "ranks": _ranks(layout, ("edp", "dp", "tp"), experts, True),
     }
-
-
-def _verl(run: RunSpec) -> Check:
-    """Check the version of verl: a plan can be made over any, a start needs the line's own."""
-    fits, said = verl_check(run.line, run.trees)
-    return Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
 
 
 def _memory(plan: dict[str, Any]) -> Check:

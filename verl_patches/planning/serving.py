@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from verl_patches.config import hccl
-from verl_patches.config.resolve import changed
 from verl_patches.errors import Check, ConfigError
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.planning.expected import served_bytes
 from verl_patches.planning.memory_plan import die_bytes, inventory_of
 from verl_patches.spec import RunSpec
-
-_TRAIN_SIZES = [
-    f"actor_rollout_ref.actor.megatron.{name}_parallel_size"
-    for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-]
 
 
 def instance_of(run: RunSpec) -> RunSpec:
@@ -26,16 +22,17 @@ def instance_of(run: RunSpec) -> RunSpec:
             f"a rollout instance has {tp * dp} ranks (tp {tp} x recipe.rollout.dp {dp}), expected whole nodes of "
             f"trainer.n_gpus_per_node={dies} dies: change one of them"
         )
-    return _on_dies(run, tp * dp // dies, dies)
+    return _alone(run, dp, dies, run.recipe.rollout.expert_parallel)
 
 
-def _on_dies(run: RunSpec, nodes: int, dies: int, **rollout: Any) -> RunSpec:
-    """Return `run` as one instance on `nodes` x `dies` that trains nothing: a run on fixed data has no rollout."""
-    sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": dies, "recipe.objective.name": "rl"}
-    sizes |= {f"recipe.rollout.{key}": value for key, value in {"instances": 1, **rollout}.items()}
-    alone = dict.fromkeys(_TRAIN_SIZES, 1) | {"recipe.train.layers_per_stage": None}
-    alone["actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"] = None
-    return changed(run, {**alone, **sizes})
+def _alone(run: RunSpec, dp: int, dies: int, expert_parallel: bool) -> RunSpec:
+    """Return `run` as one instance on nodes of `dies` that samples and trains nothing beside it."""
+    layout = rollout_layout(1, dp, run.rollout.tp, expert_parallel)
+    rollout = replace(run.recipe.rollout, dp=dp, instances=1, expert_parallel=expert_parallel)
+    recipe = replace(run.recipe, rollout=rollout, objective=replace(run.recipe.objective, name="rl"))
+    nodes = {"trainer.nnodes": layout.world_size // dies, "trainer.n_gpus_per_node": dies}
+    alone = ParallelLayout(layout.world_size)
+    return replace(run.with_verl(nodes), recipe=recipe, train=alone, rollout=layout)
 
 
 def instance_checks(run: RunSpec) -> list[Check]:
@@ -58,7 +55,7 @@ def serving_plan(run: RunSpec) -> dict[str, Any]:
     found = {"dies": dies, "dtype": run.recipe.dtype}
     experts = run.model.n_routed_experts
     for ranks in (number for number in range(dies, experts + 1, dies) if not (experts % number or number % tp)):
-        tried = _on_dies(run, ranks // dies, dies, dp=ranks // tp, expert_parallel=True)
+        tried = _alone(run, ranks // tp, dies, True)
         need, share = _on_a_die(tried)
         if need <= share and hccl.check_machine(tried).ok:
             return {**found, "nodes": ranks // dies, "dp": ranks // tp, "die_bytes": need, "share_bytes": share}

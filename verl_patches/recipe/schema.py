@@ -513,7 +513,7 @@ def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple
     types = types_of(schema)
     for item in fields(schema):
         name, kind = f"{prefix}.{item.name}", types[item.name]
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             yield from recipe_keys(kind, name)
         else:
             yield name, Key(item.default, kind)

@@ -9,6 +9,7 @@
     compute_values            compute_values          compute_values       of a run with a critic
     update_critic             update_critic           update_critic        of a run with a critic
     update_actor              update_actor            update_cached
+    logger.log                take_report, by trainer/run.py, which ends the step
 
 `WorkerCalls` has a method for each call of workers, and the workers' classes (worker/recipe_worker.py, value_worker.py)
 have one of the same name and payload. With the tensor cache batches/cached_step.py makes the payloads, and verl's batch

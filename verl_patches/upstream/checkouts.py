@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import Check, ConfigError, RecipeError
 from verl_patches.patching.contract import installed_root
 from verl_patches.platform import NO_DEVICE
 from verl_patches.spec import RunSpec, Trees
@@ -159,6 +160,12 @@ def verl_check(line: str, trees: Trees) -> tuple[bool, str]:
     else:
         todo = "omit --upstream and --verl-path; bash scripts/setup.sh installs it"
     return False, f"composed over verl {found}, {package}, but line {line} pins {wanted}: {todo}"
+
+
+def verl_checks(run: RunSpec) -> Iterator[Check]:
+    """Check the version of verl: a plan can be made over any, a start needs the line's own."""
+    fits, said = verl_check(run.line, run.trees)
+    yield Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
 
 
 def require_verl(line: str, trees: Trees) -> None:
