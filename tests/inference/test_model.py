@@ -103,7 +103,8 @@ def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
         find(run, run.parent, "actor_rollout_ref.rollout.dtype=bfloat16")
     with pytest.raises(ConfigError, match="rollout.dtype is float16"):
         find(run, run.parent, "recipe.dtype=bf16", "actor_rollout_ref.rollout.dtype=float16")
-    monkeypatch.setattr(model, "require_trees", lambda spec: None)
+    for name in ("require_trees", "require_verl"):  # of line a3
+        monkeypatch.setattr(model, name, lambda *given: None)
     monkeypatch.setattr(model, "require_platform", lambda platform: None)
     given = [f"recipe.output_root={run.parent}", "recipe.platform=npu_emulated", "recipe.line=a3", "recipe.run=mine"]
     OmegaConf.save(composed(CONFIG, given).verl, run / "config.yaml")
