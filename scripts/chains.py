@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_patches.rewards.learnable import DATA_SOURCE
+from verl_patches.weights.run_folders import LATEST
 from verl_patches.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,8 +55,8 @@ def _of_hf(folder: Path) -> Words:
 
 
 def base_of(run: Path) -> Path:
-    """The model that a run started from."""
-    return Path(read_yaml(run / "config.yaml")["actor_rollout_ref"]["model"]["path"])
+    """The model that the newest start of a run began with."""
+    return Path(read_yaml(run / LATEST / "config.yaml")["actor_rollout_ref"]["model"]["path"])
 
 
 # ---- the chains
@@ -68,8 +69,8 @@ def sft_grpo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
     yield _build(folder, "instruction", "answers")
     yield _build(folder, "maths", "prompts")
     yield _run(folder, "sft", "sft", steps, *_MICRO, *_data(folder, "answers", "answers"))
-    saved, hf = folder / "sft" / "checkpoints" / f"global_step_{steps}", folder / "hf"
-    yield [*PROGRAM, "weights", "export", str(saved), str(hf)]
+    hf = folder / "hf"
+    yield [*PROGRAM, "weights", "export", str(folder / "sft"), str(hf)]
     validated = ("trainer.val_before_train=true", f"trainer.test_freq={steps}")
     start = (f"actor_rollout_ref.model.path={hf}", *_data(folder, "prompts", "prompts"), *validated)
     yield _run(folder, "grpo", "grpo", steps, *start)
@@ -87,7 +88,7 @@ def rm_ppo(folder: Path, steps: int = STEPS) -> Iterator[Words]:
     yield _build(folder, "preference", "pairs")
     yield _build(folder, "maths", "prompts")
     yield _run(folder, "rm", "rm", steps, *_OF_PAIRS, *_data(folder, "pairs", "pairs"))
-    model = folder / "rm" / "checkpoints" / f"global_step_{steps}"
+    model = folder / "rm" / LATEST / "checkpoints" / f"global_step_{steps}"
     rewards = f"recipe.rewards=[{{name: reward_model, path: {model}}},{{name: learnable, weight: 0}}]"
     yield _run(folder, "ppo", "ppo", steps, rewards, *_data(folder, "prompts", "prompts"))
 
@@ -119,7 +120,7 @@ def _accuracy(folder: Path, of: str) -> float:
 
 
 def _curve(folder: Path, run: str, metric: str, what: str) -> Figure:
-    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / run / LATEST / "metrics.jsonl").read_text().splitlines()]
     values = [line[metric] for line in lines if line["step"]]  # 0 is a validation
     ends = [statistics.fmean(part) for part in (values[:ENDS], values[-ENDS:])]
     return what, f"first {ENDS} steps", ends[0], f"last {ENDS}", ends[1]

@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from chains import CHAINS, shortfalls
 
+from verl_patches.weights.run_folders import LATEST
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORD, PICTURES = ROOT / "docs" / "recipes.json", ROOT / "docs" / "images"
 PROGRAM = ("-m", "verl_patches")
@@ -92,12 +94,12 @@ def run(algo: str, where: str, upstream: str | None) -> dict[str, Any]:
     done = subprocess.run([sys.executable, *PROGRAM, *words], cwd=ROOT, capture_output=True, text=True)
     command = " ".join(["bash scripts/smoke.sh", *arguments_of(algo, where, upstream and "upstream")])
     head = {"algo": algo, "where": where, "command": command, "date": datetime.date.today().isoformat()}
-    made = head | outcome(done.returncode, done.stderr, ROOT / "outputs" / name)
+    made = head | outcome(done.returncode, done.stderr, ROOT / "outputs" / name / LATEST)
     if where != "learning":
         made.pop("learnt", None)  # of so few steps the first are the last
     elif not made["exit"]:
         PICTURES.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / "outputs" / name / "training.png", PICTURES / f"learning_{algo}.png")
+        shutil.copyfile(ROOT / "outputs" / name / LATEST / "training.png", PICTURES / f"learning_{algo}.png")
         if reason := shortfall(algo, made["learnt"]):
             made |= {"exit": 1, "reason": reason}
     return made

@@ -45,19 +45,22 @@ class Trees:
 
 
 @dataclass(frozen=True)
-class Start:
-    """A start that may begin.
+class NextStart:
+    """How a start of a run does.
 
-    id: of the run that goes on; None where a new one begins. resumed, step: the checkpoint that it starts from, and the
-    step that this one completes. moves: whether the folder of checkpoints moves to earlier/N. ignored: a sentence about
-    each thing in that folder that the run leaves alone.
+    resumed, step: the checkpoint that it starts from, and the step that this one completes. parent: the start of this
+    run that it goes on from, and the step; None where it begins a chain. held: checkpoints of the chain that are there.
+    others: a sentence about the bytes of checkpoints outside the chain, "" without any. name: its folder, such as 0001;
+    None before it is made. by_launcher: whether the launcher made it, so that checkpoints lie in that folder too.
     """
 
-    id: str | None = None
     resumed: Path | None = None
     step: int | None = None
-    moves: bool = False
-    ignored: tuple[str, ...] = ()
+    parent: tuple[str, int] | None = None
+    held: int = 0
+    others: str = ""
+    name: str | None = None
+    by_launcher: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class RunSpec:
     engine: Mapping[str, Any]
     rewards: tuple[Part, ...]
     has_critic: bool
-    start: Start = Start()
+    start: NextStart = NextStart()
     no_start: str = ""
     verl: DictConfig = field(default_factory=lambda: OmegaConf.create({}, flags={"struct": True}))
     given: frozenset[str] = frozenset()
@@ -219,11 +222,16 @@ class RunSpec:
         return Path(self.verl.actor_rollout_ref.model.path)
 
     @property
-    def folder(self) -> Path:
-        """Absolute folder of the run: <recipe.output_root>/<recipe.run>."""
+    def home(self) -> Path:
+        """Absolute folder of all starts of the run: <recipe.output_root>/<recipe.run>."""
         if self.recipe.output_root is None or self.recipe.run is None:
             raise ConfigError("recipe.output_root or recipe.run is null; expected a folder and a name for the record")
         return Path(self.recipe.output_root, self.recipe.run)
+
+    @property
+    def folder(self) -> Path:
+        """Absolute folder that the start writes to; START stands for one that is not made yet."""
+        return self.home / (self.start.name or "START")
 
     def with_verl(self, values: Mapping[str, Any]) -> RunSpec:
         """Return the run with other values of verl's own keys, from which no fact of the run follows."""
@@ -253,7 +261,9 @@ class RunSpec:
                 "engine": dict(self.engine),
                 "rewards": [[part.where, part.label, asdict(part.entry)] for part in self.rewards],
                 "has_critic": self.has_critic,
-            }
+                "start": asdict(self.start),
+            },
+            default=str,
         )
 
 
@@ -313,7 +323,14 @@ def _read(text: str) -> RunSpec:
         engine=MappingProxyType(facts["engine"]),
         rewards=tuple(Part(where, label, Reward(**entry)) for where, label, entry in facts["rewards"]),
         has_critic=facts["has_critic"],
+        start=_start_from(facts["start"]),
     )
+
+
+def _start_from(facts: Mapping[str, Any]) -> NextStart:
+    resumed, parent = facts["resumed"], facts["parent"]
+    paths = {"resumed": resumed and Path(resumed), "parent": parent and (parent[0], parent[1])}
+    return NextStart(**{**facts, **paths})
 
 
 def give_run(config: DictConfig, text: str) -> None:

@@ -52,4 +52,4 @@ def run_smoke(folder: str, run: str, *arguments: str) -> dict[str, Any]:
     """The summary of one smoke run that writes to folder/run."""
     print(f"smoke {run}", file=sys.stderr)
     run_python("-m", "verl_patches", "smoke", "--run", run, *arguments, f"recipe.output_root={folder}")
-    return json.loads((Path(folder) / run / "summary.json").read_text())
+    return json.loads((Path(folder) / run / "latest" / "summary.json").read_text())

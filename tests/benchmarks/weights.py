@@ -206,9 +206,10 @@ def saves_of_runs(folder: Path) -> list[dict[str, Any]]:
     for name, patches in (("ours", "[]"), ("verl", "[-checkpoint.*]")):
         layout = ("layout=pp2", "--steps", "2", "trainer.save_freq=1", f"recipe.patches={patches}")
         run_smoke(str(folder), name, *layout)
-        log = (folder / name / "driver.log").read_text(errors="replace")
+        log = (folder / name / "latest" / "driver.log").read_text(errors="replace")
         seconds = [float(text) for text in re.findall(r"timing_s/save_checkpoint:([\d.]+)", log)]
-        found[name] = size_of(folder / name / "checkpoints" / "global_step_2"), min(seconds)
+        (saved,) = folder.glob(f"{name}/**/global_step_2")  # verl's own is in no start's folder
+        found[name] = size_of(saved), min(seconds)
     return [
         figure("checkpoint of the tiny model", found["ours"][0], "bytes", None, peer=found["verl"][0]),
         figure("save's part of a step", found["ours"][1], "s", None, peer=found["verl"][1]),

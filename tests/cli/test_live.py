@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 
 import pytest
@@ -20,6 +21,7 @@ from verl_patches.patching.switches import Switches, said_off
 from verl_patches.shared_files import lock_file
 from verl_patches.trainer.record import Progress, write_json
 from verl_patches.trainer.run import Run
+from verl_patches.weights.run_folders import take_start
 
 NOW = 1_000_000.0
 
@@ -38,7 +40,8 @@ def step(number, seconds):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run in its third of ten steps, 2 s into its second call; its launcher holds the lock."""
+    """A start in its third of ten steps, 2 s into its second call; its launcher holds the lock."""
+    home, tmp_path = tmp_path, tmp_path / take_start([tmp_path], None, None)
     summary = {"run": "r", "exit": "running", "steps": [step(1, 50.0), step(2, 10.0)]}
     write_json(tmp_path / "summary.json", summary)
     doing = {"step": 3, "steps": 10, "call": "generate_sequences", "phase": "reshard, rollout"}
@@ -46,7 +49,7 @@ def folder(tmp_path):
     (tmp_path / "progress.log").write_text("| proven\n- row\n~ step 3/10: reshard, rollout\n| step 2: a note\n")
     for file in tmp_path.iterdir():
         os.utime(file, (NOW - 7, NOW - 7))
-    with lock_file(tmp_path / ".lock"):
+    with lock_file(home / ".lock"):
         yield tmp_path
 
 
@@ -99,23 +102,24 @@ def test_before_the_first_step_ends_there_is_no_pace(folder):
     for name in ("now.json", "summary.json"):
         (folder / name).unlink()
         assert live(folder, NOW)["state"] == "starting"
-    assert live(folder, NOW)["run"] == folder.name
+    assert live(folder, NOW)["run"] == folder.parent.name
 
 
 def test_a_launcher_that_is_gone_is_seen_by_its_lock(folder):
-    copied = folder / "copy"
-    copied.mkdir()
-    for name in ("summary.json", "now.json", ".lock"):
-        (copied / name).write_text((folder / name).read_text())
+    copied = shutil.copytree(folder.parent, folder.parent / "copy") / folder.name
     assert (live(copied, NOW)["state"], live(folder, NOW)["state"]) == ("lost", "running")
-    (copied / ".lock").unlink()
+    (copied.parent / ".lock").unlink()
     assert live(copied, NOW)["state"] == "running"  # the import alone has no launcher
+    newer = folder.parent / take_start([folder.parent], ("0001", 2), None)
+    found = live(newer, NOW)
+    assert (found["state"], live(folder, NOW)["state"], found["step"]) == ("starting", "lost", 2)
 
 
 def test_a_look_takes_no_lock_of_the_run(folder, monkeypatch):
     """A launcher that starts while `status` looks is not refused: the kernel is asked, which takes nothing."""
-    (folder / "free").mkdir()
-    (folder / "free" / ".lock").touch()
+    free = folder / "free"
+    start = free / take_start([free], None, None)
+    (free / ".lock").touch()
     asked, real = [], shared_files.fcntl.fcntl
 
     def ask(file, command, *arguments):
@@ -123,7 +127,7 @@ def test_a_look_takes_no_lock_of_the_run(folder, monkeypatch):
         return real(file, command, *arguments)
 
     monkeypatch.setattr(shared_files.fcntl, "fcntl", ask)
-    assert live(folder / "free", NOW)["state"] == "lost" and asked == [fcntl.F_OFD_GETLK]
+    assert live(start, NOW)["state"] == "lost" and asked == [fcntl.F_OFD_GETLK]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +140,7 @@ def test_the_command_says_how_a_run_ended(folder, reason, state, code, watch):
     write_json(folder / "summary.json", {**summary, "exit": reason})
     if state != "ended":
         assert live(folder, NOW)["state"] == "ending"  # its launcher still ends processes, or starts it again
-        (folder / ".lock").unlink()
+        (folder.parent / ".lock").unlink()
     done = CliRunner().invoke(app, ["status", str(folder), *(["--watch"] if watch else [])])
     assert done.exit_code == code and f"r: {state}" in done.stdout
     assert {"proven", "step 2: a note"} <= set(done.stdout.splitlines())  # each on a line of its own

@@ -1,6 +1,8 @@
 """The command `plan`: exit codes, JSON, tables, what it offers for a refusal, and that a dry run is the same."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.planning.step_plan import Workload
 from verl_patches.replay.recording import save_step
+from verl_patches.weights.run_folders import take_start
 
 TINY, NODE = "deepseekv3_tiny_cpu", "deepseekv3_16die"
 
@@ -73,7 +76,7 @@ def test_wrong_use_is_refused(arguments, message):
 
 def recorded_run(folder, load):
     """A run's folder with two steps of 4 responses of 7, 8, 9 and 12 of 16 tokens, to prompts of 2 and 4."""
-    folder.mkdir()
+    folder = folder / take_start([folder], None, None)
     (folder / "rollouts").mkdir()
     mask = torch.zeros(4, 4 + 16, dtype=torch.int64)
     for row, (prompt, response) in enumerate(((2, 7), (2, 8), (4, 9), (4, 12))):
@@ -89,7 +92,7 @@ def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_pa
     """Control: balanced routing ignores the load, and a run without what is asked for is refused."""
     run = recorded_run(tmp_path / "a", {"train": {"ranks_over_mean": 1.5}, "rollout": {"ranks_over_mean": 2.0}})
     big = "actor_rollout_ref.rollout.ignore_eos=false", "recipe.train.balanced_routing=false"
-    (tmp_path / "a" / "rollouts" / "step_x.safetensors").touch()  # someone's copy is none
+    (Path(run) / "rollouts" / "step_x.safetensors").touch()  # someone's copy is none
     done = call(
         "plan", NODE, *big, "recipe.rollout.balanced_routing=true", "--lengths", run, "--expert-load", run, "--json"
     )
@@ -99,13 +102,13 @@ def test_a_runs_own_lengths_and_expert_load_take_the_place_of_assumptions(tmp_pa
     assert (assumed["prompt_tokens"], assumed["response_tokens"]) == (3.0, pytest.approx(9.0, abs=1.5))
     assert assumed["lengths"] == f"8 recorded of {run}" and assumed["expert_load"] == {"train": 1.5, "rollout": 1.0}
     other = recorded_run(tmp_path / "b", {"train": {"max_over_mean": 3.0}, "rollout": None})
-    (tmp_path / "b" / "rollouts" / "step_1.safetensors").unlink()
+    shutil.rmtree(Path(other) / "rollouts")
     for option in ("--lengths", "--expert-load"):
         done = call("plan", NODE, option, other)
         assert isinstance(done.exception, ConfigError) and f"{option} " in str(done.exception), done.exception
     done = call("plan", NODE, "--lengths", run, "--response-tokens", "100")
     assert isinstance(done.exception, ConfigError) and "leave out" in str(done.exception)
-    (tmp_path / "a" / "rollouts" / "step_2.safetensors").write_bytes(b"damaged")
+    (Path(run) / "rollouts" / "step_2.safetensors").write_bytes(b"damaged")
     done = call("plan", NODE, "--lengths", run)
     assert isinstance(done.exception, ConfigError) and "step_2.safetensors" in str(done.exception), done.exception
 
@@ -119,8 +122,8 @@ def test_a_recording_without_tokens_or_a_run_that_is_not_there_is_refused(tmp_pa
     run = recorded_run(tmp_path / "a", None)
     for step in (1, 2):
         mask = torch.zeros(4, 20, dtype=torch.int64)
-        save_step(tmp_path / "a" / "rollouts", step, {"prompts": mask[:, :4], "attention_mask": mask})
-    for given, said in ((run, "no tokens"), (str(tmp_path / "none"), "expected the folder of a run")):
+        save_step(Path(run) / "rollouts", step, {"prompts": mask[:, :4], "attention_mask": mask})
+    for given, said in ((run, "no tokens"), (str(tmp_path / "none"), "expected a run")):
         done = call("plan", NODE, "--lengths", given)
         assert isinstance(done.exception, ConfigError) and said in str(done.exception), done.exception
 

@@ -10,15 +10,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.weights.cases import make_checkpoint
+from tests.weights.cases import make_checkpoint, make_start
 from verl_patches.__main__ import app
 from verl_patches.cli import patches, run
 from verl_patches.config.compose import compose
-from verl_patches.config.environment import run_dir
+from verl_patches.config.run_start import run_home
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
-from verl_patches.trainer.record import new_run_id
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
+from verl_patches.weights.run_folders import starts_in
 
 LARGE, TINY = "deepseekv3_256die_true_weight", "deepseekv3_tiny_cpu"
 
@@ -104,6 +104,7 @@ def test_files_that_are_missing_are_refused_by_a_start_and_where_the_user_names_
 
 @pytest.mark.parametrize(("code", "reason"), [(0, "ok"), (124, "no output for 5 s")])
 def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code, reason):
+    tmp_path = make_start(tmp_path / "r")
     (tmp_path / "summary.json").write_text(json.dumps({"exit": reason}))
     outcome = launcher.Outcome(code, reason, tmp_path, 12.3, {"total": 3 << 30})
     with pytest.raises(typer.Exit) as ended:
@@ -125,7 +126,8 @@ def said(tmp_path, capsys):
         given = [f"recipe.output_root={tmp_path}", "recipe.run=r"]
         given += ["trainer.save_freq=2", "trainer.total_training_steps=9"]
         with pytest.raises(typer.Exit):
-            run._report(launcher.Outcome(code, reason, tmp_path / "r", 2.0), compose(TINY, [*given, *overrides]), False)
+            folder = tmp_path / "r" / starts_in(tmp_path / "r")[-1].name
+            run._report(launcher.Outcome(code, reason, folder, 2.0), compose(TINY, [*given, *overrides]), False)
         return capsys.readouterr().err
 
     return report
@@ -133,20 +135,20 @@ def said(tmp_path, capsys):
 
 @pytest.mark.parametrize("saved", [[], [2, 4], [2, "damaged"], None])
 def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(tmp_path, said, monkeypatch, saved):
-    """None: a run that saves nothing. Another run's checkpoint in the folder is not this run's."""
-    folder, own = tmp_path / "r" / "checkpoints", new_run_id(tmp_path / "r", "r")
+    """None: a run that saves nothing. Another chain's checkpoint of that name is not this run's."""
+    make_start(tmp_path / "r", (20,))
+    folder = make_start(tmp_path / "r") / "checkpoints"
     for step in saved or ():
-        path = make_checkpoint(folder, 9 if step == "damaged" else step, own)
+        path = make_checkpoint(folder, 9 if step == "damaged" else step)
         if step == "damaged":
             (path / "rank_00000.safetensors").write_bytes(b"")
-    make_checkpoint(folder, 20, "fedcba9876543210")
-    (tmp_path / "r/summary.json").write_text(json.dumps({"exit": "interrupted by SIGINT"}))
+    (folder.parent / "summary.json").write_text(json.dumps({"exit": "interrupted by SIGINT"}))
     words = ["smoke", "--run", "r", f"recipe.output_root={tmp_path}", "trainer.resume_mode=disable", "data.seed=a b"]
     monkeypatch.setattr("sys.argv", ["verl_patches", *words])
     text = said(130, "interrupted by SIGINT", f"trainer.save_freq={-1 if saved is None else 2}")
     command = f"-m verl_patches smoke --run r recipe.output_root={tmp_path} 'data.seed=a b' trainer.resume_mode=auto"
     assert (f"newest whole checkpoint: {folder / 'global_step_4'}" in text and command in text) == (saved == [2, 4])
-    assert (f"no whole checkpoint of this run in {folder}" in text and "from step 1" in text) == (saved == [])
+    assert (f"no complete checkpoint of this run in {tmp_path / 'r'}" in text) == (saved == [])
     if saved and "damaged" in saved:
         assert "global_step_9" in text and f"trainer.resume_from_path={folder / 'global_step_2'}" in text
     assert "global_step_20" not in text and ("checkpoint" in text) == (saved is not None)
@@ -166,20 +168,19 @@ RESUMED = ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x/globa
     ids=["verl's own", "before a save", "after a save", "after the last"],
 )
 def test_how_to_go_on_is_said_of_what_this_start_saved(tmp_path, said, overrides, saves, words):
-    own = new_run_id(tmp_path / "r", "r")
-    if saves:
-        make_checkpoint(tmp_path / "r/checkpoints", 6, own)
-    (tmp_path / "r/summary.json").write_text(json.dumps({"exit": "it broke", "checkpoints": saves}))
+    start = make_start(tmp_path / "r", (6,) if saves else ())
+    (start / "summary.json").write_text(json.dumps({"exit": "it broke", "checkpoints": saves}))
     text = said(1, "it broke", *overrides)
     assert "it broke" in text and ("checkpoint" in text.replace("-checkpoint.*", "")) == bool(saves)
     assert words is None or words in text
 
 
-def test_a_disk_that_fails_does_not_hide_why_the_run_ended(said, monkeypatch):
+def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, said, monkeypatch):
     def stale(*_):
         raise OSError("Stale file handle")
 
-    monkeypatch.setattr(run, "newest", stale)
+    make_start(tmp_path / "r")
+    monkeypatch.setattr(run.Path, "iterdir", stale)
     text = said(1, "it broke")
     assert "it broke" in text and "Stale file handle" in text
 
@@ -191,7 +192,7 @@ def started(monkeypatch, tmp_path):
     def launch(config, show, trees, dirty):
         for text in ("~ starting Ray", "", "", "| proven", "- narrow", "+ all columns", "~ step 1", ""):
             show(text)
-        return launcher.Outcome(code[0], "ok" if code[0] == 0 else "it broke", tmp_path, 1.0)
+        return launcher.Outcome(code[0], "ok" if code[0] == 0 else "it broke", make_start(tmp_path / "r"), 1.0)
 
     code = []
     monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: None)
@@ -247,7 +248,7 @@ def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, t
     monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: seen.append(self.model.parent))
     launch = launcher.run
     monkeypatch.setattr(
-        launcher, "run", lambda config, *more, **kw: seen.append(run_dir(config)) or launch(config, *more, **kw)
+        launcher, "run", lambda config, *more, **kw: seen.append(run_home(config)) or launch(config, *more, **kw)
     )
     outputs = Path(run.__file__).parents[2] / "outputs"
     for folder in (tmp_path, outputs.parent):
@@ -262,11 +263,11 @@ def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, t
 def test_status_finds_a_run_by_its_folder_and_by_its_name_and_says_why_a_row_is_off(monkeypatch, tmp_path):
     monkeypatch.setattr(patches, "output_root", lambda: tmp_path / "outputs")
     for name in ("outputs/named", "here"):
-        (tmp_path / name).mkdir(parents=True)
+        start = make_start(tmp_path / name)
         row = {"id": f"row.{Path(name).name}", "state": "off", "target": "m:f", "reason": "switched off by -row.*"}
         processes = ("controller", *(f"worker {rank}" for rank in range(256)))
         rows = [{**row, "process": process} for process in processes]
-        (tmp_path / name / "summary.json").write_text(json.dumps({"exit": "ok", "patches": rows}))
+        (start / "summary.json").write_text(json.dumps({"exit": "ok", "patches": rows}))
     monkeypatch.chdir(tmp_path)
     for given in ("here", "named", "outputs/named"):
         done = CliRunner().invoke(app, ["status", "--run", given])

@@ -57,11 +57,15 @@ def store():
     assert Store.deleted == []
 
 
+ALL_SENT = ["run.log", "rank_0.safetensors", "manifest.json", "manifest.json"]
+
+
 @pytest.fixture
 def results(tmp_path):
-    """A run's folder: a whole checkpoint, one that is being written, a log, and what is never sent."""
+    """A run's folder: a complete checkpoint, one that is being written, a log, and what is never sent."""
     folder = tmp_path / "outputs"
-    for name in ("global_step_1/a.safetensors", "global_step_2.writing-ab12-x/a.safetensors", "run.log", ".lock"):
+    whole = ("manifest.json", "critic/manifest.json", "rank_0.safetensors")
+    for name in (*(f"global_step_1/{name}" for name in whole), "global_step_2/rank_0.safetensors", "run.log", ".lock"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     (folder / "b.json.0a0a0a0a.partial").write_text("half")
@@ -86,9 +90,14 @@ def sent(logged):
 
 
 def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent):
-    assert sent(results) == (True, "2 files sent (0.0 MB)\n") and store.sent == ["run.log", "a.safetensors"]
-    assert set(store.store) == {"/t/j/global_step_1/a.safetensors", "/t/j/run.log", f"/t/j/{upload.MARK}"}
-    assert "0 files sent" in sent(results)[1] and len(store.sent) == 2
+    """The manifest of a checkpoint makes its copy complete: it comes last."""
+    assert sent(results) == (True, "4 files sent (0.0 MB)\n")
+    assert store.sent == ALL_SENT
+    names = ("rank_0.safetensors", "critic/manifest.json", "manifest.json")
+    copies = [f"/t/j/global_step_1/{name}" for name in names]
+    assert set(store.store) == {*copies, "/t/j/run.log", f"/t/j/{upload.MARK}"}
+    assert [name for name in store.store if name in copies] == copies
+    assert "0 files sent" in sent(results)[1] and len(store.sent) == 4
     later = time.time() + 60
     (results / "run.log").write_text("RUN.LOG")  # the same size
     os.utime(results / "run.log", (later, later))
@@ -103,7 +112,7 @@ def test_words_that_are_no_pairs_are_refused(words, logged):
 def test_a_copy_of_another_size_and_one_that_is_gone_are_sent_again(store, results, sent):
     sent(results)
     store().pipe_file("/t/j/run.log", b"half")
-    del store.store["/t/j/global_step_1/a.safetensors"]
+    del store.store["/t/j/global_step_1/rank_0.safetensors"]
     assert sent(results)[1].startswith("2 files") and store().cat_file("/t/j/run.log") == b"run.log"
 
 
@@ -119,12 +128,12 @@ def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the
     store, results, monkeypatch, sent
 ):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret-value")
-    store.faults = {"a.safetensors": PermissionError("denied to s3cret-value\n here")}
+    store.faults = {"manifest.json": PermissionError("denied to s3cret-value\n here")}
     whole, found = sent(results)
-    assert (whole, found[:12]) == (False, "1 files sent")
+    assert (whole, found[:12]) == (False, "2 files sent")
     assert "NOT ALL: PermissionError: denied to $AWS_SECRET_ACCESS_KEY here" in found
     store.faults = {}
-    assert sent(results)[0] and store.sent == ["run.log", "a.safetensors"]
+    assert sent(results)[0] and store.sent == ALL_SENT
     assert "absent: expected a file or a folder" in sent(results / "absent", "counted://t/x/j")[1]
 
 
@@ -234,7 +243,7 @@ def run(job, capfdbinary):
     return code, capfdbinary.readouterr().out.decode()
 
 
-WORK = "mkdir -p outputs/global_step_1; echo w > outputs/global_step_1/w; echo l > outputs/log; echo ended; exit {}"
+WORK = "mkdir -p outputs/saved; echo w > outputs/saved/w; echo l > outputs/log; echo ended; exit {}"
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -242,7 +251,7 @@ def test_results_are_sent_when_the_command_has_ended(tmp_path, capfdbinary, code
     job = job_of(tmp_path, WORK.format(code), f"file://{tmp_path}/to", secrets=["TOKEN"])
     found, out = run(job, capfdbinary)
     assert found == code and out.index("ended") < out.index("2 files sent")
-    assert (tmp_path / "to/j/log").read_text() == "l\n" and (tmp_path / "to/j/global_step_1/w").exists()
+    assert (tmp_path / "to/j/log").read_text() == "l\n" and (tmp_path / "to/j/saved/w").exists()
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(b"s3cret-token" in text for text in written)
 
@@ -257,7 +266,7 @@ def test_a_failed_upload_does_not_end_the_command_and_is_its_exit_code(tmp_path,
     again = shlex.split(out.partition("To send the rest: ")[2].splitlines()[0])
     done = subprocess.run(again, capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert "2 files sent" in done.stdout
-    assert (tmp_path / "to/j/global_step_1/w").exists()
+    assert (tmp_path / "to/j/saved/w").exists()
 
 
 def test_the_command_ends_by_a_signal_with_its_code_and_with_its_uploader(tmp_path):

@@ -29,6 +29,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.objectives import dataset
 from verl_patches.replay.recording import save_scores, save_step
 from verl_patches.spec import read_run
+from verl_patches.weights.run_folders import take_start
 
 PROMPTS = ["one two", "three", "four", "never sampled"]
 P_WIDTH, R_WIDTH = 40, 12
@@ -66,14 +67,13 @@ def run(tmp_path, tiny_model, tokenizer):
     ]
     file = tmp_path / "train.parquet"
     parquet.write_table(pa.Table.from_pylist(rows), file)
-    folder = tmp_path / "run"
+    folder = tmp_path / "run" / take_start([tmp_path / "run"], None, None)
     settings = {
         "data.train_files": [str(file)],
         "data.max_prompt_length": P_WIDTH,
         "data.max_response_length": R_WIDTH,
         "actor_rollout_ref.model.path": str(tiny_model),
     }
-    folder.mkdir()
     save(folder, composed("deepseekv3_tiny_cpu", [f"{key}={value}" for key, value in settings.items()]))
     for step, sampled in STEPS.items():
         record(folder, step, sampled, rows, tokenizer)
@@ -202,7 +202,7 @@ def test_equal_recordings_give_equal_bytes(run, tmp_path, kind):
     for name in ("train.parquet", "manifest.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
-    assert manifest["run"] == {"name": "run", "id": None, "steps": [1, 2]} and manifest["settings"]["kind"] == kind
+    assert manifest["run"] == {"name": "run", "start": "0001", "steps": [1, 2]} and manifest["settings"]["kind"] == kind
     assert str(tmp_path) not in json.dumps(manifest)
 
 
@@ -288,29 +288,18 @@ def test_steps_without_scores_are_left_out(run, tmp_path):
         made(run, tmp_path, "b")
 
 
-def test_steps_of_earlier_parts_are_named(run, tmp_path):
-    """A start moves config.yaml and rollouts of the part before to earlier/N."""
-    assert made(run, tmp_path)[1]["not_read"] == {}
-    part = run / "earlier" / "1"
-    part.mkdir(parents=True)
-    shutil.copytree(run / "rollouts", part / "rollouts")
-    save(part, spec_of(run))
-    remove(run, "scores_1.safetensors")
-    done = CliRunner().invoke(app, ["data", "from-rollouts", str(run), "-o", str(tmp_path / "new")])
-    assert done.exit_code == 0 and "not read: 2 steps " in done.stderr and f"give {part} as RUN" in done.stderr
+def test_steps_of_the_starts_that_it_came_from_count_up_to_the_one_gone_on_after(run, tmp_path):
+    """Start 2 goes on after step 1 and ended before its step 2 had scores: that of start 1 is not the run's."""
+    second = run.parent / take_start([run.parent], ("0001", 1), None)
+    save(second, spec_of(run))
+    (second / "rollouts").mkdir()
+    shutil.copy(run / "rollouts/step_2.safetensors", second / "rollouts")
+    done = CliRunner().invoke(app, ["data", "from-rollouts", str(run.parent), "-o", str(tmp_path / "new")])
+    assert done.exit_code == 0, done.output
     manifest = json.loads((tmp_path / "new" / "manifest.json").read_text())
-    assert manifest["report"]["not_read"] == {"earlier/1": 2}
-    assert made(part, tmp_path, "part")[1]["steps"] == 2
-
-
-def test_scores_of_an_earlier_try_are_not_those_of_a_later_one(run, tmp_path):
-    """A run that goes on from a checkpoint samples a step again; it may end before the step has scores."""
-    from safetensors.torch import load_file
-
-    again = load_file(run / "rollouts" / "step_2.safetensors")
-    again["responses"] = again["responses"].flip(0)
-    save_step(run / "rollouts", 2, again)
-    assert made(run, tmp_path)[1]["steps"] == 1
+    assert manifest["run"] == {"name": "run", "start": "0002", "steps": [1]}
+    shutil.copy(run / "rollouts/scores_2.safetensors", second / "rollouts")
+    assert made(second, tmp_path, "later")[1]["steps"] == 2
 
 
 def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written(run, tmp_path):

@@ -14,6 +14,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.compare import LIMITS, errors_of, judge, limits_for, write_baseline
 from verl_patches.evaluation.curves import LOSSES_OF_POLICY, Curves, read_curves
 from verl_patches.evaluation.plots import errors_figure
+from verl_patches.weights.run_folders import take_start
 
 NUMBERS = st.floats(-1e6, 1e6)
 STEPS = st.dictionaries(st.integers(1, 50), st.tuples(NUMBERS, NUMBERS), min_size=1)
@@ -159,9 +160,7 @@ def test_a_picture_has_both_curves_and_the_error():
 def sources(tmp_path):
     """Folders: a run, and a verl log whose rewards are 0.01 higher, and 0.1."""
     run = tmp_path / "run"
-    run.mkdir()
-    (run / "summary.json").write_text("{}")
-    written(run / "metrics.jsonl", rows())
+    written(run / take_start([run], None, None) / "metrics.jsonl", rows())
     for name, more in (("near", 0.01), ("far", 0.1)):
         lines = [(row["step"], row["actor/pg_loss"], row["critic/score/mean"] + more) for row in rows()]
         (tmp_path / f"{name}.log").write_text("".join(VERL.format(step=n, loss=of, reward=r) for n, of, r in lines))

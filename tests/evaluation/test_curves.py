@@ -9,6 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.curves import FIXED, METRICS, read_curves
+from verl_patches.weights.run_folders import take_start
 
 REWARD = {1: 0.25, 2: 0.5, 3: 0.375}
 LOSS = {1: -0.125, 2: 0.0, 3: 0.0625}
@@ -91,18 +92,17 @@ def test_jsonl_takes_a_rows_step_or_its_number(tmp_path):
 
 def test_a_run_that_left_a_value_out_has_nan_there(tmp_path):
     """metrics.jsonl has finite numbers alone, and a step without its reward is not one that was not compared."""
-    (tmp_path / "summary.json").write_text("{}")
+    start = tmp_path / take_start([tmp_path], None, None)
     made = rows()
     del made[1]["critic/score/mean"]
-    written(tmp_path / "metrics.jsonl", [{"step": 0, "val-core/x": 1.0}, *made])
+    written(start / "metrics.jsonl", [{"step": 0, "val-core/x": 1.0}, *made])
     found = read(tmp_path).values
     assert found["loss"] == LOSS and found["reward"].keys() == REWARD.keys() and math.isnan(found["reward"][2])
-    assert read(tmp_path / "metrics.jsonl").values["reward"].keys() == {1, 3}  # control: other files may be sparse
+    assert read(start / "metrics.jsonl").values["reward"].keys() == {1, 3}  # control: other files may be sparse
 
 
 def test_a_run_on_fixed_data_has_no_reward(tmp_path):
-    (tmp_path / "summary.json").write_text("{}")
-    written(tmp_path / "metrics.jsonl", [{**row, FIXED: 2.0} for row in rows()])
+    written(tmp_path / take_start([tmp_path], None, None) / "metrics.jsonl", [{**row, FIXED: 2.0} for row in rows()])
     assert read(tmp_path).values["loss"] == dict.fromkeys(LOSS, 2.0) and "reward" not in read(tmp_path).values
 
 

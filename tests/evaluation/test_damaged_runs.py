@@ -13,6 +13,7 @@ from tests.evaluation.test_report import run_of
 from verl_patches.cli import live as view
 from verl_patches.errors import interrupted
 from verl_patches.evaluation import record
+from verl_patches.weights.run_folders import take_start
 
 HOSTILE = "a[red]b[/c]\x1b[31m\x07\r\u202e$\\frac|<b>\nok in 5 s"
 DOING = {"step": 3, "steps": 9, "call": "reward", "phase": "reward", "since": 1e6, "step_since": 1e6}
@@ -31,11 +32,12 @@ REPORTS = ("report {0}", "report {0} --json", "report {1} {0}", "report {1} {0} 
 @pytest.fixture
 def run(tmp_path):
     """The folder of a run in its third step, and that of one that has ended."""
+    folders = []
     for name, files in (("r", FILES), ("whole", {"summary.json": json.dumps(run_of("whole"))})):
-        (tmp_path / name).mkdir()
+        folders.append(tmp_path / name / take_start([tmp_path / name], None, None))
         for file, text in files.items():
-            (tmp_path / name / file).write_text(text)
-    return tmp_path / "r", tmp_path / "whole"
+            (folders[-1] / file).write_text(text)
+    return tuple(folders)
 
 
 def damage(path, kind):

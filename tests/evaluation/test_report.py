@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation import report
+from verl_patches.evaluation.curves import read_curves
 from verl_patches.evaluation.plots import runs_figure
-from verl_patches.evaluation.record import find_run
+from verl_patches.weights.run_folders import find_start, take_start
 
 FIRST = {"rollout": 90.0, "update": 40.0, "step": 150.0}  # with start-up, left out of medians
 
@@ -37,8 +38,9 @@ def run_of(name="a", speed=1.0, **more):
     return {**head, "steps": steps, "logprob_delta": {"mean": 1e-7, "max": 3e-7}, **more}
 
 
-def written(folder, summary):
-    folder.mkdir()
+def written(home, summary, parent=None):
+    """The folder of a new start of the run `home`, with this record."""
+    folder = home / take_start([home], parent, None)
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -117,6 +119,34 @@ def test_the_first_step_after_a_resume_is_left_out_too_and_the_seam_is_named(tmp
     )
 
 
+def test_a_run_of_several_starts_is_one_curve_with_its_seams(tmp_path):
+    """Start 2 made step 3 and was lost before it saved; start 3 goes on from step 2 again and validates there."""
+
+    def part(*numbers, **more):
+        steps = [{**step(n, 1.0, 1.0, 10.0), "logprob_delta": {"mean": n / 10, "max": n / 5}} for n in numbers]
+        if numbers[0] > 1:
+            steps[0]["resumed_after"] = numbers[0] - 1
+        return run_of("r", **{**more, "steps": steps})
+
+    home, val = tmp_path / "r", {"score": 0.75, "metrics": {}}
+    written(home, part(1, 2, 3, exit="StallError", val_before={"step": 0, "val": {**val, "score": 0.25}}))
+    written(home, part(3), ("0001", 2))
+    last = written(home, part(3, 4, exit="ok", val_before={"step": 2, "val": val}), ("0002", 2))
+    for folder, numbers in zip(sorted(home.glob("0*")), ((0, 1, 2, 3), (3,), (2, 3, 4)), strict=True):
+        lines = [json.dumps({"step": n, "critic/score/mean": int(folder.name)}) for n in numbers]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step')  # the last line was being written
+    run = report.read_run(last)
+    assert [each["step"] for each in run["steps"]] == [1, 2, 3, 4] and run["exit"] == "ok"
+    assert report.resumed(run["steps"]) == "after step 2"
+    assert run["logprob_delta"] == pytest.approx({"mean": 0.25, "max": 0.8})
+    assert [(at, each["score"]) for at, each in report.validations(run)] == [(0, 0.25), (2, 0.75)]
+    assert read_curves(home, tmp_path).values["reward"] == {0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0, 4: 3.0}
+    shown = CliRunner().invoke(app, ["report", str(home)]).stdout
+    assert "r: resumed after step 2" in shown and f"report: {last / 'report.md'}" in shown.replace("\n", "")
+    first = report.read_run(home / "0001")
+    assert [each["step"] for each in first["steps"]] == [1, 2, 3] and first["exit"] == "StallError"
+
+
 def test_a_report_names_what_the_start_took():
     start = {
         part: {"max_s": seconds, "mean_s": 1.0, "rank": 3} for part, seconds in (("imports", 12.0), ("cpu", 14.25))
@@ -132,10 +162,10 @@ def test_two_runs_side_by_side_have_the_ratio_to_the_first_under_its_name(tmp_pa
     rows = {row["name"]: row for row in answer["figures"]}
     assert done.exit_code == 0 and rows["step s"]["values"] == [10.0, 5.0] and rows["step s"]["ratios"] == [0.5]
     assert rows["tokens/s/rank"]["ratios"] == [2.0] and rows["reshard s"]["ratios"] == [None]
-    text = (tmp_path / "b" / "report.md").read_text()
+    text = (folders[1] / "report.md").read_text()
     assert "| figure | over the steps | a | b (vs a) |" in text and "| step s | median | 10 | 5 (0.5) |" in text
     assert "![report.png](report.png)" in text
-    assert imread(tmp_path / "b" / "report.png").ndim == 3 and not (tmp_path / "a" / "report.md").exists()
+    assert imread(folders[1] / "report.png").ndim == 3 and not (folders[0] / "report.md").exists()
     assert [line.get_label() for line in runs_figure([run_of("a"), run_of("b", 0.5)]).axes[0].lines] == ["a", "b"]
 
 
@@ -186,10 +216,10 @@ def test_a_table_is_printed_and_the_file_goes_where_the_user_says(tmp_path):
 def test_a_folder_without_a_finished_step_is_refused(tmp_path, file, content, error, words):
     (tmp_path / "r").mkdir()
     if file is not None:
-        (tmp_path / "r" / file).write_text(content)
+        (tmp_path / "r" / take_start([tmp_path / "r"], None, None) / file).write_text(content)
     done = CliRunner().invoke(app, ["report", str(tmp_path / "r")])
     assert type(done.exception) is error and re.search(words, str(done.exception)), done.exception
-    assert not (tmp_path / "r" / "report.md").exists()
+    assert not list(tmp_path.rglob("report.md"))
 
 
 def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path):
@@ -197,11 +227,11 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path):
         written(tmp_path / name, run_of(name))
     for given, words in (
         ("nosuchrun", "no such folder"),
-        (tmp_path / "mine/summary.json", "found a file"),
+        (tmp_path / "mine/0001/summary.json", "found a file"),
         (".", "without"),
     ):
         with pytest.raises(ConfigError, match=f"(?s){words}.*mine, smoke"):
-            find_run(Path(given), tmp_path)
-    assert find_run(Path("smoke"), tmp_path) == tmp_path / "smoke"
+            find_start(Path(given), tmp_path)
+    assert find_start(Path("smoke"), tmp_path) == tmp_path / "smoke/0001"
     with pytest.raises(ConfigError, match="there is none yet"):
-        find_run(Path("smoke"), tmp_path / "smoke")
+        find_start(Path("smoke"), tmp_path / "smoke")

@@ -20,27 +20,28 @@ from verl_patches.inference.model import find_model, validation_sampling
 from verl_patches.inference.rows import Prompt
 from verl_patches.layout.inventory import SCORE
 from verl_patches.spec import Trees
-from verl_patches.trainer.record import RUN
 from verl_patches.weights.convert import convert
 from verl_patches.weights.manifest import MANIFEST
 from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.run_folders import take_start
 from verl_patches.weights.source import open_source
 
-CONFIG, OWN, OTHER = "deepseekv3_tiny_cpu", "a1" * 8, "b2" * 8
+CONFIG = "deepseekv3_tiny_cpu"
 
 
 @pytest.fixture
 def run(tmp_path, tiny_model):
-    """A run with two checkpoints of its own, and one of another run."""
-    folder = tmp_path / "outputs" / "mine"
-    folder.mkdir(parents=True)
+    """The second start of a run, with two checkpoints in its chain, one of them of the first start."""
+    home = tmp_path / "outputs" / "mine"
+    first, folder = (home / take_start([home], parent, None) for parent in (None, ("0001", 1)))
     given = [f"recipe.output_root={tmp_path}/outputs", "recipe.run=mine", "data.max_response_length=9"]
     OmegaConf.save(composed(CONFIG, given).verl, folder / "config.yaml")
-    (folder / RUN).write_text(json.dumps({"run": "mine", "id": OWN}))
-    for step, owner in ((1, OWN), (20, OWN), (30, OTHER)):
-        saved = folder / "checkpoints" / f"global_step_{step}"
+    for start, step in ((first, 1), (folder, 20), (first, 30)):
+        saved = start / "checkpoints" / f"global_step_{step}"
         plan = plan_conversion(open_source(tiny_model))
-        convert(replace(plan, manifest=replace(plan.manifest, facts={"id": owner, "step": step})), saved)
+        convert(replace(plan, manifest=replace(plan.manifest, facts={"step": step})), saved)
+    shutil.copytree(saved, folder / "checkpoints/global_step_40")  # a save that was killed
+    (folder / "checkpoints/global_step_40/manifest.json").unlink()
     return folder
 
 
@@ -49,8 +50,8 @@ def find(given, root, *overrides, config=None, **which):
 
 
 def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a_file(run, tiny_model):
-    root = run.parent
-    for given in (run, run.relative_to(root)):
+    root = run.parents[1]
+    for given in (run, run.relative_to(root), run.parent, run.parent.relative_to(root)):
         model = find(given, root)
         assert list(model.sources) == [1, 20] and model.run.verl.data.max_response_length == 9
     assert list(find(run, root, newest=True).sources) == [20]
@@ -67,11 +68,11 @@ def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a
 def test_which_settings_count_is_said_and_a_file_of_them_is_refused_for_a_run(run, tiny_model):
     saved = run / "checkpoints" / "global_step_20"
     copied = shutil.copytree(saved, run.parent / "global_step_20")
-    found = [find(given, run.parent).settings for given in (run, saved, copied, tiny_model)]
+    found = [find(given, run.parents[1]).settings for given in (run, saved, copied, tiny_model)]
     assert found == [str(run / "config.yaml")] * 2 + [f"configs/{CONFIG}.yaml"] * 2
     for given in (run, saved):
-        with pytest.raises(ConfigError, match=r"mine/config.yaml; leave --config-name out"):
-            find(given, run.parent, config=CONFIG)
+        with pytest.raises(ConfigError, match=r"mine/0002/config.yaml; leave --config-name out"):
+            find(given, run.parents[1], config=CONFIG)
 
 
 def test_an_output_belongs_to_its_data_its_reward_and_its_dtype(run, tiny_model, tmp_path):
@@ -79,7 +80,7 @@ def test_an_output_belongs_to_its_data_its_reward_and_its_dtype(run, tiny_model,
 
     def settings(answer, *overrides):
         model = find(
-            tiny_model, run.parent, f"recipe.rewards=[{{name: python,path: {tmp_path}/reward.py}}]", *overrides
+            tiny_model, run.parents[1], f"recipe.rewards=[{{name: python,path: {tmp_path}/reward.py}}]", *overrides
         )
         prompts = [Prompt(0, {"prompt": "1", "reward_model": {"ground_truth": answer}}, [1])]
         return _settings(model, prompts, {"n": 1}, scores.scored_by(model.run)[0])
@@ -96,18 +97,18 @@ def test_an_output_belongs_to_its_data_its_reward_and_its_dtype(run, tiny_model,
 
 def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
     def rollout(*overrides):
-        return find(run, run.parent, *overrides).run.verl.actor_rollout_ref.rollout
+        return find(run, run.parents[1], *overrides).run.verl.actor_rollout_ref.rollout
 
     assert rollout("recipe.dtype=bf16").dtype == "bfloat16"
     with pytest.raises(ConfigError, match="the rollout follows it"):
-        find(run, run.parent, "actor_rollout_ref.rollout.dtype=bfloat16")
+        find(run, run.parents[1], "actor_rollout_ref.rollout.dtype=bfloat16")
     with pytest.raises(ConfigError, match="rollout.dtype is float16"):
-        find(run, run.parent, "recipe.dtype=bf16", "actor_rollout_ref.rollout.dtype=float16")
+        find(run, run.parents[1], "recipe.dtype=bf16", "actor_rollout_ref.rollout.dtype=float16")
     for name in ("require_trees", "require_verl"):  # of line a3
         monkeypatch.setattr(model, name, lambda *given: None)
     monkeypatch.setattr(model, "require_platform", lambda platform: None)
-    given = [f"recipe.output_root={run.parent}", "recipe.platform=npu_emulated", "recipe.line=a3", "recipe.run=mine"]
-    OmegaConf.save(composed(CONFIG, given).verl, run / "config.yaml")
+    given = [f"recipe.output_root={run.parents[1]}", "recipe.platform=npu_emulated", "recipe.line=a3"]
+    OmegaConf.save(composed(CONFIG, [*given, "recipe.run=mine"]).verl, run / "config.yaml")
     assert (rollout().enforce_eager, rollout("recipe.rollout.ascend.graphs=true").enforce_eager) == (True, False)
     options = f"{OPTIONS}.torchair_graph_config"
     for given in (f"{ROLLOUT}.enforce_eager=false", f"{options}.enabled=true", f"{options}={{enabled: true}}"):
@@ -146,12 +147,12 @@ assert there == [0, 0, 0], there
 
 @pytest.mark.parametrize("rewards", ["{name: reward_model,path: x}", ""])
 def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tmp_path, monkeypatch, rewards):
-    model = find(tiny_model, run.parent, f"recipe.rewards=[{rewards}]")
+    model = find(tiny_model, run.parents[1], f"recipe.rewards=[{rewards}]")
     monkeypatch.setattr(inference, "_start", lambda *_: model)
     done = CliRunner().invoke(app, ["eval", str(tiny_model), str(tmp_path / "out")])
     assert isinstance(done.exception, ConfigError) and "expected a part that eval can run" in str(done.exception)
     assert not (tmp_path / "out").exists()
-    both = find(tiny_model, run.parent, "recipe.rewards=[{name: reward_model,path: x},{name: maths}]")
+    both = find(tiny_model, run.parents[1], "recipe.rewards=[{name: reward_model,path: x},{name: maths}]")
     assert scores.scored_by(both.run)[1] == ["reward_model"]
 
 
@@ -175,28 +176,30 @@ def test_a_report_says_which_parts_of_the_reward_are_left_out(capsys):
 )
 def test_overrides_of_a_run_are_of_keys_that_it_has_and_platforms_that_can_run(run, overrides, words):
     with pytest.raises(ConfigError, match=words):
-        find(run, run.parent, *overrides)
+        find(run, run.parents[1], *overrides)
 
 
 def test_weights_that_the_dies_of_an_instance_do_not_hold_are_refused_before_one_is_started(run, monkeypatch):
     monkeypatch.setattr("verl_patches.inference.model.require_platform", lambda platform: None)
     npu = ("recipe.platform=npu", "trainer.device=npu", "recipe.train.collective_timeout_minutes=18")
     share = "actor_rollout_ref.rollout.gpu_memory_utilization="
-    assert list(find(run, run.parent, *npu, f"{share}0.5", newest=True).sources) == [20]
+    assert list(find(run, run.parents[1], *npu, f"{share}0.5", newest=True).sources) == [20]
     with pytest.raises(ConfigError, match=r"memory: modelled: a die needs 0.00 GB of vLLM's 0.00 .*no number of nodes"):
-        find(run, run.parent, *npu, f"{share}1e-6")
+        find(run, run.parents[1], *npu, f"{share}1e-6")
 
 
 def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
-    root, value = run.parent, tmp_path / "value"
+    root, value = run.parents[1], tmp_path / "value"
     with pytest.raises(ConfigError, match="or a folder of weights, with config.json, found no such folder"):
         find(tmp_path / "nothing", root)
-    for saved in (run / "checkpoints").glob("global_step_?*"):
-        (saved / MANIFEST).write_text("{")
-    with pytest.raises(ConfigError, match=r"expected checkpoints, found .*manifest.json: cannot be read"):
+    with pytest.raises(ConfigError, match="global_step_40: no complete checkpoint; .* has global_step_20$"):
+        find(run / "checkpoints/global_step_40", root)
+    (run / "checkpoints/global_step_20" / MANIFEST).write_text("{")
+    with pytest.raises(ConfigError, match=r"global_step_20/manifest.json"):
         find(run, root)
-    shutil.rmtree(run / "checkpoints")
-    with pytest.raises(ConfigError, match=r"expected checkpoints, found none .*save_freq"):
+    for start in run.parent.glob("0*"):
+        shutil.rmtree(start / "checkpoints")
+    with pytest.raises(ConfigError, match=r"expected complete checkpoints of .* found none .*save_freq"):
         find(run, root)
     shutil.copytree(tiny_model, value)
     config = json.loads((value / "config.json").read_text())
@@ -215,7 +218,7 @@ def test_a_value_model_is_refused(run, tiny_model, monkeypatch):
 
     monkeypatch.setattr(model, "open_source", with_a_head)
     with pytest.raises(ConfigError, match="found a value model"):
-        find(tiny_model, run.parent)
+        find(tiny_model, run.parents[1])
 
 
 def test_a_validation_is_greedy_unless_the_run_samples():
@@ -236,10 +239,10 @@ def test_commands_refuse_an_unknown_model_and_write_nothing(words, tmp_path, mon
 
 
 def test_a_checkpoint_that_is_not_there_and_a_run_of_a_value_model_are_said(run):
-    with pytest.raises(ConfigError, match="global_step_9: no such checkpoint; .* has global_step_1, global_step_20"):
-        find(run / "checkpoints" / "global_step_9", run.parent)
+    with pytest.raises(ConfigError, match="global_step_9: no complete checkpoint; .* has global_step_20$"):
+        find(run / "checkpoints" / "global_step_9", run.parents[1])
     config = OmegaConf.load(run / "config.yaml")
     config.recipe.objective.name = "rm"
     OmegaConf.save(config, run / "config.yaml")
     with pytest.raises(ConfigError, match=r"a value model \(algo=rm\), which generates nothing"):
-        find(run, run.parent)
+        find(run, run.parents[1])

@@ -14,23 +14,22 @@ from verl_patches.launch import launcher
 def start(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("verl_patches.processes.TERM_S", 0.5)
     monkeypatch.setattr(launcher, "MEMORY_S", 0.0)  # after each look at the clock
-    ready = tmp_path / "t" / "ready"
 
     def run(code: str, on_line=None, dirty=None, trainer=(), **recipe):
         lines, looks = [], 0
 
         def said(line):
             nonlocal looks
-            looks += ready.exists()
+            looks += (tmp_path / "t/latest/ready").exists()
             if looks == 2:
-                (tmp_path / "t" / "gate").touch()
+                (tmp_path / "t/latest/gate").touch()
             (on_line or lines.append)(line)
 
         config = composed().copy()
-        config.trainer.update(dict(trainer))
+        config.trainer.update({"default_local_dir": str(tmp_path / "t/checkpoints"), **dict(trainer)})
         config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
         monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
         outcome = launcher.run(config, said, None, dirty)
-        return outcome, json.loads((tmp_path / "t" / "summary.json").read_text()), [*filter(None, lines)]
+        return outcome, json.loads((outcome.folder / "summary.json").read_text()), [*filter(None, lines)]
 
     return run

@@ -19,12 +19,11 @@ from typer.testing import CliRunner
 
 from tests.launch.drivers import DETACHED, FOLDER, MEASURED, NAME, SLEEP, STEP, SUMMARY, composed
 from tests.ranks import HANG_S
-from tests.weights.cases import make_checkpoint
+from tests.weights.cases import make_start
 from verl_patches.__main__ import app
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, interrupted
 from verl_patches.launch import launcher
-from verl_patches.trainer.record import new_run_id, run_id
 
 pytestmark = pytest.mark.slow  # each starts processes
 
@@ -87,7 +86,7 @@ def test_a_driver_that_fails_gives_code_reason_and_a_valid_summary(start, code, 
 
 @pytest.mark.parametrize("key", [None, "wall_s", "quiet_s"])
 def test_detached_daemons_of_a_driver_that_ends_or_hangs_are_ended_and_nothing_else(start, tmp_path, key):
-    pid = tmp_path / "t" / "child.pid"
+    pid = tmp_path / "t/0001" / "child.pid"
 
     def until_it_is_up(line):
         while not (pid.exists() and pid.read_text()):
@@ -112,7 +111,7 @@ def test_an_error_of_the_launcher_itself_leaves_nothing_running(start, tmp_path)
 
     with pytest.raises(BrokenPipeError):
         start(f"{DETACHED}(out / 'progress.log').write_text('| x\\n')\n{SLEEP}", on_line=broken)
-    assert not is_running(tmp_path / "t")
+    assert not is_running(tmp_path / "t/0001")
 
 
 def test_the_temporary_folder_is_removed_and_ray_logs_are_copied(start):
@@ -127,22 +126,20 @@ logs.mkdir(parents=True); (logs / "raylet.err").write_text("it broke"); (logs / 
     assert not temp.exists() and len(str(temp)) < 40
 
 
-def test_the_record_of_a_run_that_goes_on_has_its_id_and_the_step_that_it_started_after(start, tmp_path):
-    """As the launcher knows them: the driver of a later try goes on from another step."""
-    own = new_run_id(tmp_path / "t", "t")
-    make_checkpoint(tmp_path / "t/checkpoints", 2, own)
-    code = SUMMARY.replace('"exit"', '"id": "x", "resumed_step": 7, "exit"')
+def test_the_record_of_a_start_that_goes_on_has_the_step_that_it_started_after(start, tmp_path):
+    """As the launcher knows it: a driver may end before it has read the checkpoint."""
+    make_start(tmp_path / "t", (2,))
     trainer = {"resume_mode": "auto", "default_local_dir": str(tmp_path / "t/checkpoints")}
-    _, summary, _ = start(code, trainer=trainer)
-    assert (summary["id"], summary["resumed_step"]) == (own, 2) and run_id(tmp_path / "t") == own
+    outcome, summary, _ = start(SUMMARY.replace('"exit"', '"resumed_step": None, "exit"'), trainer=trainer)
+    assert (outcome.folder.name, summary["resumed_step"]) == ("0002", 2)
 
 
 def test_a_refused_run_leaves_the_earlier_one_as_it_is(start, tmp_path):
     start(SUMMARY)
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError, match="taken"):
         start(SUMMARY, ray_port=server.getsockname()[1])
-    assert json.loads((tmp_path / "t" / "summary.json").read_text())["steps"] == [STEP]
-    assert not (tmp_path / "t" / "earlier").exists()
+    assert json.loads((tmp_path / "t/0001" / "summary.json").read_text())["steps"] == [STEP]
+    assert not (tmp_path / "t/0002").exists()
 
 
 HOLDS_A_FOLDER = """import time
@@ -175,7 +172,7 @@ def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(tmp
 
 def signalled(tmp_path, act, hang_up="SIG_DFL"):
     """A program whose launcher does `act` once its driver runs, and shows every look at the clock."""
-    folder = tmp_path / "t"
+    folder = tmp_path / "t/0001"
     pids = """
 (out / "temp").write_text(os.environ["TMPDIR"])
 (out / "new").write_text(str(os.getpid()))
@@ -206,7 +203,7 @@ SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (s
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_signals_to_the_launcher(run_python, tmp_path, number, code):
-    folder = tmp_path / "t"
+    folder = tmp_path / "t/0001"
     done = run_python(signalled(tmp_path, f"os.kill(os.getpid(), {int(number)})"))
     assert done.rc == code, done.err
     if number == signal.SIGKILL:  # the driver ends with its launcher, and Ray's daemons with the driver
@@ -236,13 +233,13 @@ def test_a_run_whose_terminal_closes_is_ended_with_its_reason(tmp_path):
     streams = {"stdin": its, "stdout": its, "stderr": its, "cwd": REPOSITORY}
     process = subprocess.Popen(program, **streams, start_new_session=True, preexec_fn=take_terminal)
     os.close(its)
-    while not (tmp_path / "t" / "driver.pid").exists():
+    while not (tmp_path / "t/0001" / "driver.pid").exists():
         assert process.poll() is None, os.read(ours, 1 << 16)
         time.sleep(0.1)
     os.close(ours)
     assert process.wait(HANG_S) == 129
-    assert json.loads((tmp_path / "t" / "summary.json").read_text())["exit"] == interrupted(signal.SIGHUP)
-    assert not is_running(tmp_path / "t") and not is_running(tmp_path / "t", "driver.pid")
+    assert json.loads((tmp_path / "t/0001" / "summary.json").read_text())["exit"] == interrupted(signal.SIGHUP)
+    assert not is_running(tmp_path / "t/0001") and not is_running(tmp_path / "t/0001", "driver.pid")
 
 
 def test_shared_memory_that_a_killed_process_left_is_removed(start, tmp_path):
@@ -260,7 +257,7 @@ child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, t
 {MEASURED}child.kill()
 """
     outcome, *_ = start(code)
-    name = (tmp_path / "t" / "block").read_text()
+    name = (tmp_path / "t/0001" / "block").read_text()
     assert outcome.code == 0 and name.startswith("psm_") and not Path("/dev/shm", name).exists()
 
 
@@ -272,6 +269,7 @@ def test_a_full_disk_ends_the_run_with_its_name(monkeypatch, tmp_path):
         pytest.skip("no file system can be mounted here; test_summary.py limits the size of files instead")
     config = composed().copy()
     config.recipe.update({"output_root": str(tmp_path), "run": "t"})
+    config.trainer.default_local_dir = str(disk / "checkpoints")
     code = f"{FOLDER}(out / 'big').write_bytes(bytes(8 << 20))\n"
     monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
     try:

@@ -23,7 +23,7 @@ from verl_patches.upstream.checkouts import trees_of
 def smoke(tmp_path_factory, warm):
     """smoke(*arguments) -> Finished; equal arguments share one run. Fails with the log's end if `ok` and it is not.
 
-    after: a run in whose folder, a copy of it, this one starts.
+    after: a run of which this is another start, in a copy of its folder.
     A `cold` run, such as that without arguments, starts all its processes from nothing; the workers of the others are
     warm (tests/warm): they have the same figures, but their memory is not the run's.
     """
@@ -31,14 +31,14 @@ def smoke(tmp_path_factory, warm):
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # by all test processes of this session
 
     def run(*arguments, ok=True, cold=False, after=None):
-        key = repr(arguments) + (after.folder.parent.name if after else "")
+        key = repr(arguments) + (after.folder.parents[1].name if after else "")
         folder = shared / f"run-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         folder.mkdir(exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be at this very run
             if not (folder / "finished.json").exists():
                 if after:
-                    shutil.copytree(after.folder, folder / "r", dirs_exist_ok=True)
+                    shutil.copytree(after.folder.parent, folder / "r", symlinks=True, dirs_exist_ok=True)
                 _run(arguments, folder, dict if cold or not arguments else warm)
         result = Finished.read(folder)
         if ok and result.code:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from verl_patches.processes import name_of
+from verl_patches.weights.run_folders import chain_of, chain_of_start, read_start, starts_in
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
@@ -29,7 +30,10 @@ STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": sub
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that ended: exit code, its output, its folder and its summary; `look` says what of a cold one."""
+    """A run that ended: exit code, its output, and the folder and summary of its newest start.
+
+    `look` says what of a cold one.
+    """
 
     code: int
     output: str
@@ -40,7 +44,13 @@ class Finished:
 
     @property
     def steps(self):
-        return self.summary["steps"]
+        """Those of all starts that it came from, too."""
+        records = [(json.loads((link.folder / "summary.json").read_text()), link) for link in self.chain]
+        return [step for record, link in records for step in record["steps"] if link.holds(step["step"])]
+
+    @property
+    def chain(self):
+        return chain_of(read_start(self.folder))
 
     @property
     def log(self):
@@ -53,9 +63,10 @@ class Finished:
     @classmethod
     def read(cls, folder):
         """The run in folder/r; folder/finished.json has its code and output."""
-        summary = folder / "r" / "summary.json"
-        summary = json.loads(summary.read_text()) if summary.is_file() else {}
-        return cls(**json.loads((folder / "finished.json").read_text()), folder=folder / "r", summary=summary)
+        starts = starts_in(folder / "r")
+        newest = starts[-1].folder if starts else folder / "r" / "0001"  # none where it was refused
+        summary = json.loads((newest / "summary.json").read_text()) if (newest / "summary.json").is_file() else {}
+        return cls(**json.loads((folder / "finished.json").read_text()), folder=newest, summary=summary)
 
 
 def look(process, listeners, folders):
@@ -122,7 +133,7 @@ def assert_caught(run, step):
 
 def resume(run, step):
     """Overrides that resume from a run's checkpoint of that step."""
-    saved = run.folder / "checkpoints" / f"global_step_{step}"
+    saved = chain_of_start(read_start(run.folder)).checkpoints()[step]
     return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"
 
 

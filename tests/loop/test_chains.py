@@ -57,8 +57,8 @@ def chain(warm, tmp_path_factory):
             else:
                 words = in_each_step(words) if "algo=grpo" in words else words
                 call(words, warm(env) if "smoke" in words else env)
-    runs = {name: OmegaConf.load(folder / name / "config.yaml") for name in ("sft", "grpo", "sft_of_best")}
-    saved = {name: folder / name / "checkpoints" / f"global_step_{STEPS}" for name in runs}
+    runs = {name: OmegaConf.load(folder / name / "latest" / "config.yaml") for name in ("sft", "grpo", "sft_of_best")}
+    saved = {name: folder / name / "latest" / "checkpoints" / f"global_step_{STEPS}" for name in runs}
     base = chains.base_of(folder / "sft")
     return SimpleNamespace(folder=folder, runs=runs, saved=saved, hf=folder / "hf", base=base, engines=engines)
 
@@ -137,7 +137,7 @@ def test_sft_trains_on_the_rows_that_were_built(chain):
                 row[column] == record["response"] if column else row["reward_model"]["ground_truth"] == record["answer"]
             )
     assert chain.runs["sft"].data.train_files == str(chain.folder / "answers" / "train.parquet")
-    assert lines_of(chain.folder / "sft" / "metrics.jsonl")[-1]["objective/loss"] > 0
+    assert lines_of(chain.folder / "sft" / "latest" / "metrics.jsonl")[-1]["objective/loss"] > 0
 
 
 def test_the_export_has_the_weights_that_sft_has_left(chain):
@@ -158,9 +158,9 @@ def test_the_export_has_the_weights_that_sft_has_left(chain):
 
 def test_grpo_starts_from_the_export(chain):
     """Its first responses have the log-probs that transformers gives them with these weights, not with the base's."""
-    recording = load_file(chain.folder / "grpo" / "rollouts" / "step_1.safetensors")
+    recording = load_file(chain.folder / "grpo" / "latest" / "rollouts" / "step_1.safetensors")
     assert log_prob_error(chain.hf, recording) < 1e-4 < 1e-2 < log_prob_error(chain.base, recording)
-    steps = json.loads((chain.folder / "grpo" / "summary.json").read_text())["steps"]
+    steps = json.loads((chain.folder / "grpo" / "latest" / "summary.json").read_text())["steps"]
     assert len(steps) == STEPS and all(step["logprob_delta"]["mean"] < 1e-4 for step in steps)
     assert chain.runs["grpo"].data.train_files == str(chain.folder / "prompts" / "train.parquet")
 
@@ -168,7 +168,7 @@ def test_grpo_starts_from_the_export(chain):
 def test_evals_are_the_validations_of_the_weights_that_each_step_has_left(chain, used):
     """Bit for bit the trainer's mean@1, in another process, from the files."""
     metric = f"val-core/{DATA_SOURCE}/reward/mean@1"
-    before, *validated = (line[metric] for line in lines_of(chain.folder / "grpo" / "metrics.jsonl"))
+    before, *validated = (line[metric] for line in lines_of(chain.folder / "grpo" / "latest" / "metrics.jsonl"))
     reports = {of: json.loads((folder / "eval.json").read_text())["steps"] for of, folder in used.evals.items()}
     assert [step["score"] for step in reports["sft"]] == pytest.approx([before], abs=1e-12)
     steps = reports["grpo"]

@@ -1,8 +1,8 @@
 """Checkpoints with experts split over ranks: runs that were killed and resumed are the uninterrupted one.
 
-One run in two parts: the first is killed in a save; in the second, which goes on in its folder, a worker is stopped in
-a step, the watch ends it, and it is started again by itself. Then another run starts in that folder, and one that has
-nothing left to do. The uninterrupted run is that of all other tests, which saves nothing. Line a3:
+One run in three starts: the first is killed in a save; in the second, which goes on in its folder, a worker is stopped
+in a step, the watch ends it, and it is started again by itself. Then another run starts under that name, and one that
+has nothing left to do. The uninterrupted run is that of all other tests, which saves nothing. Line a3:
 test_memory_as_in_production_changes_no_update in test_layouts.py.
 """
 
@@ -19,25 +19,23 @@ from loop_runs import hook, metrics_of, resume
 from safetensors.torch import load_file
 
 from tests.near_ties import model_of, near_ties
+from verl_patches.evaluation.record import read_summary
 from verl_patches.weights.manifest import folder_problems, read_manifest
+from verl_patches.weights.run_folders import chain_of_start, read_start
 
 pytestmark = pytest.mark.slow
 LEAST, BOUND_S = "recipe.watch.least_s", 60
 SAVING = ("--steps", "3", "trainer.save_freq=1", "trainer.resume_mode=auto")
 
 
-def saved_in(run, folder="checkpoints"):
-    """What is in the run's folder of checkpoints."""
-    return sorted(path for path in (run.folder / folder).iterdir() if path.name != ".lock")
-
-
-def saved_by(run, folder="checkpoints"):
-    return [path.name for path in saved_in(run, folder)]
+def checkpoints_of(run):
+    """{step: checkpoint} of the run's chain."""
+    return chain_of_start(read_start(run.folder)).checkpoints()
 
 
 @pytest.fixture
 def runs(smoke):
-    """Both parts of the run; the folder of the second has the checkpoints of both."""
+    """The run's first start, and its last: the folder of that one has all three."""
     first = smoke(*SAVING, hook("killed_in_save"), ok=False)
     given = hook("stopped_in_update"), "recipe.restart.times=1", f"{LEAST}={BOUND_S}"
     return first, smoke(*SAVING, *given, after=first)
@@ -45,64 +43,60 @@ def runs(smoke):
 
 def test_runs_that_were_killed_in_a_save_and_stopped_in_a_step_go_on_as_if_they_had_not_ended(smoke, runs):
     """At most the work since the last complete checkpoint is lost: of step 2, then of step 3."""
-    first, second = runs
+    first, last = runs
     # by a call of the trainer to it, or by the watch where that call comes late
     died = r"a worker process died in step .*rank 1 \(pid|rank 1 \(pid .* ended \d+ s ago .*by a signal"
     assert first.code and re.search(died, first.summary["exit"], re.S), first.summary["exit"]
     newest = first.folder / "checkpoints" / "global_step_1"
     assert f"newest whole checkpoint: {newest}" in first.output and " trainer.resume_mode=auto" in first.output
-    assert metrics_of(second, "step") == [[1], [2], [3]]  # one record of all parts, with its seams
-    assert [step.get("resumed_after") for step in second.steps] == [None, 1, 2]
-    assert (second.folder / "training.png").is_file() and "not drawn" not in second.progress
-    log = (second.folder / "attempts" / "1" / "driver.log").read_text(errors="replace")
-    assert "Traceback" in log
-    places = [f"| resumed from {second.folder / 'checkpoints'}/global_step_{n}: step {n} is complete" for n in (1, 2)]
-    assert [line for line in second.progress.splitlines() if "resumed from" in line] == places
-    assert saved_by(second) == ["global_step_1", "global_step_2", "global_step_3"]
-    ids = {run.summary["id"] for run in (first, second)} | {
-        read_manifest(path).facts["id"] for path in saved_in(second)
-    }
-    assert len(ids) == 1  # one run, with each of its checkpoints
-    assert (first.summary["resumed_step"], second.summary["resumed_step"]) == (None, 1)
-    part = json.loads((second.folder / "earlier" / "1" / "summary.json").read_text())
-    assert part == first.summary
-    assert list(second.folder.glob("rollouts/*_3.safetensors"))
-    whole = metrics_of(smoke(), "grad_norm", "reward")
-    assert metrics_of(second, "grad_norm", "reward") == whole
-    lines = (second.folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(text)["step"] for text in lines] == [1, 2, 3]
+    assert [link.folder.name for link in last.chain] == ["0001", "0002", "0003"] and last.folder.name == "0003"
+    assert metrics_of(last, "step") == [[1], [2], [3]]  # one record of all starts, with its seams
+    assert [step.get("resumed_after") for step in last.steps] == [None, 1, 2]
+    assert [step["step"] for step in read_summary(last.folder)["steps"]] == [1, 2, 3]
+    assert (last.folder / "training.png").is_file() and "not drawn" not in last.progress
+    home, places = last.folder.parent, {1: "0001", 2: "0002", 3: "0003"}
+    assert checkpoints_of(last) == {n: home / name / f"checkpoints/global_step_{n}" for n, name in places.items()}
+    assert not (home / "0001/checkpoints/global_step_2").exists()  # what the killed save left
+    said = [(home / name / "progress.log").read_text() for name in ("0002", "0003")]
+    for step, text in enumerate(said, 1):
+        assert f"| resumed from {checkpoints_of(last)[step]}: step {step} is complete" in text
+    assert [run.summary["resumed_step"] for run in runs] == [None, 2]
+    assert json.loads((home / "0001/summary.json").read_text()) == first.summary
+    assert list(last.folder.glob("rollouts/*_3.safetensors"))
+    assert metrics_of(last, "grad_norm", "reward") == metrics_of(smoke(), "grad_norm", "reward")
     state = 12 * 1_060_000  # fp32 weights and two moments of the tiny model's parameters
-    (found,) = second.summary["checkpoints"]
+    (found,) = last.summary["checkpoints"]
     assert found["step"] == 3 and found["bytes"] < 1.03 * state, found
 
 
 def test_a_stopped_worker_is_named_with_its_phase_its_stack_and_nothing_of_it_is_left(runs):
-    """The try that it stalled in: the watch names the rank within its bound, continues it for its stack, kills it."""
-    _, second = runs
-    (restart,), aside = second.summary["restarts"], second.folder / "attempts" / "1"
+    """The start that it stalled in: the watch names the rank within its bound, continues it for its stack, kills it."""
+    last = runs[1]
+    (restart,), stalled = last.summary["restarts"], last.folder.parent / "0002"
     found = re.search(
         r"step 3: rank 1 \(pid (\d+) on .*is stopped \(state T.*in update_actor \(update\) for (\d+) s",
         restart["reason"],
     )
-    assert restart["exit_code"] == 1 and found, restart
+    assert restart["exit_code"] == 1 and found and restart["start"] == "0002", restart
     assert f"where at most {BOUND_S} s were expected; 1 other rank is in a call" in restart["reason"]
     assert BOUND_S <= int(found[2])
     (culprit,) = restart["culprits"]
     assert (culprit["name"], culprit["pid"]) == ("rank 1", int(found[1])) and not psutil.pid_exists(culprit["pid"])
-    stack = (aside / "stacks" / "rank_1.txt").read_text()
-    assert "in update" in stack and "loop_hooks.py" in stack and (aside / "stacks" / "rank_0.txt").read_text()
-    assert f"restart 1 of 1, from the newest checkpoint: {restart['reason'][:40]}" in second.progress
-    assert not (second.folder / "watch.json").exists() and (aside / "watch.json").is_file()
+    stack = (stalled / "stacks" / "rank_1.txt").read_text()
+    assert "in update" in stack and "loop_hooks.py" in stack and (stalled / "stacks" / "rank_0.txt").read_text()
+    said = f"restart 1 of 1, from the newest checkpoint: {restart['reason'][:40]}"
+    assert said in (stalled / "progress.log").read_text() and said in last.output
+    assert not (last.folder / "watch.json").exists() and (stalled / "watch.json").is_file()
 
 
 def test_an_export_is_the_trained_model_for_transformers(runs, tmp_path):
     """Log-probs of step 3, which vLLM sampled with the weights that the checkpoint of step 2 holds; not those of 3."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _, second = runs
-    step, worst = load_file(second.folder / "rollouts" / "step_3.safetensors"), {}
-    for number in (2, 3):
-        saved, made = second.folder / "checkpoints" / f"global_step_{number}", tmp_path / str(number)
+    last = runs[1]
+    step, worst = load_file(last.folder / "rollouts" / "step_3.safetensors"), {}
+    for number, saved in ((2, checkpoints_of(last)[2]), (3, last.folder.parent)):  # of a run the newest one
+        made = tmp_path / str(number)
         command = [sys.executable, "-m", "verl_patches", "weights", "export", str(saved), str(made)]
         subprocess.run(command, check=True)
         model = AutoModelForCausalLM.from_pretrained(made, torch_dtype="auto", attn_implementation="eager").eval()
@@ -119,23 +113,23 @@ def test_an_export_is_the_trained_model_for_transformers(runs, tmp_path):
     assert worst[2] < 1e-5 and worst[3] > 1e-3, worst
 
 
-def test_a_new_run_of_that_name_keeps_its_own_checkpoints_and_moves_those_of_the_run_before(smoke, runs):
+def test_a_new_run_of_that_name_leaves_the_checkpoints_of_the_run_before(smoke, runs):
     """Which had come further: retention counts only the new run's."""
     before = runs[1]
     new = smoke("--steps", "2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", after=before)
-    assert saved_by(new) == ["global_step_2"] and [step["step"] for step in new.steps] == [1, 2]
-    assert saved_by(new, "earlier/2/checkpoints") == ["global_step_1", "global_step_2", "global_step_3"]
-    for path in saved_in(new, "earlier/2/checkpoints"):
-        manifest = read_manifest(path)
-        assert manifest.facts["id"] == before.summary["id"] and folder_problems(path, manifest) == []
-    assert read_manifest(saved_in(new)[0]).facts["id"] == new.summary["id"] != before.summary["id"]
-    assert f"MB, are now in {new.folder / 'earlier' / '2' / 'checkpoints'}" in new.output
+    home = new.folder.parent
+    assert [*checkpoints_of(new)] == [2] and [step["step"] for step in new.steps] == [1, 2]
+    assert new.folder.name == "0004" and f"{home}: other starts (0001, 0002, 0003) hold" in new.output
+    for step, path in checkpoints_of(before).items():
+        copied = home / path.relative_to(before.folder.parent)
+        manifest = read_manifest(copied)
+        assert manifest.facts["step"] == step and folder_problems(copied, manifest) == []
 
 
 def test_a_run_that_has_reached_its_total_ends_before_anything_starts(smoke, runs):
     again = smoke(*SAVING, after=runs[1], ok=False)
     assert again.code == 2 and "step 3 is complete" in again.output and "trainer.total_training_steps" in again.output
-    assert again.summary == runs[1].summary and [path.name for path in (again.folder / "earlier").iterdir()] == ["1"]
+    assert again.folder.name == "0003" and again.summary == runs[1].summary
 
 
 @pytest.mark.slow
@@ -155,7 +149,7 @@ def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
 @pytest.mark.slow
 def test_a_flipped_byte_is_refused_before_the_first_step(smoke, runs, tmp_path):
     """In the last tensor of rank 1, whose file another rank reads and compares."""
-    damaged = shutil.copytree(runs[1].folder / "checkpoints" / "global_step_2", tmp_path / "global_step_2")
+    damaged = shutil.copytree(checkpoints_of(runs[1])[2], tmp_path / "global_step_2")
     path = damaged / "rank_00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

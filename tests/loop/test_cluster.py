@@ -70,7 +70,7 @@ def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(nodes, tmp
         report = json.loads((tmp_path / "doctor.json").read_text())
         rows = {row["name"]: row["state"] for row in report["rows"]}
         assert len(report["nodes"]) == NODES and rows["nodes"] == rows["gloo, all nodes"] == "fine", rows
-        summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+        summary = json.loads((tmp_path / "r" / "latest" / "summary.json").read_text())
         assert summary["exit"] == "ok" and summary["steps"][0]["logprob_delta"]["max"] < 1e-5
         looked = cluster("status", "--json")
         assert looked.returncode == 0 and json.loads(looked.stdout)["counts"]["fine"] == NODES + 2

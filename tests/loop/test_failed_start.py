@@ -16,11 +16,11 @@ pytestmark = pytest.mark.slow
 def test_the_rows_own_error_before_verl_stops_waiting(tmp_path, warm, name, row):
     command, env = smoke_command("--steps", "1", hook(name), folder=tmp_path)
     done = subprocess.run(command, cwd=ROOT, env=warm(env), **STREAMS)
-    reason = json.loads((tmp_path / "r" / "summary.json").read_text())["exit"]
+    reason = json.loads((tmp_path / "r" / "latest" / "summary.json").read_text())["exit"]
     assert done.returncode == 1 and reason.startswith("verl_patches.patching.engine.PatchError"), reason
     assert f"row {row}: " in reason and "has drifted" in reason and reason.splitlines()[0] in done.stdout
     after_300_s = "Failed to get register_center_actor"
-    assert after_300_s not in (tmp_path / "r" / "driver.log").read_text()
+    assert after_300_s not in (tmp_path / "r" / "latest" / "driver.log").read_text()
 
 
 def test_the_drivers_own_failure_needs_no_ray(tmp_path):

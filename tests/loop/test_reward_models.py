@@ -6,8 +6,8 @@ from safetensors.torch import load_file
 
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS
 from verl_patches.reshard.region import Region
-from verl_patches.weights.checkpoint_folders import value_model_in
 from verl_patches.weights.reader import WeightReader
+from verl_patches.weights.run_folders import value_model_in
 from verl_patches.weights.source import open_source
 
 pytestmark = pytest.mark.slow

@@ -132,7 +132,7 @@ def refused(folder, *arguments):
 
 def processes_after(text, folder, launcher):
     """All processes of the run once progress.log has the text."""
-    path, end = folder / "r" / "progress.log", time.monotonic() + HANG_S
+    path, end = folder / "r" / "latest" / "progress.log", time.monotonic() + HANG_S
     while not (path.is_file() and text in path.read_text()):
         assert time.monotonic() < end, f"{text!r} not in {path}"
         time.sleep(0.2)
@@ -143,7 +143,7 @@ def reason_of(folder, processes):
     """Why the run ended; all its processes must have ended too."""
     _, alive = psutil.wait_procs(processes, timeout=HANG_S)
     assert not alive, alive
-    return json.loads((folder / "r" / "summary.json").read_text())["exit"]
+    return json.loads((folder / "r" / "latest" / "summary.json").read_text())["exit"]
 
 
 @pytest.mark.nightly
@@ -169,7 +169,7 @@ def test_a_killed_raylet_is_named_as_a_lost_node_and_nothing_is_left(tmp_path):
     for text in (reason_of(tmp_path, processes), output):
         assert "LostNodeError: node " in text and "with rank 0, rank 1 is lost" in text, text
         assert f"its raylet (pid {raylet.pid}) was killed by SIGKILL" in text, text
-    record = json.loads((tmp_path / "r" / "watch.json").read_text())
+    record = json.loads((tmp_path / "r" / "latest" / "watch.json").read_text())
     assert [culprit["name"] for culprit in record["culprits"]] == ["rank 0", "rank 1"]
 
 
@@ -205,7 +205,7 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
         assert launcher.returncode == 130 and bystander.poll() is None
         assert reason_of(tmp_path, processes) == interrupted(signal.SIGINT)
         assert f"the run was {interrupted(signal.SIGINT)}" in output and "failed" not in output
-        assert live(tmp_path / "r")["state"] == "interrupted"
+        assert live((tmp_path / "r" / "latest").resolve())["state"] == "interrupted"
     finally:
         bystander.kill()
 

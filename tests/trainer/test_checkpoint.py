@@ -1,7 +1,6 @@
 """Checkpoints in the trainer's process: what is complete, what is kept, what a killed save leaves; no workers."""
 
 import copy
-import functools
 import itertools
 import json
 import multiprocessing
@@ -21,14 +20,12 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from tests.ranks import HANG_S
 from tests.reshard.cases import TINY
-from tests.weights.cases import make_checkpoint
 from verl_patches.errors import ConfigError
 from verl_patches.reshard.region import Region
 from verl_patches.trainer import checkpoint
 from verl_patches.trainer.checkpoint import Checkpoints, changes, data_state
 from verl_patches.weights import writer
 from verl_patches.weights.checkpoint_files import CheckpointError, write_rank
-from verl_patches.weights.checkpoint_folders import newest, recover, remove_oldest, size_bytes
 from verl_patches.weights.manifest import (
     Manifest,
     content_digest,
@@ -38,9 +35,10 @@ from verl_patches.weights.manifest import (
     whole_tensor,
 )
 from verl_patches.weights.reader import CheckpointReader
+from verl_patches.weights.run_folders import take_start
 from verl_patches.weights.train_state import Place, StoredTensor
 
-KILLS, RUN, OTHER = 10, "0123456789abcdef", "fedcba9876543210"
+KILLS = 10
 
 
 class Workers:
@@ -82,7 +80,7 @@ class Saves(Checkpoints):
         return {"config.json": b"{}"}
 
     def _manifest(self, step, files, facts):
-        facts = {**facts, "step": step, "id": self.run, "line": "pypi", **SETTINGS}
+        facts = {**facts, "step": step, "line": "pypi", **SETTINGS}
         return Manifest("checkpoint", TINY, "@2", "fp32", str(step), tuple(files), facts=facts)
 
 
@@ -94,16 +92,20 @@ def saves(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "world_size", lambda config: 2)
     monkeypatch.setattr(checkpoint, "settings_of", lambda config: SETTINGS)
 
-    def make(folder=tmp_path, run=RUN, **trainer):
-        settings = {"default_local_dir": str(folder), "resume_mode": "auto", "save_freq": 1, **trainer}
-        config = OmegaConf.create({"trainer": settings, "recipe": {"line": "pypi", "objective": {"name": "rl"}}})
+    def make(folder=tmp_path, start=None, **trainer):
+        """The checkpoints in `folder`, or of this start of the run t."""
+        folder = tmp_path / "t/checkpoints" if start else folder
+        settings = {"default_local_dir": str(folder), "resume_mode": "auto", "save_freq": 1, "resume_from_path": None}
+        recipe = {"line": "pypi", "objective": {"name": "rl"}, "resume_other_data": False}
+        recipe |= {"output_root": str(tmp_path), "run": "t", "start": start}
+        config = OmegaConf.create({"trainer": {**settings, **trainer}, "recipe": recipe, "data": {"train_files": None}})
         config.algorithm = {"use_kl_in_reward": False, "kl_ctrl": {"type": "adaptive"}}
         config.recipe.watch, config.recipe.train = {"least_s": 900.0}, {"collective_timeout_minutes": 30}
         data = SimpleNamespace(position=0, batch_sampler=SimpleNamespace(sampler=None))
         data.state_dict, data.load_state_dict = lambda: data.position, lambda state: setattr(data, "position", state)
         parts = {"config": config, "actor_rollout_wg": Workers(), "train_dataloader": data, "global_steps": 0}
         said = []
-        made = Saves(SimpleNamespace(**parts, total_training_steps=99), run, lambda *text: said.append(text))
+        made = Saves(SimpleNamespace(**parts, total_training_steps=99), lambda *text: said.append(text))
         made.said = said
         return made
 
@@ -163,7 +165,7 @@ def test_a_checkpoint_is_whole_with_its_critic_alone(saves, tmp_path):
         run.finish()
     run._given_up.set()
     run._thread.join()
-    assert not [path for path in tmp_path.glob("global_step_*") if "writing" not in path.name]
+    assert run.chain.checkpoints() == {}
     save(with_critic(saves()), 2)
     folder = tmp_path / "global_step_2"
     resumed(again := with_critic(saves(**path_of(2, tmp_path))))
@@ -176,7 +178,7 @@ def test_a_checkpoint_is_whole_with_its_critic_alone(saves, tmp_path):
     with pytest.raises(ConfigError, match="of another checkpoint"):
         with_critic(saves(**path_of(2, tmp_path))).load()
     shutil.rmtree(folder / "critic")
-    for load in (with_critic(saves(**path_of(2, tmp_path))).load, functools.partial(newest, tmp_path, RUN)):
+    for load in (with_critic(saves(**path_of(2, tmp_path))).load, saves().chain.newest):
         with pytest.raises(ConfigError, match="critic"):
             load()
     save(saves(), 3)
@@ -192,25 +194,6 @@ def test_folders_that_are_no_checkpoints_are_refused(saves, tmp_path):
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_7")
     with pytest.raises(ConfigError, match="is of step 3, expected that of its folder global_step_7"):
         saves(**path_of(7, tmp_path)).load()
-
-
-def test_the_size_of_a_folder_counts_what_stays_when_a_part_is_removed_meanwhile(tmp_path, monkeypatch):
-    scandir = os.scandir
-    for name in "abc":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_bytes(bytes(10))
-    (tmp_path / "link").symlink_to(tmp_path / "a" / "file")
-    of_link = (tmp_path / "link").lstat().st_size
-    assert size_bytes(tmp_path) == 30 + of_link and size_bytes(tmp_path / "absent") == 0
-
-    def gone(path):  # the first folder below it
-        if os.fspath(path) != str(tmp_path):
-            monkeypatch.setattr(os, "scandir", scandir)
-            shutil.rmtree(path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", gone)
-    assert size_bytes(tmp_path) == 20 + of_link and len(names(tmp_path)) == 3
 
 
 def test_a_remote_folder_is_refused(saves):
@@ -235,7 +218,7 @@ def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(
     with pytest.raises(CheckpointError, match="rank 1: disk full"):
         run.finish()
     run.give_up(wait=True)
-    assert newest(tmp_path, RUN) == tmp_path / "global_step_1"
+    assert run.chain.newest() == tmp_path / "global_step_1"
     save(saves(), 2)
     assert names(tmp_path) == ["global_step_1", "global_step_2"]
 
@@ -254,7 +237,7 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
     workers.failing = True  # its ranks write at the third look
     run.trainer.global_steps = run.trainer.train_dataloader.position = 1
     run.save()
-    (folder,) = tmp_path.glob("*writing*")
+    folder = tmp_path / "global_step_1"
 
     def written(writing):
         assert writing == folder
@@ -265,7 +248,7 @@ def test_after_an_error_a_checkpoint_is_waited_for_while_its_files_grow(
 
     monkeypatch.setattr(checkpoint, "size_bytes", written)
     run.give_up(wait)
-    assert (newest(tmp_path, RUN) == tmp_path / "global_step_1") is whole
+    assert (run.chain.newest() == folder) is whole
     said = [text for (text,) in run.said if "is waited for" in text]  # each look is output, as recipe.timeouts expects
     assert len(said) == (0 if not wait or not least_s else 1 if not grow else next(looks) - 1), said
 
@@ -330,100 +313,70 @@ def killed_at(point, run, step):
 
 @pytest.mark.slow
 def test_a_save_that_is_killed_anywhere_leaves_a_complete_checkpoint(saves, tmp_path):
-    """At random points, and at the last ones, which rename and remove; the next run saves the same step again."""
-    run = saves(max_actor_ckpt_to_keep=1)
-    save(run, 1)
+    """At random points, and at the last ones, which write the manifest and remove; each time a new start goes on."""
+    home, parent, good = tmp_path / "t", None, 1
+
+    def next_run():
+        name = take_start([home], parent, None)
+        return saves(start=name, max_actor_ckpt_to_keep=1)
+
+    save(run := next_run(), 1)
     points = killed_at(0, run, 2)
     assert points > 30
+    good, parent = 2, ("0001", 2)
     chosen = sorted({*random.Random(0).sample(range(1, points + 1), KILLS), *range(points - 6, points + 1)})
     seen = set()
-    for number, point in enumerate(chosen):
-        good, step = 2 + number, 3 + number
-        assert killed_at(point, run, step) == -signal.SIGKILL
-        again = resumed(saves(max_actor_ckpt_to_keep=1))
-        found = again.trainer.global_steps
-        assert found in (good, step) and again.trainer.actor_rollout_wg.loaded == [found] * 2, point
+    for point in chosen:
+        save(run := next_run(), good + 1)
+        good += 1
+        assert killed_at(point, run, good + 1) == -signal.SIGKILL
+        newest = run.chain.newest()
+        found = int(newest.name.rpartition("_")[2])
+        parent = (newest.parents[1].name, found)
+        again = next_run()
+        again.config.trainer.update({"resume_mode": "resume_path", "resume_from_path": str(newest)})
+        again.load()
+        assert again.trainer.global_steps == found in (good, good + 1)
+        assert again.trainer.actor_rollout_wg.loaded == [found] * 2, point
         seen.add(found - good)
-        save(again, step)
-        assert names(tmp_path) == [f"global_step_{step}"], point
-    assert seen == {0, 1}  # the last points are after the rename
+        good = found + 1
+        save(again, good)
+        assert [path.name for path in home.glob("0*/checkpoints/*")] == [f"global_step_{good}"], point
+        parent = (again.folder.parent.name, good)
+    assert seen == {0, 1}  # the last points are after the manifest
 
 
-def test_a_step_that_is_saved_again_replaces_the_folder_and_is_found_between_both_renames(saves, tmp_path):
-    save(saves(), 5, 5)
-    assert names(tmp_path) == ["global_step_5"]
-    os.rename(tmp_path / "global_step_5", tmp_path / f"global_step_5.replaced-{RUN}-0123abcd")
-    recover(tmp_path, RUN)
-    assert newest(tmp_path, RUN) == tmp_path / "global_step_5"
-    assert set(rank_files(2)) < set(names(tmp_path / "global_step_5"))
+def test_a_step_whose_save_was_killed_is_saved_again(saves, tmp_path):
+    (tmp_path / "global_step_5").mkdir()
+    (tmp_path / "global_step_5/rank_00007.safetensors").touch()
+    save(run := saves(), 5)
+    assert run.chain.newest() == tmp_path / "global_step_5"
+    assert set(rank_files(2)) < set(names(tmp_path / "global_step_5")) and not list(tmp_path.rglob("*00007*"))
 
 
-# ---- checkpoints of several runs in one folder
+# ---- without a launcher: one folder, which a run goes on with or finds empty
 
 
-def test_a_run_resumes_counts_and_removes_only_its_own(saves, tmp_path):
-    """Also where those of other runs are newer; the newest that the run wrote is never removed."""
-    make_checkpoint(tmp_path, 11, OTHER)
-    make_checkpoint(tmp_path, 1, None)
-    make_checkpoint(tmp_path, 12, OTHER)
-    old = tmp_path / "global_step_12" / "manifest.json"  # of another version of the format: never the run's own
-    old.write_text(json.dumps(json.loads(old.read_text()) | {"version": 1}))
-    others = ["global_step_1", "global_step_11", "global_step_12"]
-    run = resumed(saves(max_actor_ckpt_to_keep=3))
-    assert run.trainer.global_steps == 0 and "no checkpoint of this run" in run.said[-1][0]
-    save(run, 2, 4, 9, 10)
-    assert [record["step"] for record in run.records] == [2, 4, 9, 10]
-    assert set(names(tmp_path)) == {*others, "global_step_4", "global_step_9", "global_step_10"}
-    remove_oldest(tmp_path, 1, RUN, tmp_path / "global_step_9")
-    assert set(names(tmp_path)) == {*others, "global_step_9", "global_step_10"}
-    remove_oldest(tmp_path, 1, RUN, tmp_path / "global_step_10")
-    assert set(names(tmp_path)) == {*others, "global_step_10"}
+def test_a_folder_that_another_run_saved_to_is_not_mixed_with_this_one(saves, tmp_path):
+    save(saves(), 2, 4)
+    for given, step in (({"resume_mode": "disable"}, 2), (path_of(2, tmp_path), 4)):
+        with pytest.raises(ConfigError, match=f"holds global_step_{step} of another run.*resume_mode=auto"):
+            saves(**given).load()
+        saves(**given, save_freq=-1).load()  # it writes nothing there
+    assert names(tmp_path) == ["global_step_2", "global_step_4"]
     again = resumed(saves())
-    assert (again.trainer.global_steps, again.trainer.train_dataloader.position) == (10, 10)
-    assert again.trainer.actor_rollout_wg.loaded == [10, 10]
-    assert any("step 10 is complete" in text for text, *at in again.said if at)
-    assert sum(f"global_step_11: of run {OTHER}" in text for text, *_ in again.said) == 1
-    assert not folder_problems(tmp_path / "global_step_10", read_manifest(tmp_path / "global_step_10"))
-
-
-def occupied(folder, step, what):
-    """What has the name of a step's checkpoint and is not this run's."""
-    path = folder / f"global_step_{step}"
-    if what == "a file":
-        path.write_text("of the user")
-        return path
-    make_checkpoint(folder, step, None if what == "without id" else OTHER)
-    if what == "damaged":
-        (path / "manifest.json").write_text("{")
-    return path
-
-
-@pytest.mark.parametrize("what", ["another run's", "without id", "damaged", "a file"])
-def test_what_is_not_the_run_s_keeps_its_bytes_where_its_name_is_needed(saves, tmp_path, what):
-    occupied(tmp_path, 3, what)
-    run = saves(max_actor_ckpt_to_keep=1)
-    save(run, 3, 4)
-    (other,) = tmp_path.glob("global_step_3*")
-    assert other.name.startswith("global_step_3.replaced-") and newest(tmp_path, RUN) == tmp_path / "global_step_4"
-    assert other.read_text() == "of the user" if what == "a file" else (other / "rank_00000.safetensors").is_file()
-    save(run, 5)
-    assert sum(f"{other}" in text for text, *_ in run.said) == 1 and other.exists()
-
-
-@pytest.mark.parametrize("what", ["another run's", "damaged", "a file"])
-def test_a_whole_save_that_was_killed_before_its_name_gets_it_where_something_else_has_it(tmp_path, what):
-    writing = make_checkpoint(tmp_path, 9, RUN).rename(tmp_path / f"global_step_9.writing-{RUN}-0123abcd")
-    path = occupied(tmp_path, 9, what)
-    recover(tmp_path, RUN)
-    assert newest(tmp_path, RUN) == path and not writing.exists()
-    assert len(list(tmp_path.glob("global_step_9.replaced-*"))) == 1
+    assert (again.trainer.global_steps, again.trainer.train_dataloader.position) == (4, 4)
+    assert again.trainer.actor_rollout_wg.loaded == [4, 4]
+    assert any("step 4 is complete" in text for text, *at in again.said if at)
+    first = resumed(saves(tmp_path / "new"))
+    assert first.trainer.global_steps == 0 and "no complete checkpoint" in first.said[-1][0]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_ends_nothing(saves, tmp_path, monkeypatch):
     rmtree = shutil.rmtree
 
     def busy(path, *args, **kwargs):
-        if ".removed-" in str(path):
+        if str(path).endswith("global_step_1"):
             raise OSError(39, "Directory not empty")
         rmtree(path, *args, **kwargs)
 
@@ -432,68 +385,18 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_ends_nothing(save
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", busy)
         save(run, 2, 3)
-    assert newest(tmp_path, RUN) == tmp_path / "global_step_3"
+    assert run.chain.newest() == tmp_path / "global_step_3"
     assert any("cannot be removed" in text for text, *_ in run.said)
     save(run, 4)
     assert names(tmp_path) == ["global_step_4"]
 
 
-def test_damage_that_is_not_the_newest_is_named_once_and_ends_nothing(saves, tmp_path):
-    save(saves(), 1, 2)
-    writing = tmp_path / "global_step_3.writing-0123abcd"
-    writing.mkdir()
-    (writing / "manifest.json").write_text("")
-    (tmp_path / "global_step_1" / "manifest.json").write_text("{")
-    (tmp_path / "global_step_9").write_text("a file")
-    run = resumed(saves(max_actor_ckpt_to_keep=1))
-    assert run.trainer.global_steps == 2
-    save(run, 3, 4)
-    assert names(tmp_path) == ["global_step_1", writing.name, "global_step_4", "global_step_9"]
-    for path in (writing, tmp_path / "global_step_1", tmp_path / "global_step_9"):
-        assert sum(f"{path}" in text for text, *_ in run.said) == 1, path
-
-
-def test_a_run_goes_on_from_an_older_step_where_it_is_told_to_and_what_is_newer_moves(saves, tmp_path):
-    """Else retention would keep the abandoned steps, and the next resume take them."""
-    save(saves(), 2, 4, 6, 8)
-    (tmp_path / "global_step_8" / "manifest.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"global_step_8(.|\n)*resume_from_path=.*global_step_6"):
-        saves().load()
-    shutil.rmtree(tmp_path / "global_step_8")
-    run = saves()  # bytes, which only workers compare
+def test_bytes_that_only_workers_compare_name_the_next_older_checkpoint(saves, tmp_path):
+    save(saves(), 4, 6)
+    run = saves()
     run.trainer.actor_rollout_wg.fault = f"{tmp_path}/global_step_6/rank_00001.safetensors: sha256"
     with pytest.raises(CheckpointError, match=r"global_step_6/rank_00001(.|\n)*resume_from_path=.*global_step_4$"):
         run.load()
-    make_checkpoint(tmp_path, 8, RUN)
-    run = resumed(saves(**path_of(4, tmp_path), max_actor_ckpt_to_keep=1))
-    assert run.trainer.global_steps == 4 and names(tmp_path / "earlier/1") == ["global_step_6", "global_step_8"]
-    save(run, 5)
-    assert names(tmp_path) == ["earlier", "global_step_5"]
-    assert resumed(saves()).trainer.global_steps == 5
-
-
-@pytest.mark.parametrize("trainer", [{"save_freq": -1}, {"run": OTHER}])
-def test_nothing_moves_where_a_run_saves_nothing_or_is_another(saves, tmp_path, trainer):
-    save(saves(), 2, 4)
-    saves(**path_of(2, tmp_path), **trainer).load()
-    assert names(tmp_path) == ["global_step_2", "global_step_4"]
-
-
-def test_a_half_removed_checkpoint_does_not_get_its_name_back(saves, tmp_path):
-    """Its manifest is whole, the files are not. Nor does one of another run."""
-    for owner in (RUN, OTHER):
-        path = make_checkpoint(tmp_path, 3, owner)
-        (path / "rank_00000.safetensors").unlink()
-        path.rename(tmp_path / f"global_step_3.removed-{owner}-0123abcd")
-    whole = make_checkpoint(tmp_path, 4, OTHER)
-    whole.rename(tmp_path / f"global_step_4.writing-{OTHER}-0123abcd")
-    recover(tmp_path, RUN)
-    others = [f"global_step_3.removed-{OTHER}-0123abcd", f"global_step_4.writing-{OTHER}-0123abcd"]
-    assert names(tmp_path) == others
-    put = make_checkpoint(tmp_path, 5, RUN)
-    put.rename(tmp_path / f"global_step_5.writing-{RUN}-0123abcd")  # control: whole, and the run's
-    recover(tmp_path, RUN)
-    assert names(tmp_path) == [*others, "global_step_5"]
 
 
 # ---- the state of the data

@@ -6,6 +6,7 @@ Whole runs: tests/loop/test_smoke.py, tests/loop/test_truth_control.py.
 import functools
 import math
 import re
+import shutil
 from types import SimpleNamespace
 from uuid import UUID
 
@@ -27,6 +28,7 @@ from verl_patches.trainer import worker_group
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
 from verl_patches.watch import heartbeat
 from verl_patches.watch.heartbeat import read
+from verl_patches.weights.run_folders import take_start
 
 LENGTH = 2
 REPLAY = {"recipe.rollout.replay": "outputs/x"}
@@ -149,16 +151,16 @@ def test_recorded_responses_are_replayed_without_generating(tmp_path):
     stages = [(1, "generate_sequences"), (1, "reward"), (2, "generate_sequences"), (2, "reward"), (2, "update_actor")]
     assert calls == stages
 
-    replay, workers = group_of(rollout={"replay": str(tmp_path)})
+    replay, workers = group_of(rollout={"replay": str(tmp_path / "rollouts")})
     for output, start in zip(recorded, (0, 6), strict=True):
         replayed = generate(replay, prompts(start)).batch
         assert torch.equal(replayed["responses"], output.batch["responses"])
         assert set(replayed.keys()) == {"prompts", "responses"}  # log-probs are of the recorded run's weights
     assert not workers.generated
-    with pytest.raises(ConfigError, match="fewer steps.*--steps 2"):
+    with pytest.raises(ConfigError, match="step 3 is not among the recorded ones, 1 to 2; use --steps 2"):
         generate(replay, prompts())
     with pytest.raises(ConfigError, match="recorded with other prompts"):
-        generate(group_of(rollout={"replay": str(tmp_path)})[0], prompts(1))
+        generate(group_of(rollout={"replay": str(tmp_path / "rollouts")})[0], prompts(1))
 
 
 def test_the_parts_of_the_reward_have_their_means_in_the_record_of_the_step():
@@ -176,11 +178,19 @@ def test_the_parts_of_the_reward_have_their_means_in_the_record_of_the_step():
     assert group.end_step() == {"rewards": {"maths": 0.5}}
 
 
-def test_a_recording_is_found_by_run_folder_or_file_and_refused_elsewhere(tmp_path):
-    folder = tmp_path / "rollouts"
-    generate(group_of(folder)[0], prompts())
-    assert {find_recording(str(p), 1) for p in (tmp_path, folder, folder / "step_1.safetensors")} == {folder.resolve()}
-    with pytest.raises(ConfigError, match=r"has 1 step\(s\), this run wants 3; use --steps 1"):
+def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(tmp_path):
+    """Start 2 goes on after step 1: the second step that start 1 recorded is not the run's."""
+    first, second = (tmp_path / take_start([tmp_path], parent, None) for parent in (None, ("0001", 1)))
+    group = group_of(first / "rollouts")[0]
+    generate(group, prompts())
+    generate(group, prompts(6))
+    one, two = (start / "rollouts" for start in (first, second))
+    two.mkdir()
+    shutil.copy(one / "step_2.safetensors", two)
+    for given, found in ((tmp_path, {1: one, 2: two}), (first, {1: one, 2: one}), (one, {1: one, 2: one})):
+        assert find_recording(str(given), 2) == found
+    assert find_recording(str(one / "step_1.safetensors"), 1) == {1: one, 2: one}
+    with pytest.raises(ConfigError, match=r"has 2 step\(s\), this run wants 3; use --steps 2"):
         find_recording(str(tmp_path), 3)
     with pytest.raises(ConfigError, match="no step_1.safetensors"):
         find_recording(str(tmp_path / "elsewhere"))

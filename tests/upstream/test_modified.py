@@ -2,16 +2,18 @@
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.runs import composed
 from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install, line_of
 from verl_patches.boot.install_prelude import LINE
-from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.patching.contract import installed_root
-from verl_patches.upstream.checkouts import Trees, trees_of
+from verl_patches.spec import Trees
+from verl_patches.upstream.checkouts import trees_of
 from verl_patches.upstream.modified import (
     record_changes,
     record_digest,
@@ -152,25 +154,24 @@ def test_a_file_edited_together_with_its_line_in_the_record_is_seen(tmp_path, in
     assert installed().state == "problem" and "another-1.0.dist-info" in installed().found
 
 
-def config(line, drift="strict"):
-    found = compose("deepseekv3_tiny_cpu")
-    found.recipe.line, found.recipe.drift = line, drift
-    return found
+def refused_or_dirty(line, trees=Trees(), drift="strict"):  # noqa: B008 frozen
+    run = composed("deepseekv3_tiny_cpu", [f"recipe.line={line}", f"recipe.drift={drift}"])
+    return refuse_modified(replace(run, trees=trees))
 
 
 @pytest.mark.slow
 def test_a_start_over_an_edited_package_is_refused_or_marked(tmp_path):
     """The installed packages as they are, then a copied verl with one edit in a file that no row targets."""
-    assert refuse_modified(config("pypi"), Trees()) == {}
+    assert refused_or_dirty("pypi") == {}
     shutil.copytree(installed_root("verl") / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
     trees = Trees(("--verl-path", str(tmp_path)), (tmp_path,), tmp_path)
-    assert refuse_modified(config("pypi"), trees) == {}
+    assert refused_or_dirty("pypi", trees) == {}
     file = tmp_path / "verl/utils/torch_dtypes.py"
     file.write_text(file.read_text() + "# edited\n")
     with pytest.raises(ConfigError, match=r"verl/utils/torch_dtypes.py \(modified\)"):
-        refuse_modified(config("pypi"), trees)
+        refused_or_dirty("pypi", trees)
     for drift in ("warn", "skip"):
-        assert refuse_modified(config("pypi", drift), trees) == {"verl": ["verl/utils/torch_dtypes.py (modified)"]}
+        assert refused_or_dirty("pypi", trees, drift) == {"verl": ["verl/utils/torch_dtypes.py (modified)"]}
 
 
 @pytest.mark.slow
@@ -184,11 +185,11 @@ def test_the_trees_of_line_a3(pytestconfig, tmp_path):
         (tmp_path / name).symlink_to(given / name)
     subprocess.run(["git", "clone", "-q", "--shared", given / "MindSpeed-LLM", tmp_path / "MindSpeed-LLM"], check=True)
     trees, file = trees_of(tmp_path), tmp_path / "MindSpeed-LLM/mindspeed_llm/tasks/preprocess/parser.py"
-    assert refuse_modified(config("a3"), trees) == {}
+    assert refused_or_dirty("a3", trees) == {}
     before = file.read_bytes()
     file.write_bytes(before + b"\n")
     with pytest.raises(ConfigError, match="MindSpeed-LLM .*tasks/preprocess/parser.py"):
-        refuse_modified(config("a3"), trees)
+        refused_or_dirty("a3", trees)
     file.write_bytes(before)
-    assert refuse_modified(config("a3"), trees) == {}
+    assert refused_or_dirty("a3", trees) == {}
     assert tree_changes(given / "verl", load_pins().line("a3").repositories["verl"].commit) == []

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from verl_patches.config.compose import compose
+from verl_patches.config.compose import compose_config
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import LINES
 from verl_patches.upstream.pins import PIN_FILE, load_pins, same_version
@@ -131,7 +131,7 @@ OF_OTHER_RECIPES |= {"actor_rollout_ref.rollout.prompt_logprobs"}  # SamplingPar
 @pytest.mark.parametrize("line", LINES)
 def test_unsupported_keys_exist_and_our_configs_are_neutral(line):
     for name in ("deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"):
-        config = compose(name)
+        config = compose_config(name)
         for entry in PINS.unsupported_on(line):
             value = OmegaConf.select(config, entry.key, throw_on_missing=True)
             inside_engine = entry.key.startswith("actor_rollout_ref.rollout.engine_kwargs.vllm.")

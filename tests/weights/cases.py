@@ -18,6 +18,7 @@ from verl_patches.weights.convert import convert
 from verl_patches.weights.manifest import CHECKPOINT, Manifest, in_data_order, whole_tensor
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.reader import DTYPES, tensor_bytes
+from verl_patches.weights.run_folders import CHECKPOINTS, take_start
 from verl_patches.weights.source import open_source
 from verl_patches.weights.writer import FileWriter, begin, complete
 
@@ -175,10 +176,18 @@ def _bytes(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def make_checkpoint(folder, step, run, **facts):
-    """A whole checkpoint folder/global_step_N with one tensor, of the run with this id; None: without an id."""
-    facts = {"step": step, "line": "pypi", "digest": "d", "settings": {}, **facts, **({"id": run} if run else {})}
+def make_checkpoint(folder, step, **facts):
+    """A whole checkpoint folder/global_step_N with one tensor."""
+    facts = {"step": step, "line": "pypi", "digest": "d", "settings": {}, **facts}
     return write_checkpoint(folder / f"global_step_{step}", {"w": torch.zeros(4)}, tiny_config(), facts)
+
+
+def make_start(home, steps=(), parent=None, source=None):
+    """The folder of a new start of the run `home`, with checkpoints of these steps."""
+    folder = home / take_start([home], parent, source)
+    for step in steps:
+        make_checkpoint(folder / CHECKPOINTS, step)
+    return folder
 
 
 def write_checkpoint(folder, weights, config, facts):

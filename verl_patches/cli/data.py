@@ -11,7 +11,7 @@ import typer
 from verl_patches.cli.output import Json, print_json, progress_bar, say
 from verl_patches.config.compose import output_root
 from verl_patches.data.from_rollouts import COLUMNS, Choice, from_rollouts
-from verl_patches.evaluation.record import find_run
+from verl_patches.weights.run_folders import find_start
 
 app = typer.Typer(no_args_is_help=True, help="Make data that runs read.")
 
@@ -49,15 +49,12 @@ def from_rollouts_command(
     as_json: Json = False,
 ) -> None:
     """Make SFT data or preference pairs of a run's responses and their rewards."""
-    choice, folder = Choice(kind, best, threshold, margin), find_run(run, output_root())
+    choice, folder = Choice(kind, best, threshold, margin), find_start(run, output_root())
     with progress_bar("steps", None, "step") as advance:
         report = from_rollouts(folder, output, choice, overwrite, advance)
     if as_json:
         print_json(report)
         return
-    for part, steps in report["not_read"].items():
-        text = f"{steps} steps of before the run was started again; give {folder / part} as RUN for them"
-        say(f"not read: {text}", err=True)
     why = "".join(f", {count} {reason}" for reason, count in report["left_out"].items())
     say("{rows} rows of {responses} responses to {prompts} prompts in {steps} steps".format(**report) + why)
     say(f"train on it: algo={'dpo' if kind == 'pairs' else 'sft'} data.train_files={report['files'][0]}")

@@ -20,7 +20,6 @@ from verl_patches.config.files import hook_checks
 from verl_patches.errors import ConfigError, require
 from verl_patches.evaluation import compare, report
 from verl_patches.evaluation.curves import METRICS, Curves, read_curves
-from verl_patches.evaluation.record import find_run
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting
@@ -30,6 +29,7 @@ from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.checkouts import LINE, trees_of, verl_check
 from verl_patches.values import printable
+from verl_patches.weights.run_folders import find_start
 
 GB = 1e9
 DEFAULT_MODEL = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
@@ -208,7 +208,7 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Figures of a recorded run, or of several side by side: a table, Markdown and, for several, a PNG."""
-    folders = [find_run(run, output_root()) for run in runs]
+    folders = [find_start(run, output_root()) for run in runs]
     path = output or folders[-1] / "report.md"
     if path.suffix == ".png" or path.is_dir():
         raise ConfigError(f"report: --output {path}: expected a file for Markdown, such as report.md; give another")

@@ -4,7 +4,7 @@
     starting   no step's work has begun, and the launcher is there
     running    a step is in progress
     ended      all steps were made
-    ending     the attempt failed; `exit` says why; its launcher ends processes, or starts the next try
+    ending     this start failed; `exit` says why; its launcher ends processes, or makes the next start
     failed     the run ended with that reason
     interrupted  Ctrl-C, SIGTERM or SIGHUP ended the run
     lost       the record says running, but no launcher holds the folder's lock: it was killed, or it runs on another
@@ -27,12 +27,13 @@ from rich.text import Text
 from verl_patches.cli.output import console, print_json, table_lines, width
 from verl_patches.config.compose import output_root
 from verl_patches.errors import INTERRUPTED
-from verl_patches.evaluation.record import PLACES, find_run, last_lines, read_doing, read_summary
+from verl_patches.evaluation.record import PROGRESS, SUMMARY, last_lines, read_doing, read_summary
 from verl_patches.evaluation.report import in_step, medians, resumed
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.patching.switches import recorded_off, said_off
 from verl_patches.shared_files import LOCK, is_locked
 from verl_patches.values import printable
+from verl_patches.weights.run_folders import find_start, starts_in
 
 REFRESH_S = 2.0
 LINES = 5  # of progress.log, the last ones
@@ -44,7 +45,7 @@ LOST = "no launcher holds its lock: killed, or on a node whose locks this file s
 
 def show_live(run: Path, watch: bool, as_json: bool) -> NoReturn:
     """Print what a run does now, with `watch` until it ends; exit code 1 where it failed or its launcher is gone."""
-    folder = find_run(run, output_root())
+    folder = find_start(run, output_root())
     facts = live(folder)
     if as_json:
         print_json(facts)
@@ -77,7 +78,7 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     summary, doing = read_summary(folder), read_doing(folder)
     steps, ended = summary.get("steps", []), summary.get("exit", "running")
     last, middle = steps[-1] if steps else {}, medians(steps, FIGURES)
-    facts: dict[str, Any] = {"run": summary.get("run") or folder.name, "folder": str(folder)}
+    facts: dict[str, Any] = {"run": summary.get("run") or folder.parent.name, "folder": str(folder)}
     facts |= {"state": _state(folder, ended, doing), "exit": ended, "off": recorded_off(summary.get("patches", []))}
     facts |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed(steps)}
     facts |= {"phase": None, "phase_s": None, "phase_last_s": None, "eta_s": None}
@@ -89,14 +90,17 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
             left = facts["steps"] - facts["step"] + 1
             facts["eta_s"] = max(left * middle["step s"] - (now - doing["step_since"]), 0.0)
     facts["figures"] = {name: {"last step": in_step(last, name), "median": middle.get(name)} for name in FIGURES}
-    written = [path.stat().st_mtime for path in map(folder.joinpath, (*PLACES, "driver.log")) if path.exists()]
+    files = map(folder.joinpath, (SUMMARY, PROGRESS, "config.yaml", "driver.log"))
+    written = [path.stat().st_mtime for path in files if path.exists()]
     return facts | {"quiet_s": now - max(written, default=now), "lines": last_lines(folder, LINES)}
 
 
 def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
     if ended == "ok":
         return "ended"
-    locked = is_locked(folder / LOCK)  # by the launcher; None where none made one
+    home = folder.resolve().parent
+    is_newest = starts_in(home)[-1].name == folder.resolve().name
+    locked = is_newest and is_locked(home / LOCK)  # by the launcher; None where none made one
     if ended != "running":
         return "ending" if locked else "interrupted" if ended.startswith(INTERRUPTED) else "failed"
     if locked is False:

@@ -17,12 +17,13 @@ from verl_patches.cli.live import show_live
 from verl_patches.cli.output import Json, print_json, say, table
 from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.evaluation.record import find_run, read_summary
+from verl_patches.evaluation.record import read_summary
 from verl_patches.patching.contract import installed_root
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, Switches, from_environment, parse
 from verl_patches.upstream.versions import installed_line
 from verl_patches.watch.heartbeat import ranks_text
+from verl_patches.weights.run_folders import find_start
 
 Switch = Annotated[str | None, typer.Option("--switches", help="In place of VERL_PATCHES; else of the installed line.")]
 
@@ -82,7 +83,7 @@ def status_command(
 
 def _show_run(run: Path, as_json: bool) -> NoReturn:
     """Print the states that a run recorded; exit code 1 where one is wrong."""
-    run = find_run(run, output_root())
+    run = find_start(run, output_root())
     record = read_summary(run)
     rows = _count_by_process(record.get("patches", []))
     if not rows:

@@ -23,9 +23,8 @@ from verl_patches.cli.output import Json, print_json, say, say_command, show_pla
 from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.files import all_must_exist, disk_checks
 from verl_patches.config.resolve import LayoutError
-from verl_patches.config.run_start import checkpoints_of
 from verl_patches.errors import INTERRUPTED, Check, ConfigError, RecipeError, require
-from verl_patches.evaluation.record import SUMMARY, find_run, read_object, read_summary
+from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
@@ -39,17 +38,17 @@ from verl_patches.platform import require as require_platform
 from verl_patches.replay.recording import recorded_lengths
 from verl_patches.rules import RULES
 from verl_patches.spec import RunSpec, Trees
-from verl_patches.trainer.record import STEP, run_id
+from verl_patches.trainer.record import STEP
 from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
 from verl_patches.values import printable
-from verl_patches.weights.checkpoint_folders import newest
+from verl_patches.weights.run_folders import chain_of_start, find_start, read_start
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as deepseekv3_256die_true_weight.")]
 VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
-REPLAY_HELP = "Train on the responses that another run recorded: its folder, or the rollouts in it."
+REPLAY_HELP = "Train on the responses that another run recorded: its name, a folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
 STAGE_AGAIN_S = 15.0
@@ -88,7 +87,7 @@ def smoke_command(
     overrides: Overrides = None,
     steps: Annotated[int | None, typer.Option(min=1, help="GRPO steps; default: 3, with --learn 40.")] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "fp32",
-    replay_rollout: Annotated[Path | None, typer.Option(exists=True, help=REPLAY_HELP)] = None,
+    replay_rollout: Annotated[Path | None, typer.Option(metavar="RUN", help=REPLAY_HELP)] = None,
     learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
     run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of model, data order and sampling.")] = 0,
@@ -104,6 +103,8 @@ def smoke_command(
     Overrides layout=NAME (configs/layout) and rollout=NAME (configs/rollout) split training and vLLM over workers.
     """
     overrides = overrides or []
+    if replay_rollout is not None and not replay_rollout.exists():
+        replay_rollout = output_root() / replay_rollout
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
     inputs = smoke.inputs_of(options, output_root() / "cache")
     spec = composed(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))
@@ -179,7 +180,7 @@ def plan_command(
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     workload = Workload(prompt_tokens, response_tokens, dp_sync, read_gb_s=read_gb_s)
     if lengths is not None:
-        recorded = recorded_lengths(str(find_run(lengths, output_root())))
+        recorded = recorded_lengths(str(find_start(lengths, output_root())))
         workload = replace(workload, lengths=str(lengths), recorded=recorded)
     if expert_load is not None:
         workload = replace(workload, expert_load=str(expert_load), loads=_expert_loads(expert_load))
@@ -274,7 +275,7 @@ def _with_any_layout(error: LayoutError, trees: Trees) -> RunSpec:
 
 def _expert_loads(run: Path) -> tuple[float, float]:
     """Tokens of the busiest rank over the mean in training and rollout, by a run's last steps; ConfigError without."""
-    steps = read_summary(find_run(run, output_root())).get("steps", [])[-LOAD_STEPS:]
+    steps = read_summary(find_start(run, output_root())).get("steps", [])[-LOAD_STEPS:]
     found = [(step.get("expert_load") or {}).get(side) or {} for side in ("train", "rollout") for step in steps]
     loads = [load.get("ranks_over_mean") for load in found]
     train, rollout = (list(filter(None, side)) for side in (loads[: len(steps)], loads[len(steps) :]))
@@ -396,19 +397,19 @@ def _report(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "
 
 def _resume_advice(run: RunSpec, record: Path) -> list[str]:
     """The newest whole checkpoint of a run that ended early, and the command that goes on; none without checkpoints."""
-    folder, resume = checkpoints_of(run), "trainer.resume_mode"
+    resume = "trainer.resume_mode"
     if run.verl.trainer.save_freq <= 0 or run.switched_off("checkpoint.save"):
         return []
     try:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY).get("checkpoints"):
             return [f"nothing was saved: the same command goes on from {run.verl.trainer.resume_from_path} again"]
-        checkpoint = newest(folder, run_id(run.folder))
-        if last_step_is_saved(run, run.folder):
+        checkpoint = chain_of_start(read_start(record)).newest()
+        if last_step_is_saved(run, record):
             return [f"newest whole checkpoint: {checkpoint}, of the last step: all steps are made and saved"]
     except (ConfigError, OSError) as error:  # the first says what to go on from instead
         return [str(error)]
     if checkpoint is None:
-        return [f"no whole checkpoint of this run in {folder}: the same command starts again from step 1"]
+        return [f"no complete checkpoint of this run in {run.home}: the same command starts again from step 1"]
     keys = (resume, "trainer.resume_from_path")
     others = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
     command = shlex.join([sys.executable, "-m", "verl_patches", *others, f"{resume}=auto"])

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches.cli.output import Json, print_json, progress_bar, table
+from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.weights.manifest import (
     CRITIC,
     MANIFEST,
+    SAVED,
     folder_problems,
     has_manifest,
     holds_critic_alone,
@@ -23,11 +25,13 @@ from verl_patches.weights.manifest import (
     recorded,
 )
 from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, costs, parse_part, plan_conversion
+from verl_patches.weights.run_folders import chain_of_start, find_start, read_start
 from verl_patches.weights.source import INDEX, Source, open_source
 
 GB = 1e9
 LAYOUT_HELP = 'Write shards of this layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
 DTYPE_HELP = "bf16, fp8 (with --hf) or keep.  [default: bf16 of a source in FP8, else keep]"
+EXPORT_HELP = "A run (its newest checkpoint), a checkpoint, or shards."
 PART_HELP = "Write only part I of N, such as 0/16 on the first of 16 nodes; DST may be shared."
 FILE_HELP = "Most that a HF file holds, in GB."
 
@@ -84,7 +88,7 @@ def convert_command(
 
 @app.command("export")
 def export_command(
-    source: Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint of a run, or shards.")],
+    source: Annotated[Path, typer.Argument(metavar="CKPT", help=EXPORT_HELP)],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to go on.")],
     fp8: Annotated[bool, typer.Option("--fp8", help="In FP8 with block scales.")] = False,
     part: Annotated[str, typer.Option(help=PART_HELP)] = "0/1",
@@ -93,10 +97,20 @@ def export_command(
 ) -> None:
     """Write the weights of a checkpoint as a HF folder: `convert --hf`, with FP8 as a switch."""
     if not has_manifest(source):
-        raise ConfigError(f"weights export: {source}: expected a checkpoint (global_step_N) or shards, with {MANIFEST}")
+        source = _newest_of_run(source)
     convert_command(
         source, destination, hf=True, dtype="fp8" if fp8 else None, part=part, dry_run=dry_run, as_json=as_json
     )
+
+
+def _newest_of_run(given: Path) -> Path:
+    """Return the newest checkpoint of a run or of a start; ConfigError for anything else."""
+    if SAVED.fullmatch(given.name):
+        raise ConfigError(f"weights export: {given}: no {MANIFEST}, so it is no complete checkpoint; give another one")
+    run = find_start(given, output_root(), ", or a checkpoint (global_step_N) or shards, with manifest.json")
+    if (newest := chain_of_start(read_start(run)).newest()) is None:
+        raise ConfigError(f"weights export: {run} and the starts that it came from have no complete checkpoint")
+    return newest
 
 
 def _summary(plan: ConversionPlan) -> dict[str, Any]:

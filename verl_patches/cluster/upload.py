@@ -29,10 +29,9 @@ from verl_patches.errors import ConfigError
 from verl_patches.processes import die_with_parent, on_end_signals
 from verl_patches.shared_files import PARTIAL, replacing
 from verl_patches.values import is_secret_variable, printable, size_text
-from verl_patches.weights.manifest import SAVED
+from verl_patches.weights.manifest import CRITIC, MANIFEST, SAVED
 
-# names of what is hidden, being written, or about to be removed (weights/checkpoint_folders.py)
-_NOT_WHOLE = re.compile(rf"\.|.*\{PARTIAL}$|{SAVED.pattern}\.")
+_NOT_WHOLE = re.compile(rf"\.|.*\{PARTIAL}$")  # names of what is hidden or being written
 SCHEMES = "file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "oss"  # whose objects are seen when whole
 MARK, SECRETS = ".verl_patches_upload", "--secrets="
 log = logging.getLogger(__name__)
@@ -56,13 +55,23 @@ def require_stores(targets: Collection[str]) -> None:
 
 
 def _whole_files(source: Path) -> Iterator[tuple[str, Path]]:
-    """(path below `source`, file) of all whole files: no hidden ones, links, pipes, nor what is being written."""
+    """(path below `source`, file) of all whole files: no hidden ones, links, pipes, nor what is being written.
+
+    A checkpoint without its manifest is left out.
+    """
     if not source.is_dir():
         yield source.name, source
     for folder, folders, names in os.walk(source):
-        folders[:] = sorted(name for name in folders if not _NOT_WHOLE.match(name))
-        files = (Path(folder, name) for name in sorted(names) if not _NOT_WHOLE.match(name))
+        killed = SAVED.fullmatch(Path(folder).name) and MANIFEST not in names
+        folders[:] = [] if killed else sorted(name for name in folders if not _NOT_WHOLE.match(name))
+        files = (Path(folder, name) for name in sorted(names) if not killed and not _NOT_WHOLE.match(name))
         yield from ((str(path.relative_to(source)), path) for path in files if path.is_file() and not path.is_symlink())
+
+
+def _manifests_last(file: tuple[str, Path]) -> int:
+    """Order files so that a copy of a checkpoint has its manifest, which makes it one, after all others."""
+    path = file[1]
+    return 0 if path.name != MANIFEST else 1 if path.parent.name == CRITIC else 2
 
 
 def send(source: Path, to: str, secrets: Collection[str] = ()) -> bool:
@@ -92,7 +101,7 @@ def _sent(source: Path, to: str) -> Iterator[int]:
         _write(store, mark, partial(store.pipe_file, value=own.encode()))
     elif (owner := store.cat_file(mark).decode() if mark in there else f"files without {MARK}") != own:
         raise ConfigError(f"{to}: expected no files, or copies of {own}, found {owner}; give another target")
-    for path, file in _whole_files(source):
+    for path, file in sorted(_whole_files(source), key=_manifests_last):
         name, facts = f"{root}/{path}", file.stat()
         copy = there.get(name)
         if not copy or copy["size"] != facts.st_size or _modified(store, name, copy) < facts.st_mtime:

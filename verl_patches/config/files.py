@@ -31,8 +31,8 @@ from verl_patches.recipe.rewards import SHORT_FORM
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
-from verl_patches.weights.checkpoint_folders import saved_in, value_model_in
 from verl_patches.weights.manifest import read_manifest
+from verl_patches.weights.run_folders import value_model_in
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
@@ -341,14 +341,13 @@ def disk_needs(run: RunSpec) -> list[Need]:
         size = recorded_bytes(run)
         least += size * (left or 1)
         text += f", responses of {_many(left, 'step')}, {size_text(size)} each (modelled)"
-    needs = [Need("run", run.folder, least, text, "recipe.output_root, recipe.rollout.record")]
+    needs = [Need("run", run.home, least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
         trained = [build_inventory(run.model, value=name == "critic") for name in run.trained]
         parameters = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
         size, kept = _PARAMETER_BYTES[run.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
         saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
-        held = len(saved_in(checkpoints_of(run), run.start.id).own) if run.start.id else 0
-        most = max(kept + 1 - held, 1) if kept else None
+        most = max(kept + 1 - run.start.held, 1) if kept else None
         count = min((number for number in (saves, most) if number is not None), default=None)
         text = "at least 2 checkpoints" if count is None else _many(count, "checkpoint")
         text += f", {size_text(size)} each (modelled), one of them while it is written"

@@ -1,11 +1,11 @@
-"""What a start of a run does with what is in its folders: decided here, done by launch/run_folder.py.
+"""Where a start of a run goes on: decided here, done by launch/run_folder.py.
 
-    goes on        trainer.resume_mode=auto with a checkpoint of the run whose id the folder has, or resume_path to one:
-                   the id stays, and so do the checkpoints
-    starts again   anything else, also resume_path to another run's checkpoint: a new id. Checkpoints inside the run's
-                   folder move to earlier/N with the run that wrote them; in a folder elsewhere they are refused
+    trainer.resume_mode=disable      from step 1
+    trainer.resume_mode=auto         from the newest complete checkpoint of the newest start's chain; from step 1 where
+                                     no start of that name has any
+    trainer.resume_mode=resume_path  from the checkpoint of trainer.resume_from_path
 
-Whose a checkpoint is: weights/checkpoint_folders.py.
+Starts, chains, and which checkpoints can be resumed from: weights/run_folders.py.
 """
 
 from __future__ import annotations
@@ -15,129 +15,130 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from verl_patches.config.verl_values import RESUME_NEEDS
 from verl_patches.errors import ConfigError
-from verl_patches.spec import RunSpec, Start
-from verl_patches.trainer.record import run_id
-from verl_patches.weights.checkpoint_folders import EARLIER, Saved, newest, require_whole, resume_from, saved_in
-from verl_patches.weights.manifest import CHECKPOINT, Manifest, read_manifest
+from verl_patches.spec import NextStart, RunSpec
+from verl_patches.values import size_text
+from verl_patches.weights.manifest import Manifest
+from verl_patches.weights.run_folders import (
+    CHECKPOINTS,
+    Chain,
+    chain_of_start,
+    checkpoints_home,
+    data_facts,
+    path_to_resume,
+    refuse_old_folder,
+    require_same_data,
+    require_steps_left,
+    require_whole,
+    resume_from,
+    starts_in,
+)
 
-_SHOWN = 3
+
+def homes_of(run: RunSpec) -> list[Path]:
+    """Return the run's folder, and that of its checkpoints where it is another one."""
+    home, saved = run.home, home_of_checkpoints(run)
+    return [home] if home.resolve() == saved.resolve() else [home, saved]
+
+
+def home_of_checkpoints(run: RunSpec) -> Path:
+    """Return the folder of the run's name that holds its checkpoints."""
+    return checkpoints_home(run.recipe.output_root, run.recipe.run, run.verl.trainer.default_local_dir)
 
 
 def checkpoints_of(run: RunSpec) -> Path:
-    """The folder of checkpoints."""
-    return Path(run.verl.trainer.default_local_dir).absolute()
+    """Return the folder that a start saves to, or will: START stands for a start that is not made yet."""
+    return home_of_checkpoints(run) / (run.start.name or "START") / CHECKPOINTS
 
 
-def uses_checkpoints(run: RunSpec) -> bool:
-    """Whether the run writes to its folder of checkpoints, or looks for its own there."""
-    return run.verl.trainer.save_freq > 0 or run.verl.trainer.resume_mode == "auto"
+def saves_as_recipe(run: RunSpec) -> bool:
+    """Return whether checkpoints are ours, and not verl's own in trainer.default_local_dir."""
+    return not any(run.switched_off(row) for row in ("checkpoint.save", "checkpoint.load"))
 
 
-def is_inside(run: RunSpec, folder: Path) -> bool:
-    """Whether checkpoints are in the run's folder, so that they move with it."""
-    saved, folder = checkpoints_of(run).resolve(), folder.resolve()
-    return saved != folder and saved.is_relative_to(folder)
+def next_start(run: RunSpec) -> NextStart:
+    """Return where a start of the run now goes on; nothing is written.
 
-
-def start_of(run: RunSpec, folder: Path) -> Start:
-    """What starting `config` in the run's `folder` does; nothing is written.
-
-    Raises ConfigError where the checkpoint is damaged or absent, where the run has reached its total, and where the
-    start would mix checkpoints of two runs.
+    ConfigError where the checkpoint is damaged or absent, where the run has reached its total, where its data are
+    others, and where `auto` would begin anew beside checkpoints of the same name.
     """
-    if run.switched_off("checkpoint.load"):
-        return Start()  # verl's own checkpoints, which have no id
-    saved, own = checkpoints_of(run), run_id(folder)
-    resumed = _resumed(run, saved, own)
-    manifest = None
+    for home in homes_of(run):
+        refuse_old_folder(home)
+    if not saves_as_recipe(run):
+        return NextStart()
+    trainer, starts = run.verl.trainer, starts_in(home_of_checkpoints(run))
+    chains = {start.name: chain_of_start(start) for start in starts}
+    resumed, name = path_to_resume(trainer.resume_mode, trainer.resume_from_path), None
     if resumed is not None:
-        manifest = read_manifest(resumed)
-        if manifest.kind != CHECKPOINT or not isinstance(manifest.facts.get("step"), int):
-            raise ConfigError(f"{resumed} holds {manifest.kind!r}, expected a checkpoint of training and its step")
-        _require_steps_left(run, resumed, manifest)
-    found = saved_in(saved, own)
-    step = None if manifest is None else manifest.facts["step"]
-    if resumed is not None and resumed.resolve() in {path.resolve() for path in found.own.values()}:
-        return Start(own, resumed, step, ignored=tuple(found.ignored()))
-    moves = is_inside(run, folder) and any([*saved.glob("global_step_*"), *saved.glob(EARLIER)])
-    if moves and resumed is not None and resumed.resolve().is_relative_to(saved.resolve()):
-        if own is not None and manifest.facts.get("id") == own:
-            raise ConfigError(
-                f"trainer.resume_from_path is {resumed}, which this run has set aside; nothing was moved. Move it to "
-                f"{saved}, and newer ones there away, then give that place"
-            )
-        raise ConfigError(
-            f"trainer.resume_from_path is {resumed}, inside {folder}, but not of the run that this folder belongs to: "
-            "the start would begin a new run and move it to earlier/; nothing was moved. Give this run another name "
-            "(--run NAME, recipe.run)"
-        )
-    if not is_inside(run, folder) and uses_checkpoints(run):
-        _refuse_others(run, saved, found, own)
-    return Start(resumed=resumed, step=step, moves=moves)
+        place = resumed.resolve().parent
+        name = next((start.name for start in starts if (start.folder / CHECKPOINTS).resolve() == place), None)
+    elif trainer.resume_mode == "auto" and starts:
+        name = starts[-1].name
+        if (resumed := chains[name].newest()) is None:
+            _refuse_to_begin(run, chains, starts[-1].source)
+    if resumed is None:
+        return NextStart(others=_said_of_others(run, Chain((), tuple(starts))))
+    manifest = require_whole(resumed)
+    step = manifest.facts["step"]
+    require_steps_left(resumed, step, *_total_steps(run, manifest))
+    require_same_data(resumed, manifest, data_facts(run.verl.data.train_files), run.recipe.resume_other_data)
+    chain = chains[name].up_to(step) if name else Chain((), tuple(starts))
+    parent, held = (name, step) if name else None, len(chain.checkpoints())
+    return NextStart(resumed, step, parent, held, _said_of_others(run, chain))
 
 
 def with_start(run: RunSpec) -> RunSpec:
-    """Return `run` with where a start of it goes on now, as `start_of` says, or with why there is none."""
+    """Return `run` with where a start of it goes on now, as `next_start` says, or with why there is none."""
     try:
-        return replace(run, start=start_of(run, run.folder))
+        return replace(run, start=next_start(run))
     except ConfigError as error:
         return replace(run, no_start=str(error))
 
 
-def started(run: RunSpec, start: Start) -> RunSpec:
-    """Return `run` as its driver gets it: it resumes from the checkpoint of `start` and looks for no other."""
-    if start.resumed is None:
-        return run
-    keys = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(start.resumed)}
-    return replace(run.with_verl(keys), start=start)
+def started(run: RunSpec, start: NextStart, name: str) -> RunSpec:
+    """Return `run` as the driver of its start `name` gets it, which looks for no checkpoint itself."""
+    keys = {}
+    if start.resumed is not None:
+        keys = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(start.resumed)}
+    elif saves_as_recipe(run):
+        keys = {"trainer.resume_mode": "disable"}
+    return replace(run.with_verl(keys), start=replace(start, name=name, by_launcher=True))
 
 
-def _resumed(run: RunSpec, saved: Path, own: str | None) -> Path | None:
-    """The whole checkpoint that the run starts from."""
-    trainer = run.verl.trainer
-    if trainer.resume_mode == "auto":
-        return None if own is None else newest(saved, own)
-    if trainer.resume_mode == "resume_path":
-        if not isinstance(trainer.resume_from_path, str):
-            raise ConfigError(RESUME_NEEDS)  # without the launcher, config/verl_values.py has not said so
-        resumed = Path(trainer.resume_from_path).absolute()
-        require_whole(resumed)
-        return resumed
-    return None
+def _refuse_to_begin(run: RunSpec, chains: dict[str, Chain], source: str | None) -> None:
+    """ConfigError where `auto` finds no checkpoint in the newest start's chain, but there is one to go on from."""
+    saved = [found[max(found)] for chain in chains.values() if (found := chain.checkpoints())]
+    other = saved[-1] if saved else source
+    if other is None:
+        return
+    whose = "another start of this name has" if saved else "that start went on from"
+    raise ConfigError(
+        f"trainer.resume_mode=auto: the newest start of {run.recipe.run}, {[*chains][-1]}, and those that it came "
+        f"from have no complete checkpoint, but {whose} {other}; nothing was started. To go on from that: "
+        f"{resume_from(other)}; to begin anew: trainer.resume_mode=disable"
+    )
 
 
-def _require_steps_left(run: RunSpec, resumed: Path, manifest: Manifest) -> None:
-    """ConfigError where the checkpoint is of the last step, or of a later one."""
-    step, total, key = manifest.facts["step"], run.verl.trainer.total_training_steps, "trainer.total_training_steps"
-    if total is None and (epoch := manifest.facts.get("steps_per_epoch")) and _same_data(run, manifest):
-        total, key = epoch * run.verl.trainer.total_epochs, f"{epoch} steps an epoch x trainer.total_epochs"
-    if total is not None and step >= total:
-        raise ConfigError(
-            f"{resumed}: step {step} is complete, and the run has reached its total of {total} ({key}); nothing was "
-            "started. For more steps raise trainer.total_training_steps (smoke: --steps); for a new run give another "
-            "name (--run NAME, recipe.run) or trainer.resume_mode=disable"
-        )
+def _said_of_others(run: RunSpec, chain: Chain) -> str:
+    sizes = chain.bytes_of_others()
+    if not sizes:
+        return ""
+    return (
+        f"{home_of_checkpoints(run)}: other starts ({', '.join(sizes)}) hold {size_text(sum(sizes.values()))} of "
+        "checkpoints that this run does not count; nothing removes them"
+    )
 
 
-def _same_data(run: RunSpec, manifest: Manifest) -> bool:
-    """Whether the settings of data, which decide the steps of an epoch, are those of the checkpoint."""
+def _total_steps(run: RunSpec, manifest: Manifest) -> tuple[int | None, str]:
+    """Return the run's total of steps, None where the data decide and are others, and the key that gives it."""
+    total, key = run.verl.trainer.total_training_steps, "trainer.total_training_steps"
+    if total is None and (epoch := manifest.facts.get("steps_per_epoch")) and _same_settings_of_data(run, manifest):
+        return epoch * run.verl.trainer.total_epochs, f"{epoch} steps an epoch x trainer.total_epochs"
+    return total, key
+
+
+def _same_settings_of_data(run: RunSpec, manifest: Manifest) -> bool:
+    """Return whether the settings of data, which decide the steps of an epoch, are those of the checkpoint."""
     settings = {key: value for key, value in manifest.facts.get("settings", {}).items() if key.startswith("data.")}
     now = OmegaConf.to_container(run.verl.data, resolve=True)
     return all(now.get(key.removeprefix("data.")) == value for key, value in settings.items() if key.count(".") == 1)
-
-
-def _refuse_others(run: RunSpec, saved: Path, found: Saved, own: str | None) -> None:
-    """ConfigError where a folder elsewhere holds checkpoints, all of which are another run's for a new one."""
-    held = [f"{path.name} of run {own}" for path in found.own.values()]
-    held += [f"{path.name} of run {owner or '(no id)'}" for path, owner in found.others.items()]
-    held += [f"{path.name}, damaged" for path in found.damaged]
-    if held:
-        more = f" and {len(held) - _SHOWN} more" if len(held) > _SHOWN else ""
-        raise ConfigError(
-            f"trainer.default_local_dir is {saved}, which holds {', '.join(held[:_SHOWN])}{more}; expected none, as "
-            f"run {run.recipe.run} starts anew (its folder has {f'id {own}' if own else 'no id'}) and would mix its "
-            "checkpoints with them; nothing was moved. Give another trainer.default_local_dir, or move these away; to "
-            f"go on from one of them, another folder and {resume_from(saved / 'global_step_N')}"
-        )

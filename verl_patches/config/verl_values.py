@@ -28,7 +28,6 @@ from verl_patches.values import (
     value_faults,
 )
 
-RESUME_NEEDS = "trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N"
 # names that both pinned versions of verl know
 Loss = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Divergence = Literal["kl", "abs", "mse", "low_var_kl", "full"]
@@ -236,9 +235,7 @@ def _deleted(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
 
 def _lacking(config: Mapping[str, Any]) -> Iterator[str]:
     """Keys that need another one, which verl would miss only after the start."""
-    trainer, actor = config["trainer"], config["actor_rollout_ref"]["actor"]
-    if trainer["resume_mode"] == "resume_path" and not trainer["resume_from_path"]:
-        yield RESUME_NEEDS
+    actor = config["actor_rollout_ref"]["actor"]
     if actor["shuffle"] and actor["data_loader_seed"] is None:
         yield "actor_rollout_ref.actor.shuffle is true, which needs actor_rollout_ref.actor.data_loader_seed=N"
     if config["data"]["custom_cls"]["path"] and not config["data"]["custom_cls"]["name"]:

@@ -29,10 +29,9 @@ from verl_patches.data.handlers import EXTRA, digest_of, schema_of
 from verl_patches.data.output import MANIFEST, TRAIN, whole_folder, write_rows
 from verl_patches.data.sources import file_facts, load, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.replay.recording import recording_in
 from verl_patches.spec import RunSpec, read_run
-from verl_patches.trainer.record import run_id
 from verl_patches.values import Count, NotNegative, size_text, types_of, value_faults
-from verl_patches.weights.checkpoint_folders import EARLIER
 from verl_patches.yaml_files import read_yaml
 
 if TYPE_CHECKING:
@@ -71,7 +70,9 @@ def from_rollouts(
     overwrite: bool = False,
     progress: Callable[[int], Any] = lambda steps: None,
 ) -> dict[str, Any]:
-    """Write the folder `target`, train.parquet and manifest.json, from a run's folder; returns the report's counts.
+    """Write the folder `target`, train.parquet and manifest.json, from a start of a run; returns the report's counts.
+
+    Steps of the starts that it came from count too.
 
     progress: called after each step. ConfigError where the run recorded no rollouts, or something of it cannot be read;
     RecipeError where no row is left. Then nothing is written.
@@ -80,18 +81,16 @@ def from_rollouts(
         spec = read_run((run / FACTS).read_text(), OmegaConf.create(read_yaml(run / COMPOSED)))
     steps, tokenizer = scored_steps(run, spec), _tokenizer(spec.verl)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
-    earlier = sorted((run / EARLIER).glob("*/rollouts/scores_*.safetensors"))  # moved there by launch/run_folder.py
-    report["not_read"] = dict(Counter(str(path.parents[1].relative_to(run)) for path in earlier))
     left_out: Counter[str] = Counter()
     with whole_folder(target, overwrite) as work:
-        data = _rows_of_data(spec.verl, tokenizer, {key for step in steps for key, *_ in _responses(run, step)})
+        data = _rows_of_data(spec.verl, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
         file, seen = work / "out" / TRAIN, set()
 
         def rows() -> Iterator[str]:
             for step in steps:
-                for uid, key, group in _groups(run, step, tokenizer, report, left_out):
+                for uid, key, group in _groups(steps[step], step, tokenizer, report, left_out):
                     for columns, reward in chosen(group, choice, left_out):
-                        origin = f"{run.name}, step {step}, uid {uid}, reward {reward:.6g}"
+                        origin = f"{run.parent.name}, step {step}, uid {uid}, reward {reward:.6g}"
                         row = _row(data[key], columns, choice, reward, origin)
                         digest = digest_of([row["prompt"], columns])
                         left_out["repeated"] += digest in seen
@@ -108,18 +107,17 @@ def from_rollouts(
             why = ", ".join(f"{count} {reason}" for reason, count in report["left_out"].items())
             text = f"{run}: no row is left of {report['responses']} responses ({why})"
             raise RecipeError(f"{text}; lower --threshold or --margin, or train longer")
-        of = {"name": run.name, "id": run_id(run), "steps": steps}
+        of = {"name": run.parent.name, "start": run.name, "steps": [*steps]}
         manifest = {"format": "verl_patches data", "version": 1, "run": of, "settings": asdict(choice)}
         manifest |= {"report": report, "files": [file_facts(file)]}
         (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return {**report, "files": [str(target / TRAIN)]}
 
 
-def scored_steps(run: Path, spec: RunSpec) -> list[int]:
-    """The steps whose responses and rewards are recorded. ConfigError without one."""
-    names = {path.stem for path in (run / "rollouts").glob("*_*.safetensors")}
-    steps = sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdecimal())
-    if scored := [step for step in steps if f"scores_{step}" in names]:
+def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
+    """Return {step: folder} of the steps whose responses and rewards are recorded. ConfigError without one."""
+    steps = recording_in(run)
+    if scored := {n: folder for n, folder in steps.items() if (folder / f"scores_{n}.safetensors").is_file()}:
         return scored
     if not spec.samples:
         raise ConfigError(f"{run} trained on fixed data: it has no rollouts; give a run that samples")
@@ -154,9 +152,8 @@ def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[int]) -> dict[
     return found
 
 
-def _responses(run: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
+def _responses(folder: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
     """(digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
-    folder = run / "rollouts"
     sampled = folder / f"step_{step}.safetensors"
     prompts, responses, masks = _load(sampled, "prompts", "responses", "attention_mask")
     scores, width = _load(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
@@ -174,11 +171,11 @@ def _load(path: Path, *names: str) -> list[torch.Tensor]:
 
 
 def _groups(
-    run: Path, step: int, tokenizer: Any, report: dict[str, Any], left_out: Counter[str]
+    folder: Path, step: int, tokenizer: Any, report: dict[str, Any], left_out: Counter[str]
 ) -> Iterator[tuple[str, int, list[tuple[str, float]]]]:
     """(uid, digest of the prompt, (text, reward)s) in the order of first rows; no text twice, none empty."""
     groups: dict[str, tuple[int, dict[str, float]]] = {}
-    for key, ids, score, uid in _responses(run, step):
+    for key, ids, score, uid in _responses(folder, step):
         _, texts = groups.setdefault(uid, (key, {}))
         text = tokenizer.decode(ids, skip_special_tokens=True)
         report["responses"] += 1

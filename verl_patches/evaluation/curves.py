@@ -27,8 +27,8 @@ from typing import Any
 
 from verl_patches.data.sources import load
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.record import PLACES, find_run
 from verl_patches.values import LARGEST, printable
+from verl_patches.weights.run_folders import chain_of, find_start, read_start, starts_in
 
 LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")
 FIXED = "objective/loss"  # of a run of ours on fixed data, whose reward has no meaning
@@ -110,13 +110,13 @@ def _source(given: Path, root: Path, read: Callable[[int], Any]) -> tuple[str, I
     with load(f"{given}: expected a run or a file that can be read"):
         is_folder, is_there = given.is_dir(), given.exists()
         events = sorted([*given.glob(f"{EVENTS}*"), *given.glob(f"*/{EVENTS}*")]) if is_folder else []
-        is_run = any((given / name).exists() for name in PLACES)
+    is_run = is_folder and bool(read_start(given) or starts_in(given))
     if events and not is_run:
         if len(folders := sorted({str(path.parent) for path in events})) > 1:
             raise ConfigError(f"{given} has the events of several runs: give one of {', '.join(folders[:9])}")
         return "TensorBoard", itertools.chain.from_iterable(map(_events, events))
     if not is_there or is_folder:
-        return RUN, _jsonl(find_run(given, root, ", or a log file") / "metrics.jsonl", read)
+        return RUN, _of_run(find_start(given, root, ", or a log file"), read)
     if given.name.startswith(EVENTS):
         return "TensorBoard", _events(given)
     kinds = {".csv": ("CSV", _csv), ".jsonl": ("JSON lines", _jsonl), ".json": ("JSON lines", _jsonl)}
@@ -181,6 +181,16 @@ def _jsonl(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
                 f"{path}, line {number}: is no JSON ({type(error).__name__}); give another file"
             ) from None
         yield _mapping(row, path)
+
+
+def _of_run(folder: Path, read: Callable[[int], Any]) -> Iterator[Row]:
+    """The rows of metrics.jsonl of a start and of those that it came from; one without a step may have no file."""
+    files = {link.folder / "metrics.jsonl": link for link in chain_of(read_start(folder))}
+    for path in [path for path in files if path.exists()] or [*files][-1:]:
+        for step, pairs in _jsonl(path, read):
+            number = _number(step)
+            if number is None or files[path].holds(number):
+                yield step, pairs
 
 
 def _csv(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:

@@ -18,11 +18,11 @@ from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationErr
 from typing_extensions import Required, TypedDict
 
 from verl_patches.errors import ConfigError
-from verl_patches.trainer.record import NOW
+from verl_patches.trainer.record import NOW, delta_of_steps
 from verl_patches.values import Natural, printable
+from verl_patches.weights.run_folders import chain_of, read_start
 
 SUMMARY, PROGRESS = "summary.json", "progress.log"
-PLACES = (SUMMARY, PROGRESS, "config.yaml")  # a folder with one of them is a run's
 MOST_BYTES = 128 << 20  # of a JSON file; a run of 10,000 steps on 256 ranks has about 60 MiB
 TAIL_BYTES = 8 << 20  # of progress.log
 LONGEST = 4096  # characters of a name and of a line
@@ -93,7 +93,7 @@ class Step(TypedDict, total=False):
     rates: Rates | None
     expert_load: dict[str, Numbers | None] | None
     profile: dict[str, Any] | None
-    resumed_after: Natural  # of the first step after a resume or a restart
+    resumed_after: Natural  # of the first step of a start that goes on
 
 
 class PatchState(TypedDict, total=False):
@@ -140,29 +140,26 @@ class Doing(TypedDict):
 _SUMMARY, _DOING = TypeAdapter(Summary), TypeAdapter(Doing)
 
 
-def find_run(given: Path, root: Path, or_else: str = "") -> Path:
-    """The folder of a run that a user names: a path, or a name below `root`. ConfigError without a run's files.
-
-    or_else: what else the caller takes, for the error.
-    """
-    try:
-        for path in (folder / name for folder in (given, root / given) for name in PLACES):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                path.lstat()
-                return path.parent
-        found = "a file" if given.is_file() else "a folder without them" if given.is_dir() else "no such folder"
-        runs = sorted({path.parent.name for name in PLACES for path in root.glob(f"*/{name}")})
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{given}: cannot be read ({error}); give the folder of a run") from None
-    raise ConfigError(
-        f"{given}: expected the folder of a run, with {' or '.join(PLACES)}{or_else}, found {found}; give a path, or "
-        f"the name of one in {root}: {', '.join(runs[:9]) or 'there is none yet'}{', ...' if runs[9:] else ''}"
-    )
-
-
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What summary.json says; empty before it is there. ConfigError where it is not as a run writes it."""
-    return _checked(_SUMMARY, folder / SUMMARY)
+    """Return what summary.json of a start says, with the steps of the starts that it came from before its own.
+
+    Empty before it is there. ConfigError where one of them is not as a run writes it.
+    """
+    start, own = read_start(folder), _checked(_SUMMARY, folder / SUMMARY)
+    links = chain_of(start) if start else []
+    if len(links) < 2:
+        return own
+    steps: list[dict[str, Any]] = []
+    val_before = None
+    for link in links:
+        part = own if link.folder == folder else _checked(_SUMMARY, link.folder / SUMMARY)
+        val = part.get("val_before")
+        if val and steps and steps[-1]["step"] == val["step"]:
+            steps[-1]["val"] = val["val"]
+        elif val and link.holds(val["step"]):
+            val_before = val_before or val
+        steps += [step for step in part.get("steps", ()) if link.holds(step["step"])]
+    return {**own, "steps": steps, "val_before": val_before, "logprob_delta": delta_of_steps(steps)}
 
 
 def read_doing(folder: Path) -> dict[str, Any]:

@@ -13,27 +13,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.config.compose import RowsOf, check_dtype, compose, keys_of
+from verl_patches.config.compose import RowsOf, check_dtype, compose_config, keys_of
 from verl_patches.config.engine_options import ROLLOUT, check_engine_options, rewrite_engine_options
 from verl_patches.config.environment import COMPOSED, derive, process_environment
 from verl_patches.config.resolve import resolve
-from verl_patches.config.run_start import checkpoints_of
 from verl_patches.config.verl_values import check_verl_values
 from verl_patches.data.sources import load
 from verl_patches.errors import ConfigError, require
-from verl_patches.evaluation.record import find_run
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.inventory import SCORE
 from verl_patches.planning.serving import instance_checks, instance_of
 from verl_patches.platform import require as require_platform
 from verl_patches.recipe.schema import VLLM_DTYPES, check_recipe
-from verl_patches.spec import RunSpec, Trees
-from verl_patches.trainer.record import run_id
+from verl_patches.spec import OF_VALUES, RunSpec, Trees
 from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
-from verl_patches.weights.checkpoint_folders import saved_in
-from verl_patches.weights.manifest import SAVED
+from verl_patches.weights.manifest import SAVED, has_manifest
+from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, read_start
 from verl_patches.weights.source import Source, open_source
 from verl_patches.yaml_files import read_yaml
 
@@ -56,37 +53,37 @@ def find_model(
     rows_of: RowsOf,
     newest: bool = False,
 ) -> Model:
-    """The weights of a folder, or the checkpoints (`newest`: that alone) of a run, a path or a name below `root`.
+    """The weights of a folder, or the checkpoints (`newest`: that alone) of a run or a start (run_folders.find_start).
 
     config_name: a file of configs/ for weights of no run; None is that of smoke.sh. Headers of the weights are checked.
     ConfigError for anything else, for a value model, and for what cannot run here.
     """
-    if SAVED.fullmatch(given.name) and not given.exists():
-        there = ", ".join(sorted(path.name for path in given.parent.glob("*") if SAVED.fullmatch(path.name)))
-        raise ConfigError(f"{given}: no such checkpoint; {given.parent} has {there or 'none'}")
+    if SAVED.fullmatch(given.name) and not has_manifest(given):
+        there = ", ".join(path.name for _, path in sorted(complete_in(given.parent)))
+        raise ConfigError(f"{given}: no complete checkpoint; {given.parent} has {there or 'none'}")
     if (given / "config.json").exists():
-        saved, others = SAVED.fullmatch(given.name), []
+        saved = SAVED.fullmatch(given.name)
         folders = {int(saved[1]) if saved else 0: given}
         of_run = saved and (given.absolute().parents[1] / COMPOSED).is_file()
         run = given.absolute().parents[1] if of_run else None
     else:
-        run, folders = find_run(given, root, ", or a folder of weights, with config.json"), {}
+        run, folders = find_start(given, root, ", or a folder of weights, with config.json"), {}
     if run and config_name:
         raise ConfigError(f"{given} has the settings of {run / COMPOSED}; leave --config-name out")
     name = config_name or CONFIG_NAME
-    spec = _recorded(run, overrides, trees, rows_of) if run else compose(name, overrides, rows_of, trees)
-    if run and not spec.trains_actor:
+    config = _recorded(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
+    objective, platform = config.recipe.objective.name, config.recipe.platform
+    if run and objective in OF_VALUES:
         raise ConfigError(
-            f"{given}: its run trained a value model (algo={spec.recipe.objective.name}), which generates nothing; "
+            f"{given}: its run trained a value model (algo={objective}), which generates nothing; "
             "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
         )
-    if not folders:
-        checkpoints = saved_in(checkpoints_of(spec), run_id(run))
-        folders, others = checkpoints.own, checkpoints.ignored()
-    if not folders:
-        found = "; ".join(others[:3]) or "none (trainer.save_freq=N writes them)"
-        raise ConfigError(f"{given}: expected checkpoints, found {found}")
-    spec = instance_of(spec)
+    spec = resolve(instance_of(config), rows_of(platform), keys_of(overrides), for_platform(platform, trees))
+    if not folders and not (folders := chain_of_start(read_start(run)).checkpoints()):
+        raise ConfigError(
+            f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
+            "(trainer.save_freq=N writes them)"
+        )
     require_trees(spec)
     require_verl(spec.line, spec.trees)
     require_platform(spec.platform)
@@ -106,8 +103,8 @@ def find_model(
     return Model(spec, str(run / COMPOSED) if run else f"configs/{name}.yaml", sources, length)
 
 
-def _recorded(run: Path, overrides: Sequence[str], trees: Trees, rows_of: RowsOf) -> RunSpec:
-    """Return the facts of a recorded run, with `overrides` of keys that it has, checked as compose() does."""
+def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
+    """Return the configuration of a recorded run, with `overrides` of keys that it has, checked as compose() does."""
     with load(f"{run / COMPOSED} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"):
         config = OmegaConf.create(read_yaml(run / COMPOSED))
         OmegaConf.set_struct(config, True)
@@ -121,8 +118,7 @@ def _recorded(run: Path, overrides: Sequence[str], trees: Trees, rows_of: RowsOf
         check_dtype(config)
         check_engine_options(config, keys, OmegaConf.from_dotlist(list(overrides)))
         rewrite_engine_options(config)
-        platform = config.recipe.platform
-        return resolve(config, rows_of(platform), keys, for_platform(platform, trees))
+        return config
 
 
 def restart_in_environment(run: RunSpec) -> None:

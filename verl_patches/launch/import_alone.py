@@ -19,7 +19,7 @@ from verl_patches.config.compose import give_recipe, output_root
 from verl_patches.config.resolve import resolve
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
-from verl_patches.launch.run_folder import id_without_launcher
+from verl_patches.launch.run_folder import begin_without_launcher
 from verl_patches.log_probs.on_policy import on_policy_checks
 from verl_patches.log_probs.truth_check import truth_check_checks
 from verl_patches.model.checks import expert_checks, recomputation_checks
@@ -42,7 +42,7 @@ NOT_HERE = (
 )
 _BY_LAUNCHER = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
-    "model_shape num_hidden_layers watch restart"
+    "model_shape num_hidden_layers watch restart start"
 ).split()
 # those that layouts, the line and the switches decide; the rules of sizes, batches, lengths and memory are not asked
 _RULES: tuple[Rule, ...] = (
@@ -71,13 +71,13 @@ def recipe_by_default(original: Callable) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         if config.actor_rollout_ref.get("recipe") is None:
-            run = fill_recipe(config, engine.current())
+            self.recipe_held = ExitStack()  # the lock of the checkpoints' folder, as long as the trainer lives
+            run = begin_without_launcher(fill_recipe(config, engine.current()), self.recipe_held)
+            give_run(config, run.text())
             log.warning(NOT_HERE.format(record=_record(run)))
             self.modified_sources = refuse_modified(run)
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, run.recipe.drift, files_text(files))
-            self.recipe_held = ExitStack()  # the lock of the checkpoints' folder, as long as the trainer lives
-            self.run_id = id_without_launcher(run, self.recipe_held)
             send_settings(**worker_settings(run))
             self.init_workers = functools.partial(unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
@@ -86,9 +86,9 @@ def recipe_by_default(original: Callable) -> Callable:
 
 
 def _record(run: RunSpec) -> str:
-    if run.recipe.run is None:
+    if run.start.name is None:
         return "and no record is written (+recipe.run=NAME writes one)"
-    return f"the record is in {run.folder.absolute()}"
+    return f"the record is in {run.folder}"
 
 
 def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
@@ -117,7 +117,6 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
     faults = [*_npu_faults(run), *(check.detail for rule in _RULES for check in rule(run) if not check.ok)]
     if faults:
         raise ConfigError("\n  ".join(faults))
-    give_run(config, run.text())
     return run
 
 

@@ -20,17 +20,18 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_patches.config import environment
+from verl_patches.config.run_start import next_start, started
 from verl_patches.errors import ConfigError, RecipeError, interrupted
 from verl_patches.evaluation.plots import memory_figure, run_figure, save
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
-from verl_patches.launch.run_folder import RunFolder, open_run_folder, start_again
+from verl_patches.launch.run_folder import begin, held_run
 from verl_patches.planning.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals, taken_by
 from verl_patches.recipe.schema import Timeouts
 from verl_patches.shared_files import GrowingFile, lock_file
-from verl_patches.spec import RunSpec
+from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress, write_json
 from verl_patches.upstream.checkouts import commit_of
 from verl_patches.upstream.modified import files_text
@@ -68,47 +69,58 @@ def run(
 
     `on_line` gets "" every POLL_S too, as a look at the clock.
 
-    Writes OUTPUTS (run_folder.py) to <output_root>/<run>/; ray_logs/ only on failure. `dirty`: {repository or package:
-    files} that are not as pinned (upstream/modified.py); the summary and a line above the step table have them. Raises
-    ConfigError before anything starts. All processes that the run started are ended before this returns, and its
-    temporary folder is removed.
+    Each start, a restart too, writes to a new folder <output_root>/<run>/0001, 0002, ...; the outcome is that of the
+    last one. ray_logs/ only on failure. `dirty`: {repository or package: files} that are not as pinned
+    (upstream/modified.py); the summary and a line above the step table have them. Raises ConfigError before anything
+    starts. All processes that the run started are ended before this returns, and its temporary folder is removed.
     """
     require_free_port(run.recipe.ray_port)
-    with open_run_folder(run) as here:
-        folder = here.path
-        for line in (*here.said, *start_notes(os.environ, run.platform == "npu")):
-            Progress(folder).say(line)
-        for name, files in (dirty or {}).items():
-            Progress(folder).say(f"| dirty: {name} is not as pinned (drift={run.recipe.drift}): {files_text(files)}")
-        started, watch = time.monotonic(), MemoryWatch()
-        progress, restarts = _NewLines(folder / "progress.log", on_line), Restarts(run, folder)
-        start = here.start
+    with held_run(run):
+        restarts, start, began = Restarts(run), next_start(run), time.monotonic()
         while True:
-            code, reason = _run_driver(restarts.run(start), folder, watch, progress, started)
-            if not restarts.another(code, reason):
-                break
-            try:
-                start = start_again(run, folder)
-            except (ConfigError, OSError) as error:
-                reason = f"{reason}; not started again: {error}"
-                break
-            Progress(folder).say(f"| {restarts.after(code, reason)}")
-        wall_s = round(time.monotonic() - started, 1)
-        head = {**_head(run, here), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
-        head |= {"restarts": restarts.records} if restarts.records else {}
+            outcome, start = _run_start(restarts, start, on_line, dirty or {}, began)
+            if start is None:
+                return outcome
+
+
+def _run_start(
+    restarts: Restarts,
+    start: NextStart,
+    on_line: Callable[[str], None],
+    dirty: Mapping[str, Sequence[str]],
+    run_began: float,
+) -> tuple[Outcome, NextStart | None]:
+    """Run the driver of a new start to its end; (the outcome, where the next start goes on, None without one)."""
+    run = started(restarts.run(), start, begin(restarts.given, start))
+    folder, watch, began = run.folder, MemoryWatch(), time.monotonic()
+    head = _head(run) | ({"dirty": dict(dirty)} if dirty else {})
+    head |= {"restarts": [*restarts.records]} if restarts.records else {}
+    lines = [*start_notes(os.environ, run.platform == "npu")]
+    for name, files in dirty.items():
+        lines.append(f"| dirty: {name} is not as pinned (drift={run.recipe.drift}): {files_text(files)}")
+    for line in lines:
+        Progress(folder).say(line)
+    progress, again = _NewLines(folder / "progress.log", on_line), None
+    code, reason = _run_driver(run, watch, progress, run_began)
+    if restarts.another(code, reason, folder):
         try:
-            code, reason = write_summary(folder, code, reason, head, watch.peaks())
-        except RecipeError as error:  # a full disk is then the driver's reason too
-            return Outcome(code or 1, str(error), folder, wall_s, watch.peaks())
-        _draw(folder)
-        progress.read()
-        return Outcome(code, reason, folder, wall_s, watch.peaks())
+            again = next_start(restarts.given)
+            Progress(folder).say(f"| {restarts.after(code, reason, folder)}")
+        except (ConfigError, OSError) as error:
+            reason = f"{reason}; not started again: {error}"
+    head["wall_s"] = wall_s = round(time.monotonic() - began, 1)
+    try:
+        code, reason = write_summary(folder, code, reason, head, watch.peaks())
+    except RecipeError as error:  # a full disk is then the driver's reason too
+        return Outcome(code or 1, str(error), folder, wall_s, watch.peaks()), None
+    _draw(folder)
+    progress.read()
+    return Outcome(code, reason, folder, wall_s, watch.peaks()), again
 
 
-def _run_driver(
-    run: RunSpec, folder: Path, watch: MemoryWatch, progress: _NewLines, started: float
-) -> tuple[int, str | None]:
+def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _NewLines, began: float) -> tuple[int, str | None]:
     """Run the driver, then end all processes that it started; (exit code, reason or None) as `_supervise` has them."""
+    folder = run.folder
     OmegaConf.save(run.verl, folder / environment.COMPOSED)
     (folder / environment.FACTS).write_text(run.text())
     with short_temp_dir() as temp:
@@ -127,7 +139,7 @@ def _run_driver(
                     )
                 descendants.waited_for = frozenset({driver.pid})
                 timeouts = run.recipe.timeouts
-                code, reason = _supervise(driver, timeouts, folder, descendants, watch, signals, progress, started)
+                code, reason = _supervise(driver, timeouts, folder, descendants, watch, signals, progress, began)
             finally:
                 descendants.end_all()
         if code:
@@ -263,11 +275,10 @@ def _remove_abandoned(parent: Path) -> None:
             continue
 
 
-def _head(run: RunSpec, here: RunFolder) -> dict[str, Any]:
+def _head(run: RunSpec) -> dict[str, Any]:
     """What summary.json says about the run if the driver wrote none, and the commits of the trees that it imports."""
     head = {key: getattr(run.recipe, key) for key in ("run", "line", "platform", "dtype")}
-    head |= {"id": here.id, "resumed_step": here.start.step}
-    head["layout"] = {"train": str(run.train), "rollout": str(run.rollout)}
+    head |= {"resumed_step": run.start.step, "layout": {"train": str(run.train), "rollout": str(run.rollout)}}
     if run.trees.folders:
         head["upstream"] = {folder.name: commit_of(folder) for folder in run.trees.folders}
     return head
@@ -349,8 +360,6 @@ def write_summary(
     elif reason is None:
         reason = f"the driver exited with {code}; its log shows no error"
     minimal = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
-    start = {key: head[key] for key in ("id", "resumed_step")}  # of the run; a later try's driver began elsewhere
-    write_json(
-        folder / "summary.json", {**head, **minimal, **summary, **start, "peak_pss_bytes": peaks, "exit": reason}
-    )
+    known = {"resumed_step": head["resumed_step"], "peak_pss_bytes": peaks, "exit": reason}  # a driver may end before
+    write_json(folder / "summary.json", {**head, **minimal, **summary, **known})
     return code, reason

@@ -1,8 +1,7 @@
-"""Starting a run's driver again after a failure that another try may survive (recipe.restart).
+"""Starting a run again after a failure that another start may survive (recipe.restart).
 
-Each try goes on from the newest checkpoint (config/run_start.py). Here: which failures are
-worth a try, what is left out of it, where the files of a failed one go (attempts/N in the run's folder), and the reason
-and culprits of each.
+Each start goes on from the newest checkpoint, in a folder of its own (config/run_start.py). Here: which failures are
+worth another, which nodes are left out of it, and the reason and culprits of each.
 """
 
 from __future__ import annotations
@@ -15,19 +14,13 @@ from typing import Any
 
 from verl_patches.config.files import steps_of
 from verl_patches.config.resolve import changed
-from verl_patches.config.run_start import checkpoints_of, started
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import read_doing, read_object
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
-from verl_patches.launch.run_folder import carry_on
-from verl_patches.spec import RunSpec, Start
-from verl_patches.trainer.record import run_id
-from verl_patches.watch.watcher import COLLECTIVE, RECORD, STACKS, fault_in
-from verl_patches.weights.checkpoint_folders import saved_in
+from verl_patches.spec import RunSpec
+from verl_patches.watch.watcher import COLLECTIVE, RECORD, fault_in
+from verl_patches.weights.run_folders import chain_of_start, read_start
 
-ATTEMPTS = "attempts"
-# written by one try and moved when the next begins; progress.log, rollouts, tensorboard and checkpoints are of the run
-OF_A_TRY = ("driver.log", "now.json", "summary.json", "metrics.jsonl", "ray_logs", RECORD, STACKS)
 _NO_USE = re.compile(
     r"^interrupted by|^still running after"
     r"|(?:^|[\s.])(?:ConfigError|PatchError|WeightSyncError|SkippedStepsError|AlarmError|CheckpointError)\b"
@@ -45,75 +38,72 @@ def may_help(reason: str) -> bool:
 
 
 def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
-    """Whether the run in `folder` has a checkpoint of its last step: then nothing is left for another try."""
+    """Return whether the run has a checkpoint of its last step: then nothing is left for another start.
+
+    folder: of its newest start.
+    """
     doing = {}
     with suppress(ConfigError):  # damaged
         doing = read_doing(folder)
     total = doing.get("steps") or steps_of(run)
     try:
-        return total is not None and max(saved_in(checkpoints_of(run), run_id(folder)).own, default=0) >= total
-    except OSError:  # a disk that fails: the look for the next try's checkpoint says so
+        saved = chain_of_start(read_start(folder)).checkpoints()
+    except OSError:  # a disk that fails: the look for the next start's checkpoint says so
         return False
+    return total is not None and max(saved, default=0) >= total
 
 
 class Restarts:
-    """The tries of one run, which writes to `folder`."""
+    """The restarts of one run, `given`."""
 
-    def __init__(self, run: RunSpec, folder: Path):
-        self._run, self._folder = run, folder
+    def __init__(self, run: RunSpec):
+        self.given = run
         self._times = run.recipe.restart.times
         self._left_out = list(run.recipe.restart.without_nodes)
         self.records: list[dict[str, Any]] = []
 
-    def run(self, start: Start) -> RunSpec:
-        """Return the run of the next try: from the checkpoint of `start`, without faulty nodes."""
-        return started(changed(self._run, {"recipe.restart.without_nodes": list(self._left_out)}), start)
+    def run(self) -> RunSpec:
+        """Return the next start's run: the given one, without faulty nodes."""
+        return changed(self.given, {"recipe.restart.without_nodes": list(self._left_out)})
 
-    def another(self, code: int, reason: str | None) -> bool:
-        """Whether there is another try after one that ended with `code` for `reason`."""
+    def another(self, code: int, reason: str | None, folder: Path) -> bool:
+        """Return whether there is another start after the one in `folder`, which ended with `code` for `reason`."""
         if not code or reason is None or len(self.records) >= self._times or not may_help(reason):
             return False
-        return not last_step_is_saved(self._run, self._folder)
+        return not last_step_is_saved(self.given, folder)
 
-    def after(self, code: int, reason: str) -> str:
-        """Message for the next try, after moving the failed one's files."""
-        culprits, raised = self._culprits()
-        number = len(self.records) + 1
+    def after(self, code: int, reason: str, folder: Path) -> str:
+        """Record the start in `folder`, which failed, and return the message for the next one."""
+        culprits, raised = self._culprits(folder)
         left_out = self._leave_out(self._blamed(culprits, raised))
-        aside = self._folder / ATTEMPTS / str(number)
-        aside.mkdir(parents=True)
-        for name in OF_A_TRY:
-            if (path := self._folder / name).exists():
-                path.rename(aside / name)
-        carry_on(aside, self._folder)
-        reason = reason.replace(str(self._folder / STACKS), str(aside / STACKS))
-        self.records.append({"reason": reason, "exit_code": code, "culprits": culprits, "left_out": left_out})
-        return f"restart {number} of {self._times}, from the newest checkpoint{left_out}: {reason}"
+        record = {"start": folder.name, "reason": reason, "exit_code": code, "culprits": culprits}
+        self.records.append({**record, "left_out": left_out})
+        return f"restart {len(self.records)} of {self._times}, from the newest checkpoint{left_out}: {reason}"
 
-    def _culprits(self) -> tuple[list[dict[str, Any]], str | None]:
-        """Of the failed try, and what they raised an error of, where the watch names them for that."""
-        if self._run.recipe.watch.action == "report":
+    def _culprits(self, folder: Path) -> tuple[list[dict[str, Any]], str | None]:
+        """Return those of the failed start, and what they raised an error of, where the watch names them for that."""
+        if self.given.recipe.watch.action == "report":
             return [], None  # the record may be of an earlier stall, which the run survived
         try:
-            record = read_object(self._folder / RECORD)
+            record = read_object(folder / RECORD)
             return list(record["culprits"]), record.get("raised")
         except (ConfigError, KeyError, TypeError):
             return [], None
 
     def _blamed(self, culprits: Sequence[dict[str, Any]], raised: str | None) -> Sequence[dict[str, Any]]:
-        """The culprits whose node is at fault: of a failed collective only one that the try before named too."""
+        """The culprits whose node is at fault: of a failed collective only one that the start before named too."""
         if raised != COLLECTIVE:
             return culprits
         before = {culprit.get("node") for culprit in self.records[-1]["culprits"]} if self.records else set()
         return [culprit for culprit in culprits if culprit.get("node") in before]
 
     def _leave_out(self, culprits: Sequence[dict[str, Any]]) -> str:
-        """Leave the culprits' nodes out of the next try where enough others are there; what was done, as text."""
+        """Leave the culprits' nodes out of the next start where enough others are there; what was done, as text."""
         names = {culprit["node"] for culprit in culprits if culprit.get("node")}
-        if self._run.recipe.ray_address is None or not names:
+        if self.given.recipe.ray_address is None or not names:
             return ""
         try:
-            fit = nodes_with_devices(self._run, list_nodes(self._run.recipe.ray_address))
+            fit = nodes_with_devices(self.given, list_nodes(self.given.recipe.ray_address))
         except ConfigError as error:
             return f" (the nodes are unknown: {error})"
         known = {*names, *self._left_out}
@@ -121,7 +111,7 @@ class Restarts:
         others = [node for node in fit if not known & {node["id"], node["address"]}]
         if not faulty:
             return ""  # Ray has lost them already
-        if len(others) < self._run.verl.trainer.nnodes:
+        if len(others) < self.given.verl.trainer.nnodes:
             return f", on {', '.join(sorted(faulty))} again, as no spare node is there"
         self._left_out += sorted(faulty)
         return f", without {', '.join(sorted(faulty))}"

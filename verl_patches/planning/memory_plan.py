@@ -175,7 +175,7 @@ def _choices(run: RunSpec) -> dict[str, list[tuple[dict[str, Any], dict[str, int
     longest, choices = run.longest_tokens, {}
     for phase, side, tokens in (("ref", "ref", "ref_tokens"), ("old_log_prob", "rollout", "log_prob_tokens")):
         key = f"actor_rollout_ref.{side}.log_prob_micro_batch_size_per_gpu"
-        given = OmegaConf.select(run, key) or 1
+        given = OmegaConf.select(run.verl, key) or 1
         halves = [given >> n for n in range(given.bit_length())]
         choices[phase] = [({key: size}, {tokens: size * longest}) for size in halves]
     return choices

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from omegaconf import DictConfig
+
 from verl_patches.config import hccl
+from verl_patches.config.resolve import change_config
 from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.planning.expected import served_bytes
@@ -13,26 +16,36 @@ from verl_patches.planning.memory_plan import die_bytes, inventory_of
 from verl_patches.spec import RunSpec
 
 
-def instance_of(run: RunSpec) -> RunSpec:
-    """Return `run` on the nodes of one rollout instance, whatever it trains; ConfigError where they are not whole."""
-    tp, dp = run.rollout.tp, run.recipe.rollout.dp
-    dies = min(tp * dp, run.verl.trainer.n_gpus_per_node)
+def instance_of(config: DictConfig) -> DictConfig:
+    """Return a composed configuration on the nodes of one rollout instance, whatever it trains on how many.
+
+    So the layout of the run itself need not be one of all its ranks. ConfigError where nodes are not whole.
+    """
+    tp, dp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.recipe.rollout.dp
+    dies = min(tp * dp, config.trainer.n_gpus_per_node)
     if tp * dp % dies:
         raise ConfigError(
             f"a rollout instance has {tp * dp} ranks (tp {tp} x recipe.rollout.dp {dp}), expected whole nodes of "
             f"trainer.n_gpus_per_node={dies} dies: change one of them"
         )
-    return _alone(run, dp, dies, run.recipe.rollout.expert_parallel)
+    return change_config(config, _instance_keys(tp * dp // dies, dies))
 
 
-def _alone(run: RunSpec, dp: int, dies: int, expert_parallel: bool) -> RunSpec:
-    """Return `run` as one instance on nodes of `dies` that samples and trains nothing beside it."""
-    layout = rollout_layout(1, dp, run.rollout.tp, expert_parallel)
-    rollout = replace(run.recipe.rollout, dp=dp, instances=1, expert_parallel=expert_parallel)
+def _instance_keys(nodes: int, dies: int) -> dict[str, Any]:
+    """Return the keys of one instance on `nodes` x `dies` that trains nothing: a run on fixed data has no rollout."""
+    sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": dies, "recipe.objective.name": "rl"}
+    alone = dict.fromkeys(_TRAIN_SIZES, 1) | {"recipe.rollout.instances": 1, "recipe.train.layers_per_stage": None}
+    alone["actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"] = None
+    return {**alone, **sizes}
+
+
+def _alone(run: RunSpec, dp: int, dies: int) -> RunSpec:
+    """Return `run` as one instance of `dp` x tp ranks with experts split over them, on nodes of `dies`."""
+    layout = rollout_layout(1, dp, run.rollout.tp)
+    rollout = replace(run.recipe.rollout, dp=dp, instances=1, expert_parallel=True)
     recipe = replace(run.recipe, rollout=rollout, objective=replace(run.recipe.objective, name="rl"))
     nodes = {"trainer.nnodes": layout.world_size // dies, "trainer.n_gpus_per_node": dies}
-    alone = ParallelLayout(layout.world_size)
-    return replace(run.with_verl(nodes), recipe=recipe, train=alone, rollout=layout)
+    return replace(run.with_verl(nodes), recipe=recipe, train=ParallelLayout(layout.world_size), rollout=layout)
 
 
 def instance_checks(run: RunSpec) -> list[Check]:
@@ -55,7 +68,7 @@ def serving_plan(run: RunSpec) -> dict[str, Any]:
     found = {"dies": dies, "dtype": run.recipe.dtype}
     experts = run.model.n_routed_experts
     for ranks in (number for number in range(dies, experts + 1, dies) if not (experts % number or number % tp)):
-        tried = _alone(run, ranks // tp, dies, True)
+        tried = _alone(run, ranks // tp, dies)
         need, share = _on_a_die(tried)
         if need <= share and hccl.check_machine(tried).ok:
             return {**found, "nodes": ranks // dies, "dp": ranks // tp, "die_bytes": need, "share_bytes": share}

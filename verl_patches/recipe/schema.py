@@ -433,7 +433,8 @@ class Objective:
 class Recipe:
     """One run.
 
-    run: name of the run; it writes to <output_root>/<run>. null, without the launcher alone: no record.
+    run: name of the run; each start writes to a new folder <output_root>/<run>/0001, 0002, ... (docs/checkpoints.md).
+    null, without the launcher alone: no record.
     output_root: folder of all runs, relative to the current folder; null: outputs in this repository, wherever the
     command is called.
     line: the set of pins: pypi (CPU) or a3 (production).
@@ -453,6 +454,7 @@ class Recipe:
     num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
     all. The model's folder stays as it is, with random init or weights. layers_per_stage for all layers is balanced
     again.
+    resume_other_data: resume from a checkpoint whose data (number of rows, bytes of the files) were others.
     rewards: the parts of a response's reward; keys of each are those of recipe.rewards[] below. null:
     custom_reward_function, the short form of one entry of name python, or without its path verl's own scores by
     data source.
@@ -472,6 +474,7 @@ class Recipe:
     expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
     num_hidden_layers: Count | None = None
+    resume_other_data: bool = False
     objective: Objective = field(default_factory=Objective)
     rewards: list[dict[str, Any]] | None = None
     train: Train = field(default_factory=Train)

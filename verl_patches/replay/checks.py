@@ -31,8 +31,8 @@ def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
 
 
 def recording_checks(run: RunSpec) -> Iterator[Check]:
-    """Check that a recording has the run's steps, in whole files, and that the run would not move them before."""
-    replay, folder = run.recipe.rollout.replay, run.folder.resolve()
+    """Check that a recording has the run's steps, in whole files, and is not that of the start which reads it."""
+    replay, home = run.recipe.rollout.replay, run.home.resolve()
     if replay is None:
         return
     fault = ""
@@ -40,9 +40,9 @@ def recording_checks(run: RunSpec) -> Iterator[Check]:
         find_recording(replay, run.verl.trainer.total_training_steps)
     except ConfigError as error:
         fault = str(error)
-    if not fault and Path(replay).resolve().is_relative_to(folder):
+    if not fault and Path(replay).resolve() == home:
         fault = (
-            f"recipe.rollout.replay is {replay}, inside {folder}, whose outputs this run moves aside; "
-            "give this run another name (--run NAME, recipe.run)"
+            f"recipe.rollout.replay is {replay}, whose newest start will be this one; give one of its starts, such as "
+            f"{replay}/0001, or give this run another name (--run NAME, recipe.run)"
         )
     yield either("replay", not fault, f"the responses of {replay}", fault)

@@ -3,16 +3,16 @@
 verl's trainer calls `_save_checkpoint` after the update of each trainer.save_freq-th step and of the last, and
 `_load_checkpoint` before the first. Rows checkpoint.save and checkpoint.load put these in their place:
 
-    save    global_step_N.writing-RUN-XXXX is begun; workers copy to the host and return; a thread waits until every
-            rank's files are recorded, renames the folder to global_step_N and removes the run's oldest above
+    save    global_step_N is made; workers copy to the host and return; a thread waits until every rank's files are
+            recorded, writes manifest.json, which makes it a checkpoint, and removes the chain's oldest above
             trainer.max_actor_ckpt_to_keep
     wait    before an update, for all ranks' files
     finish  before the next save, and at the end of the run
-    load    trainer.resume_mode=auto: the run's own newest complete folder in trainer.default_local_dir; resume_path:
-            the one of trainer.resume_from_path. What is newer than an own one moves to earlier/N
+    load    the checkpoint that the launcher found (config/run_start.py) or trainer.resume_from_path names; without the
+            launcher trainer.resume_mode=auto is the newest complete one in trainer.default_local_dir
 
-Checkpoints of other runs are left alone (weights/checkpoint_folders.py). A run that is killed at any point leaves whole
-folders only under their own names. All nodes must see the folder.
+A start of the launcher writes to its own folder (weights/run_folders.py), and its chain decides what belongs to the run
+(weights/run_folders.py). All nodes must see the folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,32 +41,38 @@ from verl_patches.layout.inventory import differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
-from verl_patches.spec import RUN, run_of
+from verl_patches.shared_files import sync
+from verl_patches.spec import RUN, RunSpec, run_of
 from verl_patches.values import leaves, size_text
 from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
-from verl_patches.weights.checkpoint_folders import (
-    instead_of,
-    newest,
-    put_in_place,
-    recover,
-    remove_oldest,
-    saved_in,
-    set_aside_after,
-    size_bytes,
-    unnamed,
-)
 from verl_patches.weights.manifest import (
     CHECKPOINT,
     CRITIC,
     MANIFEST,
     OF_TRAINER,
     Manifest,
+    has_manifest,
     rank_files,
     read_manifest,
+    require_checkpoint,
     small_files,
 )
 from verl_patches.weights.reader import DTYPES as STORED
-from verl_patches.weights.writer import FileWriter, begin, complete
+from verl_patches.weights.run_folders import (
+    Chain,
+    Link,
+    chain_of_start,
+    checkpoints_home,
+    complete_in,
+    data_facts,
+    path_to_resume,
+    read_start,
+    remove,
+    require_same_data,
+    require_steps_left,
+    size_bytes,
+)
+from verl_patches.weights.writer import FileWriter, complete_as
 
 log = logging.getLogger(__name__)
 
@@ -74,21 +80,23 @@ STATE, TENSORS = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
 _WAIT_SHARE = 0.6  # below watch/bounds.py's WAIT_SHARE
 # keys of recipe that change no step
-_NOT_COMPARED = ("run", "output_root", "timeouts", "ray_address", "ray_port", "memory")
+_NOT_COMPARED = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
 
 
 class Checkpoints:
     """The checkpoints of one run of verl's `trainer`."""
 
-    def __init__(self, trainer: Any, run: str, say: Callable[..., None]):
-        """`run`: its id. say(text) shows a line; say(text, step) one about the step that the run goes on after."""
+    def __init__(self, trainer: Any, say: Callable[..., None]):
+        """say(text) shows a line; say(text, step) one about the step that the run goes on after."""
         config = trainer.config
-        self.run, self._say, self._said = run, say, set()
-        self.trainer, self.config, self.folder = trainer, config, Path(config.trainer.default_local_dir).absolute()
-        self.run_spec = run_of(config)
-        self.trains_actor = self.run_spec.trains_actor  # else the critic is all that is saved
+        self._say, self.trainer, self.config = say, trainer, config
+        self.run = run_of(config)
+        self.chain = chain_in(self.run)
+        self.folder = self.chain.links[-1].folder
+        self.trains_actor = self.run.trains_actor  # else the critic is all that is saved
         self.keep = config.trainer.get("max_actor_ckpt_to_keep", None)
         self.records: list[dict[str, Any]] = []  # of complete ones: step, bytes, seconds
+        self._data: dict[str, Any] | None = None
         self._thread: threading.Thread | None = None
         self._folder_in_writing: Path | None = None
         self._error: Exception | None = None
@@ -102,35 +110,52 @@ class Checkpoints:
         self._refuse()
         self.finish()
         started, step = time.perf_counter(), self.trainer.global_steps
-        self._say_once(recover(self.folder, self.run))
-        writing = unnamed(self.folder / f"global_step_{step}", "writing", self.run)
+        writing = self.folder / f"global_step_{step}"
         of_model, groups = self._model_files(), {}
         own = {writing: {**of_model, **self._trainer_files()}}
-        ranks, facts, answers = rank_files(self.run_spec.world_size), {}, []
+        ranks, facts, answers = rank_files(self.run.world_size), {}, []
+        manifests = {}
         if self.trains_actor:
             groups[writing] = self.trainer.actor_rollout_wg
         if self.critic is not None:
             own[writing / CRITIC] = of_model
             groups[writing / CRITIC] = self.critic
-            critic = self._manifest(step, [*ranks, *of_model], {})
+            manifests[writing / CRITIC] = critic = self._manifest(step, [*ranks, *of_model], {})
             facts = {CRITIC: critic.identity}
-        begin(writing, self._manifest(step, [*(ranks if self.trains_actor else ()), *own[writing]], facts))
-        if self.critic is not None:
-            begin(writing / CRITIC, critic)
+        names = [*(ranks if self.trains_actor else ()), *own[writing]]
+        manifests[writing] = self._manifest(step, names, facts)  # the last one: it makes the whole complete
+        self._make_folders(writing, own)
         for folder, group in groups.items():
             answers += group.save_checkpoint(str(folder), None, step)
         record = {"step": step, "blocking_s": time.perf_counter() - started}
         record["copied_bytes"] = max(answer["copied_bytes"] for answer in answers)
         record["copy_s"] = max(answer["seconds"] for answer in answers)
         self._folder_in_writing = writing
-        self._thread = threading.Thread(target=self._complete, args=(writing, own, record, started), name="checkpoint")
+        args = (writing, own, manifests, record, started)
+        self._thread = threading.Thread(target=self._complete, args=args, name="checkpoint")
         self._thread.start()
+
+    @staticmethod
+    def _make_folders(writing: Path, folders: Iterable[Path]) -> None:
+        """Make the folders of a checkpoint; what a killed save of that step left is removed first."""
+        if writing.is_dir() and not has_manifest(writing):
+            remove(writing)
+        for folder in folders:
+            folder.mkdir(parents=True)
+        sync(writing.parent)
 
     @property
     def _kl(self) -> Any:
         """verl's KL coefficient where it adapts from step to step, else None."""
         adapts = self.config.algorithm.use_kl_in_reward and self.config.algorithm.kl_ctrl.type == "adaptive"
         return self.trainer.kl_ctrl_in_reward if adapts else None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What data the run trains on, read once."""
+        if self._data is None:
+            self._data = data_facts(self.config.data.train_files)
+        return self._data
 
     @property
     def critic(self) -> Any:
@@ -151,7 +176,8 @@ class Checkpoints:
         self._thread = None
         if self._error is not None:
             raise CheckpointError(f"checkpoint: {self._error}") from self._error
-        self._say_once(self._not_removed)
+        while self._not_removed:
+            self._say(self._not_removed.pop())
 
     def wait_before_update(self) -> None:
         """Wait for all ranks' files: inside an update, ranks wait for each other in HCCL, which ends them in time."""
@@ -184,35 +210,39 @@ class Checkpoints:
         self._thread.join()
 
     def _complete(
-        self, writing: Path, own: dict[Path, dict[str, bytes]], record: dict[str, Any], started: float
+        self,
+        writing: Path,
+        own: dict[Path, dict[str, bytes]],
+        manifests: dict[Path, Manifest],
+        record: dict[str, Any],
+        started: float,
     ) -> None:
-        """Write the trainer's own files, and give the folder its name once every rank has written."""
+        """Write the trainer's own files, and each manifest once every rank has written; then remove old checkpoints."""
         try:
-            size_bytes = 0
-            for folder, files in reversed(own.items()):  # the manifest of the whole comes last
-                for name, content in files.items():
+            size = 0
+            for folder, manifest in manifests.items():
+                for name, content in own[folder].items():
                     with FileWriter(folder, name) as file:
                         file.write(content)
                         file.finish()
-                while (manifest := complete(folder)) is None:
+                while (whole := complete_as(folder, manifest)) is None:
                     waited = time.perf_counter() - started
                     if self._given_up.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
                         return
-                size_bytes += manifest.size_bytes
-            final = put_in_place(writing, self.run)
-            self.records.append({**record, "bytes": size_bytes, "complete_s": time.perf_counter() - started})
+                size += whole.size_bytes
+            self.records.append({**record, "bytes": size, "complete_s": time.perf_counter() - started})
         except Exception as error:
             self._error = error
             return
         try:
-            remove_oldest(self.folder, self.keep, self.run, final)
+            self.chain.remove_oldest(self.keep, writing)
         except OSError as error:  # the new one is whole
             self._not_removed.append(f"{self.folder}: an old checkpoint cannot be removed ({error}); left there")
 
     def _manifest(self, step: int, files: list[str], facts: dict[str, Any]) -> Manifest:
-        layout, dtype = str(self.run_spec.train), self.config.recipe.dtype
-        facts = {**facts, "step": step, "id": self.run, "run": self.config.recipe.run, "line": self.config.recipe.line}
-        facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), **settings_of(self.config)}
+        layout, dtype = str(self.run.train), self.run.recipe.dtype
+        facts = {**facts, "step": step, "run": self.run.recipe.run, "start": self.run.start.name, "line": self.run.line}
+        facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), "data": self.data, **settings_of(self.config)}
         return Manifest(CHECKPOINT, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
 
     def _config(self) -> dict[str, Any]:
@@ -244,30 +274,47 @@ class Checkpoints:
     def load(self) -> None:
         """Resume as trainer.resume_mode says; ConfigError or CheckpointError where it cannot.
 
-        ConfigError too where the run will save a state of the data that no checkpoint can hold.
+        ConfigError too where the run would save over checkpoints that it does not go on from, and where it will save a
+        state of the data that no checkpoint can hold.
         """
-        self._say_once(recover(self.folder, self.run))
-        folder = self._wanted()
+        mode = self.config.trainer.resume_mode
+        folder = self.chain.newest() if mode == "auto" else None
+        folder = folder or path_to_resume(mode, self.config.trainer.resume_from_path)
+        if mode == "auto" and folder is None:
+            self._say(f"trainer.resume_mode=auto: no complete checkpoint in {self.folder}, starting from step 1")
+        manifest = None if folder is None else require_checkpoint(folder)
+        if self.config.trainer.save_freq > 0:
+            here = folder is not None and folder.resolve().parent == self.folder.resolve()
+            self._refuse_to_mix(manifest.facts["step"] if here else 0)
         if folder is not None:
-            self._load(folder)
+            self._load(folder, manifest)
         else:
             _keep_generator(self.trainer.train_dataloader)
             if self.config.trainer.save_freq > 0:
                 data_state(self.trainer.train_dataloader)
 
-    def _load(self, folder: Path) -> None:
+    def _refuse_to_mix(self, begun: int) -> None:
+        """ConfigError where the folder has checkpoints of steps after `begun`; that of a start has none."""
+        if later := sorted(step for step, _ in complete_in(self.folder) if step > begun):
+            raise ConfigError(
+                f"trainer.default_local_dir is {self.folder}, which holds global_step_{later[0]} of another run; "
+                f"expected none after step {begun}, as this run would save over it: give another folder, move it away, "
+                "or go on from the newest with trainer.resume_mode=auto"
+            )
+
+    def _load(self, folder: Path, manifest: Manifest) -> None:
         self._refuse()
-        manifest = self._checked(folder)
-        step, here = manifest.facts["step"], folder.resolve().parent == self.folder.resolve()
+        self._check(folder, manifest)
+        step = manifest.facts["step"]
         try:
             if self.trains_actor:
                 self.trainer.actor_rollout_wg.load_checkpoint(str(folder), None, False)
             if self.critic is not None:
                 self.critic.load_checkpoint(str(folder / CRITIC), None, False)
         except CheckpointError as error:  # Ray's error of a worker's is of its type too, and has it as `cause`
-            if not here:
+            if folder not in self.chain.checkpoints().values():
                 raise
-            raise CheckpointError(f"{getattr(error, 'cause', error)}\n{instead_of(folder, self.run)}") from error
+            raise CheckpointError(f"{getattr(error, 'cause', error)}\n{self.chain.instead_of(folder)}") from error
         state = read_trainer_state(folder)
         if "'sampler_state'" in str(state["dataloader"]):  # else it was saved with torch's sampler
             _keep_generator(self.trainer.train_dataloader)
@@ -278,35 +325,10 @@ class Checkpoints:
             self._kl.value = state["kl_coef"]
         self.trainer.global_steps = step
         self._say(f"resumed from {folder}: step {step} is complete", step)
-        own = here and manifest.facts.get("id") == self.run
-        if own and self.config.trainer.save_freq > 0 and (aside := set_aside_after(step, self.folder, self.run)):
-            self._say(f"newer checkpoints, {size_text(size_bytes(aside))}, are now in {aside}")
 
-    def _wanted(self) -> Path | None:
-        settings = self.config.trainer
-        if settings.resume_mode == "disable":
-            return None
-        if settings.resume_mode == "resume_path":
-            if not isinstance(settings.resume_from_path, str):
-                raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
-            return Path(settings.resume_from_path).absolute()
-        own = newest(self.folder, self.run)
-        self._say_once(saved_in(self.folder, self.run).ignored())
-        if own is None:
-            self._say(f"trainer.resume_mode=auto: no checkpoint of this run in {self.folder}, starting from step 1")
-        return own
-
-    def _say_once(self, sentences: list[str]) -> None:
-        for text in sentences:
-            if text not in self._said:
-                self._said.add(text)
-                self._say(text)
-
-    def _checked(self, folder: Path) -> Manifest:
-        manifest, recipe = read_manifest(folder), self.config.recipe
-        faults = []
-        if manifest.kind != CHECKPOINT:
-            raise ConfigError(f"{folder} holds {manifest.kind!r}, expected a checkpoint of training")
+    def _check(self, folder: Path, manifest: Manifest) -> None:
+        """ConfigError where the checkpoint is not one of this model, line and data, or leaves no step to make."""
+        recipe, faults = self.config.recipe, []
         if unlike := differences(manifest.model, self._model()):
             faults.append(f"it is of another model: {unlike}")
         if manifest.facts.get("line", recipe.line) != recipe.line:
@@ -317,15 +339,25 @@ class Checkpoints:
             faults.append(f"{CRITIC}/{MANIFEST} is of another checkpoint")
         if (critic is not None) != (self.critic is not None):
             faults.append("it has no critic" if critic is None else "it has a critic, this run has none")
-        if (step := manifest.facts["step"]) >= (total := self.trainer.total_training_steps):
-            faults.append(f"step {step} is complete, and the run's total is {total} (trainer.total_training_steps)")
         if faults:
             raise ConfigError(f"{folder} cannot be resumed from: {'; '.join(faults)}")
+        step, total = manifest.facts["step"], self.trainer.total_training_steps
+        require_steps_left(folder, step, total, "trainer.total_training_steps")
+        require_same_data(folder, manifest, self.data, recipe.resume_other_data)
         now = settings_of(self.config)
         if manifest.facts["digest"] != now["digest"]:
             changed = changes(manifest.facts["settings"], now["settings"])
             log.warning("the recipe is not that of %s: %s", folder, "; ".join(changed) or "other patches")
-        return manifest
+
+
+def chain_in(run: RunSpec) -> Chain:
+    """Return the checkpoints that belong to the run: of a start of the launcher its chain's."""
+    saved = Path(run.verl.trainer.default_local_dir).absolute()
+    if run.start.by_launcher:
+        home = checkpoints_home(run.recipe.output_root, run.recipe.run, str(saved))
+        if start := read_start(home / run.start.name):
+            return chain_of_start(start)
+    return Chain((Link(saved),))
 
 
 def settings_of(config: Any) -> dict[str, Any]:

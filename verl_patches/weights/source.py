@@ -36,8 +36,10 @@ from verl_patches.layout.model_folder import (
 from verl_patches.reshard.region import Region, cover
 from verl_patches.weights.manifest import (
     CRITIC,
+    ENTRIES,
     ITEM_BYTES,
     MANIFEST,
+    OF_RANK,
     WEIGHT,
     FileEntry,
     Manifest,
@@ -150,6 +152,8 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
     if folder.is_dir():
         require_files(folder)
     manifest = read_manifest(folder) if has_manifest(folder) else None
+    if manifest is None and ((folder / ENTRIES).is_dir() or any(folder.glob(f"{OF_RANK}*"))):
+        raise ConfigError(f"{folder}: no {MANIFEST}, so this checkpoint is not complete; give another one")
     if manifest and holds_critic_alone(manifest):
         raise ConfigError(
             f"{folder}: of a run that trained a value model alone; its weights are in {folder / CRITIC}: give that"

@@ -108,13 +108,8 @@ def complete(folder: str | Path) -> Manifest | None:
     manifest = read_manifest(folder, complete=False)
     if manifest.complete:
         return manifest
-    if set(manifest.expected) - set(recorded(folder)):
-        return None
     try:
-        files = tuple(read_record(folder, name) for name in manifest.expected)
-        manifest = replace(manifest, files=files, complete=True)
-        sync(folder)  # the names of all files, before the manifest that needs them
-        write_text(folder / MANIFEST, to_json(manifest))
+        return complete_as(folder, manifest)
     except (ConfigError, RecipeError, FileNotFoundError):  # another process completed it, and removed what this needs
         found = read_manifest(folder, complete=False)
         if found.complete:
@@ -122,6 +117,19 @@ def complete(folder: str | Path) -> Manifest | None:
         if set(found.expected) - set(recorded(folder)):  # or withdrew an entry
             return None
         raise
+
+
+def complete_as(folder: Path, manifest: Manifest) -> Manifest | None:
+    """Write `manifest` with the entries of its files into `folder` as complete, and return it; None while some lack.
+
+    A checkpoint's folder has no manifest before this call: it is complete where its manifest stands.
+    """
+    if set(manifest.expected) - set(recorded(folder)):
+        return None
+    files = tuple(read_record(folder, name) for name in manifest.expected)
+    manifest = replace(manifest, files=files, complete=True)
+    sync(folder)  # the names of all files, before the manifest that needs them
+    write_text(folder / MANIFEST, to_json(manifest))
     shutil.rmtree(folder / ENTRIES, ignore_errors=True)
     for left in folder.glob(f"{MANIFEST}.*{PARTIAL}"):  # of a process that was killed
         left.unlink(missing_ok=True)

@@ -39,9 +39,9 @@ from verl_patches.reshard.train_tensors import inventory_and_library, native_ten
 from verl_patches.watch import heartbeat
 from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import CheckpointError
-from verl_patches.weights.checkpoint_folders import size_bytes
 from verl_patches.weights.load import load_progress
 from verl_patches.weights.reader import CheckpointReader
+from verl_patches.weights.run_folders import size_bytes
 from verl_patches.weights.train_state import StoredTensor, TrainState
 from verl_patches.worker.memory import Trained, device_type
 

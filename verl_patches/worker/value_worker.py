@@ -27,7 +27,7 @@ from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import RM_SCORES
 from verl_patches.spec import run_of
-from verl_patches.weights.checkpoint_folders import value_model_in
+from verl_patches.weights.run_folders import value_model_in
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory

@@ -1,0 +1,408 @@
+"""The folders of a run: each start makes a new one, NAME/0001, NAME/0002, ..., which is never renamed, moved or shared.
+
+    NAME/0002/start.json    {run, start, from}; from: the start and the step that this one goes on after, or null
+              config.yaml, summary.json, metrics.jsonl, rollouts/, ...    outputs of this start alone
+              checkpoints/global_step_N
+    NAME/latest             a link to the newest start
+    NAME/.lock              held while a start is live
+
+A start and those that it came from are a chain, which is the run: of an ancestor only the steps up to the one that was
+gone on after belong to it. A chain is made of names, so a folder NAME can be copied or moved whole. Where checkpoints
+lie elsewhere, in DIR, DIR/NAME has the same starts with the same record, and NAME/0002/start.json says where.
+
+A folder global_step_N is a checkpoint where its manifest.json stands, which a save writes last and a removal removes
+first; nothing takes one without it. A save that was killed leaves such a folder; the chain's next save removes it.
+
+No torch and no configuration: launcher, controller and readers ask the same functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.shared_files import replacing, write_whole
+from verl_patches.weights.manifest import (
+    CRITIC,
+    MANIFEST,
+    SAVED,
+    Manifest,
+    check_headers,
+    has_manifest,
+    read_manifest,
+    require_checkpoint,
+)
+
+START, LATEST, CHECKPOINTS = "start.json", "latest", "checkpoints"
+_NUMBER = re.compile(r"[0-9]{4,9}")
+_OLD = "run.json", "summary.json"  # in the folder NAME itself: of a run before each start had a folder of its own
+RESUME_NEEDS = "trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N"
+OTHER_DATA = "recipe.resume_other_data"
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run.
+
+    parent: name of the start of the same run that it goes on from, and the step after which it does; None for a start
+    at step 1 and for one from a checkpoint of another run. source: the path of that checkpoint. saves_in: the folder of
+    the start that has its checkpoints, where that is another one.
+    """
+
+    folder: Path
+    parent: tuple[str, int] | None = None
+    source: str | None = None
+    saves_in: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the number of the start as text, such as 0001."""
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class Link:
+    """A folder of a chain, of a start or of its checkpoints, and its last step that belongs to it; None for no end."""
+
+    folder: Path
+    last: int | None = None
+
+    def holds(self, step: int) -> bool:
+        """Return whether what this folder has of the step belongs to the chain."""
+        return self.last is None or step <= self.last
+
+    def up_to(self, step: int) -> Link:
+        """Return the link of a chain that goes on after `step` of this one."""
+        return Link(self.folder, step if self.last is None else min(step, self.last))
+
+
+def checkpoints_home(output_root: str, name: str, default_local_dir: str) -> Path:
+    """Return the folder NAME whose starts hold the checkpoints: that of the run, or NAME in an explicit DIR."""
+    folder, saved = Path(output_root, name), Path(default_local_dir).absolute()
+    return folder if saved.resolve().is_relative_to(folder.resolve()) else saved / name
+
+
+def refuse_old_folder(folder: Path) -> None:
+    """ConfigError where `folder` is that of a run before each start had a folder of its own."""
+    if found := next((name for name in _OLD if (folder / name).exists()), None):
+        raise ConfigError(
+            f"{folder} holds {found} of an earlier version, in which all starts of a run shared one folder; expected "
+            "folders 0001, 0002, ...: give another name or path (the version that wrote it reads it)"
+        )
+
+
+def take_start(homes: Sequence[Path], parent: tuple[str, int] | None, source: str | None) -> str:
+    """Make the folder of a new start in each of `homes`, the last one that of its checkpoints, and return its name.
+
+    The number is the next one over all of them. OSError where a folder cannot be made.
+    """
+    numbers = [int(path.name) for home in homes for path in _numbered(home)]
+    number = max(numbers, default=0) + 1
+    origin = {"start": parent[0], "step": parent[1]} if parent else {"checkpoint": source} if source else None
+    while True:
+        name = f"{number:04d}"
+        try:
+            for home in homes:
+                (home / name).mkdir(parents=True)
+            break
+        except FileExistsError:  # taken by another process meanwhile
+            number += 1
+    for home in homes:
+        record = {"run": home.name, "start": name, "from": origin}
+        if home != homes[-1]:
+            record["saves_in"] = str(homes[-1] / name)
+        write_whole(home / name / START, json.dumps(record) + "\n", durable=True)
+        with suppress(OSError), replacing(home / LATEST) as link:  # a file system without links
+            link.symlink_to(name)
+    return name
+
+
+def read_start(folder: Path) -> Start | None:
+    """Return the start whose folder this is, None for any other folder; ConfigError for a damaged record."""
+    path = folder / START
+    try:
+        found = json.loads(path.read_text())
+        origin = found["from"] or {}
+        parent = (origin["start"], int(origin["step"])) if "start" in origin else None
+        if parent and not (_NUMBER.fullmatch(parent[0]) and int(parent[0]) < int(found["start"])):
+            raise ValueError(f"start {found['start']} cannot come from start {parent[0]}")
+        saves_in = found.get("saves_in") and Path(found["saves_in"])
+        return Start(folder, parent, origin.get("checkpoint"), saves_in)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: expected the record of a start, found {type(error).__name__}: {error}; copy the folder again"
+        ) from None
+
+
+def starts_in(home: Path) -> list[Start]:
+    """Return the starts of a run, oldest first."""
+    return [start for path in _numbered(home) if (start := read_start(path))]
+
+
+def chain_of(start: Start) -> list[Link]:
+    """Return the chain that ends with `start`, oldest first; it begins after an ancestor whose folder is gone."""
+    links = [Link(start.folder)]
+    while start.parent:
+        name, step = start.parent
+        if (before := read_start(start.folder.parent / name)) is None:
+            break
+        start = before
+        links.insert(0, Link(start.folder, links[0].last).up_to(step))
+    return links
+
+
+def steps_in_chain(start: Start, files_of: Callable[[Path], Iterable[tuple[int, Any]]]) -> dict[int, Any]:
+    """Return {step: what `files_of` finds for it in a start's folder} over the chain of `start`, in order of steps."""
+    links = chain_of(start)
+    found = {step: each for link in links for step, each in files_of(link.folder) if link.holds(step)}
+    return dict(sorted(found.items()))
+
+
+def find_start(given: Path, root: Path, or_else: str = "") -> Path:
+    """Return the folder of the start that a user names; of a run that is its newest.
+
+    given: a run, NAME below `root` or a path of its folder; a start, NAME/0001 or a path. ConfigError for anything
+    else; or_else: what else the caller takes, for the error.
+    """
+    try:
+        for place in (given, root / given):
+            if (place / START).is_file():
+                return place.resolve() if place.is_symlink() else place
+            if starts := starts_in(place):
+                return starts[-1].folder
+            refuse_old_folder(place)
+        found = "a file" if given.is_file() else "a folder without them" if given.is_dir() else "no such folder"
+        runs = sorted({path.parents[1].name for path in root.glob(f"*/[0-9]*/{START}")})
+        known = ", ".join(runs[:9]) + (", ..." if runs[9:] else "")
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{given}: cannot be read ({error}); give the folder of a run") from None
+    raise ConfigError(
+        f"{given}: expected a run, a folder with starts 0001, 0002, ..., or one of these{or_else}, found {found}; give "
+        f"a path, or the name of one in {root}: {known or 'there is none yet'}"
+    )
+
+
+def _numbered(home: Path) -> list[Path]:
+    """Return the folders of starts by their names, oldest first."""
+    found = home.iterdir() if home.is_dir() else ()
+    return sorted((path for path in found if _NUMBER.fullmatch(path.name)), key=lambda path: int(path.name))
+
+
+# ---- checkpoints
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint's folder."""
+    return int(SAVED.fullmatch(path.name)[1])
+
+
+def saves_of_steps(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield (step, folder global_step_N) of all of them in `folder`, complete or not."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if SAVED.fullmatch(path.name) and path.is_dir():
+            yield step_of(path), path
+
+
+def complete_in(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield (step, folder) of the complete checkpoints in `folder`."""
+    return ((step, path) for step, path in saves_of_steps(folder) if has_manifest(path))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The checkpoints that belong to a run.
+
+    links: folders that hold checkpoints, oldest first; under the launcher those of a start's chain, else
+    trainer.default_local_dir alone. others: starts of that name outside of it.
+    """
+
+    links: tuple[Link, ...]
+    others: tuple[Start, ...] = ()
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Return {step: complete checkpoint}, oldest first."""
+        found = {s: path for link in self.links for s, path in complete_in(link.folder) if link.holds(s)}
+        return dict(sorted(found.items()))
+
+    def up_to(self, step: int) -> Chain:
+        """Return the chain of a start that goes on after `step` of this one."""
+        return Chain(tuple(link.up_to(step) for link in self.links), self.others)
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint, None without one.
+
+        ConfigError where it is damaged, with what to go on from instead.
+        """
+        if not (found := self.checkpoints()):
+            return None
+        path = found[max(found)]
+        try:
+            require_whole(path)
+        except ConfigError as error:
+            text = f"{path} is the newest checkpoint and is damaged: {error}\n{self.instead_of(path)}"
+            raise ConfigError(text) from None
+        return path
+
+    def instead_of(self, path: Path) -> str:
+        """Return what to go on from where the checkpoint `path` cannot be used: the next older whole one."""
+        for step, older in sorted(self.checkpoints().items(), reverse=True):
+            if step < step_of(path):
+                with suppress(ConfigError):
+                    require_whole(older)
+                    return f"  the next older one is whole; to go on from it: {resume_from(older)}"
+        return "  no older one of this run is whole; to start anew: trainer.resume_mode=disable"
+
+    def remove_oldest(self, keep: int | None, written: Path) -> None:
+        """Remove what killed saves left, and all but the newest `keep` checkpoints; `written` is kept in any case.
+
+        None of those that a start outside the chain began from is removed.
+        """
+        for link in self.links:
+            for _, path in saves_of_steps(link.folder):
+                if path != written and not has_manifest(path):
+                    remove(path)
+        parents = [(start.folder.parent, start.parent) for start in self.others if start.parent]
+        began = {(home / name, step) for home, (name, step) in parents}
+        found = self.checkpoints()
+        for step in list(found)[: max(0, len(found) - keep)] if keep else ():
+            if found[step] != written and (found[step].parents[1], step) not in began:
+                remove(found[step])
+
+    def bytes_of_others(self) -> dict[str, int]:
+        """Return {start: bytes of its checkpoints that do not belong to the chain}, of starts that hold any."""
+        own, sizes = set(self.checkpoints().values()), {}
+        folders = [*(link.folder for link in self.links), *(start.folder / CHECKPOINTS for start in self.others)]
+        for folder in folders:
+            size = sum(size_bytes(path) for _, path in complete_in(folder) if path not in own)
+            if size:
+                sizes[folder.parent.name] = size
+        return dict(sorted(sizes.items()))
+
+
+def chain_of_start(start: Start) -> Chain:
+    """Return the checkpoints of the chain that ends with `start`, also where they lie in another folder."""
+    start = (start.saves_in and read_start(start.saves_in)) or start
+    links = chain_of(start)
+    inside = {link.folder for link in links}
+    others = tuple(other for other in starts_in(start.folder.parent) if other.folder not in inside)
+    return Chain(tuple(Link(link.folder / CHECKPOINTS, link.last) for link in links), others)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, its manifest first: what is left of it where this is killed is no checkpoint."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def resume_from(path: Path) -> str:
+    """Return the overrides that go on from a checkpoint."""
+    return f"trainer.resume_mode=resume_path trainer.resume_from_path={path}"
+
+
+def size_bytes(folder: Path) -> int:
+    """Return the bytes of all files below a folder; files that vanish during the walk are skipped."""
+    size = 0
+    for where, _, files in os.walk(folder):
+        for name in files:
+            with suppress(OSError):
+                size += os.lstat(os.path.join(where, name)).st_size
+    return size
+
+
+def value_model_in(folder: str | Path) -> Path:
+    """Return where the weights of a value model are: critic/ of a checkpoint, else `folder` itself."""
+    critic = Path(folder, CRITIC)
+    return critic if critic.is_dir() else Path(folder)
+
+
+# ---- what can be resumed from: each rule once, for the launcher, the controller and the readers
+
+
+def path_to_resume(resume_mode: str, resume_from_path: Any) -> Path | None:
+    """Return the checkpoint of trainer.resume_mode=resume_path, None in other modes; ConfigError without a path."""
+    if resume_mode != "resume_path":
+        return None
+    if not resume_from_path or not isinstance(resume_from_path, str):
+        raise ConfigError(RESUME_NEEDS)
+    return Path(resume_from_path).absolute()
+
+
+def require_whole(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint; ConfigError unless its files have the manifest's sizes and tensors.
+
+    Reads headers. Bytes of tensors are compared when workers read them (worker/checkpoint.py).
+    """
+    manifest = require_checkpoint(folder)
+    _require_files(folder, manifest)
+    if CRITIC in manifest.facts:
+        _require_files(folder / CRITIC, read_manifest(folder / CRITIC))
+    return manifest
+
+
+def _require_files(folder: Path, manifest: Manifest) -> None:
+    for entry in manifest.files:
+        path = folder / entry.name
+        found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+        if found != f"{entry.size_bytes} bytes":
+            raise ConfigError(f"{path}: expected {entry.size_bytes} bytes (manifest), found {found}")
+    check_headers(folder, manifest)
+
+
+def require_steps_left(folder: Path, step: int, total: int | None, key: str) -> None:
+    """ConfigError where a run's total of steps, which `key` gives, is reached with the checkpoint."""
+    if total is not None and step >= total:
+        raise ConfigError(
+            f"{folder}: step {step} is complete, and the run has reached its total of {total} ({key}); nothing was "
+            "started. For more steps raise trainer.total_training_steps (smoke: --steps); for a new run give another "
+            "name (--run NAME, recipe.run) or trainer.resume_mode=disable"
+        )
+
+
+def data_facts(train_files: str | Sequence[str] | None) -> dict[str, Any]:
+    """Return {files, rows, sha256} of a run's data: the number of rows (parquet) and the digest of all bytes, in order.
+
+    Files that are not on this machine's disks are left out; without any the digest is None.
+    """
+    from pyarrow import parquet
+
+    files = [train_files] if isinstance(train_files, str) else train_files or ()
+    paths = [path for path in map(Path, files) if path.is_file()]
+    digest, rows = hashlib.sha256(), 0
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+        if path.suffix == ".parquet":
+            rows += parquet.read_metadata(path).num_rows
+    return {"files": [*map(str, paths)], "rows": rows or None, "sha256": digest.hexdigest() if paths else None}
+
+
+def require_same_data(folder: Path, manifest: Manifest, now: Mapping[str, Any], allowed: bool) -> None:
+    """ConfigError where the run's data, `data_facts`, are not those of the checkpoint, unless that is `allowed`."""
+    before = manifest.facts.get("data")  # None of a checkpoint of an earlier version
+    unknown = not before or before["sha256"] is None or now["sha256"] is None
+    if allowed or unknown or all(before[key] == now[key] for key in ("rows", "sha256")):
+        return
+    raise ConfigError(
+        f"{folder} was saved with other data: {_data_text(before)}; this run has {_data_text(now)} (data.train_files), "
+        f"so the position in the data means nothing here. Give the same files, or {OTHER_DATA}=true to go on anyway"
+    )
+
+
+def _data_text(facts: Mapping[str, Any]) -> str:
+    rows = "an unknown number of" if facts["rows"] is None else facts["rows"]
+    return f"{rows} rows with sha256 {str(facts['sha256'])[:12]} in {', '.join(facts['files']) or 'no file'}"
