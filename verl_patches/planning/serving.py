@@ -15,6 +15,11 @@ from verl_patches.planning.expected import served_bytes
 from verl_patches.planning.memory_plan import die_bytes, inventory_of
 from verl_patches.spec import RunSpec
 
+_TRAIN_SIZES = [
+    f"actor_rollout_ref.actor.megatron.{name}_parallel_size"
+    for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+]
+
 
 def instance_of(config: DictConfig) -> DictConfig:
     """Return a composed configuration on the nodes of one rollout instance, whatever it trains on how many.
