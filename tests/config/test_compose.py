@@ -124,8 +124,8 @@ def configs(tmp_path, monkeypatch):
 
 def test_a_damaged_config_is_refused_by_line_and_breaks_no_other(configs):
     base, other = configs / "deepseekv3_tiny.yaml", configs / "deepseekv3_16die.yaml"
-    text = base.read_bytes()
-    other.write_bytes(other.read_bytes() + b"\n\ttrainer: {}\n")
+    text, damage = base.read_bytes(), b"\n\ttrainer: {}\n"
+    other.write_bytes(other.read_bytes() + damage)
     assert compose_config(TINY).recipe.line == "pypi"
     with pytest.raises(ConfigError, match=rf"{other}:\d+: expected .*, found") as error:
         compose_config(other.stem)
