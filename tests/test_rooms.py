@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
 FLOORS = (
-    {"current", "errors", "processes", "ray_nodes", "shared_files", "values", "yaml_files"},
+    {"current", "errors", "processes", "ray_nodes", "shared_files", "values"},
     {"patching", "layout"},
     {"platform"},
     {"recipe"},
@@ -20,7 +20,7 @@ FLOORS = (
     {"boot", "rollout"},
     {"batches", "replay", "log_probs", "rewards", "objectives"},
     {"trainer", "worker"},
-    {"config", "planning", "upstream"},
+    {"config", "features", "planning", "upstream"},
     {"launch", "cluster", "doctor", "evaluation", "data", "inference"},
     {"cli", "catalog", "rules", "prelude_patch", "main", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device

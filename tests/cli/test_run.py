@@ -174,16 +174,13 @@ def test_how_to_go_on_is_said_of_what_this_start_saved(tmp_path, said, overrides
     assert words is None or words in text
 
 
-def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, capsys, monkeypatch):
+def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, said, monkeypatch):
     def stale(*_):
         raise OSError("Stale file handle")
 
-    folder = make_start(tmp_path / "r")
-    spec = composed(TINY, [f"recipe.output_root={tmp_path}", "recipe.run=r", "trainer.save_freq=2"])
-    monkeypatch.setattr(run.Path, "iterdir", stale)
-    with pytest.raises(typer.Exit):
-        run._report(launcher.Outcome(1, "it broke", folder, 2.0), spec, False)
-    text = capsys.readouterr().err
+    make_start(tmp_path / "r")
+    monkeypatch.setattr(run, "chain_of_start", stale)
+    text = said(1, "it broke")
     assert "it broke" in text and "Stale file handle" in text
 
 
@@ -249,12 +246,7 @@ def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, t
     seen = []
     monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: seen.append(self.model.parent))
     launch = launcher.run
-
-    def run_and_note(spec, show, dirty):
-        seen.append(spec.home)
-        return launch(spec, show, dirty)
-
-    monkeypatch.setattr(launcher, "run", run_and_note)
+    monkeypatch.setattr(launcher, "run", lambda spec, *more, **kw: seen.append(spec.home) or launch(spec, *more, **kw))
     outputs = Path(run.__file__).parents[2] / "outputs"
     for folder in (tmp_path, outputs.parent):
         monkeypatch.chdir(folder)

@@ -104,7 +104,8 @@ def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
         find(run, run.parents[1], "actor_rollout_ref.rollout.dtype=bfloat16")
     with pytest.raises(ConfigError, match="rollout.dtype is float16"):
         find(run, run.parents[1], "recipe.dtype=bf16", "actor_rollout_ref.rollout.dtype=float16")
-    monkeypatch.setattr(model, "require_trees", lambda spec: None)
+    for name in ("require_trees", "require_verl"):  # of line a3
+        monkeypatch.setattr(model, name, lambda *given: None)
     monkeypatch.setattr(model, "require_platform", lambda platform: None)
     given = [f"recipe.output_root={run.parents[1]}", "recipe.platform=npu_emulated", "recipe.line=a3"]
     OmegaConf.save(composed(CONFIG, [*given, "recipe.run=mine"]).verl, run / "config.yaml")

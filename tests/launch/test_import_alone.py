@@ -12,10 +12,11 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch import import_alone
 from verl_patches.launch.import_alone import _record, fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
+from verl_patches.launch.run_folder import begin_without_launcher
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import parse
 from verl_patches.recipe.schema import Recipe, Watch
-from verl_patches.spec import run_of
+from verl_patches.spec import give_run, run_of
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ def config(of_rollout="bfloat16", **recipe):
 
 def filled(**options):
     result = config(**options)
-    fill_recipe(result, CPU)
+    give_run(result, fill_recipe(result, CPU).text())
     return result
 
 
@@ -146,8 +147,10 @@ def test_on_npu_the_device_and_the_fixed_route_must_match(monkeypatch, device, r
 
 def test_the_folder_of_the_record_is_named_in_full(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert str(tmp_path / "outputs" / "mine") in _record(run_of(filled(run="mine", output_root="outputs")))
-    assert "+recipe.run=NAME" in _record(run_of(filled(output_root="outputs")))
+    with contextlib.ExitStack() as held:
+        run = begin_without_launcher(fill_recipe(config(run="mine", output_root="outputs"), CPU), held)
+    assert str(tmp_path / "outputs" / "mine" / "0001") in _record(run)
+    assert "+recipe.run=NAME" in _record(fill_recipe(config(output_root="outputs"), CPU))
 
 
 @pytest.mark.parametrize(
@@ -165,9 +168,8 @@ def test_workers_are_sent_the_same_settings_as_by_the_launcher(monkeypatch, rows
     found = config(**({"hccl": {"interface": "eth1"}} if npu else {}))
     found.trainer.nnodes, found.trainer.device = nodes, "npu" if npu else "cuda"
     run = fill_recipe(found, rows)
-    section = OmegaConf.to_container(found.actor_rollout_ref)
-    section.pop("run")
-    assert worker_settings(run) == {"engine": section if engine else None, "network": network}
+    section = OmegaConf.to_container(found.actor_rollout_ref) if engine else None
+    assert worker_settings(run) == {"engine": section, "network": network}
 
 
 @pytest.mark.parametrize("drift", ["warn", "strict"])

@@ -52,7 +52,7 @@ CLASSES = {
     "foreign": (r"git |docker |sync; |hub/bin/|ray |python3 -c|\(|python=|env \$python",),  # bash can read it
 }
 # scripts that pass all their arguments to a subcommand
-SCRIPTS = {"smoke": ["smoke"], "fetch_upstream": ["fetch-upstream"]}
+SCRIPTS = {"smoke": ["smoke"]}
 for run in ("random_init", "true_weight"):
     SCRIPTS[f"train_deepseekv3_256die_{run}"] = ["train", "--config-name", f"deepseekv3_256die_{run}"]
 

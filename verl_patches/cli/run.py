@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import rows_of
-from verl_patches.cli.output import Json, print_json, say, say_command, show_plan, table
+from verl_patches.cli.output import Json, print_json, say, show_plan, table
 from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.files import all_must_exist, disk_checks
 from verl_patches.config.resolve import LayoutError
@@ -218,7 +218,7 @@ def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpe
 def check_switches(run: RunSpec) -> None:
     """ConfigError for a switch that switches off a row that another needs, or for other switches in the shell."""
     in_shell = os.environ.get(VARIABLE)
-    Engine(rows_of(run.platform), run.switches)
+    Engine(rows_of(run.platform), run.process_switches)
     if in_shell and parse(in_shell) != run.switches:
         raise ConfigError(
             f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {run.switches.text()!r}, which is "
@@ -254,9 +254,9 @@ def report_plan(
     if first:
         say(first["what"], err=True)
     for way in others:
-        say_command(f"{way['what']}:", way["command"], err=True)
+        say(f"{way['what']}: {way['command']}", err=True, whole=True)
     if first:
-        say_command(f"{plan['verdict']}; next:", first["command"], err=True)
+        say(f"{plan['verdict']}; next: {first['command']}", err=True, whole=True)
     else:
         say(plan["verdict"], err=True)
     raise typer.Exit(1)
@@ -315,7 +315,7 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
         replaced = set(keys_of(row["overrides"]))
         kept = [each for each, key in zip(overrides, keys_of(overrides), strict=True) if key not in replaced]
         command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *kept, *row["overrides"]]
-        say_command(f"{number}:", shlex.join(command))
+        say(f"{number}: {shlex.join(command)}", whole=True)
     say(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
 
 

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.engine_options import rewrite_engine_options
 from verl_patches.errors import ConfigError
+from verl_patches.features import with_needed_rows
 from verl_patches.layout.inventory import first_layers, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
@@ -39,20 +40,22 @@ def resolve(
     given: Collection[str] = (),
     trees: Trees = Trees(),  # noqa: B008 frozen
     shape_file: Path | None = None,
+    applied: Collection[str] | None = None,
 ) -> RunSpec:
     """Return the facts of a run of `config`, a composed configuration, which becomes read-only.
 
-    catalogue: rows of all lines, of which those of the run's line, platform and patches are on. given: keys that the
-    command line sets. trees: checkouts that the run imports. shape_file: a config.json, or the folder that holds it,
-    with the model's sizes in the place of recipe.model_shape's. Raises LayoutError where a layout cannot be built, and
-    ConfigError for rewards, switches or a model file that are invalid.
+    catalogue: rows of all lines, of which those that the run needs are on. given: keys that the command line sets.
+    trees: checkouts that the run imports. shape_file: a config.json, or the folder of one, with the model's sizes in
+    the place of recipe.model_shape's. applied: ids of the rows that are on already, by the import alone. Raises
+    LayoutError where a layout cannot be built, and ConfigError for rewards, switches or a model file that are invalid.
     """
     recipe, rows = recipe_from(OmegaConf.to_container(config.recipe)), tuple(catalogue)
     switches = Switches(recipe.line, recipe.platform, tuple(recipe.patches), recipe.drift)
     switches.check_against({row.id: row for row in rows})
     facts = _facts(config, recipe, model_shape_file(recipe) if shape_file is None else shape_file)
-    on = frozenset(row.id for row in rows if switches.decide(row)[0])
-    return RunSpec(**facts, switches=switches, rows=on, given=frozenset(given), trees=trees)
+    on = frozenset(applied or ())
+    run = RunSpec(**facts, switches=switches, rows=on, given=frozenset(given), trees=trees)
+    return with_needed_rows(run, rows) if applied is None else run
 
 
 def changed(run: RunSpec, updates: Mapping[str, Any]) -> RunSpec:
