@@ -160,7 +160,6 @@ def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tm
     ("overrides", "words"),
     [
         (("data.max_respnse_length=5",), "max_respnse_length"),
-        (("data.max_prompt_length=many",), "data.max_prompt_length is 'many'"),
         (("recipe.rewards=[{name: math}]",), "Invalid rewards"),
         (("recipe.platform=npu",), "torch_npu is not installed"),
         (("recipe.rollout.dp=3", "trainer.n_gpus_per_node=2"), "3 ranks .* whole nodes"),
