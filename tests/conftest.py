@@ -283,7 +283,7 @@ def a3_sources(pytestconfig: pytest.Config) -> Callable[..., list[Path]]:
         packages = {name: "megatron" if name == "Megatron-LM" else name.lower().replace("-", "_") for name in names}
         missing = [name for name in names if folder is None or not (folder / name / packages[name]).is_dir()]
         if missing:
-            pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(missing)}: fetch-upstream makes them")
+            pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(missing)}: fetch_upstream.sh makes them")
         return [folder.resolve() / name for name in names]
 
     return find

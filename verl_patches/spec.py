@@ -69,7 +69,7 @@ class RunSpec:
 
     recipe: the section `recipe:`, typed. verl: the whole composed configuration, for verl's own keys; empty in workers,
     which have their section from verl. switches: line, platform, and rows
-    that the user switches; rows: ids of the rows of the catalogue that are on.
+    that the user switches; rows: ids of the rows of the catalogue that are on (features.py).
     model: sizes of the trained model, with its dtype on disk; hf_config: its config.json with the run's changes.
     max_positions: tokens of the longest sequence that the model supports.
     train, rollout: how the model is split over all ranks of the run by Megatron, and by vLLM's instances.
@@ -241,6 +241,11 @@ class RunSpec:
             OmegaConf.update(config, key, value, merge=False, force_add=True)
         OmegaConf.set_readonly(config, True)
         return replace(self, verl=config)
+
+    @property
+    def process_switches(self) -> Switches:
+        """The switches of every process of the run, which name the rows that are on."""
+        return replace(self.switches, rows=tuple(sorted(self.rows)))
 
     def switched_off(self, row: str) -> bool:
         """Return whether recipe.patches switches this row off: the last pattern that matches decides."""

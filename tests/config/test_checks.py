@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.runs import composed
-from tests.weights.cases import make_fp8_folder
+from tests.weights.cases import make_fp8_folder, make_start
 from verl_patches import rules
 from verl_patches.config.files import all_must_exist, folder_checks
 from verl_patches.config.resolve import CONFIGS_DIR, ROLLOUT, TRAIN, LayoutError
@@ -19,7 +19,6 @@ from verl_patches.errors import require
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
 from verl_patches.rules import RULES, SIZES
-from verl_patches.trainer.record import new_run_id
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
@@ -271,12 +270,11 @@ def test_the_public_config_is_no_fault_of_weights_in_bf16(tmp_path):
 
 @pytest.mark.parametrize("mode", ["auto", "resume_path"])
 def test_a_checkpoint_that_is_not_whole_is_refused_before_the_start(tmp_path, mode):
-    saved = tmp_path / "t" / "checkpoints"
+    saved = make_start(tmp_path / "t") / "checkpoints"
     given = [f"recipe.output_root={tmp_path}", f"trainer.resume_mode={mode}"]
     given.append(f"trainer.resume_from_path={saved / 'global_step_3'}")
     (saved / "global_step_3").mkdir(parents=True)
     (saved / "global_step_3" / "manifest.json").write_text("{}")
-    new_run_id(tmp_path / "t", "t")
     (fault,) = failed(rules.checkpoint_checks, composed(TINY, ["recipe.run=t", *given]))
     assert "global_step_3/manifest.json: expected format" in fault
     other = composed(TINY, ["recipe.run=other", given[0], "trainer.resume_mode=auto"])

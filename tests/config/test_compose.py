@@ -9,7 +9,6 @@ from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError, require
 from verl_patches.rules import RULES
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
-from verl_patches.yaml_files import MAX_BYTES
 
 TINY = "deepseekv3_tiny_cpu"
 
@@ -123,13 +122,12 @@ def configs(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("damage", [b"\n\ttrainer: {}\n", b"\n#" + b"x" * MAX_BYTES], ids=["tab", "size"])
-def test_a_damaged_config_is_refused_by_line_and_breaks_no_other(configs, damage):
+def test_a_damaged_config_is_refused_by_line_and_breaks_no_other(configs):
     base, other = configs / "deepseekv3_tiny.yaml", configs / "deepseekv3_16die.yaml"
-    text = base.read_bytes()
+    text, damage = base.read_bytes(), b"\n\ttrainer: {}\n"
     other.write_bytes(other.read_bytes() + damage)
     assert compose_config(TINY).recipe.line == "pypi"
-    with pytest.raises(ConfigError, match=rf"{other}:\d+: expected .*, found|{other}: expected at most") as error:
+    with pytest.raises(ConfigError, match=rf"{other}:\d+: expected .*, found") as error:
         compose_config(other.stem)
     assert "\n" not in str(error.value)
     base.write_bytes(text + damage)  # which the tiny config's defaults name

@@ -12,7 +12,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
 from verl_patches.launch.smoke import SmokeOptions, overrides_of
 from verl_patches.rules import RULES
-from verl_patches.yaml_files import read_yaml
+from verl_patches.values import read_yaml
 
 # {line: {layout: workers, tp, ep, etp, pp, what ep means, layers of the stages}}; line a3 keeps experts whole
 LAYOUTS = {

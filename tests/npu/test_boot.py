@@ -132,7 +132,7 @@ def _installed(folder: Path, setup: Path) -> None:
 def upstream(pytestconfig) -> Path:
     folder = pytestconfig.getoption("--upstream")
     if not all((folder / tree).is_dir() for tree in TREES):
-        pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(TREES)}: fetch-upstream makes them")
+        pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(TREES)}: fetch_upstream.sh makes them")
     return folder.absolute()
 
 

@@ -6,16 +6,25 @@ import pytest
 
 from tests.runs import composed
 from verl_patches.catalog import ROWS
-from verl_patches.config.resolve import CONFIGS_DIR, changed
+from verl_patches.config.resolve import CONFIGS_DIR, LayoutError, changed
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.planning import search as search_module
 from verl_patches.planning.calibration import FITTED
 from verl_patches.planning.memory_plan import LAYERS, MARGIN_BYTES, followed_peaks, recomputation, with_recompute
 from verl_patches.planning.plan import build_plan
-from verl_patches.planning.search import A3_SEEN_BYTES, GRAPHS, rollout_keys, search, seats_keys, train_keys
+from verl_patches.planning.search import (
+    A3_SEEN_BYTES,
+    GRAPHS,
+    rollout_keys,
+    search,
+    seats_keys,
+    train_keys,
+    with_any_layout,
+)
 from verl_patches.planning.step_plan import ENGINE_RATIO, Workload
 from verl_patches.rules import RULES, SIZES
+from verl_patches.spec import Trees
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
 
@@ -86,7 +95,6 @@ def test_a_listed_layout_recomputes_as_few_layers_as_fit():
         (["actor_rollout_ref.rollout.gpu_memory_utilization=0.99"], "gpu_memory_utilization=0.9"),
         ([f"{LAYERS}=0"], f"{LAYERS}=["),
         (["data.train_batch_size=500"], "data.train_batch_size=512"),
-        ([f"{ACTOR}.pipeline_model_parallel_size=16"], f"{ACTOR}.pipeline_model_parallel_size="),
     ],
 )
 def test_a_config_whose_own_layout_fails_is_searched_too(overrides, changes):
@@ -97,6 +105,17 @@ def test_a_config_whose_own_layout_fails_is_searched_too(overrides, changes):
     assert any(changes in override for override in row["overrides"]), row["overrides"]
     plan = plan_of(name, *overrides, *row["overrides"])
     assert plan["ok"], [check for check in plan["checks"] if not check["ok"]]
+
+
+def test_a_config_whose_ranks_cannot_be_split_is_searched_too():
+    """What is listed goes over the configuration as it was given."""
+    given = [f"{ACTOR}.pipeline_model_parallel_size=16"]
+    with pytest.raises(LayoutError) as refused:
+        composed(TRUE_WEIGHT, given)
+    config = refused.value.config
+    row = search(with_any_layout(config, ROWS, Trees()), SIZES, 256, Workload(), top=1, composed=config)[0]
+    assert any(override.startswith(f"{ACTOR}.pipeline_model_parallel_size=") for override in row["overrides"])
+    assert plan_of(TRUE_WEIGHT, *given, *row["overrides"])["ok"]
 
 
 def test_a_check_that_every_layout_fails_is_named_soon():

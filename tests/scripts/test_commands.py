@@ -9,23 +9,23 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import typer
 
+from tests.runs import composed
 from tests.scripts.test_docs import CODE, FENCE, PAGES, ROOT
 from verl_patches.__main__ import app
 from verl_patches.cli.run import check_switches
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
-from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.compare import write_baseline
 from verl_patches.evaluation.curves import read_curves
 from verl_patches.launch.smoke import SmokeOptions, overrides_of
+from verl_patches.recipe.schema import recipe_keys
+from verl_patches.rules import RULES
 
 ENGLISH = [page for page in PAGES if "zh" not in (page.parent.name, page.stem[-2:])]  # Chinese pages have the same
 FILES = ("checkpoints", "replay")  # checks that read what an earlier run of the same page leaves
@@ -52,7 +52,7 @@ CLASSES = {
     "foreign": (r"git |docker |sync; |hub/bin/|ray |python3 -c|\(|python=|env \$python",),  # bash can read it
 }
 # scripts that pass all their arguments to a subcommand
-SCRIPTS = {"smoke": ["smoke"], "fetch_upstream": ["fetch-upstream"]}
+SCRIPTS = {"smoke": ["smoke"]}
 for run in ("random_init", "true_weight"):
     SCRIPTS[f"train_deepseekv3_256die_{run}"] = ["train", "--config-name", f"deepseekv3_256die_{run}"]
 
@@ -128,15 +128,15 @@ def parse(arguments):
     return command.make_context(command.name, arguments).params
 
 
-def composed(arguments):
-    """The configuration that a run would start with."""
+def run_of(arguments):
+    """The facts that a run would start with; files of an earlier run of the page are not expected here."""
     values = parse(arguments)
     name, overrides = values.get("config_name"), values["overrides"] or []
     if name is None:
         values = {**values, "overrides": overrides}
         options = SmokeOptions(**{field.name: values[field.name] for field in fields(SmokeOptions)})
         name, overrides = options.config_name, overrides_of(options)
-    return compose(name, overrides)
+    return replace(composed(name, overrides), given=frozenset())
 
 
 def fault(words, whole=True):
@@ -167,11 +167,11 @@ def fault(words, whole=True):
 def fault_of_start(words):
     """What keeps a run from starting: a value, a row, a check of the configuration, but for files of an earlier run."""
     try:
-        config = composed(arguments_of(words))
-        check_switches(config)
+        run = run_of(arguments_of(words))
+        check_switches(run)
     except (ConfigError, UsageError) as error:
         return str(error)
-    faults = [check for check in check_config(config) if not check.ok and check.name not in FILES]
+    faults = [check for check in RULES.checks(run) if not check.ok and check.name not in FILES]
     return f"{faults[0].name}: {faults[0].detail}" if faults else None
 
 
@@ -235,7 +235,7 @@ def test_commands_of_a_page_have_a_class_and_can_be_read(page, copy, monkeypatch
 
 def test_no_two_runs_of_the_readme_share_a_name():
     starts = [words_of(command) for command in of_class("start", [ROOT / "README.md"])]
-    names = [composed(arguments_of(words)).recipe.run for words in starts]
+    names = [run_of(arguments_of(words)).recipe.run for words in starts]
     assert len({*names}) == len(names) > 5, names
 
 

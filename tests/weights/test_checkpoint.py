@@ -132,7 +132,7 @@ def save(folder, whole, storage, text, half):
     layout = parse_layout(text)
     files = tuple(rank_files(layout.world_size))
     model = BF16.model if half else INVENTORY.model
-    begin(folder, Manifest("checkpoint", model, text, "bf16" if half else "fp32", "x", files))
+    begin(folder, Manifest("checkpoint", model, text, "bf16" if half else "fp32", "x", files, facts={"step": 1}))
     for rank in range(layout.world_size):
         state, *_ = rank_state(whole, text, rank, storage, half, filled=True)
         write_rank(folder, rank, state.written(), live, {"step_counts": step_counts(state.optimizer)})

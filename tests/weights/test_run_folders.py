@@ -235,6 +235,9 @@ def test_the_size_of_a_folder_counts_what_stays_when_a_part_is_removed_meanwhile
 def test_a_path_is_needed_to_resume_from_one(tmp_path):
     assert path_to_resume("auto", None) is path_to_resume("disable", str(tmp_path)) is None
     assert path_to_resume("resume_path", str(tmp_path)) == tmp_path
+    make_start(tmp_path / "r", (3,))
+    given = path_to_resume("resume_path", str(tmp_path / "r/latest/checkpoints/global_step_3"))
+    assert given == tmp_path / "r/0001/checkpoints/global_step_3"
     for given in (None, "", False):
         with pytest.raises(ConfigError, match="needs trainer.resume_from_path"):
             path_to_resume("resume_path", given)

@@ -28,6 +28,11 @@ def token_budget(section: Any, stage: str) -> int | None:
     return section[name][budget] * section.actor.megatron.context_parallel_size if section[name].get(switch) else None
 
 
+def has_dynamic_batches(section: Any) -> bool:
+    """Return whether micro batches of any stage have a budget of tokens; `section` is actor_rollout_ref."""
+    return any(token_budget(section, stage) is not None for stage in _DYNAMIC)
+
+
 ID_BYTES = 3  # of a response's token id on its way to the trainer: a vocabulary of 16.7 million
 
 

@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 from verl_patches.boot.install_prelude import PLACES
 from verl_patches.cli.output import Json, print_json, progress_bar, say, table
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, composed
-from verl_patches.config.compose import CONFIGS_DIR, output_root
+from verl_patches.config.compose import output_root
 from verl_patches.config.files import hook_checks
+from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError, require
 from verl_patches.evaluation import compare, report
 from verl_patches.evaluation.curves import METRICS, Curves, read_curves

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import rows_of
-from verl_patches.cli.output import Json, print_json, say, say_command, show_plan, table
+from verl_patches.cli.output import Json, print_json, say, show_plan, table
 from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.files import all_must_exist, disk_checks
 from verl_patches.config.resolve import LayoutError
@@ -107,9 +107,10 @@ def smoke_command(
         replay_rollout = output_root() / replay_rollout
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
     inputs = smoke.inputs_of(options, output_root() / "cache")
-    spec = composed(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))
+    spec = _to_start(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))
     spec = replace(spec, given=frozenset(keys_of(overrides)))  # model and data are made below
     off = _require_startable(spec)
+    require_verl(spec.line, spec.trees)
     dirty = refuse_modified(spec)
     _end_unless(disk_checks(spec, starts=True))
     with _progress(as_json, wide, off) as show:
@@ -135,10 +136,11 @@ def train_command(
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     if dry_run:
         report_plan(config_name, overrides, trees, Workload(), as_json)
-    run = composed(config_name, overrides, trees)
+    run = _to_start(config_name, overrides, trees)
     off = _require_startable(run)
     run_folder.require_lasting_folders(run)
     require_platform(run.platform)
+    require_verl(run.line, run.trees)
     dirty = refuse_modified(run)
     ray_cluster.require_nodes(run)
     _end_unless([*_file_checks(run), *disk_checks(run, starts=True)])
@@ -147,16 +149,24 @@ def train_command(
     _report(outcome, run, as_json, off)
 
 
+def _to_start(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
+    """Return `composed` of a run that is to start; exit code 1, as of a failed rule, where it has no layout."""
+    try:
+        return composed(config_name, overrides, trees)
+    except LayoutError as error:
+        typer.echo(f"verl_patches: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
 def _require_startable(run: RunSpec) -> str:
     """Refuse a run that cannot start, before anything is written; return a sentence about rows that are switched off.
 
-    ConfigError for a start, a key or a version of verl that cannot be; exit code 1 where a rule fails.
+    ConfigError for a start or a key that cannot be; exit code 1 where a rule fails.
     """
     require_trees(run)
     run_folder.require_start(run)
     _end_unless(RULES.checks(run))
     _refuse_without_effect(run)
-    require_verl(run.line, run.trees)
     return said_off(run.switches.switched_off(rows_of(run.platform)))
 
 
@@ -208,7 +218,7 @@ def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpe
 def check_switches(run: RunSpec) -> None:
     """ConfigError for a switch that switches off a row that another needs, or for other switches in the shell."""
     in_shell = os.environ.get(VARIABLE)
-    Engine(rows_of(run.platform), run.switches)
+    Engine(rows_of(run.platform), run.process_switches)
     if in_shell and parse(in_shell) != run.switches:
         raise ConfigError(
             f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {run.switches.text()!r}, which is "
@@ -244,9 +254,9 @@ def report_plan(
     if first:
         say(first["what"], err=True)
     for way in others:
-        say_command(f"{way['what']}:", way["command"], err=True)
+        say(f"{way['what']}: {way['command']}", err=True, whole=True)
     if first:
-        say_command(f"{plan['verdict']}; next:", first["command"], err=True)
+        say(f"{plan['verdict']}; next: {first['command']}", err=True, whole=True)
     else:
         say(plan["verdict"], err=True)
     raise typer.Exit(1)
@@ -305,7 +315,7 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
         replaced = set(keys_of(row["overrides"]))
         kept = [each for each, key in zip(overrides, keys_of(overrides), strict=True) if key not in replaced]
         command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *kept, *row["overrides"]]
-        say_command(f"{number}:", shlex.join(command))
+        say(f"{number}: {shlex.join(command)}", whole=True)
     say(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
 
 

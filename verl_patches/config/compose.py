@@ -29,8 +29,7 @@ from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, for_platform, verl_config_dir
 from verl_patches.upstream.pins import load_pins, read_by_verl
 from verl_patches.upstream.support import refusal_of
-from verl_patches.values import is_secret, leaves, unknown_key
-from verl_patches.yaml_files import head_of, read_yaml
+from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 
 RowsOf = Callable[[str], Iterable[PatchSpec]]  # the rows of the catalogue on a platform (catalog.py)
 GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
@@ -148,8 +147,8 @@ def _reward_entries(config: DictConfig) -> tuple[list[dict[str, Any]] | None, di
 def _is_of_a_run(path: Path) -> bool:
     """Whether a file of configs/ has an algorithm in its defaults, as the bases and the pin file have not."""
     try:
-        return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", head_of(path)) is not None
-    except ConfigError:
+        return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", path.read_bytes()) is not None
+    except OSError:
         return False
 
 
@@ -158,10 +157,9 @@ def _check_files(name: str, above: tuple[str, ...] = ()) -> None:
     path = CONFIGS_DIR / f"{name}.yaml"
     if name in above:
         raise ConfigError(f"{path}: expected defaults that end, found {' -> '.join([*above, name])}")
-    content = read_yaml(path)
-    entries = content.get("defaults") if isinstance(content, dict) else None
+    entries = read_yaml(path).get("defaults")
     if not isinstance(entries, list):
-        raise ConfigError(f"{path}: expected keys and a list of defaults, found {type(entries or content).__name__}")
+        raise ConfigError(f"{path}: expected a list of defaults, found {type(entries).__name__}")
     for entry in entries:
         if isinstance(entry, dict):  # of a group: {algo: grpo}
             for group, chosen in entry.items():

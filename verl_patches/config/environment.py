@@ -51,7 +51,7 @@ def derive(run: RunSpec, temp_dir: str | None = None) -> list[Variable]:
     temp_dir: the run's folder for sockets and scratch files; None if it does not exist yet.
     """
     variables = {
-        VARIABLE: (run.switches.text(), "line, platform and rows of the patch catalogue"),
+        VARIABLE: (run.process_switches.text(), "line, platform and rows of the patch catalogue"),
         "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "sequence parallel needs kernels launched in order"),
         "TOKENIZERS_PARALLELISM": ("false", "no thread pools in processes that fork"),
         "VERL_LOGGING_LEVEL": ("WARN", "INFO prints one line for each rank"),

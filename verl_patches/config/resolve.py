@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.engine_options import rewrite_engine_options
 from verl_patches.errors import ConfigError
+from verl_patches.features import with_needed_rows
 from verl_patches.layout.inventory import first_layers, read_model_shape
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
@@ -18,7 +20,7 @@ from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 from verl_patches.recipe.rewards import SHORT_FORM, reward_parts
 from verl_patches.recipe.schema import Recipe, recipe_from
-from verl_patches.spec import RunSpec, Trees
+from verl_patches.spec import RunSpec, Trees, with_recipe
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 TRAIN, ROLLOUT = "train layout", "rollout layout"
@@ -38,20 +40,22 @@ def resolve(
     given: Collection[str] = (),
     trees: Trees = Trees(),  # noqa: B008 frozen
     shape_file: Path | None = None,
+    applied: Collection[str] | None = None,
 ) -> RunSpec:
     """Return the facts of a run of `config`, a composed configuration, which becomes read-only.
 
-    catalogue: rows of all lines, of which those of the run's line, platform and patches are on. given: keys that the
-    command line sets. trees: checkouts that the run imports. shape_file: a config.json, or the folder that holds it,
-    with the model's sizes in the place of recipe.model_shape's. Raises LayoutError where a layout cannot be built, and
-    ConfigError for rewards, switches or a model file that are invalid.
+    catalogue: rows of all lines, of which those that the run needs are on. given: keys that the command line sets.
+    trees: checkouts that the run imports. shape_file: a config.json, or the folder of one, with the model's sizes in
+    the place of recipe.model_shape's. applied: ids of the rows that are on already, by the import alone. Raises
+    LayoutError where a layout cannot be built, and ConfigError for rewards, switches or a model file that are invalid.
     """
     recipe, rows = recipe_from(OmegaConf.to_container(config.recipe)), tuple(catalogue)
     switches = Switches(recipe.line, recipe.platform, tuple(recipe.patches), recipe.drift)
     switches.check_against({row.id: row for row in rows})
     facts = _facts(config, recipe, model_shape_file(recipe) if shape_file is None else shape_file)
-    on = frozenset(row.id for row in rows if switches.decide(row)[0])
-    return RunSpec(**facts, switches=switches, rows=on, given=frozenset(given), trees=trees)
+    on = frozenset(applied or ())
+    run = RunSpec(**facts, switches=switches, rows=on, given=frozenset(given), trees=trees)
+    return with_needed_rows(run, rows) if applied is None else run
 
 
 def changed(run: RunSpec, updates: Mapping[str, Any]) -> RunSpec:
@@ -71,6 +75,9 @@ def change_config(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
     for key, value in updates.items():
         for name in (key, *_followers(key)):
             OmegaConf.update(config, name, value, force_add=True)
+    for section in with_recipe(config):
+        if section is not config:
+            section.recipe = config.recipe
     rewrite_engine_options(config)
     return config
 
@@ -78,8 +85,6 @@ def change_config(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
 def _followers(key: str) -> Iterator[str]:
     """Return the keys that the configs set from `key`."""
     section, _, name = key.rpartition(".")
-    if key.startswith("recipe."):
-        yield f"actor_rollout_ref.{key}"
     if section == "actor_rollout_ref.actor.megatron" and name.endswith("_parallel_size"):
         yield f"actor_rollout_ref.ref.megatron.{name}"
         yield f"critic.megatron.{name}"
@@ -102,6 +107,7 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
     if not isinstance(reach, int):
         raise ConfigError(f"{shape_file}: expected max_position_embeddings, a whole number, found {reach!r}")
     model_file = Path(section.model.path, "config.json")
+    hf_config = {**read_config(model_file if model_file.exists() else shape_file), **model_changes(config)}
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     short = OmegaConf.to_container(config.get(SHORT_FORM) or OmegaConf.create({}))
     layouts = {}
@@ -114,10 +120,10 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
         "recipe": recipe,
         "model": first_layers(shape, recipe.num_hidden_layers),
         "max_positions": reach,
-        "hf_config": {**read_config(model_file if model_file.exists() else shape_file), **model_changes(config)},
+        "hf_config": MappingProxyType(hf_config),
         "train": layouts[TRAIN],
         "rollout": layouts[ROLLOUT],
-        "engine": OmegaConf.to_container(section.rollout.engine_kwargs).get("vllm") or {},
+        "engine": MappingProxyType(OmegaConf.to_container(section.rollout.engine_kwargs).get("vllm") or {}),
         "rewards": reward_parts(recipe.rewards, short),
         "has_critic": config.algorithm.adv_estimator == "gae",
         "verl": config,

@@ -31,8 +31,7 @@ from verl_patches.data.sources import file_facts, load, prompt_tokens, read_rows
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.replay.recording import recording_in
 from verl_patches.spec import RunSpec, read_run
-from verl_patches.values import Count, NotNegative, size_text, types_of, value_faults
-from verl_patches.yaml_files import read_yaml
+from verl_patches.values import Count, NotNegative, read_yaml, size_text, types_of, value_faults
 
 if TYPE_CHECKING:
     import torch

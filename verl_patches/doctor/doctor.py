@@ -57,7 +57,7 @@ def facts_of(node: Node) -> dict[str, Any]:
     """What other nodes are compared with: plain data."""
     return {
         "host": socket.gethostname(),
-        "digest": Engine(tuple(node.rows), node.run.switches).digest(),
+        "digest": Engine(tuple(node.rows), node.run.process_switches).digest(),
         "code": _code(),
         "config": hashlib.sha256(OmegaConf.to_yaml(node.run.verl).encode()).hexdigest()[:16],
         "image": _image(),

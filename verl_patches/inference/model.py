@@ -29,10 +29,10 @@ from verl_patches.platform import require as require_platform
 from verl_patches.recipe.schema import VLLM_DTYPES, check_recipe
 from verl_patches.spec import OF_VALUES, RunSpec, Trees
 from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
+from verl_patches.values import read_yaml
 from verl_patches.weights.manifest import SAVED, has_manifest
 from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, read_start
 from verl_patches.weights.source import Source, open_source
-from verl_patches.yaml_files import read_yaml
 
 
 class Model(NamedTuple):

@@ -113,7 +113,7 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
             raise ConfigError("recipe.rewards has a reward model, and reward_model.enable is false; set it true")
         give_recipe(config)
     folder = Path(copy_to_local(config.actor_rollout_ref.model.path))
-    run = resolve(config.copy(), rows.specs.values(), shape_file=folder)
+    run = resolve(config.copy(), rows.specs.values(), shape_file=folder, applied=rows.wanted)
     faults = [*_npu_faults(run), *(check.detail for rule in _RULES for check in rule(run) if not check.ok)]
     if faults:
         raise ConfigError("\n  ".join(faults))

@@ -78,15 +78,18 @@ def held_run(run: RunSpec) -> Iterator[None]:
 
 
 def begin(run: RunSpec, start: NextStart) -> str:
-    """Make the folder of a start, say in its progress.log what it leaves alone, and return its name."""
+    """Make the folder of a start, say in its progress.log what it goes on without, and return its name."""
     homes = _homes(run)
     source = None if start.parent or not start.resumed else str(start.resumed)
     try:
         name = take_start(homes, start.parent, source)
     except OSError as error:
         raise ConfigError(f"{homes[0]}: {_FOLDER}, found: {error}") from error
-    if start.others:
-        Progress(homes[0] / name).say(f"| {start.others}")
+    fresh = f"trainer.resume_mode=auto: no start of {run.recipe.run} has a checkpoint, starting from step 1"
+    begins = run.verl.trainer.resume_mode == "auto" and start.resumed is None and saves_as_recipe(run)
+    for text in (fresh if begins else "", start.others):
+        if text:
+            Progress(homes[0] / name).say(f"| {text}")
     return name
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_patches.config.compose import CONFIGS_DIR, check_choice
+from verl_patches.config.compose import check_choice
+from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 from verl_patches.objectives.settings import COLUMNS
 

@@ -169,9 +169,9 @@ def _ranks(
 
 def patch_table(run: RunSpec, catalogue: Iterable[PatchSpec]) -> list[dict[str, Any]]:
     """Return one {id, on, reason, kind, target} for each row of the catalogue."""
-    table = []
+    table, switches = [], run.process_switches
     for row in catalogue:
-        wanted, reason = run.switches.decide(row)
+        wanted, reason = switches.decide(row)
         table.append({"id": row.id, "on": wanted, "reason": reason, "kind": row.kind, "target": row.target})
     return table
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from verl_patches.errors import Check, ConfigError, either
 from verl_patches.replay.recording import find_recording
 from verl_patches.spec import RunSpec
+from verl_patches.weights.run_folders import LATEST
 
 
 def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
@@ -40,7 +41,8 @@ def recording_checks(run: RunSpec) -> Iterator[Check]:
         find_recording(replay, run.verl.trainer.total_training_steps)
     except ConfigError as error:
         fault = str(error)
-    if not fault and Path(replay).resolve() == home:
+    given = Path(replay).absolute()
+    if not fault and home in (given.resolve(), given.parent.resolve() if given.name == LATEST else None):
         fault = (
             f"recipe.rollout.replay is {replay}, whose newest start will be this one; give one of its starts, such as "
             f"{replay}/0001, or give this run another name (--run NAME, recipe.run)"

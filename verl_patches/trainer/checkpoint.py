@@ -11,7 +11,7 @@ verl's trainer calls `_save_checkpoint` after the update of each trainer.save_fr
     load    the checkpoint that the launcher found (config/run_start.py) or trainer.resume_from_path names; without the
             launcher trainer.resume_mode=auto is the newest complete one in trainer.default_local_dir
 
-A start of the launcher writes to its own folder (weights/run_folders.py), and its chain decides what belongs to the run
+A start of the launcher writes to its own folder, and its chain decides what belongs to the run
 (weights/run_folders.py). All nodes must see the folder.
 """
 

@@ -21,13 +21,7 @@ from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.on_policy import correction_of
 from verl_patches.objectives.advantages import FixedData, current_fixed_data
 from verl_patches.patching import engine
-from verl_patches.platform import emulation
-from verl_patches.replay.recording import ROLLOUTS
-from verl_patches.spec import run_of
-from verl_patches.trainer import alarms, step_record
-from verl_patches.trainer.checkpoint import Checkpoints
-from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
-from verl_patches.trainer.handshake import (
+from verl_patches.patching.handshake import (
     not_as_reviewed,
     recorded,
     refuse_unequal,
@@ -35,6 +29,12 @@ from verl_patches.trainer.handshake import (
     refuse_unproven,
     workers_proofs,
 )
+from verl_patches.platform import emulation
+from verl_patches.replay.recording import ROLLOUTS
+from verl_patches.spec import run_of
+from verl_patches.trainer import alarms, step_record
+from verl_patches.trainer.checkpoint import Checkpoints
+from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW, STEP, Progress, Summary, write_json
 from verl_patches.trainer.step_record import Rates, start_of_workers

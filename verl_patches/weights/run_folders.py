@@ -338,7 +338,11 @@ def path_to_resume(resume_mode: str, resume_from_path: Any) -> Path | None:
         return None
     if not resume_from_path or not isinstance(resume_from_path, str):
         raise ConfigError(RESUME_NEEDS)
-    return Path(resume_from_path).absolute()
+    path = Path(resume_from_path).absolute()
+    start = path.parents[1]
+    if start.is_symlink():  # NAME/latest, which the start that resumes changes
+        path = start.with_name(os.readlink(start)) / path.relative_to(start)
+    return path
 
 
 def require_whole(folder: Path) -> Manifest:
