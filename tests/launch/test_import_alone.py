@@ -12,6 +12,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch import import_alone
 from verl_patches.launch.import_alone import _record, fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
+from verl_patches.launch.run_folder import begin_without_launcher
 from verl_patches.patching.switches import parse
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
@@ -133,10 +134,12 @@ def test_on_npu_the_device_and_the_fixed_route_must_match(monkeypatch, device, r
 
 def test_the_folder_of_the_record_is_named_in_full(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    recipe = OmegaConf.create({"run": "mine", "output_root": "outputs"})
-    assert str(tmp_path / "outputs" / "mine") in _record(recipe)
-    assert filled(output_root="mine").recipe.output_root == str(tmp_path / "mine")
-    assert "+recipe.run=NAME" in _record(OmegaConf.merge(recipe, {"run": None}))
+    config = filled(output_root="mine", run="r")
+    config.trainer.default_local_dir = str(tmp_path / "saved")
+    with contextlib.ExitStack() as held:
+        folder = begin_without_launcher(config, held)
+    assert folder == tmp_path / "mine/r/0001" and f"{folder}" in _record(folder)
+    assert "+recipe.run=NAME" in _record(None)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,14 @@ READ_HELP = "GB/s at which all nodes together read the weights, for the start."
 SYNC_HELP = "hccl|gloo: what carries the DP ranks' syncs of a decode step."
 
 
+def _run_or_path(given: Path | None) -> Path | None:
+    """Return what --replay-rollout names: a path, or a run by its name."""
+    places = [] if given is None else [given, output_root() / given]
+    if places and not any(place.exists() for place in places):
+        raise typer.BadParameter(f"{given}: no such path, and no run of that name in {output_root()}")
+    return next((place for place in places if place.exists()), None)
+
+
 def smoke_command(
     overrides: Overrides = None,
     train_layout: Annotated[Literal[tuple(smoke.TRAIN_LAYOUTS)], typer.Option(help=LAYOUT_HELP)] = "ep2",
@@ -79,7 +87,7 @@ def smoke_command(
     rollout_dp: Annotated[int, typer.Option(min=1, max=2, help="vLLM data parallel size, experts split over it.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="GRPO steps; default: 3, with --learn 40.")] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "fp32",
-    replay_rollout: Annotated[Path | None, typer.Option(metavar="RUN", help=REPLAY_HELP)] = None,
+    replay_rollout: Annotated[Path | None, typer.Option(metavar="RUN", callback=_run_or_path, help=REPLAY_HELP)] = None,
     learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
     run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of model, data order and sampling.")] = 0,
@@ -90,8 +98,6 @@ def smoke_command(
     as_json: Json = False,
 ) -> None:
     """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU."""
-    if replay_rollout is not None and not replay_rollout.exists():
-        replay_rollout = output_root() / replay_rollout
     options = smoke.SmokeOptions(
         train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu
     )
