@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -111,7 +111,7 @@ def say_command(command: str) -> None:
     say(" \\\n".join(lines), whole=True)
 
 
-def grid(columns: Sequence[str], rows: Iterable[Sequence[str]], red: Iterable[int] = ()) -> Table:
+def grid(columns: Sequence[str], rows: Iterable[Sequence[str]], red: Collection[int] = ()) -> Table:
     """Return a table that rich fits to the console; `red`: row numbers. A short first column is not wrapped."""
     cells = [[Text(printable(cell, keep="\n")) for cell in row] for row in rows]
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(columns), header_style="bold")
@@ -123,7 +123,7 @@ def grid(columns: Sequence[str], rows: Iterable[Sequence[str]], red: Iterable[in
     return made
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red: Iterable[int] = ()) -> None:
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red: Collection[int] = ()) -> None:
     """Print a title and a `grid`, without blanks at the ends of lines."""
     say(title, "bold")
     out = console()
