@@ -1,5 +1,6 @@
 """Runs that tests compose: the facts of a config of this repository over the catalogue, as commands compose them."""
 
+import functools
 from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +14,12 @@ from verl_patches.spec import RunSpec, Trees, give_run
 def composed(name: str, overrides: Sequence[str] = (), trees: Trees = Trees()) -> RunSpec:  # noqa: B008 frozen
     """Return the facts of a run of configs/`name`.yaml with Hydra `overrides`, with `auto` recomputation decided."""
     return with_recompute(compose(name, overrides, rows_of, trees))
+
+
+@functools.cache
+def tiny() -> RunSpec:
+    """Return the facts of the tiny model's run."""
+    return composed("deepseekv3_tiny_cpu")
 
 
 def config_of(run: RunSpec) -> DictConfig:

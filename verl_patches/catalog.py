@@ -91,7 +91,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "vLLM 0.9.1 routes in the model's dtype (deepseek_v2.py:105-118), training and the checkpoint's bias are "
          "fp32: in bf16 near scores change places and tokens go to other experts than in training.",
          exit="vLLM routes DeepSeek-V3 in fp32",
-         platforms=frozenset({"cuda", "cpu"})),  # on npu: rollout.ascend_fp32_router
+         platforms=frozenset({"cpu"})),  # on npu: rollout.ascend_fp32_router
     _ascend("rollout.ascend_fp32_router", "wrap", "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MoE.__init__",
             "verl_patches.rollout.engine:route_in_fp32",
             "vllm-ascend's class has router weight and correction bias in the model's dtype too (deepseek_v2.py:323), "
@@ -581,7 +581,7 @@ NO_BUILD: tuple[PatchSpec, ...] = tuple(
          "verl/workers/critic/dp_critic.py:24 imports flash_attn.bert_padding wherever megatron_workers is imported "
          "(verl/workers/actor/dp_actor.py:42 too where it sees CUDA); flash_attn has no build for NPU or CPU, and "
          "MindSpeed puts an empty module in its place (mindspeed/megatron_adaptor.py:138).",
-         exit="verl imports flash_attn where it is used", processes=_ALL, platforms=frozenset({"npu", "cpu"}))
+         exit="verl imports flash_attn where it is used", processes=_ALL)
     for module in ("flash_attn", "flash_attn.bert_padding")
 )  # fmt: skip
 

@@ -41,7 +41,6 @@ REFUSED = {
     "data.return_raw_chat=true": "return_raw_chat is true: raw prompts would not come back",
     "data.custom_cls.path=mine.py data.custom_cls.name=Mine": "custom_cls.path is .*mine.py: prompts are rebuilt as",
     f"{ROLLOUT}.response_length=32": "response_length is 32 and data.max_response_length 16: a batch rebuilt",
-    f"{ROLLOUT}.prompt_length=32": "prompt_length is 32 and data.max_prompt_length 256: a batch rebuilt",
 }
 
 

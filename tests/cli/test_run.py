@@ -286,6 +286,6 @@ def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_sai
         assert done.exit_code == 0 and done.stderr.startswith(line) and "VERL_PATCHES is unset" in done.stderr
         said = re.match(r"\S+", done.stderr)[0]
         assert json.loads(done.stdout) == json.loads(CliRunner().invoke(app, [*command, "--switches", said]).stdout)
-        monkeypatch.setenv("VERL_PATCHES", "line=a3,platform=cuda")
+        monkeypatch.setenv("VERL_PATCHES", "line=a3,platform=npu")
         assert CliRunner().invoke(app, command).stderr == ""
         monkeypatch.delenv("VERL_PATCHES")

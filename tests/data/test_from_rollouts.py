@@ -328,14 +328,7 @@ def test_an_output_that_is_there_is_kept(run, tmp_path):
     assert "chosen" in parquet.read_schema(tmp_path / "out" / "train.parquet").names
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kind": "worst"}, {"best": 0}, {"margin": -1.0}, {"margin": float("nan")}, {"threshold": float("inf")},
-        {"margin": 0.5}, {"kind": "conditional", "margin": 0.5}, {"kind": "conditional", "best": 2},
-        {"kind": "pairs", "best": 2},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("wrong", [{"kind": "worst"}, {"best": 0}, {"margin": float("nan")}, {"margin": 0.5}])
 def test_a_wrong_choice_is_refused(wrong):
     with pytest.raises(ConfigError, match="from-rollouts: "):
         Choice(**wrong)

@@ -156,18 +156,10 @@ def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tm
     assert scores.scored_by(both.run)[1] == ["reward_model"]
 
 
-def test_a_report_says_which_parts_of_the_reward_are_left_out(capsys):
-    sources = {"s": scores.measure([[1.0], [0.0]])}
-    steps = [{"step": 1, "score": 0.5, "sources": sources, "wrong": []}]
-    inference._show({"model": "m", "left_out": 0, "without": ["reward_model"], "steps": steps}, "out")
-    assert "rewards left out: reward_model" in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (("data.max_respnse_length=5",), "max_respnse_length"),
-        (("data.max_prompt_length=many",), "data.max_prompt_length is 'many'"),
         (("recipe.rewards=[{name: math}]",), "Invalid rewards"),
         (("recipe.platform=npu",), "torch_npu is not installed"),
         (("recipe.rollout.dp=3", "trainer.n_gpus_per_node=2"), "3 ranks .* whole nodes"),

@@ -1,6 +1,5 @@
 """The schedule of a step as a table: what each schedule promises, its simulation, and tables that must be refused."""
 
-import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from tests.runs import composed
+from tests.runs import tiny
 from verl_patches.memory.schedule import (
     CRITIC,
     LOADS,
@@ -137,11 +136,6 @@ def test_moves_of_a_step_of_ours():
     assert ", ".join(moves_of_a_step(SCHEDULE, (), MEMORY_GROUPS)) == expected
     stays = moves_of_a_step(SCHEDULE, {"actor_params", "grads"}, ("actor_params", "grads", "optimizer", "ref_params"))
     assert stays[:3] == ["empty_cache", "empty_cache", "load ref_params"]
-
-
-@functools.cache
-def tiny():
-    return composed("deepseekv3_tiny_cpu")
 
 
 def of_run(rows, by_vllm=False, synced=True, skip=False, one_memory=False, **offload):

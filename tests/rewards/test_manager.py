@@ -1,6 +1,5 @@
 """The reward manager: how parts add up, and that an error in one ends the run with its name."""
 
-import functools
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -13,7 +12,7 @@ from verl import DataProto
 from verl.trainer.ppo import reward as verls
 from verl.workers.reward_manager import NaiveRewardManager
 
-from tests.runs import composed
+from tests.runs import tiny
 from verl_patches.recipe.rewards import reward_parts
 from verl_patches.rewards import manager
 from verl_patches.rewards.manager import RewardError, load_parts
@@ -35,11 +34,6 @@ class Tokenizer:
 
     def decode(self, ids, skip_special_tokens=False):
         return "".join(chr(number) for number in ids.tolist() if number < 128 or not skip_special_tokens)
-
-
-@functools.cache
-def tiny():
-    return composed("deepseekv3_tiny_cpu")
 
 
 def config_of(*entries, **more):

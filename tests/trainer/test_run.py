@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from tests.runs import composed
+from tests.runs import tiny
 from verl_patches.objectives.advantages import FixedData
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
@@ -48,7 +48,7 @@ def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective=
     )
     recipe.logprob_check.action = "report"
     verl = OmegaConf.create({"trainer": {"test_freq": test_freq}})
-    made.recipe, made.run = recipe, replace(composed("deepseekv3_tiny_cpu"), recipe=recipe, verl=verl)
+    made.recipe, made.run = recipe, replace(tiny(), recipe=recipe, verl=verl)
     made.workers_see_log_probs, made.not_compared = False, "not here"
     for number in numbers:
         validated = {CORE: val[number]} if val and number in val else {}

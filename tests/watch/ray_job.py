@@ -13,7 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tests.runs import composed
+from tests.runs import tiny
 from verl_patches.config.resolve import changed
 from verl_patches.launch.ray_cluster import leave_out
 from verl_patches.trainer.run import Run, reason_of
@@ -78,7 +78,7 @@ def main():
 
     without = {"recipe.restart.without_nodes": ["127.0.0.2", "no such node"]}
     before = ray.available_resources()["GPU"]
-    leave_out(changed(composed("deepseekv3_tiny_cpu"), without))
+    leave_out(changed(tiny(), without))
     until(lambda: not ray._private.state.available_resources_per_node()[second.node_id].get("GPU", 0))
     found["free"] = [before, ray.available_resources()["GPU"]]
 

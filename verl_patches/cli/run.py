@@ -83,11 +83,19 @@ OldLayout = Annotated[
 ]
 
 
+def _run_or_path(given: Path | None) -> Path | None:
+    """Return what --replay-rollout names: a path, or a run by its name."""
+    places = [] if given is None else [given, output_root() / given]
+    if places and not any(place.exists() for place in places):
+        raise typer.BadParameter(f"{given}: no such path, and no run of that name in {output_root()}")
+    return next((place for place in places if place.exists()), None)
+
+
 def smoke_command(
     overrides: Overrides = None,
     steps: Annotated[int | None, typer.Option(min=1, help="GRPO steps; default: 3, with --learn 40.")] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "fp32",
-    replay_rollout: Annotated[Path | None, typer.Option(metavar="RUN", help=REPLAY_HELP)] = None,
+    replay_rollout: Annotated[Path | None, typer.Option(metavar="RUN", callback=_run_or_path, help=REPLAY_HELP)] = None,
     learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
     run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of model, data order and sampling.")] = 0,
@@ -103,8 +111,6 @@ def smoke_command(
     Overrides layout=NAME (configs/layout) and rollout=NAME (configs/rollout) split training and vLLM over workers.
     """
     overrides = overrides or []
-    if replay_rollout is not None and not replay_rollout.exists():
-        replay_rollout = output_root() / replay_rollout
     options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
     inputs = smoke.inputs_of(options, output_root() / "cache")
     spec = _to_start(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))

@@ -14,7 +14,7 @@ ROLES = ("correctness", "feature", "speed", "observe")
 KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")
 EMULATED = {"npu_emulated": "npu"}  # on the first the rows of the second are on too
-PLATFORMS = ("npu", "cuda", "cpu", *EMULATED)
+PLATFORMS = ("npu", "cpu", *EMULATED)
 PROCESSES = ("controller", "worker")
 DRIFT_POLICIES = ("strict", "warn", "skip")
 

@@ -163,7 +163,7 @@ class Checkpoints:
         return self.trainer.critic_wg if getattr(self.trainer, "use_critic", False) else None
 
     def _refuse(self) -> None:
-        """ConfigError for what would be left out; config/checks.py says so before the start, with the launcher."""
+        """ConfigError for what would be left out; trainer/checks.py says so before the start, with the launcher."""
         if self.config.trainer.get("default_hdfs_dir"):
             raise ConfigError("checkpoint: trainer.default_hdfs_dir is set, expected null; default_local_dir is used")
 
