@@ -158,6 +158,9 @@ ACCEPTED = [
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.platform=npu_emulated"]),
     (rules.ascend_checks, LARGE, [*EIGHT_RANKS, "recipe.rollout.dp=1", "recipe.rollout.instances=4",
                                   "recipe.rollout.expert_parallel=false"]),
+    (rules.batch_checks, TINY, ["actor_rollout_ref.ref.log_prob_micro_batch_size=4",  # there is no reference
+                                "actor_rollout_ref.actor.use_kl_loss=false"]),
+    (rules.batch_checks, TINY, [f"{LOG_PROB}=4", "actor_rollout_ref.actor.use_dynamic_bsz=true"]),
     (rules.critic_checks, TINY, ["critic.use_dynamic_bsz=true", "critic.load_weight=false"]),  # there is none
     (rules.routing_replay_checks, TINY, [REPLAY]),
     (rules.sync_checks, LARGE, [SMALL_BUCKETS, OFF("reshard.*")]),  # the feature is off
@@ -290,24 +293,6 @@ def test_a_checkpoint_that_is_not_whole_is_refused_before_the_start(tmp_path, mo
 def test_the_plan_says_whether_log_probs_are_compared(name, override, words):
     (check,) = rules.truth_check_checks(composed(name, [override]))
     assert check.ok and check.note is ("never" in words) and re.search(words, check.detail), check
-
-
-OLD_KEYS = {"actor.ppo_micro_batch_size", "rollout.log_prob_micro_batch_size", "ref.log_prob_micro_batch_size"}
-
-
-@pytest.mark.parametrize("line", ["pypi", "a3"])
-def test_a_micro_batch_of_all_ranks_is_refused_as_verl_would_after_ray_has_started(line):
-    """Where verl looks: not with dynamic batches, and at the reference's where there is one."""
-    keys = {f"actor_rollout_ref.{key}" for key in OLD_KEYS}
-    of_reference = {key for key in keys if ".ref." in key}
-
-    def refused(reference, *overrides):
-        given = [f"recipe.line={line}", f"actor_rollout_ref.actor.use_kl_loss={reference}"]
-        found = rules.batch_checks(composed(TINY, [*given, *(f"{key}=4" for key in keys), *overrides]))
-        return {c.detail.partition(" is given")[0] for c in found if not c.ok and "_per_gpu alone" in c.detail}
-
-    assert refused("true") == keys and refused("false") == keys - of_reference
-    assert refused("true", "actor_rollout_ref.actor.use_dynamic_bsz=true") == set()
 
 
 def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):

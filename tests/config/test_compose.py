@@ -197,9 +197,7 @@ SECRET = "s3cretvalue"
     "override",
     [
         f"+trainer.hf_token={SECRET}",
-        f"+trainer.db_pass={SECRET}",
         f"+data.x={{api_key: {SECRET}}}",
-        f"+data.x=[{{password: {SECRET}}}]",
         f"+data.x=hf_{SECRET}{SECRET}",
         f"+data.x=https://me:{SECRET}@host/path",
         f"+data.wandb_api_key={SECRET}]",  # no word of Hydra's grammar either
