@@ -76,7 +76,7 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatc
         expected = ragged_of(name, plan.placed[replica], specs[name])
         return expected.values, torch.tensor(plan.placed[replica]).repeat_interleave(torch.tensor(expected.lengths))
 
-    def run(rank):
+    def of_rank(rank):
         hub.thread.rank, cache = rank, TensorCache()
         try:
             cache.open(3)
@@ -97,7 +97,7 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatc
         return SimpleNamespace(samples=own, differ=differ, sent=sent, received=received, held=cache.close())
 
     with ThreadPoolExecutor(WORLD) as pool:
-        ranks = list(pool.map(run, range(WORLD)))
+        ranks = list(pool.map(of_rank, range(WORLD)))
     assert hub.calls == 1 and all(rank.differ == ({wrong} & set(rank.samples)) for rank in ranks)
     copies = Counter(sample for rank in ranks for sample in rank.samples)
     assert copies == dict.fromkeys(range(SAMPLES), 4 * 8)  # TP4 x PP8 ranks of one replica

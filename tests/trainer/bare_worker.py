@@ -16,7 +16,7 @@ from verl.single_controller.ray.base import create_colocated_worker_cls
 class Bare(Worker):
     """Stands for ActorRolloutRefWorker; under the prelude its process adds the method of row update.recipe_worker."""
 
-    recipe = SimpleNamespace(objective=SimpleNamespace(name="rl"))
+    run = SimpleNamespace(samples=True)  # of the facts of a run, what its proof reads
 
     def __init__(self):
         super().__init__()
