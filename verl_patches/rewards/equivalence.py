@@ -128,7 +128,7 @@ def equivalent(gold: str, answer: str) -> bool:
 
 
 def _equal(gold: str, answer: str) -> bool:
-    """Whether lists are equal in any order, but in the same one where only one side names its values (x = 1, y = 2)."""
+    """Compare lists in any order, but in the same one where only one side names its values (x = 1, y = 2)."""
     golds, answers = _items(gold), _items(answer)
     if gold == answer or len(golds) != len(answers):
         return gold == answer
@@ -164,7 +164,7 @@ def _items(text: str) -> list[str]:
 
 
 def _equal_named(gold: str, answer: str) -> bool:
-    """Whether two items are equal; x = 5 equals 5."""
+    """Compare two items; x = 5 equals 5."""
     name, other = _NAMED.fullmatch(gold), _NAMED.fullmatch(answer)
     if name and other and name[1] != other[1]:
         return False
@@ -218,7 +218,7 @@ def _quantity(text: str) -> tuple[str, Any]:
 
 
 def _equal_quantities(gold: str, answer: str) -> bool:
-    """Whether two items are equal; a unit on one side only does not count, and the response may leave out a gold %."""
+    """Compare two items; a unit on one side only does not count, and the response may leave out the sign of 65%."""
     if (percent := re.fullmatch(r"((?:[2-9]|1[0-9.])[0-9.]*)\\?%", gold)) and _equal_values(percent[1], answer):
         return True
     (gold_value, gold_unit), (value, unit) = _quantity(gold), _quantity(answer)
@@ -240,7 +240,7 @@ def _equal_values(gold: str, answer: str) -> bool:
 
 
 def _equal_functions(a: Any, b: Any) -> bool:
-    """Whether two expressions agree at random points at which every power, root and logarithm of `a` is real."""
+    """Compare two expressions at random points at which every power, root and logarithm of `a` is real."""
     symbols, random, compared = sorted(a.free_symbols | b.free_symbols, key=str), Random(0), 0
     parts = a.atoms(sympy.Pow, sympy.log, sympy.asin, sympy.acos, sympy.asec, sympy.acsc)  # not real everywhere
     for number in range(POINTS):

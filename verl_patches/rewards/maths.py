@@ -78,12 +78,12 @@ def _are_equal(gold: str, answer: str, cpu_limit_s: float) -> bool:
 def format_score(
     data_source: str, solution_str: str, ground_truth: Any = None, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 if there is a closed, non-empty last box, else 0.0: part `format`, which needs no gold answer."""
+    """Return 1.0 if there is a closed, non-empty last box, else 0.0: part `format`, which needs no gold answer."""
     return float(0 < len(last_box(solution_str) or "") <= MAX_ANSWER_CHARS)
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last \boxed{...}, stripped; None if there is none, it is not closed, or it holds another box.
+    r"""Return the content of the last \boxed{...}, stripped; None if there is none, it is not closed, or it holds another box.
 
     Braces must balance inside the box; \{ and \} are text. Only the last 65,536 characters are read.
     """
