@@ -83,7 +83,7 @@ def format_score(
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...}, stripped; None if there is none, it is not closed, or it holds another box.
+    r"""Return what the last \boxed{...} holds, stripped; None if there is none, it is open, or it holds another box.
 
     Braces must balance inside the box; \{ and \} are text. Only the last 65,536 characters are read.
     """
