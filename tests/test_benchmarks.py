@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 FOLDER, NIGHTLY = ROOT / "tests" / "benchmarks", pytest.mark.nightly
 # the smallest form of each; those of `nightly` start Ray, engines or a smoke run
 SMALL = (
+    "answers.py",
     "data.py --rows 2000",
     "heartbeat.py",
     "log_prob.py --tokens 16",
