@@ -26,6 +26,7 @@ from verl_patches.evaluation.curves import read_curves
 from verl_patches.launch.smoke import SmokeOptions, overrides_of
 from verl_patches.recipe.schema import recipe_keys
 from verl_patches.rules import RULES
+from verl_patches.weights.run_folders import take_start
 
 ENGLISH = [page for page in PAGES if "zh" not in (page.parent.name, page.stem[-2:])]  # Chinese pages have the same
 FILES = ("checkpoints", "replay")  # checks that read what an earlier run of the same page leaves
@@ -182,8 +183,8 @@ def copy(repository_copy):
     row = {"id": "a.b", "state": "active", "target": "m:f", "process": "controller"}
     step = {"step": 1, "seconds": {"step": 1.0}, "reward": 0.5, "tokens": None}
     for name in ("smoke", "before", "after", "deepseekv3_256die_random_init"):
-        folder = repository_copy / "outputs" / name
-        folder.mkdir(parents=True)
+        home = repository_copy / "outputs" / name
+        folder = home / take_start([home], None, None)
         (folder / "summary.json").write_text(json.dumps({"run": name, "exit": "ok", "steps": [step], "patches": [row]}))
         (folder / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
     (repository_copy / "outputs" / "gpu").mkdir()

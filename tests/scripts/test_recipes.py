@@ -40,7 +40,7 @@ def test_a_learning_run_that_does_not_reach_its_stated_amount_has_failed(tmp_pat
     assert recipe_runs.shortfall("grpo", ["reward", 0.25, 0.75]) == ""
     assert recipe_runs.shortfall("sft", ["objective's loss", 6.0, 4.0]) == ""
     assert "improved by -2, expected 1.3" in recipe_runs.shortfall("sft", ["objective's loss", 4.0, 6.0])
-    (folder := tmp_path / "outputs" / "recipe_grpo_learning").mkdir(parents=True)
+    (folder := tmp_path / "outputs" / "recipe_grpo_learning" / "latest").mkdir(parents=True)
     lines = [{"step": n, "critic/score/mean": 0.5 + n / 100} for n in range(1, 13)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "training.png").write_bytes(b"a picture")
