@@ -56,7 +56,9 @@ def scores_of(section: DictConfig, tensors: dict, folders: list[Path]) -> dict[i
     reward |= {"micro_batch_size": None, "micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False}
     reward |= {"forward_max_token_len_per_gpu": 0, "model": own["model"] | {"input_tokenizer": own["model"]["path"]}}
     entries = [{"name": "reward_model", "path": str(path)} for path in folders]
-    reward["run"] = replace(run_of(section), rewards=reward_parts(entries, {})).text()
+    reward["run"] = replace(
+        run_of(section), rewards=reward_parts(OmegaConf.create({"recipe": {"rewards": entries}}))
+    ).text()
     worker = RewardModelWorker(OmegaConf.create(reward))
     here = context()
     if here.schedule is not None:

@@ -225,7 +225,7 @@ def check_switches(run: RunSpec) -> None:
     """ConfigError for a switch that switches off a row that another needs, or for other switches in the shell."""
     in_shell = os.environ.get(VARIABLE)
     Engine(rows_of(run.platform), run.process_switches)
-    if in_shell and parse(in_shell) != run.switches:
+    if in_shell and replace(parse(in_shell), rows=None) != run.switches:  # rows: of a command that started itself again
         raise ConfigError(
             f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {run.switches.text()!r}, which is "
             f"what runs; unset {VARIABLE} and give rows as 'recipe.patches=[-row.id]'"

@@ -23,7 +23,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import first_layers, read_model_shape
 from verl_patches.patching.spec import LINES, PatchSpec
-from verl_patches.recipe.rewards import SHORT_FORM, reward_parts
+from verl_patches.recipe.rewards import reward_parts
 from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, check_recipe, recipe_from, recipe_keys
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, for_platform, verl_config_dir
@@ -95,7 +95,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
-    reward_parts(*_reward_entries(config))
+    reward_parts(config)
     write_engine_options(config, keys_of(overrides))
     _write_layers(config)
     config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders
@@ -137,11 +137,6 @@ def give_recipe(config: DictConfig) -> None:
         sections.append(config.reward_model)
     for section in sections:
         section.recipe = config.recipe
-
-
-def _reward_entries(config: DictConfig) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
-    given, short = config.recipe.rewards, config.get(SHORT_FORM) or OmegaConf.create({})
-    return None if given is None else OmegaConf.to_container(given), OmegaConf.to_container(short)
 
 
 def _is_of_a_run(path: Path) -> bool:

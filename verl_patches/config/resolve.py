@@ -18,7 +18,7 @@ from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
-from verl_patches.recipe.rewards import SHORT_FORM, reward_parts
+from verl_patches.recipe.rewards import reward_parts
 from verl_patches.recipe.schema import Recipe, recipe_from
 from verl_patches.spec import RunSpec, Trees, with_recipe
 
@@ -109,7 +109,6 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
     model_file = Path(section.model.path, "config.json")
     hf_config = {**read_config(model_file if model_file.exists() else shape_file), **model_changes(config)}
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    short = OmegaConf.to_container(config.get(SHORT_FORM) or OmegaConf.create({}))
     layouts = {}
     for side, build in ((TRAIN, _train_layout), (ROLLOUT, _rollout_layout)):
         try:
@@ -124,7 +123,7 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
         "train": layouts[TRAIN],
         "rollout": layouts[ROLLOUT],
         "engine": MappingProxyType(OmegaConf.to_container(section.rollout.engine_kwargs).get("vllm") or {}),
-        "rewards": reward_parts(recipe.rewards, short),
+        "rewards": reward_parts(config),
         "has_critic": config.algorithm.adv_estimator == "gae",
         "verl": config,
     }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
+from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from verl_patches.errors import ConfigError
@@ -72,12 +73,15 @@ class Part(NamedTuple):
         return f"{self.where} ({self.entry.name})"
 
 
-def reward_parts(given: Sequence[Mapping[str, Any]] | None, short: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Return the parts of a reward in order; without any key that names one, verl's own score by data source.
+def reward_parts(config: DictConfig) -> tuple[Part, ...]:
+    """Return the parts of a run's reward in order; without any key that names one, verl's own score by data source.
 
-    `given`: recipe.rewards. `short`: verl's section custom_reward_function. Raises ConfigError that lists every fault
-    of the entries, or where both name a reward.
+    They are those of recipe.rewards, or of verl's section custom_reward_function in its place. Raises ConfigError that
+    lists every fault of the entries, or where both name a reward.
     """
+    read = (OmegaConf.select(config, key) for key in ("recipe.rewards", SHORT_FORM))
+    given, short = (OmegaConf.to_container(part) if OmegaConf.is_config(part) else part for part in read)
+    short = short or {}
     if given is None:
         if not short.get("path"):
             return (Part("data.reward_fn_key", "data_source", Reward("data_source")),)
