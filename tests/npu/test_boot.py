@@ -93,7 +93,8 @@ class Starts:
         _what_the_run_has(folder)
         _installed(folder / "installed", upstream / "vllm-ascend" / "setup.py")
         driver = self.start("driver")
-        self.env |= driver.get("env_vars", {})  # Ray ships it to every worker
+        every_row = self.env["VERL_PATCHES"]  # the run's own names the rows that its features need
+        self.env |= driver.get("env_vars", {}) | {"VERL_PATCHES": every_row}  # Ray ships these to every worker
         self.found = {"driver": driver, "controller": self.start("controller"), "worker": self.start("worker")}
 
     def start(self, kind: str, switches: str = "") -> dict:
