@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_patches.rewards.learnable import DATA_SOURCE
+from verl_patches.values import read_yaml
 from verl_patches.weights.run_folders import LATEST
-from verl_patches.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, STEPS, ENDS = 768, 40, 5  # ENDS: steps whose mean counts, the first and the last

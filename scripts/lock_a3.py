@@ -46,7 +46,7 @@ LEFT_OUT = {
 UNSAID = ("pyarrow<26",)  # 26 refuses NumPy 1 when it is imported, and does not ask for another
 HEAD = """\
 # What pip installs into the image of line a3 (configs/Dockerfile.a3), for Linux on aarch64 and its Pythons. Written by
-# `python scripts/lock_a3.py --upstream upstream --write`; the tests of --full resolve it again. Without hashes, which
+# `python scripts/lock_a3.py --upstream upstream --write`; the nightly tests resolve it again. Without hashes, which
 # are those of every platform: 4,800 lines.
 """
 

@@ -4,7 +4,7 @@
 
 `pins` comes from configs/upstream.yaml (some rows of it in the READMEs and docs/support.md), `machines` from
 verl_patches/platform/npu/machine.py, `patches` from the catalogue without the
-emulation, `recipe` from the docstrings of verl_patches/config/recipe.py and rewards/parts.py, `checks` from the rows of
+emulation, `recipe` from the docstrings of verl_patches/recipe/, `checks` from the rows of
 verl_patches/doctor/doctor.py, and `recipes` from configs/algo and docs/recipes.json (scripts/recipe_runs.py).
 """
 
@@ -26,12 +26,12 @@ sys.path.insert(0, str(ROOT))
 import recipe_runs  # noqa: E402
 
 from verl_patches.catalog import ROWS  # noqa: E402
-from verl_patches.config.recipe import Recipe  # noqa: E402
 from verl_patches.doctor.doctor import ACROSS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402
-from verl_patches.rewards.parts import Reward  # noqa: E402
+from verl_patches.recipe.rewards import Reward  # noqa: E402
+from verl_patches.recipe.schema import Recipe  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import types_of, value_words  # noqa: E402
 
@@ -54,7 +54,7 @@ WORDS = {
         "cann": "CANN toolkit、kernels、NNAL",
     },
 }
-# (line, platform) of production and of the runs whose tests require every row of theirs to be active (tests/loop)
+# (line, platform) of production and of the runs whose tests require every row that they need to be active (tests/loop)
 RUNS = {"production": ("a3", "npu"), "pypi": ("pypi", "cpu"), "a3": ("a3", "cpu"), "emulated": ("a3", "npu_emulated")}
 WHERE = {  # runs of RUNS that have a row on: the word of docs/patches.md
     tuple(RUNS): "all",
@@ -192,11 +192,12 @@ def checks_table() -> str:
 
 
 def patches_table(specs: Sequence[PatchSpec]) -> str:
-    """One row a patch: id, kind, target, and by WHERE the runs of RUNS that have it on."""
-    text = ["| id | kind | target | on |", "|---" * 4 + "|"]
+    """One row a patch: id, kind, role, feature, target, and by WHERE the runs of RUNS that can have it on."""
+    text = ["| id | kind | role | feature | target | on |", "|---" * 6 + "|"]
     for spec in specs:
         on = tuple(name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0])
-        text.append(f"| `{spec.id}` | {spec.kind} | `{spec.target}` | {WHERE.get(on) or ', '.join(on)} |")
+        cells = f"`{spec.id}`", spec.kind, spec.role, spec.feature or "-", f"`{spec.target}`"
+        text.append(f"| {' | '.join(cells)} | {WHERE.get(on) or ', '.join(on)} |")
     return "\n".join(text) + "\n"
 
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Set up what is missing, then run the tests.
 #
-#   bash scripts/test.sh [--full] [--upstream DIR] [--venv DIR] [pytest arguments]
+#   bash scripts/test.sh [--full | --nightly] [--upstream DIR] [--venv DIR] [pytest arguments]
 #
-#   --full          also the layout matrix, controls and learning runs (up to an hour on two cores; without: up to 15 minutes)
+#                   without: the quick tests (up to 8 minutes on two cores)
+#   --full          also those marked slow: whole runs, layouts, kills; what each submission runs (up to 40 minutes)
+#   --nightly       all, also those marked nightly: learning runs, more controls, lost nodes (up to 150 minutes)
 #   --upstream DIR  folder with git clones of verl, Megatron-LM, ...: also the tests that read upstream sources
 #   --venv DIR      environment to use or make (default: .venv)
-#   e.g. bash scripts/test.sh -m "not slow"      the quick ones: two to three minutes
-#        bash scripts/test.sh tests/reshard -k plan
+#   e.g. bash scripts/test.sh tests/reshard -k plan
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)

@@ -1,7 +1,8 @@
 """What every test can use.
 
 Options
-    --full            also run the tests marked `full` (layout matrix, controls, learning runs)
+    --full            also run the tests marked `slow`: what each submission runs
+    --nightly         run everything, the tests marked `nightly` too
     --upstream DIR    folder with git clones of upstream (verl, Megatron-LM, ...), for tests marked `upstream`
 `pytest --fixtures` lists what is below.
 Every test starts the generators of Python, torch and numpy at TEST_SEED (0 unless set).
@@ -29,6 +30,7 @@ import pytest
 from tests.ranks import HANG_S, Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
+TIERS = {"slow": ("--full", "--nightly"), "nightly": ("--nightly",)}  # marker -> the options that run it; none: quick
 WARM = ROOT / "tests" / "warm"
 
 SAFE_ENV = {
@@ -52,7 +54,8 @@ def emulated_npu() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("verl_patches")
-    group.addoption("--full", action="store_true", help="also run the tests marked full")
+    group.addoption("--full", action="store_true", help="also run the tests marked slow, as each submission does")
+    group.addoption("--nightly", action="store_true", help="run all tests, those marked nightly too")
     group.addoption("--upstream", metavar="DIR", type=Path, help="folder with git clones of the upstream sources")
 
 
@@ -69,17 +72,38 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--upstream {folder}: not a folder; expected one that holds git clones, e.g. DIR/verl")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is evaluated, so that `-m "not slow"` leaves out the full tests too
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--nightly"):
+        return "tests: all"
+    if config.getoption("--full"):
+        return "tests: quick and slow ones; --nightly runs all"
+    return "tests: quick ones; --full runs slow ones too, --nightly all"
+
+
+def names_tests(config: pytest.Config) -> bool:
+    """Return whether the command line names folders, files or tests: not just the whole suite."""
+    return any(Path(argument).resolve() not in (ROOT, ROOT / "tests") for argument in config.args)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is evaluated, so that `-m "not slow"` leaves out the nightly tests too
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named, run, left_out = names_tests(config), [], []
     for item in items:
-        if item.get_closest_marker("full"):
-            item.add_marker("slow")
-            if not config.getoption("--full"):
-                item.add_marker(pytest.mark.skip(reason="full test: runs with --full"))
         if item.get_closest_marker("upstream") and config.getoption("--upstream") is None:
             item.add_marker(pytest.mark.skip(reason="needs upstream sources: runs with --upstream DIR"))
+        tier = next((name for name in ("nightly", "slow") if item.get_closest_marker(name)), None)
+        if tier == "nightly":
+            item.add_marker("slow")
+        if tier is None or any(config.getoption(option) for option in TIERS[tier]):
+            run.append(item)
+        elif named:
+            run.append(item)
+            item.add_marker(pytest.mark.skip(reason=f"{tier} test: runs with {' or '.join(TIERS[tier])}"))
+        else:
+            left_out.append(item)
+    config.hook.pytest_deselected(items=left_out)
     # the longest first: scripts/test.sh keeps the order
-    items.sort(key=lambda item: item.path.parent.name not in ("loop", "watch"))
+    items[:] = sorted(run, key=lambda item: item.path.parent.name not in ("loop", "watch"))
 
 
 @pytest.fixture(autouse=True)
@@ -259,7 +283,7 @@ def a3_sources(pytestconfig: pytest.Config) -> Callable[..., list[Path]]:
         packages = {name: "megatron" if name == "Megatron-LM" else name.lower().replace("-", "_") for name in names}
         missing = [name for name in names if folder is None or not (folder / name / packages[name]).is_dir()]
         if missing:
-            pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(missing)}: fetch-upstream makes them")
+            pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(missing)}: fetch_upstream.sh makes them")
         return [folder.resolve() / name for name in names]
 
     return find

@@ -9,9 +9,10 @@ import pytest
 
 from tests.conftest import ROOT
 
-FOLDER, FULL = ROOT / "tests" / "benchmarks", pytest.mark.full
-# the smallest form of each; those of `full` start Ray, engines or a smoke run
+FOLDER, NIGHTLY = ROOT / "tests" / "benchmarks", pytest.mark.nightly
+# the smallest form of each; those of `nightly` start Ray, engines or a smoke run
 SMALL = (
+    "answers.py",
     "data.py --rows 2000",
     "heartbeat.py",
     "log_prob.py --tokens 16",
@@ -23,10 +24,10 @@ SMALL = (
     "start.py",
     "weights.py --only convert --pairs 1 --tiny",
     "weights.py --only save --mib 16",
-    pytest.param("decode_step.py --batch 8 --tokens 12 --repeats 1", marks=[FULL, pytest.mark.upstream]),
-    pytest.param("dispatch.py --prompts 256", marks=FULL),
-    pytest.param("routing_replay.py --steps 1", marks=FULL),
-    pytest.param("weights.py --only runs", marks=FULL),
+    pytest.param("decode_step.py --batch 8 --tokens 12 --repeats 1", marks=[NIGHTLY, pytest.mark.upstream]),
+    pytest.param("dispatch.py --prompts 256", marks=NIGHTLY),
+    pytest.param("routing_replay.py --steps 1", marks=NIGHTLY),
+    pytest.param("weights.py --only runs", marks=NIGHTLY),
 )
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from verl_patches.catalog import FUNCTIONAL, ROWS, all_rows, rows_of
 from verl_patches.cli.patches import engine_of
+from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import LINES
-from verl_patches.patching.switches import Switches
+from verl_patches.patching.switches import Switches, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 STAND_INS = [row for row in all_rows() if row not in ROWS]
@@ -27,16 +28,22 @@ def prelude(run_python):
 
 
 @pytest.mark.parametrize("line", LINES)
-@pytest.mark.parametrize("platform", ["npu", "cuda"])
-def test_stand_ins_are_for_machines_without_an_accelerator(platform, line):
-    assert rows_of(platform) == ROWS
-    wanted = Engine(all_rows(), Switches(line, platform)).wanted
+def test_stand_ins_are_for_machines_without_an_accelerator(line):
+    assert rows_of("npu") == ROWS
+    wanted = Engine(all_rows(), Switches(line, "npu")).wanted
     assert wanted and wanted.isdisjoint(row.id for row in STAND_INS)
-    asked = Switches(line, platform, tuple(f"+{row.id}" for row in STAND_INS))
+    asked = Switches(line, "npu", tuple(f"+{row.id}" for row in STAND_INS))
     assert Engine(all_rows(), asked).wanted.isdisjoint(row.id for row in STAND_INS)
     for emulation in ("cpu", "npu_emulated"):
         own = {row.id for row in STAND_INS if line in row.lines and emulation in row.platforms}
         assert own <= Engine(rows_of(emulation), Switches(line, emulation)).wanted
+
+
+def test_a_platform_without_rows_is_refused_by_name():
+    with pytest.raises(ConfigError, match="platform is 'cuda'; expected one of npu, cpu, npu_emulated"):
+        compose("deepseekv3_tiny_cpu", ["recipe.platform=cuda"], rows_of)
+    with pytest.raises(ConfigError, match=r"cuda.* platform=npu\|cpu\|npu_emulated"):
+        parse("line=pypi,platform=cuda")
 
 
 @pytest.mark.parametrize("platform", ["npu", None])

@@ -11,16 +11,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
 FLOORS = (
-    {"current", "errors", "processes", "ray_nodes", "shared_files", "values", "yaml_files"},
+    {"current", "errors", "processes", "ray_nodes", "shared_files", "values"},
     {"patching", "layout"},
     {"platform"},
+    {"recipe"},
+    {"spec"},
     {"model", "reshard", "memory", "weights", "watch"},
     {"boot", "rollout"},
     {"batches", "replay", "log_probs", "rewards", "objectives"},
     {"trainer", "worker"},
-    {"config", "planning", "upstream"},
+    {"config", "features", "planning", "upstream"},
     {"launch", "cluster", "doctor", "evaluation", "data", "inference"},
-    {"cli", "catalog", "prelude_patch", "main", "__main__", "__init__"},
+    {"cli", "catalog", "rules", "prelude_patch", "main", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device
 )
 MAX_FILES = 12
@@ -119,8 +121,12 @@ def crowded(sizes):
 
 
 def test_no_room_has_more_files_than_a_reader_can_name():
-    """Counted by folder, __init__.py too: a larger one is two rooms, or has helpers that belong in their callers."""
-    sizes = Counter(str(file.parent.relative_to(ROOT)) for file in PACKAGE.rglob("*.py"))
+    """Counted by folder, __init__.py too: a larger one is two rooms, or has helpers that belong in their callers.
+
+    A file beside the folders is a room of its own.
+    """
+    files = (file for file in PACKAGE.rglob("*.py") if file.parent != PACKAGE)
+    sizes = Counter(str(file.parent.relative_to(ROOT)) for file in files)
     assert sizes["verl_patches/patching"] > 1 and crowded(sizes) == {}
     assert crowded({"verl_patches/helpers": MAX_FILES + 1}) == {"verl_patches/helpers": MAX_FILES + 1}  # control
 

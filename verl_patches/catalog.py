@@ -49,8 +49,9 @@ _HOLD_GROUPS = (
 def _row(
     id: str, kind: str, target: str, provider: str, why: str, exit: str = _NEVER, processes=_WORKER, **more: Any
 ) -> PatchSpec:
-    """A row of the workers, unless it says otherwise."""
-    return PatchSpec(id, target, kind, provider, why, exit, processes=processes, **more)
+    """Return a row of the workers, unless it says otherwise; one that names a feature has that role."""
+    role = "feature" if "feature" in more else "correctness"
+    return PatchSpec(id, target, kind, provider, why, exit, processes=processes, **{"role": role, **more})
 
 
 _a3 = functools.partial(_row, lines=_A3)
@@ -79,7 +80,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "verl_patches.worker.rollout_engine:RolloutEngine.generate",
          "Python's garbage collector runs in the midst of decode steps, at other times on each rank, and all ranks of "
          "an instance wait for the slowest.",
-         exit="vLLM freezes the collector while it decodes", needs=("rollout.engine",)),
+         exit="vLLM freezes the collector while it decodes", needs=("rollout.engine",), role="speed"),
     _row("rollout.dp_place", "wrap", "vllm.config:ParallelConfig.__post_init__",
          "verl_patches.rollout.engine:set_dp_rank_in_launcher",
          "With external_launcher and data_parallel_size > 1 vLLM 0.9.1 makes every process DP rank 0 with a port of "
@@ -90,7 +91,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "vLLM 0.9.1 routes in the model's dtype (deepseek_v2.py:105-118), training and the checkpoint's bias are "
          "fp32: in bf16 near scores change places and tokens go to other experts than in training.",
          exit="vLLM routes DeepSeek-V3 in fp32",
-         platforms=frozenset({"cuda", "cpu"})),  # on npu: rollout.ascend_fp32_router
+         platforms=frozenset({"cpu"})),  # on npu: rollout.ascend_fp32_router
     _ascend("rollout.ascend_fp32_router", "wrap", "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MoE.__init__",
             "verl_patches.rollout.engine:route_in_fp32",
             "vllm-ascend's class has router weight and correction bias in the model's dtype too (deepseek_v2.py:323), "
@@ -107,7 +108,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "verl_patches.rollout.ascend:pass_multistream_mla",
             "enable_multistream_mla is computed (deepseek_v2.py:566) and dropped where torchair is enabled (:580): the "
             "KV cache's write and the query's rotary embedding stay on the first stream.",
-            exit="the pin keeps forward_kwargs of deepseek_v2.py:568"),
+            exit="the pin keeps forward_kwargs of deepseek_v2.py:568", feature="multistream_mla"),
     _ascend("rollout.ascend_top_k_top_p", "wrap",
             "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
             "verl_patches.rollout.ascend:top_k_and_top_p_in_their_places",
@@ -144,58 +145,59 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "vLLM makes its device groups without options (parallel_state.py:221), so that each holds two buffers of "
             "HCCL_BUFFSIZE, which the experts' exchange sizes; recipe.hccl.small_groups_mib is for the others, among "
             "them the EP group where MC2 has its own.", exit="vLLM takes options of groups", bindings=_HOLD_GROUPS,
-            needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name")),
+            needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name"), feature="small_groups"),
     _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
             "verl_patches.replay.expert_load:count_experts",
             "Balanced routing takes the place of the router's choice inside of apply (fused_moe.py:945), so expert ids "
             "are seen where they are handed on: recipe.expert_load records max / mean tokens of experts.",
-            exit="vllm-ascend reports the load of its experts"),
+            exit="vllm-ascend reports the load of its experts", role="observe", feature="expert_load"),
     _ascend("rollout.count_alltoall", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_all2all",
             "verl_patches.replay.expert_load:count_experts",
-            "as rollout.count_mc2, with prompts", exit="as rollout.count_mc2"),
+            "as rollout.count_mc2, with prompts", exit="as rollout.count_mc2", role="observe", feature="expert_load"),
     _ascend("rollout.count_local", "wrap", "vllm_ascend.ops.fused_moe:fused_experts",
             "verl_patches.replay.expert_load:count_experts",
             "as rollout.count_mc2, where experts are not split", exit="as rollout.count_mc2",
-            bindings=("vllm_ascend.ops.common_fused_moe:fused_experts",)),
+            bindings=("vllm_ascend.ops.common_fused_moe:fused_experts",), role="observe", feature="expert_load"),
     _ascend("rollout.rebalance", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.step",
             "verl_patches.rollout.rebalance_engine:step_with_rebalance",
             "Data-parallel ranks of an instance decode in lock step, each step as long as for the rank with the most "
             "requests; vLLM never moves a running request. With recipe.rollout.rebalance_every requests and their KV "
-            "blocks move to ranks that have few.",
+            "blocks move to ranks that have few.", feature="rebalance",
             exit="vLLM moves running requests between data-parallel ranks", needs=("rollout.rebalance_end",)),
     _ascend("rollout.rebalance_end", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests",
             "verl_patches.rollout.rebalance_engine:unfinished_with_rebalance",
             "A rank whose requests are all on others has not finished, nor has one that holds those of others.",
-            exit="as rollout.rebalance"),
+            exit="as rollout.rebalance", feature="rebalance"),
     _ascend("rollout.ascend_dp_sync", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests_dp",
             "verl_patches.rollout.ascend:unfinished_by_metadata",
             "A decode step has two all-reduces of DP ranks, 3 ms each (quoted): whether any has requests "
             "(patch_distributed.py:72), and their most tokens (model_runner_v1.py:614), 0 where none has.",
-            exit="vllm-ascend's metadata says whether a rank has requests", needs=("rollout.ascend_dp_metadata",)),
+            exit="vllm-ascend's metadata says whether a rank has requests", needs=("rollout.ascend_dp_metadata",),
+            role="speed"),
     _ascend("rollout.ascend_dp_metadata", "wrap",
             "vllm_ascend.worker.model_runner_v1:NPUModelRunner._get_forward_metadata_across_dp",
             "verl_patches.rollout.ascend:metadata_of_dummy_batch",
             "A rank without requests has taken part before its dummy batch, which would start another all-reduce.",
-            exit="as rollout.ascend_dp_sync"),
+            exit="as rollout.ascend_dp_sync", role="speed"),
     _ascend("rollout.outputs_at_the_end", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
             "verl_patches.rollout.decode_host:at_the_end",
             "Each request gets an EngineCoreOutput and a dict of log-probs in each step (scheduler.py:782), although "
             "LLM.generate asks for finished requests alone.",
-            exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY"),
+            exit="vLLM makes no outputs of steps for RequestOutputKind.FINAL_ONLY", role="speed"),
     _ascend("rollout.log_probs_at_once", "wrap", "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
             "verl_patches.rollout.decode_host:log_probs_at_once",
             "verl asks for sampled tokens alone (logprobs=0); vLLM chains iterators for top tokens (:185).",
-            exit="vLLM has a short way for logprobs=0"),
+            exit="vLLM has a short way for logprobs=0", role="speed"),
     _ascend("rollout.steps_alike", "wrap", "vllm.v1.core.sched.scheduler:Scheduler.schedule",
             "verl_patches.rollout.decode_host:same_as_before",
             "A decode step is scheduled from nothing, request by request (scheduler.py:190), but differs by one token.",
-            exit="vLLM schedules what has changed since the last step"),
+            exit="vLLM schedules what has changed since the last step", role="speed"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
          "verl_patches.log_probs.of_rollout:keep_rollout_log_probs",
          "verl 54c9b736 has vLLM compute the log-probs of sampled tokens (vllm_rollout_spmd.py:173) and drops them; "
          "the truth check compares them with the actor's, on both lines with recipe.logprob_check.every those of "
-         "sequences that are sampled for it while vLLM is awake."),
+         "sequences that are sampled for it while vLLM is awake.", role="observe"),
 )  # fmt: skip
 
 MODEL: tuple[PatchSpec, ...] = (
@@ -225,7 +227,7 @@ MODEL: tuple[PatchSpec, ...] = (
          "verl_patches.model.value_head:initializers",
          "verl's head of a critic imports flash_attn and, under sequence parallelism, marks its weight but not its "
          "bias for the sum of gradients over TP ranks (verl/models/llama/megatron/layers/parallel_linear.py:97), so "
-         "biases drift apart.",
+         "biases drift apart.", feature="value_models",
          exit="verl has a value head of its own for Megatron", lines=_PYPI),  # line a3: model.mindspeed_initializer
     _row("model.optimizer_dtype", "wrap", "verl.utils.megatron.optimizer:get_megatron_optimizer",
          "verl_patches.model.megatron:optimizer_in_model_dtype",
@@ -245,16 +247,10 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.compat:with_padded_lengths",
         "verl gives it lengths with padding (verl/models/mcore/util.py:66); core_r0.8.0 has no such fields",
         exit=_NEWER_MEGATRON, bindings=tuple(f"{module}:PackedSeqParams" for module in _HOLD_PACKED)),
-    _a3("model.etp_world_size", "extend", "megatron.core.parallel_state:get_expert_tensor_parallel_world_size",
-        f"{_MINDSPEED}.compat:expert_tensor_parallel_world_size",
-        "verl calls it (verl/workers/sharding_manager/megatron_vllm.py:301); core_r0.8.0 has no such groups",
-        exit=_NEWER_MEGATRON),
-    _a3("model.etp_rank", "extend", "megatron.core.parallel_state:get_expert_tensor_parallel_rank",
-        f"{_MINDSPEED}.compat:expert_tensor_parallel_rank",
-        "verl calls it (verl/workers/sharding_manager/megatron_vllm.py:302)", exit=_NEWER_MEGATRON),
-    _a3("model.etp_group", "extend", "megatron.core.parallel_state:get_expert_tensor_parallel_group",
-        f"{_MINDSPEED}.compat:expert_tensor_parallel_group",
-        "verl calls it (verl/workers/sharding_manager/megatron_vllm.py:303)", exit=_NEWER_MEGATRON),
+    *(_a3(f"model.etp_{name}", "extend", f"megatron.core.parallel_state:get_expert_tensor_parallel_{name}",
+          f"{_MINDSPEED}.compat:expert_tensor_parallel_{name}",
+          "verl calls it (verl.workers.sharding_manager.megatron_vllm); core_r0.8.0 has no such groups",
+          exit=_NEWER_MEGATRON) for name in ("world_size", "rank", "group")),
     _a3("model.mindspeed_config", "register", f"{_REGISTRY}:MODEL_CONFIG_CONVERTER_REGISTRY",
         f"{_MINDSPEED}.model:converters",
         "verl's DeepSeek-V3 converter raises NotImplementedError (verl/models/mcore/config_converter.py)",
@@ -301,7 +297,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
             "verl_patches.platform.npu.groups:options_of_training",
             "MindSpeed-LLM's options of Megatron's groups hold a name only (core/parallel_state.py:326), in place of "
             "MindSpeed's with a size (mindspeed/core/parallel_state.py:250): as rollout.ascend_small_groups.",
-            exit="MindSpeed-LLM hands on --hccl-group-buffer"),
+            exit="MindSpeed-LLM hands on --hccl-group-buffer", feature="small_groups"),
     _a3("update.optimizer_config", "wrap", "verl.utils.megatron_utils:init_megatron_optim_config",
         f"{_MINDSPEED}.start:optimizer_config_from_arguments",
         "verl hands over lr, clip and decay only, in bf16 always (verl/utils/megatron_utils.py:201)",
@@ -309,7 +305,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
     _a3("update.grad_overlap", "wrap", "verl.utils.megatron_utils:DDP",
         "verl_patches.worker.models:overlapping_ddp",
         "verl builds DDP with overlap_grad_reduce=False (verl/utils/megatron_utils.py:127), and gives the schedules no "
-        "no_sync, without which each micro batch would start a reduction",
+        "no_sync, without which each micro batch would start a reduction", feature="grad_overlap",
         exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
     _a3("update.lr_schedule", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
         f"{_MINDSPEED}.start:with_lr_schedule",
@@ -331,15 +327,15 @@ CONTROLLER: tuple[PatchSpec, ...] = (
          processes=_CONTROLLER, needs=("update.recipe_worker",)),
     _row("update.log_with_run", "wrap", "verl.utils.tracking:Tracking.log", "verl_patches.trainer.run:log_with_run",
          "One place sees every step's metrics: phase table, summary.json and the log-prob check.",
-         processes=_CONTROLLER),
+         processes=_CONTROLLER, role="observe"),
     _row("logprob.truth_check", "wrap", "verl.trainer.ppo.metric_utils:compute_data_metrics",
          "verl_patches.log_probs.rollout_correction:add_to_metrics",
          "verl compares probabilities, which hides errors of rare tokens; log-probs show a wrong weight at once.",
          exit="verl reports |log-prob delta| of rollout and actor (0.5 and later: rollout correction metrics)",
-         processes=_CONTROLLER, bindings=(f"{_TRAINER}:compute_data_metrics",)),
+         processes=_CONTROLLER, bindings=(f"{_TRAINER}:compute_data_metrics",), role="observe"),
     _row("reward.pass_at_k", "wrap", "verl.trainer.ppo.metric_utils:process_validation_metrics",
          "verl_patches.trainer.validation:with_pass_at_k",
-         "verl's best@k of a validation draws k responses with replacement, which is below pass@k.",
+         "verl's best@k of a validation draws k responses with replacement, which is below pass@k.", role="observe",
          exit="verl has pass@k", processes=_CONTROLLER, bindings=(f"{_TRAINER}:process_validation_metrics",)),
 )  # fmt: skip
 
@@ -351,7 +347,8 @@ RESHARD: tuple[PatchSpec, ...] = (
          "verl_patches.worker.sharding:RecipeShardingManager.__enter__",
          "verl gives every rank every weight, tensor by tensor (verl/utils/megatron_utils.py, per_tensor_generator): "
          "at 256 dies 1.3 TB, where a rank lacks 24.95 GB; and vLLM searches 44,544 expert names one by one.",
-         exit="verl sends each rank what it lacks", needs=("update.sharding_manager", "update.recipe_worker")),
+         exit="verl sends each rank what it lacks", needs=("update.sharding_manager", "update.recipe_worker"),
+         role="speed"),
     _row("model.local_names", "wrap", "verl.utils.model:normalize_model_name",
          "verl_patches.model.weights:te_names_for_verl",
          "verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
@@ -373,14 +370,14 @@ LOG_PROB: tuple[PatchSpec, ...] = (
          "verl's holds the softmax and its product with the logits, each as large as the logits, and keeps the first "
          "for backward (tensor_parallel.py:109-125). Replaced, not wrapped: nothing of it is left to call.",
          exit="as logprob.in_chunks", needs=("logprob.in_chunks",),
-         bindings=("verl.workers.actor.megatron_actor:vocab_parallel_entropy",)),
+         bindings=("verl.workers.actor.megatron_actor:vocab_parallel_entropy",), role="speed"),
 )  # fmt: skip
 
 ADVANTAGE: tuple[PatchSpec, ...] = (
     _row("advantage.objective", "wrap", f"{_TRAINER}:compute_advantage",
          "verl_patches.objectives.advantages:advantages_of_objective",
          "verl's Megatron trainer has no loss of fixed responses; with these advantages its own update has the "
-         "gradient of each of them (docs/own-data-and-reward.md).", processes=_CONTROLLER),
+         "gradient of each of them (docs/own-data-and-reward.md).", processes=_CONTROLLER, feature="fixed_data"),
 )  # fmt: skip
 
 UPDATE: tuple[PatchSpec, ...] = (
@@ -390,31 +387,31 @@ UPDATE: tuple[PatchSpec, ...] = (
     _row("update.recipe_critic", "subclass", _CRITIC, "verl_patches.worker.value_worker:RecipeCriticWorker",
          "The step of a critic: the recipe's dtype where verl writes bfloat16 down (megatron_workers.py:699), its "
          "phases of memory, its part of a checkpoint, where verl loses experts, and steps with NaN left out.",
-         exit="as update.recipe_worker", processes=_ALL, needs=("update.recipe_worker",)),
+         exit="as update.recipe_worker", processes=_ALL, needs=("update.recipe_worker",), feature="critic"),
     _row("update.critic_gradients", "override", f"{_CRITIC}._build_critic_model_optimizer",
          "verl_patches.worker.value_worker:RecipeCriticWorker._build_critic_model_optimizer",
          "verl's actor gives Megatron's schedules finalize_model_grads (megatron_actor.py:138), its critic does not: "
-         "nothing reduces gradients over ranks, and each rank steps with its own.",
-         exit="verl's critic sets finalize_model_grads_func", needs=("update.recipe_critic",)),
+         "nothing reduces gradients over ranks, and each rank steps with its own.", feature="critic",
+         exit="verl's critic sets finalize_model_grads_func", needs=("update.recipe_critic",), role="correctness"),
     _row("update.on_policy", "override", f"{_ACTOR}.update_actor",
          "verl_patches.worker.recipe_worker:RecipeWorker.update_actor",
          "verl computes old log-probs in a pass of its own (verl/trainer/ppo/ray_trainer.py) also where the update "
          "finds the same ones, and never corrects for vLLM's different log-probs.",
          exit="the pins move to a verl with algorithm.rollout_correction that leaves the pass out on policy "
               "(verl 3996)",
-         needs=("update.recipe_worker", "update.loss_on_policy")),
+         needs=("update.recipe_worker", "update.loss_on_policy"), feature="on_policy"),
     _row("update.loss_on_policy", "wrap", "verl.trainer.ppo.core_algos:compute_policy_loss",
          "verl_patches.log_probs.on_policy_update:loss_on_policy",
          "The only place where an update's own log-probs can take the place of old ones.",
          exit="as update.on_policy",
          bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
-                   "verl.workers.actor.dp_actor:compute_policy_loss")),
+                   "verl.workers.actor.dp_actor:compute_policy_loss"), feature="on_policy"),
     _row("update.routing_samples", "wrap", "verl.models.mcore.util:preprocess_packed_seqs",
          "verl_patches.replay.routing_replay:note_samples",
          "Layers get packed tokens and never which samples they are of; PackedSeqParams reach each layer, also when it "
          "is recomputed (megatron/core/transformer/transformer_block.py).",
          exit="verl has routing replay for Megatron (0.6 and later has)",
-         bindings=("verl.models.mcore.model_forward:preprocess_packed_seqs",)),
+         bindings=("verl.models.mcore.model_forward:preprocess_packed_seqs",), feature="routing_replay"),
     _row("update.routing_replay", "wrap", "megatron.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
          "verl_patches.replay.routing_replay:replay_experts",
          "The experts of a token in the update are those that the new weights choose, not those of the pass "
@@ -422,7 +419,7 @@ UPDATE: tuple[PatchSpec, ...] = (
          "(megatron/core/transformer/moe/moe_utils.py:478).",
          exit="megatron-core replays recorded experts (RouterReplay of later versions)", lines=_PYPI,
          needs=("update.routing_samples",),
-         bindings=("megatron.core.transformer.moe.router:topk_softmax_with_capacity",)),
+         bindings=("megatron.core.transformer.moe.router:topk_softmax_with_capacity",), feature="routing_replay"),
     _a3("update.routing_replay_mindspeed", "wrap",
         "mindspeed_llm.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
         "verl_patches.replay.routing_replay:replay_experts",
@@ -430,7 +427,7 @@ UPDATE: tuple[PatchSpec, ...] = (
         "(mindspeed_llm/core/transformer/moe/moe_utils.py:76).",
         exit="MindSpeed-LLM replays recorded experts", needs=("update.routing_samples",),
         bindings=("mindspeed_llm.core.transformer.moe.router:topk_softmax_with_capacity",
-                  "mindspeed_llm.core:topk_softmax_with_capacity")),
+                  "mindspeed_llm.core:topk_softmax_with_capacity"), feature="routing_replay"),
     _row("update.skip_bad_steps", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
          "In fp32 and bf16 Megatron steps with NaN or infinite gradients too (optimizer.py, prepare_grads: only a loss "
@@ -443,16 +440,16 @@ UPDATE: tuple[PatchSpec, ...] = (
          "Last point where a rank holds only its own responses on the device: verl sends all of it "
          "through the trainer, padded, and back for each stage (verl/single_controller/base/decorator.py).",
          exit="verl's stages leave their tensors on the workers for the next",
-         needs=("update.sharding_manager", "update.recipe_worker")),
+         needs=("update.sharding_manager", "update.recipe_worker"), feature="tensor_cache"),
     _a3("update.dynamic_batches", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.forward_backward_batch",
         "verl_patches.batches.micro_batches:packing",
         "verl 54c9b736's Megatron actor knows micro batches of a fixed number of samples only (megatron_actor.py:271), "
-        "and returns log-probs in their order.",
+        "and returns log-probs in their order.", feature="dynamic_batches",
         exit="the pins move to verl 0.4.0 or later", needs=("update.dynamic_split", "update.recipe_worker")),
     _a3("update.dynamic_split", "wrap", "verl.utils.torch_functional:split_dict_tensor_into_batches",
         "verl_patches.batches.micro_batches:by_tokens",
         "Where the actor cuts a batch (megatron_actor.py:275); equal parts only.",
-        exit="as update.dynamic_batches",
+        exit="as update.dynamic_batches", feature="dynamic_batches",
         bindings=("verl.workers.actor.megatron_actor:split_dict_tensor_into_batches",
                   "verl.workers.critic.megatron_critic:split_dict_tensor_into_batches",
                   "verl.workers.reward_model.megatron.reward_model:split_dict_tensor_into_batches")),
@@ -475,7 +472,7 @@ UPDATE: tuple[PatchSpec, ...] = (
          "verl_patches.batches.micro_batches:as_planned",
          "Dynamic batch size: verl packs rank by rank, above the token budget at times, and the n-th micro batches of "
          "two replicas are not equally long (verl/utils/seqlen_balancing.py).",
-         exit="verl plans dynamic micro batches for all replicas together, within the budget",
+         exit="verl plans dynamic micro batches for all replicas together, within the budget", feature="tensor_cache",
          bindings=("verl.workers.actor.megatron_actor:rearrange_micro_batches@pypi",
                    "verl.workers.actor.dp_actor:rearrange_micro_batches",
                    "verl.workers.critic.megatron_critic:rearrange_micro_batches@pypi",
@@ -508,11 +505,11 @@ MEMORY: tuple[PatchSpec, ...] = (
             "verl_patches.worker.recipe_worker:RecipeWorker.__init__",
             "The system moves threads of a worker between cores, also away from its die's NUMA node; torch_npu's "
             "CPU_AFFINITY_CONF takes the one die that a worker of Ray's sees for the only one (platform/npu/cores.py).",
-            exit="torch_npu counts the dies of the node", needs=("update.recipe_worker",)),
+            exit="torch_npu counts the dies of the node", needs=("update.recipe_worker",), role="speed"),
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
          "verl never looks at what is on the device; the ledger watches what the worker has built.",
-         needs=("update.recipe_worker", "rollout.engine", "memory.order")),
+         needs=("update.recipe_worker", "rollout.engine", "memory.order"), role="observe", feature="memory_ledger"),
     _row("memory.order", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
          "verl brings training weights to the host and back around every call, gradients for a weight sync too, into "
@@ -524,7 +521,7 @@ MEMORY: tuple[PatchSpec, ...] = (
          "verl gives the allocator's pool back after every call, pass and update (megatron_workers.py, "
          "megatron_actor.py), and the next stage asks the device for the same memory again; with memory.order the "
          "schedule says where.",
-         exit="verl empties the cache where a stage needs memory past torch's pool, and only there",
+         exit="verl empties the cache where a stage needs memory past torch's pool, and only there", role="speed",
          bindings=("verl.workers.actor.megatron_actor:torch", "verl.workers.critic.megatron_critic:torch")),
     _row("memory.sleep_mode", "override", "vllm.entrypoints.llm:LLM.sleep",
          "verl_patches.worker.rollout_engine:RolloutEngine.sleep",
@@ -536,12 +533,13 @@ MEMORY: tuple[PatchSpec, ...] = (
             "verl_patches.worker.rollout_engine:with_addresses_read",
             "Graphs are compiled with frozen_parameter (model_runner_v1.py:1774), so Parameters must keep their "
             "addresses, which only vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to "
-            "torch's pool and compiles graphs without it.", exit="vllm-ascend has an option for frozen_parameter"),
+            "torch's pool and compiles graphs without it.", role="correctness", feature="graphs",
+            exit="vllm-ascend has an option for frozen_parameter"),
     _row("memory.swap_optimizer", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
          "Megatron 0.12.2 steps all states at once, on the device or on the host (optimizer_cpu_offload); "
          "recipe.train.swap_optimizer streams them through the device in pieces, as MindSpeed does on line a3.",
-         lines=_PYPI, needs=("update.recipe_worker", "model.train_dtype")),
+         lines=_PYPI, needs=("update.recipe_worker", "model.train_dtype"), feature="swap_optimizer"),
 )  # fmt: skip
 
 DISPATCH: tuple[PatchSpec, ...] = (
@@ -550,12 +548,12 @@ DISPATCH: tuple[PatchSpec, ...] = (
          "verl serialises each worker's arguments in that worker's own call (execute_all_async), at 54c9b736 also a "
          "batch that all ranks of a replica share: the last worker starts when all others have been served.",
          exit="verl puts every large argument into Ray's store once, before it calls the first worker",
-         processes=_CONTROLLER),
+         processes=_CONTROLLER, role="speed"),
     _row("dispatch.note_starts", "wrap", "verl.single_controller.base.decorator:register",
          "verl_patches.trainer.dispatch:record_starts",
          "How far apart workers start is known in the workers only, and verl does not look.",
          bindings=("verl.single_controller.base.worker:register", f"{_WORKERS}:register",
-                   "verl.workers.fsdp_workers:register")),
+                   "verl.workers.fsdp_workers:register"), role="observe"),
 )  # fmt: skip
 
 REWARD: tuple[PatchSpec, ...] = (
@@ -569,7 +567,8 @@ REWARD: tuple[PatchSpec, ...] = (
          "verl_patches.worker.value_worker:RecipeRewardModelWorker",
          "verl has one reward model a run, in bfloat16, and moves its parameters by a copy in each direction "
          "(megatron/reward_model.py:300). Ours are those of recipe.rewards, one after another by the memory schedule.",
-         exit="verl runs several reward models on one worker group", processes=_ALL, needs=("update.recipe_worker",)),
+         exit="verl runs several reward models on one worker group", processes=_ALL, needs=("update.recipe_worker",),
+         feature="reward_models"),
 )  # fmt: skip
 
 FUNCTIONAL: tuple[PatchSpec, ...] = (
@@ -582,7 +581,7 @@ NO_BUILD: tuple[PatchSpec, ...] = tuple(
          "verl/workers/critic/dp_critic.py:24 imports flash_attn.bert_padding wherever megatron_workers is imported "
          "(verl/workers/actor/dp_actor.py:42 too where it sees CUDA); flash_attn has no build for NPU or CPU, and "
          "MindSpeed puts an empty module in its place (mindspeed/megatron_adaptor.py:138).",
-         exit="verl imports flash_attn where it is used", processes=_ALL, platforms=frozenset({"npu", "cpu"}))
+         exit="verl imports flash_attn where it is used", processes=_ALL)
     for module in ("flash_attn", "flash_attn.bert_padding")
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""The driver of a run: `python -m verl_patches.main RUN/config.yaml`, the composed configuration of the run.
+"""The driver of a run: `python -m verl_patches.main FOLDER`, the folder of a start with its configuration and facts.
 
-launch/launcher.py has checked and written that file, and starts the driver with the run's environment. It starts (or
+launch/launcher.py has checked and written these files, and starts the driver with the run's environment. It starts (or
 joins) Ray with the prelude in every worker and lets one of them run verl's own TaskRunner: that process is the
 controller. The driver itself imports neither torch nor verl, so it costs a second and little memory.
 """
@@ -11,13 +11,13 @@ from verl_patches import prelude_patch  # noqa: F401  (before anything of upstre
 import contextlib
 import sys
 import threading
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from verl_patches.config.environment import run_dir
-from verl_patches.layout.parallel import world_size
+from verl_patches.config.environment import COMPOSED, FACTS
 from verl_patches.layout.phases import START
-from verl_patches.patching import engine
+from verl_patches.spec import read_run, run_of
 from verl_patches.trainer import ray_start
 from verl_patches.trainer.record import Progress
 from verl_patches.watch import heartbeat
@@ -28,39 +28,38 @@ _FORWARDED_S = 5
 
 
 def main(arguments: list[str]) -> int:
-    """Run one training from its only argument, the file; 0 when it ended well. Errors are raised, for the log."""
-    (file,) = arguments
-    config = OmegaConf.load(file)
-    stage = Progress(run_dir(config))
-    stage.say("~ starting Ray" if config.recipe.ray_address is None else f"~ joining Ray, {config.recipe.ray_address}")
+    """Run one training from its only argument, the folder; 0 when it ended well. Errors are raised, for the log."""
+    folder = Path(*arguments)
+    run = read_run((folder / FACTS).read_text(), OmegaConf.load(folder / COMPOSED))
+    stage, address, watch = Progress(folder), run.recipe.ray_address, run.recipe.watch
+    stage.say("~ starting Ray" if address is None else f"~ joining Ray, {address}")
     with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:
         # here, as the controller imports this module too
         from verl_patches.launch.ray_cluster import leave_out, ray_options
 
-        ray_start.start(**ray_options(config))
+        ray_start.start(**ray_options(run))
         stage.say("~ Ray runs, starting the controller")
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         watcher, failed = None, True
         try:
-            leave_out(config)
-            watch = config.recipe.watch
+            leave_out(run)
             if watch.action != "off":
                 from verl_patches.planning.step_plan import bounds_of
 
-                bounds = bounds_of(config, engine.current().wanted)
+                bounds = bounds_of(run)
                 sys.stdout.write(f"watch: bounds of a phase: {bounds}\n")
                 stops, say = watch.action == "stop", lambda text: stage.say(f"~ {text}")
-                watcher = Watcher(run_dir(config), bounds, world_size(config), stops, say)
+                watcher = Watcher(folder, bounds, run.world_size, stops, say)
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
-            ray_start.result_of(controller.run.remote(config), watcher.check if watcher else lambda: None)
+            ray_start.result_of(controller.run.remote(run.verl), watcher.check if watcher else lambda: None)
             failed = False
             output.seen.wait(_FORWARDED_S)
-            if config.ray_init.get("timeline_json_file"):
-                ray.timeline(filename=config.ray_init.timeline_json_file)
+            if timeline := run.verl.ray_init.get("timeline_json_file"):
+                ray.timeline(filename=timeline)
         except ray.exceptions.RayError as error:
             output.seen.wait(_FORWARDED_S)
             if watcher is not None:
@@ -94,7 +93,8 @@ class Controller:
 
     def run(self, config) -> None:
         """Run verl's TaskRunner to its end."""
-        if config.recipe.watch.action != "off":
+        OmegaConf.set_readonly(config, False)  # verl writes the number of steps
+        if run_of(config).recipe.watch.action != "off":
             heartbeat.start_in_ray("controller")
             heartbeat.here().controller_is_at(0, START)
         run_task_runner(config)

@@ -1,4 +1,4 @@
-"""Types and bounds of values that users give, sentences about what breaks them, and which are secrets. No torch."""
+"""Values that users give: YAML files, types and bounds, sentences about what breaks them, and secrets. No torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import functools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from verl_patches.errors import ConfigError
 
 LARGEST = 2**63 - 1  # of an integer in torch; sentences do not name it where a value is below
 Count = Annotated[int, Field(ge=1, le=LARGEST, strict=True)]
@@ -45,6 +49,32 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(char if char in keep or _is_shown(char) else char.encode("unicode_escape").decode() for char in text)
 
 
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the keys and values of a YAML file as Hydra reads it; ConfigError for a file that is none."""
+    try:
+        found = parse_yaml(path.read_bytes(), str(path)) or [{}]
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a YAML file, found: {error.strerror}") from None
+    if len(found) > 1 or not isinstance(found[0] or {}, dict):
+        kind = f"{len(found)} documents" if len(found) > 1 else f"a {type(found[0]).__name__}"
+        raise ConfigError(f"{path}: expected lines of KEY: VALUE, found {kind}")
+    return found[0] or {}
+
+
+def parse_yaml(text: str | bytes, source: str) -> list[Any]:
+    """Return the value of each document of a YAML text as Hydra reads it; ConfigError with `source` and the line."""
+    from omegaconf._utils import get_yaml_loader  # yaml.SafeLoader that knows 1e-3, and no key twice
+
+    try:
+        return list(yaml.load_all(text, get_yaml_loader()))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        found = f"found a syntax error ({printable(problem)})"
+        raise ConfigError(f"{source}{line}: expected YAML, {found}: correct {'that line' if mark else 'it'}") from None
+
+
 def size_text(size_bytes: float) -> str:
     """A size with its unit: MB, GB or TB."""
     for unit, name in ((1e12, "TB"), (1e9, "GB")):
@@ -74,7 +104,7 @@ def value_words(kind: Any) -> str:
 
 
 def unknown_key(
-    key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/config/recipe.py"
+    key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/recipe/schema.py"
 ) -> str:
     """One sentence about a key that does not exist, with the nearest ones that do; `hint` where none is near."""
     leaf = key.rpartition(".")[2]

@@ -1,23 +1,21 @@
 """Tensors that stay on the workers: what the trainer sends and gets instead, and which configurations are refused."""
 
-import copy
 import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
-from verl_patches.batches import cached_stages, cached_step, limits
-from verl_patches.batches.cached_stages import padded_prompts
-from verl_patches.batches.cached_step import CachedStep, TensorCacheStages
+from tests.runs import composed
+from verl_patches.batches import cached_step, limits
+from verl_patches.batches.cached_batch import CachedBatch, padded_prompts
+from verl_patches.batches.cached_step import CachedStep
+from verl_patches.batches.checks import micro_batch_checks
 from verl_patches.batches.exchange import Ragged, mask_of, packed_ids, to_padded, unpacked_ids
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
+from verl_patches.batches.payloads import Advantages, ExchangeReport, LogProbs, Placement, ResponseIds
 from verl_patches.errors import ConfigError
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
@@ -33,89 +31,54 @@ BUDGETS = {  # switch of a dynamic batch size: its budget
 ALL_LONGEST = [f"{budget}={LONGEST}" for budget in BUDGETS.values()]
 
 
-@pytest.fixture(scope="module")
-def refused():
-    """refused(*overrides) -> reasons; one configuration is composed, overrides are set in it."""
-    composed = compose(TINY, [])
-
-    def find(*overrides):
-        config = copy.deepcopy(composed)
-        for override in overrides:
-            key, value = override.split("=")
-            OmegaConf.update(config, key.lstrip("+"), yaml.safe_load(value), force_add=key.startswith("+"))
-        return [*limits.faults(config), *limits.budget_faults(config)]
-
-    return find
-
-
-SHUFFLE = f"{ACTOR}.shuffle=true", f"{ACTOR}.data_loader_seed=1"
-
-
-def of_check(name, *overrides):
-    return [c.detail for c in check_config(compose(name, overrides)) if c.name == "tensor cache"]
-
-
-def test_the_check_of_a_configuration_has_the_reasons():
-    assert of_check(TINY, ON) == of_check(LARGE, ON) == of_check(TINY, *SHUFFLE) == []
-    assert "shuffle is true" in of_check(TINY, ON, *SHUFFLE)[0]
+def refused(*overrides, name=TINY):
+    return [check.detail for check in micro_batch_checks(composed(name, overrides)) if not check.ok]
 
 
 REFUSED = {
     "recipe.rollout.replay=/somewhere": "recipe.rollout.replay gives responses to the trainer alone",
-    f"{ACTOR}.shuffle=true": "actor.shuffle is true: micro batches would be others",
+    f"{ACTOR}.data_loader_seed=1 {ACTOR}.shuffle=true": "actor.shuffle is true: micro batches would be others",
     "data.return_raw_chat=true": "return_raw_chat is true: raw prompts would not come back",
-    "data.custom_cls.path=pkg://mine": "custom_cls.path is pkg://mine: prompts are rebuilt as verl's own RLHFDataset",
+    "data.custom_cls.path=mine.py data.custom_cls.name=Mine": "custom_cls.path is .*mine.py: prompts are rebuilt as",
     f"{ROLLOUT}.response_length=32": "response_length is 32 and data.max_response_length 16: a batch rebuilt",
-    f"{ROLLOUT}.prompt_length=32": "prompt_length is 32 and data.max_prompt_length 256: a batch rebuilt",
 }
 
 
 @pytest.mark.parametrize(("override", "words"), REFUSED.items(), ids=REFUSED)
-def test_combinations_that_are_not_served_are_refused_by_name(refused, override, words):
-    (reason,) = refused(ON, override)
-    assert re.search(words, reason) and refused(override) == []
+def test_combinations_that_are_not_served_are_refused_by_name(override, words):
+    (reason,) = refused(ON, *override.split())
+    assert re.search(words, reason) and refused(*override.split()) == refused(ON) == refused(ON, name=LARGE) == []
 
 
 @pytest.mark.parametrize(("switch", "budget"), BUDGETS.items())
-def test_a_budget_that_a_sample_may_not_fit_is_refused(refused, switch, budget):
+def test_a_budget_that_a_sample_may_not_fit_is_refused(switch, budget):
     assert refused(ON, f"{switch}=true", *ALL_LONGEST) == []
     reasons = refused(ON, f"{switch}=true", f"{budget}={LONGEST - 1}")
     assert re.search(f"{budget.split('.')[-1]} {LONGEST - 1}: a sample may have {LONGEST} tokens", reasons[0])
 
 
-def test_context_parallel_ranks_share_a_budget(refused):
+def test_context_parallel_ranks_share_a_budget():
     budget = f"{ACTOR}.ppo_max_token_len_per_gpu={LONGEST // 2}"
-    assert len(refused(f"{ACTOR}.{DYNAMIC}=true", budget)) == 1
+    assert len(refused(f"{ACTOR}.{DYNAMIC}=true", budget)) == len(BUDGETS)  # the others follow the actor's
     assert refused(f"{ACTOR}.{DYNAMIC}=true", budget, f"{ACTOR}.megatron.context_parallel_size=2") == []
 
 
-class Workers:
-    """Answers as two replicas do (batches/cached_stages.py), from per-token values [B, S] by sample."""
-
-    def __init__(self, values):
-        self.values, self.calls = values, []
-
-    def generate_sequences(self, prompts):
-        return "verl's own"
-
-    def run_stage(self, stage, step, payload=None):
-        self.calls.append((stage, payload))
-        if stage == "update":
-            return [{"metric": [1.0]}] * 2
-        answers = [None]  # a rank that does not report for its replica
-        for samples in PLACED:
-            values = [self.values[s, : LENGTHS[s]] for s in samples]
-            entropy = torch.stack([value.mean() for value in values]).numpy()
-            samples = np.array(samples, np.int32)
-            answers.append({"samples": samples, "entropy": entropy, "values": torch.cat(values).numpy()})
-        return answers
+VALUES = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1))  # per token, by sample
 
 
-def make(send_back=False):
-    """(group, workers)."""
-    workers = Workers(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1)))
-    cached = CachedStep(0, WIDTH, True, send_back, step=5, lengths=LENGTHS, open=True)
-    return TensorCacheStages(workers, cached), workers
+def step_of(send_back=False):
+    """A step whose responses have been placed."""
+    return CachedStep(0, WIDTH, True, send_back, step=5, lengths=LENGTHS)
+
+
+def answers():
+    """Of two replicas (batches/cached_batch.py)."""
+    found = []
+    for placed in PLACED:
+        values = [VALUES[s, : LENGTHS[s]] for s in placed]
+        entropy = torch.stack([value.mean() for value in values]).numpy()
+        found.append(LogProbs(np.array(placed, np.int32), entropy, torch.cat(values).numpy()))
+    return found
 
 
 def rows(order, **tensors):
@@ -126,43 +89,43 @@ def rows(order, **tensors):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_entropy_loss_is_that_of_all_tokens(mode):
-    (group, workers), batch = make(), rows(ORDER)
-    outputs, mask = group.compute_log_prob(batch).batch, batch.batch["response_mask"]
+    batch = rows(ORDER)
+    outputs, mask = step_of().log_probs(batch, answers()).batch, batch.batch["response_mask"]
     assert list(outputs.keys()) == ["entropys"]  # log-probs stay
-    expected = agg_loss(workers.values[ORDER], mask, mode)
+    expected = agg_loss(VALUES[ORDER], mask, mode)
     torch.testing.assert_close(agg_loss(outputs["entropys"], mask, mode), expected)
 
 
 def test_log_probs_come_back_in_the_order_of_rows_where_they_are_needed():
-    group, workers = make(send_back=True)
-    batch = rows(ORDER)
-    expected = workers.values[ORDER] * batch.batch["response_mask"]
-    assert torch.equal(group.compute_log_prob(batch).batch["old_log_probs"], expected)
-    assert torch.equal(group.compute_ref_log_prob(batch).batch["ref_log_prob"], expected)
+    step, batch = step_of(send_back=True), rows(ORDER)
+    expected = VALUES[ORDER] * batch.batch["response_mask"]
+    assert torch.equal(step.log_probs(batch, answers()).batch["old_log_probs"], expected)
+    assert torch.equal(step.ref_log_probs(batch, answers()).batch["ref_log_prob"], expected)
+    assert not step_of().ref_log_probs(batch, []).batch.keys()
 
 
 def test_an_outcome_reward_travels_as_one_advantage_a_sample():
-    group, workers = make()
-    batch, of_sample = rows(ORDER), torch.tensor([0.0, 0.1, 0.2, 0.3])
+    step, batch, of_sample = step_of(), rows(ORDER), torch.tensor([0.0, 0.1, 0.2, 0.3])
     batch.batch["advantages"] = of_sample[ORDER][:, None] * batch.batch["response_mask"]
-    assert group.update_actor(batch).meta_info["metrics"] == {"metric": [1.0]}
-    sent = workers.calls[-1][1]
-    assert (sent["advantages"].tolist(), sent["per_token"]) == (of_sample.tolist(), False)
-    batch.batch["advantages"] = workers.values[ORDER]
-    group.update_actor(batch)
-    tokens = torch.cat([workers.values[s, : LENGTHS[s]] for s in range(4)])
-    sent = workers.calls[-1][1]
-    assert (sent["advantages"].tolist(), sent["per_token"]) == (tokens.tolist(), True)
+    sent = step.advantages(batch)
+    assert (sent.step, sent.values.tolist(), sent.per_token) == (5, of_sample.tolist(), False)
+    batch.batch["advantages"] = VALUES[ORDER]
+    sent = step.advantages(batch)
+    assert (sent.values.tolist(), sent.per_token) == (
+        torch.cat([VALUES[s, : LENGTHS[s]] for s in range(4)]).tolist(),
+        True,
+    )
 
 
 def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
     """Also not on the worker, where there are as many values as samples."""
     values, per_token = cached_step._outcome_or_token_values(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
     assert (values.tolist(), per_token) == ([1.0, 2.0], True)
-    here, mask = SimpleNamespace(payload={"responses": np.array([0, 2])}, samples=(1, 0)), mask_of([2, 0], 2)
+    placement = Placement(5, np.array([1, 1]), np.array([0, 2]), (1, 2), 0, True)
+    here, mask = SimpleNamespace(placement=placement, samples=(1, 0)), mask_of([2, 0], 2)
     for per_token, expected in ((True, [[1.0, 2.0], [0.0, 0.0]]), (False, [[2.0, 2.0], [0.0, 0.0]])):
-        payload = {"advantages": values.numpy(), "per_token": per_token}
-        assert cached_stages.CachedBatch._advantages(here, payload, mask).tolist() == expected
+        advantages = Advantages(5, values.numpy(), per_token, {})
+        assert CachedBatch._advantages(here, advantages, mask).tolist() == expected
 
 
 def prompts(ids=(1, 2), **non_tensors):
@@ -174,8 +137,8 @@ def prompts(ids=(1, 2), **non_tensors):
 
 
 def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
-    sent = cached_step._prompt_payload(prompts(raw_prompt_ids=[[1, 2], [7]]), 0)
-    assert (sent["prompt_ids"].dtype, sent["prompt_ids"].tolist()) == (np.int32, [1, 2, 7])
+    sent = CachedStep(0, WIDTH, True, False).begin(prompts(raw_prompt_ids=[[1, 2], [7]]))
+    assert (sent.ids.dtype, sent.ids.tolist()) == (np.int32, [1, 2, 7])
     found = padded_prompts(sent, 0, 1)
     assert found.non_tensor_batch["raw_prompt_ids"].tolist() == [[1, 2], [7]]
     assert {name: tensor.tolist() for name, tensor in found.batch.items()} == {
@@ -206,29 +169,15 @@ def test_token_ids_that_three_bytes_do_not_hold_are_refused(wrong):
         packed_ids(np.array([5, wrong], np.int32))
 
 
-class Generating:
-    """Two ranks with two responses to their prompt each, of unequal lengths."""
-
-    ANSWERS = [
-        {"response_length": [2, 3], "response_ids": [11, 12, 21, 22, 23]},
-        {"response_length": [1, 3], "response_ids": [31, 41, 42, 43]},
-    ]
-    REPORTS = [{"sent_bytes": a, "received_bytes": b, "balance": 1.25} for a, b in ((8, 4), (2, 6))]
-
-    def __init__(self):
-        self.calls = []
-
-    def run_stage(self, stage, step, payload=None):
-        self.calls.append((stage, step, payload))
-        answers = [{name: np.array(each, np.int32) for name, each in answer.items()} for answer in self.ANSWERS]
-        answers = [{**answer, "response_ids": packed_ids(answer["response_ids"])} for answer in answers]
-        return {"generate": answers, "place": self.REPORTS, "close": None}[stage]
-
-
 def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples():
-    workers = Generating()
-    group = TensorCacheStages(workers, CachedStep(0, WIDTH, True, False, step=5))
-    found = group.generate_sequences(prompts(raw_prompt_ids=[[1, 2], [7]])).batch
+    """Two responses to each rank's prompt, of unequal lengths."""
+    step, given = CachedStep(0, WIDTH, True, False, step=5), prompts(raw_prompt_ids=[[1, 2], [7]])
+    asked = step.begin(given)
+    generated = [([2, 3], [11, 12, 21, 22, 23]), ([1, 3], [31, 41, 42, 43])]
+    batch, placement = step.responses(
+        given, [ResponseIds(np.array(lengths, np.int32), packed_ids(np.array(ids))) for lengths, ids in generated]
+    )
+    found = batch.batch
     expected = {
         "sample": [0, 1, 2, 3],
         "prompts": [[0, 0, 1, 2], [0, 0, 1, 2], [0, 0, 0, 7], [0, 0, 0, 7]],
@@ -239,12 +188,17 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
     assert {name: found[name].tolist() for name in expected} == expected
     assert torch.equal(found["input_ids"], torch.cat([found["prompts"], found["responses"]], 1))
     assert set(found.keys()) == {*expected, "input_ids"}
-    (_, _, asked), (stage, step, placed) = workers.calls
-    assert (stage, step, asked["prompt_ids"].tolist()) == ("place", 6, [1, 2, 7])
-    sizes = {"prompts": [2, 2, 1, 1], "responses": [2, 3, 1, 3], "widths": [4, WIDTH]}
-    assert {name: np.asarray(value).tolist() for name, value in placed.items()} == {**sizes, "pad": 0, "balance": True}
-    assert group.end_step() == {"sent_bytes": 8, "received_bytes": 6, "balance": 1.25}
-    assert workers.calls[-1][:2] == ("close", 6)
+    assert (asked.step, placement.step, asked.ids.tolist()) == (6, 6, [1, 2, 7])
+    assert (placement.prompt_lengths.tolist(), placement.response_lengths.tolist()) == ([2, 2, 1, 1], [2, 3, 1, 3])
+    assert {array.dtype for array in (placement.prompt_lengths, placement.response_lengths)} == {np.dtype(np.int32)}
+    assert (placement.widths, placement.pad_id, placement.balance) == ((4, WIDTH), 0, True)
+
+
+def test_the_record_of_an_exchange_has_the_largest_of_its_ranks():
+    step = step_of()
+    assert step.report() is None
+    step.reports = [ExchangeReport(8, 4, 9, 1.25), ExchangeReport(2, 6, 9, 1.25)]
+    assert step.report() == {"sent_bytes": 8, "received_bytes": 6, "kept_bytes": 9, "balance": 1.25}
 
 
 @pytest.mark.parametrize(("more", "words"), [
@@ -252,15 +206,7 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
     ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which is not returned"),
 ])  # fmt: skip
 def test_prompts_that_are_not_text_are_refused_before_anything_runs(more, words):
-    group, workers = make()
+    step = CachedStep(0, WIDTH, True, False)
     with pytest.raises(ConfigError, match=words):
-        group.generate_sequences(prompts(**more))
-    assert workers.calls == []
-
-
-def test_a_step_without_an_update_is_closed_at_its_end():
-    group, workers = make()
-    group.end_step()
-    assert [stage for stage, _ in workers.calls] == ["close"]
-    group.end_step()
-    assert len(workers.calls) == 1
+        step.begin(prompts(**more))
+    assert step.step == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl_patches.batches.micro_batches import Packing, by_tokens, current_packing, packing, stage_budget
+from verl_patches.batches.micro_batches import Packing, Stage, by_tokens, current_stage, in_stage, packing
 from verl_patches.errors import ConfigError
 from verl_patches.worker import recipe_worker
 
@@ -31,18 +31,19 @@ def test_only_a_stage_with_a_budget_is_packed(monkeypatch):
     split = by_tokens(lambda tensors, batch_size: ("verl's", batch_size))
 
     def forward_backward_batch(actor, data, forward_only):
-        seen.append((split("batch", data.meta_info["micro_batch_size"]), current_packing.value))
+        seen.append((split("batch", data.meta_info["micro_batch_size"]), current_stage.value))
         return "outputs"
 
     run, data = packing(forward_backward_batch), SimpleNamespace(meta_info={"micro_batch_size": None})
-    assert run(None, data, False) == "outputs" and seen.pop() == (("verl's", None), None)
-    with stage_budget.set(300):
+    assert run(None, data, False) == "outputs" and seen.pop() == (("verl's", None), Stage())
+    with in_stage(Stage(300)):
         assert run(None, data, False) == "outputs"
         parts, now = seen.pop()
-        assert parts == "batch" and now.budget == 300 and now.rows == [[0], [1]]
+        assert parts == "batch" and now.packing.budget == 300 and now.packing.rows == [[0], [1]]
         with pytest.raises(ZeroDivisionError):
             packing(lambda *_: 1 / 0)(None, data, True)
-        assert current_packing.value is None
+        assert current_stage.value == Stage(300)
+    assert current_stage.value == Stage()
 
 
 @pytest.mark.parametrize(("line", "on", "budget"), [("a3", True, 300), ("a3", False, None), ("pypi", False, 0)])
@@ -54,7 +55,6 @@ def test_a_row_that_is_off_does_not_make_micro_batches_fixed_in_silence(monkeypa
     worker.config, worker.recipe = OmegaConf.create({"actor": actor}), OmegaConf.create({"line": line})
     if budget is None:
         with pytest.raises(ConfigError, match="row update.dynamic_batches is off"):
-            worker._micro_batches("update")
+            worker._token_budget("update")
         return
-    with worker._micro_batches("update"):
-        assert stage_budget.value == (budget or None)
+    assert worker._token_budget("update") == (budget or None)

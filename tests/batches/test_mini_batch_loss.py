@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from verl.trainer.ppo.core_algos import agg_loss
 
-from verl_patches.batches.micro_batches import Update, by_mini_batch, current_mini_batches, in_mini_batch
+from verl_patches.batches.micro_batches import Stage, Update, by_mini_batch, in_mini_batch, in_stage
 
 SAMPLES, WIDTH = 8, 6  # of all ranks; each has one half
 # how each rank's half is cut; the last has another number of micro batches on each rank
@@ -59,7 +59,8 @@ def measured():
                     TensorParts(zip(parts, each, strict=True)) for each in zip(*parts.values(), strict=True)
                 ]
                 aggregate = by_mini_batch(agg_loss)
-                with current_mini_batches.set(Update() if ours else None) as update:
+                update = Update() if ours else None
+                with in_stage(Stage(update=update)):
                     assert list(in_mini_batch(iter_of)(micro_batches, 1)) == micro_batches
                     each, loss = of_micro_batches(micro_batches, aggregate, mode)
                 loss.backward()

@@ -9,7 +9,7 @@ from verl.utils.seqlen_balancing import get_reverse_idx, rearrange_micro_batches
 
 from tests.batches.lengths import lognormal_lengths
 from verl_patches.batches.batch_plan import plan_batch
-from verl_patches.batches.micro_batches import as_planned, planned
+from verl_patches.batches.micro_batches import Stage, as_planned, in_stage, planned_splits
 from verl_patches.errors import RecipeError
 
 BUDGET, REPLICAS, MINI = 4096, 4, 64
@@ -27,9 +27,9 @@ def rows(samples):
     return TensorDict({"attention_mask": mask, "sample": torch.tensor(samples)[:, None]}, batch_size=len(samples))
 
 
-def run(stage, replica, batches, budget=BUDGET, tokens=LENGTHS):
+def run(stage, replica, batches, budget=BUDGET):
     """[batch] -> (micro batches as lists of samples, places) that verl's actor would compute in one stage."""
-    with planned(stage, budget, plan(), replica, tokens):
+    with in_stage(Stage(planned=planned_splits(stage, budget, plan(), replica, LENGTHS))):
         splits = [split(rows(samples), max_token_len=BUDGET) for samples in batches]
     return [([micro["sample"].flatten().tolist() for micro in micros], places) for micros, places in splits]
 
@@ -65,10 +65,9 @@ def test_a_pass_over_all_mini_batches_comes_back_in_order():
     assert joined[torch.tensor(get_reverse_idx(list(chain.from_iterable(places))))].tolist() == list(placed)
 
 
-@pytest.mark.parametrize(("budget", "tokens"), [(None, LENGTHS), (BUDGET, None)])
-def test_without_budget_or_balance_the_split_is_verls(budget, tokens):
+def test_without_a_budget_the_split_is_verls():
     samples = minis_of(2)[0]
-    ((micros, places),) = run("update", 2, [samples], budget, tokens)
+    ((micros, places),) = run("update", 2, [samples], None)
     assert places == rearrange_micro_batches(rows(samples), max_token_len=BUDGET)[1]
     assert micros != [list(micro) for micro in plan().schedule[2][0]]
 
@@ -83,7 +82,7 @@ def test_other_rows_than_planned_are_refused_and_the_plan_ends_with_them():
 def test_an_actor_that_does_not_ask_is_refused():
     with (
         pytest.raises(RecipeError, match="row update.micro_batches_as_planned must reach"),
-        planned("update", BUDGET, plan(), 0, LENGTHS),
+        in_stage(Stage(planned=planned_splits("update", BUDGET, plan(), 0, LENGTHS))),
     ):
         pass
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from tests.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
+from tests.runs import composed
 from verl_patches.batches import exchange
 from verl_patches.batches.batch_plan import plan_batch, train_replicas
 from verl_patches.batches.cache import TensorCache
 from verl_patches.batches.exchange import Ragged, TensorSpec, wire_bytes
-from verl_patches.config.compose import compose
-from verl_patches.layout.parallel import train_layout_of
 from verl_patches.planning.memory_plan import cached_bytes
 
 SAMPLES, GROUP, SHORTER, WORLD = 512 * 16, 16, 8, 256  # lengths are an eighth, so that one process holds all ranks
@@ -23,14 +22,14 @@ NAMES = ("prompts", "responses", "rollout_log_probs")
 
 
 @pytest.fixture(scope="module")
-def config():
-    return compose("deepseekv3_256die_true_weight")
+def run():
+    return composed("deepseekv3_256die_true_weight")
 
 
-def step_of(config, prompts, responses):
+def step_of(run, prompts, responses):
     """(plan, specs) of a step as stage place makes them."""
     lengths = [a + b for a, b in zip(prompts, responses, strict=True)]
-    replicas = train_replicas(train_layout_of(config))
+    replicas = train_replicas(run.train)
     plan = plan_batch(replicas, lengths, mini_batch_size=len(lengths), micro_batch_size=1)
     specs = {name: TensorSpec(torch.int32, prompts if name == "prompts" else responses) for name in NAMES}
     return plan, specs | {"rollout_log_probs": TensorSpec(torch.float32, responses)}
@@ -63,12 +62,12 @@ class Hub:
 
 
 @pytest.mark.slow
-def test_every_tensor_arrives_once_at_each_rank_that_computes_it(config, monkeypatch):
+def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatch):
     """Negative control in the same run: a sample whose holder has another value differs on 32 ranks, and nowhere."""
     tokens = lognormal_lengths(SAMPLES, 0.7, seed=1, group=GROUP)
     prompts = [-(-(1 + 97 * (sample // GROUP) % 199) // SHORTER) for sample in range(SAMPLES)]
     responses = [-(-max(1, n - 200) // SHORTER) for n in tokens]
-    (plan, specs), wrong, hub = step_of(config, prompts, responses), 4711, Hub()
+    (plan, specs), wrong, hub = step_of(run, prompts, responses), 4711, Hub()
     monkeypatch.setattr(exchange, "dist", hub)
 
     @functools.cache
@@ -77,7 +76,7 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(config, monkeyp
         expected = ragged_of(name, plan.placed[replica], specs[name])
         return expected.values, torch.tensor(plan.placed[replica]).repeat_interleave(torch.tensor(expected.lengths))
 
-    def run(rank):
+    def of_rank(rank):
         hub.thread.rank, cache = rank, TensorCache()
         try:
             cache.open(3)
@@ -98,7 +97,7 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(config, monkeyp
         return SimpleNamespace(samples=own, differ=differ, sent=sent, received=received, held=cache.close())
 
     with ThreadPoolExecutor(WORLD) as pool:
-        ranks = list(pool.map(run, range(WORLD)))
+        ranks = list(pool.map(of_rank, range(WORLD)))
     assert hub.calls == 1 and all(rank.differ == ({wrong} & set(rank.samples)) for rank in ranks)
     copies = Counter(sample for rank in ranks for sample in rank.samples)
     assert copies == dict.fromkeys(range(SAMPLES), 4 * 8)  # TP4 x PP8 ranks of one replica
@@ -108,13 +107,13 @@ def test_every_tensor_arrives_once_at_each_rank_that_computes_it(config, monkeyp
     assert sum(rank.held for rank in ranks) == held
     beside = 256 * 16 * (1 + 3)  # headers of 256 peers, alignment of three tensors of each
     for rank in ranks:
-        assert rank.held <= rank.received <= rank.held + beside and rank.held <= cached_bytes(config) // 8
+        assert rank.held <= rank.received <= rank.held + beside and rank.held <= cached_bytes(run) // 8
 
 
-def test_memory_of_a_die_at_full_length(config):
+def test_memory_of_a_die_at_full_length(run):
     """Held, sent and received of a die by the plan: below what the memory plan counts, and a thousandth of a die."""
-    plan, specs = step_of(config, [PROMPT] * SAMPLES, [RESPONSE] * SAMPLES)
-    counted = cached_bytes(config) // 8
+    plan, specs = step_of(run, [PROMPT] * SAMPLES, [RESPONSE] * SAMPLES)
+    counted = cached_bytes(run) // 8
     for rank in (0, 100, 255):
         sent, received = wire_bytes(plan, rank, specs)
         assert sent == 256 * 16 + 32 * 32 * 4 * (PROMPT + 2 * RESPONSE)  # 32 samples to the 32 ranks of a replica

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--profile", type=Path)
     args = parser.parse_args()
     if not (engine := (args.upstream / "vllm-ascend").resolve()).is_dir():
-        parser.error(f"{engine}: not a folder; expected a checkout of vllm-ascend, which fetch-upstream makes")
+        parser.error(f"{engine}: not a folder; expected a checkout of vllm-ascend, which fetch_upstream.sh makes")
     shape = json.loads((ROOT / "configs/model/deepseekv3_tiny_256experts.json").read_text())
     trees = {"VERL_PATCHES": emulated_npu(), "PYTHONPATH": str(engine)}
     with tempfile.TemporaryDirectory() as folder:

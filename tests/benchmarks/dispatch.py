@@ -9,7 +9,7 @@ response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/bat
 
     own dispatch     the imported verl's: 0.4.0 puts a Megatron batch into Ray's store once a DP rank. With
                      PYTHONPATH=<verl 54c9b736> it is that one's, which serialises a copy for each worker
-    ours             row dispatch.put_once, and recipe.tensor_cache.enabled (batches/cached_step.py)
+    ours             row dispatch.put_once, and recipe.tensor_cache.enabled (trainer/worker_group.py)
 
 256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray serialises for calls (`sent`) and for their
 answers, which the controller fetches from every worker (`back`), counted in its serialiser. `ours` and generation are
@@ -24,6 +24,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,9 +40,11 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from tests.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
 from tests.batches.logical_group import group_of, serialised_sizes
-from verl_patches.batches.cached_step import CachedStep, TensorCacheStages
+from tests.runs import composed, config_of
 from verl_patches.batches.exchange import Ragged, model_inputs, packed_ids
 from verl_patches.batches.limits import trainer_bytes
+from verl_patches.batches.payloads import ExchangeReport, LogProbs, ResponseIds
+from verl_patches.trainer import worker_group
 from verl_patches.trainer.dispatch import put_before_calling
 
 EACH, WORLD, VOCABULARY = 16, 256, 129_280
@@ -101,23 +104,34 @@ class Host:
         return DataProto(meta_info={"metrics": {f"actor/{n}": [0.0] for n in range(10)}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def run_stage(self, stage, step, payload=None):
-        """batches/cached_stages.py, answers of every stage."""
-        if stage == "generate":
-            _, response = self._ids(len(self.lengths[0]) // WORLD, self._rank(stage))
-            return {
-                "response_length": np.array(response.lengths, np.int32),
-                "response_ids": packed_ids(response.values.numpy()),
-            }
-        replica = self.heads.get(self._rank(stage))
-        if stage == "place":
-            return {"sent_bytes": 1, "received_bytes": 1, "kept_bytes": 1}
+    def generate_cached(self, prompts):
+        """worker/recipe_worker.py, as all that follow."""
+        _, response = self._ids(len(self.lengths[0]) // WORLD, self._rank("generate"))
+        return ResponseIds(np.array(response.lengths, np.int32), packed_ids(response.values.numpy()))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def place_cached(self, placement):
+        """Of every rank."""
+        return ExchangeReport(1, 1, 1, 1.0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def log_prob_cached(self, request):
+        """Of a replica's head."""
+        replica = self.heads.get(self._rank("log_prob"))
         if replica is None:
             return None
-        if stage == "update":
-            return {f"actor/{n}": [0.0] for n in range(10)}
         samples = np.arange(replica * self.each, (replica + 1) * self.each, dtype=np.int32)
-        return {"samples": samples, "entropy": np.zeros(self.each, np.float32), "values": None}
+        return LogProbs(samples, np.zeros(self.each, np.float32), None)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ref_log_prob_cached(self, request):
+        """Without KL in the reward."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_cached(self, advantages):
+        """Of a replica's head."""
+        head = self._rank("update") in self.heads
+        return {f"actor/{n}": [0.0] for n in range(10)} if head else None
 
 
 def cluster(store_bytes: int) -> None:
@@ -156,6 +170,15 @@ def prompts_of(count: int, of_sample: list[int]) -> DataProto:
     raw[:] = [part.tolist() for part in ids.parts()]
     names = "input_ids", "attention_mask", "position_ids"
     return DataProto.from_dict({name: tensors[name] for name in names}, {"raw_prompt_ids": raw})
+
+
+def cached_group(group: Any) -> worker_group.RecipeWorkerGroup:
+    """The trainer's group with the tensor cache."""
+    overrides = ["recipe.tensor_cache.enabled=true", f"data.max_response_length={RESPONSE}"]
+    config, tokenizer = config_of(composed("deepseekv3_tiny_cpu", overrides)), SimpleNamespace(pad_token_id=0)
+    trainer = SimpleNamespace(config=config, tokenizer=tokenizer, global_steps=1)
+    with mock.patch.object(worker_group, "is_on", lambda row: True):
+        return worker_group.RecipeWorkerGroup(group, trainer, lambda step, name: None)
 
 
 # verl's fit() as far as workers see it: which tensors its batch has at which call
@@ -242,9 +265,9 @@ def figures(questions: int) -> Iterator[dict[str, Any]]:
     )
     for name, of in (("ours", responses), ("ours, every response of 3072 tokens", [RESPONSE] * samples)):
         stand(of)
-        stages = TensorCacheStages(group, CachedStep(0, RESPONSE, True, False))
         with put_once, counted(name):
-            train(stages, balanced(generate(stages, prompts_of(questions, prompts))))
+            cached = cached_group(group)
+            train(cached, balanced(generate(cached, prompts_of(questions, prompts))))
     ray.shutdown()
     for way in found.values():
         way["all"] = way["sent"] + way["back"]

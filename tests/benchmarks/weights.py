@@ -204,7 +204,7 @@ def saves_of_runs(folder: Path) -> list[dict[str, Any]]:
     """Figures of a smoke run, with verl's own checkpoints as peer."""
     found = {}
     for name, patches in (("ours", "[]"), ("verl", "[-checkpoint.*]")):
-        layout = ("--train-layout", "pp2", "--steps", "2", "trainer.save_freq=1", f"recipe.patches={patches}")
+        layout = ("layout=pp2", "--steps", "2", "trainer.save_freq=1", f"recipe.patches={patches}")
         run_smoke(str(folder), name, *layout)
         log = (folder / name / "latest" / "driver.log").read_text(errors="replace")
         seconds = [float(text) for text in re.findall(r"timing_s/save_checkpoint:([\d.]+)", log)]

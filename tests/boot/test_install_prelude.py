@@ -13,50 +13,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.conftest import python_with_prelude
 from verl_patches.boot import install_prelude
 from verl_patches.boot.install_prelude import INSIDE, LINE, insert_line, remove_line
 from verl_patches.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 # the shape of upstream's file, none of its text
-WORKER = '''# Copyright
-"""
-A docstring; import nothing_here
-"""
-
-import logging
-import os
-
-import torch
-import torch.distributed
-
-logger = logging.getLogger(__file__)
+WORKER = (
+    '# Copyright\n"""\nA docstring\n"""\n\nimport logging\n\nimport torch\n\n\nclass ActorRolloutRefWorker:\n    pass\n'
+)
 
 
-def seed(n):
-    import random
-
-
-class ActorRolloutRefWorker:
-    pass
-'''
-
-
-def make_tree(root: Path, text: str | bytes = WORKER) -> Path:
+def make_tree(root: Path, text: str = WORKER) -> Path:
     """A checkout with a verl package in it; returns its worker file."""
     file = root / "verl" / INSIDE
     file.parent.mkdir(parents=True)
     (root / "verl" / "__init__.py").write_text("raise RuntimeError('install-prelude must not import verl')\n")
-    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    file.write_text(text)
     return file
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
 
 
 @pytest.mark.parametrize("inner", ["", "verl"])
@@ -71,28 +46,7 @@ def test_the_line_is_inserted_once_before_the_first_import_and_removed_byte_for_
     assert remove_line(tmp_path / inner).state == "removed"
     assert file.read_text() == WORKER
     assert remove_line(tmp_path / inner).state == "not installed"
-    assert names(file.parent) == [file.name]  # no temporary file is left
-
-
-HEADS = ["", "#!/usr/bin/python\n", "# -*- coding: utf-8 -*-\n", '"""Doc."""\n', "\n\n", "'''d\n'''\n"]
-FUTURES = ["", "from __future__ import division\n", "from __future__ import (\n annotations,\n)\n"]
-BODIES = ["import torch\n", "from os import (\n path,\n)\nimport torch\n", "X = 1\nimport torch, os\n"]
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-@given(*map(st.sampled_from, (HEADS, FUTURES, BODIES, ["\n", "\r\n", "\r"], ["", "\n", "# é\n"])))
-def test_any_recognised_file_survives_there_and_back(tmp_path_factory, head, future, body, newline, tail):
-    text = head + future + body + "class ActorRolloutRefWorker: pass" + tail
-    data = text.replace("\n", newline).encode()
-    root = tmp_path_factory.mktemp("tree")
-    file = make_tree(root, data)
-    line = insert_line(root).line
-    new = file.read_bytes()
-    assert new.count(LINE.encode() + newline.encode()) == 1
-    assert new.decode().splitlines()[line - 1] == LINE
-    compile(new, "worker", "exec")  # __future__ imports are still first
-    assert remove_line(root).state == "removed"
-    assert file.read_bytes() == data
+    assert os.listdir(file.parent) == [file.name]  # no temporary file is left
 
 
 @pytest.mark.parametrize("line", ["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
@@ -105,8 +59,8 @@ def test_the_pinned_verl_is_recognised(tmp_path, upstream_text, line):
         text = text.replace(f"{LINE}\n", "")  # a user may have installed the prelude there
     file = make_tree(tmp_path, text)
     insert_line(tmp_path)
-    lines = file.read_text().splitlines()
-    assert lines.index(LINE) < lines.index("import torch")
+    imports = [line for line in file.read_text().splitlines() if line.startswith(("import ", "from "))]
+    assert imports[0] == LINE
     remove_line(tmp_path)
     assert file.read_text() == text
 
@@ -114,60 +68,25 @@ def test_the_pinned_verl_is_recognised(tmp_path, upstream_text, line):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (WORKER.replace("class ActorRolloutRefWorker", "class Other"), "no class ActorRolloutRefWorker"),
-        (WORKER.replace("import torch\n", ""), "no `import torch`"),
-        (WORKER.replace("import logging", "try:\n    import x\nfinally: x = 1\nimport logging"), "begins a line"),
-        (WORKER.replace("import logging", "X = 1; import logging"), "begins a line"),
-        (WORKER + "def f(:\n", "invalid syntax"),
-        (WORKER.replace("import logging", "from verl_patches import prelude_patch\n"), "expected no prelude"),
-        (WORKER.replace("import logging", f"# {LINE}\nimport logging"), "expected no prelude"),
-        (WORKER.replace("import logging", f"{LINE}  # mine\nimport logging"), "expected no prelude"),
-        (WORKER.replace("import logging", f"{LINE}\n{LINE}\nimport logging"), "found 2"),
-        (WORKER.replace("import torch\n", f"import torch\n{LINE}\n"), "before all other imports"),
-        (WORKER.replace("import random", LINE), "before all other imports"),
-        (WORKER.replace("import logging", "import verl_patches.other\nimport logging"), "expected no prelude"),
+        (WORKER.replace("class ActorRolloutRefWorker", "class Other"), "another module"),
+        (WORKER.replace("import logging", "from verl_patches import prelude_patch\n"), "the lines"),
+        (WORKER.replace("import logging", f"{LINE}\n{LINE}\nimport logging"), "the lines"),
     ],
 )
-def test_an_unknown_file_is_refused(tmp_path, text, words):
+def test_another_file_or_prelude_is_refused(tmp_path, text, words):
     file = make_tree(tmp_path, text)
-    with pytest.raises(ConfigError, match="expected") as caught:
-        insert_line(tmp_path)
-    assert words in str(caught.value) and str(file) in str(caught.value)
-    if LINE in text:
-        with pytest.raises(ConfigError, match="by hand"):
-            remove_line(tmp_path)
+    for change in (insert_line, remove_line):
+        with pytest.raises(ConfigError, match=words):
+            change(tmp_path)
     assert file.read_text() == text
-    assert names(file.parent) == [file.name]
 
 
-def test_a_link_out_of_the_tree_is_refused_and_other_hard_links_keep_their_text(tmp_path):
+def test_the_mode_and_the_file_of_a_package_cache_stay(tmp_path):
     file, cache = make_tree(tmp_path / "checkout"), tmp_path / "cache.py"
     file.chmod(0o640)
     os.link(file, cache)
     insert_line(tmp_path / "checkout")
     assert LINE in file.read_text() and cache.read_text() == WORKER and file.stat().st_mode & 0o777 == 0o640
-    file.unlink()
-    file.symlink_to(cache)
-    with pytest.raises(ConfigError, match="found a link"):
-        insert_line(tmp_path / "checkout")
-    assert cache.read_text() == WORKER
-
-
-def test_a_read_only_file_and_a_failed_write_leave_the_file_unchanged(tmp_path, monkeypatch):
-    file = make_tree(tmp_path)
-    file.chmod(0o444)
-    with pytest.raises(ConfigError, match="read-only"):
-        insert_line(tmp_path)
-    file.chmod(0o644)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(install_prelude.os, "replace", full)
-    with pytest.raises(ConfigError, match="No space left"):
-        insert_line(tmp_path)
-    assert file.read_text() == WORKER
-    assert names(file.parent) == [file.name]
 
 
 def test_verl_is_found_without_importing_it_and_one_that_is_not_there_is_refused(tmp_path, monkeypatch):
@@ -178,14 +97,13 @@ def test_verl_is_found_without_importing_it_and_one_that_is_not_there_is_refused
     monkeypatch.delitem(sys.modules, "verl", raising=False)
     assert insert_line().file == file and "verl" not in sys.modules
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="found none in this Python"):
+    with pytest.raises(ConfigError, match="no verl is installed"):
         insert_line()
 
 
 # -- the .pth file -----------------------------------------------------------------------------------------------------
 
 SAY = "import sys; print(__name__, 'verl_patches.prelude_patch' in sys.modules)\n"
-WORKERS = "import torch\nclass ActorRolloutRefWorker: pass\n"
 CPU = "line=pypi,platform=cpu"
 
 
@@ -200,7 +118,7 @@ class Python:
             file.write_text(SAY)
         self.workers = self.upstream / "verl" / INSIDE
         self.workers.parent.mkdir()
-        self.workers.write_text(WORKERS)
+        self.workers.write_text(WORKER)
         self.executable = python_with_prelude(folder)
         (self.pth,) = folder.rglob(install_prelude.NAME)
 
@@ -237,11 +155,10 @@ def test_both_go_in_and_come_out_again(bare):
     bare.prelude("--undo")
     assert bare.prelude() == both("installed") and bare.prelude() == both("already installed")
     assert LINE in bare.workers.read_text() and bare.pth.read_text().count("\n") == 1
-    assert bare.pth.stat().st_mode & 0o777 == 0o644
     bare.pth.write_text("import verl_patches.of_an_older_version\n")
     assert bare.prelude()["pth"][1] == "installed" and bare.pth.read_text() == install_prelude.TEXT
     assert bare.prelude("--undo") == both("removed") and bare.prelude("--undo") == both("not installed")
-    assert bare.workers.read_text() == WORKERS
+    assert bare.workers.read_text() == WORKER
     assert [file.name for file in bare.pth.parent.iterdir() if file.is_file()] == ["base.pth"]
 
 
@@ -280,20 +197,6 @@ for _ in range(2):
     assert done.stdout.splitlines() == ["ConfigError True"] * 2, done
     production = python.run("import verl")  # the default is line a3 on npu, as with the line alone
     assert production.returncode == 1 and "torch_npu is not installed" in production.stderr
-
-
-def test_where_the_file_cannot_be_written_the_line_is_not_left_either(tmp_path, monkeypatch):
-    file = make_tree(tmp_path, WORKERS)
-    with monkeypatch.context() as patch:
-        patch.setattr(install_prelude, "_pth_file", lambda: tmp_path / "no folder" / install_prelude.NAME)
-        for text in (WORKERS, f"{LINE}\n{WORKERS}"):  # a line that was there before stays
-            file.write_text(text)
-            with pytest.raises(ConfigError, match="no folder"):
-                install_prelude.install_prelude(tmp_path)
-            assert file.read_text() == text
-    monkeypatch.setattr(sys, "path", [str(ROOT)])  # site-packages are not read
-    with pytest.raises(ConfigError, match="-S"):
-        install_prelude.write_pth()
 
 
 WITHOUT_US = """

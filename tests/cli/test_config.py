@@ -7,11 +7,11 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.config.compose import compose
+from verl_patches.config.compose import compose_config
 from verl_patches.errors import ConfigError
 
 TINY, RUNS = "deepseekv3_tiny_cpu", ("deepseekv3_256die_random_init", "deepseekv3_256die_true_weight")
-VPP = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"
+STACKED = "recipe.train.grouped_gemm=false"
 
 
 def call(*arguments):
@@ -26,9 +26,9 @@ def explained(name, *arguments, code=0):
 
 def test_the_composed_config_is_printed():
     done = call("--config-name", TINY, "data.train_batch_size=8")
-    assert done.exit_code == 0 and OmegaConf.create(done.stdout) == compose(TINY, ["data.train_batch_size=8"])
+    assert done.exit_code == 0 and OmegaConf.create(done.stdout) == compose_config(TINY, ["data.train_batch_size=8"])
     as_json = json.loads(call("--config-name", TINY, "--json").stdout)
-    assert as_json == OmegaConf.to_container(compose(TINY))
+    assert as_json == OmegaConf.to_container(compose_config(TINY))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -52,14 +52,15 @@ def test_over_the_lines_own_verl_they_become_the_same_arguments(name, pytestconf
 
 def test_a_refused_key_is_named_and_ends_with_1():
     topk = "+actor_rollout_ref.model.override_config.model_config.topk_method=greedy"
-    found = explained(RUNS[1], VPP, topk, code=1)
-    assert found["refused"] == ["actor.megatron.virtual_pipeline_model_parallel_size", "HF topk_method"]
-    done = call("--explain", "--config-name", RUNS[1], VPP)
-    assert done.exit_code == 1 and "actor.megatron.virtual_pipeline_model_parallel_size is 2: Mind" in done.stderr
+    found = explained(RUNS[1], STACKED, topk, code=1)
+    assert found["refused"] == ["recipe.train.grouped_gemm", "HF topk_method"]
+    done = call("--explain", "--config-name", RUNS[1], STACKED)
+    assert done.exit_code == 1 and "recipe.train.grouped_gemm is False: " in done.stderr
     assert " 1 refused" in done.stdout
 
 
-def test_the_table_and_the_note_about_another_verl():
+def test_the_table_and_the_note_about_another_verl(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # cells in one line
     done = call("--explain", "--config-name", RUNS[0])
     words = ("--tensor-model-parallel-size 4", "verl's own", "with actor.optim.warmup_style", "no argument")
     for word in (*words, "--moe-token-dispatcher-type alltoall", " 0 refused"):

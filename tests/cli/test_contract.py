@@ -145,6 +145,7 @@ def test_rows_of_a_clone_that_is_missing_are_listed_as_not_checked(run, tmp_path
         (("--upstream", "{tmp}", "--installed"), "exclude each other"),
         (("--upstream", "{tmp}/nowhere"), "nowhere is not a folder"),
         (("--upstream", "{tmp}"), "found no verl"),
+        (("--only", "verl"), "needs --upstream"),
         (("--line", "a4"), "a4"),
         (("--line", "a3", "--upstream", "{tmp}"), "found no verl"),
     ],

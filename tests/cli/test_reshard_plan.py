@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.config.compose import CONFIGS_DIR
+from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.plots import plan_figure, save
 from verl_patches.layout.inventory import build_inventory

@@ -10,11 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.runs import composed
 from tests.weights.cases import make_checkpoint, make_start
 from verl_patches.__main__ import app
 from verl_patches.cli import patches, run
-from verl_patches.config.compose import compose
-from verl_patches.config.run_start import run_home
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
@@ -70,7 +69,6 @@ def test_a_start_over_another_verl_than_the_lines_is_refused(upstream, version, 
         (("smoke", "--line", "a3", "--upstream", "/no/such"), "found no verl/verl"),
         (("train", "--config-name", TINY, "recipe.line=a3"), "--upstream DIR"),
         (("train", "--config-name", TINY, "trainer.nnodes=2"), "recipe.ray_address is null"),
-        (("smoke", "--rollout-tp", "2", "--rollout-dp", "2"), "rollout"),
     ],
 )
 def test_a_start_that_lacks_its_sources_or_a_ray_is_refused(arguments, words):
@@ -79,13 +77,15 @@ def test_a_start_that_lacks_its_sources_or_a_ray_is_refused(arguments, words):
 
 def test_a_key_that_mindspeed_cannot_act_on_is_refused_before_anything_starts(upstream):
     key = "actor_rollout_ref.actor.megatron.sequence_parallel=false"
-    text = refusal("smoke", "--line", "a3", "--upstream", upstream, "--train-layout", "tp2", key)
-    assert "actor.megatron.sequence_parallel is False" in text
+    wrong = CliRunner().invoke(app, ["smoke", "--line", "a3", "--upstream", str(upstream), "layout=tp2", key])
+    assert wrong.exit_code == 1 and "actor.megatron.sequence_parallel is False" in wrong.output
 
 
 def test_a_wrong_layout_ends_with_1_and_wrong_use_with_2():
     wrong = CliRunner().invoke(app, ["train", "--config-name", TINY, "data.train_batch_size=3"])
     assert wrong.exit_code == 1 and "3 is not a multiple of 2" in wrong.output
+    wrong = CliRunner().invoke(app, ["smoke", "rollout=tp2dp2"])
+    assert wrong.exit_code == 1 and "layout=tp2ep2, of 4 ranks" in wrong.output
     assert CliRunner().invoke(app, ["smoke", "--no-such-option"]).exit_code == 2
 
 
@@ -107,13 +107,13 @@ def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code,
     (tmp_path / "summary.json").write_text(json.dumps({"exit": reason}))
     outcome = launcher.Outcome(code, reason, tmp_path, 12.3, {"total": 3 << 30})
     with pytest.raises(typer.Exit) as ended:
-        run._report(outcome, compose(TINY), as_json=False)
+        run._report(outcome, composed(TINY), as_json=False)
     printed = capsys.readouterr()
     assert ended.value.exit_code == (code if code > 128 else min(code, 1))  # 128 + n: ended by signal n
     assert ("ok in 12 s, peak memory 3.0 GiB" in printed.out) is (code == 0)
     assert (f"{reason}\n  log: {tmp_path / 'driver.log'}" in printed.err) is (code != 0)
     with pytest.raises(typer.Exit):
-        run._report(outcome, compose(TINY), as_json=True)
+        run._report(outcome, composed(TINY), as_json=True)
     assert json.loads(capsys.readouterr().out) == {"exit": reason}
 
 
@@ -126,7 +126,7 @@ def said(tmp_path, capsys):
         given += ["trainer.save_freq=2", "trainer.total_training_steps=9"]
         with pytest.raises(typer.Exit):
             folder = tmp_path / "r" / starts_in(tmp_path / "r")[-1].name
-            run._report(launcher.Outcome(code, reason, folder, 2.0), compose(TINY, [*given, *overrides]), False)
+            run._report(launcher.Outcome(code, reason, folder, 2.0), composed(TINY, [*given, *overrides]), False)
         return capsys.readouterr().err
 
     return report
@@ -188,15 +188,15 @@ def test_a_disk_that_fails_does_not_hide_why_the_run_ended(tmp_path, said, monke
 def started(monkeypatch, tmp_path):
     """started(code, *arguments) -> what `smoke` prints over a launcher that shows four lines and ends with `code`."""
 
-    def launch(config, show, trees, dirty):
+    def launch(spec, show, dirty):
         for text in ("~ starting Ray", "", "", "| proven", "- narrow", "+ all columns", "~ step 1", ""):
             show(text)
         return launcher.Outcome(code[0], "ok" if code[0] == 0 else "it broke", make_start(tmp_path / "r"), 1.0)
 
     code = []
     monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: None)
-    monkeypatch.setattr(run, "check_files", lambda config, must_exist: [])
-    monkeypatch.setattr(run, "refuse_modified", lambda config, trees: {})
+    monkeypatch.setattr(run, "_file_checks", lambda spec: [])
+    monkeypatch.setattr(run, "refuse_modified", lambda spec: {})
     monkeypatch.setattr(launcher, "run", launch)
 
     def call(ended, *arguments):
@@ -246,9 +246,7 @@ def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, t
     seen = []
     monkeypatch.setattr(run.smoke.Inputs, "make", lambda self, say: seen.append(self.model.parent))
     launch = launcher.run
-    monkeypatch.setattr(
-        launcher, "run", lambda config, *more, **kw: seen.append(run_home(config)) or launch(config, *more, **kw)
-    )
+    monkeypatch.setattr(launcher, "run", lambda spec, *more, **kw: seen.append(spec.home) or launch(spec, *more, **kw))
     outputs = Path(run.__file__).parents[2] / "outputs"
     for folder in (tmp_path, outputs.parent):
         monkeypatch.chdir(folder)
@@ -288,6 +286,6 @@ def test_rows_are_shown_for_the_line_that_is_installed_and_what_was_taken_is_sai
         assert done.exit_code == 0 and done.stderr.startswith(line) and "VERL_PATCHES is unset" in done.stderr
         said = re.match(r"\S+", done.stderr)[0]
         assert json.loads(done.stdout) == json.loads(CliRunner().invoke(app, [*command, "--switches", said]).stdout)
-        monkeypatch.setenv("VERL_PATCHES", "line=a3,platform=cuda")
+        monkeypatch.setenv("VERL_PATCHES", "line=a3,platform=npu")
         assert CliRunner().invoke(app, command).stderr == ""
         monkeypatch.delenv("VERL_PATCHES")

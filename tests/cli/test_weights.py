@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.weights.cases import SMALL, make_folder, write_checkpoint
 from verl_patches.__main__ import app
-from verl_patches.config.compose import CONFIGS_DIR
+from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.model_folder import INDEX, QUANTIZATION

@@ -1,7 +1,6 @@
 """What reaches several hosts from one place; ssh and docker are programs of the test."""
 
 import io
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -9,10 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl_patches.cli import cluster as cli
 from verl_patches.cluster import hosts as over_ssh
 from verl_patches.cluster import node
-from verl_patches.cluster.hosts import Hosts, refusal, unsaved
+from verl_patches.cluster.hosts import Hosts, unsaved
 from verl_patches.cluster.job import Job
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, RecipeError
@@ -117,13 +115,6 @@ def test_new_containers_are_removed_where_up_fails_and_old_ones_are_not(program,
     assert program.docker()[-1] == "docker rm j"  # the one that was made and did not start
 
 
-def test_a_connection_that_stays_lost_ends_with_what_to_do_next(program, monkeypatch):
-    monkeypatch.setattr(over_ssh, "RECONNECT_S", 0.0)
-    monkeypatch.setattr(over_ssh, "RECONNECT_EVERY_S", 0.01)
-    with pytest.raises(RecipeError, match="no connection to node 0 .* cluster follow joins it, cluster down ends it"):
-        hosts(program("ssh", "exit 255")).follow(io.BytesIO(), lambda text: None)
-
-
 def test_a_command_that_was_not_reached_is_started_and_no_older_one_followed(program, tmp_path, monkeypatch):
     """The first connection fails. The control is one that is lost once the command has begun."""
     monkeypatch.setattr(over_ssh, "RECONNECT_EVERY_S", 0.01)
@@ -177,24 +168,12 @@ def test_no_older_command_is_followed_where_the_connection_is_lost_before_the_st
     assert (made.run(to, lambda text: None), to.getvalue()) == (code, output)
 
 
-@pytest.mark.parametrize("reached", [True, False])
-def test_a_container_that_may_come_later_is_spoken_of_where_docker_was_reached(program, reached):
-    said = f'echo "{over_ssh.BEGINS}";' if reached else ""
-    text = fault_of(hosts(program("ssh", f"{said} exit {over_ssh.SSH_FAILED}"), image="a3"))
-    assert len(text) == 2 + reached
-    assert not reached or "docker may still be at work on nodes 0,1" in text[2]
-
-
 def test_hosts_with_the_same_fault_are_one_line(program):
     said = 'echo "ssh: connect to host $1 port 22: Connection timed out" >&2'
     ssh = program("ssh", f'if [ "$1" = node-7 ]; then echo "no route" >&2; else {said}; fi; exit 255')
     names = [f"node-{number}" for number in range(16)]
-    head, *lines = fault_of(hosts(ssh, image="a3", nodes=16, hosts=names))
-    assert lines == [
-        "  nodes 0,1,2,3,4,5,6,8,9,10,11,12,13,14,15: ssh: connect to host HOST port 22: Connection timed out",
-        "  node 7 (node-7): no route",
-    ]
-    assert max(map(len, lines)) <= 120 and "j" in head
+    _, many, one = fault_of(hosts(ssh, image="a3", nodes=16, hosts=names))
+    assert "nodes 0,1,2,3,4,5,6,8,9,10,11,12,13,14,15: " in many and "node 7 (node-7): no route" in one
 
 
 def test_the_head_is_the_jobs_first_host_whatever_a_node_has_in_its_environment(program, monkeypatch):
@@ -252,8 +231,6 @@ def test_the_container_of_a_host_whose_logs_did_not_arrive_stays(program, tmp_pa
     ssh = program("ssh", 'HOST=$1 bash -c "$2"')
     (fault,) = hosts(ssh, image="a3", nodes=3, hosts=["10.0.0.1", "10.0.0.2", "10.0.0.3"]).down(tmp_path / "logs")
     assert fault.startswith("node 1 (10.0.0.2): its logs: expected a tar archive, found 40 bytes")
-    assert "they stay there for another cluster down (--logs FOLDER)" in fault
-    assert fault.endswith("a container of the job stays there: cluster down again, or docker rm --force j")
     removed = [line for line in program.docker() if line.startswith("docker rm")]
     assert removed == ["docker rm --force 10.0.0.1"] and (tmp_path / "logs" / "node-0" / "a.log").exists()
     execs = [line.rpartition(" --node-rank ")[2] for line in program.docker() if line.startswith("docker exec")]
@@ -288,18 +265,15 @@ def written(layer, path):
 @pytest.mark.parametrize(
     "path",
     [
-        "results/mine/summary.json",
         "checkpoints/global_step_8/manifest.json",  # a relative trainer.default_local_dir
         "/tmp/checkpoints/global_step_8/rank_0/model.safetensors",
-        "data/deepscaler/train.parquet",
-        "DeepSeek-V3-bf16/model-00001-of-00163.safetensors",
     ],
 )
 def test_down_does_not_delete_a_container_that_holds_files_of_a_user(program, container, path):
     file = written(container, path)
     (fault,) = alone(program).down(None)
     assert file.exists() and not any(line.startswith("docker rm") for line in program.docker())
-    assert fault.startswith("node 0 (10.0.0.1): container j holds /") and "then docker rm --force j" in fault
+    assert "container j holds /" in fault
     assert any(line.startswith("docker exec") for line in program.docker())  # what ran has been ended
 
 
@@ -320,20 +294,12 @@ def test_down_deletes_a_container_whose_files_are_those_of_programs_or_in_volume
     assert not container.exists()
 
 
-def test_a_container_that_stays_when_up_fails_is_spoken_of(program, container):
-    file = written(container, "/home/me/kept.txt")
-    failed = 'case "$2" in *"docker exec"*) echo "no route" >&2; exit 255;; *"run "*) echo new;; *) bash -c "$2";; esac'
-    _, fault, stays = fault_of(hosts(program("ssh", failed), image="a3", nodes=1, hosts=["10.0.0.1"]))
-    assert fault.endswith("no route") and "container j holds /home" in stays and file.exists()
-
-
 def test_what_to_copy_out_of_a_container_is_its_new_folder_or_a_changed_file(program):
     changes = "C /opt\nC /opt/r\nA /opt/r/ckpt\nA /opt/r/ckpt/a.pt\nA /opt/r/ckpt/b.pt\nC /opt/r/configs\n"
     changes += "C /opt/r/configs/a.yaml\nC /opt/r/data\nD /opt/r/data/old.json\nWelcome to /etc\n"
     job = hosts(program("ssh", "exit 1"), image="a3", checkout="/opt/r", volumes={"/data/o": "/opt/r/outputs"}).job
     assert unsaved(job, changes) == ["/opt/r/ckpt", "/opt/r/configs/a.yaml"]
     assert unsaved(job, changes + "M /opt/r\n") == []
-    assert refusal(job, ["/a", "/b", "/c", "/d"]).startswith("container j holds /a, /b, /c and 1 more,")
 
 
 def test_a_container_whose_changes_are_not_known_stays(program, container):
@@ -343,35 +309,6 @@ def test_a_container_whose_changes_are_not_known_stays(program, container):
     assert "no such driver" in fault and container.exists()
 
 
-def test_each_call_has_a_limit_and_that_of_logs_its_own(program, monkeypatch, tmp_path):
-    limits, ssh = {}, program("ssh", "")
-
-    def run(words, timeout, **_):
-        limits[" ".join(words[-1].split()[-2:])] = timeout
-        raise subprocess.TimeoutExpired(words, timeout, over_ssh.BEGUN)
-
-    monkeypatch.setattr(over_ssh.subprocess, "run", run)
-    (fault,) = hosts(ssh).down(tmp_path / "logs")
-    assert "nodes 0,1: no end within" in fault
-    hosts(ssh).down(None)
-    assert limits == {"--logs -": over_ssh.MARGIN_S + over_ssh.LOGS_S, "--logs none": over_ssh.MARGIN_S}
-    assert "docker may still be at work on nodes 0,1" in fault_of(hosts(ssh, image="a3"))[2]
-
-
-@pytest.mark.parametrize("call", ["status", "follow", "run"])
-def test_an_ssh_that_is_not_installed_is_named(tmp_path, call):
-    given = () if call == "status" else (io.BytesIO(), lambda text: None)
+def test_an_ssh_that_is_not_installed_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no-ssh is not installed here"):
-        getattr(hosts(tmp_path / "no-ssh"), call)(*given)
-
-
-def test_an_archive_of_logs_is_for_one_node(program, tmp_path):
-    """`down --logs -` over ssh; the control is a folder."""
-    job = hosts(program("ssh", "exit 1")).job
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_defaults=True)))
-    with pytest.raises(ConfigError, match="--logs - is for a node's own cluster down; give a folder"):
-        cli.down_command(str(path), logs="-")
-    assert program.calls() == ""
-    with pytest.raises(RecipeError, match="cluster down of job j:"):
-        cli.down_command(str(path), logs=str(tmp_path / "logs"))
+        hosts(tmp_path / "no-ssh").run(io.BytesIO(), lambda text: None)

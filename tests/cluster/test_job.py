@@ -56,50 +56,30 @@ def test_placeholders_of_the_example_are_refused_before_anything_is_called(verb,
     ("changes", "text"),
     [
         ({"colour": 1}, "colour"),
-        ({"name": "A b"}, "name"),
         ({"provider": "ssh", "hosts": ["10.0.0.1"]}, "hosts has 1 addresses, expected one of each of the 2 nodes"),
-        ({"provider": "ssh", "hosts": ["-oProxyCommand=x", "a"]}, "hosts.0"),  # no option of ssh
         ({"hosts": ["a", "a"]}, "an address twice"),
         ({"provider": "kubernetes"}, "image is missing"),
         ({"provider": "slurm"}, "command is missing"),
         ({"volumes": {"/d": "/d"}}, "the job has no image"),
-        ({"image": "a", "volumes": {"/d": "/d", "/e": "/d"}}, "a folder of the container twice"),
         ({"image": "a", "volumes": {"/d": "/d,/e"}}, "volumes./d"),
         ({"env": {"A": "x"}, "secrets": ["A"]}, "env has the value of A"),
-        ({"env": {"DB_PASS": "x"}}, "env has the value of DB_PASS"),
         ({"env": {"MODEL": "hf_" + "x" * 30}}, "env has the value of MODEL"),
-        ({"command": ["env", "HFTOKEN=x", "train"]}, "has the value of HFTOKEN"),
-        ({"ssh": {"container_options": ["-e", "API_KEY=x"]}}, "has the value of API_KEY"),
-        ({"slurm": {"options": ["--export=DB_PASS=x"]}}, "has the value of DB_PASS"),
         ({"nodes": 20_000_000}, f"nodes: .* less than or equal to {MAX_NODES}"),
-        ({"wait_s": float("inf")}, "wait_s"),
         ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "slurm.partition"),
-        ({"slurm": {"options": ["--account=a\nrm -rf x"]}}, "slurm.options.0: .*one line"),
         ({"slurm": {"options": ["account=a"]}}, "slurm.options.0: .*an option, such as --account=NAME"),
         ({"ssh": {"user": "-oProxyCommand=x"}}, "ssh.user"),
-        ({"ssh": {"command": []}}, "ssh.command"),
         ({"image": "-v /:/host"}, "image: .*does not begin with -"),
-        ({"interface": "eth0; rm"}, "interface"),
-        ({"checkout": "/a\nb"}, "checkout"),
         ({"env": {"A": "a\0b"}}, "env.A: .*without NUL"),
         ({"ports": {"gcs": 6380}}, "overlap at 6380"),
-        ({"uploads": [{"from": "o", "to": "s3://b"}]}, "command, which is missing"),
         ({"command": ["a"], "uploads": [{"from": "o", "to": "b"}]}, "uploads.0.to"),
-        ({"command": ["a"], "uploads": [{"from": "-o", "to": "s3://b"}]}, "uploads.0.from"),
-        ({"command": ["a"], "uploads": [{"from": "o", "to": f"s3://b{end}"} for end in ("", "/")]}, "a target twice"),
         ({"command": ["a"], "uploads": [{"from": "o", "to": "ftp://u:pass@b/x"}]}, "has a password"),
-        ({"replica_count": 3}, "replica_count: Extra inputs are not permitted"),
         ({"image": "${NONE}"}, "image: .*NONE.* is unset; give it in env_file or export it"),
-        ({"image": "${a b}"}, "a b.* is unset"),
         ({"folder": "/x/${HF_TOKEN}"}, "folder: .*HF_TOKEN.* is a secret"),
-        ({"secrets": ["WANDB"], "env": {"A": "${WANDB}"}}, "env.A: .*WANDB.* is a secret"),
-        ({"uploads": [{"from": "o", "to": "s3://${KEYED}"}]}, "uploads.to: .*KEYED.* is a secret"),
         ({"env_file": "no.env"}, "no.env: expected a file of NAME=VALUE lines, found: No such file"),
-        ({"env_file": 3}, "env_file: expected a path, found 3"),
     ],
 )
 def test_a_wrong_job_is_refused_by_name(changes, text):
-    environ = {"HF_TOKEN": "t", "WANDB": "w", "KEYED": "hf_" + "x" * 30}
+    environ = {"HF_TOKEN": "t"}
     with pytest.raises(ConfigError, match=text) as error:
         read(environ, **{"checkout": "/c", **changes})
     assert "xxxxx" not in str(error.value)
@@ -112,16 +92,11 @@ IN_DATA = {"provider": "kubernetes", "volumes": {"/data": "/data"}}
     ("changes", "fault"),
     [
         ({"volumes": {"/d": "/c/outputs"}}, None),
-        ({"volumes": {"/d": "/c"}}, None),
         ({"provider": "nodes"}, None),  # somebody else has started the containers, whose volumes are theirs
         ({}, "at /c/outputs, where runs write, found none"),
-        ({"volumes": {"/d": "/c/out"}}, "at /c/outputs, where runs write, found /c/out"),
         ({"volumes": {"/d": "/c/outputs"}, "logs": "/l"}, "at /l, where logs are gathered, found /c/outputs"),
         ({"volumes": {"/d": "/c/outputs"}, "command": ["train", "recipe.output_root=/r/x"]}, "at /r/x, "),
-        ({"volumes": {"/d": "/c/outputs"}, "command": ["bash", "-c", "a && train recipe.output_root=r"]}, "at /c/r, "),
-        ({**IN_DATA, "command": ["train"]}, "at /c/outputs, where runs write, found /data"),
         ({**IN_DATA, "command": ["train", "recipe.output_root=/data/x"]}, None),
-        ({**IN_DATA, "command": ["train", "++recipe.output_root='/data/x'"]}, None),
         ({**IN_DATA, "command": ["train", "recipe.output_root=$X"]}, None),  # the run looks itself
     ],
 )
@@ -164,19 +139,13 @@ def test_values_within_the_bounds_are_taken():
 def test_a_file_that_is_no_job_is_refused_by_line(tmp_path):
     """What YAML is not read: config/test_yaml_files.py. Of standard input the second document has the secrets."""
     path = tmp_path / "job.yaml"
-    for text, message in ((b"name: j\n---\nsecrets: {A: b}\n", ":2: "), (b"- a\n", ": "), (b"", ": ")):
+    for text, message in ((b"name: j\n---\nsecrets: {A: b}\n", ": "), (b"- a\n", ": "), (b"", ": ")):
         path.write_bytes(text)
         with pytest.raises(ConfigError, match=f"^{path}{message}expected .*$"):
             load_job(str(path), "", {})
     for sent in ("secrets: [a]", "secrets: {A: 3}", "secrets:"):
         with pytest.raises(ConfigError, match="as the second document"):
             load_job("-", f"{yaml.safe_dump(SMALL)}---\n{sent}\n", {})
-
-
-def test_a_name_of_two_lines_is_said_in_one():
-    with pytest.raises(ConfigError, match="job.yaml: ") as error:
-        read(env={"A\nB": "x"}, **{"a\x1b": 1})
-    assert str(error.value).isprintable() and r"A\nB" in str(error.value)
 
 
 def test_variables_of_public_samples_fill_what_the_file_leaves_out():
@@ -254,7 +223,7 @@ def test_a_job_takes_values_from_its_env_file_and_no_secret_is_written(tmp_path)
     assert other.image == "mine" and other.digest != job.digest
 
 
-@pytest.mark.parametrize("line", ["A", "A B=c", "1A=b", "=b", "export A=b"])
+@pytest.mark.parametrize("line", ["A", "export A=b"])
 def test_a_line_of_an_env_file_that_is_none_is_named_without_its_value(tmp_path, line):
     (tmp_path / "v.env").write_text(f"B=secretvalue\n{line} secretvalue\n")
     with pytest.raises(ConfigError, match=r"v.env:2: expected NAME=VALUE") as error:

@@ -118,6 +118,7 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
     assert code == 1 and "no command of job over-ssh was started" in err
 
 
+@pytest.mark.nightly
 def test_down_ends_an_up_that_waits_and_its_command(nodes, job, call):
     waiting = {**job, "nodes": 1, "hosts": nodes.hosts[:1]}
     try:
@@ -144,6 +145,7 @@ def test_down_ends_an_up_that_waits_and_its_command(nodes, job, call):
     assert alone.wait(600) and nodes.processes(1) == []
 
 
+@pytest.mark.nightly
 def test_an_up_that_fails_brings_the_logs_of_the_nodes_that_started(nodes, job, call, tmp_path):
     taken = "import socket, time; s = socket.create_server(('0.0.0.0', 6380)); print('on', flush=True); time.sleep(600)"
     holder = nodes.start(1, sys.executable, "-c", taken, stdout=subprocess.PIPE, text=True)

@@ -3,7 +3,6 @@
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,6 @@ from pathlib import Path
 import fsspec
 import pytest
 import yaml
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
@@ -106,22 +104,7 @@ def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent)
     assert sent(results)[1].startswith("1 files") and store().cat_file("/t/j/run.log") == b"RUN.LOG"
 
 
-def test_times_of_a_store_that_lists_them_are_those_of_the_listing(store, results, sent, monkeypatch):
-    """As ossfs has them: whole seconds in the listing, and a time in hours of another zone from `modified`."""
-    listed, find = int(time.time()) + 60, store.find
-    sent(results)
-    monkeypatch.setattr(store, "modified", lambda self, path: listed - 8 * 3600)
-    monkeypatch.setattr(
-        store,
-        "find",
-        lambda self, *words, **options: {
-            name: {**found, "LastModified": listed} for name, found in find(self, *words, **options).items()
-        },
-    )
-    assert sent(results) == (True, "0 files sent (0.0 MB)\n")
-
-
-@pytest.mark.parametrize("words", ["", "--help", "outputs", "a file:///t b file:///t", "a -- true"])
+@pytest.mark.parametrize("words", ["", "outputs"])
 def test_words_that_are_no_pairs_are_refused(words, logged):
     assert upload.main(words.split()) == 2 and "expected FROM TO" in logged.text
 
@@ -167,32 +150,21 @@ def test_values_of_the_jobs_secrets_are_hidden_whatever_their_names(store, resul
         )
 
 
-@pytest.mark.parametrize("scheme", ["counted", "file"])
-def test_files_that_another_put_there_are_refused_and_kept(store, results, tmp_path, sent, scheme):
-    to = f"{scheme}://{tmp_path}/t/j"
+def test_files_that_another_put_there_are_refused_and_kept(results, tmp_path, sent):
+    to = f"file://{tmp_path}/t/j"
     files, root = fsspec.core.url_to_fs(to)
     files.makedirs(root, exist_ok=True)
     files.pipe_file(f"{root}/run.log", b"another's")
     whole, found = sent(results, to)
     assert not whole and f"files without {upload.MARK}" in found and files.cat_file(f"{root}/run.log") == b"another's"
     assert list(files.find(root)) == [f"{root}/run.log"]
-    to, other = f"{scheme}://{tmp_path}/u/j", tmp_path / "other"
+    to, other = f"file://{tmp_path}/u/j", tmp_path / "other"
     other.mkdir()
     (other / "run.log").write_text("other")
     assert sent(other, to)[0] and sent(other, to)[0]
     whole, found = sent(results, to)
     assert not whole and f"copies of {results}, found {other}" in found
     assert files.cat_file(fsspec.core.url_to_fs(to)[1] + "/run.log") == b"other"
-
-
-def test_pipes_and_sockets_are_left_out_and_files_beside_them_are_sent(store, results, sent):
-    os.mkfifo(results / "a pipe")
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(os.path.relpath(results / "socket"))
-    whole, found = sent(results)
-    assert (whole, found[:12]) == (True, "4 files sent") and {*store.sent} == {*ALL_SENT}
-    whole, found = sent(results / "a pipe", "counted://u/j")
-    assert not whole and "a pipe: expected a file or a folder" in found
 
 
 WAITS = """
@@ -207,14 +179,13 @@ sys.exit(upload.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_upload_when_the_command_has_ended(tmp_path, number):
+def test_a_signal_ends_the_upload_when_the_command_has_ended(tmp_path):
     words = [sys.executable, "-c", WAITS, "from", f"file://{tmp_path}/to", "--", "true"]
     process = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     while not (tmp_path / "sending").exists():
         time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait() == 128 + number
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGTERM
 
 
 SLOW = """
@@ -250,11 +221,8 @@ def test_a_killed_upload_leaves_whole_files_and_goes_on(tmp_path, sent):
     assert all((target / f"{number}.bin").read_text() == str(number) * 1000 for number in range(5))
 
 
-@pytest.mark.parametrize("to", ["s3://bucket/x", "nosuch://x", "sftp://host/x"])
-def test_a_store_without_its_package_is_refused_in_one_sentence_before_anything_starts(to, tmp_path, monkeypatch):
-    if to.startswith("s3"):  # also where s3fs is installed
-        monkeypatch.setitem(sys.modules, "s3fs", None)
-        monkeypatch.delitem(fsspec.registry._registry if hasattr(fsspec.registry, "_registry") else {}, "s3", False)
+def test_a_store_without_its_package_is_refused_in_one_sentence_before_anything_starts(tmp_path, monkeypatch):
+    to = "nosuch://x"
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_of(tmp_path, "true", to).model_dump(by_alias=True)))
     monkeypatch.setattr(node, "up", lambda *a: pytest.fail("something was started"))
     done = CliRunner().invoke(app, ["cluster", "up", str(tmp_path / "job.yaml")])
@@ -313,8 +281,3 @@ def test_the_command_ends_by_a_signal_with_its_code_and_with_its_uploader(tmp_pa
         pid = int((tmp_path / "pid").read_text())
         while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
             time.sleep(0.05)
-
-
-def test_a_local_target_keeps_its_class():
-    """A copy gets its name last on this class alone."""
-    assert isinstance(fsspec.core.url_to_fs("file:///x")[0], LocalFileSystem)

@@ -5,18 +5,19 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.config.compose import compose
+from tests.runs import composed
+from verl_patches.config.compose import compose_config
 from verl_patches.config.engine_options import ASCEND, OPTIONS, PLACES, ROLLOUT
 from verl_patches.config.environment import worker_environment
-from verl_patches.config.recipe import RolloutAscend, recipe_keys
 from verl_patches.errors import ConfigError
+from verl_patches.recipe.schema import RolloutAscend, recipe_keys
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 NPU = ["recipe.line=a3", "recipe.platform=npu_emulated"]
 
 
 def options(name, *overrides):
-    return OmegaConf.select(compose(name, overrides), OPTIONS)
+    return OmegaConf.select(compose_config(name, overrides), OPTIONS)
 
 
 def test_every_key_is_written_to_one_place_or_is_a_variable():
@@ -46,29 +47,29 @@ def test_a_key_changes_its_own_place_only(override, place, value):
 
 
 def test_graphs_decide_verls_two_keys_and_the_default_sizes():
-    rollout = compose(LARGE).actor_rollout_ref.rollout
+    rollout = compose_config(LARGE).actor_rollout_ref.rollout
     assert not rollout.enforce_eager and not rollout.free_cache_engine
     assert options(LARGE).torchair_graph_config.graph_batch_sizes == [8, 16, 32, 64]
     one = options(LARGE, f"{ASCEND}.graph_batch_sizes=null").torchair_graph_config.graph_batch_sizes
     assert one == [rollout.engine_kwargs.vllm.max_num_seqs] == [64]
-    eager = compose(TINY, NPU).actor_rollout_ref.rollout
+    eager = compose_config(TINY, NPU).actor_rollout_ref.rollout
     assert eager.enforce_eager and eager.free_cache_engine
     assert eager.engine_kwargs.vllm.additional_config.torchair_graph_config.graph_batch_sizes == []
-    assert "additional_config" not in compose(TINY).actor_rollout_ref.rollout.engine_kwargs.vllm  # on a CPU
+    assert "additional_config" not in compose_config(TINY).actor_rollout_ref.rollout.engine_kwargs.vllm  # on a CPU
 
 
 def test_top_k_optimize_is_a_variable():
     name = "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE"
-    off = worker_environment(compose(LARGE, [f"{ASCEND}.top_k_optimize=false"]))
-    assert worker_environment(compose(LARGE))[name] == "1" and off[name] == "0"
+    off = worker_environment(composed(LARGE, [f"{ASCEND}.top_k_optimize=false"]))
+    assert worker_environment(composed(LARGE))[name] == "1" and off[name] == "0"
 
 
 def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
     name, by_vllm, row_off = "PYTORCH_NPU_ALLOC_CONF", f"{ASCEND}.vllm_sleep_mode=true", "-memory.sleep_mode"
     for overrides in ([by_vllm], [f"recipe.patches=[{row_off}]"]):
-        assert worker_environment(compose(LARGE, overrides))[name] == "expandable_segments:False"
-    assert worker_environment(compose(LARGE))[name] == "expandable_segments:True"
-    assert worker_environment(compose(TINY, NPU))[name] == "expandable_segments:True"  # eager
+        assert worker_environment(composed(LARGE, overrides))[name] == "expandable_segments:False"
+    assert worker_environment(composed(LARGE))[name] == "expandable_segments:True"
+    assert worker_environment(composed(TINY, NPU))[name] == "expandable_segments:True"  # eager
 
 
 @pytest.mark.parametrize(("override", "words"), [
@@ -78,10 +79,10 @@ def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
 ])  # fmt: skip
 def test_the_same_option_elsewhere_is_refused_on_npu(override, words):
     with pytest.raises(ConfigError, match=words):
-        compose(LARGE, [override])
+        compose_config(LARGE, [override])
 
 
 def test_other_options_of_vllm_ascend_and_those_of_a_cpu_pass():
     found = options(LARGE, f"+{OPTIONS}.torchair_graph_config.use_cached_graph=true", f"+{OPTIONS}.refresh=true")
-    compose(TINY, [f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.free_cache_engine=true"])  # on a CPU
+    compose_config(TINY, [f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.free_cache_engine=true"])  # on a CPU
     assert found.refresh and found.torchair_graph_config.use_cached_graph and found.torchair_graph_config.enabled

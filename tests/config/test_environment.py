@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from verl_patches.boot.install_prelude import LINE
+from verl_patches.catalog import rows_of
 from verl_patches.config import environment
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import derive, process_environment, worker_environment
@@ -17,12 +18,12 @@ WEIGHTS = "deepseekv3_256die_true_weight"
 
 
 @functools.cache
-def config_of(name, *overrides):
-    return compose(name, overrides)
+def run_of(name, *overrides):
+    return compose(name, overrides, rows_of)
 
 
 def variables(name, *overrides):
-    return {v.name: v for v in derive(config_of(name, *overrides), temp_dir="/tmp/vp-x")}
+    return {v.name: v for v in derive(run_of(name, *overrides), temp_dir="/tmp/vp-x")}
 
 
 @pytest.mark.parametrize(
@@ -83,26 +84,26 @@ def test_the_ascend_line_reads_each_variable_where_the_pin_file_says(pytestconfi
 
 
 def test_switches_and_routing_follow_the_recipe():
-    patched = variables(TINY, "recipe.patches=[+a.b,-c.*]")["VERL_PATCHES"].value
-    assert patched == "line=pypi,platform=cpu,+a.b,-c.*"
+    patched = variables(TINY, "recipe.patches=[+model.config,-reshard.*]")["VERL_PATCHES"].value
+    assert patched == "line=pypi,platform=cpu,+model.config,-reshard.*"
     routes = [variables(name)["VLLM_ENABLE_FIX_ROUTE"].value for name in (LARGE, WEIGHTS)]
     assert routes == ["1", "0"]  # never unset: vllm-ascend takes int() of it
     for shell in ({}, {"VLLM_ENABLE_FIX_ROUTE": "", "VLLM_ASCEND_MLA_PA": "0"}):  # nor by the shell
-        found = process_environment(derive(config_of(WEIGHTS), "/x"), shell)
+        found = process_environment(derive(run_of(WEIGHTS), "/x"), shell)
         assert (found["VLLM_ENABLE_FIX_ROUTE"], found["VLLM_ASCEND_MLA_PA"]) == ("0", "1")
-    assert {"VLLM_ENABLE_FIX_ROUTE", "VLLM_ASCEND_MLA_PA"} <= set(worker_environment(config_of(WEIGHTS)))
+    assert {"VLLM_ENABLE_FIX_ROUTE", "VLLM_ASCEND_MLA_PA"} <= set(worker_environment(run_of(WEIGHTS)))
     assert "VLLM_ENABLE_FIX_ROUTE" not in variables(TINY) and variables(TINY)["VLLM_USE_V1"].value == "0"
 
 
 def test_variables_of_workers_and_of_the_driver():
-    config = config_of(TINY)
-    shipped = set(worker_environment(config))
+    run = run_of(TINY)
+    shipped = set(worker_environment(run))
     assert {"VERL_PATCHES", "VLLM_USE_V1", "OMP_NUM_THREADS"} <= shipped
     assert not {"PYTHONPATH", "TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS"} & shipped
-    found = process_environment(derive(config, "/x"), {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"})
+    found = process_environment(derive(run, "/x"), {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"})
     assert found["HOME"] == "/h" and "RAY_ADDRESS" not in found
     assert found["VERL_PATCHES"] == "line=pypi,platform=cpu" and found["RAY_TMPDIR"] == "/x/ray"
-    joined = process_environment(derive(config_of(LARGE), "/x"), {})
+    joined = process_environment(derive(run_of(LARGE), "/x"), {})
     assert joined["RAY_ADDRESS"] == "auto" and "RAY_TMPDIR" not in joined
 
 
@@ -122,8 +123,8 @@ def differences(page, variables):
 @pytest.mark.parametrize("name", [LARGE, WEIGHTS])
 def test_the_page_lists_every_variable_of_platform_npu_with_its_value(name):
     page = environment.REPOSITORY / "docs" / "environment.md"
-    cpu = {(v.name, v.value) for v in derive(config_of(TINY))}
-    npu = [v for v in derive(config_of(name)) if v.where != "driver" and (v.name, v.value) not in cpu]
+    cpu = {(v.name, v.value) for v in derive(run_of(TINY))}
+    npu = [v for v in derive(run_of(name)) if v.where != "driver" and (v.name, v.value) not in cpu]
     npu = [v for v in npu if v.name not in ("VERL_PATCHES", "TENSORBOARD_DIR")]
     assert differences(page, npu) == [] and len(npu) > 10
     changed = [replace(v, value="17") if v.name == "HCCL_BUFFSIZE" else v for v in npu]  # the control
@@ -133,9 +134,9 @@ def test_the_page_lists_every_variable_of_platform_npu_with_its_value(name):
 def test_a_run_on_npus_preloads_jemalloc_in_its_driver_and_ray_alone(tmp_path, monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(machine, "JEMALLOC", (str(tmp_path),))
-    config = compose("deepseekv3_16die")
-    assert "LD_PRELOAD" not in {v.name for v in derive(config)}
+    run = run_of("deepseekv3_16die")
+    assert "LD_PRELOAD" not in {v.name for v in derive(run)}
     (tmp_path / "libjemalloc.so.2").touch()
-    (found,) = (v for v in derive(config) if v.name == "LD_PRELOAD")
+    (found,) = (v for v in derive(run) if v.name == "LD_PRELOAD")
     assert (found.value, found.where) == (f"{tmp_path}/libjemalloc.so.2", "driver")
-    assert "LD_PRELOAD" not in {v.name for v in derive(compose("deepseekv3_tiny_cpu"))}
+    assert "LD_PRELOAD" not in {v.name for v in derive(run_of(TINY))}

@@ -9,12 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from tests.runs import composed
 from tests.weights.cases import as_value_model, make_start
 from verl_patches.__main__ import app
 from verl_patches.config import files
-from verl_patches.config.checks import check_config, check_disk
-from verl_patches.config.compose import compose, model_shape_of
-from verl_patches.config.run_start import NextStart, next_start
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.model.tiny import tiny_config
 
@@ -23,31 +21,38 @@ STEPS, SAVE, KEEP = "trainer.total_training_steps", "trainer.save_freq", "traine
 Usage = namedtuple("Usage", "free")
 
 
-def checkpoint_bytes(config, of_parameter):
-    return of_parameter * sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
+def checkpoint_bytes(run, of_parameter):
+    return of_parameter * sum(parameter.count for parameter in build_inventory(run.model).parameters)
+
+
+def check_disk(run, starts=True):
+    (check,) = files.disk_checks(run, starts)
+    return check
 
 
 @pytest.mark.parametrize(("held", "fits"), [(4, True), (3, True), (2, False)])
 def test_the_models_folder_has_the_layers_that_a_run_takes_of_it(tmp_path, held, fits):
     """recipe.num_hidden_layers=3; without it (the control) only a folder of all 4 is the planned model."""
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config({"num_hidden_layers": held})))
     path = f"actor_rollout_ref.model.path={tmp_path}"
-    found = {check.name: check.ok for check in check_config(compose(TINY, [path, "recipe.num_hidden_layers=3"]))}
-    assert found["model shape"] is fits
-    found = {check.name: check.ok for check in check_config(compose(TINY, [path]))}
-    assert found["model shape"] is (held == 4)
+
+    def fit(*overrides):
+        return {check.name: check.ok for check in files.folder_checks(composed(TINY, [path, *overrides]))}[
+            "model shape"
+        ]
+
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config({"num_hidden_layers": held})))
+    assert fit("recipe.num_hidden_layers=3") is fits and fit() is (held == 4)
     config = tiny_config({"num_hidden_layers": held, "torch_dtype": "float32"})  # as an export of an fp32 run has it
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = {check.name: check.ok for check in check_config(compose(TINY, [path, "recipe.num_hidden_layers=3"]))}
-    assert found["model shape"] is fits
+    assert fit("recipe.num_hidden_layers=3") is fits
 
 
 def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny_model, tmp_path):
     as_value_model(tiny_model, model := tmp_path / "model", 0)
 
     def said(path, *overrides):
-        config = compose(TINY, [f"recipe.rewards=[{{name: reward_model, path: {path}}}]", *overrides])
-        (check,) = (each for each in check_config(config, files.PATHS) if each.name == "reward model")
+        run = composed(TINY, [f"recipe.rewards=[{{name: reward_model, path: {path}}}]", *overrides])
+        (check,) = files.reward_folder_checks(files.all_must_exist(run))
         return check.detail if not check.ok else ""
 
     assert said(model) == "" and said(tmp_path) == f"recipe.rewards[0].path: {said(tmp_path).partition(': ')[2]}"
@@ -74,8 +79,8 @@ def test_a_reward_models_folder_has_a_head_the_actors_sizes_and_a_tokenizer(tiny
     for file in model.glob("tokenizer*"):
         file.unlink()
     assert "no tokenizer" in said(model)
-    config = compose(TINY, [f"recipe.rewards=[{{name: reward_model, path: {tmp_path / 'absent'}}}]"])
-    (check,) = (each for each in check_config(config, ["recipe.rewards"]) if each.name == "reward model")
+    run = composed(TINY, [f"recipe.rewards=[{{name: reward_model, path: {tmp_path / 'absent'}}}]"])
+    (check,) = files.reward_folder_checks(run)
     assert check.ok and check.note  # of another machine: the control
 
 
@@ -88,12 +93,12 @@ def test_files_that_a_dataset_of_the_users_reads_are_not_checked_for_verls_colum
     for algorithm in ([], ["algo=sft"]):
         own = [f"data.custom_cls.path={mine}", "data.custom_cls.name=Own"]
         for dataset, failed in ((own, []), ([], [False, False])):
-            config = compose(TINY, [*algorithm, *given, *dataset])
-            checks = [check for check in check_config(config, files.PATHS) if check.name == "data"]
+            run = composed(TINY, [*algorithm, *given, *dataset])
+            checks = list(files.data_checks(run))
             assert [check.ok for check in checks if not check.ok] == failed
-            assert [check.note for check in checks] == [not failed] * 2 and files.steps_of(config) is None
-        missing = compose(TINY, [*algorithm, *own, "data.train_files=/nowhere"])
-        assert any(not check.ok for check in check_config(missing, files.PATHS) if check.name == "data")
+            assert [check.note for check in checks] == [not failed] * 2 and files.steps_of(run) is None
+        missing = composed(TINY, [*algorithm, *own, "data.train_files=/nowhere"])
+        assert any(not check.ok for check in files.data_checks(missing))
 
 
 def test_the_steps_of_epochs_are_not_known_where_a_class_of_the_users_makes_samples_of_rows(tmp_path):
@@ -102,8 +107,8 @@ def test_the_steps_of_epochs_are_not_known_where_a_class_of_the_users_makes_samp
     pq.write_table(pa.Table.from_pylist([row] * 64), tmp_path / "rows.parquet")
     given = [f"data.train_files={tmp_path / 'rows.parquet'}", f"{STEPS}=null", "trainer.total_epochs=2"]
     own = ["data.custom_cls.path=/mine.py", "data.custom_cls.name=Own"]
-    assert files.steps_of(compose(TINY, [*given, "data.train_batch_size=4"])) == 32  # verl's class: the control
-    assert files.steps_of(compose(TINY, [*given, *own])) is None
+    assert files.steps_of(composed(TINY, [*given, "data.train_batch_size=4"])) == 32  # verl's class: the control
+    assert files.steps_of(composed(TINY, [*given, *own])) is None
 
 
 @pytest.mark.parametrize(("overrides", "count"), [
@@ -115,9 +120,9 @@ def test_the_steps_of_epochs_are_not_known_where_a_class_of_the_users_makes_samp
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_checkpoints_take_those_that_are_kept_and_the_one_that_is_written(overrides, count, dtype):
-    config = compose(TINY, [*overrides, f"recipe.dtype={dtype}"])
-    found = {need.name: need.size_bytes for need in files.disk_needs(config, NextStart())}
-    size = checkpoint_bytes(config, {"bf16": 14, "fp32": 12}[dtype])
+    run = composed(TINY, [*overrides, f"recipe.dtype={dtype}"])
+    found = {need.name: need.size_bytes for need in files.disk_needs(run)}
+    size = checkpoint_bytes(run, {"bf16": 14, "fp32": 12}[dtype])
     assert found.get("checkpoints", 0) == count * size and found["run"] >= 64 << 20
 
 
@@ -127,9 +132,9 @@ def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_pa
     counts = []
     for mode, keep in (("auto", 2), ("auto", "null"), ("disable", 2), ("disable", "null")):
         given = [f"recipe.output_root={tmp_path}", "recipe.run=r", f"{STEPS}=9", f"{SAVE}=2", f"{KEEP}={keep}"]
-        config = compose(TINY, [*given, f"trainer.resume_mode={mode}"])
-        found = {need.name: need.size_bytes for need in files.disk_needs(config, next_start(config))}
-        counts.append(found["checkpoints"] / checkpoint_bytes(config, 12))
+        run = composed(TINY, [*given, f"trainer.resume_mode={mode}"])
+        found = {need.name: need.size_bytes for need in files.disk_needs(run)}
+        counts.append(found["checkpoints"] / checkpoint_bytes(run, 12))
     assert counts == [1, 3, 3, 5]  # steps 6, 8 and 9; and 2 as well with 4
 
 
@@ -137,20 +142,20 @@ def test_recorded_responses_are_what_a_step_of_production_takes():
     """1.2 GB a step (docs/own-data-and-reward.md); nothing without recipe.rollout.record."""
     sizes = []
     for record, steps in (("false", 10), ("true", 10), ("true", 20)):
-        config = compose(LARGE, [f"recipe.rollout.record={record}", f"{STEPS}={steps}"])
-        sizes.append(files.disk_needs(config, NextStart())[0].size_bytes)
+        run = composed(LARGE, [f"recipe.rollout.record={record}", f"{STEPS}={steps}"])
+        sizes.append(files.disk_needs(run)[0].size_bytes)
     assert (sizes[1] - sizes[0]) / 10 == pytest.approx(1.2e9, rel=0.05) and sizes[2] - sizes[1] > 10 * 1.1e9
 
 
 @pytest.fixture
 def disk(monkeypatch, tmp_path):
-    """disk(free, ...) -> a config whose run and checkpoints are on file systems with so many free bytes."""
+    """disk(free, ...) -> a run whose folder and checkpoints are on file systems with so many free bytes."""
 
     def make(free, checkpoints=None, *overrides):
         monkeypatch.setattr(files.shutil, "disk_usage", lambda place: Usage(free[Path(place).stat().st_dev]))
         given = [f"{STEPS}=4", f"{SAVE}=1", f"{KEEP}=1", f"recipe.output_root={tmp_path / 'new'}"]
         given += [f"trainer.default_local_dir={checkpoints}"] if checkpoints else []
-        return compose(TINY, [*given, *overrides])
+        return composed(TINY, [*given, *overrides])
 
     return make
 
@@ -158,26 +163,26 @@ def disk(monkeypatch, tmp_path):
 def test_a_start_that_would_fill_the_disk_is_refused_and_a_dry_run_says_so(disk, tmp_path):
     """One file system holds both; one byte less than both take is too little, though each alone would fit."""
     here = tmp_path.stat().st_dev
-    need = sum(need.size_bytes for need in files.disk_needs(disk({here: 0}), NextStart()))
-    config = disk({here: need})
-    fits = check_disk(config, NextStart(), starts=True)
+    need = sum(need.size_bytes for need in files.disk_needs(disk({here: 0})))
+    run = disk({here: need})
+    fits = check_disk(run)
     assert fits.ok and not fits.note and "2 checkpoints" in fits.detail
-    config = disk({here: need - 1})
-    full = check_disk(config, NextStart(), starts=True)
+    run = disk({here: need - 1})
+    full = check_disk(run)
     assert not full.ok and str(tmp_path / "new") in full.detail and "2 checkpoints" in full.detail
     assert KEEP in full.detail and "recipe.output_root" in full.detail
-    (planned,) = [check for check in check_config(config) if check.name == "disk"]
+    planned = check_disk(run, starts=False)
     assert planned.ok and planned.note and planned.detail == full.detail
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no second file system")
 def test_file_systems_are_looked_at_one_by_one(disk, tmp_path):
     here, other = tmp_path.stat().st_dev, Path("/dev/shm").stat().st_dev
-    run, checkpoints = (need.size_bytes for need in files.disk_needs(disk({here: 0, other: 0}), NextStart()))
+    run, checkpoints = (need.size_bytes for need in files.disk_needs(disk({here: 0, other: 0})))
     there = "/dev/shm/not/there"
-    assert check_disk(disk({here: run, other: checkpoints}, there), NextStart(), starts=True).ok
-    assert not check_disk(disk({here: run + checkpoints, other: checkpoints - 1}, there), NextStart(), starts=True).ok
-    full = check_disk(disk({here: run - 1, other: checkpoints}, there), NextStart(), starts=True)
+    assert check_disk(disk({here: run, other: checkpoints}, there)).ok
+    assert not check_disk(disk({here: run + checkpoints, other: checkpoints - 1}, there)).ok
+    full = check_disk(disk({here: run - 1, other: checkpoints}, there))
     assert not full.ok and "/dev/shm/not/there" not in full.detail
 
 
@@ -185,7 +190,7 @@ def test_file_systems_are_looked_at_one_by_one(disk, tmp_path):
 def test_the_commands_refuse_with_code_1_before_anything_is_written(disk, tmp_path, command, monkeypatch):
     disk({tmp_path.stat().st_dev: 1000})
     words = ["smoke"] if command == "smoke" else ["train", "--config-name", TINY]
-    monkeypatch.setattr("verl_patches.cli.run.check_files", lambda *_, **__: [])  # no data is there
+    monkeypatch.setattr("verl_patches.cli.run._file_checks", lambda _: [])  # no data is there
     done = CliRunner().invoke(app, [*words, f"recipe.output_root={tmp_path / 'new'}"])
     assert done.exit_code == 1 and "disk: expected " in done.output and not (tmp_path / "new").exists()
     dry = CliRunner().invoke(app, ["train", "--config-name", TINY, "--dry-run", f"recipe.output_root={tmp_path}"])

@@ -1,13 +1,14 @@
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
+from tests.runs import composed
 from verl_patches.config import files
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
-from verl_patches.upstream.checkouts import Trees
+from verl_patches.rules import SIZES
+from verl_patches.spec import Trees
 
 NONE, TINY = Trees(), "deepseekv3_tiny_cpu"
 PATH, NAME = "custom_reward_function.path", "custom_reward_function.name"
@@ -17,7 +18,8 @@ WORKER, LIBRARY = "recipe.worker_process_setup_hook", "actor_rollout_ref.model.e
 
 def found(*overrides, must_exist=(), trees=NONE):
     """(ok, detail, note) of the last hook of the tiny config with `overrides`."""
-    *_, check = files.hook_checks(compose(TINY, [NO_PARTS, *overrides]), must_exist, trees)
+    run = composed(TINY, [NO_PARTS, *overrides], trees)
+    *_, check = files.hook_checks(replace(run, given=frozenset(must_exist)))
     return check.ok, check.detail, check.note
 
 
@@ -73,12 +75,12 @@ def test_hooks_by_dotted_name_are_imported_from_the_trees_of_the_run(tmp_path):
         f"{LIBRARY}=broken": r"broken\.py:2: ZeroDivisionError: division by zero",
         f"data.custom_cls.path={tmp_path}/mine.py data.custom_cls.name=Own": "mine.py does not define Own",
     }.items():
-        config = compose(TINY, [NO_PARTS, *override.split()])
-        (check,) = [check for check in files.hook_checks(config, (), trees) if not check.ok]
+        run = composed(TINY, [NO_PARTS, *override.split()], trees)
+        (check,) = [check for check in files.hook_checks(run) if not check.ok]
         assert re.search(words, check.detail), check
     assert not found(f"{WORKER}=mine.set_up")[0]  # without that tree
     with pytest.raises(ConfigError, match="worker_process_setup_hook is 'set_up'; expected package.module.function"):
-        compose(TINY, [f"{WORKER}=set_up"])
+        composed(TINY, [f"{WORKER}=set_up"])
 
 
 def test_what_this_machine_lacks_is_a_note(tmp_path):
@@ -97,11 +99,12 @@ def test_what_this_machine_lacks_is_a_note(tmp_path):
 
 def test_this_process_imports_no_hook_and_a_search_runs_none(tmp_path):
     (tmp_path / "r.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('x')\ndef score(): ...\n")
-    config = compose(TINY, [NO_PARTS, f"{PATH}={tmp_path}/r.py", f"{NAME}=score"])
-    check_config(config)
+    run = composed(TINY, [NO_PARTS, f"{PATH}={tmp_path}/r.py", f"{NAME}=score"])
+    for rule in SIZES:  # what a search applies
+        list(rule(run))
     assert not (tmp_path / "ran").exists()
     for _ in range(2):
-        assert all(check.ok for check in check_config(config, trees=Trees()) if check.name == "hooks")
+        assert all(check.ok for check in files.hook_checks(run))
     assert (tmp_path / "ran").read_text() == "x" and "custom_module" not in sys.modules
 
 

@@ -17,15 +17,18 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 from typer.testing import CliRunner
 
+from tests.runs import composed
 from verl_patches.__main__ import app
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
+from verl_patches.config.environment import COMPOSED, FACTS
+from verl_patches.config.files import data_checks
+from verl_patches.config.resolve import changed
 from verl_patches.data import from_rollouts as module
 from verl_patches.data import sources
 from verl_patches.data.from_rollouts import Choice, chosen, from_rollouts
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.objectives import dataset
 from verl_patches.replay.recording import save_scores, save_step
+from verl_patches.spec import read_run
 from verl_patches.weights.run_folders import take_start
 
 PROMPTS = ["one two", "three", "four", "never sampled"]
@@ -71,11 +74,20 @@ def run(tmp_path, tiny_model, tokenizer):
         "data.max_response_length": R_WIDTH,
         "actor_rollout_ref.model.path": str(tiny_model),
     }
-    config = compose("deepseekv3_tiny_cpu", [f"{key}={value}" for key, value in settings.items()])
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    save(folder, composed("deepseekv3_tiny_cpu", [f"{key}={value}" for key, value in settings.items()]))
     for step, sampled in STEPS.items():
         record(folder, step, sampled, rows, tokenizer)
     return folder
+
+
+def save(folder, spec):
+    """Write the configuration and the facts of a run, as the launcher does."""
+    OmegaConf.save(spec.verl, folder / COMPOSED)
+    (folder / FACTS).write_text(spec.text())
+
+
+def spec_of(folder):
+    return read_run((folder / FACTS).read_text(), OmegaConf.load(folder / COMPOSED))
 
 
 def record(folder, step, sampled, rows, tokenizer, prompt=None):
@@ -183,7 +195,7 @@ def test_no_pair_is_within_its_margin_and_none_that_is_beyond_is_left_out(respon
         assert widest <= 0 or widest < margin
 
 
-@pytest.mark.parametrize("kind", ["best", "conditional", "pairs"])
+@pytest.mark.parametrize("kind", ["best", "pairs"])
 def test_equal_recordings_give_equal_bytes(run, tmp_path, kind):
     made(run, tmp_path, "a", kind=kind)
     made(run, tmp_path, "b", kind=kind)
@@ -200,23 +212,23 @@ def test_a_run_takes_the_output(run, tmp_path, tokenizer, tiny_model, kind, algo
     made(run, tmp_path, kind=kind)
     file = str(tmp_path / "out" / "train.parquet")
 
-    def config_of(algo):
+    def run_of(algo):
         overrides = [f"algo={algo}", f"data.train_files=[{file}]", f"data.val_files=[{file}]"]
         overrides += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
-        return compose("deepseekv3_tiny_cpu", [*overrides, f"actor_rollout_ref.model.path={tiny_model}"])
+        return composed("deepseekv3_tiny_cpu", [*overrides, f"actor_rollout_ref.model.path={tiny_model}"])
 
     def faults(algo):
-        return [check.detail for check in check_config(config_of(algo)) if check.name == "data" and not check.ok]
+        return [check.detail for check in data_checks(run_of(algo)) if not check.ok]
 
-    config = config_of(algo)
+    data = run_of(algo).verl.data
     assert faults(algo) == [] and faults("kto")  # control
-    rows = getattr(dataset, reader)([file], tokenizer, OmegaConf.merge(config.data, {"cache_dir": str(tmp_path)}))
+    rows = getattr(dataset, reader)([file], tokenizer, OmegaConf.merge(data, {"cache_dir": str(tmp_path)}))
     row = rows[0]
     text = tokenizer.decode(row["tools_kwargs"]["responses"][0], skip_special_tokens=True)
     assert text == "good" and tokenizer.decode(row["raw_prompt_ids"]).count("one two") == 1
     with pytest.raises(ConfigError, match=r"needs the columns"):  # control: the other kind of data
         other = dataset.PairData if reader == "SftData" else dataset.KtoData
-        other([file], tokenizer, OmegaConf.merge(config.data, {"cache_dir": str(tmp_path)}))
+        other([file], tokenizer, OmegaConf.merge(data, {"cache_dir": str(tmp_path)}))
 
 
 @pytest.mark.parametrize("truncation", ["left", "middle", "right"])
@@ -229,10 +241,8 @@ def test_a_prompt_that_was_cut_is_found(run, tmp_path, tokenizer, truncation):
     for path in (run / "rollouts").iterdir():
         path.unlink()
     record(run, 1, [(0, "good", 1.0, True)], rows, tokenizer, cut[truncation])
-    config = OmegaConf.load(run / "config.yaml")
     for setting in ("left", "middle", "right"):
-        config.data.truncation = setting
-        OmegaConf.save(config, run / "config.yaml")
+        save(run, changed(spec_of(run), {"data.truncation": setting}))
         if setting == truncation:
             assert len(made(run, tmp_path)[0]) == 1
         else:
@@ -261,10 +271,11 @@ def test_a_run_that_recorded_nothing_says_what_to_set_and_its_bytes(run, tmp_pat
         path.unlink()
     with pytest.raises(ConfigError, match=r"recipe.rollout.record=true, [0-9.]+ MB a step"):
         made(run, tmp_path)
-    config = OmegaConf.load(run / "config.yaml")
-    config.recipe.objective.name = "sft"
-    OmegaConf.save(config, run / "config.yaml")
+    save(run, changed(spec_of(run), {"recipe.objective.name": "sft"}))
     with pytest.raises(ConfigError, match="trained on fixed data"):
+        made(run, tmp_path)
+    (run / FACTS).unlink()
+    with pytest.raises(ConfigError, match="expected a run, with config.yaml and facts.json; found FileNotFoundError"):
         made(run, tmp_path)
 
 
@@ -280,7 +291,7 @@ def test_steps_without_scores_are_left_out(run, tmp_path):
 def test_steps_of_the_starts_that_it_came_from_count_up_to_the_one_gone_on_after(run, tmp_path):
     """Start 2 goes on after step 1 and ended before its step 2 had scores: that of start 1 is not the run's."""
     second = run.parent / take_start([run.parent], ("0001", 1), None)
-    shutil.copy(run / "config.yaml", second)
+    save(second, spec_of(run))
     (second / "rollouts").mkdir()
     shutil.copy(run / "rollouts/step_2.safetensors", second / "rollouts")
     done = CliRunner().invoke(app, ["data", "from-rollouts", str(run.parent), "-o", str(tmp_path / "new")])
@@ -317,14 +328,7 @@ def test_an_output_that_is_there_is_kept(run, tmp_path):
     assert "chosen" in parquet.read_schema(tmp_path / "out" / "train.parquet").names
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kind": "worst"}, {"best": 0}, {"margin": -1.0}, {"margin": float("nan")}, {"threshold": float("inf")},
-        {"margin": 0.5}, {"kind": "conditional", "margin": 0.5}, {"kind": "conditional", "best": 2},
-        {"kind": "pairs", "best": 2},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("wrong", [{"kind": "worst"}, {"best": 0}, {"margin": float("nan")}, {"margin": 0.5}])
 def test_a_wrong_choice_is_refused(wrong):
     with pytest.raises(ConfigError, match="from-rollouts: "):
         Choice(**wrong)

@@ -41,12 +41,8 @@ def test_json_lists_however_they_are_printed(tmp_path, indent):
     ("text", "message"),
     [
         ('[\n {"problem": oops}\n]', "not JSON: Expecting value at character 16"),
-        ('[{"problem": "a"}] x', "not JSON: Extra data"),
         ("7", "expected a JSON list of objects, found int"),
-        ("", "not JSON"),
         ("[" * 1_000_000, "nested too deep"),
-        ('[{"a": ' + "9" * 5000 + "}]", "Exceeds the limit"),
-        ('[{"a": NaN}]', "not JSON: NaN"),
         (b'[\n{"a": "\xff"}]', "utf-8"),
     ],
 )
@@ -65,10 +61,6 @@ def test_a_list_beyond_the_bound_is_refused_before_it_is_read(tmp_path, monkeypa
         file.truncate(600 << 20)
     with pytest.raises(ConfigError, match="found 629145600; give JSON lines"):
         read(path)
-
-
-def test_an_empty_list_has_no_rows(tmp_path):
-    assert read(write(tmp_path, " [ ] \n")) == []
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
@@ -101,14 +93,6 @@ def test_a_text_of_parquet_that_is_not_utf8_is_refused(tmp_path):
         read(tmp_path / "a.parquet")
 
 
-def test_a_time_that_python_has_not_is_one_bad_row(tmp_path):
-    times = pa.array([0, 2**62, 1]).cast(pa.timestamp("us"))
-    parquet.write_table(pa.table({"problem": ["a", "b", "c"], "at": times}), tmp_path / "a.parquet")
-    (first, *_), (number, second), (last, third) = read(tmp_path / "a.parquet")
-    assert (first, number, last) == (1, 2, 3) and third["problem"] == "c"
-    assert second == "not read: date value out of range"
-
-
 def test_parquet_folders_and_datasets(tmp_path):
     rows = [{**ROW, "answer": str(number)} for number in range(600)]
     folder = tmp_path / "folder"
@@ -127,15 +111,12 @@ def test_parquet_folders_and_datasets(tmp_path):
         read(tmp_path / "splits", input_split="dev")
 
 
-@pytest.mark.parametrize(
-    "name", ["missing.json", "rows.csv", "empty/", "broken.parquet", "memory.jsonl", "x" * 300, "nobody/nothing-there"]
-)
+@pytest.mark.parametrize("name", ["missing.json", "rows.csv", "empty/", "broken.parquet", "nobody/nothing-there"])
 def test_what_cannot_be_read_is_refused_in_one_sentence(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a,b", "rows.csv")
     write(tmp_path, "PAR1 no", "broken.parquet")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "memory.jsonl").symlink_to("/proc/self/mem")
     before = {path.name for path in tmp_path.iterdir()}
     with pytest.raises(ConfigError, match=name.split("/")[0]) as error:
         read(tmp_path / name if "nobody" not in name else type(tmp_path)(name))
@@ -185,8 +166,7 @@ def test_without_its_package_an_address_says_what_to_install(tmp_path, monkeypat
         of_url("s3://bucket/rows.jsonl", tmp_path)
 
 
-@pytest.mark.parametrize("url", ["s3://AKIAABCDEFGHIJKLMNOP:secret@bucket/x", "s3://user:word@bucket/x.json"])
-def test_credentials_in_an_address_are_refused_and_not_shown(tmp_path, url):
+def test_credentials_in_an_address_are_refused_and_not_shown(tmp_path):
     with pytest.raises(ConfigError, match="from the environment alone") as error:
-        of_url(url, tmp_path)
+        of_url("s3://user:word@bucket/x.json", tmp_path)
     assert "bucket" not in str(error.value)

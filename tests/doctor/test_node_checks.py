@@ -12,14 +12,16 @@ import psutil
 import pytest
 
 from tests.doctor import recorded
+from tests.runs import composed
 from verl_patches.catalog import all_rows
-from verl_patches.config.compose import compose
+from verl_patches.config.resolve import changed
 from verl_patches.doctor import node_checks, npu_checks
 from verl_patches.doctor.doctor import NODE_ROWS, this_node
 from verl_patches.doctor.node_checks import Machine, Node, NodeCheck, Result, check_node
 from verl_patches.errors import RecipeError
 from verl_patches.patching.report import Report
 from verl_patches.platform import all_reduce_probe
+from verl_patches.rules import RULES
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import installed_line
 
@@ -50,7 +52,7 @@ def tool(changes=()):
 
 @pytest.fixture(scope="module")
 def production():
-    return compose("deepseekv3_256die_true_weight", ["recipe.hccl.interface=lo"])
+    return composed("deepseekv3_256die_true_weight", ["recipe.hccl.interface=lo"])
 
 
 @pytest.fixture
@@ -59,13 +61,13 @@ def make_node(production, tmp_path, monkeypatch):
     measured = {"seconds": 0.001, "bus_bytes_per_s": 1e9}
     monkeypatch.setattr(node_checks, "probe", lambda settings, environ: measured)
     monkeypatch.setattr(npu_checks, "probe", lambda settings, environ: measured)
-    monkeypatch.setattr(npu_checks, "peak_bytes", lambda config, rows: 50 * 10**9)
+    monkeypatch.setattr(npu_checks, "peak_bytes", lambda run: 50 * 10**9)
     for number in range(16):
         (tmp_path / f"davinci{number}").touch()
 
     def make(changes=(), **machine):
         kept = {"environ": {}, "devices": tmp_path, "cgroup": tmp_path, "limit": lambda number: (INFINITE, INFINITE)}
-        return Node(production, all_rows(), machine=Machine(**{"run": tool(changes), **kept, **machine}))
+        return Node(production, all_rows(), RULES, machine=Machine(**{"run": tool(changes), **kept, **machine}))
 
     return make
 
@@ -257,32 +259,30 @@ def test_a_taken_port_and_an_interface_that_is_not_there(make_node, production):
     node = make_node()
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
-        config = production.copy()
-        config.recipe.hccl.base_port = taken - 3
-        found = findings(replace(node, config=config), "ports")["ports: HCCL, free"]
+        there = changed(production, {"recipe.hccl.base_port": taken - 3})
+        found = findings(replace(node, run=there), "ports")["ports: HCCL, free"]
     assert found.state == "problem" and str(taken) in found.found and "ss -ltnp" in found.todo
-    config.recipe.hccl.interface = "eth99"
-    found = findings(replace(node, config=config), "interface")["interface"]
+    absent = changed(production, {"recipe.hccl.interface": "eth99"})
+    found = findings(replace(node, run=absent), "interface")["interface"]
     assert found.state == "problem" and "recipe.hccl.interface is eth99" in found.found
     assert "Leave it null, or set HCCL_SOCKET_IFNAME" in found.found
-    config.recipe.hccl.interface, config.trainer.nnodes = None, 16
-    before_ray = findings(replace(node, config=config), "interface")["interface"]
+    free = changed(production, {"recipe.hccl.interface": None})
+    before_ray = findings(replace(node, run=free), "interface")["interface"]
     assert before_ray.state in ("note", "problem") and "not known before Ray runs; up: " in before_ray.found
     assert (before_ray.state == "note") == (not before_ray.found.endswith("none"))
-    own = replace(node, config=config, machine=replace(node.machine, environ={"GLOO_SOCKET_IFNAME": "lo"}))
+    own = replace(node, run=free, machine=replace(node.machine, environ={"GLOO_SOCKET_IFNAME": "lo"}))
     assert "loopback lo, by GLOO_SOCKET_IFNAME" in findings(own, "interface")["interface"].found
 
 
-@pytest.mark.parametrize("of_hccl", ["^docker0", "eth", "=eth99"])
-def test_the_interface_is_gloos_whatever_hccl_is_told_to_take(make_node, production, of_hccl):
+def test_the_interface_is_gloos_whatever_hccl_is_told_to_take(make_node, production):
     """HCCL's variable may be a prefix or name what is not taken; the loopback is refused there too."""
-    (production := production.copy()).recipe.hccl.interface = None
+    free = changed(production, {"recipe.hccl.interface": None})
 
     def found(nodes=1, **variables):
-        production.trainer.nnodes = nodes
         node = make_node()
-        machine = replace(node.machine, environ={"HCCL_SOCKET_IFNAME": of_hccl, **variables})
-        return findings(replace(node, config=production, machine=machine), "interface")["interface"]
+        machine = replace(node.machine, environ={"HCCL_SOCKET_IFNAME": "^docker0", **variables})
+        node = replace(node, run=free.with_verl({"trainer.nnodes": nodes}), machine=machine)
+        return findings(node, "interface")["interface"]
 
     assert found().found == "lo, by one node" and found(GLOO_SOCKET_IFNAME="lo,eth1").state == "fine"
     absent = found(GLOO_SOCKET_IFNAME="eth98")
@@ -305,9 +305,8 @@ def test_a_probe_takes_the_nodes_own_variables(monkeypatch, name):
 
 
 def test_disk_holds_the_checkpoints_of_the_model(make_node, production):
-    config = production.copy()
-    config.trainer.save_freq = 10
-    found = findings(replace(make_node(), config=config), "disk")["disk"]
+    saving = production.with_verl({"trainer.save_freq": 10})
+    found = findings(replace(make_node(), run=saving), "disk")["disk"]
     assert found.state == "problem" and "at least 2 checkpoints, 9.39 TB each" in found.found  # docs/checkpoints.md
 
 

@@ -18,13 +18,13 @@ def test_mc2_in_a_graph_and_eagerly_on_one_group_is_refused(first, monkeypatch):
 
 
 MODES, OWN_GROUP = (False, True), "rollout.ascend_mc2_name"
-FULL = pytest.mark.full
+NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.slow
 @pytest.mark.upstream
 @pytest.mark.parametrize(
-    ("instances", "dp", "tp"), [(1, 2, 1), pytest.param(2, 1, 2, marks=FULL), pytest.param(1, 2, 2, marks=FULL)]
+    ("instances", "dp", "tp"), [(1, 2, 1), pytest.param(2, 1, 2, marks=NIGHTLY), pytest.param(1, 2, 2, marks=NIGHTLY)]
 )
 def test_engines_decode_by_mc2_on_a_group_of_its_own(instances, dp, tp, model, run_emulated):  # noqa: F811
     """Without and with graphs; the controls have upstream's group, on which the prompts' all-to-all has run."""

@@ -1,22 +1,13 @@
-"""Curves from the files of each framework: the same numbers by the same steps, and a sentence for hostile files."""
+"""Curves from the files of each framework: the same numbers by the same steps, and a sentence for damaged files."""
 
-import io
 import json
 import math
-import os
 
 import pandas
 import pytest
-from tensorboard.compat.proto import types_pb2
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation import curves
 from verl_patches.evaluation.curves import FIXED, METRICS, read_curves
 from verl_patches.weights.run_folders import take_start
 
@@ -152,103 +143,27 @@ def test_values_that_are_no_finite_numbers_are_kept_and_others_left_out(tmp_path
     assert found.keys() == {0, 1, 2, 3} and math.isnan(found[0]) and found[2] == -math.inf and found[3] == math.inf
 
 
-HOSTILE = {
+DAMAGED = {
     "empty.jsonl": b"",
     "a.jsonl": b'{"loss": 1}\n{\n{"loss": 1}\n',
-    "b.jsonl": b"[1]\n",
-    "deep.jsonl": b"[" * 10**6 + b"\n",
-    "deep.json": b'{"a":' * 10**6,
-    "digits.json": b'[{"loss": ' + b"9" * 5000 + b"}]",
     "text.json": b'"loss"',
-    "mixed.json": b'[{"loss": 1}, 2]',
     "step.jsonl": b'{"step": 1.5, "loss": 1}\n',
-    "negative.jsonl": b'{"step": -1, "loss": 1}\n',
-    "nan.jsonl": b'{"step": NaN, "loss": 1}\n',
-    "far.jsonl": b'{"step": 1e300, "loss": 1}\n',
-    "zero.csv": b"\0" * 1000,
     "field.csv": b"step,loss\n1," + b"x" * 200_000 + b"\n",
     "none.log": b"step:" + b"9" * 5000 + b" - loss:1.0\n" + b"\xff\xfe" * 100,
     "events.out.tfevents.1": b"\xff" * 1000,
-    "other.jsonl": b'{"step": 1, "a\x1b[31m": 2}\n'.replace(b"\x1b", b"\\u001b"),
+    "absent.jsonl": None,
 }
 
 
-def events(*records):
-    """A file of events, or of bytes, each with the checksums of its length and content."""
-    file = io.BytesIO()
-    writer = RecordWriter(file)
-    for record in records:
-        writer.write(record if isinstance(record, bytes) else record.SerializeToString())
-    return file.getvalue()
-
-
-def scalar(dtype=types_pb2.DT_FLOAT, shape=(), values=(0.5,), **keys):
-    dims = [TensorShapeProto.Dim(size=size) for size in shape]
-    tensor = TensorProto(dtype=dtype, tensor_shape=TensorShapeProto(dim=dims), float_val=values, **keys)
-    scalars = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
-    return Event(step=1, summary=Summary(value=[Summary.Value(tag="loss", tensor=tensor, metadata=scalars)]))
-
-
-HOSTILE |= {
-    "events.out.tfevents.2": events(b"\xff" * 100),  # no Event
-    "events.out.tfevents.3": events(scalar(dtype=0)),
-    "events.out.tfevents.4": events(scalar(dtype=99)),
-    "events.out.tfevents.5": events(scalar(shape=(1 << 40, 1 << 10))),
-    "events.out.tfevents.6": events(scalar(shape=(-1, -1))),
-    "events.out.tfevents.7": events(scalar(values=(), tensor_content=b"x")),
-    "events.out.tfevents.8": events(scalar(dtype=types_pb2.DT_STRING, string_val=[b"x"])),
-}
-
-
-def test_an_event_that_is_not_hostile_is_read(tmp_path):
-    """The control."""
-    path = tmp_path / "events.out.tfevents.1"
-    path.write_bytes(events(scalar(), scalar(shape=(2,), values=(0.1, 0.2))))
-    assert read(path).values == {"loss": {1: 0.5}}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_one_sentence_that_names_it(tmp_path, name):
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_one_sentence_that_names_it(tmp_path, name):
     path = tmp_path / name
-    path.write_bytes(HOSTILE[name])
+    if DAMAGED[name] is not None:
+        path.write_bytes(DAMAGED[name])
     with pytest.raises(ConfigError) as raised:
         read(path)
     text = str(raised.value)
     assert str(path) in text and len(text) < 600 and text.isprintable()
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "log"])
-@pytest.mark.parametrize("kind", ["FIFO", "device", "absent", "loop"])
-def test_what_is_no_file_is_refused(tmp_path, kind, suffix):
-    path = tmp_path / f"a.{suffix}"
-    if kind == "FIFO":
-        os.mkfifo(path)
-    elif kind != "absent":
-        path.symlink_to("/dev/zero" if kind == "device" else path)
-    with pytest.raises(ConfigError, match=str(path)):
-        read(path)
-
-
-def test_sizes_are_bounded(tmp_path, monkeypatch):
-    """A file of 600 MiB without an end of a line, one of JSON above its limit, more values than are kept."""
-    for name in ("a.jsonl", "a.csv", "a.log", "a.json"):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(600 << 20)
-        with pytest.raises(ConfigError, match="at most"):
-            read(tmp_path / name)
-    path = written(tmp_path / "m.jsonl", rows())
-    monkeypatch.setattr(curves, "MOST_VALUES", 5)
-    with pytest.raises(ConfigError, match="at most 5 values"):
-        read(path)
-    monkeypatch.setattr(curves, "MOST_VALUES", 6)
-    assert len(read(path).values) == 2
-
-
-@pytest.mark.parametrize("part", ["step:1 ", "iteration: 1 / ", "iteration  ", "Global step 1 ", "tensor("])
-def test_a_long_line_of_a_log_takes_no_time_that_grows_with_its_square(tmp_path, part):
-    path = tmp_path / "a.log"
-    path.write_text(part * (8_000_000 // len(part)) + "\n" + "step:1 - loss:0.5\n")
-    assert read(path).values == {"loss": {1: 0.5}}
 
 
 def test_a_name_of_ones_own(tmp_path):

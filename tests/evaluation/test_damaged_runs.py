@@ -1,11 +1,9 @@
-"""`status` and `report` on damaged and hostile files of a run: a sentence, text shown as text, never a traceback.
+"""`status` and `report` on damaged files of a run: a sentence, text shown as text, never a traceback.
 
 The commands are called as the command line calls them; any error but a sentence and an exit code fails the test.
 """
 
-import copy
 import json
-import os
 import signal
 
 import pytest
@@ -25,19 +23,8 @@ FILES = {
     "now.json": json.dumps(DOING),
     "progress.log": "| proven\n- row\n| step 2: a note\n",
 }
-CONTENT = {
-    "empty": b"",
-    "no JSON": b"{",
-    "null": b"null",
-    "a list": b"[1]",
-    "text": b'"x"',
-    "deep": b'{"steps": ' + b"[" * 10**6,
-    "deep objects": b'{"a":' * 10**6,
-    "digits": b'{"steps": ' + b"9" * 5000 + b"}",
-    "no UTF-8": b'{"run": "\xff\xfe"}',
-    "NUL": b"\0" * 100,
-}
-KINDS = ("truncated", "absent", "folder", "FIFO", "8 GiB", "device", "loop", *CONTENT)
+CONTENT = {"empty": b"", "no JSON": b"{", "a list": b"[1]", "no UTF-8": b'{"run": "\xff\xfe"}'}
+KINDS = ("truncated", "absent", "folder", *CONTENT)
 COMMANDS = ("status {0}", "status {0} --json", "status {0} --watch", "status --run {0}", "status --run {0} --json")
 REPORTS = ("report {0}", "report {0} --json", "report {1} {0}", "report {1} {0} --json")
 
@@ -58,13 +45,6 @@ def damage(path, kind):
     path.unlink()
     if kind == "folder":
         path.mkdir()
-    elif kind == "FIFO":
-        os.mkfifo(path)
-    elif kind == "8 GiB":
-        path.touch()
-        os.truncate(path, 8 << 30)
-    elif kind in ("device", "loop"):
-        path.symlink_to("/dev/zero" if kind == "device" else path)
     elif kind != "absent":
         path.write_bytes(CONTENT.get(kind, content[: len(content) // 2]))
 
@@ -114,14 +94,14 @@ def test_a_damaged_file_is_a_sentence_that_names_it(call, once, run, file, kind)
         once.clear()
         code, text = check(call, command, run)
         read = file == "summary.json" or command in COMMANDS[:3]  # a log is damaged by its kind alone
-        if read and kind != "absent" and (file != "progress.log" or kind in ("folder", "FIFO", "device", "loop")):
+        if read and kind != "absent" and (file != "progress.log" or kind == "folder"):
             assert code == 2 and str(run[0] / file) in text and len(text) < 2000, (command, text)
         elif command in COMMANDS[:3]:
             assert code == 0, (command, text)
     assert not list(run[1].glob("report*")) and (file != "summary.json" or not list(run[0].glob("report*")))
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "truncated", "absent"])
+@pytest.mark.parametrize("kind", ["truncated", "absent"])
 def test_a_file_that_is_damaged_while_it_is_watched_ends_the_view_with_a_sentence(call, monkeypatch, run, kind):
     naps = iter([lambda: damage(run[0] / "summary.json", kind)])
 
@@ -133,43 +113,15 @@ def test_a_file_that_is_damaged_while_it_is_watched_ends_the_view_with_a_sentenc
     assert code == (0 if kind == "absent" else 2) and ": running" in text
 
 
-def places(node, path=()):
-    """The path of every value in plain data, sections too; of lists the first one's."""
-    items = node.items() if isinstance(node, dict) else list(enumerate(node))[:1] if isinstance(node, list) else ()
-    for key, value in items:
-        yield (*path, key)
-        yield from places(value, (*path, key))
+WRONG = {"steps": "text", "run": 7, "patches": [3], "exit": None, "versions": {"a": float("nan")}}
 
 
-def with_value(data, path, value):
-    """A copy of `data` with `value` there, or without that key for `...`."""
-    made = copy.deepcopy(data)
-    *parents, last = path
-    node = made
-    for key in parents:
-        node = node[key]
-    if value is ...:
-        del node[last]
-    else:
-        node[last] = value
-    return made
-
-
-VALUES = {"absent": ..., "null": None, "text": HOSTILE, "items": [3], "object": {}, "true": True, "nan": float("nan")}
-VALUES |= {"inf": float("-inf"), "negative": -1, "huge": 10**400, "large": 1e308, "small": 5e-324, "long": "x" * 10**5}
-
-
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("file", ["summary.json", "now.json"])
-def test_any_value_in_any_place_is_shown_or_refused(call, run, file, value):
-    whole = json.loads(FILES[file])
-    commands = (COMMANDS[0], COMMANDS[3], REPORTS[1], REPORTS[0]) if file == "summary.json" else COMMANDS[:2]
-    first = list(VALUES).index(value)  # one command a place, another one for the next value
-    for number, place in enumerate(places(whole), first):
-        (run[0] / file).write_text(json.dumps(with_value(whole, place, VALUES[value])))
-        command = commands[number % len(commands)]
+@pytest.mark.parametrize("key", WRONG)
+def test_a_value_of_another_type_is_shown_or_refused(call, run, key):
+    (run[0] / "summary.json").write_text(json.dumps(json.loads(FILES["summary.json"]) | {key: WRONG[key]}))
+    for command in (COMMANDS[0], COMMANDS[3], *REPORTS[:2]):
         code, text = check(call, command, run)
-        assert len(text) < 300_000 and (code < 2 or str(run[0] / file) in text), (place, command, text)
+        assert code < 2 or str(run[0] / "summary.json") in text, (command, text)
 
 
 def test_names_and_messages_are_shown_as_text_in_tables_files_and_pictures(call, run):
@@ -194,29 +146,6 @@ def test_a_sentence_about_a_folder_of_a_hostile_name_is_text(call, tmp_path):
     for name in ("a\x1b[31m[red]", b"\xff".decode(errors="surrogateescape"), "x" * 300, "a/" * 3000):
         for command in ("status {0}", "report {0}"):
             assert check(call, command, [str(tmp_path / name).replace(" ", "_")])[0] == 2
-
-
-def test_a_report_is_not_written_through_what_lies_in_its_place(call, run, tmp_path):
-    """A FIFO would wait for a reader, and a link would change another file; the user's own file may be either."""
-    other = tmp_path / "other"
-    other.write_text("mine")
-    for name, command in (("report.md", "report {0}"), ("report.png", "report {1} {0}")):
-        path = run[0] / name
-        for put in (os.mkfifo, lambda path: path.symlink_to(other)):
-            put(path)
-            code, text = check(call, command, run)
-            assert code == 2 and str(path) in text and other.read_text() == "mine"
-            path.unlink()
-    assert check(call, "report {0} -o /dev/null", run)[0] == 0
-
-
-def test_the_last_lines_of_a_long_log_are_read_from_its_end(call, run):
-    with (run[0] / "progress.log").open("w") as file:
-        file.truncate(64 << 30)  # more than the machine's memory
-        file.seek(0, os.SEEK_END)
-        file.write("\n| the last\n")
-    code, text = check(call, "status {0}", run)
-    assert code == 0 and "the last" in text and len(text) < 2000
 
 
 def test_a_record_of_a_real_run_is_read_as_it_was_written(run):

@@ -1,7 +1,6 @@
 """Reports of recorded runs: figures against ones worked out by hand, several runs side by side, and what is refused."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -189,7 +188,7 @@ def test_runs_of_one_name_are_told_apart_by_their_place():
     assert report.names_of([run_of("a"), run_of("b"), run_of("a")]) == ["1: a", "2: b", "3: a"]
 
 
-@pytest.mark.parametrize("given", [".", "", "x.png"])
+@pytest.mark.parametrize("given", [".", "x.png"])
 def test_an_output_that_is_a_folder_or_the_picture_itself_is_refused(tmp_path, monkeypatch, given):
     folder = written(tmp_path / "a", run_of())
     monkeypatch.chdir(tmp_path)
@@ -210,7 +209,6 @@ def test_a_table_is_printed_and_the_file_goes_where_the_user_says(tmp_path):
     [
         (None, "", ConfigError, "a folder without them"),
         ("progress.log", "| proven", RecipeError, "verl_patches status"),
-        ("summary.json", '{"steps": [], "exit": "running"}', RecipeError, "verl_patches status"),
         ("summary.json", '{"steps": [], "exit": "WorkerDiedError: x"}', RecipeError, "WorkerDiedError.*driver.log"),
         ("summary.json", '{"steps": [{"step": 1, "time": 3}]}', ConfigError, "steps.0.seconds.*this version"),
     ],
@@ -237,19 +235,3 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path):
     assert find_start(Path("smoke"), tmp_path) == tmp_path / "smoke/0001"
     with pytest.raises(ConfigError, match="there is none yet"):
         find_start(Path("smoke"), tmp_path / "smoke")
-
-
-def test_a_folder_that_may_not_be_entered_is_named_with_the_reason(tmp_path):
-    """Not taken for a run that is absent. Root may enter any folder: the test looks as another user."""
-    folder = written(tmp_path / "a", run_of())
-    folder.chmod(0)
-    before = os.geteuid()
-    try:
-        if before == 0:
-            tmp_path.chmod(0o755)
-            os.seteuid(65534)
-        with pytest.raises(ConfigError, match="Permission denied"):
-            find_start(folder, tmp_path)
-    finally:
-        os.seteuid(before)
-        folder.chmod(0o700)

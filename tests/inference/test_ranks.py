@@ -1,6 +1,6 @@
 """Engines on several ranks on Ray: the responses of one rank, and of transformers; which weights a rank reads.
 
-tests/loop/test_use.py has an eval of a run on a CPU.
+tests/loop/test_chains.py has an eval of a run on a CPU.
 """
 
 import json
@@ -41,7 +41,7 @@ def responses(path):
     return [[(each["tokens"], each["text"]) for each in line["responses"]] for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.upstream
 def test_two_emulated_dies_write_what_one_writes(tmp_path, a3_sources):
     """Sampled responses of DP2 EP2 are those of one rank, a greedy chat of DP2 and greedy ones of TP2 transformers'."""
@@ -66,7 +66,7 @@ def test_two_emulated_dies_write_what_one_writes(tmp_path, a3_sources):
     assert chat["text"] == expected[1][1]  # one replica has nothing to do, from the first step on
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_on_two_nodes_wait_for_their_devices(tiny_model, tmp_path):
     """At TP2 on a CPU, a rank on each node."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))

@@ -67,18 +67,18 @@ SCORE = """
 import json, sys
 from verl_patches import prelude_patch
 from transformers import AutoTokenizer
-from verl_patches.config.compose import compose
+from tests.runs import composed
 from verl_patches.errors import RecipeError
 from verl_patches.inference.scores import scorer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 rewards = "recipe.rewards=[{name: maths},{name: length,buffer_tokens: 4}]"
-config = compose("deepseekv3_tiny_cpu", [rewards, "data.max_response_length=32"])
+run = composed("deepseekv3_tiny_cpu", [rewards, "data.max_response_length=32"])
 row = {"data_source": "x", "reward_model": {"ground_truth": "4"}, "extra_info": None}
-score = scorer(config, tokenizer, row)
+score = scorer(run, tokenizer, row)
 texts = ["is \\\\boxed{4}", "\\\\boxed{4}<|end|>ignored \\\\boxed{5}", "\\\\boxed{5}"]
 found = score(row, [tokenizer(text)["input_ids"] for text in texts])
 try:
-    scorer(config, tokenizer, {"data_source": "x"})
+    scorer(run, tokenizer, {"data_source": "x"})
 except RecipeError as error:
     found.append(str(error))
 print(json.dumps(found))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.drivers import composed
+from tests.launch.drivers import run_named_t
 from verl_patches.launch import launcher
 
 
@@ -25,11 +25,9 @@ def start(tmp_path: Path, monkeypatch):
                 (tmp_path / "t/latest/gate").touch()
             (on_line or lines.append)(line)
 
-        config = composed().copy()
-        config.trainer.update({"default_local_dir": str(tmp_path / "t/checkpoints"), **dict(trainer)})
-        config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
+        settings = {"default_local_dir": str(tmp_path / "t/checkpoints"), **dict(trainer)}
         monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
-        outcome = launcher.run(config, said, None, dirty)
+        outcome = launcher.run(run_named_t(tmp_path, recipe, settings), said, dirty)
         return outcome, json.loads((outcome.folder / "summary.json").read_text()), [*filter(None, lines)]
 
     return run

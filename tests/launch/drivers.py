@@ -1,8 +1,8 @@
 """Drivers of the tests: code that stands in the place of verl's, and the configuration that they get."""
 
-import functools
-
-from verl_patches.config.compose import compose
+from tests.runs import composed
+from verl_patches.config.resolve import changed
+from verl_patches.spec import RunSpec
 
 NAME = "deepseekv3_tiny_cpu"
 FOLDER = """import os, json, subprocess, sys, time; from pathlib import Path
@@ -22,6 +22,12 @@ MEASURED = '(out / "ready").touch()\nwhile not (out / "gate").exists(): time.sle
 SLEEP = "time.sleep(600)\n"
 
 
-@functools.cache
-def composed():
-    return compose(NAME)
+def run_named_t(output_root, recipe=(), trainer=()) -> RunSpec:
+    """Return run t of the tiny configuration below `output_root`, with other keys of recipe and of verl's trainer."""
+    keys = {
+        f"recipe.{key}": value for key, value in {"output_root": str(output_root), "run": "t", **dict(recipe)}.items()
+    }
+    return changed(_TINY, keys | {f"trainer.{key}": value for key, value in dict(trainer).items()})
+
+
+_TINY = composed(NAME)

@@ -7,19 +7,29 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.config.recipe import Recipe, Watch
+from verl_patches.catalog import rows_of
 from verl_patches.errors import ConfigError
 from verl_patches.launch import import_alone
 from verl_patches.launch.import_alone import _record, fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.launch.run_folder import begin_without_launcher
+from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import parse
+from verl_patches.recipe.schema import Recipe, Watch
+from verl_patches.spec import give_run, run_of
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs/model/deepseekv3_tiny.json"  # verl reads a folder or this file
-NPU = parse("line=a3,platform=npu")
-CPU = parse("line=pypi,platform=cpu,drift=warn,-memory.ledger")
+
+
+def engine_of(text):
+    switches = parse(text)
+    return Engine(rows_of(switches.platform), switches)
+
+
+NPU = engine_of("line=a3,platform=npu")
+CPU = engine_of("line=pypi,platform=cpu,drift=warn,-memory.ledger")
 
 
 def config(of_rollout="bfloat16", **recipe):
@@ -35,9 +45,9 @@ def config(of_rollout="bfloat16", **recipe):
     return found
 
 
-def filled(switches=CPU, **options):
+def filled(**options):
     result = config(**options)
-    fill_recipe(result, switches)
+    give_run(result, fill_recipe(result, CPU).text())
     return result
 
 
@@ -48,6 +58,9 @@ def test_without_a_recipe_rows_read_defaults_and_no_run_is_recorded():
     decided["watch"] = {**vars(Watch()), "action": "off"}  # only the launcher's driver reads heartbeats
     assert OmegaConf.to_container(result.recipe) == {**OmegaConf.to_container(OmegaConf.structured(Recipe)), **decided}
     assert result.actor_rollout_ref.recipe == result.recipe
+    run, of_workers = run_of(result), run_of(result.actor_rollout_ref)
+    assert "memory.ledger" not in run.rows and "memory.order" in run.rows and run.train.world_size == 8
+    assert (of_workers.recipe, of_workers.rows, of_workers.train) == (run.recipe, run.rows, run.train)
 
 
 def test_the_users_keys_and_the_rollouts_dtype_replace_the_defaults():
@@ -134,46 +147,44 @@ def test_on_npu_the_device_and_the_fixed_route_must_match(monkeypatch, device, r
 
 def test_the_folder_of_the_record_is_named_in_full(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    config = filled(output_root="mine", run="r")
-    config.trainer.default_local_dir = str(tmp_path / "saved")
     with contextlib.ExitStack() as held:
-        folder = begin_without_launcher(config, held)
-    assert folder == tmp_path / "mine/r/0001" and f"{folder}" in _record(folder)
-    assert "+recipe.run=NAME" in _record(None)
+        run = begin_without_launcher(fill_recipe(config(run="mine", output_root="outputs"), CPU), held)
+    assert str(tmp_path / "outputs" / "mine" / "0001") in _record(run)
+    assert "+recipe.run=NAME" in _record(fill_recipe(config(output_root="outputs"), CPU))
 
 
 @pytest.mark.parametrize(
-    ("switches", "engine", "nodes", "network"),
+    ("rows", "engine", "nodes", "network"),
     [
         (NPU, True, 16, {"nodes": 16, "interface": "eth1"}),
-        (parse("line=a3,platform=cpu"), True, 1, None),
+        (engine_of("line=a3,platform=cpu"), True, 1, None),
         (CPU, False, 1, None),
         (CPU, False, 4, {"nodes": 4, "interface": None}),  # gloo's, on several nodes
     ],
 )
-def test_workers_are_sent_the_same_settings_as_by_the_launcher(monkeypatch, switches, engine, nodes, network):
+def test_workers_are_sent_the_same_settings_as_by_the_launcher(monkeypatch, rows, engine, nodes, network):
     monkeypatch.setenv("VLLM_ENABLE_FIX_ROUTE", "0")
-    npu = switches is NPU
+    npu = rows is NPU
     found = config(**({"hccl": {"interface": "eth1"}} if npu else {}))
     found.trainer.nnodes, found.trainer.device = nodes, "npu" if npu else "cuda"
-    fill_recipe(found, switches)
+    run = fill_recipe(found, rows)
     section = OmegaConf.to_container(found.actor_rollout_ref) if engine else None
-    assert worker_settings(found) == {"engine": section, "network": network}
+    assert worker_settings(run) == {"engine": section, "network": network}
 
 
 @pytest.mark.parametrize("drift", ["warn", "strict"])
 def test_edited_sources_are_refused_or_recorded(monkeypatch, caplog, drift):
     """The trainer keeps what differs for the summary (trainer/run.py); upstream/test_modified.py finds it."""
 
-    def modified(config, trees):
-        if config.recipe.drift == "strict":
+    def modified(run):
+        if run.recipe.drift == "strict":
             raise ConfigError("verl/a.py")
         return {"verl": ["verl/a.py (modified)"]}
 
     monkeypatch.setattr(import_alone, "refuse_modified", modified)
     monkeypatch.setattr(import_alone, "send_settings", lambda **sent: None)  # no Ray here
-    switches = parse(f"line=pypi,platform=cpu,drift={drift}")
-    monkeypatch.setattr(import_alone.engine, "current", lambda: SimpleNamespace(switches=switches))
+    rows = engine_of(f"line=pypi,platform=cpu,drift={drift}")
+    monkeypatch.setattr(import_alone.engine, "current", lambda: rows)
     trainer = SimpleNamespace(init_workers=print)
     start = import_alone.recipe_by_default(lambda *_: None)
     if drift == "strict":

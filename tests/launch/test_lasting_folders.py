@@ -7,9 +7,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.runs import composed
 from verl_patches.__main__ import app
 from verl_patches.cluster.job import load_job
-from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 from verl_patches.launch.run_folder import require_lasting_folders
 
@@ -32,7 +33,7 @@ def refusal(tmp_path, monkeypatch):
     def ask(table, *overrides, name="deepseekv3_256die_true_weight"):
         (tmp_path / "self" / "mounts").write_text(table)
         try:
-            require_lasting_folders(compose(name, list(overrides)))
+            require_lasting_folders(composed(name, list(overrides)))
         except ConfigError as error:
             return str(error)
         return ""

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from tests.launch.drivers import DETACHED, FOLDER, MEASURED, NAME, SLEEP, STEP, SUMMARY, composed
+from tests.launch.drivers import DETACHED, FOLDER, MEASURED, NAME, SLEEP, STEP, SUMMARY, run_named_t
 from tests.ranks import HANG_S
 from tests.weights.cases import make_start
 from verl_patches.__main__ import app
@@ -267,13 +267,11 @@ def test_a_full_disk_ends_the_run_with_its_name(monkeypatch, tmp_path):
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here; test_summary.py limits the size of files instead")
-    config = composed().copy()
-    config.recipe.update({"output_root": str(tmp_path), "run": "t"})
-    config.trainer.default_local_dir = str(disk / "checkpoints")
+    run = run_named_t(tmp_path, trainer={"default_local_dir": str(disk / "checkpoints")})
     code = f"{FOLDER}(out / 'big').write_bytes(bytes(8 << 20))\n"
     monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
     try:
-        outcome = launcher.run(config)
+        outcome = launcher.run(run)
         assert outcome.code == 1 and "could not be written: No space left on device" in outcome.reason
         assert f"{disk}" in outcome.reason and "its disk has 0.0 MiB left" in outcome.reason
     finally:

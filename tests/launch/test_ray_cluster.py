@@ -4,9 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 
+from tests.runs import composed
 from verl_patches import ray_nodes
-from verl_patches.config.compose import compose
 from verl_patches.config.environment import worker_environment
+from verl_patches.config.resolve import changed
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import check_nodes, list_nodes, require_nodes, worker_settings
 
@@ -14,24 +15,23 @@ NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
 
 
 @pytest.fixture(scope="module")
-def config():
-    return compose("deepseekv3_256die_true_weight")
+def run():
+    return composed("deepseekv3_256die_true_weight")
 
 
-def test_enough_nodes_pass_and_missing_ones_are_counted(config):
+def test_enough_nodes_pass_and_missing_ones_are_counted(run):
     nodes = [{"id": str(n), "address": f"10.0.0.{n}", **NPU16} for n in range(16)]
-    check_nodes(config, nodes)
-    check_nodes(config, [{**node, "address": "10.0.0.1"} for node in nodes])  # each counts
+    check_nodes(run, nodes)
+    check_nodes(run, [{**node, "address": "10.0.0.1"} for node in nodes])  # each counts
     with pytest.raises(ConfigError, match=r"16 node\(s\) with 16 NPU each.*Ray has 15 such node\(s\) of 15"):
-        check_nodes(config, nodes[1:])
+        check_nodes(run, nodes[1:])
     nodes[3] = {"id": "3", "address": "10.0.0.3", "resources": {"NPU": 8.0}}
     with pytest.raises(ConfigError, match=r"15 such node\(s\) of 16 .*10\.0\.0\.3: 8"):
-        check_nodes(config, nodes)
+        check_nodes(run, nodes)
 
 
-def test_several_nodes_need_a_ray_that_runs(config):
-    alone = config.copy()
-    alone.recipe.ray_address = None
+def test_several_nodes_need_a_ray_that_runs(run):
+    alone = changed(run, {"recipe.ray_address": None})
     with pytest.raises(ConfigError, match=r"recipe.ray_address is null, which starts a Ray on this machine only"):
         require_nodes(alone)
 
@@ -44,7 +44,7 @@ def test_an_address_without_ray_is_refused(monkeypatch):
 
 def test_workers_of_several_nodes_choose_their_interface_on_cpus_too():
     nodes = ["trainer.nnodes=4", "trainer.n_gpus_per_node=1", "recipe.ray_address=auto"]
-    one, several = compose("deepseekv3_tiny_cpu"), compose("deepseekv3_tiny_cpu", nodes)
+    one, several = composed("deepseekv3_tiny_cpu"), composed("deepseekv3_tiny_cpu", nodes)
     assert worker_settings(one)["network"] is None and worker_environment(one)["GLOO_SOCKET_IFNAME"] == "lo"
     assert worker_settings(several)["network"] == {"nodes": 4, "interface": None}
     assert "GLOO_SOCKET_IFNAME" not in worker_environment(several)

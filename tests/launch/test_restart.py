@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from tests.launch.drivers import FOLDER, composed
+from tests.launch.drivers import FOLDER, run_named_t
+from tests.runs import composed
 from tests.weights.cases import make_start
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
-from verl_patches.config.run_start import NextStart
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import read_summary
 from verl_patches.launch import launcher, restart
 from verl_patches.launch.restart import Restarts, may_help
+from verl_patches.spec import NextStart
+from verl_patches.trainer.checks import restart_checks
 from verl_patches.watch.watcher import fault_in
 from verl_patches.weights.run_folders import starts_in
 
@@ -78,8 +78,8 @@ def run(start, tmp_path):
 
     def make(*tries, times=2, **trainer):
         settings = {"default_local_dir": str(tmp_path / "t/checkpoints"), "save_freq": 1, "resume_mode": "auto"}
-        restart = {"times": times, "without_nodes": []}
-        return start(driver(*tries), trainer={**settings, "total_training_steps": 9, **trainer}, restart=restart)
+        recipe = {"restart.times": times, "restart.without_nodes": []}
+        return start(driver(*tries), trainer={**settings, "total_training_steps": 9, **trainer}, **recipe)
 
     return make
 
@@ -132,22 +132,21 @@ def test_the_last_step_is_the_runs_own_where_a_class_of_the_users_makes_samples_
     A record that a loss of power emptied counts as none.
     """
     given = ["data.custom_cls.path=/mine.py", "data.custom_cls.name=Own", "trainer.total_training_steps=null"]
-    config, folder = compose("deepseekv3_tiny_cpu", given), make_start(tmp_path / "r", (3,))
+    run, folder = composed("deepseekv3_tiny_cpu", given), make_start(tmp_path / "r", (3,))
     if now is not None:
         doing = {"step": 3, "call": "save", "phase": "saving", "since": 1.0, "step_since": 1.0}
         (folder / "now.json").write_text(json.dumps({**doing, **now}))
-    assert restart.last_step_is_saved(config, folder) is is_saved
+    assert restart.last_step_is_saved(run, folder) is is_saved
     (folder / "now.json").write_text("")
-    config.trainer.total_training_steps = 3
-    assert restart.last_step_is_saved(config, folder)
+    assert restart.last_step_is_saved(run.with_verl({"trainer.total_training_steps": 3}), folder)
 
 
 @pytest.mark.slow
 def test_a_disk_that_fails_between_two_starts_ends_the_run_with_both_reasons(run, monkeypatch):
     looks = []
 
-    def fails(config):
-        looks.append(config)
+    def fails(given):
+        looks.append(given)
         if len(looks) > 1:
             raise OSError(5, "Input/output error")
         return NextStart()
@@ -167,11 +166,9 @@ def joined(tmp_path, monkeypatch):
         nodes = [{"id": f"id-{a}", "address": a, "resources": {"GPU": float(dies)}} for a in addresses]
         monkeypatch.setattr(restart, "list_nodes", lambda address: nodes)
         (folder / "watch.json").write_text(json.dumps({"culprits": [{"name": "rank 2", "node": "id-b"}]}))
-        config = composed().copy()
-        config.recipe.update({"restart": {"times": times, "without_nodes": list(left_out)}, "ray_address": "auto"})
-        config.recipe.watch.action = action
-        config.trainer.update({"nnodes": 2, "n_gpus_per_node": 2, "device": "cuda"})
-        return Restarts(config), folder
+        recipe = {"restart.times": times, "restart.without_nodes": list(left_out), "ray_address": "auto"}
+        trainer = {"nnodes": 2, "n_gpus_per_node": 2, "device": "cuda"}
+        return Restarts(run_named_t(tmp_path, recipe | {"watch.action": action}, trainer)), folder
 
     return make
 
@@ -189,7 +186,7 @@ def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, o
     restarts, folder = joined(*nodes, **options)
     assert restarts.another(1, "StallError: a", folder) and not restarts.another(1, "ValueError: a", folder)
     assert words in restarts.after(1, "StallError: rank 2 is stopped", folder)
-    assert restarts.config().recipe.restart.without_nodes == left_out
+    assert restarts.run().recipe.restart.without_nodes == left_out
     assert not restarts.another(1, "StallError: again", folder)
 
 
@@ -203,7 +200,7 @@ def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_
             record = {"culprits": [{"name": "rank 2", "node": node}], "raised": raised}
             (folder / "watch.json").write_text(json.dumps(record))
             restarts.after(1, "rank 2 (pid 1 on h) in step 3: RuntimeError: EI0002: HCCL", folder)
-            left_out.append(restarts.config().recipe.restart.without_nodes)
+            left_out.append(restarts.run().recipe.restart.without_nodes)
         return left_out
 
     assert after("device", "id-b") == [["b"]]
@@ -231,8 +228,8 @@ def test_a_restart_needs_checkpoints_that_it_finds():
         (["trainer.save_freq=1", "trainer.resume_mode=disable"], "resume_mode is disable"),
         (["trainer.save_freq=1", "trainer.resume_mode=auto", "recipe.restart.without_nodes=[a]"], "recipe.ray_address"),
     ):
-        config = compose("deepseekv3_tiny_cpu", ["recipe.restart.times=1", *overrides])
-        faults = [check.detail for check in check_config(config) if check.name == "restart" and not check.ok]
+        run = composed("deepseekv3_tiny_cpu", ["recipe.restart.times=1", *overrides])
+        faults = [check.detail for check in restart_checks(run) if not check.ok]
         assert faults == [] if words is None else len(faults) == 1 and words in faults[0]
     with pytest.raises(ConfigError, match="recipe.restart.times is -1"):
-        compose("deepseekv3_tiny_cpu", ["recipe.restart.times=-1"])
+        composed("deepseekv3_tiny_cpu", ["recipe.restart.times=-1"])

@@ -4,14 +4,16 @@ import errno
 import json
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tests.launch.drivers import composed
+from tests.launch.drivers import run_named_t
 from tests.weights.cases import make_checkpoint, make_start
-from verl_patches.config.run_start import next_start, resolved, run_home
+from verl_patches.config.run_start import next_start, with_start
+from verl_patches.config.run_start import started as as_started
 from verl_patches.errors import ConfigError
 from verl_patches.launch.run_folder import begin, begin_without_launcher, held_run, require_start
 from verl_patches.shared_files import LOCK, lock_file
@@ -20,24 +22,26 @@ from verl_patches.weights.run_folders import data_facts, read_start
 
 @pytest.fixture
 def configured(tmp_path):
-    """configured(**trainer): the configuration of run t."""
+    """configured(**trainer): run t."""
 
-    def make(**trainer):
-        config = composed().copy()
-        config.recipe.update({"output_root": str(tmp_path), "run": "t"})
+    def make(recipe=(), **trainer):
         settings = {"default_local_dir": str(tmp_path / "t/checkpoints"), "save_freq": 2, "total_training_steps": 20}
-        config.trainer.update({**settings, "resume_mode": "auto", **trainer})
-        return config
+        return run_named_t(tmp_path, recipe, {**settings, "resume_mode": "auto", **trainer})
 
     return make
 
 
-def started(config):
+def required(run):
+    """Where a start of the run goes on now."""
+    return require_start(with_start(run))
+
+
+def started(run):
     """(where it goes on, the record of the new start)."""
-    with held_run(config):
-        start = require_start(config)
-        name = begin(config, start)
-    return start, read_start(run_home(config) / name)
+    with held_run(run):
+        start = required(run)
+        name = begin(run, start)
+    return start, read_start(run.home / name)
 
 
 def path_of(path):
@@ -61,14 +65,18 @@ def test_auto_goes_on_from_the_newest_of_the_chain_and_records_it(configured, tm
 
 
 def test_a_driver_is_handed_its_folder_and_its_checkpoint_and_looks_for_none(configured, tmp_path):
-    config = configured()
-    fresh = resolved(config, next_start(config), "0001")
-    assert (fresh.recipe.start, fresh.trainer.resume_mode) == ("0001", "disable") and config.recipe.start is None
+    run = configured()
+    fresh = as_started(run, next_start(run), "0001")
+    assert (fresh.folder, fresh.verl.trainer.resume_mode) == (tmp_path / "t/0001", "disable")
     path = make_start(tmp_path / "t", (2,)) / "checkpoints/global_step_2"
-    again = resolved(config, next_start(config), "0002").trainer
+    again = as_started(run, next_start(run), "0002").verl.trainer
     assert (again.resume_mode, again.resume_from_path) == ("resume_path", str(path))
-    config.recipe.patches = ["-checkpoint.*"]
-    assert resolved(config, next_start(config), "0002").trainer.resume_mode == "auto"  # verl's own
+    verls = without_our_checkpoints(run)
+    assert as_started(verls, next_start(verls), "0002").verl.trainer.resume_mode == "auto"
+
+
+def without_our_checkpoints(run):
+    return replace(run, switches=replace(run.switches, patterns=("-checkpoint.*",)))
 
 
 def test_a_new_run_of_that_name_leaves_all_as_it_is_and_says_its_bytes(configured, tmp_path):
@@ -79,7 +87,7 @@ def test_a_new_run_of_that_name_leaves_all_as_it_is_and_says_its_bytes(configure
     assert "other starts (0001) hold" in start.others and "nothing removes them" in start.others
     assert start.others in (tmp_path / "t/0002/progress.log").read_text()
     with pytest.raises(ConfigError) as caught:  # the newest chain has none
-        require_start(configured())
+        required(configured())
     newest = tmp_path / "t/0001/checkpoints/global_step_8"
     assert f"resume_from_path={newest}" in str(caught.value) and "nothing was started" in str(caught.value)
     start, record = started(configured(**path_of(newest)))
@@ -99,7 +107,7 @@ def test_a_checkpoint_of_another_run_begins_a_chain_that_auto_does_not_begin_ane
     start, record = started(configured(**path_of(other)))
     assert (start.step, record.parent, record.source) == (5, None, str(other))
     with pytest.raises(ConfigError, match=f"went on from {other}; nothing was started"):
-        require_start(configured())
+        required(configured())
 
 
 def test_a_folder_that_was_moved_is_gone_on_with(configured, tmp_path):
@@ -126,12 +134,12 @@ def test_checkpoints_elsewhere_have_the_same_starts(configured, tmp_path):
 
 def test_a_name_that_another_start_holds_is_refused(configured, tmp_path):
     """By its own folder, and by that of its checkpoints where another output root has the same name."""
-    config = configured(default_local_dir=str(tmp_path / "saved"))
+    run = configured(default_local_dir=str(tmp_path / "saved"))
     for held, key in (("t", "--run NAME"), ("saved/t", "default_local_dir")):
         (tmp_path / held).mkdir(parents=True, exist_ok=True)
-        with lock_file(tmp_path / held / LOCK), pytest.raises(ConfigError, match=key), held_run(config):
+        with lock_file(tmp_path / held / LOCK), pytest.raises(ConfigError, match=key), held_run(run):
             pass
-    with held_run(config):  # the control: the locks are free
+    with held_run(run):  # the control: the locks are free
         pass
 
 
@@ -153,13 +161,13 @@ def test_a_file_system_without_locks_is_named(configured, monkeypatch):
 ])  # fmt: skip
 def test_a_run_that_has_reached_its_total_does_not_go_on(configured, tmp_path, trainer, facts, words):
     make_checkpoint(make_start(tmp_path / "t") / "checkpoints", 8, **facts)
-    config = configured(**{"total_training_steps": None, **trainer})
+    run = configured(**{"total_training_steps": None, **trainer})
     if words is None:
-        require_start(config)
+        required(run)
     else:
         before = tree(tmp_path)
         with pytest.raises(ConfigError, match=words):
-            require_start(config)
+            required(run)
         assert tree(tmp_path) == before
 
 
@@ -168,15 +176,13 @@ def test_other_data_than_the_checkpoints_are_named_and_stop_the_start(configured
     for file, rows in zip(files, ([1, 2], [1, 3]), strict=True):
         parquet.write_table(pa.table({"x": rows}), file)
     make_checkpoint(make_start(tmp_path / "t") / "checkpoints", 2, data=data_facts(files[0]))
-    config = configured()
-    config.data.train_files = files[1]
+    run = configured()
+    other = run.with_verl({"data.train_files": [files[1]]})
     with pytest.raises(ConfigError, match="a.parquet; this run has .*b.parquet.*recipe.resume_other_data=true"):
-        require_start(config)
-    config.recipe.resume_other_data = True
-    assert require_start(config).step == 2
-    config.recipe.resume_other_data = False
-    config.data.train_files = [shutil.copy(files[0], tmp_path / "moved.parquet")]
-    assert require_start(config).step == 2
+        required(other)
+    assert required(replace(other, recipe=replace(run.recipe, resume_other_data=True))).step == 2
+    moved = [str(shutil.copy(files[0], tmp_path / "moved.parquet"))]
+    assert required(run.with_verl({"data.train_files": moved})).step == 2
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_left(configured, tmp_path):
@@ -185,7 +191,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_left(configured, tmp_path):
     bad.write_bytes(b"")
     before = tree(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        require_start(configured())
+        required(configured())
     assert str(bad) in str(caught.value) and f"resume_from_path={folder / 'global_step_2'}" in str(caught.value)
     assert tree(tmp_path) == before
 
@@ -194,33 +200,24 @@ def test_a_run_of_before_each_start_had_a_folder_is_refused_in_one_sentence(conf
     (tmp_path / "t").mkdir()
     (tmp_path / "t/summary.json").write_text("{}")
     with pytest.raises(ConfigError, match="t holds summary.json of an earlier version"):
-        require_start(configured())
-
-
-def test_the_folder_of_a_start_is_the_launchers_to_choose(configured):
-    config = configured()
-    config.recipe.start = "0007"
-    with pytest.raises(ConfigError, match="recipe.start is 0007"):
-        require_start(config)
+        required(configured())
 
 
 def test_verls_own_checkpoints_are_left_where_they_are(configured, tmp_path):
-    config = configured()
-    config.recipe.patches = ["-checkpoint.*"]
     (tmp_path / "t/checkpoints/global_step_3/actor").mkdir(parents=True)
-    start, record = started(config)
+    start, record = started(without_our_checkpoints(configured()))
     assert start.resumed is None and record.name == "0001"
     assert (tmp_path / "t/checkpoints/global_step_3/actor").is_dir()
 
 
 def test_without_a_launcher_a_record_has_a_start_and_checkpoints_their_place(configured, tmp_path):
-    config = configured(default_local_dir=str(tmp_path / "plain"))
+    run = configured(default_local_dir=str(tmp_path / "plain"))
     with ExitStack() as held:
-        assert begin_without_launcher(config, held) == tmp_path / "t/0001"
+        assert begin_without_launcher(run, held).folder == tmp_path / "t/0001"
         with pytest.raises(ConfigError, match="being written by another run"), ExitStack() as other:
-            begin_without_launcher(config, other)
-    config.recipe.run = None
+            begin_without_launcher(run, other)
     with ExitStack() as held:
-        assert begin_without_launcher(config, held) is None
+        unnamed = begin_without_launcher(replace(run, recipe=replace(run.recipe, run=None)), held)
+    assert unnamed.start.name is None
     assert json.loads((tmp_path / "t/0001/start.json").read_text())["from"] is None
     assert [path.name for path in (tmp_path / "plain").iterdir()] == [LOCK]

@@ -1,91 +1,158 @@
+import itertools
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests import runs
 from verl_patches.__main__ import app
-from verl_patches.config.checks import check_config, check_files
-from verl_patches.config.compose import compose
-from verl_patches.config.files import PATHS
+from verl_patches.config.files import all_must_exist
+from verl_patches.config.resolve import CONFIGS_DIR, LayoutError, changed
 from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
-from verl_patches.launch.smoke import LAYOUTS, TRAIN_LAYOUTS, SmokeOptions, overrides_of
+from verl_patches.launch.smoke import SmokeOptions, overrides_of
+from verl_patches.rules import RULES
+from verl_patches.values import read_yaml
 
-COMBINATIONS = [(layout, tp, dp) for layout in TRAIN_LAYOUTS for tp in (1, 2) for dp in (1, 2)]
-FITTING = [c for c in COMBINATIONS if TRAIN_LAYOUTS[c[0]].workers % (c[1] * c[2]) == 0]
-QUICK = [("ep2", 2, 1), ("tp2", 1, 2), ("pp2", 1, 1), ("tp2ep2", 2, 2)]
-SLOW = [pytest.param(*c, marks=pytest.mark.slow) for c in FITTING if c not in QUICK]
+# {line: {layout: workers, tp, ep, etp, pp, what ep means, layers of the stages}}; line a3 keeps experts whole
+LAYOUTS = {
+    "pypi": {
+        "ep2": (2, 1, 2, 1, 1, "etp", None),
+        "tp2": (2, 2, 1, 2, 1, "etp", None),
+        "pp2": (2, 1, 1, 1, 2, "etp", None),
+        "tp2ep2": (4, 2, 2, 1, 1, "etp", None),
+        "ep2pp2": (4, 1, 2, 1, 2, "etp", None),
+    },
+    "a3": {
+        "ep2": (2, 1, 2, 1, 1, "etp", None),
+        "tp2": (2, 2, 2, 1, 1, "tp_extend_ep", None),
+        "pp2": (2, 1, 1, 1, 2, "etp", [3, 1]),
+        "tp2ep2": (4, 2, 4, 1, 1, "tp_extend_ep", None),
+        "ep2pp2": (4, 1, 2, 1, 2, "etp", None),
+    },
+}
+# {rollout: tp, dp, whether whole experts are split over tp x dp}
+ROLLOUTS = {"tp1": (1, 1, False), "tp2": (2, 1, True), "dp2": (1, 2, True), "tp2dp2": (2, 2, True)}
 
 
-@pytest.mark.parametrize(("train_layout", "tp", "dp"), [*QUICK, *SLOW])
-def test_every_fitting_combination_passes_all_checks(train_layout, tp, dp):
-    options = SmokeOptions(train_layout=train_layout, rollout_tp=tp, rollout_dp=dp)
-    config = compose(smoke.CONFIG_NAME, overrides_of(options))
-    assert [c for c in check_config(config) if not c.ok] == []
-    engine = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    assert engine.enable_expert_parallel == (tp * dp > 1) and engine.data_parallel_size == dp
+def composed(*overrides, **options):
+    """Return the facts of a smoke without the places of model and data."""
+    options = SmokeOptions(overrides, **options)
+    return runs.composed(options.config_name, overrides_of(options))
 
 
-@pytest.mark.parametrize("train_layout", LAYOUTS["a3"])
-def test_on_line_a3_experts_stay_whole_and_layers_are_listed(train_layout):
-    config = compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions(train_layout=train_layout, line="a3")))
-    assert [c for c in check_config(config) if not c.ok] == [] and config.recipe.line == "a3"
-    megatron, train = config.actor_rollout_ref.actor.megatron, config.recipe.train
-    tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
-    assert megatron.expert_tensor_parallel_size == 1 and ep % tp == 0
-    assert (train.expert_split == "tp_extend_ep") == (tp > 1)
-    assert train.layers_per_stage is None or sum(train.layers_per_stage) == 4
+def faults(run):
+    return [check.detail for check in RULES.checks(run) if not check.ok]
+
+
+@pytest.mark.parametrize(("line", "layout"), [(line, layout) for line in LAYOUTS for layout in LAYOUTS[line]])
+def test_a_layout_has_the_sizes_of_its_line_and_passes_all_checks(line, layout):
+    run = composed(f"layout={layout}", line=line)
+    sizes = [getattr(run.train, name) for name in ("world_size", "tp", "ep", "etp", "pp")]
+    assert (*sizes, run.recipe.train.expert_split, run.recipe.train.layers_per_stage) == LAYOUTS[line][layout]
+    assert faults(run) == []
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+def test_a_rollout_has_its_sizes_and_goes_with_layouts_that_have_its_ranks(rollout):
+    for layout, workers in (("ep2", 2), ("tp2ep2", 4)):
+        tp, dp, _ = ROLLOUTS[rollout]
+        if tp * dp > workers:
+            with pytest.raises(LayoutError, match="4 ranks, expected all 2 .*layout=tp2ep2"):
+                composed(f"layout={layout}", f"rollout={rollout}")
+            continue
+        run = composed(f"layout={layout}", f"rollout={rollout}")
+        engine = run.engine["data_parallel_size"], run.engine["enable_expert_parallel"]
+        assert (run.rollout.tp, *engine) == ROLLOUTS[rollout] and faults(run) == []
+
+
+def test_an_override_wins_over_the_layout_and_the_last_layout_counts():
+    train = composed("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "layout=tp2", "layout=ep2").train
+    assert (train.tp, train.ep) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("word", "line", "names"),
+    [("layout=ep4", "pypi", LAYOUTS["pypi"]), ("layout=ep4", "a3", LAYOUTS["a3"]), ("rollout=tp3", "pypi", ROLLOUTS)],
+)
+def test_an_unknown_layout_is_refused_with_the_list(word, line, names):
+    with pytest.raises(ConfigError, match=f"^{word}: expected one of {', '.join(sorted(names))}$"):
+        composed(word, line=line)
+
+
+@pytest.mark.parametrize("old", [("--train-layout", "tp2ep2"), ("--rollout-tp", "2"), ("--rollout-dp=2",)])
+def test_an_option_of_before_is_refused_with_the_new_words(old):
+    error = CliRunner().invoke(app, ["smoke", *old]).exception
+    assert isinstance(error, ConfigError)  # exit code 2
+    assert old[0].partition("=")[0] in str(error) and "layout=NAME" in str(error) and "rollout=tp2" in str(error)
 
 
 def test_options_reach_the_config(tmp_path):
     odd = tmp_path / "a b=c,d'e[1]{2}"  # Hydra's grammar gives each of these a meaning
     odd.mkdir()
-    options = SmokeOptions(steps=7, dtype="bf16", replay_rollout=odd, run="named", seed=3)
-    config = compose(smoke.CONFIG_NAME, overrides_of(options))
-    assert (config.trainer.total_training_steps, config.recipe.dtype, config.recipe.run) == (7, "bf16", "named")
-    assert config.recipe.rollout.replay == str(odd)
-    seeds = (config.data.seed, config.actor_rollout_ref.rollout.seed, config.actor_rollout_ref.actor.megatron.seed)
-    assert seeds == (3, 3, 3)
+    run = composed(steps=7, dtype="bf16", replay_rollout=odd, run="named", seed=3)
+    assert (run.verl.trainer.total_training_steps, run.recipe.dtype, run.recipe.run) == (7, "bf16", "named")
+    assert run.recipe.rollout.replay == str(odd)
+    section = run.verl.actor_rollout_ref
+    assert (run.verl.data.seed, section.rollout.seed, section.actor.megatron.seed) == (3, 3, 3)
 
 
-def test_no_two_kinds_of_smoke_share_a_run_name_and_each_says_what_it_proves():
-    kinds = [{}, {"learn": True}, {"line": "a3"}, {"line": "a3", "learn": True}, {"line": "a3", "emulate_npu": True}]
-    names = [SmokeOptions(**kind).run_name for kind in kinds]
-    assert names[0] == "smoke" and len({*names}) == len(kinds)
-    assert {SmokeOptions(**kind, run="r").run_name for kind in kinds} == {"r"}
-    proved = set()
-    for kind in kinds:
-        recipe = compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions(**kind))).recipe
-        proved.add(f"{recipe.line} {recipe.platform}")
-    assert proved == smoke.PROVED.keys()
+@pytest.mark.parametrize(
+    ("overrides", "options", "name"),
+    [
+        ("algo=grpo layout=ep2 rollout=tp1", {}, "smoke"),
+        ("algo=ppo", {}, "smoke-ppo"),
+        ("layout=tp2ep2", {"line": "a3"}, "smoke-tp2ep2-a3"),
+        ("rollout=dp2 algo=dpo algo=kto", {"learn": True}, "learn-kto-rollout_dp2"),
+        ("", {"line": "a3", "emulate_npu": True}, "smoke-npu_emulated"),
+        ("algo=ppo", {"run": "named"}, "named"),
+        ("algo=ppo recipe.run=last", {"run": "named"}, "last"),
+    ],
+)
+def test_the_name_of_a_run_says_what_is_not_the_default_unless_it_is_given(overrides, options, name):
+    assert composed(*overrides.split(), **options).recipe.run == name
+
+
+def test_no_two_kinds_of_smoke_share_a_run_name_and_each_platform_says_what_it_proves():
+    places = [{}, {"line": "a3"}, {"line": "a3", "emulate_npu": True}]
+    kinds = list(itertools.product(["grpo", "ppo"], LAYOUTS["a3"], ROLLOUTS, [False, True], places))
+    names = {
+        SmokeOptions([f"algo={algo}", f"layout={layout}", f"rollout={rollout}"], learn=learn, **place).run_name
+        for algo, layout, rollout, learn, place in kinds
+    }
+    assert len(names) == len(kinds)
+    recipes = [composed(**place).recipe for place in places]
+    assert {f"{recipe.line} {recipe.platform}" for recipe in recipes} == smoke.PROVED.keys()
+
+
+@pytest.mark.parametrize("name", [smoke.CONFIG_NAME, smoke.LEARN_CONFIG_NAME])
+def test_the_choices_without_a_word_are_those_of_the_configs(name):
+    groups = [entry for entry in read_yaml(CONFIGS_DIR / f"{name}.yaml")["defaults"] if isinstance(entry, dict)]
+    assert {group: Path(chosen).name for entry in groups for group, chosen in entry.items()} == smoke.DEFAULTS
 
 
 def test_learning_takes_the_steps_of_its_config_without_an_option():
-    assert not any("total_training_steps" in override for override in overrides_of(SmokeOptions()))  # the config's 3
-    learn = compose(smoke.LEARN_CONFIG_NAME, overrides_of(SmokeOptions(learn=True)))
-    assert learn.trainer.total_training_steps == 40
+    assert composed().verl.trainer.total_training_steps == 3
+    learn = composed(learn=True)
+    assert learn.verl.trainer.total_training_steps == 40
     assert learn.recipe.rewards == [{"name": "learnable"}]
-    assert [c for c in check_config(learn) if not c.ok] == []
+    assert faults(learn) == []
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"train_layout": "pp2", "rollout_tp": 2, "rollout_dp": 2}, "needs 4 workers.*--train-layout tp2ep2, ep2pp2"),
-        ({"emulate_npu": True}, "expected --line a3"),
-        ({"learn": True, "replay_rollout": Path("/")}, "remove one"),
-    ],
+    [({"emulate_npu": True}, "expected --line a3"), ({"learn": True, "replay_rollout": Path("/")}, "remove one")],
 )
 def test_wrong_combinations_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        overrides_of(SmokeOptions(**options))
+        composed(**options)
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *[("--train-layout", "ep4"), ("--line", "a4"), ("--dtype", "fp16"), ("--replay-rollout", "/no/such/run")],
-        *[("--rollout-tp", "3"), ("--rollout-dp", "0"), ("--steps", "0"), ("--seed", "-1"), ("--seed", str(2**32))],
+        *[("--line", "a4"), ("--dtype", "fp16"), ("--replay-rollout", "/no/such/run")],
+        *[("--steps", "0"), ("--seed", "-1"), ("--seed", str(2**32))],
     ],
 )
 @pytest.mark.parametrize("json", [[], ["--json"]])
@@ -102,13 +169,13 @@ def test_a_failed_preparation_says_what_and_shows_the_end_of_its_output(monkeypa
 
 def test_an_objective_on_fixed_data_has_rows_with_responses_alone(tmp_path):
     def tasks(*overrides):
-        made = smoke.inputs_of(SmokeOptions(), tmp_path, overrides).tasks
+        made = smoke.inputs_of(SmokeOptions(overrides), tmp_path).tasks
         return {folder.name.partition("-")[0]: task for folder, task in made.items()}
 
     assert tasks().keys() == tasks("algo=grpo").keys() == {"maths", "learnable"}
     assert tasks("algo=dpo") == {"learnable": [*smoke.LEARN_TASK, "--answers", "paired"]}
     assert tasks("algo=dpo", "algo=kto")["learnable"][-1] == "unpaired"  # the last one counts
-    folders = [next(iter(smoke.inputs_of(SmokeOptions(), tmp_path, [f"algo={name}"]).tasks)) for name in ("sft", "kto")]
+    folders = [next(iter(smoke.inputs_of(SmokeOptions([f"algo={name}"]), tmp_path).tasks)) for name in ("sft", "kto")]
     assert folders[0] != folders[1]
 
 
@@ -120,12 +187,11 @@ def test_model_and_data_are_made_once(tmp_path, learn):
     first.make(said.append)
     assert len(said) == (2 if learn else 3)  # the model, and each task's data
     options = SmokeOptions(learn=learn)
-    config = compose(options.config_name, [*overrides_of(options), *first.overrides])
-    assert Path(config.actor_rollout_ref.model.path, "config.json").is_file()
-    assert [check for check in check_files(config, PATHS) if not check.ok] == []
-    config.recipe.model_shape = "model/deepseekv3_671b.json"  # another one than that of the model made
-    assert "model shape" in {check.name for check in check_files(config, PATHS) if not check.ok}
-    files = [*config.data.train_files, *config.data.val_files]
+    run = all_must_exist(runs.composed(options.config_name, overrides_of(options, first.overrides)))
+    assert (run.model_folder / "config.json").is_file() and faults(run) == []
+    other = changed(run, {"recipe.model_shape": "model/deepseekv3_671b.json"})  # than that of the model made
+    assert "is not of recipe.model_shape" in faults(other)[0]
+    files = [*run.verl.data.train_files, *run.verl.data.val_files]
     assert len(files) == 2 * (len(said) - 1)
     first.make(said.append)
     assert len(said) == len(files) // 2 + 1

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.log_probs.of_rollout import CHECK, CHECK_TOKENS, PADDING, keep_rollout_log_probs, padded
+from verl_patches.log_probs.of_rollout import CHECK_TOKENS, PADDING, CheckRequest, keep_rollout_log_probs, padded
 
-PLAIN = SimpleNamespace(meta_info={})
+PLAIN = SimpleNamespace()
 
 
 def sample(tokens, log_probs):
@@ -61,9 +61,10 @@ def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_give
     """In whole runs: tests/loop/test_truth_control.py."""
     engine = Sampling()
     rollout = SimpleNamespace(inference_engine=engine, config=SimpleNamespace(response_length=3072))
+    rollout.check_request = CheckRequest(sequences=2, seed=11)
     ids, mask = torch.tensor([[0, 7, 8], [4, 5, 6], [0, 0, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])
     batch = {"input_ids": ids, "attention_mask": mask}
-    prompts = SimpleNamespace(meta_info={CHECK: {"sequences": 2, "seed": 11}}, batch=batch)
+    prompts = SimpleNamespace(batch=batch)
 
     def generate_sequences(self, prompts):
         prompts.batch.clear()  # verl may take it apart
@@ -78,5 +79,6 @@ def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_give
     settings = {(p.temperature, p.top_p, p.top_k, p.min_p, p.n, p.max_tokens) for p in plain}
     assert settings == {(1.0, 1.0, -1, 0.0, 1, CHECK_TOKENS)}
     assert [p.seed for p in plain] == [11, 12]
-    assert rollout.checked.pop("seconds") >= 0
-    assert rollout.checked == {"prompts": [[7, 8], [4, 5, 6]], "responses": [[0], [1]], "log_probs": [[0.0], [-1.0]]}
+    checked = rollout.checked
+    assert checked.seconds >= 0 and not hasattr(rollout, "check_request")  # once
+    assert (checked.prompts, checked.responses, checked.log_probs) == ([[7, 8], [4, 5, 6]], [[0], [1]], [[0.0], [-1.0]])

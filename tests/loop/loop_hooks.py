@@ -121,13 +121,16 @@ def end_early():
 def print_bytes():
     """The trainer prints the bytes of the arrays that each stage of the tensor cache sends, once, and gets back."""
 
-    def run(original, self, stage, sent):
-        results = original(self, stage, sent)
-        sizes = [value.nbytes for part in (sent, *results) for value in part.values() if hasattr(value, "nbytes")]
+    def run(stage, original, self, sent):
+        answers = original(self, sent)
+        parts = [part if isinstance(part, dict) else vars(part) for part in (sent, *answers)]
+        sizes = [value.nbytes for part in parts for value in part.values() if hasattr(value, "nbytes")]
         print("bytes of stage", stage, sum(sizes))
-        return results
+        return answers
 
-    wrap("verl_patches.batches.cached_step", "TensorCacheStages._run", run)
+    for stage in ("generate", "place", "log_prob", "ref_log_prob", "update"):
+        counted = functools.partial(run, stage)
+        wrap("verl_patches.trainer.worker_group", f"WorkerCalls.{stage}_cached", counted)
 
 
 # -- spoilt weight syncs: controls of the truth check ------------------------------------------------------------------

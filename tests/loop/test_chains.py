@@ -1,7 +1,12 @@
-"""The chains of scripts/chains.py with two steps a run: what each command reads is what the one before has written."""
+"""The chains of scripts/chains.py with two steps a run: what each command reads is what the one before has written.
+
+And generate, chat and eval of their GRPO run, which saves and validates in both steps: its own validations and
+transformers are the references.
+"""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,10 +19,20 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 from safetensors.torch import load_file
 
+from tests.inference.reference import greedy_texts
+from tests.near_ties import near_ties
 from verl_patches.rewards.learnable import DATA_SOURCE
+from verl_patches.weights.convert import convert
+from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.source import open_source
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
-STEPS = 2
+pytestmark = pytest.mark.slow
+STEPS, TOKENS = 2, 12
+MESSAGES = [{"role": "user", "content": "A B C D"}]
+PROMPTS = ["small a b", [{"role": "user", "content": "1 2 3"}], MESSAGES, "x " * 40]
+SAMPLED = ("--n", "2", "--seed", "7", "--max-tokens", TOKENS)
+GREEDY = ("--temperature", "0", "--max-tokens", TOKENS)
+DP2 = ("recipe.rollout.dp=2", "recipe.rollout.expert_parallel=true")
 
 
 def call(words, env):
@@ -25,21 +40,61 @@ def call(words, env):
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-5000:]}"
 
 
+def in_each_step(words):
+    """Return the words of a run, which then saves and validates in each step."""
+    return [re.sub(r"(trainer\.(save|test)_freq)=\d+", r"\1=1", word) for word in words]
+
+
 @pytest.fixture(scope="module")
 def chain(warm, tmp_path_factory):
-    """Folders of sft_grpo, and of what rollouts_sft makes of the same GRPO run."""
+    """Folders of sft_grpo, and of what rollouts_sft makes of the same GRPO run; `engines`: commands still to run."""
     folder, env = tmp_path_factory.mktemp("chain"), {**os.environ, "PYTHONPATH": str(ROOT)}
-    engines = []  # eval and generate: in one process, which imports vLLM once
+    engines = []  # eval and generate
     for commands in (chains.sft_grpo, chains.best_sft):
         for words in commands(folder, STEPS):
             if {"eval", "generate"} & {*words[2:3]}:
                 engines.append(words[2:])
             else:
+                words = in_each_step(words) if "algo=grpo" in words else words
                 call(words, warm(env) if "smoke" in words else env)
-    call(["tests/loop/use_job.py", json.dumps(engines)], env)
-    runs = {name: OmegaConf.load(folder / name / "config.yaml") for name in ("sft", "grpo", "sft_of_best")}
+    runs = {name: OmegaConf.load(folder / name / "latest" / "config.yaml") for name in ("sft", "grpo", "sft_of_best")}
     saved = {name: folder / name / "latest" / "checkpoints" / f"global_step_{STEPS}" for name in runs}
-    return SimpleNamespace(folder=folder, runs=runs, saved=saved, hf=folder / "hf", base=chains.base_of(folder / "sft"))
+    base = chains.base_of(folder / "sft")
+    return SimpleNamespace(folder=folder, runs=runs, saved=saved, hf=folder / "hf", base=base, engines=engines)
+
+
+@pytest.fixture(scope="module")
+def used(chain, tmp_path_factory):
+    """What generate, chat and eval left and printed: all in one process, which imports vLLM once."""
+    run, saved, folder = chain.folder / "grpo", chain.saved["grpo"], tmp_path_factory.mktemp("use")
+    hf, fp8, prompts, out = folder / "hf", folder / "fp8", folder / "prompts.jsonl", folder / "out"
+    convert(plan_conversion(open_source(saved), dtype="fp8"), fp8)
+    convert(plan_conversion(open_source(fp8)), hf)  # in bf16, with equal values
+    prompts.write_text("".join(json.dumps({"prompt": prompt, "other": 1}) + "\n" for prompt in PROMPTS))
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    of_hf = [f"data.val_files={chain.runs['grpo'].data.val_files}", f"{val}.n=4", f"{val}.do_sample=true"]
+    of_hf += [f"{val}.temperature=1.0", "recipe.rewards=[{name: learnable},{name: format,weight: 0}]"]
+    commands = [
+        ["generate", fp8, prompts, out / "greedy.jsonl", *GREEDY, "--json"],
+        ["generate", run, prompts, out / "whole.jsonl", *SAMPLED, "--json"],
+        ["cut", "generate", saved, prompts, out / "cut.jsonl", *SAMPLED],
+        ["generate", saved, prompts, out / "cut.jsonl", *SAMPLED, "--json"],
+        ["chat", fp8, *GREEDY, "--json"],
+        ["eval", run, out / "ranks", *DP2, "--json"],
+        ["eval", hf, out / "hf", *of_hf],
+        *chain.engines,
+    ]
+    home = folder / "home"
+    home.mkdir()
+    words = json.dumps([list(map(str, command)) for command in commands])
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home)}
+    streams = {"input": "A B C D\n\nmore\n/new\nA B C D\n", "capture_output": True, "text": True}
+    job = [sys.executable, str(ROOT / "tests/loop/use_job.py"), words]
+    done = subprocess.run(job, cwd=folder, env=env, **streams)
+    assert done.returncode == 0, done.stderr[-5000:]
+    left = [path for path in home.rglob("*") if path.is_file()]
+    evals = {of: chain.folder / f"eval_{of}" for of in ("base", "sft", "grpo", "sft_of_best")}
+    return SimpleNamespace(hf=hf, out=out, text=done.stdout, left=left, folder=folder, evals=evals, saved=saved)
 
 
 def rows_of(path):
@@ -60,15 +115,15 @@ def log_prob_error(folder, recording):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32, attn_implementation="eager").eval()
-    found = []
-    for ids, mask, expected in zip(
-        recording["input_ids"][:8], recording["attention_mask"].bool(), recording["rollout_log_probs"], strict=False
-    ):
+    found, (inputs, masks) = [], (recording[name][:8] for name in ("input_ids", "attention_mask"))
+    comparable = near_ties(model, inputs, masks).comparable
+    for row, (ids, mask) in enumerate(zip(inputs, masks.bool(), strict=True)):
+        expected = recording["rollout_log_probs"][row]
         count = mask[-len(expected) :].sum()
         logits = model(ids[mask][None], use_cache=False).logits[0, -1 - count : -1].log_softmax(-1)
         sampled = logits.gather(-1, ids[mask][-count:, None])[:, 0]
-        found.append((sampled - expected[:count]).abs().mean())
-    return torch.stack(found).mean().item()
+        found.append((sampled - expected[:count]).abs()[comparable[row][mask][-1 - count : -1]])
+    return torch.cat(found).mean().item()
 
 
 def test_sft_trains_on_the_rows_that_were_built(chain):
@@ -88,7 +143,6 @@ def test_sft_trains_on_the_rows_that_were_built(chain):
 def test_the_export_has_the_weights_that_sft_has_left(chain):
     from verl_patches.reshard.region import Region
     from verl_patches.weights.reader import WeightReader
-    from verl_patches.weights.source import open_source
 
     source, exported, base = open_source(chain.saved["sft"]), tensors_of(chain.hf), tensors_of(chain.base)
     assert exported.keys() == source.tensors.keys() == base.keys()
@@ -111,30 +165,35 @@ def test_grpo_starts_from_the_export(chain):
     assert chain.runs["grpo"].data.train_files == str(chain.folder / "prompts" / "train.parquet")
 
 
-def test_evals_are_the_validations_of_the_weights_that_each_step_has_left(chain):
-    before, after = (
-        line for line in lines_of(chain.folder / "grpo" / "latest" / "metrics.jsonl") if line["step"] in (0, STEPS)
-    )
+def test_evals_are_the_validations_of_the_weights_that_each_step_has_left(chain, used):
+    """Bit for bit the trainer's mean@1, in another process, from the files."""
     metric = f"val-core/{DATA_SOURCE}/reward/mean@1"
-    found = {}
-    for of in ("base", "sft", "grpo", "sft_of_best"):
-        report = json.loads((chain.folder / f"eval_{of}" / "eval.json").read_text())
-        (step,) = report["steps"]
-        found[of] = step["score"]
-        assert step["sources"][DATA_SOURCE]["prompts"] == 30
-    assert found["sft"] == pytest.approx(before[metric], abs=1e-9)
-    assert found["grpo"] == pytest.approx(after[metric], abs=1e-9)
-    assert len({*found.values()}) == 4  # the control: no two of them are of the same weights
+    before, *validated = (line[metric] for line in lines_of(chain.folder / "grpo" / "latest" / "metrics.jsonl"))
+    reports = {of: json.loads((folder / "eval.json").read_text())["steps"] for of, folder in used.evals.items()}
+    assert [step["score"] for step in reports["sft"]] == pytest.approx([before], abs=1e-12)
+    steps = reports["grpo"]
+    assert [step["step"] for step in steps] == [1, 2] and validated[0] != validated[1]
+    assert [step["score"] for step in steps] == pytest.approx(validated, abs=1e-12)
+    assert (used.evals["grpo"] / "accuracy.png").read_bytes()[1:4] == b"PNG"
+    for step in (step for found in reports.values() for step in found):
+        of = step["sources"][DATA_SOURCE]
+        assert of["mean"] == step["score"] and of["low"] < of["mean"] < of["high"]
+        assert of["prompts"] == 30 and "bootstrap" in of["interval"]
+    assert len({found[-1]["score"] for found in reports.values()}) == 4  # the control: other weights, other scores
+    lines = lines_of(used.evals["grpo"] / "responses.jsonl")
+    assert [(line["step"], line["row"]) for line in lines] == [(step, row) for step in (1, 2) for row in range(30)]
+    wrong = [line["row"] for line in lines if line["step"] == 2 and line["responses"][0]["value"] < 1]
+    assert [each["row"] for each in steps[1]["wrong"]] == wrong
 
 
-def test_generate_reads_the_grpo_checkpoint(chain):
+def test_generate_reads_the_grpo_checkpoint(chain, used):
     """Greedily it gives the responses that its eval has scored, and other ones than the model before GRPO."""
     made = [line["responses"][0]["text"] for line in lines_of(chain.folder / "generated.jsonl")]
     scored = {
-        of: [line["responses"][0]["text"] for line in lines_of(chain.folder / f"eval_{of}" / "responses.jsonl")]
+        of: [line["responses"][0]["text"] for line in lines_of(used.evals[of] / "responses.jsonl")]
         for of in ("sft", "grpo")
     }
-    assert made == scored["grpo"] != scored["sft"] and len(made) == 30
+    assert made == scored["grpo"][-30:] != scored["sft"] and len(made) == 30
 
 
 def test_the_best_recorded_responses_are_what_the_next_sft_trains_on(chain):
@@ -143,3 +202,67 @@ def test_the_best_recorded_responses_are_what_the_next_sft_trains_on(chain):
     assert {row["prompt"][-1]["content"] for row in rows} <= prompts and len(rows) == STEPS * 12
     assert data.train_files == str(chain.folder / "best" / "train.parquet")
     assert chains.base_of(chain.folder / "sft_of_best") == chain.base  # and not what GRPO has made
+
+
+def printed(text):
+    """The JSON values that a text begins with, and what follows."""
+    values, decoder = [], json.JSONDecoder()
+    while (text := text.lstrip()).startswith("{"):
+        value, end = decoder.raw_decode(text)
+        values.append(value)
+        text = text[end:]
+    return values, text
+
+
+def test_greedy_responses_of_a_folder_in_fp8_are_those_of_transformers_in_bf16_values(used):
+    lines = lines_of(used.out / "greedy.jsonl")
+    assert [line["prompt"] for line in lines] == PROMPTS and [line["row"] for line in lines] == [0, 1, 2, 3]
+    found = [(line["responses"][0]["tokens"], line["responses"][0]["text"]) for line in lines]
+    assert found == greedy_texts(used.hf, PROMPTS, TOKENS)
+
+
+def test_an_output_that_was_cut_goes_on_as_if_it_had_not_been(used):
+    assert (used.out / "cut.jsonl").read_bytes() == (used.out / "whole.jsonl").read_bytes()
+    (a, b), *_ = [line["responses"] for line in lines_of(used.out / "whole.jsonl")]
+    assert a["text"] != b["text"] and not list(used.out.rglob("*.partial"))
+    (first, second, third, *_), _ = printed(used.text)
+    assert [each["kept"] for each in (first, second, third)] == [0, 0, 2]
+    assert second["model"] == third["model"] == str(used.saved) and second["rows"] == third["rows"] == 4
+
+
+def test_a_chat_answers_with_what_was_said_before_until_it_is_told_to_forget(used):
+    values, text = printed(used.text)
+    first, second, again = values[3:6]
+    assert [each["message"] for each in (first, second, again)] == ["A B C D", "more", "A B C D"]
+    assert first["text"] == again["text"] == lines_of(used.out / "greedy.jsonl")[2]["responses"][0]["text"]
+    assert second["prompt_tokens"] > first["prompt_tokens"] + first["tokens"]
+    assert values[6] == json.loads((used.out / "ranks" / "eval.json").read_text())
+    assert len(values) == 7 and "mean@4" in text and "WARNING" not in used.text
+
+
+def test_a_folder_is_scored_by_the_rewards_that_are_given(used):
+    lines = lines_of(used.out / "hf" / "responses.jsonl")
+    for line in lines:
+        assert len(line["responses"]) == 4 and line["data_source"] == DATA_SOURCE and line["step"] == 0
+        for each in line["responses"]:
+            assert (
+                each["value"] == each["reward"] == pytest.approx(each["reward/learnable"])
+                and each["reward/format"] == 0
+            )
+    of = json.loads((used.out / "hf" / "eval.json").read_text())["steps"][0]["sources"][DATA_SOURCE]
+    assert of["n"] == 4 and of["pass"] == {}  # a share of right symbols is not right or wrong
+
+
+def test_an_eval_on_two_ranks_is_that_of_one(used):
+    """Of both checkpoints, whose engines are on Ray."""
+    for name in ("eval.json", "responses.jsonl"):
+        assert (used.out / "ranks" / name).read_bytes() == (used.evals["grpo"] / name).read_bytes()
+
+
+def test_nothing_is_written_beside_the_output(used):
+    assert [
+        path for path in used.left if "matplotlib" not in path.parts
+    ] == []  # its list of fonts, as of every picture
+    assert {path.name for path in used.folder.iterdir()} == {"hf", "fp8", "prompts.jsonl", "out", "home"}
+    outputs = {"greedy.jsonl", "whole.jsonl", "cut.jsonl", "hf", "ranks"}
+    assert {path.name for path in used.out.iterdir()} == outputs

@@ -17,7 +17,7 @@ from loop_runs import ROOT, STREAMS
 
 from tests.cluster.namespaces import Nodes
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 NODES = 4
 
 
@@ -39,7 +39,7 @@ def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(nodes, tmp
     overrides = ["trainer.nnodes=4", "trainer.n_gpus_per_node=1", f"recipe.ray_address={nodes.hosts[0]}:6379"]
     program = [sys.executable, "-m", "verl_patches"]
     doctor = [*program, "doctor", "deepseekv3_tiny_cpu", *overrides, "--json"]
-    smoke = [*program, "smoke", "--train-layout", "tp2ep2", "--steps", "1", "--run", "r", *overrides]
+    smoke = [*program, "smoke", "layout=tp2ep2", "--steps", "1", "--run", "r", *overrides]
     smoke.append(f"recipe.output_root={tmp_path}")
     line = f"{shlex.join(doctor)} > {tmp_path}/doctor.json; {shlex.join(smoke)}"  # doctor: no jemalloc here, for one
     job = {

@@ -24,7 +24,7 @@ def test_the_rows_own_error_before_verl_stops_waiting(tmp_path, warm, name, row)
 
 
 def test_the_drivers_own_failure_needs_no_ray(tmp_path):
-    command = [sys.executable, "-m", "verl_patches.main", str(tmp_path / "config.yaml")]
+    command = [sys.executable, "-m", "verl_patches.main", str(tmp_path)]
     env = {**smoke_command(folder=tmp_path)[1], "VERL_PATCHES": "line=pypi,platform=cpu,-no.such_row"}
     done = subprocess.run(command, cwd=ROOT, env=env, **STREAMS)
     assert done.returncode == 1 and "no.such_row" in done.stdout.splitlines()[-1] and "raylet" not in done.stdout

@@ -19,7 +19,7 @@ from tests.conftest import python_with_prelude
 from tests.ranks import held_port
 from verl_patches.upstream.checkouts import trees_of
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 SHELL = {  # what the launcher sets for a CPU (config/environment.py)
     "VLLM_USE_V1": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
@@ -91,6 +91,7 @@ def check(code, output, written, smoke_run):
     assert "patches proven in controller and 2 workers" in output
 
 
+@pytest.mark.nightly
 def test_three_steps_on_line_pypi(smoke, python, ray_folder, tmp_path):
     check(*run_verl(python, smoke(), "line=pypi,platform=cpu", [str(ROOT)], f"{ray_folder}/p", tmp_path), smoke())
     assert not list(tmp_path.rglob("summary.json"))  # nothing was asked to be recorded

@@ -6,7 +6,7 @@ Those of line a3: test_emulated_npu.py.
 import re
 
 import pytest
-from loop_runs import ACTOR, REF, VERIFY, assert_weights_arrive, hook, metrics_of, resume
+from loop_runs import ACTOR, REF, TP2EP2, VERIFY, assert_weights_arrive, hook, metrics_of, resume
 from safetensors.torch import load_file
 
 from verl_patches.model.tiny import make_tiny_model
@@ -14,14 +14,17 @@ from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
-TP, TP_DP = ("--rollout-tp", "2"), ("--rollout-tp", "2", "--rollout-dp", "2")
+pytestmark = pytest.mark.slow
+EP2PP2 = ("layout=ep2pp2", "rollout=tp2dp2", "--steps", "2", VERIFY)
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("tp2ep2", TP), ("ep2pp2", TP_DP)])
-def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, layout, ranks):
-    """Row reshard.direct. In fp32 all layouts sample the same first responses: rollout DP splits the prompts alike."""
-    run, other = smoke("--train-layout", layout, *ranks, "--steps", "2", VERIFY), smoke()
+@pytest.mark.parametrize("arguments", [TP2EP2, EP2PP2], ids=["tp2ep2", "ep2pp2"])
+def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, arguments):
+    """Row reshard.direct. In fp32 all layouts sample the same first responses: rollout DP splits the prompts alike.
+
+    tp2ep2: in small buckets, with everything offloaded.
+    """
+    run, other = smoke(*arguments), smoke()
     assert_weights_arrive(run, verified=True)
     assert run.steps[0]["grad_norm"] == pytest.approx(other.steps[0]["grad_norm"], rel=1e-3)
     assert run.steps[0]["reward"] == other.steps[0]["reward"]
@@ -33,7 +36,7 @@ def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
     verl takes what follows a stop word for valid tokens, so log-probs are not compared here; tests/rollout does.
     """
     unchecked = ("data.max_response_length=48", "recipe.logprob_check.action=off", "algo=reinforce_plus_plus")
-    run = smoke("--rollout-dp", "2", "--steps", "2", hook("stop_early"), *unchecked)
+    run = smoke("rollout=dp2", "--steps", "2", hook("stop_early"), *unchecked)
     responses = load_file(run.folder / "rollouts" / "step_1.safetensors")["responses"]
     lengths = [max(int((row < 32).int().argmax()) for row in half) for half in responses.chunk(2)]
     assert run.summary["exit"] == "ok" and lengths[0] != lengths[1], lengths
@@ -53,6 +56,7 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
     assert run.log.count("tensors copied from the reference, 0 bytes read from") == 1  # rank 0's line
 
 
+@pytest.mark.nightly
 def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp_path):
     """recipe.num_hidden_layers; vLLM reads the folder too. A tiny model's values depend on name, shape and seed.
 
@@ -67,9 +71,10 @@ def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp
     assert run.steps[0]["reward"] != pytest.approx(smoke().steps[0]["reward"], rel=1e-3)  # of all 4
 
 
+@pytest.mark.nightly
 @pytest.mark.upstream
 def test_the_first_layers_are_balanced_over_stages_on_line_a3(a3):
-    options = ("--train-layout", "pp2", "--steps", "1", "recipe.train.layers_per_stage=null")
+    options = ("layout=pp2", "--steps", "1", "recipe.train.layers_per_stage=null")
     run = a3(*options, "recipe.num_hidden_layers=3")
     assert_weights_arrive(run)
     assert "layers=2,1" in run.summary["layout"]["train"]

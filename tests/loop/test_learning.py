@@ -6,7 +6,7 @@ import pytest
 
 from verl_patches.evaluation.plots import run_figure, save
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.nightly
 
 
 def gain(run):

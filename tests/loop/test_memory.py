@@ -1,4 +1,4 @@
-"""Our schedule in the real loop: its moves are the table's, the ledger sees the expected bytes, names what is left."""
+"""Our schedule in the real loop: moves are the table's, updates are equal, the ledger sees the expected bytes."""
 
 import gzip
 import json
@@ -6,18 +6,19 @@ import re
 from dataclasses import replace
 
 import pytest
-from loop_runs import OFFLOAD, ROOT, hook
+from loop_runs import OFFLOAD, ROOT, hook, metrics_of
 
 from tests.memory.test_schedule import moves_of_a_step
 from verl_patches.evaluation.plots import memory_figure
 from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency
+from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency, simulate
 from verl_patches.planning.expected import Setting, group_bytes
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
-STRICT = ("--steps", "2", "recipe.memory.ledger=strict", *OFFLOAD)
+pytestmark = pytest.mark.slow
+LEDGER = "recipe.memory.ledger=strict"
+OFFLOADED = ("--steps", "2", LEDGER, *OFFLOAD)
 PROFILE = ("recipe.profile.steps=[2]", "recipe.profile.ranks=[1]", "recipe.profile.phases=[update]")
 TINY = read_model_shape(ROOT / "configs/model/deepseekv3_tiny.json")
 MODEL = build_inventory(replace(TINY, torch_dtype="float32"))
@@ -101,14 +102,37 @@ def assert_profiled(run):
     assert held["grads"] > 0 == held["kv_cache"]
 
 
-def test_the_ledger_sees_what_the_plan_expects(line, start):
-    """Rows memory.ledger, reshard.direct and memory.order; on line a3 the cache comes after training weights. RLOO."""
-    run = start(*STRICT, *PROFILE, "algo=rloo")
+def assert_same_updates(run, expected):
+    assert run.summary["exit"] == "ok" and all(s["memory"]["violations"]["count"] == 0 for s in run.steps)
+    assert metrics_of(run, "grad_norm") == metrics_of(expected, "grad_norm")[:2]
+
+
+def assert_one_copy_and_no_new_host_memory(run):
+    first, second = (step["offload"] for step in run.steps)
+    assert first["copies_per_byte"] == second["copies_per_byte"] == 1
+    assert first["host_bytes"] > 0 and second["host_allocations"] == second["host_bytes"] == 0
+    moves = second["moves"]
+    assert moves["free grads"]["copied_bytes"] == moves["free ref_params"]["copied_bytes"] == 0
+    assert "offload ref_params" not in moves and "free actor_params" not in moves  # they stay after old_log_prob
+    assert moves["load optimizer"] == moves["offload optimizer"]
+    sizes = run.steps[1]["memory"]["phases"]["update"]["bytes"]
+    sizes = {**sizes, "ref_params": run.steps[1]["memory"]["phases"]["ref"]["bytes"]["ref_params"]}
+    moments = simulate(SCHEDULE, sizes).values()
+    for way in ("to_device_bytes", "to_host_bytes"):  # ranks' shares of the optimizer differ by a few hundred bytes
+        assert second[way]["max"] / sum(getattr(moment, way) for moment in moments) == pytest.approx(1, abs=1e-3)
+
+
+def test_everything_offloaded_changes_no_update_and_the_ledger_sees_what_the_plan_expects(line, start):
+    """Rows memory.ledger, reshard.direct and memory.order; on line a3 the cache comes after training weights."""
+    run = start(*OFFLOADED, *PROFILE)
+    assert_same_updates(run, start())
+    assert_one_copy_and_no_new_host_memory(run)
     assert_as_planned(run, {"pypi": "megatron-local", "a3": "mindspeed"}[line])
     assert_carried_out(run)
     assert_profiled(run)
 
 
+@pytest.mark.nightly
 def test_switched_back_a_run_follows_verls_order(smoke):
     """Negative control of row memory.order; it saves, and goes on from what verl's functions have offloaded."""
     given = *OFFLOAD, "recipe.patches=[-memory.order,-memory.ledger]", "trainer.save_freq=1", "trainer.resume_mode=auto"
@@ -120,7 +144,22 @@ def test_switched_back_a_run_follows_verls_order(smoke):
 
 
 def test_gradients_left_behind_stop_a_strict_run_by_name(smoke):
-    run = smoke(*STRICT, hook("keep_gradients"), ok=False)
+    run = smoke(*OFFLOADED, hook("keep_gradients"), ok=False)
     assert run.code == 1 and not run.steps and re.match(r"rank \d \(pid \d+ on .*\) in step 1: ", run.summary["exit"])
     for words in ("MemoryLedgerError", "grads", "expected 0", "update (free)"):
         assert words in run.summary["exit"]
+
+
+def test_without_offload_nothing_is_moved(smoke):
+    """Negative control."""
+    assert [step["offload"] for step in smoke().steps] == [None, None, None]
+
+
+def test_a_swapped_optimizer_changes_no_update(smoke):
+    """Row memory.swap_optimizer; one piece on the device at a time."""
+    run = smoke("--steps", "2", LEDGER, "recipe.train.swap_optimizer=true", "recipe.train.swap_optimizer_times=8")
+    assert_same_updates(run, smoke())
+    first, second = (step["offload"] for step in run.steps)
+    assert second["host_bytes"] == 0 < first["host_bytes"] and second["copies_per_byte"] == 1
+    whole = second["moves"]["load optimizer"]["bytes"]
+    assert second["moves"]["offload optimizer"]["bytes"] == whole and 0 < second["swap_peak_bytes"] <= whole / 4

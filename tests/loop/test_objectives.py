@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from verl_patches.weights.manifest import CRITIC, rank_files, read_manifest
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 IN_ORDER = "data.shuffle=false"
 DPO, SFT, RM = (("--steps", "2", f"algo={name}", IN_ORDER, "trainer.save_freq=1") for name in ("dpo", "sft", "rm"))
 
@@ -73,17 +73,20 @@ def test_no_rollout_engine_is_started(start):
     assert "vllm.entrypoints.llm:LLM" in waiting and {row["state"] for row in rows} == {"active", "waiting", "off"}
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_goes_on_to_the_numbers_of_the_uninterrupted_one(smoke):
     """With the same rows."""
     assert_goes_on(smoke(*DPO, *KILLED), smoke(*DPO), "step", "objective", "grad_norm")
 
 
+@pytest.mark.nightly
 def test_a_missing_reference_shows_in_the_first_loss(smoke):
     """The control of the comparison: with the reference at zero the loss is not ln 2."""
     run = smoke("--steps", "1", *DPO[2:4], hook("no_reference"))
     assert abs(run.steps[0]["objective"]["loss"] - math.log(2)) > 0.01
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("algorithm", "first"), [("ipo", 25.0), ("kto", 0.5)])
 def test_the_first_loss_is_that_of_a_policy_that_is_its_reference(smoke, algorithm, first):
     """IPO: (1 / (2 beta))^2 with beta 0.1; KTO: 1 - sigmoid(0)."""
@@ -106,12 +109,14 @@ def test_a_reward_model_trains_alone(start):
     assert_trains_alone(start(*RM))
 
 
+@pytest.mark.nightly
 def test_a_process_reward_model_trains_alone(smoke):
     run = smoke("--steps", "2", "algo=prm")
     assert_trains_alone(run)
     assert all(0 < step["objective"]["accuracy"] <= 1 for step in run.steps)
 
 
+@pytest.mark.nightly
 def test_a_reward_model_goes_on_from_its_checkpoint(smoke):
     whole = smoke(*RM)
     saved = whole.folder / "checkpoints" / "global_step_1"

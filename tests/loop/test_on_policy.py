@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from loop_runs import GSPO, VERIFY, assert_weights_arrive
+from loop_runs import GSPO, TP2EP2, assert_weights_arrive
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 SKIP = "recipe.train.skip_old_log_prob=true"
 HALF = ("recipe.rollout_correction.rollout_is=token", "recipe.rollout_correction.rollout_is_threshold=0.5")
 
@@ -19,15 +19,15 @@ def assert_same_but_for_the_pass(skipped, plain):
 
 
 def test_skipped_steps_are_the_same_steps_without_the_pass(smoke):
-    """Rows update.on_policy, update.loss_on_policy and update.take_log_prob_moments; line a3: test_emulated_npu.py.
+    """Rows update.on_policy and update.loss_on_policy; line a3: test_emulated_npu.py.
 
     Both log-probs of a response are counted once, whatever ranks have them.
     """
-    layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--steps", "2", VERIFY)
-    plain, skipped = (smoke(*layout, *more) for more in ((), (SKIP,)))  # plain: as in test_layouts.py
+    plain, skipped = smoke(*TP2EP2), smoke(*TP2EP2, SKIP)
     assert_same_but_for_the_pass(skipped, plain)
 
 
+@pytest.mark.nightly
 def test_a_cap_of_one_half_halves_the_gradient(smoke):
     """In fp32 every ratio is within 1e-5 of 1, so all weights are 1/2; at step 1 the KL loss has no gradient yet."""
     run = smoke("--steps", "1", SKIP, *HALF)
@@ -41,6 +41,7 @@ def clipped(run):
     return [json.loads(line)["actor/pg_clipfrac"] for line in lines]
 
 
+@pytest.mark.nightly
 def test_gspo_clips_whole_sequences(smoke):
     """8 sequences a step; tests/log_probs has the formula. The control clips tokens, on the same first responses."""
     run = smoke(*GSPO)

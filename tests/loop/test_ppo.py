@@ -30,6 +30,7 @@ def test_a_critic_trains_beside_the_actor(ppo):
     assert "vf_loss" in ppo.progress and f"{ppo.steps[1]['critic']['loss']:.5f}" in ppo.progress
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_goes_on_to_the_numbers_of_the_uninterrupted_one(smoke, ppo):
     """In step 2, between the critic's update and the actor's."""
     saved = ppo.folder / "checkpoints" / "global_step_1"
@@ -39,6 +40,7 @@ def test_a_run_that_is_killed_goes_on_to_the_numbers_of_the_uninterrupted_one(sm
     assert_goes_on(killed, ppo, "step", "reward", "grad_norm", "critic")
 
 
+@pytest.mark.nightly
 def test_a_critic_whose_gradients_are_not_reduced_is_seen(smoke, ppo):
     """verl's own at both pins, which each rank would step with gradients of its own."""
     off = "recipe.patches=[-update.critic_gradients]"

@@ -10,7 +10,7 @@ from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.run_folders import value_model_in
 from verl_patches.weights.source import open_source
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 RM = ("--steps", "2", "algo=rm", "data.shuffle=false", "trainer.save_freq=1")  # as in test_objectives.py: one run
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 from loop_runs import VERIFY, assert_weights_arrive
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 
 
 def groups_of(folder, step):

@@ -146,6 +146,7 @@ def reason_of(folder, processes):
     return json.loads((folder / "r" / "latest" / "summary.json").read_text())["exit"]
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_ends_the_run_with_a_reason_and_nothing_left(tmp_path):
     with launched(tmp_path, "--steps", "50") as launcher:
         processes = processes_after("step 1/50: reshard, rollout", tmp_path, launcher)
@@ -217,8 +218,8 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ("--train-layout ep3", "is not one of"),
-    ("--rollout-tp 2 --rollout-dp 2", "needs 4"),
+    ("layout=ep3", "expected one of ep2"),
+    ("--train-layout tp2", "layout=NAME"),
     ("recipe.typo=1", "recipe.typo"),
     ("--replay-rollout no_such_folder", "no_such_folder"),
 ])  # fmt: skip

@@ -4,12 +4,13 @@ import json
 import re
 
 import pytest
-from loop_runs import ARRIVAL, GSPO, PPO, hook, metrics_of
+from loop_runs import ARRIVAL, PPO, hook, metrics_of
 from safetensors.torch import load_file
 
+from tests.near_ties import norm_tolerance
 from verl_patches.batches.limits import trainer_bytes
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 ON = "recipe.tensor_cache.enabled=true"
 # with the default seed and in arrival order, a token of step 2 has two experts whose scores are 5e-8 apart: vLLM takes
 # the other one, and log-probs differ there
@@ -67,15 +68,18 @@ def assert_validated(run):
 
 
 def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
-    """Rows rollout.keep_responses, update.run_stage: mini batches, epochs, validation, warm-up; one rollout instance of
-    TP 2 for two train replicas, and responses of unequal lengths; REINFORCE++ with a baseline.
+    """Row update.tensor_cache: mini batches, epochs, validation, warm-up; one rollout instance of
+    TP 2 for two train replicas, and responses of unequal lengths; GSPO's ratios with REINFORCE++'s baseline and KL.
 
     A sample has 144 tokens at most, so verl packs some micro batches of two samples and some of one.
     """
     more = [f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", "trainer.test_freq=1", "trainer.critic_warmup=2"]
-    more += [DYNAMIC, budget(144), "data.max_prompt_length=128", "--rollout-tp", "2", hook("end_early"), f"{REPLAY}R2"]
+    more += [DYNAMIC, budget(144), "data.max_prompt_length=128", "rollout=tp2", hook("end_early"), f"{REPLAY}R2"]
     more += [
-        "algo=reinforce_plus_plus_baseline",
+        "algo=gspo",
+        "algorithm.adv_estimator=reinforce_plus_plus_baseline",
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.kl_loss_type=mse",
         "trainer.val_before_train=true",
         f"{VAL}.n=2",
         f"{VAL}.do_sample=true",
@@ -102,14 +106,10 @@ def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
     cached, plain = smoke(ON, DYNAMIC, budget(272), hook("print_bytes")), smoke()
     assert_bytes_are_modelled(cached)
     for step, other in zip(cached.steps, plain.steps, strict=True):
-        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=norm_tolerance(step["step"], 1e-4))
         assert step["logprob_delta"]["mean"] < 1e-5
         assert 1 <= step["tensor_cache"]["balance"] < 1.1
     assert "global_seqlen/" not in cached.log and "global_seqlen/" in plain.log
-
-
-def test_gspo_has_the_same_steps(smoke):
-    assert_same_steps(smoke(*GSPO, SEED, ON), smoke(*GSPO, SEED))
 
 
 def test_ppo_has_the_same_steps_but_for_rounding(smoke):
@@ -118,8 +118,8 @@ def test_ppo_has_the_same_steps_but_for_rounding(smoke):
     assert cached.steps[0]["reward"] == plain.steps[0]["reward"]  # of step 2 the weights differ by rounding
     for step, other in zip(cached.steps, plain.steps, strict=True):
         assert step["tensor_cache"]["received_bytes"] > 0
-        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-        assert step["critic"] == pytest.approx(other["critic"], rel=1e-4)
+        for key in ("grad_norm", "critic"):
+            assert step[key] == pytest.approx(other[key], rel=norm_tolerance(step["step"], 1e-4))
 
 
 @pytest.mark.upstream

@@ -6,13 +6,14 @@ A hook alone changes nothing: test_emulated_npu.py has runs with `move_requests`
 import pytest
 from loop_runs import assert_caught, hook
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 ROLLOUT, NO_SYNC = "actor_rollout_ref.rollout", "recipe.weight_sync.enabled=false"
 
 
+@pytest.mark.nightly
 def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(smoke):
-    """Row update.sharding_manager."""
-    run = smoke("--steps", "3", NO_SYNC, ok=False)
+    """Row update.sharding_manager; RLOO."""
+    run = smoke("--steps", "3", NO_SYNC, "algo=rloo", ok=False)
     assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
     assert_caught(run, 2)
 
@@ -29,21 +30,25 @@ SAMPLED = (
 )
 
 
+@pytest.mark.nightly
 def test_at_another_sampling_a_skipped_sync_is_caught_in_the_next_checked_step(smoke):
-    """Rows rollout.keep_log_probs and update.take_checked."""
-    run = smoke("--steps", "4", *SAMPLED, NO_SYNC, ok=False)
+    """Row rollout.keep_log_probs; Dr. GRPO, which has no reference."""
+    run = smoke("--steps", "4", *SAMPLED, NO_SYNC, "algo=dr_grpo", ok=False)
     first, second = run.steps[:2]
     assert first["logprob_delta"]["mean"] < 1e-5 and second["logprob_delta"] is second["logprob_check"] is None
     assert (first["logprob_check"]["sequences"], first["logprob_check"]["tokens"]) == (4, 64)
     assert_caught(run, 3)
+    assert all("ref" not in step["seconds"] for step in run.steps)
 
 
+@pytest.mark.nightly
 def test_spoilt_weights_are_caught_at_step_one(smoke):
     """At another sampling; as is, test_emulated_npu.py has them. The direct sync refuses such a loader by itself."""
     run = smoke("--steps", "2", *SAMPLED, hook("corrupt_expert"), "recipe.patches=[-reshard.*]", ok=False)
     assert_caught(run, 1)
 
 
+@pytest.mark.nightly
 def test_without_the_loader_there_is_no_actor(smoke):
     run = smoke("--steps", "1", "recipe.patches=[-model.load_hf]", ok=False)
     assert run.code == 1 and not run.summary["steps"]

@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
+from tests.runs import composed
 from verl_patches.catalog import ROWS
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.memory import host_backed
+from verl_patches.memory.checks import swap_checks
 from verl_patches.memory.counters import TALLY, Moved, move, note_empty_cache, offload_of_step, take_moves
 from verl_patches.memory.host_backed import HostBackedStorage, load_storages, offload_storages
 from verl_patches.patching.engine import Engine
@@ -147,6 +147,5 @@ def test_a_move_without_bytes_is_not_recorded():
     ("recipe.train.swap_optimizer_times=4", ""),
 ])  # fmt: skip
 def test_a_swap_is_refused_where_the_configuration_contradicts_itself(override, words):
-    config = compose("deepseekv3_tiny_cpu", ["recipe.train.swap_optimizer=true", override])
-    (check,) = [c for c in check_config(config) if c.name == "swap optimizer"]
+    (check,) = swap_checks(composed("deepseekv3_tiny_cpu", ["recipe.train.swap_optimizer=true", override]))
     assert check.ok == (not words) and words in check.detail

@@ -1,6 +1,7 @@
 """The schedule of a step as a table: what each schedule promises, its simulation, and tables that must be refused."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from tests.runs import tiny
 from verl_patches.memory.schedule import (
     CRITIC,
     LOADS,
@@ -22,6 +24,7 @@ from verl_patches.memory.schedule import (
     schedule_of,
     simulate,
 )
+from verl_patches.recipe.schema import Recipe, Train, WeightSync
 
 VARIANTS = (in_sleep_mode(copied=True), in_sleep_mode(copied=False))
 SCHEDULES = (SCHEDULE, *VERL.values(), *VARIANTS)
@@ -140,9 +143,10 @@ def of_run(rows, by_vllm=False, synced=True, skip=False, one_memory=False, **off
     actor = {name: offload.get(name, True) for name in ("param_offload", "optimizer_offload")}
     ref = {"param_offload": offload.get("ref_offload", True)}
     section = {"actor": {"megatron": actor}, "ref": {"megatron": ref}, "rollout": {"enforce_eager": not by_vllm}}
-    recipe = {"line": "a3", "weight_sync": {"enabled": synced}, "train": {"skip_old_log_prob": skip}}
-    recipe |= {"rollout": {"ascend": {"vllm_sleep_mode": True}}, "objective": {"name": "rl"}, "rewards": None}
-    schedule, stays = schedule_of(OmegaConf.create(section), OmegaConf.create(recipe), rows.split(), one_memory)
+    recipe = Recipe(train=Train(skip_old_log_prob=skip), line="a3", weight_sync=WeightSync(synced))
+    recipe.rollout.ascend.vllm_sleep_mode = True
+    run = replace(tiny(), recipe=recipe, rows=frozenset(rows.split()))
+    schedule, stays = schedule_of(run, OmegaConf.create(section), one_memory=one_memory)
     return schedule.name, stays
 
 

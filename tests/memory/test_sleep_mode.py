@@ -4,12 +4,13 @@ With graphs vLLM's own sleep mode runs, here its real allocator over host memory
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
+from tests.runs import composed
 from verl_patches.emulation.npu import memory_pool
 from verl_patches.emulation.npu.npu_module import npu
 from verl_patches.errors import RecipeError
@@ -315,12 +316,9 @@ def test_a_small_share_may_be_missing(missing, sleeper, monkeypatch):
     ("cpu", "strict", ("memory.ledger",), None),
 ])  # fmt: skip
 def test_a_worker_checks_sleep_where_there_is_a_device_and_a_ledger(platform, ledger, rows, device, build, monkeypatch):
-    megatron = {"param_offload": True, "optimizer_offload": True}
-    recipe = {"line": "pypi", "platform": platform, "weight_sync": {"enabled": True}, "memory": {"ledger": ledger}}
-    recipe |= {"train": {"skip_old_log_prob": False}, "objective": {"name": "rl"}, "rewards": None}
-    config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
+    run = composed("deepseekv3_tiny_cpu", [f"recipe.memory.ledger={ledger}"])
     monkeypatch.setattr(patches.of_process, "value", SimpleNamespace(wanted=rows))
-    WorkerMemory(OmegaConf.create(config), OmegaConf.create(recipe))
+    WorkerMemory(run.verl.actor_rollout_ref, replace(run, recipe=replace(run.recipe, platform=platform)))
     assert checked_device.value is device
 
 

@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from tests.ranks import init_group
+from tests.runs import section_of
 from verl_patches import catalog
+from verl_patches.config.compose import compose
 from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching import engine
 from verl_patches.patching.switches import from_environment
+from verl_patches.spec import Trees
 
 # MindSpeed goes over Tensor.type itself; emulation/rows.py has this line's stand-in
 _NOT_HERE = {"platform.torch_tensor_type"}
@@ -53,13 +56,11 @@ PARTS = {  # context parallel, which takes packed sequences only
 
 
 def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) -> DictConfig:
-    """verl's actor_rollout_ref section with `recipe` for a training engine of line a3 on platform cpu."""
-    from verl_patches.config.compose import compose
-
+    """Return verl's actor_rollout_ref section of a run of line a3 on platform cpu, with the facts of the run."""
     sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, **sizes}
     layers, split, more = sizes.pop("layers", None), sizes.pop("split", "etp"), sizes.pop("more", [])
-    train = sizes.pop("train", {})  # keys that the schema may not list yet
-    overrides = [f"{_ACTOR}{key}={value}" for key, value in sizes.items()]
+    overrides = [f"recipe.train.{key}={value}" for key, value in sizes.pop("train", {}).items()]
+    overrides += [f"{_ACTOR}{key}={value}" for key, value in sizes.items()]
     overrides += [
         f"actor_rollout_ref.model.path={model}",
         f"trainer.n_gpus_per_node={ranks}",
@@ -69,10 +70,7 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
         f"recipe.train.layers_per_stage={layers or 'null'}",
         *more,
     ]
-    config = compose("deepseekv3_tiny_cpu", overrides, verl_path=verl)
-    for key, value in train.items():
-        OmegaConf.update(config.actor_rollout_ref, f"recipe.train.{key}", value, force_add=True)
-    return OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref, resolve=True))
+    return section_of(compose("deepseekv3_tiny_cpu", overrides, lambda platform: rows(), Trees(verl=verl)))
 
 
 def rows():

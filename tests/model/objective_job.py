@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl import DataProto
 
 from tests.model.megatron_model import start_parallel
 from tests.model.parity import FROM, SAMPLES
 from tests.model.value_job import samples
-from verl_patches.config.compose import compose
-from verl_patches.layout.parallel import train_layout_of
+from tests.runs import composed, section_of
 from verl_patches.objectives import losses
 from verl_patches.objectives.advantages import PREFIX, ROLE, FixedData
+from verl_patches.spec import run_of
 from verl_patches.worker.context import context
 from verl_patches.worker.models import reference_weights
 
@@ -41,7 +42,7 @@ def first_steps(section: DictConfig, folder: Path) -> dict[str, tuple[float, flo
     uids, found = [f"p{row // 2}" for row in range(SAMPLES)], {}
     for name in ("sft", "dpo"):
         worker.actor.config.use_kl_loss = name == "dpo"
-        batch, settings = dict(tensors), OmegaConf.merge(section.recipe.objective, {"name": name})
+        batch, settings = dict(tensors), replace(run_of(section).recipe.objective, name=name)
         (fixed := FixedData(settings)).add_advantages(batch, uids)
         data = DataProto.from_dict(batch)
         data.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
@@ -56,10 +57,10 @@ def layouts_job(folder: Path, cases: dict[str, dict]) -> dict:
     found = {}
     for name, sizes in cases.items():
         more = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in sizes.items()]
-        config = compose("deepseekv3_tiny_cpu", [*MORE, *more, f"actor_rollout_ref.model.path={folder / 'model'}"])
-        start_parallel(train_layout_of(config))
+        run = composed("deepseekv3_tiny_cpu", [*MORE, *more, f"actor_rollout_ref.model.path={folder / 'model'}"])
+        start_parallel(run.train)
         context().scheduler = context().ledger = reference_weights.value = None
-        found[name] = first_steps(config.actor_rollout_ref, folder)
+        found[name] = first_steps(section_of(run), folder)
     return found
 
 

@@ -7,7 +7,8 @@ import torch
 
 from tests.model import parity
 from tests.model.mindspeed_start import LAYOUTS
-from verl_patches.config.compose import compose
+from tests.near_ties import assert_all_but_few_below, norm_tolerance
+from tests.runs import composed
 
 LOAD, JOBS = ["recipe.expert_load=true"], "mindspeed_job"
 WORKER = f"{JOBS}:worker_job"
@@ -78,14 +79,20 @@ def _grad_norms(rank) -> list[float]:
     return [step["actor/grad_norm"][0] for step in rank["metrics"]]
 
 
+def assert_same_norms(found, expected):
+    """Equal gradient norms of both updates, by 1e-5 of themselves where no near tie can be."""
+    for update, (norm, other) in enumerate(zip(_grad_norms(found), _grad_norms(expected), strict=True), 1):
+        assert norm == pytest.approx(other, rel=norm_tolerance(update, 1e-5)), update
+
+
 @pytest.mark.parametrize("layout", ["tp2_extends_ep", "pp2_uneven", "tp2_ep2"])
 def test_updates_of_verls_worker_are_equal_across_layouts(run_a3, one_rank, layout):
     ranks = run_a3(WORKER, LAYOUTS[layout])
     for rank in ranks:
-        assert _grad_norms(rank) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+        assert_same_norms(rank, one_rank)
         same = (one_rank["ids"][:, None] == rank["ids"][None]).all(-1).int().argmax(0)  # this rank's sequences there
         for there, here in zip(one_rank["log_probs"], rank["log_probs"], strict=True):
-            assert torch.allclose(here, there[same], atol=1e-3)
+            assert_all_but_few_below((here - there[same]).abs(), 1e-3)
 
 
 def test_an_update_changes_what_the_next_one_sees(one_rank):
@@ -98,7 +105,7 @@ def test_updates_with_entropy_in_the_loss_are_equal_across_layouts_and_to_verls(
     more = ["actor_rollout_ref.actor.entropy_coeff=0.1"]
     (alone,) = run_a3(WORKER, more=more)
     for found in run_a3(WORKER, LAYOUTS["tp2_extends_ep"], more=more):
-        assert _grad_norms(found) == pytest.approx(_grad_norms(alone), rel=1e-5)
+        assert_same_norms(found, alone)
     assert abs(_grad_norms(alone)[0] / _grad_norms(one_rank)[0] - 1) > 1e-3
     (verls,) = run_a3(WORKER, more=more, off=",-logprob.*in_chunks")
     assert _grad_norms(verls) == pytest.approx(_grad_norms(alone), rel=1e-6)
@@ -139,7 +146,7 @@ SAME = [
 def test_each_setting_gives_the_same_update(run_a3, one_rank, layout, train, more, called):
     """Recomputed layers, each fused kernel off, each fused gradient on, exchanges overlapped; those of production."""
     for found in run_a3(WORKER, LAYOUTS[layout], train=train, more=more):
-        assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+        assert_same_norms(found, one_rank)
         assert called is None or found["calls"][called] > 0 == one_rank["calls"][called]
 
 
@@ -147,15 +154,16 @@ def test_each_setting_gives_the_same_update(run_a3, one_rank, layout, train, mor
 def test_each_stage_recomputes_its_own_number_of_layers(run_a3, one_rank, layers):
     ranks = run_a3(WORKER, LAYOUTS["pp2_uneven"], more=recomputed(layers))
     for found, number in zip(ranks, layers, strict=True):
-        assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+        assert_same_norms(found, one_rank)
         assert found["calls"]["recomputed"] == number * ranks[1]["calls"]["recomputed"] // layers[1]
     assert ranks[1]["calls"]["recomputed"] > 0 == one_rank["calls"]["recomputed"]
 
 
+@pytest.mark.nightly
 def test_swapped_optimizer_gives_the_same_update(run_a3):
     """In bf16: alone, and with the other settings of production, of which it is off alone too."""
-    train = compose("deepseekv3_256die_true_weight").recipe.train
-    assert all(train[key] for key in PRODUCTION)
+    train = composed("deepseekv3_256die_true_weight").recipe.train
+    assert all(getattr(train, key) for key in PRODUCTION)
     plain, swapped, without, all_three = (
         run_a3(WORKER, LAYOUTS["tp2_extends_ep"], train=dict.fromkeys(keys, True), more=ALL_LAYERS, dtype="bf16")
         for keys in ((), PRODUCTION[2:], PRODUCTION[:2], PRODUCTION)

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.config.compose import compose, hf_config_of
-from verl_patches.planning.memory_plan import with_recompute
+from tests.runs import composed, section_of
+from verl_patches.spec import Trees
 
 ACTOR = "actor_rollout_ref.actor.megatron."
 TP2 = [f"{ACTOR}tensor_model_parallel_size=2", "recipe.train.expert_split=tp_extend_ep"]
-PP2 = [f"{ACTOR}pipeline_model_parallel_size=2"]
 _MODEL = "actor_rollout_ref.model"
 _KWARGS = f"{_MODEL}.gradient_checkpointing_kwargs.activations_checkpoint_"
 SELECTIVE = [
@@ -27,7 +26,6 @@ TINY = "deepseekv3_tiny_cpu"
 CASES = {
     "base": (TINY, 2, TP2, None),
     "timeout": (TINY, 2, [*TP2, "recipe.train.collective_timeout_minutes=45"], None),
-    "too_many_stages": (TINY, 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,1,2]"], "num_layer_list"),
     "too_long": (TINY, 2, [*TP2, "data.max_response_length=4096"], "upstream refuses"),
     "selective_with_method": (TINY, 2, [*TP2, *SELECTIVE], "not yet supported for selective"),
     "three_ranks": (TINY, 3, TP2, "world size"),
@@ -57,9 +55,9 @@ def found(run):
 def _composed(cases: dict, verl: Path) -> dict[str, dict]:
     found = {}
     for name, (config_name, ranks, overrides, _) in cases.items():
-        config = with_recompute(compose(config_name, overrides, verl_path=verl), ("reshard.direct", "memory.order"))
-        section = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
-        found[name] = {"world_size": ranks, "config": section, "hf": hf_config_of(config)}
+        run = composed(config_name, overrides, Trees(verl=verl))
+        section = OmegaConf.to_container(section_of(run))
+        found[name] = {"world_size": ranks, "config": section, "hf": dict(run.hf_config)}
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,12 +15,12 @@ from verl import DataProto
 
 from tests.model.megatron_model import build_model, start_parallel
 from tests.model.parity import FROM, SAMPLES
-from verl_patches.config.compose import compose
+from tests.runs import composed, section_of
 from verl_patches.layout.inventory import read_model_shape
-from verl_patches.layout.parallel import train_layout_of
 from verl_patches.memory.schedule import schedule_of
 from verl_patches.model.weights import named_weights
-from verl_patches.patching import engine
+from verl_patches.recipe.rewards import reward_parts
+from verl_patches.spec import run_of
 from verl_patches.weights.manifest import CHECKPOINT, Manifest, rank_files
 from verl_patches.weights.writer import begin, complete
 from verl_patches.worker.checkpoint import WorkerCheckpoint
@@ -30,8 +32,8 @@ def start_critic(section: DictConfig):
     """The critic's worker with the layout of `section`, actor_rollout_ref; the process group is there already."""
     from verl.workers.megatron_workers import CriticWorker
 
-    here, wanted = context(), engine.current().wanted
-    here.schedule, here.stays = schedule_of(section, section.recipe, wanted, one_memory=True)  # as the actor's worker
+    here = context()
+    here.schedule, here.stays = schedule_of(run_of(section), section, one_memory=True)  # as the actor's worker
     here.scheduler = here.ledger = reference_weights.value = None
     names = ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs", "shuffle", "megatron", "load_weight")
     names += ("data_loader_seed", "loss_agg_mode", "optim", "checkpoint")
@@ -40,7 +42,7 @@ def start_critic(section: DictConfig):
     critic |= {"cliprange_value": 0.5, "use_dynamic_bsz": False, "forward_max_token_len_per_gpu": 0}
     critic["model"]["tokenizer_path"] = own["model"]["path"]
     critic["optim"] |= {"lr": 0.01}
-    worker = CriticWorker(OmegaConf.create({**critic, "recipe": own["recipe"], "ppo_micro_batch_size": None}))
+    worker = CriticWorker(OmegaConf.create({**critic, "run": own["run"], "ppo_micro_batch_size": None}))
     worker.init_model()
     return worker
 
@@ -51,14 +53,10 @@ def scores_of(section: DictConfig, tensors: dict, folders: list[Path]) -> dict[i
 
     own = OmegaConf.to_container(section)
     reward = {"megatron": {**own["actor"]["megatron"], "param_offload": True}, "load_weight": True}
-    reward |= {
-        "micro_batch_size": None,
-        "micro_batch_size_per_gpu": 2,
-        "use_dynamic_bsz": False,
-        "recipe": own["recipe"],
-    }
+    reward |= {"micro_batch_size": None, "micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False}
     reward |= {"forward_max_token_len_per_gpu": 0, "model": own["model"] | {"input_tokenizer": own["model"]["path"]}}
-    reward["recipe"]["rewards"] = [{"name": "reward_model", "path": str(path)} for path in folders]
+    entries = [{"name": "reward_model", "path": str(path)} for path in folders]
+    reward["run"] = replace(run_of(section), rewards=reward_parts(entries, {})).text()
     worker = RewardModelWorker(OmegaConf.create(reward))
     here = context()
     if here.schedule is not None:
@@ -149,7 +147,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
         return found
     found["scored"] = scores_of(section, tensors, [folder / "reward_0", folder / "reward_1"])
     worker.checkpoint = worker.checkpoint or WorkerCheckpoint(worker)  # line a3 has no row checkpoint.parts here
-    checkpoint = folder / f"critic_{section.recipe.line}"
+    checkpoint = found["checkpoint"] = folder / f"critic_{section.recipe.line}"
     if not checkpoint.exists():
         dist.barrier()
         save(worker, checkpoint, section)
@@ -186,6 +184,7 @@ def save(worker, checkpoint: Path, section: DictConfig) -> None:
     worker.finish_checkpoint()
     dist.barrier()
     if dist.get_rank() == 0:
+        shutil.copy(Path(section.model.path, "config.json"), checkpoint)
         complete(checkpoint)
     dist.barrier()
 
@@ -196,9 +195,9 @@ def layouts_job(folder: Path, cases: dict[str, tuple[str, dict]]) -> dict:
     for name, (spoilt, sizes) in cases.items():
         more = [f"actor_rollout_ref.actor.megatron.{key}={value}" for key, value in sizes.items()]
         more += ["algo=ppo", f"actor_rollout_ref.model.path={folder / 'model'}", "recipe.memory.ledger=strict"]
-        config = compose("deepseekv3_tiny_cpu", more)
-        start_parallel(train_layout_of(config))
-        found[name] = answers(config.actor_rollout_ref, folder, spoilt)
+        run = composed("deepseekv3_tiny_cpu", more)
+        start_parallel(run.train)
+        found[name] = answers(section_of(run), folder, spoilt)
     return found
 
 

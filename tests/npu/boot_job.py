@@ -21,9 +21,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+
+if TYPE_CHECKING:
+    from verl_patches.spec import RunSpec
 
 CONFIG, OTHER_CONFIG = "deepseekv3_256die_true_weight", "deepseekv3_256die_random_init"
 # what Ray and verl give a worker of a group (verl/single_controller/ray/base.py:326); DISABLE_WORKER_INIT, because
@@ -56,14 +59,13 @@ def overrides(folder: Path) -> list[str]:
     ]
 
 
-def composed(name: str, folder: Path) -> DictConfig:
-    """One configuration as the commands hand it to the driver."""
-    from verl_patches.cli.run import rows_on
+def composed(name: str, folder: Path) -> RunSpec:
+    """Return the facts of one configuration, as the commands hand them to the driver."""
+    from verl_patches.catalog import rows_of
     from verl_patches.config.compose import compose
     from verl_patches.planning.memory_plan import with_recompute
 
-    config = compose(name, overrides(folder))
-    return with_recompute(config, rows_on(config))
+    return with_recompute(compose(name, overrides(folder), rows_of))
 
 
 def driver(folder: Path, found: dict[str, Any]) -> None:
@@ -72,13 +74,16 @@ def driver(folder: Path, found: dict[str, Any]) -> None:
         driver = importlib.import_module("verl_patches.main")
         import ray
 
-        config = composed(CONFIG, folder)
-        OmegaConf.save(config, folder / "config.yaml")
+        run = composed(CONFIG, folder)
+        OmegaConf.save(run.verl, folder / driver.COMPOSED)
+        (folder / driver.FACTS).write_text(run.text())
+        config = driver.read_run(run.text(), OmegaConf.load(folder / driver.COMPOSED)).verl
+        OmegaConf.set_readonly(config, False)  # as main.Controller does
 
         # ray.init hands it the runtime_env (ray/_private/worker.py:1636), below the row that wraps ray.init
         os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{__name__}.{stop.__name__}"
         try:
-            driver.main([str(folder / "config.yaml")])
+            driver.main([str(folder)])
         except Reached as reached:
             (runtime_env,) = reached.args
             found["reached"] = "ray.init"
@@ -157,7 +162,7 @@ def arguments(name: str, folder: Path) -> dict[str, Any]:
     from verl_patches.model.mindspeed import start
     from verl_patches.model.mindspeed.arguments import arguments_of, explain
 
-    section = composed(name, folder).actor_rollout_ref
+    section = composed(name, folder).verl.actor_rollout_ref
     words = arguments_of(explain(section, start.read_hf_config(section)))
     start._same_features(words)
     args = vars(start._arguments(words))

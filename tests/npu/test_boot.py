@@ -21,7 +21,7 @@ from verl_patches.emulation import op_schemas
 from verl_patches.patching.switches import Switches
 from verl_patches.platform.npu import SOCKETS
 
-pytestmark = [pytest.mark.full, pytest.mark.upstream]
+pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 TREES = ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
 KINDS = ("driver", "controller", "worker")
 WANTED = {row.id: row for row in ROWS if Switches("a3", "npu").decide(row)[0]}
@@ -132,7 +132,7 @@ def _installed(folder: Path, setup: Path) -> None:
 def upstream(pytestconfig) -> Path:
     folder = pytestconfig.getoption("--upstream")
     if not all((folder / tree).is_dir() for tree in TREES):
-        pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(TREES)}: fetch-upstream makes them")
+        pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(TREES)}: fetch_upstream.sh makes them")
     return folder.absolute()
 
 

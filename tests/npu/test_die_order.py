@@ -11,7 +11,7 @@ import pytest
 
 from tests.npu.conftest import QUIET, ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.slow
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}
 
 WORKER = """

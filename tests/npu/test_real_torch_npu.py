@@ -13,7 +13,7 @@ import pytest
 
 from verl_patches.emulation import op_schemas
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.nightly
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 

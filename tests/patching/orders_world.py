@@ -17,7 +17,6 @@ from pathlib import Path
 from tests.patching.world import row, write
 from verl_patches.patching import hooks
 from verl_patches.patching.engine import Engine, PatchError
-from verl_patches.patching.row import Row
 from verl_patches.patching.switches import Switches
 
 BASE = """
@@ -213,9 +212,9 @@ def spoil(what):
     elif what == "never arms":
         hooks._arm = lambda name: None
     elif what == "no rebinding":
-        Row.rebind = lambda self, binding: None
+        Engine._bind = lambda self, row, binding: None
     elif what == "lower row looks alone":
-        Engine._uppermost = lambda self, row: row.installed
+        Engine._uppermost = lambda self, target, found: found
     elif what == "unwatched":
         hooks._watch = lambda module: hooks._run(module.__spec__.name, module)
 

@@ -74,7 +74,7 @@ def test_policy_line_switches_provider_target_and_review_are_in_it(copies):
     first = digest(FAKE, here)
     for text in ("drift=skip,-t.h", "drift=warn,-t.h", ""):
         assert digest(FAKE.replace("platform=cpu,-t.h", f"platform=cpu,{text}"), here) != first
-    assert digest(FAKE.replace("platform=cpu", "platform=cuda"), here) != first
+    assert digest(FAKE.replace("platform=cpu", "platform=npu"), here) != first
     record = here / "verl_patches" / "fingerprints.json"
     reviewed = record.read_text()
     record.write_text(json.dumps({"pypi": {"up:f": {"hash": "0" * 16, "statements": []}}}))

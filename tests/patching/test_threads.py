@@ -7,7 +7,7 @@ import pytest
 WORLD = Path(__file__).with_name("threads_world.py")
 
 
-@pytest.mark.parametrize("world", ["storm", "crossed", "late"])
+@pytest.mark.parametrize("world", ["storm", "crossed", "late", "stored-original", "stored-lower"])
 def test_imports_and_apply_in_many_threads(play_world, world):
     play_world(WORLD, world).check()
 

@@ -1,15 +1,18 @@
 """Apply, import, status and revert from many threads at once; run as a program, as a deadlock ends it after a while.
 
-    python threads_world.py FOLDER storm | crossed | crossed-naive | late | late-naive
+    python threads_world.py FOLDER storm | crossed | crossed-naive | late | late-naive | stored-original | stored-lower
 
 storm: fresh packages, eight threads each. crossed: one thread is inside the import of a module whose hook wants the
 engine, while another one inside apply() imports a provider that imports that module. late: a row is applied while
-another thread has asked the finders for its module already. The naive ones show that the trap is real: there the engine
-installs under its lock, or hooks do not wait for a running import. A deadlock exits 1 with all stacks on stderr.
+another thread has asked the finders for its module already. stored: a module fetches an object (the original, or the
+lower of our two rows) before our rows are in place and stores it afterwards, at the end of its import. The naive ones
+show that the trap is real: there the engine installs under its lock, or hooks do not wait for a running import. A
+deadlock exits 1 with all stacks on stderr.
 Events, not times, bring the threads to the place that counts, so a busy machine changes nothing.
 """
 
 import faulthandler
+import logging
 import sys
 import threading
 from functools import partial
@@ -159,6 +162,48 @@ def late(folder, naive):
     assert sys.modules["up.late"].f(1) == "1!"
 
 
+def stored(folder, what):
+    """up.user fetches up.base.f before both rows or between them, and stores it once both are in place."""
+    main = sys.modules["__main__"]
+    main.fetched, main.store = threading.Event(), threading.Event()
+    importer = threading.Thread(target=lambda: __import__("up.user"))
+    write(
+        folder,
+        "up",
+        base="def f(x): return x\n",
+        user="import __main__\nfrom up.base import f as fetched\n"
+        "__main__.fetched.set()\n__main__.store.wait()\nf = fetched\n",
+        ours=f"import __main__\n{WRAP}def over(original):\n    __main__.between()\n    return louder(original)\n",
+    )
+    __import__("up.base")
+    lower = row("t.f", provider="up.ours:louder", bindings=("up.user:f",))
+    e = engine(lower, row("t.over", provider="up.ours:over", bindings=("up.user:f",), needs=("t.f",)))
+
+    def begin_import():
+        importer.start()
+        main.fetched.wait()
+
+    def in_place(record):
+        """Called by the log where a row is in place and its bindings were not looked at again."""
+        if what == "original" and record.args[0] == "t.f":
+            run_all(e.apply)  # another thread puts the upper row in place
+        if record.args[0] == {"original": "t.f", "lower": "t.over"}[what]:
+            main.store.set()
+            importer.join()
+            assert {row["state"] for row in e.status()} == {"active"}, e.status()
+        return True
+
+    log = logging.getLogger("verl_patches.patching.row")
+    log.setLevel(logging.DEBUG)
+    log.addFilter(in_place)
+    main.between = begin_import if what == "lower" else lambda: None
+    if what == "original":
+        begin_import()
+    e.apply()
+    e.verify("worker")
+    assert sys.modules["up.user"].f(1) == "1!!"
+
+
 def main(folder, world):
     faulthandler.dump_traceback_later(500, exit=True)
     sys.setswitchinterval(1e-5)
@@ -166,6 +211,8 @@ def main(folder, world):
     if world == "storm":
         for number in range(40):
             storm(Path(folder), number)
+    elif world.startswith("stored-"):
+        stored(Path(folder), world.partition("-")[2])
     else:
         {"crossed": crossed, "late": late}[world.partition("-")[0]](Path(folder), "naive" in world)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.config.compose import compose
+from verl_patches.config.compose import compose_config
 from verl_patches.upstream.pins import load_pins
 
 pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
@@ -85,7 +85,7 @@ def test_the_scripts_keep_the_exit_code_and_name_the_fault(override, code, messa
 
 @pytest.mark.parametrize(("name", "random"), [("random_init", True), ("true_weight", False)])
 def test_the_configs_have_the_settings_of_the_published_run(name, random):
-    config = compose(f"deepseekv3_256die_{name}")
+    config = compose_config(f"deepseekv3_256die_{name}")
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (512, 16, 512)
     assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 3072)

@@ -1,11 +1,15 @@
 """The plan's section about memory: both orders of the 256-die runs against a die, and the tiny run's bytes."""
 
+from dataclasses import replace
+
 import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.cli.output import memory_rows, other_memory_rows
+from verl_patches.catalog import rows_of
+from verl_patches.cli.output import memory_rows
 from verl_patches.config.compose import compose
+from verl_patches.config.resolve import changed
 from verl_patches.errors import ConfigError
 from verl_patches.planning import activations
 from verl_patches.planning import memory_plan as memory_plan_module
@@ -28,8 +32,6 @@ pytestmark = pytest.mark.slow
 
 BIG, TINY = "deepseekv3_256die_random_init", "deepseekv3_tiny_cpu"
 ON = ("reshard.direct", "memory.order")
-CHUNKS = ("logprob.in_chunks", "logprob.entropy_in_chunks")
-RUN = (*ON, *CHUNKS, "memory.sleep_mode")
 BY_VLLM = "recipe.rollout.ascend.vllm_sleep_mode=true"
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}." for name in ("actor", "ref", "rollout"))
 MICRO_BATCH = "log_prob_micro_batch_size_per_gpu"
@@ -38,15 +40,22 @@ MICRO_BATCH = "log_prob_micro_batch_size_per_gpu"
 @pytest.fixture(scope="module")
 def big():
     """The random-init configuration, with a pass for old log-probs."""
-    return composed(BIG)
+    return run_of(BIG)
 
 
-def composed(name, *overrides, skip=False):
-    return compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides])
+def undecided(name, *overrides, skip=False):
+    """Return a run as it is composed, with the word `auto` where the configuration has it."""
+    return compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides], rows_of)
+
+
+def run_of(name, *overrides, rows=None, skip=False):
+    """Return a run with its own rows on, or with these."""
+    run = undecided(name, *overrides, skip=skip)
+    return with_recompute(run if rows is None else replace(run, rows=frozenset(rows)))
 
 
 def plan(name, *overrides, rows=ON, skip=False):
-    return memory_plan(composed(name, *overrides, skip=skip), rows)
+    return memory_plan(run_of(name, *overrides, rows=rows, skip=skip))
 
 
 def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
@@ -56,11 +65,9 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     assert found["followed"] == "ours, with vLLM's sleep mode" and found["modelled"] and found["swapped"]
     assert peaks["ours"] == peaks[found["followed"]] <= found["hbm_bytes"] == A3_SEEN_BYTES < peaks["verl 54c9b736"]
     _, columns, rows = memory_rows(found)
-    assert columns[1:4] == (found["followed"], "ours", "verl 54c9b736")
+    assert columns[1:4] == ("ours,\nwith vLLM's sleep mode", "ours", "verl 54c9b736")
     wake = next(row for row in rows if row[0] == "wake_kv")
-    assert len(wake) == len(columns) and wake[1] == "54.43" and wake[3] == "74.74 TOO MUCH"
-    title, columns, _ = memory_rows(plan(BIG, BY_VLLM, rows=(*ON, "memory.sleep_mode")))  # equal figures, one column
-    assert columns[1:3] == ("ours, addresses kept by vLLM", "verl 54c9b736") and "; ours: the same bytes" in title
+    assert len(wake) == len(columns) and wake[1] == "54.4 GB" and wake[3] == "74.7 GB TOO MUCH"
 
 
 def test_the_order_and_its_buffers_depend_on_the_rows_that_are_on():
@@ -86,11 +93,9 @@ def test_a_die_has_one_reward_model_at_a_time_and_a_node_a_host_copy_of_each():
 
 
 def test_a_reward_models_micro_batch_follows_the_references(big):
-    config = changed(compose(BIG, ["recipe.rewards=[{name: reward_model, path: a}]"]), {f"{REF}{MICRO_BATCH}": 128})
-    found, phases = settings_that_fit(config, RUN)
-    key = "reward_model.micro_batch_size_per_gpu"
-    mended = changed(config, {**found, key: found[f"{REF}{MICRO_BATCH}"]})
-    assert not exceeding(phases, A3_SEEN_BYTES) and followed_peaks(mended, RUN)["phases"] == phases
+    run = changed(big, {"recipe.rewards": [{"name": "reward_model", "path": "a"}], f"{REF}{MICRO_BATCH}": 128})
+    found, phases = settings_that_fit(run)
+    assert not exceeding(phases, A3_SEEN_BYTES) and followed_peaks(changed(run, found))["phases"] == phases
 
 
 def bytes_of(group, *overrides, **options):
@@ -127,14 +132,14 @@ def test_most_bytes_of_the_tensor_cache():
 def test_a_cpu_has_no_die_to_compare_with():
     planned = plan(TINY)
     assert planned["hbm_bytes"] is None and planned["followed"] == "ours, with vLLM's sleep mode"
-    title, _, rows = memory_rows(planned)
-    assert " MB " in title and not any("TOO MUCH" in cell for row in rows for cell in row)
+    _, _, rows = memory_rows(planned)
+    assert " MB" in rows[0][1] and not any("TOO MUCH" in cell for row in rows for cell in row)
 
 
 def test_what_is_beside_the_memory_groups():
     """HCCL: 6 groups of training, 2 of them large, 6 of the rollout with 3, two buffers of 300 or 64 MiB each; 771.5 GB
     a node as the runbook."""
-    planned = plan(BIG, f"{LAYERS}=8", rows=RUN, skip=True)
+    planned = plan(BIG, f"{LAYERS}=8", rows=None, skip=True)
     phases = {phase["phase"]: phase["bytes"] for phase in planned["orders"][0]["phases"]}
     rollout, update = phases["rollout"], phases["update"]
     assert rollout["hccl_buffers"] == 2 * (2 * 300 + 4 * 64) << 20 and "cann_context" not in rollout
@@ -142,24 +147,17 @@ def test_what_is_beside_the_memory_groups():
     work = {"kept_activations", "working_activations"}
     assert work <= update.keys() and "logits" in phases["ref"] and "weight_gradient" not in update
     assert not work & (phases["reshard"].keys() | rollout.keys() | phases["reward"].keys())
-    apart = bytes_of("weight_gradient", "recipe.train.fused_expert_wgrad=false", rows=RUN)["update"]
+    apart = bytes_of("weight_gradient", "recipe.train.fused_expert_wgrad=false", rows=None)["update"]
     assert apart == 2 * 8 * 7168 * 2 * 2048  # 8 experts of a die in bf16
     assert round(planned["host"]["node_bytes"] / 1e9, 1) == 771.5 and planned["host"]["limit_bytes"] is None
     assert set(planned["host"]["bytes"]) == {"actor_params", "ref_params", "optimizer"}
-    cell = other_memory_rows(planned)[2][2][2]
-    assert "dp(128) 2x64MiB" in cell and "ep(256) 2x64MiB vllm_mc2(256) 2x300MiB" in cell
+    groups = {(each["group"], each["ranks"], each["buffer_mib"]) for each in planned["communicators"]}
+    assert {("vllm_dp", 128, 64), ("vllm_ep", 256, 64), ("vllm_mc2", 256, 300)} <= groups
     stays = plan(BIG, f"{ACTOR}megatron.param_offload=false", "trainer.save_freq=1")["host"]["bytes"]
     assert stays["checkpoint"] == planned["host"]["bytes"]["actor_params"] and "actor_params" not in stays
 
 
 SHARE = f"{ROLLOUT}gpu_memory_utilization"
-
-
-def changed(config, changes):
-    config = config.copy()
-    for key, value in changes.items():
-        OmegaConf.update(config, key, value, force_add=True)
-    return config
 
 
 # what is given -> {key: (value with which a phase fits, the one before it, with which it does not)}
@@ -175,49 +173,50 @@ SHORT = {
 @pytest.mark.parametrize("case", SHORT)
 def test_settings_that_fit_are_the_first_that_do(big, case):
     given, expected = SHORT[case]
-    config = changed(big, given)
-    assert exceeding(followed_peaks(config, RUN)["phases"], A3_SEEN_BYTES)
-    found, phases = settings_that_fit(config, RUN)
+    run = changed(big, given)
+    assert exceeding(followed_peaks(run)["phases"], A3_SEEN_BYTES)
+    found, phases = settings_that_fit(run)
     assert not exceeding(phases, A3_SEEN_BYTES)
-    mended = changed(config, found)
-    assert followed_peaks(mended, RUN)["phases"] == phases
+    mended = changed(run, found)
+    assert followed_peaks(mended)["phases"] == phases
     for key, (enough, before) in expected.items():
         assert found[key] == enough
-        assert exceeding(followed_peaks(changed(mended, {key: before}), RUN)["phases"], A3_SEEN_BYTES), key
+        assert exceeding(followed_peaks(changed(mended, {key: before}))["phases"], A3_SEEN_BYTES), key
 
 
 LEFT = A3_SEEN_BYTES - MARGIN_BYTES
 
 
-def update_peak(config):
-    (update,) = (phase for phase in followed_peaks(config, RUN)["phases"] if phase["phase"] == "update")
+def update_peak(run):
+    (update,) = (phase for phase in followed_peaks(run)["phases"] if phase["phase"] == "update")
     return update["peak_bytes"]
 
 
 @pytest.mark.parametrize("name", [BIG, "deepseekv3_256die_true_weight"])
 def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(name):
-    config = compose(name)
-    assert OmegaConf.select(config, LAYERS) == "auto"
-    chosen = with_recompute(config, RUN)
+    run = compose(name, (), rows_of)
+    assert OmegaConf.select(run.verl, LAYERS) == "auto"
+    chosen = with_recompute(run)
     layers, together = recomputation(chosen)
     assert len(layers) == 8 and together == 1 and layers[-1] == 0 < max(layers) < 8
-    assert OmegaConf.select(chosen, LAYERS) == OmegaConf.select(chosen, LAYERS.replace("actor_rollout_ref", "critic"))
-    assert with_recompute(chosen, RUN) is chosen and OmegaConf.select(config, LAYERS) == "auto"
-    assert update_peak(chosen) == update_peak(config) <= LEFT
+    critics = OmegaConf.select(chosen.verl, LAYERS.replace("actor_rollout_ref", "critic"))
+    assert OmegaConf.select(chosen.verl, LAYERS) == critics
+    assert with_recompute(chosen) is chosen and OmegaConf.select(run.verl, LAYERS) == "auto"
+    assert update_peak(chosen) <= LEFT
     for stage, number in enumerate(layers):  # control: one layer less of any stage does not leave it
         if number:
             less = [*layers[:stage], number - 1, *layers[stage + 1 :]]
             assert update_peak(changed(chosen, recompute_keys(less))) > LEFT
-    kept = {key: OmegaConf.select(chosen, key) for key in recompute_keys(layers)}
-    assert kept == recompute_keys(layers) == {k: v for k, v in settings_that_fit(config, RUN)[0].items() if k in kept}
+    kept = {key: OmegaConf.select(chosen.verl, key) for key in recompute_keys(layers)}
+    assert kept == recompute_keys(layers) == {k: v for k, v in settings_that_fit(chosen)[0].items() if k in kept}
 
 
 def test_a_fixed_number_stays_and_0_is_none():
-    eight, none = (composed(BIG, f"{LAYERS}={number}", skip=True) for number in (8, 0))
-    assert with_recompute(none, RUN) is none and recomputation(none) == (0, 1) and recomputation(eight) == (8, 1)
+    eight, none = (run_of(BIG, f"{LAYERS}={number}", skip=True) for number in (8, 0))
+    assert with_recompute(none) is none and recomputation(none) == (0, 1) and recomputation(eight) == (8, 1)
     assert update_peak(none) > A3_SEEN_BYTES > LEFT > update_peak(eight)
     assert update_peak(none) == update_peak(changed(none, {CHECKPOINTING: False}))
-    off = with_recompute(composed(BIG, f"{CHECKPOINTING}=false"), RUN)
+    off = run_of(BIG, f"{CHECKPOINTING}=false")
     assert recomputation(off) == (0, 1) and update_peak(off) == update_peak(none)
     uniform = changed(eight, {LAYERS: 2, LAYERS.replace("num_layers", "method"): "uniform"})
     assert recomputation(uniform) == (61, 2)
@@ -226,47 +225,45 @@ def test_a_fixed_number_stays_and_0_is_none():
 def test_the_public_script_without_recomputation_fits_at_its_own_lengths_only(monkeypatch):
     """Its run has 75 + 3040 tokens a sample; its layout BNSD pads values to 192 (docs/plan.md, Recompute)."""
     own = ("data.max_prompt_length=75", "data.max_response_length=3040", f"{LAYERS}=0")
-    whole, short = (update_peak(composed(BIG, *overrides, skip=True)) for overrides in (own[2:], own))
+    whole, short = (update_peak(run_of(BIG, *overrides, skip=True)) for overrides in (own[2:], own))
     monkeypatch.setattr(activations, "_FLASH_WIDTH", 1)
-    narrow = update_peak(composed(BIG, *own, skip=True))
+    narrow = update_peak(run_of(BIG, *own, skip=True))
     assert [round(size / 1e9, 1) for size in (whole, short, narrow)] == [71.7, 61.4, 58.9]
     assert narrow < short < A3_SEEN_BYTES < whole
 
 
 def test_auto_with_a_critic_leaves_the_margin_in_both_updates():
-    config = composed(BIG, "algorithm.adv_estimator=gae", "critic.model.path=a")
-    chosen = with_recompute(config, RUN)
-    peaks = {phase["phase"]: phase["peak_bytes"] for phase in followed_peaks(chosen, RUN)["phases"]}
+    chosen = run_of(BIG, "algorithm.adv_estimator=gae", "critic.model.path=a")
+    peaks = {phase["phase"]: phase["peak_bytes"] for phase in followed_peaks(chosen)["phases"]}
     assert max(peaks["update"], peaks["update_critic"]) <= LEFT
-    assert sum(recomputation(chosen)[0]) >= sum(recomputation(with_recompute(composed(BIG), RUN))[0])
+    assert sum(recomputation(chosen)[0]) >= sum(recomputation(run_of(BIG))[0])
 
 
 def test_auto_is_refused_where_activations_are_not_counted_and_a_tiny_model_needs_none():
     auto = f"++{LAYERS}=auto"
     with pytest.raises(ConfigError, match="num_layers is auto; expected a number: .* line a3 only"):
-        with_recompute(composed(TINY, auto, f"{CHECKPOINTING}=true"), ())
+        run_of(TINY, auto, f"{CHECKPOINTING}=true")
     for name, other in (("granularity", "selective"), ("method", "uniform")):
         key = LAYERS.replace("num_layers", name)
         with pytest.raises(ConfigError, match=f"{key} is {other}; expected .* with {LAYERS}=auto"):
-            with_recompute(composed(BIG, f"{key}={other}"), RUN)
+            run_of(BIG, f"{key}={other}")
     with pytest.raises(ConfigError, match="activations_checkpoint_num_layers"):
-        composed(TINY, auto.replace("auto", "some"))
-    on_a3 = composed(TINY, auto, f"{CHECKPOINTING}=true", "recipe.line=a3")
-    assert recomputation(with_recompute(on_a3, ())) == (0, 1)
+        run_of(TINY, auto.replace("auto", "some"))
+    assert recomputation(run_of(TINY, auto, f"{CHECKPOINTING}=true", "recipe.line=a3")) == (0, 1)
 
 
 def test_settings_that_are_not_enough_leave_phases_that_exceed_a_die(big):
-    config = changed(big, {"recipe.reshard.bucket_bytes": 1 << 34})
-    (said,) = exceeding(settings_that_fit(config, RUN)[1], A3_SEEN_BYTES)
+    run = changed(big, {"recipe.reshard.bucket_bytes": 1 << 34})
+    (said,) = exceeding(settings_that_fit(run)[1], A3_SEEN_BYTES)
     assert said.startswith("reshard: die ") and "GB of 65.79; largest: reshard_buffers 68.72" in said
 
 
 def test_host_memory_is_compared_with_the_key_and_with_a_machine_that_has_dies(big, monkeypatch, tmp_path):
-    config = changed(big, {"recipe.memory.host_gib": 512})
-    assert host_limit(config) == 512 << 30
-    found = memory_plan(config, RUN)
-    assert "TOO MUCH" in other_memory_rows(found)[2][0][2]
+    run = changed(big, {"recipe.memory.host_gib": 512})
+    assert host_limit(run) == 512 << 30
+    found = memory_plan(run)
+    assert found["host"]["node_bytes"] > found["host"]["limit_bytes"] == 512 << 30
     monkeypatch.setattr(memory_plan_module, "DEVICES", tmp_path)
     assert host_limit(big) is None
     (tmp_path / "davinci0").touch()
-    assert host_limit(big) == psutil.virtual_memory().total and host_limit(composed(TINY)) is None
+    assert host_limit(big) == psutil.virtual_memory().total and host_limit(run_of(TINY)) is None

@@ -3,72 +3,48 @@
 import json
 
 import pytest
-from omegaconf import OmegaConf
 
+from tests.runs import composed
 from verl_patches.catalog import ROWS
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import CONFIGS_DIR, compose, model_shape_of
+from verl_patches.config.resolve import CONFIGS_DIR, LayoutError, changed
 from verl_patches.errors import ConfigError
+from verl_patches.layout.flops import balanced_layers
 from verl_patches.planning import search as search_module
 from verl_patches.planning.calibration import FITTED
 from verl_patches.planning.memory_plan import LAYERS, MARGIN_BYTES, followed_peaks, recomputation, with_recompute
-from verl_patches.planning.plan import build_plan, patch_table
+from verl_patches.planning.plan import build_plan
 from verl_patches.planning.search import (
     A3_SEEN_BYTES,
     GRAPHS,
-    as_overrides,
-    balanced_layers,
-    changed,
     rollout_keys,
     search,
     seats_keys,
     train_keys,
+    with_any_layout,
 )
 from verl_patches.planning.step_plan import ENGINE_RATIO, Workload
-from verl_patches.upstream.checkouts import trees_of
+from verl_patches.rules import RULES, SIZES
+from verl_patches.spec import Trees
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
 
 BIG, TRUE_WEIGHT = "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"
 ACTOR = "actor_rollout_ref.actor.megatron"
 PRESETS = {"16": (16, 8), "64": (64, 32), "128": (128, 61), "384": (384, 61)}  # name: dies, layers
-TREES = trees_of(None, None)
-
-
-def rows_on(config):
-    return [row["id"] for row in patch_table(config, ROWS) if row["on"]]
 
 
 def plan_of(name, *overrides, workload=Workload()):  # noqa: B008 frozen
-    return build_plan(compose(name, overrides), name, overrides, ROWS, TREES, workload)
+    run = composed(name, overrides)
+    return build_plan(run, RULES.checks(run), name, overrides, ROWS, workload)
 
 
 @pytest.fixture(scope="module")
-def config():
-    return compose(BIG)
+def run():
+    return composed(BIG)
 
 
-@pytest.fixture(scope="module")
-def rows(config):
-    return rows_on(config)
-
-
-def test_a_changed_config_is_the_one_that_is_composed_with_the_same_overrides(config):
-    updates = {
-        "trainer.nnodes": 8,
-        **train_keys(1, 16, 8, balanced_layers(model_shape_of(config), 16)),
-        **rollout_keys(4, 128),
-        search_module.SEATS: 128,
-        "recipe.train.swap_optimizer": False,
-    }
-    before = OmegaConf.to_yaml(config)
-    assert changed(config, updates) == compose(BIG, as_overrides(updates))
-    assert OmegaConf.to_yaml(config) == before
-    assert changed(config, {"recipe.rollout.dp": 64}) != compose(BIG, ["recipe.rollout.dp=32"])
-
-
-def test_balanced_layers_leave_room_for_the_head(config):
-    model = model_shape_of(config)
+def test_balanced_layers_leave_room_for_the_head(run):
+    model = run.model
     assert balanced_layers(model, 8) == [8, 8, 8, 8, 8, 8, 7, 6]
     assert all(sum(balanced_layers(model, stages)) == 61 for stages in range(1, 17))
 
@@ -77,8 +53,8 @@ def test_balanced_layers_leave_room_for_the_head(config):
 
 
 @pytest.fixture(scope="module")
-def found(config, rows):
-    return search(config, rows, 256, Workload(), top=4)
+def found(run):
+    return search(run, SIZES, 256, Workload(), top=4)
 
 
 def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says(found):
@@ -91,29 +67,26 @@ def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says(found)
     assert plan["step"]["phases"] == row["phases"] and plan["memory"]["hbm_bytes"] >= row["peak_bytes"]
 
 
-def test_graphs_of_a_listed_layout_go_up_to_its_requests(rows):
+def test_graphs_of_a_listed_layout_go_up_to_its_requests(run):
     name = TRUE_WEIGHT
-    config = compose(name)
-    assert seats_keys(config, 16)[GRAPHS] == [8, 16] and GRAPHS not in seats_keys(compose(BIG), 16)
-    row = search(config, rows, 128, Workload(), top=1)[0]
+    graphs = composed(name)
+    assert seats_keys(graphs, 16)[GRAPHS] == [8, 16] and GRAPHS not in seats_keys(run, 16)
+    row = search(graphs, SIZES, 128, Workload(), top=1)[0]
     assert f"{GRAPHS}=[8,16,32,64,128]" in row["overrides"]
     plan = plan_of(name, *row["overrides"])
     assert plan["ok"] and plan["step"]["total_s"] == row["total_s"]
 
 
-@pytest.mark.parametrize("dies", [256, 128])
-def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
-    config = compose("deepseekv3_128die")
-    on = rows_on(config)
-    layouts = search(config, on, dies, Workload(), top=4)
+def test_a_listed_layout_recomputes_as_few_layers_as_fit():
+    layouts = search(composed("deepseekv3_128die"), SIZES, 128, Workload(), top=4)
     assert {row["recompute_layers"] for row in layouts} != {61}
     for row in layouts[:2]:
-        listed = compose("deepseekv3_128die", row["overrides"])
+        listed = composed("deepseekv3_128die", row["overrides"])
         assert recomputation(listed)[0] == row["recompute_layers"]
-        assert followed_peaks(listed, on)["peak_bytes"] == row["peak_bytes"] <= A3_SEEN_BYTES
+        assert followed_peaks(listed)["peak_bytes"] == row["peak_bytes"] <= A3_SEEN_BYTES
         if row["update_bytes"] > A3_SEEN_BYTES - MARGIN_BYTES:  # only where a whole stage is recomputed already
             assert row["recompute_layers"][0] == listed.recipe.train.layers_per_stage[0]
-        assert with_recompute(changed(listed, {LAYERS: "auto"}), on) == listed
+        assert with_recompute(changed(listed, {LAYERS: "auto"})) == listed
 
 
 @pytest.mark.parametrize(
@@ -121,38 +94,44 @@ def test_a_listed_layout_recomputes_as_few_layers_as_fit(dies):
     [
         (["actor_rollout_ref.rollout.gpu_memory_utilization=0.99"], "gpu_memory_utilization=0.9"),
         ([f"{LAYERS}=0"], f"{LAYERS}=["),
-        (["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=128"], "ref.log_prob_micro_batch_size_per_gpu="),
-        (["recipe.train.swap_optimizer=false"], "recipe.train.swap_optimizer=true"),
         (["data.train_batch_size=500"], "data.train_batch_size=512"),
-        (["actor_rollout_ref.actor.ppo_mini_batch_size=100"], "ppo_mini_batch_size=512"),
-        (["trainer.nnodes=3", f"{ACTOR}.tensor_model_parallel_size=3"], f"{ACTOR}.tensor_model_parallel_size="),
-        ([f"{ACTOR}.pipeline_model_parallel_size=16"], f"{ACTOR}.pipeline_model_parallel_size="),
-        ([f"{ACTOR}.expert_model_parallel_size=24"], f"{ACTOR}.expert_model_parallel_size="),
-        (["actor_rollout_ref.rollout.max_num_batched_tokens=32"], "max_num_seqs=32"),
-        (["recipe.rollout.dp=48"], "recipe.rollout.dp="),
     ],
 )
 def test_a_config_whose_own_layout_fails_is_searched_too(overrides, changes):
     """Each override fails a plan; with what the search lists for the same command it passes."""
     name = TRUE_WEIGHT
     assert not plan_of(name, *overrides)["ok"]
-    config = compose(name, overrides)
-    row = search(config, rows_on(config), 256, Workload(), top=1)[0]
+    row = search(composed(name, overrides), SIZES, 256, Workload(), top=1)[0]
     assert any(changes in override for override in row["overrides"]), row["overrides"]
     plan = plan_of(name, *overrides, *row["overrides"])
     assert plan["ok"], [check for check in plan["checks"] if not check["ok"]]
 
 
-def test_a_check_that_every_layout_fails_is_named_soon(rows, monkeypatch):
+def test_a_config_whose_ranks_cannot_be_split_is_searched_too():
+    """What is listed goes over the configuration as it was given."""
+    given = [f"{ACTOR}.pipeline_model_parallel_size=16"]
+    with pytest.raises(LayoutError) as refused:
+        composed(TRUE_WEIGHT, given)
+    config = refused.value.config
+    row = search(with_any_layout(config, ROWS, Trees()), SIZES, 256, Workload(), top=1, composed=config)[0]
+    assert any(override.startswith(f"{ACTOR}.pipeline_model_parallel_size=") for override in row["overrides"])
+    assert plan_of(TRUE_WEIGHT, *given, *row["overrides"])["ok"]
+
+
+def test_a_check_that_every_layout_fails_is_named_soon():
     tried = []
-    monkeypatch.setattr(search_module, "check_config", lambda c: tried.append(c) or check_config(c))
+
+    def rule(run):
+        tried.append(run)
+        return []
+
     override = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7"
     with pytest.raises(search_module.NoLayout, match="ref micro batch: .* is not a multiple of 7") as refused:
-        search(compose(BIG, [override]), rows, 256, Workload())
+        search(composed(BIG, [override]), [rule, *SIZES], 256, Workload())
     assert refused.value.dies is None and len(tried) == 8
 
 
-def test_an_illegal_or_too_large_layout_is_never_listed(config, rows, monkeypatch):
+def test_an_illegal_or_too_large_layout_is_never_listed(run, monkeypatch):
     """The control: candidates that the estimates should have pruned, in front of one that fits."""
     layers = [7, 7, 8, 8, 8, 8, 8, 7]
     good = {**train_keys(4, 8, 32, layers), **rollout_keys(2, 256)}
@@ -165,11 +144,11 @@ def test_an_illegal_or_too_large_layout_is_never_listed(config, rows, monkeypatc
         {**good, **rollout_keys(1, 8)},  # weights of 32 experts a die and more
     ]
     monkeypatch.setattr(search_module, "_best_pairs", lambda *_: [*bad, good])
-    listed = search(config, rows, 256, Workload())
+    listed = search(run, SIZES, 256, Workload())
     assert [row["train"] for row in listed] == ["tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"]
     monkeypatch.setattr(search_module, "_best_pairs", lambda *_: bad)
     with pytest.raises(ConfigError, match="none of 6 layouts for 256 dies passes a plan"):
-        search(config, rows, 256, Workload())
+        search(run, SIZES, 256, Workload())
 
 
 @pytest.mark.parametrize(
@@ -180,14 +159,15 @@ def test_an_illegal_or_too_large_layout_is_never_listed(config, rows, monkeypatc
         (16, ["recipe.train.expert_split=etp"], "expected recipe.platform=npu and recipe.train.expert_split"),
     ],
 )
-def test_a_search_without_a_result_names_what_gives_one(rows, dies, overrides, message):
+def test_a_search_without_a_result_names_what_gives_one(dies, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        search(compose(BIG, overrides), rows, dies, Workload())
+        search(composed(BIG, overrides), SIZES, dies, Workload())
 
 
 @pytest.mark.parametrize(("gib", "listed"), [(512, False), (800, True)])  # the workers of a node pin 771.5 GB
-def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(config, rows, gib, listed):
-    found = search_module._verified(config, rows, {"recipe.memory.host_gib": gib}, Workload())
+def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(run, gib, listed):
+    wanted = search_module._Search(run, SIZES, Workload(), run.verl)
+    found = search_module._verified(wanted, {"recipe.memory.host_gib": gib})
     assert isinstance(found, dict) is listed
 
 

@@ -24,10 +24,8 @@ def plan_of(*words):
 @pytest.mark.parametrize(
     ("override", "dies"),
     [
-        ("trainer.nnodes=12", 192),
         ("trainer.nnodes=3", 128),  # 61 layers do not fit 48 dies
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3", 256),
-        ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 256),
     ],
 )
 def test_what_a_refusal_names_works_when_it_is_pasted(override, dies):

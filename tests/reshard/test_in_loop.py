@@ -86,41 +86,36 @@ def test_verls_path_and_a_sync_that_is_left_out(given, scheduled, calls, monkeyp
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_an_engine_that_stays_awake_is_synced_and_put_to_sleep_once(scheduled, monkeypatch):
     """Three calls of generate_sequences as of recipe.keep_groups; in verl's own memory order each syncs and sleeps."""
-    from verl_patches.layout.phases import STAYS_AWAKE
     from verl_patches.patching.row import subclass_of
     from verl_patches.worker import sharding
 
     seen = []
     monkeypatch.setattr(sharding, "context", lambda: SimpleNamespace(scheduler=object() if scheduled else None))
     monkeypatch.setattr(sharding, "is_on", lambda row: False)
-    methods = {
-        "__enter__": lambda self: seen.append("sync"),
-        "__exit__": lambda self, *error: seen.append("sleep"),
-        "preprocess_data": lambda self, data: data,
-    }
+    methods = {"__enter__": lambda self: seen.append("sync"), "__exit__": lambda self, *error: seen.append("sleep")}
     manager = subclass_of(type("Upstream", (), methods), sharding.RecipeShardingManager)()
     engine = SimpleNamespace(wake_up=lambda tags: None, sleep=lambda level: seen.append("sleep"))
     vars(manager).update(inference_engine=engine, actor_module=[])
 
-    def generate(meta_info, error=None):
+    def generate(error=None):
         with manager:
-            data = manager.preprocess_data(SimpleNamespace(meta_info=meta_info))
-            assert not data.meta_info
             seen.append("generate")
             if error:
                 raise error
 
+    manager.keep_awake()
     for _ in range(3):
-        generate({STAYS_AWAKE: True})
+        generate()
     manager.end_rollout()
     manager.end_rollout()
     each = ["sync", "generate", "sleep"]
     assert seen == (["sync", *["generate"] * 3, "sleep"] if scheduled else each * 3)
     seen.clear()
-    generate({})  # validation, or the next step: the weights are new
+    generate()  # validation, or the next step: the weights are new
+    manager.keep_awake()
     with pytest.raises(OSError):
-        generate({STAYS_AWAKE: True}, OSError())
-    generate({})
+        generate(OSError())
+    generate()
     assert seen == each * 3
 
 

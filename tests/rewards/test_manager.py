@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from verl import DataProto
 from verl.trainer.ppo import reward as verls
 from verl.workers.reward_manager import NaiveRewardManager
 
+from tests.runs import tiny
+from verl_patches.recipe.rewards import reward_parts
 from verl_patches.rewards import manager
 from verl_patches.rewards.manager import RewardError, load_parts
 from verl_patches.rewards.parts import part_means
@@ -34,8 +37,9 @@ class Tokenizer:
 
 
 def config_of(*entries, **more):
-    rewards = None if entries == (None,) else list(entries)
-    section = {"data": {"reward_fn_key": "data_source", "max_response_length": 8}, "recipe": {"rewards": rewards}}
+    parts = reward_parts(None if entries == (None,) else entries, more.get("custom_reward_function", {}))
+    section = {"data": {"reward_fn_key": "data_source", "max_response_length": 8}}
+    section["run"] = replace(tiny(), rewards=parts).text()
     return OmegaConf.create({**section, "reward_model": {"reward_manager": "naive"}, **more})
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.answer_text import is_too_large
 from verl_patches.rewards.maths import compute_score, last_box
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "deepscaler_sample.json"
@@ -83,8 +82,7 @@ def test_ten_million_characters_take_time_in_proportion():
 
 
 SLOW_ANSWERS = r"""
-9^{9^{9^{9}}} ; \binom{10^{8}}{5 \cdot 10^{7}} ; 1e999999999 ; (1+1)^{10^{10}} ; (10^9)! ; 10^(10^10) ; 2^{(10^9)}
- ; e^{e^{e^{e^{e}}}} ; x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x}}}}}}}}}}}}"""
+\binom{10^{8}}{5 \cdot 10^{7}} ; (10^9)! ; e^{e^{e^{e^{e}}}} ; x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x^{x}}}}}}}}}}}}"""
 SLOW = (pytest.param(text, marks=pytest.mark.slow) for text in texts(SLOW_ANSWERS))
 
 
@@ -92,12 +90,6 @@ SLOW = (pytest.param(text, marks=pytest.mark.slow) for text in texts(SLOW_ANSWER
 def test_a_comparison_that_does_not_end_is_wrong_after_its_cpu_limit(answer):
     assert score(rf"\boxed{{{answer}}}", cpu_limit_s=0.3) == WRONG  # without the limit it does not end
     assert score(r"\boxed{84/2}") == RIGHT  # the next answer is compared as before
-
-
-def test_answers_whose_size_shows_in_their_text_cost_no_time_limit():
-    large = r"10^{10^{10}} ; 9^{9^{9^{9}}} ; \binom{10^{8}}{5 \cdot 10^{7}} ; (10^9)! ; 10^(10^10) ; 20000!"
-    assert all(map(is_too_large, texts(large)))
-    assert not any(map(is_too_large, texts(r"2^{10} ; 10^{100} ; 5! ; 3!! ; \binom{52}{5} ; x^{2^{3}} ; 1e6")))
 
 
 @pytest.mark.slow

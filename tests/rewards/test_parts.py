@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
+from tests.runs import composed
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.parts import Reward, length_penalty, parts_of
+from verl_patches.recipe.rewards import Reward
+from verl_patches.rewards.parts import length_penalty
+from verl_patches.rules import RULES
 
 TINY = "deepseekv3_tiny_cpu"
 MODEL = "recipe.rewards=[{name: reward_model, path: elsewhere}]"
@@ -19,11 +20,11 @@ SHORT = ["recipe.rewards=null", "custom_reward_function.path=a.py", "custom_rewa
 
 
 def rewards(text, *overrides):
-    return compose(TINY, [f"recipe.rewards=[{text}]", *overrides])
+    return composed(TINY, [f"recipe.rewards=[{text}]", *overrides])
 
 
-def faults(config):
-    return [check.detail for check in check_config(config) if check.name in CHECKS and not check.ok]
+def faults(run):
+    return [check.detail for check in RULES.checks(run) if check.name in CHECKS and not check.ok]
 
 
 @given(st.integers(1, 4096), st.data())
@@ -44,15 +45,13 @@ def test_the_default_buffer_is_that_of_dapo():
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("{name: mats}", r"rewards\[0\].name is 'mats'; expected 'maths' or"),
+        ("{name: mats}", r"rewards\[0\].name is 'mats'; expected one of maths, "),
         ("{weight: 1}", r"rewards\[0\].name is null"),
         ("{name: maths},{name: maths, format_weigth: 0}", r"rewards\[1\]: unknown key format_weigth; did you mean for"),
         ("{name: length, path: a.py}", r"unknown key path; length takes name, weight, buffer_tokens"),
         ("{name: python}", r"rewards\[0\].path is missing"),
         ("{name: python, path: a.py, kwargs: 3}", r"kwargs is 3; expected a section"),
-        ("{name: maths, weight: inf}", "weight is inf"),
         ("{name: maths, weight: many, format_weight: 0.6}", r"weight is 'many'; [^\n]*\n.*format_weight is 0.6"),
-        ("{name: length, buffer_tokens: 0}", "buffer_tokens is 0"),
     ],
 )
 def test_an_entry_that_is_not_of_its_kind_is_refused(entry, words):
@@ -61,28 +60,28 @@ def test_an_entry_that_is_not_of_its_kind_is_refused(entry, words):
 
 
 def test_the_short_form_is_one_python_entry_and_both_are_refused():
-    (short,) = parts_of(compose(TINY, [*SHORT, "+custom_reward_function.reward_kwargs.x=1"]))
-    (entry,) = parts_of(rewards("{name: python, path: a.py, function: score, kwargs: {x: 1}}"))
+    (short,) = composed(TINY, [*SHORT, "+custom_reward_function.reward_kwargs.x=1"]).rewards
+    (entry,) = rewards("{name: python, path: a.py, function: score, kwargs: {x: 1}}").rewards
     assert short.entry == entry.entry and (short.label, entry.label) == ("python", "python")
     assert (short.where, entry.where) == ("custom_reward_function", "recipe.rewards[0]")
     with pytest.raises(ConfigError, match="both given.*recipe.rewards=null"):
-        compose(TINY, SHORT[1:])
-    assert [part.entry for part in parts_of(compose(TINY, SHORT[:1]))] == [Reward("data_source")]
+        composed(TINY, SHORT[1:])
+    assert [part.entry for part in composed(TINY, SHORT[:1]).rewards] == [Reward("data_source")]
 
 
 def test_two_entries_of_one_name_have_labels_of_their_own():
-    config = rewards("{name: python, path: a.py},{name: maths, weight: 0.5},{name: python, path: b.py}")
-    assert [(part.label, part.entry.weight) for part in parts_of(config)] == [
+    run = rewards("{name: python, path: a.py},{name: maths, weight: 0.5},{name: python, path: b.py}")
+    assert [(part.label, part.entry.weight) for part in run.rewards] == [
         ("python_0", 1.0),
         ("maths", 0.5),
         ("python_2", 1.0),
     ]
-    assert faults(config) == []
+    assert faults(run) == []
 
 
 def test_verls_fsdp_worker_cannot_score():
     with pytest.raises(ConfigError, match="reward_model.strategy is 'fsdp'; expected 'megatron'"):
-        compose(TINY, [MODEL, "reward_model.strategy=fsdp"])
+        composed(TINY, [MODEL, "reward_model.strategy=fsdp"])
 
 
 @pytest.mark.parametrize(
@@ -107,5 +106,5 @@ def test_verls_fsdp_worker_cannot_score():
     ],
 )
 def test_what_a_run_cannot_have_is_refused(given, words):
-    (fault, *_) = faults(compose(TINY, given))
+    (fault, *_) = faults(composed(TINY, given))
     assert re.search(words, fault), fault

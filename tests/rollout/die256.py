@@ -156,11 +156,12 @@ def prompts_for(config: Any) -> list[list[int]]:
 
 def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
     """The configuration, with its variables set in this process, and its rollout."""
-    from verl_patches.config.compose import compose
+    from tests.runs import composed, config_of
     from verl_patches.config.environment import worker_environment
 
-    config = compose(name, overrides)
-    wanted = {key: value for key, value in worker_environment(config).items() if key.startswith("VLLM_")}
+    run = composed(name, overrides)
+    config = config_of(run)
+    wanted = {key: value for key, value in worker_environment(run).items() if key.startswith("VLLM_")}
     os.environ.update(wanted | {"VLLM_LOGGING_LEVEL": "ERROR"})
     return config, build(config, model)
 

@@ -6,12 +6,13 @@ Each row has its control: the same check with upstream's own object in its place
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
-from verl_patches.config.compose import compose
+from tests.runs import composed
 from verl_patches.model.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
@@ -78,7 +79,7 @@ def test_log_probs_are_those_of_transformers(found, name):
 
 @pytest.mark.parametrize("name", ["mixed, upstream", "groups, upstream", "whole, cached"])
 def test_they_are_not_without_the_row_or_where_the_configuration_is_refused(found, name):
-    """`whole, cached`: the Ascend scheduler, chunked_prefill_for_mla and a cached prefix (config/checks.py)."""
+    """`whole, cached`: the Ascend scheduler, chunked_prefill_for_mla and a cached prefix (rollout/checks.py)."""
     assert found[name]["worst"] > 0.1 and not found[name]["same"], found[name]
 
 
@@ -116,9 +117,9 @@ GRAPH_SIZES = "engine_kwargs.vllm.additional_config.torchair_graph_config.graph_
 DIFFERENT = {"ignore_eos", "engine_kwargs.vllm.data_parallel_size", GRAPH_SIZES}  # between the rollouts of both
 
 
-def read_as(config):
+def read_as(run):
     """What the engine must hold of recipe.rollout.ascend."""
-    expected = OmegaConf.to_container(config.recipe.rollout.ascend)
+    expected = asdict(run.recipe.rollout.ascend)
     return expected | {"graph_batch_sizes": expected["graph_batch_sizes"] or [64]}
 
 
@@ -127,13 +128,13 @@ def test_both_256_die_configurations_have_one_rollout_but_for_sizes():
         for key, value in section.items():
             yield from flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
 
-    first, second = (dict(flat(OmegaConf.to_container(compose(n).actor_rollout_ref.rollout))) for n in NAMES)
+    first, second = (dict(flat(OmegaConf.to_container(composed(n).verl.actor_rollout_ref.rollout))) for n in NAMES)
     assert {key for key in first | second if first.get(key) != second.get(key)} == DIFFERENT
 
 
 def test_the_256_die_rollout_with_true_weights_is_right(models, run):
     """Graphs are traced. In each of the graphs; again after each of two syncs by the map of the direct weight sync."""
-    options = compose(NAMES[0])
+    options = composed(NAMES[0])
     found = run(
         "tests.rollout.die256:true_weight", models["256 experts"], models["others"], [], TORCHDYNAMO_DISABLE="0"
     )
@@ -143,16 +144,16 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run):
     assert found["moved"] == []
     assert found["read"] == read_as(options)
     assert found["load"]["layers"] == 2 and found["load"]["max_over_mean"] > 1.5  # of prompts: decodes are in graphs
-    written = OmegaConf.to_container(options.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config)
+    written = dict(options.ascend)
     assert written.pop("enable_prefix_caching") and not written.pop("vllm_sleep_mode")  # read before the engine
     assert found["options"] == written
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_256_die_rollout_with_balanced_routing_gives_every_expert_its_share(models, run):
     found = run("tests.rollout.die256:random_init", models["256 experts"], OTHER, TORCHDYNAMO_DISABLE="1")
     assert found["responses"] == [16] * 4 and found["finite"] and found["uneven"] <= 1 and found["mixed"] == 0, found
-    assert found["read"] == read_as(compose(NAMES[1], OTHER))
+    assert found["read"] == read_as(composed(NAMES[1], OTHER))
     assert found["counted"] == found["loads"]  # every call: graphs are not traced
     ratios = [max(layer) * len(layer) / sum(layer) for layer in found["loads"]]
     assert found["load"]["max_over_mean"] == pytest.approx(max(ratios)) and max(ratios) < 1.1
@@ -180,12 +181,13 @@ def difference(first, second):
     return same, max(abs(a - b) for one, other in pairs for a, b in zip(one[1], other[1], strict=True))
 
 
+@pytest.mark.nightly
 def test_each_switch_off_alone_gives_the_same_responses(models, run):
     """Sampled with seeds, after sleep and with cached prompts too, in fp32. Graphs are not traced."""
     found = run("tests.rollout.die256:switches", models["256 experts"], SWITCHES, TORCHDYNAMO_DISABLE="1")
     for name, line in SWITCHES.items():
         changed = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", [])]
-        expected = read_as(compose(NAMES[0], changed))
+        expected = read_as(composed(NAMES[0], changed))
         if name == "graphs":  # then both are not read
             expected |= {key: found["read"][name][key] for key in ("graph_batch_sizes", "vllm_sleep_mode")}
         assert found["read"][name] == expected, name

@@ -118,7 +118,7 @@ def test_without_lockstep_the_waiting_rank_says_so(two_ranks):
     assert "rollout DP rank 1 of 2 has sequences to generate, but another rank" in second["error"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_without_a_place_ranks_cannot_meet(generate, requests):
     """Negative control of row rollout.dp_place: upstream takes both processes for DP rank 0."""
     rounds = [[{"requests": part, "stall_s": 5} for part in (requests[:1], requests[1:])]]
@@ -126,7 +126,7 @@ def test_without_a_place_ranks_cannot_meet(generate, requests):
     assert any("error" in rank["rounds"][0] for rank in found)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_tp2_in_each_of_two_replicas(generate, one_rank, requests):
     rounds = [[{"requests": requests[:1]}, {"requests": requests[1:]}]]
     found = generate(rounds, tp=2)

@@ -23,7 +23,7 @@ def test_responses_are_equal_where_requests_end_at_different_steps(tmp_path, run
     assert found == dict.fromkeys([*ROWS, "all", "text", "some log-probs", "one prompt"], True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.upstream
 def test_the_benchmark_of_a_step_gives_equal_responses(tmp_path, run_emulated):
     shape = json.loads((ROOT / "configs/model/deepseekv3_tiny_256experts.json").read_text())

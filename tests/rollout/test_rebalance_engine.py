@@ -107,7 +107,7 @@ def test_an_error_on_one_rank_is_that_of_all(found, name):
     assert ERRORS[name] in first["error"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_requests_move_in_both_ranks_of_a_tensor_parallel_group(run):
     found = list(zip(*run([LONG, {**LONG, "every": 3}], tp=2), strict=True))
     without, moved = (ranks[::2] for ranks in found)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import ROOT
 from verl_patches.catalog import all_rows
-from verl_patches.config.recipe import recipe_keys
+from verl_patches.recipe.schema import recipe_keys
 from verl_patches.upstream.pins import load_pins
 
 PAGE = ROOT / "docs" / "ascend.md"

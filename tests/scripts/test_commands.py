@@ -9,23 +9,23 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import typer
 
+from tests.runs import composed
 from tests.scripts.test_docs import CODE, FENCE, PAGES, ROOT
 from verl_patches.__main__ import app
 from verl_patches.cli.run import check_switches
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
-from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.compare import write_baseline
 from verl_patches.evaluation.curves import read_curves
 from verl_patches.launch.smoke import SmokeOptions, overrides_of
+from verl_patches.recipe.schema import recipe_keys
+from verl_patches.rules import RULES
 from verl_patches.weights.run_folders import take_start
 
 ENGLISH = [page for page in PAGES if "zh" not in (page.parent.name, page.stem[-2:])]  # Chinese pages have the same
@@ -53,7 +53,7 @@ CLASSES = {
     "foreign": (r"git |docker |sync; |hub/bin/|ray |python3 -c|\(|python=|env \$python",),  # bash can read it
 }
 # scripts that pass all their arguments to a subcommand
-SCRIPTS = {"smoke": ["smoke"], "fetch_upstream": ["fetch-upstream"]}
+SCRIPTS = {"smoke": ["smoke"]}
 for run in ("random_init", "true_weight"):
     SCRIPTS[f"train_deepseekv3_256die_{run}"] = ["train", "--config-name", f"deepseekv3_256die_{run}"]
 
@@ -129,14 +129,15 @@ def parse(arguments):
     return command.make_context(command.name, arguments).params
 
 
-def composed(arguments):
-    """The configuration that a run would start with."""
+def run_of(arguments):
+    """The facts that a run would start with; files of an earlier run of the page are not expected here."""
     values = parse(arguments)
-    name, given = values.get("config_name"), []
+    name, overrides = values.get("config_name"), values["overrides"] or []
     if name is None:
+        values = {**values, "overrides": overrides}
         options = SmokeOptions(**{field.name: values[field.name] for field in fields(SmokeOptions)})
-        name, given = options.config_name, overrides_of(options)
-    return compose(name, [*given, *(values["overrides"] or ())])
+        name, overrides = options.config_name, overrides_of(options)
+    return replace(composed(name, overrides), given=frozenset())
 
 
 def fault(words, whole=True):
@@ -167,11 +168,11 @@ def fault(words, whole=True):
 def fault_of_start(words):
     """What keeps a run from starting: a value, a row, a check of the configuration, but for files of an earlier run."""
     try:
-        config = composed(arguments_of(words))
-        check_switches(config)
+        run = run_of(arguments_of(words))
+        check_switches(run)
     except (ConfigError, UsageError) as error:
         return str(error)
-    faults = [check for check in check_config(config) if not check.ok and check.name not in FILES]
+    faults = [check for check in RULES.checks(run) if not check.ok and check.name not in FILES]
     return f"{faults[0].name}: {faults[0].detail}" if faults else None
 
 
@@ -233,6 +234,12 @@ def test_commands_of_a_page_have_a_class_and_can_be_read(page, copy, monkeypatch
     assert not re.search(r"\.venv/bin/(?!activate)", "".join(found))
 
 
+def test_no_two_runs_of_the_readme_share_a_name():
+    starts = [words_of(command) for command in of_class("start", [ROOT / "README.md"])]
+    names = [run_of(arguments_of(words)).recipe.run for words in starts]
+    assert len({*names}) == len(names) > 5, names
+
+
 def test_every_pattern_is_that_of_a_command():
     commands = [plain(command) for page in ENGLISH for command in block_commands(page.read_text())]
     patterns = [pattern for patterns in CLASSES.values() for pattern in patterns]
@@ -245,7 +252,7 @@ def test_commands_of_the_readme_work_in_a_fresh_shell(copy):
     assert found.keys() == {wrong} and "No such command 'statuss'" in found[wrong], found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_commands_of_the_docs_work_in_a_fresh_shell(copy):
     readme = of_class("run", [ROOT / "README.md"])
     commands = [command for command in of_class("run", ENGLISH) if command not in readme]
@@ -267,7 +274,7 @@ def test_commands_that_read_upstream_work_in_a_fresh_shell(copy, pytestconfig):
         ("python -m verl_patches check --lines pypi", "--lines"),
         ("python -m verl_patches weights converts a b", "converts"),
         ("bash scripts/gone.sh", "scripts/gone.sh"),
-        ("bash scripts/smoke.sh --train-layouts ep2", "--train-layouts"),
+        ("bash scripts/smoke.sh --seeds 1", "--seeds"),
         ("bash scripts/test.sh --fuller", "--fuller"),
         ("python data/make_learnable.py 9 --outputs y", "--outputs"),
         ("bash scripts/smoke.sh recipe.logprob_check.each=3", "recipe.logprob_check.each"),
@@ -284,7 +291,7 @@ def test_a_wrong_command_is_found(line, named):
     ("line", "named"),
     [
         ("bash scripts/smoke.sh actor_rollout_ref.actor.optim.learning=1", "learning"),
-        ("bash scripts/smoke.sh --train-layout ep3", "ep3"),
+        ("bash scripts/smoke.sh layout=ep3", "ep3"),
         ("bash scripts/smoke.sh 'recipe.patches=[-model.mla]'", "model.mla"),
         ("bash scripts/train_deepseekv3_256die_true_weight.sh trainer.nodes=3", "trainer.nodes"),
     ],

@@ -27,7 +27,6 @@ def clone(tmp_path):
     for script in SCRIPTS:
         (root / script.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(script, root / script.relative_to(ROOT))
-    shutil.copy(root / "scripts/fetch_upstream.sh", root / "scripts/real_fetch.sh")
     (root / "scripts" / "setup.sh").write_text('printf "setup %s\\n" "$*"; [ ! -e broken ]\n')
     (root / "scripts" / "fetch_upstream.sh").write_text('printf "<%s>" fetch "$@"; [ ! -e unfetched ]\n')
     for venv in (".venv", "other"):
@@ -43,19 +42,19 @@ def call(root: Path, script: str, *args: str, cwd: Path | None = None, **env: st
     return done.returncode, done.stdout + done.stderr
 
 
-FETCH = "<-m><verl_patches><fetch-upstream><--mirror><a b><--json><path={root}"
-
-
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [
-        ("scripts/test.sh", "-m 'not slow' 'tests/x y'", "<--no-loadscope-reorder><-m><not slow><tests/x y>"),
+        (
+            "scripts/test.sh",
+            "--nightly -k 'a or b' 'tests/x y'",
+            "<--no-loadscope-reorder><--nightly><-k><a or b><tests/x y>",
+        ),
         ("scripts/test.sh", "--upstream up", "<--upstream={root}/scripts/up>"),
         ("scripts/test.sh", "--venv ../other", "<{root}/scripts/../other/bin/python>"),
         ("scripts/smoke.sh", "--steps 3 \"trainer.x='a b'\"", "<verl_patches><smoke><--steps><3><trainer.x='a b'>"),
         ("scripts/recipes.sh", "--only rloo", "<{root}/scripts/recipe_runs.py><--only><rloo>"),
-        ("scripts/real_fetch.sh", "--mirror 'a b' --json", FETCH),
-        (".ci/run", "", "<--no-loadscope-reorder><--full>"),
+        (".ci/run", "", "<--no-loadscope-reorder><--full><--durations=30>"),
         (".ci/run", "", "mirrors.tar"),
     ],
 )
@@ -80,26 +79,21 @@ def test_ci_tests_the_line_whose_sources_are_there(clone):
     fetched, dest = re.search(r"(<fetch>.*<--dest><(.*?)>.*?)<[^>]*python>", out, re.DOTALL).groups()
     assert code == 7 and not Path(dest).exists()  # pytest's own code; nothing is left
     assert "<--line><a3>" in fetched and "<--only><MindSpeed><--only><verl>" in fetched
-    assert f"<--full><--upstream={dest}>" in out
+    assert f"<--full><--durations=30><--upstream={dest}>" in out
     (clone / "unfetched").touch()
     code, out = call(clone, ".ci/run", cwd=Path("/"))
     assert code == 1 and "<--full>" not in out
 
 
-@pytest.mark.parametrize(
-    ("has_modules", "code", "words"), [(0, 7, "<fetch-upstream>"), (1, 2, "pip install -r {root}/requirements.txt")]
-)
-def test_fetching_without_an_environment_takes_a_python3_that_has_the_modules(clone, has_modules, code, words):
+def test_fetching_with_a_python3_that_lacks_modules_names_the_remedy(clone):
     shutil.rmtree(clone / ".venv")
-    write_program(clone / "bin/python3", f'[ "$1" != -c ] || exit {has_modules}; printf "<%s>" "$@"; exit 7')
-    path = f"{clone / 'bin'}:{os.environ['PATH']}"
-    found, out = call(clone, "scripts/real_fetch.sh", PATH=path)
-    assert found == code and words.format(root=clone) in out
+    write_program(clone / "bin/python3", "exit 1")
+    shutil.copy(ROOT / "scripts/fetch_upstream.sh", clone / "scripts")
+    code, out = call(clone, "scripts/fetch_upstream.sh", PATH=f"{clone / 'bin'}:{os.environ['PATH']}")
+    assert code == 2 and f"pip install -r {clone}/requirements.txt" in out
 
 
-def test_wrong_use_of_fetching_is_refused_with_exit_2_and_its_clones_are_ignored_by_git(tmp_path):
-    code, out = call(ROOT, "scripts/fetch_upstream.sh", "--line", "b7", "--dest", str(tmp_path / "dest"))
-    assert code == 2 and "--line b7: expected one of pypi, a3" in out and not (tmp_path / "dest").exists()
+def test_fetched_clones_are_ignored_by_git():
     ignored = ["git", "-C", str(ROOT), "check-ignore", "upstream/verl/setup.py"]
     assert subprocess.run(ignored, capture_output=True).returncode == 0
 

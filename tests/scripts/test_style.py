@@ -1,4 +1,4 @@
-"""House rules that a machine can check: ruff, sizes, no print outside the command line, no path of one machine."""
+"""House rules that a machine checks: ruff, types, sizes, no print outside the command line, no path of one machine."""
 
 import ast
 import re
@@ -30,6 +30,20 @@ def test_ruff_is_clean(command):
     ruff = [sys.executable, "-m", "ruff", *command.split(), "--no-cache", str(ROOT)]
     done = subprocess.run(ruff, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+
+
+def mypy(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mypy", "--cache-dir", "/dev/null", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_types_are_right(tmp_path):
+    """In the files that pyproject.toml lists."""
+    done = mypy()
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from verl_patches.patching.spec import split\n\nplace: int = split('m:f')\n")
+    assert "Incompatible types in assignment" in mypy(str(wrong)).stdout  # the control
 
 
 def test_files_and_functions_stay_small():

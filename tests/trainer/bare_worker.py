@@ -16,7 +16,7 @@ from verl.single_controller.ray.base import create_colocated_worker_cls
 class Bare(Worker):
     """Stands for ActorRolloutRefWorker; under the prelude its process adds the method of row update.recipe_worker."""
 
-    recipe = SimpleNamespace(objective=SimpleNamespace(name="rl"))
+    run = SimpleNamespace(samples=True)  # of the facts of a run, what its proof reads
 
     def __init__(self):
         super().__init__()
@@ -45,8 +45,8 @@ def prelude_on_rank_one():
 def proofs():
     """(digest of the controller, [{rank, where, digest}], refusal or None): worker 1 ran the prelude, worker 0 not."""
     from verl_patches import prelude_patch
+    from verl_patches.patching import handshake
     from verl_patches.patching.engine import PatchError
-    from verl_patches.trainer import handshake
 
     options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 128 << 20}
     ray.init(num_cpus=5, **options, runtime_env={"worker_process_setup_hook": prelude_on_rank_one})

@@ -12,7 +12,7 @@ import torch
 import verl
 from verl import DataProto
 
-from verl_patches.config.compose import compose
+from tests.runs import composed
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])  # two prompts, two responses each
 REWARDS = torch.tensor([3.0, 1.0, -2.0, 5.0], dtype=torch.float64)  # at a response's last token
@@ -41,7 +41,7 @@ def trainer(request, pytestconfig):
 
 def advantages(trainer, algo, *overrides, rewards=REWARDS, mask=MASK, uid=UID, greedy=GREEDY):
     """[B, S] by the preset with overrides."""
-    algorithm = compose("deepseekv3_tiny_cpu", [f"algo={algo}", *overrides]).algorithm
+    algorithm = composed("deepseekv3_tiny_cpu", [f"algo={algo}", *overrides]).verl.algorithm
     at_end = torch.zeros(mask.shape, dtype=rewards.dtype)
     at_end[torch.arange(len(mask)), mask.sum(1) - 1] = rewards
     tensors = {"token_level_rewards": at_end, "response_mask": mask, "reward_baselines": greedy}
@@ -77,7 +77,7 @@ def test_dr_grpo_divides_by_the_width_whatever_the_length(trainer):
     """A token's weight is 1 / width at micro batches of one sample; in GRPO's token-mean it depends on the length."""
     weights = {}
     for algo in ("dr_grpo", "grpo", "rloo"):
-        mode = compose("deepseekv3_tiny_cpu", [f"algo={algo}"]).actor_rollout_ref.actor.loss_agg_mode
+        mode = composed("deepseekv3_tiny_cpu", [f"algo={algo}"]).verl.actor_rollout_ref.actor.loss_agg_mode
         ones = torch.ones(1, MASK.shape[1], dtype=torch.float64)
         losses = [trainer.core_algos.agg_loss(ones, row[None], mode) for row in MASK.double()]
         weights[algo] = [float(loss / row.sum()) for loss, row in zip(losses, MASK, strict=True)]
@@ -122,5 +122,5 @@ def test_pass_k_moves_the_best_response_by_what_it_adds(trainer):
     assert near(advantages(trainer, "pass_k"), by_response([2, 0, 0, 7]))
     scaled = advantages(trainer, "pass_k", "algorithm.norm_adv_by_std_in_grpo=true")
     assert near(scaled, by_response([2**0.5, 0, 0, 2**0.5]))
-    with pytest.raises(ValueError, match="at least 2"):  # which config/checks.py refuses before a start
+    with pytest.raises(ValueError, match="at least 2"):  # which objectives/checks.py refuses before a start
         advantages(trainer, "pass_k", uid=np.array(list("abcd"), dtype=object))

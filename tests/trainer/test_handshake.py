@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_patches.patching import handshake
 from verl_patches.patching.engine import PatchError
-from verl_patches.trainer import handshake
 
 
 def worker(rank, intent=None, digest="", error=None, **states):

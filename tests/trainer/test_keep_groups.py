@@ -11,10 +11,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl import DataProto
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
+from tests.runs import composed
 from verl_patches.errors import ConfigError
-from verl_patches.layout.phases import STAYS_AWAKE
+from verl_patches.rules import RULES
 from verl_patches.trainer.keep_groups import KeepGroupsError, KeptGroups
 
 SIZE, N, PROMPTS = 2, 3, 10
@@ -45,17 +44,14 @@ class Workers:
     """Each prompt's responses are its number and theirs."""
 
     def __init__(self):
-        self.generated, self.ended = [], 0
+        self.generated = []
 
     def generate_sequences(self, prompts):
-        assert prompts.meta_info[STAYS_AWAKE] and len(prompts.non_tensor_batch["raw_prompt_ids"]) == SIZE
+        assert len(prompts.non_tensor_batch["raw_prompt_ids"]) == SIZE
         ids = prompts.batch["input_ids"].repeat_interleave(N, 0)
         self.generated += prompts.batch["input_ids"][:, 0].tolist()
         responses = torch.stack([ids[:, 0], torch.arange(N).repeat(SIZE)], 1)
         return DataProto.from_dict(tensors={"input_ids": torch.cat([ids, responses], 1), "responses": responses})
-
-    def end_rollout(self):
-        self.ended += 1
 
 
 def reward_fn(data, return_dict):
@@ -77,7 +73,7 @@ def kept_groups(metric="score", max_batches=4, state=None):
         loader.load_state_dict(state)
     workers, calls = Workers(), []
     trainer = SimpleNamespace(config=config, train_dataloader=loader, reward_fn=reward_fn)
-    return KeptGroups(trainer, workers, calls.append), workers, calls
+    return KeptGroups(trainer, workers.generate_sequences, calls.append), workers, calls
 
 
 def step_of_fit(kept, batch_dict):
@@ -85,7 +81,7 @@ def step_of_fit(kept, batch_dict):
     copied = {k: v if torch.is_tensor(v) else v.copy() for k, v in batch_dict.items()}  # as 54c9b736's from_dict does
     batch = DataProto.from_single_dict(copied)
     gen_batch = batch.pop(["input_ids", "attention_mask", "position_ids"], ["raw_prompt_ids"])
-    output = kept.generate_sequences(gen_batch)
+    output = kept.draw_kept(gen_batch)
     batch.non_tensor_batch["uid"] = np.array([str(at) for at in range(len(batch.batch))], dtype=object)
     return batch.repeat(repeat_times=N, interleave=True).union(output)
 
@@ -114,9 +110,7 @@ def test_prompts_are_drawn_until_the_batch_is_full_of_groups_that_differ():
     assert all(SCORES[at].max() > SCORES[at].min() for prompts, _ in found for at in prompts)
     assert [report["drawn_batches"] for _, report in found] == [3, 3, 2]
     assert found[0][1] == {"drawn_batches": 3, "prompts": 6, "differ": 3, "kept_share": 0.5}
-    assert (
-        workers.generated == [*range(10), 0, 1, *range(2, 6)] and workers.ended == 3
-    )  # one sleep, so one sync, a step
+    assert workers.generated == [*range(10), 0, 1, *range(2, 6)]
     between = ["reward", "generate_sequences"]  # of batches; trainer/worker_group.py calls before the first
     assert calls == [*between * 2, "reward"] * 2 + [*between, "reward"]
     plain, _, _ = kept_groups()  # negative control: the loader's own first batch
@@ -126,33 +120,28 @@ def test_prompts_are_drawn_until_the_batch_is_full_of_groups_that_differ():
 
 def test_a_metric_of_the_reward_function_decides():
     assert [prompts[::N] for prompts, _ in steps(kept_groups("acc")[0], 1)] == [[1, 4]]
-    kept, *_ = kept_groups("accuracy")
     with pytest.raises(ConfigError, match="metric is 'accuracy'; the reward function gives acc, score"):
-        steps(kept, 1)
+        steps(kept_groups("accuracy")[0], 1)
 
 
 def test_a_step_that_finds_too_few_ends_the_run():
-    kept, workers, _ = kept_groups(max_batches=2)
     with pytest.raises(KeepGroupsError, match=r"only 1 of 4 prompts \(25.0%\) in 2 batches .*'score', expected 2"):
-        steps(kept, 1)
-    assert workers.ended == 1
+        steps(kept_groups(max_batches=2)[0], 1)
 
 
 def test_a_resumed_run_draws_what_the_run_would_have_drawn():
     kept, *_ = kept_groups()
-    (first, _), second = steps(kept, 1)[0], None
+    first, _ = steps(kept, 1)[0]
     state = copy.deepcopy(kept.state_dict())
     assert len(kept) == PROMPTS // SIZE
     batches = iter(kept_groups(state=state)[0])
-    resumed, *_ = kept_groups(state=state)
-    second = steps(resumed, 1)[0]
-    whole, *_ = kept_groups()
-    assert steps(whole, 2) == [(first, steps(kept_groups()[0], 1)[0][1]), second]
+    resumed, whole = kept_groups(state=state)[0], kept_groups()[0]
+    assert steps(whole, 2) == [(first, kept.report), steps(resumed, 1)[0]]
     assert next(batches)["input_ids"][:, 0].tolist() == [6, 7]  # after three batches, whose surplus is dropped
 
 
 def refusals(*overrides):
-    checks = check_config(compose("deepseekv3_tiny_cpu", ["recipe.keep_groups.metric=score", *overrides]))
+    checks = RULES.checks(composed("deepseekv3_tiny_cpu", ["recipe.keep_groups.metric=score", *overrides]))
     return [check.detail for check in checks if check.name == "keep groups" and not check.ok]
 
 

@@ -1,15 +1,18 @@
 """The controller's side of a run: its table, the proofs before step 1, and how it names dead workers."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
-from verl_patches.config.recipe import Alarms, Objective
+from tests.runs import tiny
 from verl_patches.objectives.advantages import FixedData
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
+from verl_patches.recipe.schema import Alarms, Objective, Recipe, Train
 from verl_patches.trainer import run
 from verl_patches.trainer.alarms import AlarmError, SkippedStepsError
 from verl_patches.trainer.record import Progress, Summary
@@ -39,17 +42,13 @@ def made(tmp_path):
 def after_steps(made, *numbers, skipped=None, test_freq=-1, val=None, objective="rl", log=dict, **bounds):
     """The progress lines of these steps; `bounds`: of recipe.alarms; `val`: {step: score} of validations."""
     report = {**REPORT, "skipped": skipped}
-    made.trainer = SimpleNamespace(
-        actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]),
-        config=SimpleNamespace(
-            trainer=SimpleNamespace(test_freq=test_freq), algorithm=SimpleNamespace(adv_estimator="grpo")
-        ),
+    made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
+    recipe = Recipe(
+        train=Train(max_skipped_steps=2), alarms=Alarms(**bounds), objective=Objective(objective), platform="npu"
     )
-    train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
-    check = SimpleNamespace(action="report")
-    made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**bounds), platform="npu")
-    made.recipe.objective = Objective(objective)
-    made.trainer.config.recipe = made.recipe
+    recipe.logprob_check.action = "report"
+    verl = OmegaConf.create({"trainer": {"test_freq": test_freq}})
+    made.recipe, made.run = recipe, replace(tiny(), recipe=recipe, verl=verl)
     made.workers_see_log_probs, made.not_compared = False, "not here"
     for number in numbers:
         validated = {CORE: val[number]} if val and number in val else {}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.config.compose import compose
+from tests.runs import composed
+from verl_patches.config.resolve import changed
 from verl_patches.layout.flops import forward_flops_of
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.trainer import step_record
@@ -17,18 +18,15 @@ LENGTHS, TOKENS = [10, 30, 20, 20], {"total": 80, "responses": 60}
 SECONDS = {"rollout": 2.0, "log_prob": 1.0, "ref": 1.0, "update": 4.0, "step": 10.0}
 
 
-@pytest.fixture
-def config(tmp_path):
-    (tmp_path / "config.json").write_text(TINY.read_text())
+@pytest.fixture(scope="module")
+def run():
     batch = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
-    config = compose("deepseekv3_tiny_cpu", batch)
-    config.actor_rollout_ref.model.path, config.recipe.platform = str(tmp_path), "npu"
-    return config
+    return changed(composed("deepseekv3_tiny_cpu", batch), {"recipe.platform": "npu"})
 
 
-def test_rates_are_model_flops_over_seconds_ranks_and_the_peak(config):
+def test_rates_are_model_flops_over_seconds_ranks_and_the_peak(run):
     forward = forward_flops_of(read_model_shape(TINY), LENGTHS)
-    rates = Rates(config, ref=True).of_step(LENGTHS, TOKENS, SECONDS)
+    rates = Rates(run, ref=True).of_step(LENGTHS, TOKENS, SECONDS)
     assert (rates["tokens_per_s_per_rank"], rates["generated_per_s_per_rank"]) == (4.0, 15.0)
     tflops = {"rollout": forward / 2, "ref": forward, "update": 3 * forward / 4, "step": 5 * forward / 10}
     assert rates["tflops_per_s_per_rank"] == pytest.approx({phase: rate / 2 / 1e12 for phase, rate in tflops.items()})
@@ -39,18 +37,17 @@ def test_rates_are_model_flops_over_seconds_ranks_and_the_peak(config):
     json.dumps(rates)
 
 
-def test_a_pass_for_old_log_probs_counts_only_where_the_update_needs_it(config):
-    def share():
-        return Rates(config, ref=False).of_step(LENGTHS, TOKENS, SECONDS)["mfu"]
+def test_a_pass_for_old_log_probs_counts_only_where_the_update_needs_it(run):
+    def share(run):
+        return Rates(run, ref=False).of_step(LENGTHS, TOKENS, SECONDS)["mfu"]
 
-    on_policy = share()
-    config.actor_rollout_ref.actor.ppo_mini_batch_size = 4
-    assert share()["step"] / on_policy["step"] == pytest.approx(5 / 4) and "log_prob" not in on_policy
-    config.recipe.rollout.replay = "a run"
-    assert share()["step"] == on_policy["step"] and "rollout" not in share()
+    on_policy, two_batches = share(run), changed(run, {"actor_rollout_ref.actor.ppo_mini_batch_size": 4})
+    assert share(two_batches)["step"] / on_policy["step"] == pytest.approx(5 / 4) and "log_prob" not in on_policy
+    replayed = share(changed(two_batches, {"recipe.rollout.replay": "a run"}))
+    assert replayed["step"] == on_policy["step"] and "rollout" not in replayed
 
 
-def test_a_critic_has_columns_and_passes_where_a_run_has_one(config):
+def test_a_critic_has_columns_and_passes_where_a_run_has_one(run):
     forward = forward_flops_of(read_model_shape(TINY), LENGTHS)
     metrics = {f"critic/{name}": value for name, value in {"vf_loss": 0.5, "grad_norm": math.nan}.items()}
     metrics["critic/vf_explained_var"] = -0.25
@@ -59,24 +56,21 @@ def test_a_critic_has_columns_and_passes_where_a_run_has_one(config):
     cells = step_record._cells({**whole_step(), "critic": record, "seconds": {"update_critic": 2.0}})
     assert [cells[name] for name in step_record.CRITIC_COLUMNS] == ["0.50000", "-", "-0.25000"]
     assert cells["update_critic s"] == "2.000" and not {*WIDE} & {*step_record.CRITIC_COLUMNS}
-    config.algorithm.adv_estimator = "gae"
-    rates = Rates(config, ref=False).of_step(LENGTHS, TOKENS, {**SECONDS, "values": 1.0, "update_critic": 3.0})
+    with_critic = changed(run, {"algorithm.adv_estimator": "gae"})
+    rates = Rates(with_critic, ref=False).of_step(LENGTHS, TOKENS, {**SECONDS, "values": 1.0, "update_critic": 3.0})
     of_critic = {phase: rates["tflops_per_s_per_rank"][phase] for phase in ("values", "update_critic")}
     assert of_critic == pytest.approx({"values": forward / 2e12, "update_critic": forward / 2e12})
 
 
-def test_the_peak_is_the_platforms_or_the_users_and_a_cpu_has_none(config):
-    def rates():
-        return Rates(config, ref=True).of_step(LENGTHS, TOKENS, SECONDS)
+def test_the_peak_is_the_platforms_or_the_users_and_a_cpu_has_none(run):
+    def rates(**changes):
+        changes = {f"recipe.{key.replace('__', '.')}": value for key, value in changes.items()}
+        return Rates(changed(run, changes), ref=True).of_step(LENGTHS, TOKENS, SECONDS)
 
-    of_die = rates()["mfu"]["step"]
-    config.recipe.profile.peak_tflops = 2 * 353.9
-    assert rates()["mfu"]["step"] == pytest.approx(of_die / 2)
-    config.recipe.profile.peak_tflops, config.recipe.platform = None, "cpu"
-    assert rates()["mfu"] is None and rates()["tflops_per_s_per_rank"]["step"] > 0
-    config.actor_rollout_ref.model.path = "/nowhere"
-    assert rates()["tflops_per_s_per_rank"] is None and rates()["tokens_per_s_per_rank"] == 4.0
-    assert Rates(config, ref=True).of_step(None, TOKENS, SECONDS) is None  # a step without an update
+    assert rates(profile__peak_tflops=2 * 353.9)["mfu"]["step"] == pytest.approx(rates()["mfu"]["step"] / 2)
+    of_cpu = rates(platform="cpu")
+    assert of_cpu["mfu"] is None and of_cpu["tflops_per_s_per_rank"]["step"] > 0
+    assert Rates(run, ref=True).of_step(None, TOKENS, SECONDS) is None  # a step without an update
 
 
 def whole_step(number=3):

@@ -13,16 +13,16 @@ from uuid import UUID
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
-from verl_patches.config.compose import compose
+from tests.runs import composed, config_of
+from verl_patches.config.resolve import changed
 from verl_patches.errors import ConfigError
 from verl_patches.layout.phases import VALIDATE
 from verl_patches.log_probs import truth_check
-from verl_patches.log_probs.of_rollout import CHECK
+from verl_patches.log_probs.of_rollout import CheckedSamples, CheckRequest
 from verl_patches.replay.recording import find_recording
 from verl_patches.trainer import worker_group
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
@@ -41,11 +41,13 @@ def four_ranks():
     settings = ["trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4"]
     settings += ["data.train_batch_size=8", "data.max_prompt_length=3", f"data.max_response_length={LENGTH}"]
     settings += [f"{rollout}.tensor_model_parallel_size=2", f"{rollout}.temperature=0.9", f"{rollout}.top_p=0.9"]
-    return compose("deepseekv3_tiny_cpu", [*settings, f"{rollout}.top_k=50"])
+    return composed("deepseekv3_tiny_cpu", [*settings, f"{rollout}.top_k=50"])
 
 
-def config_of(**recipe):
-    return OmegaConf.merge(four_ranks(), {"recipe": recipe})
+def run_with(**recipe):
+    """`four_ranks` with other keys of sections of `recipe`."""
+    keys = {f"recipe.{name}.{key}": value for name, section in recipe.items() for key, value in section.items()}
+    return changed(four_ranks(), keys)
 
 
 class Workers:
@@ -55,18 +57,21 @@ class Workers:
 
     def __init__(self):
         self.generated, self.log_prob_batches, self.updates, self.profiled = [], [], [], []
+        self.asked = []
 
     def generate_sequences(self, prompts):
         self.generated.append(dict(prompts.meta_info))
         ids = prompts.batch["input_ids"].repeat_interleave(2, 0)
         tensors = {"prompts": ids, "responses": ids[:, :LENGTH] + len(self.generated), "sample": torch.arange(len(ids))}
-        tensors["rollout_log_probs"] = torch.zeros(len(ids), LENGTH)
+        tensors["rollout_log_probs"] = -torch.arange(float(len(ids)))[:, None].repeat(1, LENGTH)
         return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
 
-    def take_checked(self):
-        first = {"prompts": [[5, 6]], "responses": [[1, 2]], "log_probs": [[-1.0, -2.0]], "seconds": 0.5}
-        second = {"prompts": [[7]], "responses": [[3]], "log_probs": [[-2.75]], "seconds": 0.25}
-        return [first, None, second, None]
+    def begin_rollout(self, keep_awake, check):
+        self.asked.append((len(self.generated), keep_awake, check))
+
+    def end_rollout(self):
+        first = CheckedSamples([[5, 6]], [[1, 2]], [[-1.0, -2.0]], 0.5)
+        return [first, None, CheckedSamples([[7]], [[3]], [[-2.75]], 0.25), None]
 
     def begin_profile(self, step, folder):
         self.profiled.append((step, folder))
@@ -76,12 +81,13 @@ class Workers:
         return DataProto.from_dict(tensors={"old_log_probs": -batch.batch["responses"].float()})
 
     def update_actor(self, batch):
-        self.updates.append(set(batch.batch.keys()))
+        self.updates.append(batch.batch)
         return "metrics"
 
 
 def group_of(record_to=None, calls=None, actor=None, profile_to=None, **recipe):
-    trainer = SimpleNamespace(config=config_of(**recipe), tokenizer=SimpleNamespace(pad_token_id=0), global_steps=0)
+    config, tokenizer = config_of(run_with(**recipe)), SimpleNamespace(pad_token_id=0)
+    trainer = SimpleNamespace(config=config, tokenizer=tokenizer, global_steps=0, train_dataloader=[])
     workers, names = Workers(), [] if calls is None else calls
     return RecipeWorkerGroup(workers, trainer, lambda *call: names.append(call), record_to, actor, profile_to), workers
 
@@ -220,9 +226,9 @@ def test_every_nth_step_from_the_first_on_is_checked():
     group, workers = group_of(logprob_check={"every": 2})
     reports = []
     for _ in range(3):
-        assert CHECK not in generate(group, prompts()).meta_info
+        generate(group, prompts())
         reports.append(group.end_step()["logprob_check"])
-    assert workers.generated == [{CHECK: {"sequences": 1, "seed": 1}}, {}, {CHECK: {"sequences": 1, "seed": 3}}]
+    assert workers.asked == [(0, False, CheckRequest(1, seed=1)), (2, False, CheckRequest(1, seed=3))]
     first = reports[0]
     assert reports[1] is None and first["delta"] == reports[2]["delta"]
     assert (first["sequences"], first["tokens"], first["sample_s"]) == (2, 3, 0.5)
@@ -234,17 +240,33 @@ def test_every_nth_step_from_the_first_on_is_checked():
 
 
 def test_the_pass_for_old_log_probs_is_left_out():
+    """verl 0.4.0 compares vLLM's log-probs with old ones as soon as a batch has them: it gets none of the two."""
     calls = []
     group, workers = group_of(calls=calls, train={"skip_old_log_prob": True})
-    tensors = {"responses": torch.ones(4, LENGTH), "advantages": torch.ones(4, LENGTH)}
-    batch = DataProto.from_dict(tensors=tensors)
-    output = group.compute_log_prob(batch)
-    entropys = output.batch.pop("entropys")  # from here on as verl's fit()
+    output = generate(group, prompts())
+    assert "rollout_log_probs" not in output.batch.keys()
+    found = group.compute_log_prob(output)
+    entropys = found.batch.pop("entropys")  # from here on as verl's fit()
     assert math.isnan(agg_loss(entropys, torch.ones(4, LENGTH), "token-mean"))
-    batch = batch.union(output)
-    assert batch.batch["old_log_probs"].isnan().all()
+    batch = output.union(found)
+    assert "old_log_probs" not in batch.batch.keys()
+    batch.reorder(torch.tensor([2, 0, 3, 1]))  # balanced
     group.update_actor(batch)
-    assert workers.updates == [set(tensors)] and not workers.log_prob_batches and calls == [(0, "update_actor")]
+    (update,) = workers.updates
+    assert update["rollout_log_probs"].tolist() == [[-2.0] * LENGTH, [0.0] * LENGTH, [-3.0] * LENGTH, [-1.0] * LENGTH]
+    assert "old_log_probs" not in update.keys() and not workers.log_prob_batches
+    assert [name for _, name in calls] == ["generate_sequences", "reward", "update_actor"]
+
+
+def test_a_rollout_of_several_batches_is_begun_and_ended_once(monkeypatch):
+    """Of recipe.keep_groups: one weight sync and one sleep; the check is asked for before the first batch."""
+    group, workers = group_of(keep_groups={"metric": "score"}, logprob_check={"every": 1})
+    ended, end_rollout = [], workers.end_rollout
+    workers.end_rollout = lambda: ended.append(len(workers.generated)) or end_rollout()
+    generate_sequences = group.kept_groups._generate
+    monkeypatch.setattr(group.kept_groups, "draw_kept", lambda batch: [generate_sequences(batch) for _ in range(2)][-1])
+    generate(group, prompts())
+    assert workers.asked == [(0, True, CheckRequest(1, seed=1))] and ended == [2]
 
 
 @pytest.mark.parametrize(("enabled", "row"), [(True, True), (True, False), (False, True)])
@@ -254,8 +276,7 @@ def test_the_tensor_cache_needs_its_key_and_its_row(monkeypatch, enabled, row):
     actor, _ = group_of(tensor_cache={"enabled": enabled})
     reference, _ = group_of(tensor_cache={"enabled": enabled}, actor=actor)
     assert (actor.cache is not None) == (enabled and row) == ("tensor_cache" in actor.end_step())
-    if actor.cache is not None:
-        assert reference.cache is not actor.cache and reference.cache._cached is actor.cache._cached
+    assert reference.cache is actor.cache
 
 
 @pytest.mark.parametrize(("check", "others", "words"), [
@@ -269,8 +290,6 @@ def test_the_tensor_cache_needs_its_key_and_its_row(monkeypatch, enabled, row):
     ({"action": "off"}, REPLAY, None),
 ])  # fmt: skip
 def test_a_setting_that_cannot_be_checked_is_refused_by_name(check, others, words):
-    config = config_of(logprob_check={"every": 2, **check})
-    for key, value in others.items():
-        OmegaConf.update(config, key, value)
-    faults = list(truth_check.faults(config))
+    run = changed(run_with(logprob_check={"every": 2, **check}), others)
+    faults = [found.detail for found in truth_check.truth_check_checks(run) if not found.ok]
     assert len(faults) == (words is not None) and all(re.search(words, fault) for fault in faults), faults

@@ -5,16 +5,18 @@ import re
 import shlex
 import subprocess
 import sys
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
-from verl_patches.config.compose import compose
+from tests.runs import composed
 from verl_patches.config.environment import REPOSITORY, derive
 from verl_patches.errors import ConfigError
 from verl_patches.planning.plan import commands
-from verl_patches.upstream.checkouts import Trees, require_trees, require_verl, trees_of, verl_check, verl_config_dir
+from verl_patches.spec import Trees
+from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of, verl_check, verl_config_dir
 
+TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 PACKAGES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
 
 
@@ -37,21 +39,19 @@ def test_trees_are_the_repositories_that_pip_does_not_install_or_a_verl_alone(up
 
 
 def test_line_and_trees_go_together(upstream):
-    def config(line, platform):
-        return SimpleNamespace(recipe=SimpleNamespace(line=line, platform=platform))
-
-    for line, platform, trees in (("a3", "cpu", trees_of(upstream)), ("pypi", "cpu", Trees()), ("a3", "npu", Trees())):
-        require_trees(config(line, platform), trees)
+    pypi, a3, npu = composed(TINY), composed(TINY, ["recipe.line=a3"]), composed(LARGE)
+    for run in (replace(a3, trees=trees_of(upstream)), pypi, npu):
+        require_trees(run)
     with pytest.raises(ConfigError, match="recipe.line is pypi"):
-        require_trees(config("pypi", "cpu"), trees_of(upstream))
+        require_trees(replace(pypi, trees=trees_of(upstream)))
     with pytest.raises(ConfigError, match=r"fetch_upstream\.sh"):
-        require_trees(config("a3", "cpu"), Trees())
+        require_trees(a3)
 
 
 def test_trees_are_on_the_path_before_installed_packages_and_after_this_checkout(upstream, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), "/users/own", "/users/own"]))  # each once
-    composed, trees = compose("deepseekv3_tiny_cpu"), trees_of(upstream)
-    path = next(v for v in derive(composed, trees=trees) if v.name == "PYTHONPATH")
+    trees = trees_of(upstream)
+    path = next(v for v in derive(replace(composed(TINY), trees=trees)) if v.name == "PYTHONPATH")
     wanted = [REPOSITORY, *trees.folders, "/users/own"]
     assert path.value.split(os.pathsep) == [str(p) for p in wanted] and path.where == "driver"
 
@@ -77,9 +77,8 @@ def test_a_printed_command_finds_the_trees_and_all_that_the_image_has_on_its_pat
         (image / package / "__init__.py").touch()
     for name, package in PACKAGES.items():
         (upstream / name / package / "__init__.py").touch()
-    trees = trees_of(upstream) if given else trees_of()
-    config = compose("deepseekv3_256die_true_weight")
-    for printed in commands(config, "deepseekv3_256die_true_weight", (), trees)[:3]:
+    run = replace(composed(LARGE), trees=trees_of(upstream) if given else trees_of())
+    for printed in commands(run, LARGE, ())[:3]:
         prefix = re.split(r"(?=ray start|python -m)", printed["command"])[0]
         names = [*PACKAGES.values(), "vllm_of_the_image", "verl_patches"]
         line = shlex.join([sys.executable, "-c", FOUND, *names])

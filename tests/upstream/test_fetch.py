@@ -1,177 +1,137 @@
-"""fetch-upstream on small local git repositories: pins verified, sources chosen, what exists never changed."""
+"""scripts/fetch_upstream.sh in a copy of this repository whose line a3 has one small repository more.
+
+The last test fetches the real verl.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.upstream.small_upstream import NOWHERE, WORKER, WORKER_TEXT, all_fine, commit, git, line_of, run
+from tests.upstream.small_upstream import WORKER, commit, git
 from verl_patches.boot.install_prelude import LINE
-from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.patching.report import Finding, Report
-from verl_patches.upstream import checkouts
-from verl_patches.upstream import fetch as fetch_module
-from verl_patches.upstream.fetch import fetch_upstream, sources
-from verl_patches.upstream.pins import load_pins
 
 pytestmark = pytest.mark.slow  # each starts processes
 
 
-def test_a_clone_is_verified_gets_the_prelude_line_once_and_is_then_left_alone(upstream, dest):
-    """The commit of a pull request, which no branch contains; another one is noted as not in the pin."""
-    pull = {"number": 7, "head": upstream.second, "why": "it would fast-forward"}
-    pin = upstream.pin(upstream.pull, pull_requests=[pull])
-    report, found = run(dest, pin)
-    assert (report.command, report.state, report.exit_code) == ("fetch-upstream", "fine", 0)
-    assert found["verl PR 7"].state == "note" and git(dest / "verl", "rev-parse", "HEAD") == upstream.pull
-    assert git(dest / "verl", "rev-list", "--count", "HEAD") == "1"  # shallow
-    assert git(dest / "verl", "remote", "get-url", "origin") == str(upstream.bare)
-    assert (dest / "verl" / WORKER).read_text() == f"{LINE}\n{WORKER_TEXT}"
-    assert found["check"].state == "fine"
-    assert sorted(entry.name for entry in dest.iterdir()) == [".lock", "verl"]
-
-    before = (dest / "verl" / WORKER).stat().st_mtime_ns
-    upstream.bare.rename(upstream.bare.with_name("away"))  # what exists needs no source
-    report, found = run(dest, pin)
-    assert report.exit_code == 0 and found["verl"].found.startswith("exists")
-    assert (dest / "verl" / WORKER).stat().st_mtime_ns == before
+def fetch(root: Path, *arguments: object, **env: str) -> tuple[int, str]:
+    """Return the exit code of the script and what it printed."""
+    path = os.pathsep.join((env.pop("programs", ""), str(Path(sys.executable).parent), os.environ["PATH"]))
+    command = ["bash", str(root / "scripts/fetch_upstream.sh"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env, "PATH": path})
+    return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("ref", ["main", None])
-def test_of_a_server_that_serves_no_single_commits_the_history_is_fetched(upstream, dest, monkeypatch, ref):
-    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
-    monkeypatch.setenv("GIT_CONFIG_KEY_0", "protocol.version")
-    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "0")
-    git(dest.parent, "init", "-q", "probe")
-    with pytest.raises(RecipeError, match="not our ref|unadvertised"):  # the control: this server does refuse
-        checkouts.git(dest.parent / "probe", "fetch", str(upstream.bare), upstream.first)
-    assert run(dest, upstream.pin(upstream.first, ref=ref))[0].exit_code == 0
-    assert git(dest / "verl", "rev-parse", "HEAD") == upstream.first
+class Small:
+    """A repository of two commits, its bare mirror, and a copy of this project that pins the first commit."""
+
+    def __init__(self, folder: Path, project: Path):
+        self.work, self.project, self.dest = folder / "work", project, folder / "dest"
+        self.work.mkdir()
+        git(self.work, "init", "-q")
+        self.first = commit(self.work, {"small/a.py": "a = 1\n"})
+        self.second = commit(self.work, {"small/a.py": "a = 2\n"})
+        self.bare = folder / "mirrors" / "small.git"
+        git(folder, "clone", "-q", "--mirror", str(self.work), str(self.bare))
+        self.clone, self.pins = self.dest / "small", (project / "configs/upstream.yaml").read_text()
+        self.pin(self.first, "file:///nowhere/small.git", self.bare)
+
+    def pin(self, at: str, *urls: object, ref: str = "null") -> None:
+        urls = ", ".join(map(str, urls or [self.bare]))
+        entry = f"{{urls: [{urls}], commit: {at}, ref: {ref}, version: '1', packages: [small]}}"
+        assert self.pins.count(before := "    repositories:\n      verl:") == 1
+        text = self.pins.replace(before, before.replace("verl:", f"small: {entry}\n      verl:"))
+        (self.project / "configs/upstream.yaml").write_text(text)
+
+    def fetch(self, *arguments: object, **env: str) -> tuple[int, str]:
+        return fetch(self.project, "--dest", self.dest, "--only", "small", *arguments, **env)
 
 
-def test_a_clone_that_was_interrupted_is_made_again(upstream, dest, monkeypatch):
-    pin = upstream.pin(upstream.first)
+@pytest.fixture
+def small(tmp_path, repository_copy):
+    made = Small(tmp_path, repository_copy)
+    yield made
+    (repository_copy / "configs/upstream.yaml").write_text(made.pins)
 
-    def interrupted(path, pin):
-        (path / ".git" / "index.lock").touch()  # as a killed git leaves it
-        raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fetch_module, "_verify", interrupted)
-        run(dest, pin)
-    assert (dest / ".verl.partial").is_dir() and not (dest / "verl").exists()
-    assert run(dest, pin)[0].exit_code == 0
-    assert sorted(entry.name for entry in dest.iterdir()) == [".lock", "verl"]
+def test_a_fetch_that_was_killed_is_repeated_from_the_second_address_and_then_left_alone(small, tmp_path):
+    kills = tmp_path / "programs/git"  # the script, when the commit is there and not checked out
+    kills.parent.mkdir()
+    kills.write_text('#!/bin/sh\ncase "$*" in *checkout*) kill -9 $PPID ;; *) PATH=${PATH#*:} exec git "$@" ;; esac\n')
+    kills.chmod(0o755)
+    code, _ = small.fetch(programs=str(kills.parent))
+    assert code == -9 and (small.dest / ".small.partial/.git").is_dir() and not small.clone.exists()
+    code, out = small.fetch()
+    assert code == 0 and "1 fine" in out and "from file:///nowhere/small.git" in out, out
+    assert git(small.clone, "rev-parse", "HEAD") == small.first and os.listdir(small.dest) == ["small"]
+    assert git(small.clone, "rev-list", "--count", "HEAD") == "1"  # shallow
+    small.bare.rename(small.bare.with_name("away"))  # what exists needs no source
+    assert small.fetch()[0] == 0
+    code, out = small.fetch("--dest", tmp_path / "other")
+    assert code == 1 and f"no address gave commit {small.first}" in out
+
+
+def test_a_changed_clone_another_commit_and_other_files_are_refused_and_not_touched(small):
+    assert small.fetch()[0] == 0
+    (small.clone / "small/a.py").write_text("a = 3\n")
+    code, out = small.fetch()
+    assert code == 1 and "small/a.py (modified)" in out and (small.clone / "small/a.py").read_text() == "a = 3\n"
+    git(small.clone, "checkout", "-q", "small/a.py")
+    small.pin(small.second)
+    code, out = small.fetch()
+    assert code == 1 and small.second in out and git(small.clone, "rev-parse", "HEAD") == small.first
+    (small.dest / "small/.git").rename(small.dest / "git")
+    code, out = small.fetch()
+    assert code == 2 and "no git clone" in out and (small.clone / "small/a.py").exists()
+
+
+@pytest.mark.parametrize("ref", ["main", "null"])
+def test_of_a_server_that_serves_no_single_commits_the_history_is_fetched(small, ref):
+    small.pin(small.first, ref=ref)
+    env = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "protocol.version", "GIT_CONFIG_VALUE_0": "0"}
+    code, out = small.fetch(**env)
+    assert code == 0 and ("not our ref" in out or "unadvertised" in out), out  # this server does refuse
+    assert git(small.clone, "rev-parse", "HEAD") == small.first
+
+
+def test_a_mirror_is_a_folder_or_the_beginning_of_a_url_and_the_only_source(small, tmp_path):
+    small.pin(small.first, "file:///nowhere/small.git")
+    mirrors = small.bare.parent
+    for number, mirror in enumerate((mirrors, mirrors.as_uri())):
+        code, out = small.fetch("--mirror", mirror, "--dest", tmp_path / str(number))
+        assert code == 0 and f"from {mirror}/small.git" in out and "from file:///nowhere" not in out, out
+    assert git(tmp_path / "0/small", "remote", "get-url", "origin") == "file:///nowhere/small.git"
+    code, out = small.fetch("--mirror", mirrors, "--only", "verl", "--only", "vllm")
+    assert code == 2 and not small.dest.exists()
+    commands = [line.strip() for line in out.splitlines() if "git clone" in line]
+    assert [words.split()[-1] for words in commands] == [f"{mirrors}/{name}.git" for name in ("verl", "vllm")]
 
 
 @pytest.mark.parametrize(
-    ("file", "text"), [("verl/a.py", "mine\n"), ("new.py", "mine\n"), (WORKER, f"{LINE}\nmine\n{WORKER_TEXT}")]
+    ("arguments", "words"),
+    [
+        (("--line", "b7"), "--line b7: expected one of pypi, a3"),
+        (("--line", "pypi"), "setup.sh"),
+        (("--only", "ver1"), "--only ver1"),
+        (("--mirror", "nowhere"), "--mirror nowhere"),
+        (("--json",), "unknown option --json"),
+        (("--dest",), "needs a value"),
+    ],
 )
-def test_a_changed_clone_is_refused_and_not_touched(upstream, dest, file, text):
-    run(dest, upstream.pin(upstream.first))
-    (dest / "verl" / file).write_text(text)
-    for pin in (upstream.pin(upstream.first), upstream.pin(upstream.second)):
-        report, found = run(dest, pin)
-        assert report.exit_code == 1 and file in found["verl"].found and "stash" in found["verl"].todo
-        assert (dest / "verl" / file).read_text() == text
-        assert git(dest / "verl", "rev-parse", "HEAD") == upstream.first
-    mine = commit(dest / "verl", {})
-    report, found = run(dest, upstream.pin(upstream.first))  # the change is committed
-    assert report.exit_code == 1 and git(dest / "verl", "rev-parse", "HEAD") == mine
-    git(dest / "verl", "reset", "-q", "--hard", upstream.first)
-    report, found = run(dest, upstream.pin(upstream.second))
-    assert report.exit_code == 1 and upstream.second in found["verl"].found and "move" in found["verl"].todo
+def test_wrong_use_is_refused_before_anything_is_made(repository_copy, tmp_path, arguments, words):
+    code, out = fetch(repository_copy, "--dest", tmp_path / "dest", *arguments)
+    assert code == 2 and words in out and not (tmp_path / "dest").exists()
 
 
-def test_files_that_are_no_clone_are_refused_even_inside_another_repository(upstream, tmp_path, dest):
-    git(tmp_path, "init", "-q")  # dest lies in a repository, as upstream/ does in this one
-    (dest / "verl").mkdir(parents=True)
-    (dest / "verl" / "notes.txt").write_text("mine")
-    pins = {"verl": upstream.pin(upstream.first), "second": upstream.pin(upstream.second, packages=[])}
-    report = fetch_upstream("test", line_of(**pins), dest, all_fine)
-    assert [(f.name, f.state) for f in report.findings] == [("verl", "problem"), ("second", "fine")]
-    assert "no git clone" in report.findings[0].found and (dest / "verl" / "notes.txt").read_text() == "mine"
-
-
-def test_the_addresses_of_a_pin_are_tried_in_order(upstream, dest):
-    logged = []
-    pin = upstream.pin(upstream.first).model_copy(update={"urls": (NOWHERE, str(upstream.bare))})
-    report, found = run(dest, pin, log=logged.append)
-    assert report.exit_code == 0 and found["verl"].found.startswith("cloned")
-    fetched = [text.rpartition(" ")[2] for text in logged if "fetching" in text]
-    assert fetched == [NOWHERE, str(upstream.bare)] and sum(NOWHERE in text for text in logged) == 2  # and its error
-
-    report, found = run(dest.with_name("none"), pin.model_copy(update={"commit": "1" * 40}))
-    assert report.exit_code == 1 and not (dest.with_name("none") / "verl").exists()
-    for place in (NOWHERE, str(upstream.bare)):
-        assert f"from {place}: " in found["verl"].found
-    assert "--mirror" in found["verl"].todo
-
-
-@pytest.mark.parametrize("place", ["owner/verl.git", "mirrors/verl", "file://owner/verl.git"])
-def test_a_mirror_is_a_folder_of_clones_or_the_beginning_of_a_url(upstream, dest, place):
-    mirror = upstream.bare.parents[1] / place.removeprefix("file://").rpartition("/")[0]
-    if not mirror.exists():  # a plain clone with a work tree is one too
-        git(dest.parent, "clone", "-q", str(upstream.bare), str(mirror / "verl"))
-    pin = upstream.pin(upstream.second, ref="main").model_copy(update={"urls": (NOWHERE,)})
-    logged, mirror = [], mirror.as_uri() if place.startswith("file") else str(mirror)
-    report, found = run(dest, pin, mirror=mirror, log=logged.append)
-    assert report.exit_code == 0, found
-    assert all(f"from {mirror}/verl" in text for text in logged), logged  # the pin's URL, NOWHERE, is not contacted
-    assert git(dest / "verl", "remote", "get-url", "origin") == NOWHERE
-    assert sources({"verl": pin}, "git@host:group") == {"verl": ("git@host:group/verl.git",)}
-
-
-def test_all_missing_mirrors_are_listed_with_the_commands_that_make_them(upstream, tmp_path, dest):
-    old = tmp_path / "mirrors" / "verl.git"
-    git(tmp_path, "clone", "-q", "--mirror", str(upstream.bare), str(old))
-    pin = upstream.pin(upstream.first)
-    with pytest.raises(ConfigError) as error:
-        fetch_upstream("test", line_of(verl=pin, b=pin, c=pin), dest, all_fine, str(old.parent))
-    commands = [line.strip() for line in str(error.value).splitlines() if "git clone" in line]
-    assert commands == [f"git clone --mirror {upstream.bare} {old.parent}/{name}.git" for name in "bc"]
-    assert [entry.name for entry in dest.iterdir()] == [".lock"]
-    with pytest.raises(ConfigError, match="nowhere"):
-        run(dest, pin, mirror=str(tmp_path / "nowhere"))
-    _, found = run(dest, pin.model_copy(update={"commit": "1" * 40}), mirror=str(old.parent))
-    assert "has no commit " + "1" * 40 in found["verl"].found and "update the mirror" in found["verl"].todo
-
-
-def test_personal_git_settings_change_nothing_and_are_not_changed(upstream, dest, tmp_path, monkeypatch):
-    hooks = tmp_path / "home" / "template" / "hooks"
-    hooks.mkdir(parents=True)
-    (hooks / "post-checkout").write_text("#!/bin/sh\necho changed > verl/a.py\n")
-    (hooks / "post-checkout").chmod(0o755)
-    config = tmp_path / "home" / ".gitconfig"
-    config.write_text(f"[init]\ntemplateDir = {hooks.parent}\n[core]\nautocrlf = true\nhooksPath = {hooks}\n")
-    pin = upstream.pin(upstream.first)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # left by an outer git
-    before = config.read_text()
-    assert run(dest, pin)[0].exit_code == 0
-    assert (dest / "verl" / "verl" / "a.py").read_bytes() == b"a = 1\n"
-    assert config.read_text() == before and not (tmp_path / "elsewhere").exists()
-
-
-def test_two_at_once_a_git_past_its_limit_and_wrong_use_are_refused(upstream, dest, tmp_path):
-    with fetch_module._locked(dest), pytest.raises(RecipeError, match="another fetch-upstream"):
-        run(dest, upstream.pin(upstream.first))
-    with pytest.raises(ConfigError, match="ver1"):
-        run(dest, upstream.pin(upstream.first), only=["ver1"])
-    with pytest.raises(ConfigError, match="has no repositories"):
-        fetch_upstream("pypi", load_pins().line("pypi"), dest, all_fine)
-    with pytest.raises(RecipeError, match="did not end within 0 s"):
-        checkouts.git(dest, "version", limit_s=0)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be written"):
-        run(tmp_path / "file", upstream.pin(upstream.first))
-
-
-def test_the_check_runs_over_all_repositories_of_a_line_and_its_problems_are_those_of_the_fetch(upstream, dest):
-    row, note = Finding("a.row", "problem", "f.py:3", details=("statement",)), Finding("b", "note")
-    report, found = run(dest, upstream.pin(upstream.first), check=lambda *_: Report("check", "test", (row, note)))
-    assert report.exit_code == 1 and found["a.row"] == row and "b" not in found
-    assert found["check"].state == "problem" and "check --upstream" in found["check"].todo
-    report, found = run(dest, upstream.pin(upstream.first), check=lambda *_: Report("check", "test", (note,)))
-    assert report.exit_code == 0 and found["check"].state == "fine"
-    pins = {"verl": upstream.pin(upstream.first), "second": upstream.pin(upstream.second, packages=[])}
-    report = fetch_upstream("test", line_of(**pins), dest, None, only=["verl"])
-    assert report.exit_code == 0
-    assert report.findings[-1].state == "note" and "no second" in report.findings[-1].found
+@pytest.mark.upstream
+def test_the_real_verl_gets_the_prelude_line_once(repository_copy, tmp_path, pytestconfig):
+    mirror = Path(pytestconfig.getoption("--upstream")).absolute()
+    arguments = ("--line", "a3", "--mirror", mirror, "--dest", tmp_path, "--only", "verl")
+    for state in ("installed", "already installed"):
+        code, out = fetch(repository_copy, *arguments)
+        assert code == 0 and "0 problem" in out and f"prelude line: {state}" in out, out
+    assert os.listdir(tmp_path) == ["verl"]
+    assert (tmp_path / "verl" / WORKER).read_text().count(LINE) == 1
+    assert git(tmp_path / "verl", "status", "--porcelain") == f"M {WORKER}"

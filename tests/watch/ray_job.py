@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import psutil
 import ray
-from omegaconf import OmegaConf
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tests.runs import tiny
+from verl_patches.config.resolve import changed
 from verl_patches.launch.ray_cluster import leave_out
 from verl_patches.trainer.run import Run, reason_of
 from verl_patches.watch import heartbeat
@@ -75,9 +76,9 @@ def main():
     second, third = cluster.add_node(**NODE, node_ip_address="127.0.0.2"), cluster.add_node(**NODE)
     own = ray.get_runtime_context().get_node_id()
 
-    config = {"trainer": {"device": "cuda"}, "recipe": {"restart": {"without_nodes": ["127.0.0.2", "no such node"]}}}
+    without = {"recipe.restart.without_nodes": ["127.0.0.2", "no such node"]}
     before = ray.available_resources()["GPU"]
-    leave_out(OmegaConf.create(config))
+    leave_out(changed(tiny(), without))
     until(lambda: not ray._private.state.available_resources_per_node()[second.node_id].get("GPU", 0))
     found["free"] = [before, ray.available_resources()["GPU"]]
 

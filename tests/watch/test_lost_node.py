@@ -19,7 +19,7 @@ import pytest
 from tests.cluster.namespaces import Nodes
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 STEPS = 12  # of two seconds, of which the first is saved when the link goes down
 NODES = 3
 ALL_THERE = f"""
@@ -68,7 +68,7 @@ def test_a_run_goes_on_without_a_node_whose_link_is_down(nodes, raylets, tmp_pat
     The try ends by that node's name, and nothing is left there.
     """
     program = [sys.executable, "-m", "verl_patches", "smoke"]
-    smoke = [*program, "--train-layout", "tp2ep2", "--steps", str(STEPS), "--run", "r"]
+    smoke = [*program, "layout=tp2ep2", "--steps", str(STEPS), "--run", "r"]
     smoke += ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"recipe.ray_address={nodes.hosts[0]}:6379"]
     smoke += ["trainer.save_freq=1", "trainer.resume_mode=auto", "recipe.restart.times=1"]
     output = (tmp_path / "smoke.log").open("w+")

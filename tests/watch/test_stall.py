@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from verl_patches.catalog import ROWS
+from tests.runs import composed
 from verl_patches.config import hccl
-from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.phases import CALLS, START, VALIDATE
 from verl_patches.memory.schedule import SCHEDULE
 from verl_patches.planning import step_plan
-from verl_patches.planning.plan import patch_table
 from verl_patches.planning.step_model import PHASES
 from verl_patches.watch.bounds import MODELLED, Bounds
 from verl_patches.watch.heartbeat import Beat
@@ -46,8 +44,8 @@ def sentence(*processes):
     return find_stall(processes, BOUNDS).sentence
 
 
-PROFILE, CACHED = ("update_actor", "profile"), ("run_stage", "update")  # the tensor cache has one call for all phases
-LAST_SAVE, VALIDATED = ("run_stage", "last checkpoint"), (VALIDATE, "rollout")
+PROFILE, CACHED = ("update_actor", "profile"), ("update_cached", "update")
+LAST_SAVE, VALIDATED = ("update_cached", "last checkpoint"), (VALIDATE, "rollout")
 ROLLOUTS = {f"{VALIDATE} rollout": 500.0, "generate_sequences rollout": 10.0}
 
 
@@ -57,9 +55,9 @@ ROLLOUTS = {f"{VALIDATE} rollout": 500.0, "generate_sequences rollout": 10.0}
     (1000, UPDATE, {}, {}),  # the first
     (5000, ("init_model", ""), {}, {}),  # loading
     # a disk is waited for, each time: before there may have been nothing to write
-    (5000, LAST_SAVE, {"run_stage last checkpoint": 0.001}, {}),
+    (5000, LAST_SAVE, {"update_cached last checkpoint": 0.001}, {}),
     (5000, PROFILE, {"update_actor profile": 0.001}, {}),
-    (60, CACHED, {"run_stage update": 0.001}, {}),  # control
+    (60, CACHED, {"update_cached update": 0.001}, {}),  # control
     # five times what the model says, the first time and later, unless recipe.watch says more
     (1500, UPDATE, {}, {"update": 300.0}),
     (1500, UPDATE, DONE, {"update": 300.0}),
@@ -89,8 +87,7 @@ def test_every_name_of_the_table_is_a_place_of_a_run_and_a_phase_of_the_model():
 
 
 def bounds_for(name, *overrides):
-    config = compose(name, list(overrides))
-    return step_plan.bounds_of(config, [row["id"] for row in patch_table(config, ROWS) if row["on"]])
+    return step_plan.bounds_of(composed(name, overrides))
 
 
 def test_the_bounds_of_a_run_have_the_step_models_times_on_npu_only():
@@ -100,7 +97,7 @@ def test_the_bounds_of_a_run_have_the_step_models_times_on_npu_only():
     modelled = bounds_for("deepseekv3_256die_true_weight", *longer).modelled
     assert modelled["rollout"] > 1.3 * bounds.modelled["rollout"] > 100
     assert f"update {5 * bounds.modelled['update']:.0f} s" in str(bounds) and "sleep" not in str(bounds)
-    limit_s = hccl.exec_timeout_s(compose("deepseekv3_256die_true_weight", []))
+    limit_s = hccl.exec_timeout_s(composed("deepseekv3_256die_true_weight"))
     assert limit_s - bounds.collective_s > 2 * ASK_S and f"process group: {bounds.collective_s:.0f} s" in str(bounds)
     on_cpu = bounds_for("deepseekv3_tiny_cpu")
     assert on_cpu.modelled == {} and "modelled" not in str(on_cpu)
@@ -108,7 +105,7 @@ def test_the_bounds_of_a_run_have_the_step_models_times_on_npu_only():
 
 @pytest.mark.parametrize("error", [ConfigError, RecipeError, KeyError, ZeroDivisionError])
 def test_without_an_answer_of_the_model_the_keys_alone_count(monkeypatch, caplog, error):
-    def refuses(config, rows):
+    def refuses(run):
         raise error("8 layers in 3 stages")
 
     monkeypatch.setattr(step_plan, "_longest_step", refuses)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 DRILLS = "from tests.watch.ray_job import main; main()"
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_and_a_lost_node_of_a_real_ray_are_named_and_nothing_is_left(tmp_path, run_python, ray_folder):
     """Rank 1 runs on the third node, where an agent sees it; a second one is left out by its address."""
     env = {"RAY_TMPDIR": ray_folder}

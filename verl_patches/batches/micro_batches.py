@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from typing import Any
 
@@ -35,6 +36,35 @@ from verl_patches.current import Current
 from verl_patches.errors import RecipeError
 
 MicroBatches = list[list[int]]  # [micro batch] -> rows of the batch that is split
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How one stage of a worker makes its micro batches; with the defaults, as verl does.
+
+    budget: tokens of a micro batch where rows of line a3 pack them; planned: the plan's micro batches, where verl asks
+    for dynamic ones; update: of actor or critic; packing: of the actor's pass in progress.
+    """
+
+    budget: int | None = None
+    planned: PlannedSplits | None = None
+    update: Update | None = None
+    packing: Packing | None = None
+
+
+current_stage: Current[Stage] = Current(Stage())
+
+
+@contextmanager
+def in_stage(stage: Stage) -> Iterator[None]:
+    """Run a stage of actor or critic inside; RecipeError if verl's actor did not ask for the plan's micro batches."""
+    with current_stage.set(stage):
+        yield
+    if stage.planned is not None and not stage.planned.reached:
+        raise RecipeError(
+            "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must reach "
+            "verl.workers.actor.megatron_actor: look at `status --run DIR`"
+        )
 
 
 class Packing:
@@ -69,27 +99,21 @@ class Packing:
         return [[{"log_probs": log_probs}, _restored([entropies for _, entropies in outputs], back)]]
 
 
-stage_budget: Current[int] = Current()  # tokens of a micro batch of the stage in progress; None: a number of samples
-current_packing: Current[Packing] = Current()  # of the actor's pass in progress, where micro batches are dynamic
-
-
 def _restored(parts: list[torch.Tensor], back: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)[back.to(parts[0].device)]
 
 
 def packing(forward_backward_batch: Callable) -> Callable:
-    """Row provider for verl's MegatronPPOActor.forward_backward_batch: dynamic micro batches in a stage with a budget.
-
-    `stage_budget` is set by worker/recipe_worker.py.
-    """
+    """Row provider for verl's MegatronPPOActor.forward_backward_batch: packs where the stage has a budget."""
 
     @functools.wraps(forward_backward_batch)
     def run(self: Any, data: Any, forward_only: bool = False, *args: Any, **kwargs: Any) -> Any:
-        budget = stage_budget.value
-        if budget is None:
+        stage = current_stage.value
+        if stage.budget is None:
             return forward_backward_batch(self, data, forward_only, *args, **kwargs)
         data.meta_info["micro_batch_size"] = 1  # verl multiplies it, for a shape that Megatron does not read
-        with current_packing.set(Packing(budget)) as now:
+        now = Packing(stage.budget)
+        with current_stage.set(replace(stage, packing=now)):
             outputs = forward_backward_batch(self, data, forward_only, *args, **kwargs)
             return now.in_order(outputs) if forward_only else outputs
 
@@ -101,7 +125,7 @@ def by_tokens(split_dict_tensor_into_batches: Callable) -> Callable:
 
     @functools.wraps(split_dict_tensor_into_batches)
     def split(tensors: Any, batch_size: int) -> Any:
-        now = current_packing.value
+        now = current_stage.value.packing
         return split_dict_tensor_into_batches(tensors, batch_size) if now is None else now.split(tensors)
 
     return split
@@ -139,9 +163,6 @@ class Update:
                 metrics[name] = _mean_over_replicas(torch.stack([loss.mean() for loss in losses]).mean()).item()
 
 
-current_mini_batches: Current[Update] = Current()  # of an update of actor or critic; None in other passes
-
-
 def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
     from megatron.core import parallel_state
 
@@ -154,8 +175,8 @@ def in_mini_batch(make_batch_generator: Callable) -> Callable:
 
     @functools.wraps(make_batch_generator)
     def make(batches: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if current_mini_batches.value is not None:
-            current_mini_batches.value.begin(batches)
+        if (update := current_stage.value.update) is not None:
+            update.begin(batches)
         return make_batch_generator(batches, *args, **kwargs)
 
     return make
@@ -170,7 +191,7 @@ def by_mini_batch(agg_loss: Callable) -> Callable:
 
     @functools.wraps(agg_loss)
     def aggregate(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str) -> torch.Tensor:
-        update = current_mini_batches.value
+        update = current_stage.value.update
         if update is None:
             return agg_loss(loss_mat, loss_mask, loss_agg_mode)
         if loss_agg_mode == "token-mean":
@@ -207,21 +228,15 @@ class PlannedSplits:
         return parts
 
 
-current_splits: Current[PlannedSplits] = Current()  # of the stage in progress
+def planned_splits(
+    stage: str, budget: int | None, plan: BatchPlan, replica: int, tokens: Sequence[int]
+) -> PlannedSplits | None:
+    """Return the plan's micro batches of a replica in a stage ("update" or a forward pass); None without a budget.
 
-
-@contextmanager
-def planned(
-    stage: str, budget: int | None, plan: BatchPlan, replica: int, tokens: Sequence[int] | None
-) -> Iterator[None]:
-    """Context of a stage ("update" or a forward pass) in which dynamic micro batches of a replica are the plan's.
-
-    `tokens`: by sample. A forward pass is one batch of all samples, packed for its own budget. Without tokens, or
-    without a budget (no dynamic batch size), micro batches are verl's. RecipeError if verl's actor did not ask.
+    `tokens`: by sample. A forward pass is one batch of all samples, packed for its own budget.
     """
-    if budget is None or tokens is None:
-        yield
-        return
+    if budget is None:
+        return None
     batches = plan.schedule[replica]
     if stage != "update":
         batches = [batch_plan.packed(plan.placed, tokens, budget, balance=False)[replica]]  # replicas are balanced
@@ -230,17 +245,11 @@ def planned(
         order = list(chain.from_iterable(micros)) if stage == "update" else plan.placed[replica]
         row_of = {sample: row for row, sample in enumerate(order)}
         splits.append(([[row_of[sample] for sample in micro] for micro in micros], [tokens[s] for s in order]))
-    with current_splits.set(PlannedSplits(splits)) as now:
-        yield
-    if not now.reached:
-        raise RecipeError(
-            "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must reach "
-            "verl.workers.actor.megatron_actor: look at `status --run DIR`"
-        )
+    return PlannedSplits(splits)
 
 
 def as_planned(rearrange_micro_batches: Callable) -> Callable:
-    """Row provider for verl's rearrange_micro_batches: (micro batches, rows), by the plan inside `planned`.
+    """Row provider for verl's rearrange_micro_batches: (micro batches, rows), by the plan of the stage.
 
     verl packs the samples of each rank separately, into the least number of micro batches that the rank with the most
     tokens needs (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two
@@ -249,10 +258,10 @@ def as_planned(rearrange_micro_batches: Callable) -> Callable:
 
     @functools.wraps(rearrange_micro_batches)
     def rearrange(batch: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], MicroBatches]:
-        splits = current_splits.value
-        if splits is None:
+        planned = current_stage.value.planned
+        if planned is None:
             return rearrange_micro_batches(batch, *args, **kwargs)
-        parts = splits.next(batch["attention_mask"].sum(dim=1).tolist())
+        parts = planned.next(batch["attention_mask"].sum(dim=1).tolist())
         return [batch[torch.tensor(part, device=batch["attention_mask"].device)] for part in parts], parts
 
     return rearrange

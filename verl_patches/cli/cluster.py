@@ -21,7 +21,6 @@ from verl_patches.cluster.render import instead_of, rendered
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding, Report
 from verl_patches.processes import on_end_signals
-from verl_patches.yaml_files import MAX_BYTES
 
 app = typer.Typer(no_args_is_help=True, help="Ray on all nodes of a run: start it, look at it, end it.")
 JOB_HELP = "A job file (configs/cluster_256die.yaml is one), or - for standard input."
@@ -38,7 +37,7 @@ NodeRank = Annotated[int | None, typer.Option(help=RANK_HELP)]
 
 
 def _load(path: str) -> tuple[Job, dict[str, str]]:
-    return load_job(path, sys.stdin.buffer.read(MAX_BYTES + 1) if path == "-" else "", os.environ)
+    return load_job(path, sys.stdin.buffer.read() if path == "-" else "", os.environ)
 
 
 def _hosts(job: Job, secrets: dict[str, str], verb: str, job_file: str) -> Hosts | None:

@@ -1,7 +1,8 @@
-"""The commands about upstream's sources: `check`, `fingerprint`, `versions` and `fetch-upstream`."""
+"""The commands about upstream's sources: `check`, `fingerprint` and `versions`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,6 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import from_environment
 from verl_patches.upstream.checkouts import FETCH, LINE, Trees, trees_of
-from verl_patches.upstream.fetch import DEFAULT_DEST, fetch_upstream
 from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import compare
@@ -26,19 +26,22 @@ from verl_patches.upstream.versions import compare
 LineOption = Annotated[str | None, typer.Option("--line", help="pypi or a3; default: the line of VERL_PATCHES.")]
 SOURCES_HELP = "Folder with the upstream clones side by side (line pypi: with the packages, as a site-packages folder)."
 NO_SOURCE_HELP = "With --write: accept targets without Python text (compiled or inherited)."
-MIRROR_HELP = "A folder of git mirrors, or URL for URL/NAME.git; then the only source."
+ONLY_HELP = "With --upstream: look at this repository and its rows alone; can be repeated."
 
 
 def check_command(
     upstream: Annotated[Path | None, typer.Option(help=SOURCES_HELP)] = None,
     installed: Annotated[bool, typer.Option("--installed", help="The packages of this Python; default.")] = False,
     line: LineOption = None,
+    only: Annotated[list[str] | None, typer.Option(help=ONLY_HELP)] = None,
     as_json: Json = False,
 ) -> None:
     """Compare upstream's files with their pins, and every row's target, body, signature and bindings with them."""
     if upstream is not None and installed:
         raise ConfigError("check: --upstream and --installed exclude each other; give one")
-    leave_with(run_check(upstream, line), as_json, fine=False)
+    if only and upstream is None:
+        raise ConfigError("check: --only needs --upstream DIR")
+    leave_with(run_check(upstream, line, only or ()), as_json, fine=False)
 
 
 def fingerprint_command(
@@ -75,36 +78,23 @@ def versions_command(line: LineOption = None, upstream: Upstream = None, as_json
     leave_with(report, as_json)
 
 
-def fetch_upstream_command(
-    line: Annotated[str, typer.Option(help="The line whose repositories are cloned.")] = "a3",
-    mirror: Annotated[str | None, typer.Option(help=MIRROR_HELP)] = None,
-    dest: Annotated[Path | None, typer.Option(help="Folder of the clones; default: upstream/ here.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="A repository; can be repeated. Default: all.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Clone the pinned repositories, verify them, insert the prelude line, and run `check` over them."""
-
-    def log(text: str) -> None:
-        if not as_json:
-            typer.echo(text, err=True)
-
-    report = fetch_upstream(line, load_pins().line(line), dest or DEFAULT_DEST, run_check, mirror, only or (), log)
-    leave_with(report, as_json)
-
-
-def run_check(upstream: Path | None, line: str | None) -> Report:
-    """The report on one line; ConfigError for folders and lines that do not exist."""
+def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ()) -> Report:
+    """Return the report on one line, of the repositories `only` of it; ConfigError where there is no such folder."""
     name = line or from_environment().line
-    pins = load_pins().line(name)
-    here = roots_of(name, Trees()) if upstream is None else _roots(upstream, name, part=True)
-    lacking = [package for package in PACKAGES[name] if package not in here]
+    pins, packages, rows = load_pins().line(name), PACKAGES[name], catalog.all_rows()
+    if only:
+        packages = tuple(package for pin in pins.chosen(only).values() for package in pin.packages)
+        rows = tuple(row for row in rows if row.target_module.split(".")[0] in packages)
+    roots = roots_of(name, Trees()) if upstream is None else _roots(upstream, name, part=True)
+    here = {package: root for package, root in roots.items() if package in packages}
+    lacking = [package for package in packages if package not in here]
     if upstream is None and lacking:
         raise ConfigError(
             f"line {name}: this interpreter has no {', '.join(lacking)}; give the sources with --upstream DIR"
         )
     compared = dict(zip(here, source_findings(pins, here), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
-    report = check(catalog.all_rows(), name, Sources(here, upstream is None, pins.packages, verified))
+    report = check(rows, name, Sources(here, upstream is None, pins.packages, verified))
     expected = "a clone of every repository of the line"
     todo = f"{FETCH}; a run needs no clone of what pip has installed (check --installed looks at that)"
     missing = []

@@ -16,8 +16,10 @@ from verl_patches.doctor.node_checks import MODEL, Node
 from verl_patches.errors import ConfigError
 from verl_patches.launch.smoke import CONFIG_NAME, LEARN_CONFIG_NAME
 from verl_patches.patching.switches import VARIABLE, parse
+from verl_patches.planning.memory_plan import with_recompute
 from verl_patches.platform import NO_DEVICE
-from verl_patches.upstream.checkouts import for_platform, trees_of
+from verl_patches.rules import RULES
+from verl_patches.upstream.checkouts import trees_of
 
 PRODUCTION = "deepseekv3_256die_true_weight"
 WORDS_HELP = f"A file of configs/ (default: {PRODUCTION}, or the smoke run's with platform=cpu), then overrides."
@@ -38,18 +40,13 @@ def doctor_command(
     """
     words = words or []
     name, overrides = (words[0], words[1:]) if words and "=" not in words[0] else (_default(), words)
-    trees = trees_of(upstream)
-    config = compose(name, overrides, verl_path=trees.verl)
-    recipe = config.recipe
-    trees = for_platform(recipe.platform, trees)
+    run = with_recompute(compose(name, overrides, rows_of, trees_of(upstream)))
     has_model = name not in (CONFIG_NAME, LEARN_CONFIG_NAME) or MODEL in keys_of(overrides)  # `smoke` makes its own
-    node = Node(config, rows_of(config.recipe.platform), trees, head=head, has_model=has_model)
-    if this_node or config.trainer.nnodes == 1 and recipe.ray_address is None:
+    node = Node(run, rows_of(run.platform), RULES, head=head, has_model=has_model)
+    if this_node or node.nodes == 1 and run.recipe.ray_address is None:
         answer = doctor.this_node(node)
-    elif recipe.ray_address is None:
-        raise ConfigError(
-            f"trainer.nnodes is {config.trainer.nnodes}: set recipe.ray_address=auto, or give --this-node"
-        )
+    elif run.recipe.ray_address is None:
+        raise ConfigError(f"trainer.nnodes is {node.nodes}: set recipe.ray_address=auto, or give --this-node")
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
         answer = doctor.all_nodes(doctor.ask(node, [name, *overrides, *options]))

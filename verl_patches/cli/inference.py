@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from omegaconf import DictConfig
 
 from verl_patches.boot.before_import import PRELUDE
+from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, print_json, progress_bar, say, table
 from verl_patches.cli.run import Overrides, Upstream, check_switches
 from verl_patches.config.compose import output_root
@@ -24,8 +24,8 @@ from verl_patches.evaluation.plots import save
 from verl_patches.inference import rows, scores
 from verl_patches.inference.model import Model, find_model, restart_in_environment, validation_sampling
 from verl_patches.launch.smoke import CONFIG_NAME
-from verl_patches.layout.parallel import world_size
 from verl_patches.shared_files import write_whole
+from verl_patches.spec import RunSpec
 from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
 
@@ -59,7 +59,7 @@ def generate_command(
     sampling = {"n": n, "seed": seed, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with _stdout_kept():
         tokenizer = read_tokenizer(source.folder)
-        key = chosen.config.data.prompt_key
+        key = chosen.run.verl.data.prompt_key
         prompts, _ = rows.read_prompts([input], key, tokenizer, chosen.length - 1)
         with rows.resumable(output, _settings(chosen, prompts, sampling)) as lines:
             kept = lines.done
@@ -97,7 +97,7 @@ def chat_command(
         from verl_patches.inference import engine as engines  # imports vllm
 
         params = engines.sampling_params(sampling)
-        engine = context.with_resource(_engine(chosen.config, source.folder, length))
+        engine = context.with_resource(_engine(chosen.run, source.folder, length))
     if not as_json:
         say(f"template: {template}", "dim")
     sys.stdin.reconfigure(errors="replace")
@@ -139,12 +139,12 @@ def eval_command(
 ) -> None:
     """Measure a model, or all checkpoints of a run, on data.val_files by the training reward, as a validation does."""
     chosen = _start(model, config_name, overrides, upstream)
-    config, sampling = chosen.config, validation_sampling(chosen.config)
-    data, sources = config.data, list(chosen.sources.values())
+    run, sampling = chosen.run, validation_sampling(chosen.run)
+    data, sources = run.verl.data, list(chosen.sources.values())
     files = [Path(file) for file in ([data.val_files] if isinstance(data.val_files, str) else data.val_files or [])]
     most = min(data.max_prompt_length, chosen.length - 1)
     columns = data.reward_fn_key, "reward_model", "extra_info"
-    rewards, models = scores.scored_by(config)
+    rewards, models = scores.scored_by(run)
     with _stdout_kept():
         tokenizer = read_tokenizer(sources[-1].folder)
         overlong = data.filter_overlong_prompts
@@ -154,7 +154,7 @@ def eval_command(
             report = {"model": str(sources[-1].folder), "left_out": left_out, "without": models}
             report["steps"] = scores.steps_of(lines.read())
             if len(report["steps"]) > 1:
-                save(scores.accuracy_figure(config.recipe.run, report["steps"]), output / "accuracy.png")
+                save(scores.accuracy_figure(run.recipe.run, report["steps"]), output / "accuracy.png")
             write_whole(output / "eval.json", json.dumps(report, indent=1) + "\n")
     if as_json:
         print_json(report)
@@ -166,7 +166,7 @@ def _score(
     chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], tokenizer: Any, lines: rows.Lines
 ) -> None:
     """Write a line for each checkpoint and prompt that has none."""
-    score, data = scores.scorer(chosen.config, tokenizer, prompts[0].row), chosen.config.data
+    score, data = scores.scorer(chosen.run, tokenizer, prompts[0].row), chosen.run.verl.data
     for step, prompt, made in _outputs(chosen, prompts, sampling, lines.done):
         scored = score(prompt.row, [each.token_ids for each in made])
         source = prompt.row.get(data.reward_fn_key)
@@ -198,9 +198,9 @@ def _start(
 ) -> Model:
     """The model, in a process that has the environment of its configuration and the rows of the catalogue."""
     trees = trees_of(upstream)
-    model = find_model(given, output_root(), config_name, overrides or [], trees, newest)
-    check_switches(model.config)
-    restart_in_environment(model.config, trees)
+    model = find_model(given, output_root(), config_name, overrides or [], trees, rows_of, newest)
+    check_switches(model.run)
+    restart_in_environment(model.run)
     say(f"settings: {model.settings}", err=True)
     importlib.import_module(PRELUDE)
     return model
@@ -211,7 +211,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What a call has in common with one that goes on with its output."""
     models = [source.identity for source in chosen.sources.values()]
-    dtype = chosen.config.actor_rollout_ref.rollout.dtype
+    dtype = chosen.run.verl.actor_rollout_ref.rollout.dtype
     return {"models": models, "dtype": dtype, "prompts": prompts, "rewards": rewards, **sampling}
 
 
@@ -229,7 +229,7 @@ def _outputs(
         for number, (step, source) in enumerate(chosen.sources.items()):
             kept = max(0, done - number * len(prompts))
             if kept < len(prompts):
-                with _engine(chosen.config, source.folder, length) as engine:
+                with _engine(chosen.run, source.folder, length) as engine:
                     outputs = engine.run(tokens, params, kept)
                     for prompt, output in zip(prompts[kept:], outputs, strict=True):
                         yield step, prompt, output.outputs
@@ -237,15 +237,15 @@ def _outputs(
                     del engine, outputs, output  # before the next engine is made
 
 
-def _engine(config: DictConfig, folder: Path, length: int) -> AbstractContextManager[Any]:
+def _engine(run: RunSpec, folder: Path, length: int) -> AbstractContextManager[Any]:
     """The engine of a configuration of one rank in this process, else those of its ranks on Ray."""
-    if config.recipe.platform != "npu" and world_size(config) == 1:
+    if run.platform != "npu" and run.world_size == 1:
         from verl_patches.inference.engine import Engine
 
-        return nullcontext(Engine(folder, config, length))
+        return nullcontext(Engine(folder, run, length))
     from verl_patches.inference.ranks import on_ray
 
-    return on_ray(folder, config, length)
+    return on_ray(folder, run, length)
 
 
 def _response(made: Any, tokenizer: Any) -> dict[str, Any]:

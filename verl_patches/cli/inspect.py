@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_patches.boot.install_prelude import PLACES
 from verl_patches.cli.output import Json, print_json, progress_bar, say, table
-from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, rows_on
-from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of, keys_of, output_root
+from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, composed
+from verl_patches.config.compose import output_root
 from verl_patches.config.files import hook_checks
+from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError, require
 from verl_patches.evaluation import compare, report
 from verl_patches.evaluation.curves import METRICS, Curves, read_curves
@@ -24,9 +25,9 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting
 from verl_patches.model.mindspeed.arguments import explain as explain_engine
-from verl_patches.planning.memory_plan import with_recompute
 from verl_patches.reshard.check import check_plan, figures, path_of
 from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
+from verl_patches.spec import RunSpec
 from verl_patches.upstream.checkouts import LINE, trees_of, verl_check
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start
@@ -60,34 +61,31 @@ def config_command(
     as_json: Json = False,
 ) -> None:
     """Print a config as it is composed, in YAML; with --explain the training engine's arguments, key by key."""
-    trees = trees_of(upstream, verl_path)
-    config = compose(config_name, overrides or [], verl_path=trees.verl)
-    config = with_recompute(config, rows_on(config))
-    require(hook_checks(config, keys_of(overrides or []), trees))
-    line = config.recipe.line
-    if explain and line != LINE:
+    run = composed(config_name, overrides or [], trees_of(upstream, verl_path))
+    require(hook_checks(run))
+    if explain and run.line != LINE:
         raise ConfigError(
-            f"--explain is about the engine of line {LINE}, but recipe.line is {line}: "
+            f"--explain is about the engine of line {LINE}, but recipe.line is {run.line}: "
             f"add recipe.line={LINE}, or omit --explain"
         )
-    fits, sentence = verl_check(line, trees)
+    fits, sentence = verl_check(run.line, run.trees)
     if not fits:
         say(f"verl_patches: note: defaults are those of another verl than a run needs: {sentence}", err=True)
     if explain:
-        _explain(config, config_name, as_json)
+        _explain(run, config_name, as_json)
     elif as_json:
-        print_json(OmegaConf.to_container(config))
+        print_json(OmegaConf.to_container(run.verl))
     else:
-        typer.echo(OmegaConf.to_yaml(config), nl=False)
+        typer.echo(OmegaConf.to_yaml(run.verl), nl=False)
 
 
-def _explain(config: DictConfig, config_name: str, as_json: bool) -> None:
+def _explain(run: RunSpec, config_name: str, as_json: bool) -> None:
     """Print what each key becomes; exit code 1 where one is refused."""
-    rows = explain_engine(OmegaConf.to_container(config), hf_config_of(config))
+    rows = explain_engine(run.verl, run.hf_config)
     refused = [row for row in rows if row.how == "refused"]
     if as_json:
         settings, keys = [row._asdict() for row in rows], [row.key for row in refused]
-        print_json({"config": config_name, "line": config.recipe.line, "settings": settings, "refused": keys})
+        print_json({"config": config_name, "line": run.line, "settings": settings, "refused": keys})
     else:
         title = f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed"
         becomes = [" ".join(row.arguments) or ("no argument" if row.how == "mapped" else row.how) for row in rows]

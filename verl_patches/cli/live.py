@@ -24,7 +24,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from verl_patches.cli.output import console, print_json, table_lines, width
+from verl_patches.cli.output import console, grid, print_json
 from verl_patches.config.compose import output_root
 from verl_patches.errors import INTERRUPTED
 from verl_patches.evaluation.record import PROGRESS, SUMMARY, last_lines, read_doing, read_summary
@@ -61,7 +61,8 @@ def show_live(run: Path, watch: bool, as_json: bool) -> NoReturn:
             if not out.is_terminal:
                 out.print()  # there Live ends without a newline
     else:
-        console().print(view(facts), soft_wrap=width() is None)
+        out = console()
+        out.print(view(facts), soft_wrap=not out.is_terminal)
     raise typer.Exit(0 if facts["state"] in (*RUNNING, "ended") else 1)
 
 
@@ -121,7 +122,7 @@ def view(facts: dict[str, Any]) -> Group:
         "ends in": None if facts["eta_s"] is None else f"{facts['eta_s']:.0f} s",
         "last output": None if state == "ended" else f"{facts['quiet_s']:.0f} s ago",
     }
-    lines = table_lines(("", ""), [(name, value) for name, value in rows.items() if value])
+    lines = grid(("", ""), [(name, value) for name, value in rows.items() if value])
     bar = []
     if step and steps and console().is_terminal:
         done = steps if state == "ended" else step - 1
@@ -130,7 +131,7 @@ def view(facts: dict[str, Any]) -> Group:
         (name, of.values()) for name, of in facts["figures"].items() if any(value is not None for value in of.values())
     ]
     texts = [(name, *("" if value is None else f"{value:.4g}" for value in values)) for name, values in known]
-    figures = table_lines(("", "last step", "median"), texts) if texts else []
+    figures = [grid(("", "last step", "median"), texts)] if texts else []
     head = Text(printable(f"{facts['run']}: {state}"), style=STYLES.get(state, "bold"))
     off = [Text(said_off(facts["off"]))] if facts["off"] else []
-    return Group(head, *off, *lines, *bar, *figures, *map(Text, facts["lines"]))
+    return Group(head, *off, lines, *bar, *figures, *map(Text, facts["lines"]))

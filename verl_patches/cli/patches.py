@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,6 +20,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.record import read_summary
 from verl_patches.patching.contract import installed_root
 from verl_patches.patching.engine import Engine
+from verl_patches.patching.spec import ROLES
 from verl_patches.patching.switches import VARIABLE, Switches, from_environment, parse
 from verl_patches.upstream.versions import installed_line
 from verl_patches.watch.heartbeat import ranks_text
@@ -27,6 +28,7 @@ from verl_patches.weights.run_folders import find_start
 
 Switch = Annotated[str | None, typer.Option("--switches", help="In place of VERL_PATCHES; else of the installed line.")]
 
+_NO_ROLE = "not in this catalogue"  # of a row in the record of another version
 _WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # row states that need attention
 WATCHED_HELP = "A run's folder, or the name of one in outputs/ of this repository: show what it does now."
 WATCH_HELP = "Refresh until the run ends; Ctrl-C ends the view alone."
@@ -74,18 +76,21 @@ def status_command(
         _show_run(run, as_json)
     engine = engine_of(switches)
     rows = [{**r, "state": "waiting" if r["id"] in engine.wanted else "off"} for r in engine.status()]
+    rows = [{**row, "role": engine.specs[row["id"]].role} for row in rows]
     if as_json:
         print_json({"switches": engine.switches.text(), "rows": rows})
     else:
-        columns = ("id", "state", "target", "reason")
-        table(f"patches for {engine.switches.text()}", columns, [[row[key] for key in columns] for row in rows])
+        title = f"patches for {replace(engine.switches, rows=None).text()}"
+        _tables_by_role(title, ("id", "state", "target", "reason"), rows)
 
 
 def _show_run(run: Path, as_json: bool) -> NoReturn:
     """Print the states that a run recorded; exit code 1 where one is wrong."""
     run = find_start(run, output_root())
     record = read_summary(run)
+    roles = {spec.id: spec.role for spec in catalog.all_rows()}
     rows = _count_by_process(record.get("patches", []))
+    rows = [{**row, "role": roles.get(row["id"], _NO_ROLE)} for row in rows]
     if not rows:
         raise RecipeError(
             f"{run} has no recorded states: no process has reported yet; `status {run}` shows how far it is"
@@ -98,10 +103,19 @@ def _show_run(run: Path, as_json: bool) -> NoReturn:
         for name, files in dirty.items():
             typer.echo(f"dirty: {name} was not as pinned: {', '.join(files)}")
         typer.echo(f"run ended: {ended}. A row is waiting where its module was never imported in that process.")
-        states = [_states_text(row["states"]) for row in rows]
-        cells = [(row["id"], row["target"], state, row["reason"]) for row, state in zip(rows, states, strict=True)]
-        table(f"patches of {run}", ("id", "target", "states", "reason"), cells)
+        shown = [{**row, "states": _states_text(row["states"])} for row in rows]
+        _tables_by_role(f"patches of {run}", ("id", "target", "states", "reason"), shown)
     raise typer.Exit(1 if wrong else 0)
+
+
+def _tables_by_role(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print a table of rows for each role."""
+    by_role: dict[str, list[list[str]]] = {role: [] for role in (*ROLES, _NO_ROLE)}
+    for row in rows:
+        by_role[row["role"]].append([row[key] for key in columns])
+    for role, cells in by_role.items():
+        if cells:
+            table(f"{title}, {role}: {len(cells)} rows", columns, cells)
 
 
 def _count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:

@@ -7,41 +7,39 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
-from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import rows_of
-from verl_patches.cli.output import Json, print_json, report_plan, say, say_command, table
-from verl_patches.config.checks import check_config, check_disk
-from verl_patches.config.compose import compose, keys_of, output_root, switched_off
-from verl_patches.config.environment import switches_of
-from verl_patches.config.files import PATHS, check_files
-from verl_patches.config.run_start import run_home
+from verl_patches.cli.output import Json, print_json, say, show_plan, table
+from verl_patches.config.compose import compose, keys_of, output_root
+from verl_patches.config.files import all_must_exist, disk_checks
+from verl_patches.config.resolve import LayoutError
 from verl_patches.errors import INTERRUPTED, Check, ConfigError, RecipeError, require
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.launch.restart import last_step_is_saved
-from verl_patches.layout.phases import samples
-from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse, said_off
 from verl_patches.planning.memory_plan import with_recompute
-from verl_patches.planning.plan import patch_table
-from verl_patches.planning.search import search
+from verl_patches.planning.plan import build_plan, plan_without_layout
+from verl_patches.planning.search import search, with_any_layout
 from verl_patches.planning.step_plan import READ_GB_S, Workload
+from verl_patches.planning.verdict import conclude, conclude_without_layout
 from verl_patches.platform import require as require_platform
 from verl_patches.replay.recording import recorded_lengths
+from verl_patches.rules import RULES
+from verl_patches.spec import RunSpec, Trees
 from verl_patches.trainer.record import STEP
-from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
+from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
 from verl_patches.values import printable
@@ -50,7 +48,6 @@ from verl_patches.weights.run_folders import chain_of_start, find_start, read_st
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as deepseekv3_256die_true_weight.")]
 VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
-LAYOUT_HELP = "The last two on 4 workers."
 REPLAY_HELP = "Train on the responses that another run recorded: its name, a folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
@@ -72,6 +69,20 @@ READ_HELP = "GB/s at which all nodes together read the weights, for the start."
 SYNC_HELP = "hccl|gloo: what carries the DP ranks' syncs of a decode step."
 
 
+def _refuse_old_layout(value: str | None) -> None:
+    """Raise ConfigError with the words that replace --train-layout, --rollout-tp and --rollout-dp."""
+    if value is not None:
+        raise ConfigError(
+            "--train-layout, --rollout-tp and --rollout-dp are Hydra groups now: write layout=NAME for --train-layout "
+            "NAME, and rollout=tp2, rollout=dp2 or rollout=tp2dp2 for the others"
+        )
+
+
+OldLayout = Annotated[
+    str | None, typer.Option("--train-layout", "--rollout-tp", "--rollout-dp", hidden=True, callback=_refuse_old_layout)
+]
+
+
 def _run_or_path(given: Path | None) -> Path | None:
     """Return what --replay-rollout names: a path, or a run by its name."""
     places = [] if given is None else [given, output_root() / given]
@@ -82,9 +93,6 @@ def _run_or_path(given: Path | None) -> Path | None:
 
 def smoke_command(
     overrides: Overrides = None,
-    train_layout: Annotated[Literal[tuple(smoke.TRAIN_LAYOUTS)], typer.Option(help=LAYOUT_HELP)] = "ep2",
-    rollout_tp: Annotated[int, typer.Option(min=1, max=2, help="vLLM's TP size; 2 turns expert parallel on.")] = 1,
-    rollout_dp: Annotated[int, typer.Option(min=1, max=2, help="vLLM data parallel size, experts split over it.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="GRPO steps; default: 3, with --learn 40.")] = None,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "fp32",
     replay_rollout: Annotated[Path | None, typer.Option(metavar="RUN", callback=_run_or_path, help=REPLAY_HELP)] = None,
@@ -96,31 +104,26 @@ def smoke_command(
     upstream: Upstream = None,
     wide: Wide = False,
     as_json: Json = False,
+    old_layout: OldLayout = None,
 ) -> None:
-    """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU."""
-    options = smoke.SmokeOptions(
-        train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu
-    )
-    overrides, given = overrides or [], smoke.overrides_of(options)
-    inputs = smoke.inputs_of(options, output_root() / "cache", overrides)
-    trees = trees_of(upstream)
-    config = compose(options.config_name, [*given, *inputs.overrides, *overrides], verl_path=trees.verl)
-    trees = for_platform(config.recipe.platform, trees)
-    check_switches(config)
-    config = with_recompute(config, rows_on(config))
-    require_trees(config, trees)
-    start = run_folder.require_start(config)
-    _end_unless(check_config(config, keys_of(overrides), trees, start))  # before model and data are made
-    _refuse_without_effect(config)
-    require_verl(config.recipe.line, trees)
-    dirty = refuse_modified(config, trees)
-    _end_unless([check_disk(config, start, starts=True)])
-    off = said_off(switches_of(config).switched_off(rows_of(config.recipe.platform)))
+    """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU.
+
+    Overrides layout=NAME (configs/layout) and rollout=NAME (configs/rollout) split training and vLLM over workers.
+    """
+    overrides = overrides or []
+    options = smoke.SmokeOptions(overrides, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu)
+    inputs = smoke.inputs_of(options, output_root() / "cache")
+    spec = _to_start(options.config_name, smoke.overrides_of(options, inputs.overrides), trees_of(upstream))
+    spec = replace(spec, given=frozenset(keys_of(overrides)))  # model and data are made below
+    off = _require_startable(spec)
+    require_verl(spec.line, spec.trees)
+    dirty = refuse_modified(spec)
+    _end_unless(disk_checks(spec, starts=True))
     with _progress(as_json, wide, off) as show:
         inputs.make(lambda text: show(f"| {text}"))
-        _end_unless(check_files(config, must_exist=PATHS))
-        outcome = launcher.run(config, show, trees, dirty=dirty)
-    _report(outcome, config, as_json, off)
+        _end_unless(_file_checks(spec))
+        outcome = launcher.run(spec, show, dirty=dirty)
+    _report(outcome, spec, as_json, off)
 
 
 def train_command(
@@ -137,26 +140,40 @@ def train_command(
     With --dry-run the exit code is 0 if all checks hold, 1 if one failed, 2 for wrong use.
     """
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
-    config = compose(config_name, overrides, verl_path=trees.verl)
-    trees = for_platform(config.recipe.platform, trees)
-    check_switches(config)
-    config = with_recompute(config, rows_on(config))
-    require_trees(config, trees)
     if dry_run:
-        report_plan(config, config_name, overrides, trees, Workload(), as_json)
-    start = run_folder.require_start(config)
-    _end_unless(check_config(config, keys_of(overrides), trees, start))
-    _refuse_without_effect(config)
-    run_folder.require_lasting_folders(config)
-    require_platform(config.recipe.platform)
-    require_verl(config.recipe.line, trees)
-    dirty = refuse_modified(config, trees)
-    ray_cluster.require_nodes(config)
-    _end_unless([*check_files(config, must_exist=PATHS), check_disk(config, start, starts=True)])
-    off = said_off(switches_of(config).switched_off(rows_of(config.recipe.platform)))
+        report_plan(config_name, overrides, trees, Workload(), as_json)
+    run = _to_start(config_name, overrides, trees)
+    off = _require_startable(run)
+    run_folder.require_lasting_folders(run)
+    require_platform(run.platform)
+    require_verl(run.line, run.trees)
+    dirty = refuse_modified(run)
+    ray_cluster.require_nodes(run)
+    _end_unless([*_file_checks(run), *disk_checks(run, starts=True)])
     with _progress(as_json, wide, off) as show:
-        outcome = launcher.run(config, show, trees, dirty=dirty)
-    _report(outcome, config, as_json, off)
+        outcome = launcher.run(run, show, dirty=dirty)
+    _report(outcome, run, as_json, off)
+
+
+def _to_start(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
+    """Return `composed` of a run that is to start; exit code 1, as of a failed rule, where it has no layout."""
+    try:
+        return composed(config_name, overrides, trees)
+    except LayoutError as error:
+        typer.echo(f"verl_patches: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _require_startable(run: RunSpec) -> str:
+    """Refuse a run that cannot start, before anything is written; return a sentence about rows that are switched off.
+
+    ConfigError for a start or a key that cannot be; exit code 1 where a rule fails.
+    """
+    require_trees(run)
+    run_folder.require_start(run)
+    _end_unless(RULES.checks(run))
+    _refuse_without_effect(run)
+    return said_off(run.switches.switched_off(rows_of(run.platform)))
 
 
 def plan_command(
@@ -185,20 +202,91 @@ def plan_command(
         workload = replace(workload, expert_load=str(expert_load), loads=_expert_loads(expert_load))
     if dies is not None and not searched:
         raise ConfigError(f"--dies {dies} is for --search; a plan's dies are trainer.nnodes x trainer.n_gpus_per_node")
-    config = compose(config_name, overrides, verl_path=trees.verl)
-    trees = for_platform(config.recipe.platform, trees)
-    check_switches(config)
     if not searched:
-        report_plan(config, config_name, overrides, trees, workload, as_json)
-    if lacks := [check for check in check_files(config, keys_of(overrides), trees) if not check.ok]:
-        raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
-    dies = config.trainer.nnodes * config.trainer.n_gpus_per_node if dies is None else dies
-    layouts = search(config, rows_on(config), dies, workload, top)
-    answer = {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
+        report_plan(config_name, overrides, trees, workload, as_json)
+    answer = search_layouts(config_name, overrides, trees, dies, workload, top)
     if as_json:
         print_json(answer)
     else:
         _show_layouts(answer, [*trees.option, *workload.option], overrides)
+
+
+def composed(config_name: str, overrides: Sequence[str], trees: Trees) -> RunSpec:
+    """Return the facts of a run, ready for plan and start: automatic recomputation has its number of layers.
+
+    ConfigError for a switch of a row that another row needs, or for other switches in the shell.
+    """
+    run = compose(config_name, overrides, rows_of, trees)
+    check_switches(run)
+    return with_recompute(run)
+
+
+def check_switches(run: RunSpec) -> None:
+    """ConfigError for a switch that switches off a row that another needs, or for other switches in the shell."""
+    in_shell = os.environ.get(VARIABLE)
+    Engine(rows_of(run.platform), run.process_switches)
+    if in_shell and parse(in_shell) != run.switches:
+        raise ConfigError(
+            f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {run.switches.text()!r}, which is "
+            f"what runs; unset {VARIABLE} and give rows as 'recipe.patches=[-row.id]'"
+        )
+
+
+def report_plan(
+    config_name: str, overrides: Sequence[str], trees: Trees, workload: Workload, as_json: bool
+) -> NoReturn:
+    """Print the plan of a run, what failed, how to go on and a verdict; exit with 0, or 1 if a check failed."""
+    try:
+        run = composed(config_name, overrides, trees)
+        require_trees(run)
+        plan = build_plan(run, RULES.checks(run), config_name, overrides, rows_of(run.platform), workload)
+        plan |= conclude(plan, run, RULES, config_name, overrides, workload)
+    except LayoutError as error:
+        run, plan = _with_any_layout(error, trees), plan_without_layout(error, config_name)
+        plan |= conclude_without_layout(error, run, RULES, config_name, overrides, workload)
+    if as_json:
+        print_json(plan)
+    else:
+        show_plan(plan, run)
+    if plan["ok"]:
+        if not as_json:
+            say(plan["verdict"], "bold green")
+        raise typer.Exit(0)
+    for check in plan["checks"]:
+        if not check["ok"]:
+            detail = check["detail"].removeprefix(f"{check['name']}: ")
+            say(f"verl_patches: {check['name']}: {detail}", "red", err=True)
+    first, *others = plan["next"] or [None]
+    if first:
+        say(first["what"], err=True)
+    for way in others:
+        say(f"{way['what']}: {way['command']}", err=True, whole=True)
+    if first:
+        say(f"{plan['verdict']}; next: {first['command']}", err=True, whole=True)
+    else:
+        say(plan["verdict"], err=True)
+    raise typer.Exit(1)
+
+
+def search_layouts(
+    config_name: str, overrides: Sequence[str], trees: Trees, dies: int | None, workload: Workload, top: int
+) -> dict[str, Any]:
+    """Return {config, dies, modelled, layouts}: the fastest layouts of a configuration, whose own need not be legal."""
+    given = None
+    try:
+        run = compose(config_name, overrides, rows_of, trees)
+    except LayoutError as error:
+        run, given = _with_any_layout(error, trees), error.config
+    check_switches(run)
+    if lacks := [check for rule in RULES.files for check in rule(run) if not check.ok]:
+        raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
+    dies = run.world_size if dies is None else dies
+    layouts = search(run, RULES.sizes, dies, workload, top, given)
+    return {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
+
+
+def _with_any_layout(error: LayoutError, trees: Trees) -> RunSpec:
+    return with_any_layout(error.config, rows_of(error.config.recipe.platform), trees)
 
 
 def _expert_loads(run: Path) -> tuple[float, float]:
@@ -233,11 +321,18 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
         replaced = set(keys_of(row["overrides"]))
         kept = [each for each, key in zip(overrides, keys_of(overrides), strict=True) if key not in replaced]
         command = ["python", "-m", "verl_patches", "plan", answer["config"], *option, *kept, *row["overrides"]]
-        say_command(f"{number}:", shlex.join(command))
+        say(f"{number}: {shlex.join(command)}", whole=True)
     say(f"fits: {len(layouts)} layouts on {answer['dies']} dies; next: one of the commands above", "bold green")
 
 
-def _end_unless(checks: list[Check]) -> None:
+def _file_checks(run: RunSpec) -> Iterator[Check]:
+    """What the rules about files say at a start, where all files must exist on this machine."""
+    run = all_must_exist(run)
+    for rule in RULES.files:
+        yield from rule(run)
+
+
+def _end_unless(checks: Iterable[Check]) -> None:
     """Exit with 1 where a check failed."""
     try:
         require(checks)
@@ -246,33 +341,14 @@ def _end_unless(checks: list[Check]) -> None:
         raise typer.Exit(1) from None
 
 
-def check_switches(config: DictConfig) -> None:
-    """ConfigError for a switch that names no row or switches off one that another needs, or for others in the shell."""
-    switches, in_shell = switches_of(config), os.environ.get(VARIABLE)
-    Engine(rows_of(switches.platform), switches)
-    if in_shell and parse(in_shell) != switches:
-        raise ConfigError(
-            f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {switches.text()!r}, which is what "
-            f"runs; unset {VARIABLE} and give rows as 'recipe.patches=[-row.id]'"
-        )
-
-
-def rows_on(config: DictConfig) -> list[str]:
-    """Ids of the rows that are on."""
-    return [row["id"] for row in patch_table(config, rows_of(config.recipe.platform)) if row["on"]]
-
-
-def _refuse_without_effect(config: DictConfig) -> None:
+def _refuse_without_effect(run: RunSpec) -> None:
     """ConfigError for keys that the line cannot act on: the run would differ from its configuration."""
-    line = config.recipe.line
-    given = [entry.key for entry, _ in refused_keys(config) if entry.planned]
+    given = [entry.key for entry, _ in refused_keys(run.verl) if entry.planned]
     if given:
         raise ConfigError(
-            f"line {line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run plans it. "
+            f"line {run.line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run plans it. "
             "It can start once the catalogue has rows for them"
         )
-    if line == LINE:
-        arguments_of(explain(config))  # ConfigError for a key that MindSpeed has no argument for
 
 
 @contextmanager
@@ -306,7 +382,7 @@ def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Cal
         yield show
 
 
-def _report(outcome: launcher.Outcome, config: DictConfig, as_json: bool, off: str = "") -> None:
+def _report(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "") -> None:
     """Print how a run ended, the rows that were `off`, what it proved, or how to go on; exit with its code."""
     if as_json:
         typer.echo((outcome.folder / "summary.json").read_text())
@@ -316,9 +392,9 @@ def _report(outcome: launcher.Outcome, config: DictConfig, as_json: bool, off: s
             f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); "
             f"results in {outcome.folder}" + (f"; {off}" if off else "")
         )
-        if proved := smoke.PROVED.get(f"{config.recipe.line} {config.recipe.platform}"):
-            compared = config.recipe.weight_sync.enabled and config.recipe.logprob_check.action == "stop"
-            if not samples(config.recipe):
+        if proved := smoke.PROVED.get(f"{run.line} {run.platform}"):
+            compared = run.recipe.weight_sync.enabled and run.recipe.logprob_check.action == "stop"
+            if not run.samples:
                 proved = "training on fixed data runs here, without a rollout engine"
             lacks = "" if compared and not off else "that vLLM holds the actor's weights and every row works, "
             typer.echo(f"This proved: {proved}.\nIt did not prove: {lacks}{smoke.NOT_PROVED}.")
@@ -330,26 +406,26 @@ def _report(outcome: launcher.Outcome, config: DictConfig, as_json: bool, off: s
         text = f"verl_patches: the run {ended} {outcome.reason}\n{logs}"
         text += f"\n  {off}" if off else ""
         typer.echo(printable(text, keep="\n\t"), err=True)
-        for line in _resume_advice(config, outcome.folder):
+        for line in _resume_advice(run, outcome.folder):
             typer.echo(printable(f"  {line}", keep="\n\t"), err=True)
     raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal
 
 
-def _resume_advice(config: DictConfig, record: Path) -> list[str]:
+def _resume_advice(run: RunSpec, record: Path) -> list[str]:
     """The newest whole checkpoint of a run that ended early, and the command that goes on; none without checkpoints."""
     resume = "trainer.resume_mode"
-    if config.trainer.save_freq <= 0 or switched_off(config, "checkpoint.save"):
+    if run.verl.trainer.save_freq <= 0 or run.switched_off("checkpoint.save"):
         return []
     try:
-        if config.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY).get("checkpoints"):
-            return [f"nothing was saved: the same command goes on from {config.trainer.resume_from_path} again"]
+        if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY).get("checkpoints"):
+            return [f"nothing was saved: the same command goes on from {run.verl.trainer.resume_from_path} again"]
         checkpoint = chain_of_start(read_start(record)).newest()
-        if last_step_is_saved(config, record):
+        if last_step_is_saved(run, record):
             return [f"newest whole checkpoint: {checkpoint}, of the last step: all steps are made and saved"]
     except (ConfigError, OSError) as error:  # the first says what to go on from instead
         return [str(error)]
     if checkpoint is None:
-        return [f"no complete checkpoint of this run in {run_home(config)}: the same command starts again from step 1"]
+        return [f"no complete checkpoint of this run in {run.home}: the same command starts again from step 1"]
     keys = (resume, "trainer.resume_from_path")
     others = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
     command = shlex.join([sys.executable, "-m", "verl_patches", *others, f"{resume}=auto"])

@@ -16,8 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError
 from verl_patches.ray_nodes import HEAD_PORT, RayPorts
-from verl_patches.values import is_secret_value, is_secret_variable, printable, secret_options
-from verl_patches.yaml_files import head_of, parse_yaml
+from verl_patches.values import is_secret_value, is_secret_variable, parse_yaml, printable, secret_options
 
 MAX_NODES, MAX_DIES = 16_384, 1024  # of a job; of a node
 MAX_WAIT_S = 7 * 86_400.0
@@ -215,8 +214,8 @@ def read_job(
     Where `documents` is 2, a second one may have the secrets, {secrets: {name: value}}: so they reach other nodes
     without a command line or a file. Else they are in `environ`.
     """
-    parsed = parse_yaml(text, source, documents)
-    if not parsed or not isinstance(parsed[0], dict):
+    parsed = parse_yaml(text, source)
+    if not 1 <= len(parsed) <= documents or not isinstance(parsed[0], dict):
         raise ConfigError(
             f"{source}: expected a job file with name, nodes and dies; configs/cluster_256die.yaml is one"
         )
@@ -272,7 +271,7 @@ def _completed(given: dict[str, Any], source: str, environ: Mapping[str, str]) -
 def _read_env_file(path: Path) -> dict[str, str]:
     """{name: value} of lines NAME=VALUE, as docker's --env-file reads them: values as they are, # begins a comment."""
     found = {}
-    for number, line in enumerate(head_of(path, "a file of NAME=VALUE lines").decode(errors="replace").splitlines(), 1):
+    for number, line in enumerate(_read(path, "a file of NAME=VALUE lines").decode(errors="replace").splitlines(), 1):
         name, equals, value = line.strip().partition("=")
         if name[:1] == "#" or not line.strip():
             continue
@@ -299,7 +298,14 @@ def load_job(path: str, stdin: str | bytes, environ: Mapping[str, str]) -> tuple
     """As read_job, of a file or, where `path` is -, of `stdin`."""
     if path == "-":
         return read_job(stdin, "the job file on standard input", environ, documents=2)
-    return read_job(head_of(Path(path)), path, environ)
+    return read_job(_read(Path(path), "a job file"), path, environ)
+
+
+def _read(path: Path, expected: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: expected {expected}, found: {error.strerror}") from None
 
 
 def as_text(job: Job, secrets: Mapping[str, str] | None = None) -> str:

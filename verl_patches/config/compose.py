@@ -1,16 +1,14 @@
 """Compose one configuration: verl's trainer config (found, never copied), a file of ours, the recipe and overrides.
 
-The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs. The second half
-reads from it what several rooms need: the model's sizes and files, vLLM's arguments, rows that are off.
+The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs. `compose` returns
+the facts of such a run, which config/resolve.py derives.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +16,25 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.engine_options import write_engine_options
-from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe_keys, unknown_key
+from verl_patches.config.resolve import CONFIGS_DIR, model_shape_file, resolve
+from verl_patches.config.run_start import with_start
 from verl_patches.config.verl_values import check_verl_values
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
-from verl_patches.layout.inventory import ModelShape, differences, read_model_shape
-from verl_patches.layout.model_folder import read_config
-from verl_patches.layout.parallel import critic_of
-from verl_patches.layout.phases import reward_models
-from verl_patches.patching.spec import LINES
-from verl_patches.rewards.parts import parts_of
-from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, verl_config_dir
+from verl_patches.layout.inventory import first_layers, read_model_shape
+from verl_patches.patching.spec import LINES, PatchSpec
+from verl_patches.recipe.rewards import SHORT_FORM, reward_parts
+from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, check_recipe, recipe_from, recipe_keys
+from verl_patches.spec import RunSpec, Trees
+from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, for_platform, verl_config_dir
 from verl_patches.upstream.pins import load_pins, read_by_verl
 from verl_patches.upstream.support import refusal_of
-from verl_patches.values import is_secret, leaves
-from verl_patches.yaml_files import head_of, read_yaml
+from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 
-CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
+RowsOf = Callable[[str], Iterable[PatchSpec]]  # the rows of the catalogue on a platform (catalog.py)
+GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
 SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
-# of config.json: what a model computes, beside its sizes
-_COMPUTED = (
-    "rms_norm_eps rope_theta rope_scaling routed_scaling_factor n_group topk_group norm_topk_prob scoring_func".split()
-)
 _READ = (  # files and folders that a run reads, some of them in workers
     "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
     "data.train_files data.val_files data.custom_cls.path custom_reward_function.path recipe.rollout.replay"
@@ -52,13 +46,26 @@ _LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
 )
 
 
-def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:
-    """Return configs/`config_name`.yaml composed over verl's config with Hydra `overrides`, resolved and checked.
+def compose(
+    config_name: str,
+    overrides: Sequence[str],
+    rows_of: RowsOf,
+    trees: Trees = Trees(),  # noqa: B008 frozen
+) -> RunSpec:
+    """Return the facts of a run of configs/`config_name`.yaml with Hydra `overrides` over verl's config.
 
-    `verl_path` is an upstream checkout to take verl's config from; None takes the installed verl (located, not
-    imported). Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that
-    contradicts itself.
+    rows_of: the rows of the catalogue on a platform, of which `RunSpec.rows` are those that are on. trees: checkouts
+    that the run imports; verl's config is that of `trees.verl`, else of the installed verl, located and not imported.
+    Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that contradicts
+    itself, and LayoutError where a layout cannot be built.
     """
+    config = compose_config(config_name, overrides, verl_path=trees.verl)
+    platform = config.recipe.platform
+    return with_start(resolve(config, rows_of(platform), keys_of(overrides), for_platform(platform, trees)))
+
+
+def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:
+    """Return the composed configuration, resolved and checked; arguments and errors are those of `compose`."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -88,7 +95,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
-    parts_of(config)
+    reward_parts(*_reward_entries(config))
     write_engine_options(config, keys_of(overrides))
     _write_layers(config)
     config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders
@@ -118,23 +125,30 @@ def give_recipe(config: DictConfig) -> None:
 
     Paths of recipe.rewards become absolute.
     """
-    sections, models = [config.actor_rollout_ref, critic_of(config)], reward_models(config.recipe)
+    sections = [config.actor_rollout_ref]
+    if config.algorithm.adv_estimator == "gae":
+        sections.append(config.critic)
     for entry in config.recipe.rewards or ():
         if entry.get("path"):
             entry.path = _absolute(entry.path)
-    if models:
+    if any(entry.name == "reward_model" for entry in config.recipe.rewards or ()):
         config.reward_model.enable = True
         config.reward_model.model.override_config = config.actor_rollout_ref.model.override_config
         sections.append(config.reward_model)
-    for section in filter(None, sections):
+    for section in sections:
         section.recipe = config.recipe
+
+
+def _reward_entries(config: DictConfig) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+    given, short = config.recipe.rewards, config.get(SHORT_FORM) or OmegaConf.create({})
+    return None if given is None else OmegaConf.to_container(given), OmegaConf.to_container(short)
 
 
 def _is_of_a_run(path: Path) -> bool:
     """Whether a file of configs/ has an algorithm in its defaults, as the bases and the pin file have not."""
     try:
-        return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", head_of(path)) is not None
-    except ConfigError:
+        return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", path.read_bytes()) is not None
+    except OSError:
         return False
 
 
@@ -143,10 +157,9 @@ def _check_files(name: str, above: tuple[str, ...] = ()) -> None:
     path = CONFIGS_DIR / f"{name}.yaml"
     if name in above:
         raise ConfigError(f"{path}: expected defaults that end, found {' -> '.join([*above, name])}")
-    content = read_yaml(path)
-    entries = content.get("defaults") if isinstance(content, dict) else None
+    entries = read_yaml(path).get("defaults")
     if not isinstance(entries, list):
-        raise ConfigError(f"{path}: expected keys and a list of defaults, found {type(entries or content).__name__}")
+        raise ConfigError(f"{path}: expected a list of defaults, found {type(entries).__name__}")
     for entry in entries:
         if isinstance(entry, dict):  # of a group: {algo: grpo}
             for group, chosen in entry.items():
@@ -163,10 +176,16 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         key, _, value = override.partition("=")
         if not override.isprintable():
             raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
-        algorithms = sorted(path.stem for path in (CONFIGS_DIR / "algo").glob("*.yaml"))
-        if key == "algo" and value not in algorithms:
-            raise ConfigError(f"algo={value}: expected one of {', '.join(algorithms)}")
+        if key in GROUPS:
+            check_choice(key, value, CONFIGS_DIR / key)
         _refuse_secrets([(key.lstrip("+~"), value.strip("'\""))])
+
+
+def check_choice(group: str, name: str, folder: Path) -> None:
+    """Raise ConfigError, with the known names, where `folder` of a Hydra group has no `name`.yaml."""
+    names = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+    if name not in names:
+        raise ConfigError(f"{group}={name}: expected one of {', '.join(names)}")
 
 
 def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
@@ -260,7 +279,8 @@ def _write_layers(config: DictConfig) -> None:
     layers = config.recipe.num_hidden_layers
     if layers is None:
         return
-    whole, megatron = read_model_shape(shape_file(config)), config.actor_rollout_ref.actor.megatron
+    recipe, megatron = recipe_from(OmegaConf.to_container(config.recipe)), config.actor_rollout_ref.actor.megatron
+    whole = read_model_shape(model_shape_file(recipe))
     chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
     dense, most = whole.first_k_dense_replace, whole.num_hidden_layers
     if not dense + chunks <= layers <= most:
@@ -275,104 +295,9 @@ def _write_layers(config: DictConfig) -> None:
     stages = config.recipe.train.layers_per_stage
     balance = sum(stages) == most if stages else config.recipe.line == LINE and chunks > 1
     if balance and layers < most:
-        config.recipe.train.layers_per_stage = balanced_layers(with_layers(config, whole), chunks)
+        config.recipe.train.layers_per_stage = balanced_layers(first_layers(whole, layers), chunks)
 
 
 def _keys(section: DictConfig) -> list[str]:
     """Dotted keys of all leaves; a missing or interpolated value counts as a leaf, an empty section too."""
     return [key for key, _ in leaves(OmegaConf.to_container(section, resolve=False))]
-
-
-# what a composed configuration says about the model and vLLM's engine
-
-
-def shape_file(config: DictConfig) -> Path:
-    """The HF config.json of recipe.model_shape; ConfigError where it does not exist."""
-    path = CONFIGS_DIR / config.recipe.model_shape
-    if not path.is_file():
-        raise ConfigError(
-            f"recipe.model_shape is {config.recipe.model_shape}: no such file in {CONFIGS_DIR}; give an HF config.json"
-        )
-    return path
-
-
-def model_shape_of(config: DictConfig) -> ModelShape:
-    """Sizes of the model from recipe.model_shape with recipe.num_hidden_layers; ConfigError without that file."""
-    return with_layers(config, read_model_shape(shape_file(config)))
-
-
-def with_layers(config: DictConfig, model: ModelShape) -> ModelShape:
-    """`model` with its first recipe.num_hidden_layers layers; one that has no more as it is."""
-    layers = config.recipe.num_hidden_layers
-    return model if layers is None else replace(model, num_hidden_layers=min(layers, model.num_hidden_layers))
-
-
-def unlike_actor(config: DictConfig, model: ModelShape, file: Path) -> str:
-    """How a value model beside the actor differs from it; empty where it may not. `file`: its config.json.
-
-    Layers of line a3 are built from one set of arguments, the actor's: also what changes no weight is compared there.
-    """
-    actor = model_shape_of(config)
-    if unlike := differences(replace(with_layers(config, model), torch_dtype=actor.torch_dtype), actor):
-        return unlike
-    own, actors = read_config(file.parent), hf_config_of(config)
-    keys = [key for key in _COMPUTED if config.recipe.line == "a3" and own.get(key) != actors.get(key)]
-    return ", ".join(f"{key} {own.get(key)} != {actors.get(key)}" for key in keys)
-
-
-def config_file(config: DictConfig) -> Path:
-    """config.json in the model's folder; it need not exist here."""
-    return Path(config.actor_rollout_ref.model.path) / "config.json"
-
-
-def model_changes(config: DictConfig) -> dict[str, Any]:
-    """verl's override_config.model_config."""
-    return OmegaConf.to_container(config.actor_rollout_ref.model.override_config).get("model_config") or {}
-
-
-def hf_config_of(config: DictConfig) -> dict[str, Any]:
-    """The model's config.json with `override_config.model_config` over it, as training reads it in a worker.
-
-    The file is that of the model's folder, where it exists here, else recipe.model_shape.
-    """
-    file = config_file(config)
-    return {**read_config(file if file.exists() else shape_file(config)), **model_changes(config)}
-
-
-def reads_weights(config: DictConfig) -> bool:
-    """Whether training or vLLM reads the weights of the model's folder: not with random init."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    trained = actor.load_weight and not actor.megatron.use_dist_checkpointing
-    return trained or not rollout.load_format.startswith("dummy")
-
-
-def vllm_arguments(config: DictConfig) -> Mapping[str, Any]:
-    """Keyword arguments of vLLM's engine: rollout.engine_kwargs.vllm."""
-    return config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
-
-
-def seats_of(config: DictConfig) -> int:
-    """Most responses that a rollout replica decodes at once: max_num_seqs, or vLLM's default below 70 GiB a device."""
-    return vllm_arguments(config).get("max_num_seqs") or 256  # vllm/engine/arg_utils.py:1567
-
-
-def ascend_arguments(config: DictConfig) -> Mapping[str, Any]:
-    """vllm-ascend's options: additional_config of vLLM's engine."""
-    return vllm_arguments(config).get("additional_config") or {}
-
-
-def graph_arguments(config: DictConfig) -> Mapping[str, Any]:
-    """vllm-ascend's torchair_graph_config; empty where graphs are not enabled."""
-    graph = ascend_arguments(config).get("torchair_graph_config") or {}
-    return graph if graph.get("enabled") else {}
-
-
-def rollout_library(config: DictConfig) -> str:
-    """The rollout's name in layout/sharding.py; with multistream_moe shared experts are whole under TP."""
-    return "vllm-ascend" if graph_arguments(config).get("enable_multistream_moe") else "vllm"
-
-
-def switched_off(config: DictConfig, row: str) -> bool:
-    """Whether recipe.patches switches this row off: the last pattern that matches decides."""
-    matching = [pattern for pattern in config.recipe.patches if fnmatch.fnmatchcase(row, pattern[1:])]
-    return bool(matching) and matching[-1].startswith("-")

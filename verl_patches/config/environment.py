@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from verl_patches.config import hccl
-from verl_patches.config.compose import model_shape_of, output_root, switched_off
+from verl_patches.errors import Check
 from verl_patches.memory.schedule import sleeps_by_vllm
-from verl_patches.patching.switches import VARIABLE, Switches
-from verl_patches.platform import as_npu
+from verl_patches.patching.switches import VARIABLE
 from verl_patches.platform.npu import SOCKETS
 from verl_patches.platform.npu.machine import preload
-from verl_patches.upstream.checkouts import Trees
+from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins
+from verl_patches.upstream.support import shell_findings
 
-COMPOSED = "config.yaml"  # the composed configuration in a run's folder, which its driver reads
+# in a run's folder, read by its driver: the composed configuration, and the facts of the run (RunSpec.text)
+COMPOSED, FACTS = "config.yaml", "facts.json"
 REPOSITORY = Path(__file__).resolve().parents[2]
 RAY_FOLDER = "ray"  # in a run's temporary folder: Ray makes its own folder accessible to all users, the other is 0700
 # variables of the shell that a run does not inherit: the configuration decides
@@ -46,38 +45,31 @@ class Variable:
     read_by: str = ""
 
 
-def switches_of(config: DictConfig) -> Switches:
-    """The switches of the patch catalogue from `recipe.line`, `.platform`, `.patches` and `.drift`."""
-    recipe = config.recipe
-    return Switches(recipe.line, recipe.platform, tuple(recipe.patches), recipe.drift)
-
-
-def derive(config: DictConfig, temp_dir: str | None = None, trees: Trees | None = None) -> list[Variable]:
-    """The environment variables of a run of `config`.
+def derive(run: RunSpec, temp_dir: str | None = None) -> list[Variable]:
+    """Return the environment variables of a run.
 
     temp_dir: the run's folder for sockets and scratch files; None if it does not exist yet.
-    trees: upstream trees that are imported before installed packages.
     """
     variables = {
-        VARIABLE: (switches_of(config).text(), "line, platform and rows of the patch catalogue"),
+        VARIABLE: (run.process_switches.text(), "line, platform and rows of the patch catalogue"),
         "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "sequence parallel needs kernels launched in order"),
         "TOKENIZERS_PARALLELISM": ("false", "no thread pools in processes that fork"),
         "VERL_LOGGING_LEVEL": ("WARN", "INFO prints one line for each rank"),
         "VLLM_LOGGING_LEVEL": ("WARNING", "one engine for each rank: INFO lines hide the step table"),
-        "TENSORBOARD_DIR": (str(run_dir(config) / "tensorboard"), "events in the run's folder"),
+        "TENSORBOARD_DIR": (str(run.folder / "tensorboard"), "events in the run's folder"),
         "RAY_USAGE_STATS_ENABLED": ("0", "nothing leaves the machine"),
         "VLLM_NO_USAGE_STATS": ("1", "nothing leaves the machine; no reporting process"),
     }
-    if config.recipe.platform == "cpu":
+    if run.recipe.platform == "cpu":
         variables |= _CPU
-        if config.trainer.nnodes > 1:
-            variables["GLOO_SOCKET_IFNAME"] = _sockets(config)["GLOO_SOCKET_IFNAME"]
-    elif as_npu(config.recipe.platform):
-        variables |= _npu(config)
-    if config.recipe.platform == "npu_emulated":
-        variables |= _emulated(config)
-    variables |= _driver(config, temp_dir, trees or Trees())
-    pins, line = load_pins(), config.recipe.line
+        if run.verl.trainer.nnodes > 1:
+            variables["GLOO_SOCKET_IFNAME"] = _sockets(run)["GLOO_SOCKET_IFNAME"]
+    elif run.as_npu:
+        variables |= _npu(run)
+    if run.recipe.platform == "npu_emulated":
+        variables |= _emulated(run)
+    variables |= _driver(run, temp_dir)
+    pins, line = load_pins(), run.recipe.line
     return [Variable(name, *entry, read_by=pins.read_by(name, line)) for name, entry in variables.items()]
 
 
@@ -98,9 +90,9 @@ _CPU = {
 }
 
 
-def _emulated(config: DictConfig) -> dict[str, tuple[str, ...]]:
+def _emulated(run: RunSpec) -> dict[str, tuple[str, ...]]:
     """Over those of an NPU."""
-    graphs = not config.actor_rollout_ref.rollout.enforce_eager
+    graphs = not run.verl.actor_rollout_ref.rollout.enforce_eager
     traced = "graphs are traced as on a device" if graphs else "nothing is compiled"
     return {
         **_ON_CPU,
@@ -109,25 +101,25 @@ def _emulated(config: DictConfig) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _sockets(config: DictConfig) -> dict[str, tuple[str, ...]]:
+def _sockets(run: RunSpec) -> dict[str, tuple[str, ...]]:
     """The variables that each worker sets from its node's network, where there are several nodes."""
-    name, why = config.recipe.hccl.interface, "recipe.hccl.interface; a value set on the node takes precedence"
+    name, why = run.recipe.hccl.interface, "recipe.hccl.interface; a value set on the node takes precedence"
     return {key: (form.format(name) if name else "(towards Ray's head)", why, "node") for key, form in SOCKETS.items()}
 
 
-def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
-    recipe, model = config.recipe, model_shape_of(config)
-    ports = "{}-{}".format(*hccl.host_ports(config))
+def _npu(run: RunSpec) -> dict[str, tuple[str, ...]]:
+    recipe = run.recipe
+    ports = "{}-{}".format(*hccl.host_ports(run))
     top_k = "recipe.rollout.ascend.top_k_optimize: top-k and top-p by a threshold, without a scatter"
     route = "1" if recipe.rollout.balanced_routing else "0"
     timeout = "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
-    need = f"the exchange of experts in decode needs {hccl.buffer_need_mib(config, model)} (MiB)"
+    need = f"the exchange of experts in decode needs {hccl.buffer_need_mib(run)} (MiB)"
     base_port = "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range"
     queue = (
         "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
         "(NPUGraph.cpp:101), and graphs here are torchair's"
     )
-    by_vllm = sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe) or switched_off(config, "memory.sleep_mode")
+    by_vllm = sleeps_by_vllm(run.verl.actor_rollout_ref.rollout, recipe) or run.switched_off("memory.sleep_mode")
     segments = (
         "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
         if by_vllm
@@ -142,23 +134,23 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
         ),
         "HCCL_CONNECT_TIMEOUT": ("1200", "ranks on many nodes start more than the default 120 s apart (s)"),
         "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": ("1" if recipe.rollout.ascend.top_k_optimize else "0", top_k),
-        "HCCL_EXEC_TIMEOUT": (str(hccl.exec_timeout_s(config)), timeout),
+        "HCCL_EXEC_TIMEOUT": (str(hccl.exec_timeout_s(run)), timeout),
         "HCCL_OP_EXPANSION_MODE": (recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
-        "HCCL_BUFFSIZE": (str(hccl.buffer_mib(config, model)), need),
+        "HCCL_BUFFSIZE": (str(hccl.buffer_mib(run)), need),
         "HCCL_IF_BASE_PORT": (str(recipe.hccl.base_port), base_port),
         "HCCL_HOST_SOCKET_PORT_RANGE": (ports, "the ports after those of HCCL_IF_BASE_PORT"),
-        **_sockets(config),
+        **_sockets(run),
         "TASK_QUEUE_ENABLE": ("2", queue),
         "CPU_AFFINITY_CONF": ("0", "counts the dies that a process sees, one with Ray; row update.bind_cores instead"),
         "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }
 
 
-def _driver(config: DictConfig, temp_dir: str | None, trees: Trees) -> dict[str, tuple[str, ...]]:
+def _driver(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str, ...]]:
     """Variables of the driver on this machine; other nodes must not get them."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, trees.folders), *filter(None, given)]))
-    temp, recipe = temp_dir or "(made at start)", config.recipe
+    path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, run.trees.folders), *filter(None, given)]))
+    temp, recipe = temp_dir or "(made at start)", run.recipe
     variables = {
         "PYTHONPATH": (path, "this checkout, then the upstream trees of --upstream or --verl-path"),
         "PYTHONUNBUFFERED": ("1", "log lines are written at once"),
@@ -175,9 +167,9 @@ def _driver(config: DictConfig, temp_dir: str | None, trees: Trees) -> dict[str,
     return {name: (*entry, "driver") for name, entry in variables.items()}
 
 
-def worker_environment(config: DictConfig) -> dict[str, str]:
+def worker_environment(run: RunSpec) -> dict[str, str]:
     """{name: value} of the variables that Ray's runtime_env ships to every worker."""
-    return {v.name: v.value for v in derive(config) if v.where == "workers"}
+    return {v.name: v.value for v in derive(run) if v.where == "workers"}
 
 
 def process_environment(variables: list[Variable], base: Mapping[str, str]) -> dict[str, str]:
@@ -191,6 +183,10 @@ def process_environment(variables: list[Variable], base: Mapping[str, str]) -> d
     return merged
 
 
-def run_dir(config: DictConfig) -> Path:
-    """Return the absolute folder that a start writes to; START stands for one that is not made yet."""
-    return output_root(config.recipe.output_root) / config.recipe.run / (config.recipe.start or "START")
+def environment_checks(run: RunSpec) -> Iterator[Check]:
+    """Refuse variables of the shell that no pin reads or that hold no allowed value, unless the run replaces them."""
+    decided = {*DROPPED, *(variable.name for variable in derive(run) if variable.where != "node")}
+    for finding in shell_findings(run.line, decided=decided):
+        if finding.state == "problem":
+            text = f"{finding.name} is {finding.found}, expected {finding.expected}; {finding.todo}"
+            yield Check("environment", False, text)

@@ -13,37 +13,26 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig
-
-from verl_patches.config.compose import (
-    config_file,
-    has_own_dataset,
-    model_changes,
-    model_shape_of,
-    reads_weights,
-    unlike_actor,
-    with_layers,
-)
+from verl_patches.config.compose import has_own_dataset
 from verl_patches.config.environment import derive, process_environment
-from verl_patches.config.run_start import NextStart, checkpoints_of, run_home
+from verl_patches.config.resolve import model_changes
+from verl_patches.config.run_start import checkpoints_of
 from verl_patches.errors import Check, ConfigError, either
-from verl_patches.layout.inventory import SCORE, build_inventory, differences, read_model_shape
+from verl_patches.layout.inventory import SCORE, build_inventory, differences, first_layers, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
-from verl_patches.layout.parallel import trained_of
-from verl_patches.layout.phases import samples
+from verl_patches.model.checks import value_model_differences
 from verl_patches.objectives.settings import columns_of
-from verl_patches.replay.recording import find_recording
-from verl_patches.rewards.parts import SHORT_FORM, parts_of
-from verl_patches.upstream.checkouts import Trees
+from verl_patches.recipe.rewards import SHORT_FORM
+from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
 from verl_patches.weights.manifest import read_manifest
-from verl_patches.weights.run_folders import LATEST, value_model_in
+from verl_patches.weights.run_folders import value_model_in
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
@@ -55,36 +44,37 @@ _PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
 _RECORD_BYTES = 64 << 20, 32 << 10  # of logs, and of a step in summary.json and metrics.jsonl
 
 
-def check_files(config: DictConfig, must_exist: Collection[str], trees: Trees | None = None) -> list[Check]:
-    """The rules about files; arguments as in checks.check_config."""
-    checks = [*_folder_checks(config, must_exist), *_data_checks(config, must_exist)]
-    checks += _reward_model_checks(config, must_exist)
-    return [*checks, *hook_checks(config, must_exist, trees), *_replay_checks(config)]
+def all_must_exist(run: RunSpec) -> RunSpec:
+    """Return `run` as it is at a start: files of all keys of PATHS are expected on this machine."""
+    return replace(run, given=run.given | set(PATHS))
 
 
-def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
-    """Where the model's folder is on this machine: it holds the planned model, in weights that can be read."""
-    path = config_file(config)
-    if QUANTIZATION in model_changes(config):
+def folder_checks(run: RunSpec) -> Iterator[Check]:
+    """Check, where the model's folder is on this machine, that it holds the planned model in weights that can be read.
+
+    As in all rules of this file, files of keys that `run.given` does not name may be on another machine: then a note.
+    """
+    path = run.model_folder / "config.json"
+    if QUANTIZATION in model_changes(run.verl):
         text = (
             f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
             "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"
         )
         yield Check("model folder", False, text)
     if not path.exists():
-        yield _absent("model folder", [path], _MODEL, _MODEL in must_exist, "the folder of a HF model")
+        yield _absent("model folder", [path], _MODEL, _MODEL in run.given, "the folder of a HF model")
         return
-    held, model = with_layers(config, read_model_shape(path)), model_shape_of(config)
+    held, model = first_layers(read_model_shape(path), run.recipe.num_hidden_layers), run.model
     held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype says in what it is computed
-    fault = f"{path} is not of recipe.model_shape {config.recipe.model_shape}: {differences(held, model)}"
+    fault = f"{path} is not of recipe.model_shape {run.recipe.model_shape}: {differences(held, model)}"
     yield either("model shape", held == model, "same model", fault)
-    if reads_weights(config):
-        yield _weights_check(config, path.parent)
+    if run.reads_weights:
+        yield _weights_check(run, path.parent)
 
 
-def _weights_check(config: DictConfig, folder: Path) -> Check:
+def _weights_check(run: RunSpec, folder: Path) -> Check:
     """The folder's files are whole and hold every tensor once, and each framework that reads them can."""
-    name, load_format = "model weights", config.actor_rollout_ref.rollout.load_format
+    name, load_format = "model weights", run.verl.actor_rollout_ref.rollout.load_format
     if not weight_files(folder):
         return Check(name, True, f"{folder} has no safetensors file: its weights were not checked", note=True)
     try:
@@ -101,12 +91,12 @@ def _weights_check(config: DictConfig, folder: Path) -> Check:
     return either(name, fits, f"whole files: {how}", fault)
 
 
-def _reward_model_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
-    """Each folder of a reward model on this machine has a head and the actor's sizes and tokenizer."""
-    for part in (part for part in parts_of(config) if part.entry.name == "reward_model"):
+def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that each folder of a reward model on this machine has a head and the actor's sizes and tokenizer."""
+    for part in (part for part in run.rewards if part.entry.name == "reward_model"):
         folder, key = value_model_in(part.entry.path), f"{part.where}.path"
         if not folder.exists():
-            here = {"recipe.rewards", _MODEL} <= {*must_exist}  # else a plan for another machine
+            here = {"recipe.rewards", _MODEL} <= run.given  # else a plan for another machine
             yield _absent("reward model", [folder], key, here, _A_REWARD_MODEL)
             continue
         try:
@@ -114,13 +104,13 @@ def _reward_model_checks(config: DictConfig, must_exist: Collection[str]) -> Ite
         except ConfigError as error:
             yield Check("reward model", False, f"{key}: {error}")
             continue
-        unlike = unlike_actor(config, source.inventory.model, folder / "config.json")
+        unlike = value_model_differences(run, source.inventory.model, folder)
         faults = [f"another model than the actor's: {unlike}"] if unlike else []
         if SCORE not in source.tensors:
             faults.append(f"no {SCORE} [1, H]; expected critic/ of a checkpoint of algo=rm, or a folder with that head")
         if source.kind == "checkpoint" and (trained := _objective_of(folder)) != "rm":
             faults.append(f"a checkpoint of {trained}, which trains no score of a response; expected one of rm")
-        if fault := _tokenizer_fault(folder, Path(config.actor_rollout_ref.model.path)):
+        if fault := _tokenizer_fault(folder, run.model_folder):
             faults.append(fault)
         text = f"{key}: {folder}: {'; '.join(faults)}"
         yield either("reward model", not faults, f"{part.label}: {source.kind} in {folder}", text)
@@ -150,24 +140,24 @@ def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expe
     return Check(name, True, f"{absent} is not on this machine, so it was not checked ({key})", note=True)
 
 
-def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
-    """Data files are parquet in verl's schema; those for training hold a batch. The trainer's node reads them.
+def data_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that data files are parquet in verl's schema, and that those for training hold a batch.
 
-    A dataset class of the user's reads any files.
+    The trainer's node reads them. A dataset class of the user's reads any files.
     """
-    for key, least in zip(_DATA, (config.data.train_batch_size, 1), strict=True):
-        files = config.data.get(key.removeprefix("data.")) or []
+    for key, least in zip(_DATA, (run.verl.data.train_batch_size, 1), strict=True):
+        files = run.verl.data.get(key.removeprefix("data.")) or []
         files = [files] if isinstance(files, str) else files
         absent = [file for file in files if not os.path.isfile(file)]
         if absent:
-            yield _absent("data", absent, key, key in must_exist, "parquet of `data build` (docs/data.md)")
+            yield _absent("data", absent, key, key in run.given, "parquet of `data build` (docs/data.md)")
             continue
-        if has_own_dataset(config):
+        if has_own_dataset(run.verl):
             text = f"{key}: read by data.custom_cls, so rows and columns were not checked"
             yield Check("data", True, text, note=True)
             continue
         try:
-            rows = sum(_read_rows(file, config) for file in files)
+            rows = sum(_read_rows(file, run) for file in files)
         except ConfigError as error:
             yield Check("data", False, f"{key}: {error}")
             continue
@@ -175,7 +165,7 @@ def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Ch
             yield Check("data", False, f"{key}: {rows} prompts; expected at least {least}")
 
 
-def _read_rows(file: str, config: DictConfig) -> int:
+def _read_rows(file: str, run: RunSpec) -> int:
     """Number of rows of a parquet file, from its footer; ConfigError where it cannot be read or lacks a column."""
     from pyarrow import ArrowException, parquet, types  # here, as most commands read no data
 
@@ -186,7 +176,7 @@ def _read_rows(file: str, config: DictConfig) -> int:
         return types.is_struct(kind) and set(names) <= {kind.field(n).name for n in range(kind.num_fields)}
 
     columns = {
-        config.data.prompt_key: lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
+        run.verl.data.prompt_key: lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
         "data_source": lambda kind: types.is_string(kind) or types.is_large_string(kind),
         "reward_model": lambda kind: is_struct(kind, "ground_truth"),
     }
@@ -197,8 +187,8 @@ def _read_rows(file: str, config: DictConfig) -> int:
                 opened.read_row_group(0)
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{file} is not a whole parquet file ({error}); make it again") from error
-    if not samples(config.recipe):  # objectives/dataset.py reads the values
-        columns = dict.fromkeys(columns_of(config.recipe.objective.name, schema.names), lambda kind: True)
+    if not run.samples:  # objectives/dataset.py reads the values
+        columns = dict.fromkeys(columns_of(run.recipe.objective.name, schema.names), lambda kind: True)
     faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
     if faults:
         raise ConfigError(
@@ -207,25 +197,6 @@ def _read_rows(file: str, config: DictConfig) -> int:
             "the same)"
         )
     return rows
-
-
-def _replay_checks(config: DictConfig) -> Iterator[Check]:
-    """The recording has the run's steps, in whole files, and is not that of the start which reads it."""
-    replay, home = config.recipe.rollout.replay, run_home(config).resolve()
-    if replay is None:
-        return
-    fault = ""
-    try:
-        find_recording(replay, config.trainer.total_training_steps)
-    except ConfigError as error:
-        fault = str(error)
-    given = Path(replay).absolute()
-    if not fault and home in (given.resolve(), given.parent.resolve() if given.name == LATEST else None):
-        fault = (
-            f"recipe.rollout.replay is {replay}, whose newest start will be this one; give one of its starts, such as "
-            f"{replay}/0001, or give this run another name (--run NAME, recipe.run)"
-        )
-    yield either("replay", not fault, f"the responses of {replay}", fault)
 
 
 # the user's code: it must import, and define what is named
@@ -273,41 +244,36 @@ class Hook(NamedTuple):
     key: str
 
 
-def hooks_of(config: DictConfig) -> Iterator[Hook]:
-    """The user's code that `config` names."""
-    for part in parts_of(config):
+def hooks_of(run: RunSpec) -> Iterator[Hook]:
+    """Return the user's code that a run names."""
+    for part in run.rewards:
         if part.entry.name == "python":
             yield Hook(part.entry.path, part.entry.function, part.where)
-    if (dataset := config.data.custom_cls).path:
+    if (dataset := run.verl.data.custom_cls).path:
         yield Hook(dataset.path, dataset.name, "data.custom_cls")
-    if hook := config.recipe.worker_process_setup_hook:
+    if hook := run.recipe.worker_process_setup_hook:
         module, _, name = hook.rpartition(".")
         yield Hook(module, name, "recipe.worker_process_setup_hook")
-    if library := config.actor_rollout_ref.model.external_lib:
+    if library := run.verl.actor_rollout_ref.model.external_lib:
         yield Hook(library, "", "actor_rollout_ref.model.external_lib")
 
 
-def hook_checks(config: DictConfig, must_exist: Collection[str] = (), trees: Trees | None = None) -> Iterator[Check]:
-    """A Check of each hook; it is imported where `trees` are given.
+def hook_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that each of the user's hooks can be imported and defines what is named.
 
     In a process of its own, with the variables and the PYTHONPATH of the run: this one imports neither torch nor verl,
-    and a module that hangs or ends its process does no harm.
-
-    must_exist: as in checks.check_config. It is a note that a package of the line is not on this machine, or any
-    module where the run's platform is another one's.
+    and a module that hangs or ends its process does no harm. It is a note that a package of the line is not on this
+    machine, or any module where the run's platform is another one's.
     """
-    for hook in hooks_of(config):
+    for hook in hooks_of(run):
         what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
         if hook.key.startswith(_FILE_HOOKS) and not file.is_file():
-            expected = not {f"{hook.key}.path", hook.key.partition("[")[0]}.isdisjoint(must_exist)
+            expected = not {f"{hook.key}.path", hook.key.partition("[")[0]}.isdisjoint(run.given)
             yield _absent("hooks", [file], f"{hook.key}.path", expected, "a Python file")
             continue
-        fault = unchecked = None
-        if trees is not None:
-            environment = process_environment(derive(config, tempfile.gettempdir(), trees), os.environ)
-            stamp = file.stat().st_mtime_ns if file.is_file() else 0
-            line = config.recipe.line
-            fault, unchecked = _import(hook.where, hook.name, line, stamp, tuple(sorted(environment.items())))
+        environment = process_environment(derive(run, tempfile.gettempdir()), os.environ)
+        stamp = file.stat().st_mtime_ns if file.is_file() else 0
+        fault, unchecked = _import(hook.where, hook.name, run.line, stamp, tuple(sorted(environment.items())))
         if unchecked:
             yield Check("hooks", True, f"{what} was not checked: {unchecked} ({hook.key})", note=True)
         else:
@@ -354,41 +320,48 @@ class Need(NamedTuple):
     keys: str
 
 
-def disk_needs(config: DictConfig, start: NextStart) -> list[Need]:
-    """What a run will write from `start` on (modelled): records and responses to its folder, checkpoints to theirs.
+def disk_checks(run: RunSpec, starts: bool = False) -> Iterator[Check]:
+    """Check that what the run writes fits on this machine's disks; a note unless it `starts` here."""
+    needs = disk_needs(run)
+    fault = disk_fault(needs)
+    yield Check("disk", not (fault and starts), fault or disk_detail(needs), note=fault is not None and not starts)
+
+
+def disk_needs(run: RunSpec) -> list[Need]:
+    """Return what a run will write from its start on (modelled): records and responses, and checkpoints.
 
     Checkpoints are the most that come to those of the run that are there: those kept and the one that is being written.
     """
-    steps, trainer = steps_of(config), config.trainer
-    done = start.step or 0
+    steps, trainer = steps_of(run), run.verl.trainer
+    done = run.start.step or 0
     left = None if steps is None else max(steps - done, 0)
     records, step_bytes = _RECORD_BYTES
     least, text = records + step_bytes * (left or 1), "logs and records"
-    if config.recipe.rollout.record and samples(config.recipe):
-        size = recorded_bytes(config)
+    if run.recipe.rollout.record and run.samples:
+        size = recorded_bytes(run)
         least += size * (left or 1)
         text += f", responses of {_many(left, 'step')}, {size_text(size)} each (modelled)"
-    needs = [Need("run", run_home(config), least, text, "recipe.output_root, recipe.rollout.record")]
+    needs = [Need("run", run.home, least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
-        trained = [build_inventory(model_shape_of(config), value=name == "critic") for name in trained_of(config)]
+        trained = [build_inventory(run.model, value=name == "critic") for name in run.trained]
         parameters = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
-        size, kept = _PARAMETER_BYTES[config.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
+        size, kept = _PARAMETER_BYTES[run.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
         saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
-        most = max(kept + 1 - start.held, 1) if kept else None
+        most = max(kept + 1 - run.start.held, 1) if kept else None
         count = min((number for number in (saves, most) if number is not None), default=None)
         text = "at least 2 checkpoints" if count is None else _many(count, "checkpoint")
         text += f", {size_text(size)} each (modelled), one of them while it is written"
         keys = "trainer.default_local_dir, trainer.save_freq, trainer.max_actor_ckpt_to_keep"
         keys += f" (now {'null: all' if kept is None else kept})"
-        needs.append(Need("checkpoints", checkpoints_of(config), size * (count or 2), text, keys))
+        needs.append(Need("checkpoints", checkpoints_of(run), size * (count or 2), text, keys))
     return needs
 
 
-def recorded_bytes(config: DictConfig) -> int:
+def recorded_bytes(run: RunSpec) -> int:
     """Bytes of a step's responses on disk (modelled): ids, masks and positions of 8 bytes, log-probs in fp32."""
-    data = config.data
-    tokens = 4 * 8 * (data.max_prompt_length + data.max_response_length) + 4 * data.max_response_length
-    return data.train_batch_size * config.actor_rollout_ref.rollout.n * tokens
+    data = run.verl.data
+    tokens = 4 * 8 * run.longest_tokens + 4 * data.max_response_length
+    return data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
 
 
 def _many(count: int | None, what: str) -> str:
@@ -397,19 +370,19 @@ def _many(count: int | None, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def steps_of(config: DictConfig) -> int | None:
+def steps_of(run: RunSpec) -> int | None:
     """Steps of a run: trainer.total_training_steps, or those of its epochs; None where no data files say so.
 
     A class of the user's may make more or fewer samples of their rows.
     """
-    if config.trainer.total_training_steps is not None or has_own_dataset(config):
-        return config.trainer.total_training_steps
-    files = config.data.train_files or []
+    if run.verl.trainer.total_training_steps is not None or has_own_dataset(run.verl):
+        return run.verl.trainer.total_training_steps
+    files = run.verl.data.train_files or []
     try:
-        rows = sum(_read_rows(file, config) for file in ([files] if isinstance(files, str) else files))
+        rows = sum(_read_rows(file, run) for file in ([files] if isinstance(files, str) else files))
     except ConfigError:  # absent, or a fault that the rule about data names
         return None
-    return rows // config.data.train_batch_size * config.trainer.total_epochs or None
+    return rows // run.verl.data.train_batch_size * run.verl.trainer.total_epochs or None
 
 
 def disk_detail(needs: Iterable[Need]) -> str:

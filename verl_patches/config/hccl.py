@@ -6,22 +6,16 @@ Not tried on a device: the figures are those of CANN's and torch_npu's documenta
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from omegaconf import DictConfig
-
-from verl_patches.config.compose import graph_arguments, seats_of
-from verl_patches.config.recipe import HCCL_PORTS
 from verl_patches.errors import Check, ConfigError, either
-from verl_patches.layout.inventory import ModelShape
-from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
-from verl_patches.layout.phases import samples
-from verl_patches.platform import as_npu
 from verl_patches.platform.npu import MC2_FROM_RANKS
 from verl_patches.platform.npu.groups import EXPERTS_IN_ROLLOUT, EXPERTS_IN_TRAINING
-from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.ray_nodes import RayPorts
+from verl_patches.recipe.schema import HCCL_PORTS
+from verl_patches.spec import RunSpec
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100
@@ -32,19 +26,18 @@ PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20
 
 
-def checks(config: DictConfig, model: ModelShape) -> list[Check]:
-    """The rules of this file; nothing on other platforms than npu."""
-    if not as_npu(config.recipe.platform):
-        return []
-    return [check_machine(config, model), check_buffer(config, model), check_timeouts(config), check_ports(config)]
+def hccl_checks(run: RunSpec) -> Iterator[Check]:
+    """Check the machines, HCCL's buffers, timeouts and ports; nothing on other platforms than npu."""
+    if run.as_npu:
+        yield from (check_machine(run), check_buffer(run), check_timeouts(run), check_ports(run))
 
 
-def decodes_by_mc2(config: DictConfig) -> bool:
+def decodes_by_mc2(run: RunSpec) -> bool:
     """Whether a rollout exchanges experts by MC2 in decode."""
-    return samples(config.recipe) and config.recipe.rollout.expert_parallel and world_size(config) >= MC2_FROM_RANKS
+    return run.samples and run.recipe.rollout.expert_parallel and run.world_size >= MC2_FROM_RANKS
 
 
-def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
+def buffer_need_mib(run: RunSpec) -> int:
     """MiB of HCCL_BUFFSIZE that vllm-ascend's exchange of experts (MC2) needs in decode; 0 where it is not used.
 
     By the documentation of torch_npu.npu_moe_distribute_dispatch for Atlas A3 (op-plugin 7.1.0):
@@ -53,37 +46,37 @@ def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
     with an address out of range and names no variable (vllm-ascend issue 2674). For A2 the same page has
     HCCL_BUFFSIZE >= 2 x (tokens x ep x min(local experts, top-k) x hidden x 2 bytes + 2 MiB).
     """
-    if not decodes_by_mc2(config):
+    if not decodes_by_mc2(run):
         return 0
-    ep, local, tokens = _exchange(config, model)
-    if config.recipe.hardware != "a3":
-        sent = tokens * ep * min(local, model.num_experts_per_tok) * model.hidden_size * 2
+    ep, local, tokens = _exchange(run)
+    if run.recipe.hardware != "a3":
+        sent = tokens * ep * min(local, run.model.num_experts_per_tok) * run.model.hidden_size * 2
         return math.ceil(2 * (sent / _MIB + 2))
-    moved = tokens * 2 * (model.hidden_size + 128) * (ep * local + model.num_experts_per_tok + 1)
+    moved = tokens * 2 * (run.model.hidden_size + 128) * (ep * local + run.model.num_experts_per_tok + 1)
     return math.ceil(2 * moved / _MIB + 2)
 
 
-def _exchange(config: DictConfig, model: ModelShape) -> tuple[int, int, int]:
+def _exchange(run: RunSpec) -> tuple[int, int, int]:
     """(ranks of an expert group, experts of its last rank, tokens of a rank in decode) of the rollout."""
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    ep = tp * config.recipe.rollout.dp
-    local = model.n_routed_experts // ep + model.n_routed_experts % ep  # the last rank has the rest
-    return ep, local, math.ceil(_decode_batch(config) / tp)
+    tp = run.rollout.tp
+    ep, experts = tp * run.recipe.rollout.dp, run.model.n_routed_experts
+    local = experts // ep + experts % ep  # the last rank has the rest
+    return ep, local, math.ceil(_decode_batch(run) / tp)
 
 
-def check_machine(config: DictConfig, model: ModelShape) -> Check:
+def check_machine(run: RunSpec) -> Check:
     """Whether recipe.hardware has such nodes, and runs what the configuration asks of HCCL and MC2."""
-    machine, dies = HARDWARE[config.recipe.hardware], config.trainer.n_gpus_per_node
-    most, half, mode, faults = machine.node_dies, machine.module_dies, config.recipe.hccl.expansion_mode, []
+    machine, dies = run.hardware, run.verl.trainer.n_gpus_per_node
+    most, half, mode, faults = machine.node_dies, machine.module_dies, run.recipe.hccl.expansion_mode, []
     if dies > most or half < dies < most:
         sizes = f"at most {half} or {most}" if half < most else f"at most {most}"
-        todo = f"trainer.nnodes={math.ceil(world_size(config) / most)} trainer.n_gpus_per_node={most}"
+        todo = f"trainer.nnodes={math.ceil(run.world_size / most)} trainer.n_gpus_per_node={most}"
         faults.append(f"trainer.n_gpus_per_node is {dies}, expected {sizes}: take {todo}")
     if mode not in machine.expansion_modes:
         modes = " or ".join(machine.expansion_modes)
         faults.append(f"recipe.hccl.expansion_mode is {mode}, expected {modes} for training")
-    if decodes_by_mc2(config):
-        ep, local, tokens = _exchange(config, model)
+    if decodes_by_mc2(run):
+        ep, local, tokens = _exchange(run)
         if ep not in machine.mc2_ranks:
             sizes = ", ".join(map(str, machine.mc2_ranks))
             faults.append(f"a rollout instance has {ep} ranks, MC2 takes {sizes}: change recipe.rollout.dp")
@@ -95,22 +88,22 @@ def check_machine(config: DictConfig, model: ModelShape) -> Check:
     return either("hardware", not faults, held, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
 
 
-def _decode_batch(config: DictConfig) -> int:
+def _decode_batch(run: RunSpec) -> int:
     """Most responses that a replica decodes at once: decode batches are padded to a graph's size."""
-    sizes = graph_arguments(config).get("graph_batch_sizes") or ()
-    return max(seats_of(config), *sizes, 0)
+    sizes = run.graph_sizes
+    return max(run.seats, *sizes, 0)
 
 
-def buffer_mib(config: DictConfig, model: ModelShape) -> int:
+def buffer_mib(run: RunSpec) -> int:
     """HCCL_BUFFSIZE: recipe.hccl.buffer_mib, or the need in whole hundreds, and no less than HCCL's default."""
-    if config.recipe.hccl.buffer_mib is not None:
-        return config.recipe.hccl.buffer_mib
-    return max(DEFAULT_BUFFER_MIB, BUFFER_STEP_MIB * math.ceil(buffer_need_mib(config, model) / BUFFER_STEP_MIB))
+    if run.recipe.hccl.buffer_mib is not None:
+        return run.recipe.hccl.buffer_mib
+    return max(DEFAULT_BUFFER_MIB, BUFFER_STEP_MIB * math.ceil(buffer_need_mib(run) / BUFFER_STEP_MIB))
 
 
-def check_buffer(config: DictConfig, model: ModelShape) -> Check:
+def check_buffer(run: RunSpec) -> Check:
     """Whether the buffer holds what the rollout's experts exchange."""
-    need, given = buffer_need_mib(config, model), buffer_mib(config, model)
+    need, given = buffer_need_mib(run), buffer_mib(run)
     held = f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}"
     fault = (
         f"recipe.hccl.buffer_mib is {given} (HCCL_BUFFSIZE), expected at least {need}: vllm-ascend's exchange of "
@@ -133,7 +126,7 @@ class Group(NamedTuple):
     communicates: bool
 
 
-def groups(config: DictConfig) -> list[Group]:
+def groups(run: RunSpec) -> list[Group]:
     """Groups of more than one rank that rank 0 makes on platform npu, in the order in which they are made.
 
     As Megatron core_r0.8.0 and MindSpeed make them (megatron/core/parallel_state.py:496-714; their wrapper makes those
@@ -141,7 +134,7 @@ def groups(config: DictConfig) -> list[Group]:
     Which of them communicate was read in the sources. Transfers of the pipeline are batched in its own group
     (batch_p2p_comm); prompts are gathered over verl's mesh; no collective runs on vLLM's group of all ranks.
     """
-    train, rollout = train_layout_of(config), rollout_layout_of(config)
+    train, rollout = run.train, run.rollout
     tp, pp, dp, cp = train.tp, train.pp, train.dp, train.cp
     ep, rest = divmod(train.ep * (train.etp or tp), tp)  # Megatron's own count: of groups of TP ranks
     if rest or not ep:
@@ -162,14 +155,14 @@ def groups(config: DictConfig) -> list[Group]:
         *([("dp_modulo_exp_cp", dp * cp // ep, True)] if split else []),
         ("pp_new_stream", pp, False),
     ]
-    instance, mc2 = rollout.tp * config.recipe.rollout.dp, decodes_by_mc2(config)
+    instance, mc2 = rollout.tp * run.recipe.rollout.dp, decodes_by_mc2(run)
     engine = [
-        *(("tp", rollout.tp, True), ("dp", config.recipe.rollout.dp, True)),
-        (EXPERTS_IN_ROLLOUT, instance, config.recipe.rollout.expert_parallel),
+        *(("tp", rollout.tp, True), ("dp", run.recipe.rollout.dp, True)),
+        (EXPERTS_IN_ROLLOUT, instance, run.recipe.rollout.expert_parallel),
         *([("mc2", instance, True)] if mc2 else []),  # row rollout.ascend_mc2_groups
     ]
     large = "mc2" if mc2 else EXPERTS_IN_ROLLOUT
-    small = config.recipe.hccl.small_groups_mib is not None
+    small = run.recipe.hccl.small_groups_mib is not None
     made = [
         Group("train", "all ranks", train.world_size, False, True),
         *(
@@ -180,56 +173,56 @@ def groups(config: DictConfig) -> list[Group]:
         Group("rollout", "verl's mesh, tp", rollout.tp, False, True),
         Group("rollout", "vllm_world", train.world_size, False, False),
         *(Group("rollout", f"vllm_{name}", ranks, small and name != large, used) for name, ranks, used in engine),
-        Group("rollout", "unfinished requests", config.recipe.rollout.dp, False, True),
+        Group("rollout", "unfinished requests", run.recipe.rollout.dp, False, True),
     ]
-    sides = ("train", "rollout") if samples(config.recipe) else ("train",)
+    sides = ("train", "rollout") if run.samples else ("train",)
     return [group for group in made if group.ranks > 1 and group.side in sides]
 
 
-def group_buffer_mib(config: DictConfig, model: ModelShape, group: Group) -> int:
+def group_buffer_mib(run: RunSpec, group: Group) -> int:
     """MiB of each of a group's buffers."""
-    return config.recipe.hccl.small_groups_mib if group.small else buffer_mib(config, model)
+    return run.recipe.hccl.small_groups_mib if group.small else buffer_mib(run)
 
 
-def buffer_bytes(config: DictConfig, model: ModelShape) -> dict[str, int]:
+def buffer_bytes(run: RunSpec) -> dict[str, int]:
     """{train, rollout}: bytes of HCCL's buffers on a die, of the groups that communicate."""
     sizes = {"train": 0, "rollout": 0}
-    for group in groups(config):
+    for group in groups(run):
         if group.communicates:
-            sizes[group.side] += BUFFERS_OF_A_GROUP * group_buffer_mib(config, model, group) * _MIB
+            sizes[group.side] += BUFFERS_OF_A_GROUP * group_buffer_mib(run, group) * _MIB
     return sizes
 
 
-def exec_timeout_s(config: DictConfig) -> int:
+def exec_timeout_s(run: RunSpec) -> int:
     """HCCL_EXEC_TIMEOUT in seconds: recipe.train.collective_timeout_minutes."""
-    return 60 * config.recipe.train.collective_timeout_minutes
+    return 60 * run.recipe.train.collective_timeout_minutes
 
 
-def check_timeouts(config: DictConfig) -> Check:
+def check_timeouts(run: RunSpec) -> Check:
     """Whether the expansion mode allows the timeout of a collective."""
-    given = exec_timeout_s(config)
+    given = exec_timeout_s(run)
     fault = (
         f"recipe.train.collective_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
         f"{AIV_EXEC_TIMEOUT_S // 60}: HCCL_OP_EXPANSION_MODE=AIV counts more than {AIV_EXEC_TIMEOUT_S} s as that; "
         "lower it, or set recipe.hccl.expansion_mode=AI_CPU"
     )
-    fits = config.recipe.hccl.expansion_mode != "AIV" or given <= AIV_EXEC_TIMEOUT_S
+    fits = run.recipe.hccl.expansion_mode != "AIV" or given <= AIV_EXEC_TIMEOUT_S
     return either("HCCL timeouts", fits, f"a collective times out after {given} s", fault)
 
 
-def host_ports(config: DictConfig) -> tuple[int, int]:
+def host_ports(run: RunSpec) -> tuple[int, int]:
     """(first, last) port of HCCL_HOST_SOCKET_PORT_RANGE: those behind the 16 of HCCL_IF_BASE_PORT."""
-    base = config.recipe.hccl.base_port
+    base = run.recipe.hccl.base_port
     return base + IF_PORTS, base + HCCL_PORTS - 1
 
 
-def check_ports(config: DictConfig, proc: Path = PROC) -> Check:
+def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
     """Whether nothing else takes HCCL's ports on this machine.
 
     `proc` holds the kernel's ip_local_port_range, the ephemeral ports, and ip_local_reserved_ports, which are not given
     out. Ray, torch and vLLM use ephemeral ports too.
     """
-    first, last = config.recipe.hccl.base_port, host_ports(config)[1]
+    first, last = run.recipe.hccl.base_port, host_ports(run)[1]
     name, said = "HCCL ports", f"HCCL listens on ports {first} to {last}"
     try:
         low, high = map(int, (proc / "ip_local_port_range").read_text().split())
@@ -246,7 +239,7 @@ def check_ports(config: DictConfig, proc: Path = PROC) -> Check:
         )
         return Check(name, False, text)
     spans = RayPorts().spans()
-    if (port := config.recipe.ray_port) is not None:
+    if (port := run.recipe.ray_port) is not None:
         spans["recipe.ray_port"] = port, port
     taken = [(name, a, b) for name, (a, b) in spans.items() if a <= last and first <= b]
     if taken:

@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from pydantic import FiniteFloat
 
-from verl_patches.config.environment import COMPOSED
+from verl_patches.config.environment import COMPOSED, FACTS
 from verl_patches.config.files import recorded_bytes
 from verl_patches.data.handlers import EXTRA, digest_of, schema_of
 from verl_patches.data.output import MANIFEST, TRAIN, whole_folder, write_rows
 from verl_patches.data.sources import file_facts, load, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.phases import samples
 from verl_patches.replay.recording import recording_in
-from verl_patches.values import Count, NotNegative, size_text, types_of, value_faults
-from verl_patches.yaml_files import read_yaml
+from verl_patches.spec import RunSpec, read_run
+from verl_patches.values import Count, NotNegative, read_yaml, size_text, types_of, value_faults
 
 if TYPE_CHECKING:
     import torch
@@ -77,12 +76,13 @@ def from_rollouts(
     progress: called after each step. ConfigError where the run recorded no rollouts, or something of it cannot be read;
     RecipeError where no row is left. Then nothing is written.
     """
-    config = OmegaConf.create(read_yaml(run / COMPOSED))
-    steps, tokenizer = scored_steps(run, config), _tokenizer(config)
+    with load(f"{run}: expected a run, with {COMPOSED} and {FACTS}"):
+        spec = read_run((run / FACTS).read_text(), OmegaConf.create(read_yaml(run / COMPOSED)))
+    steps, tokenizer = scored_steps(run, spec), _tokenizer(spec.verl)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()
     with whole_folder(target, overwrite) as work:
-        data = _rows_of_data(config, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
+        data = _rows_of_data(spec.verl, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
         file, seen = work / "out" / TRAIN, set()
 
         def rows() -> Iterator[str]:
@@ -113,15 +113,15 @@ def from_rollouts(
     return {**report, "files": [str(target / TRAIN)]}
 
 
-def scored_steps(run: Path, config: DictConfig) -> dict[int, Path]:
+def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
     """Return {step: folder} of the steps whose responses and rewards are recorded. ConfigError without one."""
     steps = recording_in(run)
     if scored := {n: folder for n, folder in steps.items() if (folder / f"scores_{n}.safetensors").is_file()}:
         return scored
-    if not samples(config.recipe):
+    if not spec.samples:
         raise ConfigError(f"{run} trained on fixed data: it has no rollouts; give a run that samples")
     found = f"no rewards of its {len(steps)} steps: no update followed" if steps else "no rollouts"
-    size = size_text(recorded_bytes(config))
+    size = size_text(recorded_bytes(spec))
     raise ConfigError(f"{run} recorded {found}; run it with recipe.rollout.record=true, {size} a step (modelled)")
 
 

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from verl_patches.data.handlers import EXTRA, HANDLERS, Handler
 from verl_patches.data.templates import MODEL, template_of
 from verl_patches.errors import ConfigError
-from verl_patches.values import Count, Seed, Share, Text, types_of, unknown_key, value_faults
-from verl_patches.yaml_files import parse_yaml, read_yaml
+from verl_patches.values import Count, Seed, Share, Text, parse_yaml, read_yaml, types_of, unknown_key, value_faults
 
 # why a record is left out, or with `sentences` doubted: above which share of the records none is written
 REASONS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
@@ -59,10 +58,10 @@ class Settings(BaseModel):
 
 def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None = None) -> Settings:
     """The settings of a file, of texts KEY=VALUE, and of `output`, an output_prefix. ConfigError for what is wrong."""
-    values = None if file.suffix in (".jsonl", ".parquet") else read_yaml(file)
-    if not isinstance(values, dict):
-        hint = f"a file of data is given as its input: data build data/sample.yaml input={file} -o DIR"
-        raise ConfigError(f"{file}: expected a YAML file of keys and values (docs/data.md), found none; {hint}")
+    if file.suffix in (".jsonl", ".parquet"):
+        hint = f"give a file of data as its input: data build data/sample.yaml input={file} -o DIR"
+        raise ConfigError(f"{file}: expected a YAML file of keys and values (docs/data.md), found data; {hint}")
+    values = read_yaml(file)
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign:

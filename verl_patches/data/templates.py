@@ -14,8 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError
-from verl_patches.values import unknown_key
-from verl_patches.yaml_files import read_yaml
+from verl_patches.values import read_yaml, unknown_key
 
 TEMPLATES = REPOSITORY / "data" / "templates.yaml"  # {name: {user: Jinja, system: text}}
 MODEL = "model"  # messages as they are

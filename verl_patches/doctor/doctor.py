@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from omegaconf import OmegaConf
 
-from verl_patches.config.environment import REPOSITORY, switches_of
+from verl_patches.config.environment import REPOSITORY
 from verl_patches.doctor import npu_checks
 from verl_patches.doctor.node_checks import (
     HOST_ROWS,
@@ -57,9 +57,9 @@ def facts_of(node: Node) -> dict[str, Any]:
     """What other nodes are compared with: plain data."""
     return {
         "host": socket.gethostname(),
-        "digest": Engine(tuple(node.rows), switches_of(node.config)).digest(),
+        "digest": Engine(tuple(node.rows), node.run.process_switches).digest(),
         "code": _code(),
-        "config": hashlib.sha256(OmegaConf.to_yaml(node.config).encode()).hexdigest()[:16],
+        "config": hashlib.sha256(OmegaConf.to_yaml(node.run.verl).encode()).hexdigest()[:16],
         "image": _image(),
         "software": _software(node),
         "interface": _interface(node),
@@ -91,7 +91,7 @@ def _software(node: Node) -> dict[str, str]:
     """Versions of Ascend software below Python, as `versions` finds them."""
     if not node.npu:
         return {}
-    report = versions.compare(node.config.recipe.line, node.machine, trees=node.trees)
+    report = versions.compare(node.run.recipe.line, node.machine, trees=node.run.trees)
     software = {f.name: f.found for f in report.findings if f.name in _SOFTWARE}
     return {**software, "firmware": npu_checks.firmware_of(node) or "unknown"}
 
@@ -111,7 +111,7 @@ def this_node(node: Node) -> dict[str, Any]:
 
 
 def _as_report(node: Node, findings: Iterable[Finding], facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    report = Report(COMMAND, node.config.recipe.line, tuple(findings))
+    report = Report(COMMAND, node.run.recipe.line, tuple(findings))
     return {**report.as_dict(), "nodes": [{"address": place, "facts": known} for place, known in facts.items()]}
 
 
@@ -178,7 +178,7 @@ def ask(node: Node, words: Sequence[str]) -> Nodes:
     if node.npu:
         probes["hccl"] = {"backend": "hccl", "local": node.dies, **settings}
     command = ["-m", "verl_patches", COMMAND, *words, "--this-node", "--json"]
-    request = {"address": node.config.recipe.ray_address, "command": command, "limit_s": NODE_S, "probes": probes}
+    request = {"address": node.run.recipe.ray_address, "command": command, "limit_s": NODE_S, "probes": probes}
     request["cwd"] = os.getcwd()  # relative folders of the config
     try:
         answer = ray_cluster.ask_nodes(request, ray_cluster.ANSWER_S + NODE_S + 2 * PROBE_S)
@@ -225,7 +225,7 @@ def _equal_parts(name: str) -> Any:
             more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
             yield Result(False, "; ".join(texts[:_SHOWN]) + more, where=place, details=tuple(texts[_SHOWN:]))
         if not keys:
-            yield Result(None, f"nothing to compare: recipe.platform is {nodes.node.config.recipe.platform}")
+            yield Result(None, f"nothing to compare: recipe.platform is {nodes.node.run.recipe.platform}")
         elif not differing:
             yield Result(True, f"{len(keys)} versions equal on {len(facts)} nodes")
 
@@ -234,7 +234,7 @@ def _equal_parts(name: str) -> Any:
 
 def _number(nodes: Nodes) -> Iterator[Result]:
     nodes.require_ray()
-    fault = fault_of(ray_cluster.check_nodes, nodes.node.config, nodes.nodes)
+    fault = fault_of(ray_cluster.check_nodes, nodes.node.run, nodes.nodes)
     yield Result(fault is None, fault or f"{len(nodes.nodes)} nodes")
 
 

@@ -16,17 +16,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import psutil
-from omegaconf import DictConfig
 
 from verl_patches.config import hccl
-from verl_patches.config.files import Need, check_files, disk_detail, disk_fault, disk_needs
-from verl_patches.config.run_start import planned_start
+from verl_patches.config.files import Need, disk_detail, disk_fault, disk_needs
 from verl_patches.errors import ConfigError, RecipeError, fault_of
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.launch.run_folder import require_lasting_folders, require_output_folder
@@ -34,14 +32,15 @@ from verl_patches.patching.contract import Sources, check
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.planning.plan import host_bytes
-from verl_patches.platform import NO_DEVICE, as_npu
+from verl_patches.platform import NO_DEVICE
 from verl_patches.platform import require as require_platform
 from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
 from verl_patches.platform.npu.machine import INSTALL_JEMALLOC, preload, stale_locks
 from verl_patches.platform.npu.npu_tools import NotUnderstoodError
 from verl_patches.processes import taken_by
+from verl_patches.spec import Rules, RunSpec
 from verl_patches.upstream import versions
-from verl_patches.upstream.checkouts import LINE, Trees
+from verl_patches.upstream.checkouts import LINE
 from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import load_pins
 
@@ -85,13 +84,13 @@ class Machine(versions.Machine):
 class Node:
     """One node and the run it will host.
 
-    rows: the catalogue. head: HOST:PORT of Ray's head, None where no Ray runs. has_model: whether the run's model is
-    there already; `smoke` makes its own.
+    rows: the catalogue. rules: the table of rules. head: HOST:PORT of Ray's head, None where no Ray runs. has_model:
+    whether the run's model is there already; `smoke` makes its own.
     """
 
-    config: DictConfig
+    run: RunSpec
     rows: Sequence[PatchSpec]
-    trees: Trees = Trees()
+    rules: Rules
     machine: Machine = Machine()
     head: str | None = None
     has_model: bool = True
@@ -99,17 +98,17 @@ class Node:
     @property
     def npu(self) -> bool:
         """Whether the run is for NPUs."""
-        return self.config.recipe.platform == "npu"
+        return self.run.platform == "npu"
 
     @property
     def nodes(self) -> int:
         """Number of nodes of the run."""
-        return self.config.trainer.nnodes
+        return self.run.verl.trainer.nnodes
 
     @property
     def dies(self) -> int:
         """Number of dies of this node that the run takes."""
-        return self.config.trainer.n_gpus_per_node
+        return self.run.verl.trainer.n_gpus_per_node
 
     @cached_property
     def npu_smi(self) -> str | None:
@@ -121,7 +120,7 @@ class Node:
         """(network interface, why) as a worker of this node chooses it; None where Ray's head is not known yet."""
         if own := self.machine.environ.get(_OF_GLOO):  # HCCL's may be a prefix, or name what is not taken
             return own.split(",")[0], f"{_OF_GLOO} of this node's environment"
-        if chosen := self.config.recipe.hccl.interface:
+        if chosen := self.run.recipe.hccl.interface:
             return chosen, "recipe.hccl.interface"
         if self.nodes == 1:
             return "lo", "one node"
@@ -190,7 +189,7 @@ class NodeCheck:
 
 
 def _platform(node: Node) -> Iterator[Result]:
-    platform = node.config.recipe.platform
+    platform = node.run.recipe.platform
     fault = fault_of(require_platform, platform)
     yield Result(fault is None, fault or platform)
 
@@ -225,34 +224,34 @@ _OTHER_LINE = {  # what to do on a machine of the other line, whose packages sta
 
 def _other_line(node: Node) -> Result | None:
     """What is said once where the installed packages are those of another line, each of which would differ."""
-    line = node.config.recipe.line
+    line = node.run.recipe.line
     other = versions.installed_line(node.machine)
     found, expected = f"the packages of line {other}", f"the packages of line {line}"
     return Result(False, found, expected, _OTHER_LINE[line]) if other not in (None, line) else None
 
 
 def _pins(node: Node) -> Iterator[Result]:
-    line = node.config.recipe.line
-    if (other := _other_line(node)) and (node.npu or not node.trees.folders):
+    line = node.run.recipe.line
+    if (other := _other_line(node)) and (node.npu or not node.run.trees.folders):
         yield other
-    elif line == LINE and node.config.recipe.platform in NO_DEVICE:  # its packages are an NPU image's
-        findings = source_findings(load_pins().line(line), roots_of(line, node.trees))
+    elif line == LINE and node.run.recipe.platform in NO_DEVICE:  # its packages are an NPU image's
+        findings = source_findings(load_pins().line(line), roots_of(line, node.run.trees))
         yield from _folded(findings, "as pinned", "versions")
     else:
-        report = versions.compare(line, node.machine, trees=node.trees)
+        report = versions.compare(line, node.machine, trees=node.run.trees)
         findings = [f for f in report.findings if f.name != "not supported" and f.where != "config"]
         yield from _folded(findings, "as pinned", "versions")
 
 
 def _drift(node: Node) -> Iterator[Result]:
-    if not node.trees.folders and (other := _other_line(node)):
+    if not node.run.trees.folders and (other := _other_line(node)):
         yield Result(None, f"installed are {other.found}", todo="as for pins")
         return
-    line = node.config.recipe.line
-    roots, pins = roots_of(line, node.trees), load_pins().line(line)
+    line = node.run.recipe.line
+    roots, pins = roots_of(line, node.run.trees), load_pins().line(line)
     of_package = dict(zip(roots, source_findings(pins, roots), strict=True))
     verified = {package: f"{f.name}, {f.found}" for package, f in of_package.items() if f.state == "fine"}
-    sources = Sources(roots, not node.trees.folders, versions=pins.packages, verified=verified)
+    sources = Sources(roots, not node.run.trees.folders, versions=pins.packages, verified=verified)
     yield from _folded(check(node.rows, line, sources).findings, "as reviewed", "check", shown=("problem",))
 
 
@@ -260,22 +259,23 @@ def _drift(node: Node) -> Iterator[Result]:
 
 
 def _files(node: Node) -> Iterator[Result]:
-    for rule in check_files(node.config, (MODEL, "recipe.rewards") if node.has_model else ()):
-        if rule.name.startswith(("model", "reward model")):  # `train` looks at what the trainer alone reads
-            yield Result(rule.ok, rule.detail, name=rule.name, state="note" if rule.ok and rule.note else "")
+    run = replace(node.run, given=frozenset((MODEL, "recipe.rewards") if node.has_model else ()))
+    for found in (each for rule in node.rules.files for each in rule(run)):
+        if found.name.startswith(("model", "reward model")):  # `train` looks at what the trainer alone reads
+            yield Result(found.ok, found.detail, name=found.name, state="note" if found.ok and found.note else "")
 
 
 def _disk(node: Node) -> Iterator[Result]:
-    config, temporary = node.config, Path(tempfile.gettempdir())
+    temporary = Path(tempfile.gettempdir())
     needs = [
-        *disk_needs(config, planned_start(config)[0]),
+        *disk_needs(node.run),
         Need("temporary", temporary, FREE_BYTES[node.npu], "Ray's sockets and logs", "TMPDIR"),
     ]
     fault = disk_fault(needs)
     yield Result(fault is None, fault or disk_detail(needs), "room for what the run writes")
-    fault = fault_of(require_output_folder, config)
+    fault = fault_of(require_output_folder, node.run)
     yield Result(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
-    fault = fault_of(require_lasting_folders, config)
+    fault = fault_of(require_lasting_folders, node.run)
     todo = "" if fault is None else "cluster down, add volumes to the job file, cluster up (docs/cluster.md#volumes)"
     yield Result(fault is None, fault or "yes", "outlives the container", todo, "run, lasting")
 
@@ -284,7 +284,7 @@ def _disk(node: Node) -> Iterator[Result]:
 
 
 def _shared_memory(node: Node) -> Iterator[Result]:
-    usage, need = shutil.disk_usage("/dev/shm"), object_store_bytes(node.config)
+    usage, need = shutil.disk_usage("/dev/shm"), object_store_bytes(node.run)
     found = f"{usage.total / GB:.1f} GB, {usage.free / GB:.1f} GB free"
     yield Result(usage.total >= need, found, f"{need / GB:.1f} GB for Ray's object store")
 
@@ -310,7 +310,7 @@ def _available_bytes(cgroup: Path) -> int:
 
 
 def _host_memory(node: Node) -> Iterator[Result]:
-    states, store = host_bytes(node.config, node.rows), object_store_bytes(node.config)
+    states, store = host_bytes(node.run), object_store_bytes(node.run)
     need, left = states + store, _available_bytes(node.machine.cgroup)
     expected = (
         f"{need / GB:.1f} GB (modelled): {states / GB:.1f} by the workers, {store / GB:.1f} by Ray's object store"
@@ -387,13 +387,12 @@ def _interface(node: Node) -> Iterator[Result]:
 
 
 def _ports(node: Node) -> Iterator[Result]:
-    config = node.config
-    if not as_npu(config.recipe.platform):
+    if not node.run.as_npu:
         yield Result(True, "HCCL is not used on this platform")
         return
-    ports = hccl.check_ports(config, node.machine.proc)
+    ports = hccl.check_ports(node.run, node.machine.proc)
     yield Result(ports.ok, ports.detail, name="HCCL, range")
-    first, last = config.recipe.hccl.base_port, hccl.host_ports(config)[1]
+    first, last = node.run.recipe.hccl.base_port, hccl.host_ports(node.run)[1]
     taken = [port for port in range(first, last + 1) if taken_by(port, ("127.0.0.1", ""))]
     found = f"taken: {', '.join(map(str, taken[:8]))}" if taken else f"{first} to {last} are free"
     todo = f"ss -ltnp 'sport >= :{first} and sport <= :{last}' names the programs; end them, or change recipe.hccl."

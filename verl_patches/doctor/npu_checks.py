@@ -32,7 +32,7 @@ _MOUNTED = "mount it from the host, as scripts/start_container.sh does for npu-s
 def require_npu(node: Node) -> None:
     """NotRunError where the run is for another platform."""
     if not node.npu:
-        raise NotRunError(f"no NPU here: recipe.platform is {node.config.recipe.platform}")
+        raise NotRunError(f"no NPU here: recipe.platform is {node.run.recipe.platform}")
 
 
 def smi_of(node: Node) -> NpuSmi:
@@ -61,7 +61,7 @@ def _name(die: Die) -> str:
 
 def _memory(node: Node) -> Iterator[Result]:
     smi = smi_of(node)
-    need = peak_bytes(node.config, node.rows)
+    need = peak_bytes(node.run)
     for process in smi.processes:
         found = f"process {process.pid} ({process.name}) holds {process.memory_mb} MB"
         name = f"card {process.card}, chip {process.chip}"

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.sampling_params import RequestOutputKind
 
-from verl_patches.config.compose import vllm_arguments
 from verl_patches.data.sources import load
 from verl_patches.errors import RecipeError
+from verl_patches.spec import RunSpec
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import Source, open_source
 
@@ -70,19 +69,19 @@ def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
 
 
 class Engine:
-    """The engine of `config` with the weights of `folder`; length: tokens of a prompt and its response, at most.
+    """The engine of a run with the weights of `folder`; length: tokens of a prompt and its response, at most.
 
     parallel: vLLM's arguments of the layout that this process is a rank of.
     """
 
-    def __init__(self, folder: Path, config: DictConfig, length: int, parallel: Mapping[str, Any] = ALONE):
+    def __init__(self, folder: Path, run: RunSpec, length: int, parallel: Mapping[str, Any] = ALONE):
         gc.collect()  # an engine before this one has cycles
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if not dist.is_initialized():
             os.environ.update(_LAUNCHER)
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        rollout = config.actor_rollout_ref.rollout
-        given = {**OmegaConf.to_container(OmegaConf.create(vllm_arguments(config))), **parallel}
+        rollout = run.verl.actor_rollout_ref.rollout
+        given = {**run.engine, **parallel}
         try:
             self._llm = LLM(
                 model=str(folder),

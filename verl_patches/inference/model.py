@@ -9,49 +9,49 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.config.compose import check_dtype, compose, keys_of
+from verl_patches.config.compose import RowsOf, check_dtype, compose_config, keys_of
 from verl_patches.config.engine_options import ROLLOUT, check_engine_options, rewrite_engine_options
 from verl_patches.config.environment import COMPOSED, derive, process_environment
-from verl_patches.config.recipe import VLLM_DTYPES, check_recipe
+from verl_patches.config.resolve import resolve
 from verl_patches.config.verl_values import check_verl_values
 from verl_patches.data.sources import load
 from verl_patches.errors import ConfigError, require
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.inventory import SCORE
-from verl_patches.layout.phases import trains_actor
 from verl_patches.planning.serving import instance_checks, instance_of
 from verl_patches.platform import require as require_platform
-from verl_patches.rewards.parts import parts_of
-from verl_patches.upstream.checkouts import (
-    VERL_CONFIG,
-    Trees,
-    for_platform,
-    require_trees,
-    require_verl,
-    verl_config_dir,
-)
+from verl_patches.recipe.schema import VLLM_DTYPES, check_recipe
+from verl_patches.spec import OF_VALUES, RunSpec, Trees
+from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
+from verl_patches.values import read_yaml
 from verl_patches.weights.manifest import SAVED, has_manifest
 from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, read_start
 from verl_patches.weights.source import Source, open_source
-from verl_patches.yaml_files import read_yaml
 
 
 class Model(NamedTuple):
     """Weights by step of their run, oldest first, or by 0; length: most tokens of a prompt and its response."""
 
-    config: DictConfig
-    settings: str  # the file that `config` is from
+    run: RunSpec
+    settings: str  # the file that `run` is from
     sources: dict[int, Source]
     length: int
 
 
 def find_model(
-    given: Path, root: Path, config_name: str | None, overrides: Sequence[str], trees: Trees, newest: bool = False
+    given: Path,
+    root: Path,
+    config_name: str | None,
+    overrides: Sequence[str],
+    trees: Trees,
+    rows_of: RowsOf,
+    newest: bool = False,
 ) -> Model:
     """The weights of a folder, or the checkpoints (`newest`: that alone) of a run or a start (run_folders.find_start).
 
@@ -71,21 +71,22 @@ def find_model(
     if run and config_name:
         raise ConfigError(f"{given} has the settings of {run / COMPOSED}; leave --config-name out")
     name = config_name or CONFIG_NAME
-    config = _of_run(run, overrides, trees) if run else compose(name, overrides, verl_path=trees.verl)
-    if run and not trains_actor(config.recipe):
+    config = _recorded(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
+    objective, platform = config.recipe.objective.name, config.recipe.platform
+    if run and objective in OF_VALUES:
         raise ConfigError(
-            f"{given}: its run trained a value model (algo={config.recipe.objective.name}), which generates nothing; "
+            f"{given}: its run trained a value model (algo={objective}), which generates nothing; "
             "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
         )
+    spec = resolve(instance_of(config), rows_of(platform), keys_of(overrides), for_platform(platform, trees))
     if not folders and not (folders := chain_of_start(read_start(run)).checkpoints()):
         raise ConfigError(
             f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
             "(trainer.save_freq=N writes them)"
         )
-    config = instance_of(config)
-    require_trees(config, trees)
-    require_verl(config.recipe.line, trees)
-    require_platform(config.recipe.platform)
+    require_trees(spec)
+    require_verl(spec.line, spec.trees)
+    require_platform(spec.platform)
     wanted = [max(folders)] if newest else folders
     sources = {step: open_source(folders[step]) for step in wanted}
     for source in sources.values():
@@ -93,17 +94,17 @@ def find_model(
             raise ConfigError(
                 f"{source.folder}: expected a model with a head for tokens, found a value model ({SCORE})"
             )
-        if config.recipe.platform == "npu":
-            require(instance_checks(config, source.inventory.model))
+        if spec.platform == "npu":
+            require(instance_checks(replace(spec, model=source.inventory.model)))
         length = source.config.get("max_position_embeddings")
         if type(length) is not int or length < 2:
             where = source.folder / "config.json"
             raise ConfigError(f"{where}: max_position_embeddings is {length!r:.80}; expected a whole number >= 2")
-    return Model(config, str(run / COMPOSED) if run else f"configs/{name}.yaml", sources, length)
+    return Model(spec, str(run / COMPOSED) if run else f"configs/{name}.yaml", sources, length)
 
 
-def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
-    """The composed configuration of a run, with `overrides` of keys that it has, checked as compose() does."""
+def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
+    """Return the configuration of a recorded run, with `overrides` of keys that it has, checked as compose() does."""
     with load(f"{run / COMPOSED} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"):
         config = OmegaConf.create(read_yaml(run / COMPOSED))
         OmegaConf.set_struct(config, True)
@@ -111,7 +112,6 @@ def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
         check_recipe(OmegaConf.to_container(config.recipe))
         verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
         check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
-        parts_of(config)
         keys = keys_of(overrides)
         if "recipe.dtype" in keys and f"{ROLLOUT}.dtype" not in keys:  # the file has values in the place of references
             config.actor_rollout_ref.rollout.dtype = VLLM_DTYPES[config.recipe.dtype]
@@ -121,21 +121,21 @@ def _of_run(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
         return config
 
 
-def restart_in_environment(config: DictConfig, trees: Trees) -> None:
-    """Start this command again with the variables of a run of `config`, unless it has them.
+def restart_in_environment(run: RunSpec) -> None:
+    """Start this command again with the variables of a run, unless it has them.
 
     Some are read when Python or torch starts.
     """
-    trees = for_platform(config.recipe.platform, trees)
-    variables = [v for v in derive(config, trees=trees) if v.name != "TENSORBOARD_DIR"]
+    variables = [v for v in derive(run) if v.name != "TENSORBOARD_DIR"]
     wanted = [v for v in variables if v.where == "workers" or v.name == "PYTHONPATH"]
     if any(os.environ.get(variable.name) != variable.value for variable in wanted):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], process_environment(wanted, os.environ))
 
 
-def validation_sampling(config: DictConfig) -> dict[str, Any]:
-    """How the trainer of `config` samples in a validation, by names of vLLM's SamplingParams."""
-    rollout, given = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+def validation_sampling(run: RunSpec) -> dict[str, Any]:
+    """How the trainer of a run samples in a validation, by names of vLLM's SamplingParams."""
+    rollout = run.verl.actor_rollout_ref.rollout
+    given = rollout.val_kwargs
     sampled = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
-    kept = {"n": given.n, "seed": rollout.get("seed") or 0, "max_tokens": config.data.max_response_length}
+    kept = {"n": given.n, "seed": rollout.get("seed") or 0, "max_tokens": run.verl.data.max_response_length}
     return {**kept, "ignore_eos": rollout.ignore_eos, **(sampled if given.do_sample else {"temperature": 0.0})}

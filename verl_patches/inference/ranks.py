@@ -17,7 +17,6 @@ from typing import Any
 
 import ray
 import torch.distributed as dist
-from omegaconf import DictConfig
 from verl.single_controller.base import Worker
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
@@ -26,8 +25,8 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.inference.engine import Engine, Request
 from verl_patches.launch.launcher import short_temp_dir
 from verl_patches.launch.ray_cluster import leave_out, ray_options, require_nodes
-from verl_patches.layout.parallel import rollout_layout_of
 from verl_patches.ray_nodes import said
+from verl_patches.spec import RunSpec
 from verl_patches.trainer import ray_start
 
 log = logging.getLogger(__name__)
@@ -37,14 +36,14 @@ SILENT_S = 20  # without dies, until it is said
 class EngineWorker(Worker):
     """One rank."""
 
-    def build(self, folder: Path, config: DictConfig, length: int) -> None:
+    def build(self, folder: Path, run: RunSpec, length: int) -> None:
         """Collective over all ranks of the instance."""
         dist.init_process_group("gloo")
-        layout = rollout_layout_of(config)
+        layout = run.rollout
         parallel = {"tensor_parallel_size": layout.tp, "data_parallel_size": layout.dp}
-        parallel["enable_expert_parallel"] = config.recipe.rollout.expert_parallel
+        parallel["enable_expert_parallel"] = run.recipe.rollout.expert_parallel
         self.speaks = dist.get_rank() % layout.tp == 0
-        self.engine = Engine(folder, config, length, parallel)
+        self.engine = Engine(folder, run, length, parallel)
 
     def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
         """Engine.outputs of a replica's requests, from its first rank alone: the others make the same ones."""
@@ -76,15 +75,15 @@ class RankedEngine(Engine):
 
 
 @contextmanager
-def on_ray(folder: Path, config: DictConfig, length: int) -> Iterator[RankedEngine]:
-    """The engines of `config`, whose ranks are those of one instance, as long as the block lasts.
+def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
+    """The engines of a run, whose ranks are those of one instance, as long as the block lasts.
 
     Joins recipe.ray_address, or starts a Ray of its own on this machine. ConfigError where nodes are missing; where
     other jobs have their dies, it waits, and says so.
     """
-    require_nodes(config)
-    options = {**ray_options(config), "engine": None, "log_to_driver": False}  # no Megatron here
-    trainer = config.trainer
+    require_nodes(run)
+    options = {**ray_options(run), "engine": None, "log_to_driver": False}  # no Megatron here
+    trainer = run.verl.trainer
     with ExitStack() as stack:
         if "_temp_dir" in options:
             options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
@@ -92,7 +91,7 @@ def on_ray(folder: Path, config: DictConfig, length: int) -> Iterator[RankedEngi
         ray_start.start(**options)
         signal.signal(signal.SIGTERM, ends)  # Ray has put one of its own there
         stack.callback(ray.shutdown)
-        leave_out(config)
+        leave_out(run)
         pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
         kind = RayClassWithInitArgs(ray.remote(EngineWorker))
         waits = threading.Timer(SILENT_S, _say_what_for, [pool])
@@ -100,8 +99,8 @@ def on_ray(folder: Path, config: DictConfig, length: int) -> Iterator[RankedEngi
         stack.callback(waits.cancel)
         with _errors_of_ranks():
             group = ray_start.unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=trainer.device))
-            ray.get([worker.build.remote(folder.absolute(), config, length) for worker in group._workers])
-        yield RankedEngine(group._workers, rollout_layout_of(config).tp)
+            ray.get([worker.build.remote(folder.absolute(), run, length) for worker in group._workers])
+        yield RankedEngine(group._workers, run.rollout.tp)
 
 
 def _say_what_for(pool: RayResourcePool) -> None:

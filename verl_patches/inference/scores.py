@@ -13,9 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from verl_patches.data.sources import file_facts, load
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.parts import parts_of
+from verl_patches.spec import RunSpec, give_run
 from verl_patches.trainer.validation import pass_at_k
 
 if TYPE_CHECKING:
@@ -26,9 +28,9 @@ ANSWER_CHARS = 200  # of a wrong answer in a report
 WILSON, BOOTSTRAP = "Wilson", f"bootstrap of {DRAWS} draws"
 
 
-def scored_by(config: Any) -> tuple[list[Any], list[str]]:
+def scored_by(run: RunSpec) -> tuple[list[Any], list[str]]:
     """(the entries of the reward and facts of their Python files, labels of its models, which no validation runs)."""
-    parts = parts_of(config)
+    parts = run.rewards
     models = [part.label for part in parts if part.entry.name == "reward_model"]
     if len(models) == len(parts):
         found = "reward models alone, which eval does not run" if models else "none: this run has no reward"
@@ -42,7 +44,7 @@ def scored_by(config: Any) -> tuple[list[Any], list[str]]:
 
 
 def scorer(
-    config: Any, tokenizer: Any, row: Mapping[str, Any]
+    run: RunSpec, tokenizer: Any, row: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Any], Sequence[Sequence[int]]], list[dict[str, Any]]]:
     """score(row, tokens of its responses): {value, reward, what parts of the reward return} of each response.
 
@@ -54,7 +56,10 @@ def scorer(
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.utils.torch_functional import get_response_mask
 
-    manager, longest = load_reward_manager(config, tokenizer, num_examine=1), config.data.max_response_length
+    verl = run.verl.copy()
+    OmegaConf.set_readonly(verl, False)
+    give_run(verl, run.text())
+    manager, longest = load_reward_manager(verl, tokenizer, num_examine=1), run.verl.data.max_response_length
 
     def score(row: Mapping[str, Any], responses: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         ids = torch.full((len(responses), longest), tokenizer.pad_token_id or 0)

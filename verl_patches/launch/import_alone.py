@@ -13,31 +13,26 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_patches.batches import limits
+from verl_patches.batches.checks import micro_batch_checks
 from verl_patches.boot.worker_settings import send_settings
-from verl_patches.config.algorithm import (
-    critic_checks,
-    keep_groups_checks,
-    objective_checks,
-    reward_checks,
-    reward_model_checks,
-)
-from verl_patches.config.checks import fault_of_experts, faults_of_recomputation
-from verl_patches.config.compose import give_recipe, model_changes, output_root
-from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
+from verl_patches.config.compose import give_recipe, output_root
+from verl_patches.config.resolve import resolve
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.launch.run_folder import begin_without_launcher
-from verl_patches.layout.model_folder import read_config
-from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
-from verl_patches.layout.phases import reward_models
-from verl_patches.log_probs import on_policy, truth_check
+from verl_patches.log_probs.on_policy import on_policy_checks
+from verl_patches.log_probs.truth_check import truth_check_checks
+from verl_patches.model.checks import expert_checks, recomputation_checks
+from verl_patches.objectives.checks import critic_checks, objective_checks
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
+from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, check_recipe
+from verl_patches.rewards.checks import reward_checks, reward_model_checks
+from verl_patches.spec import Rule, RunSpec, give_run
+from verl_patches.trainer.checks import keep_groups_checks
 from verl_patches.trainer.ray_start import unless_start_fails
-from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.modified import files_text, refuse_modified
-from verl_patches.upstream.support import refusal, refused_keys
+from verl_patches.upstream.support import support_checks
 
 log = logging.getLogger(__name__)
 
@@ -49,45 +44,84 @@ _BY_LAUNCHER = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
     "model_shape num_hidden_layers watch restart start"
 ).split()
+# those that layouts, the line and the switches decide; the rules of sizes, batches, lengths and memory are not asked
+_RULES: tuple[Rule, ...] = (
+    expert_checks,
+    recomputation_checks,
+    on_policy_checks,
+    micro_batch_checks,
+    truth_check_checks,
+    support_checks,
+    objective_checks,
+    critic_checks,
+    keep_groups_checks,
+    reward_checks,
+    reward_model_checks,
+)
 _FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (config/environment.py)
 
 
 def recipe_by_default(original: Callable) -> Callable:
-    """Row provider for RayPPOTrainer.__init__: fills in `recipe:` where the launcher composed none.
+    """Row provider for RayPPOTrainer.__init__: fills in `recipe:` and the facts of the run where no launcher did.
 
-    Then all rows of controller and workers find `config.recipe` and `config.actor_rollout_ref.recipe`, as in runs of
-    the launcher. Logs one line about what only the launcher provides.
+    Then all rows of controller and workers find them, as in runs of the launcher. Logs one line about what only the
+    launcher provides.
     """
 
     @functools.wraps(original)
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         if config.actor_rollout_ref.get("recipe") is None:
-            fill_recipe(config, engine.current().switches)
             self.recipe_held = ExitStack()  # the lock of the checkpoints' folder, as long as the trainer lives
-            self.start_folder = begin_without_launcher(config, self.recipe_held)
-            log.warning(NOT_HERE.format(record=_record(self.start_folder)))
-            self.modified_sources = refuse_modified(config, Trees())
+            run = begin_without_launcher(fill_recipe(config, engine.current()), self.recipe_held)
+            give_run(config, run.text())
+            log.warning(NOT_HERE.format(record=_record(run)))
+            self.modified_sources = refuse_modified(run)
             for name, files in self.modified_sources.items():
-                log.warning("dirty: %s is not as pinned (drift=%s): %s", name, config.recipe.drift, files_text(files))
-            send_settings(**worker_settings(config))
+                log.warning("dirty: %s is not as pinned (drift=%s): %s", name, run.recipe.drift, files_text(files))
+            send_settings(**worker_settings(run))
             self.init_workers = functools.partial(unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
 
     return __init__
 
 
-def _record(folder: Path | None) -> str:
-    if folder is None:
+def _record(run: RunSpec) -> str:
+    if run.start.name is None:
         return "and no record is written (+recipe.run=NAME writes one)"
-    return f"the record is in {folder}"
+    return f"the record is in {run.folder}"
 
 
-def fill_recipe(config: DictConfig, switches: Switches) -> None:
-    """Put the schema's defaults into `config`, under what a user gives with +recipe.KEY=VALUE; then check the result.
+def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
+    """Put the schema's defaults into `config`, under what a user gives with +recipe.KEY=VALUE, and the run's facts.
 
-    line, platform, patches and drift are those that the prelude runs with, dtype is that of rollout.dtype, and without
-    a name (`run` is None) no record is written. ConfigError where a key contradicts these, is unknown, or cannot work.
+    rows: the engine of this process, with whose line, platform, patches and drift the prelude runs; dtype is that of
+    rollout.dtype, and without a name (`run` is None) no record is written. Returns the facts. ConfigError where a key
+    contradicts these, is unknown, or cannot work.
     """
+    from verl.utils.fs import copy_to_local
+
+    merged = _merged_recipe(config, rows.switches)
+    with (
+        open_dict(config),
+        open_dict(config.actor_rollout_ref),
+        open_dict(config.critic),
+        open_dict(config.reward_model),
+    ):
+        config.recipe = merged
+        has_model = any(entry.name == "reward_model" for entry in config.recipe.rewards or ())
+        if has_model and not config.reward_model.enable:  # verl's main has read it by now
+            raise ConfigError("recipe.rewards has a reward model, and reward_model.enable is false; set it true")
+        give_recipe(config)
+    folder = Path(copy_to_local(config.actor_rollout_ref.model.path))
+    run = resolve(config.copy(), rows.specs.values(), shape_file=folder, applied=rows.wanted)
+    faults = [*_npu_faults(run), *(check.detail for rule in _RULES for check in rule(run) if not check.ok)]
+    if faults:
+        raise ConfigError("\n  ".join(faults))
+    return run
+
+
+def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
+    """Return the whole section `recipe`: what is given, what the prelude runs with, and defaults."""
     dtype, dtypes = config.actor_rollout_ref.rollout.dtype, {vllm: ours for ours, vllm in VLLM_DTYPES.items()}
     if dtype not in dtypes:
         expected = f"expected one of {', '.join(dtypes)}: training has the same dtype"
@@ -109,54 +143,23 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
         merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), given, decided))
     except OmegaConfBaseException as error:
         text = str(error).splitlines()[0]
-        raise ConfigError(f"recipe: {text}; the keys are those of verl_patches/config/recipe.py") from error
+        raise ConfigError(f"recipe: {text}; the keys are those of verl_patches/recipe/schema.py") from error
     check_recipe(merged)
     merged["watch"]["action"] = "off"  # the launcher's driver reads the heartbeats
-    merged |= {"run": given.get("run"), "output_root": str(output_root(merged["output_root"]))}
-    with (
-        open_dict(config),
-        open_dict(config.actor_rollout_ref),
-        open_dict(config.critic),
-        open_dict(config.reward_model),
-    ):
-        config.recipe = merged
-        if reward_models(config.recipe) and not config.reward_model.enable:  # verl's main has read it by now
-            raise ConfigError("recipe.rewards has a reward model, and reward_model.enable is false; set it true")
-        give_recipe(config)
-    _check(config)
+    return merged | {"run": given.get("run"), "output_root": str(output_root(merged["output_root"]))}
 
 
-def _check(config: DictConfig) -> None:
-    """ConfigError for what the launcher would refuse, as far as layouts, the line and the switches decide it.
-
-    The checks of sizes, batches, lengths and memory (config/checks.py) are not made.
-    """
-    from verl.utils.fs import copy_to_local
-
-    train = train_layout_of(config)
-    rollout_layout_of(config)
-    faults = [*_npu_faults(config), *filter(None, [fault_of_experts(train)]), *faults_of_recomputation(config)]
-    hf_config = {**read_config(copy_to_local(config.actor_rollout_ref.model.path)), **model_changes(config)}
-    faults += [*on_policy.faults(config, hf_config), *limits.faults(config), *truth_check.faults(config)]
-    faults += [refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config)]
-    checks = [*objective_checks(config), *critic_checks(config), *keep_groups_checks(config)]
-    checks += [*reward_checks(config), *reward_model_checks(config, train)]
-    faults += [check.detail for check in checks if not check.ok]
-    if faults:
-        raise ConfigError("\n  ".join(faults))
-
-
-def _npu_faults(config: DictConfig) -> list[str]:
+def _npu_faults(run: RunSpec) -> list[str]:
     """Settings for NPUs that the launcher makes and that a user of verl's own entry point must make."""
-    if config.recipe.platform != "npu":
+    if run.platform != "npu":
         return []
     faults = []
-    if config.trainer.device != "npu":
+    if run.verl.trainer.device != "npu":
         faults.append(
-            f"trainer.device is {config.trainer.device}; expected npu, as {VARIABLE} says platform=npu: verl "
+            f"trainer.device is {run.verl.trainer.device}; expected npu, as {VARIABLE} says platform=npu: verl "
             "would wait for GPUs that Ray does not have; set trainer.device=npu"
         )
-    balanced, route = config.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE)
+    balanced, route = run.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE)
     wanted = "1" if balanced else "0"
     if route != wanted:
         faults.append(

@@ -17,22 +17,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_patches.config import environment
-from verl_patches.config.run_start import NextStart, next_start, resolved
+from verl_patches.config.run_start import next_start, started
 from verl_patches.errors import ConfigError, RecipeError, interrupted
 from verl_patches.evaluation.plots import memory_figure, run_figure, save
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
 from verl_patches.launch.run_folder import begin, held_run
-from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals, taken_by
+from verl_patches.recipe.schema import Timeouts
 from verl_patches.shared_files import GrowingFile, lock_file
+from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress, write_json
-from verl_patches.upstream.checkouts import Trees, commit_of
+from verl_patches.upstream.checkouts import commit_of
 from verl_patches.upstream.modified import files_text
 
 POLL_S, MEMORY_S = 0.2, 1.0
@@ -62,12 +63,9 @@ class Outcome:
 
 
 def run(
-    config: DictConfig,
-    on_line: Callable[[str], None] = lambda line: None,
-    trees: Trees | None = None,
-    dirty: Mapping[str, Sequence[str]] | None = None,
+    run: RunSpec, on_line: Callable[[str], None] = lambda line: None, dirty: Mapping[str, Sequence[str]] | None = None
 ) -> Outcome:
-    """Run the driver of `config` to its end and return the outcome; the driver's progress lines go to `on_line`.
+    """Run the driver of a run to its end and return the outcome; the driver's progress lines go to `on_line`.
 
     `on_line` gets "" every POLL_S too, as a look at the clock.
 
@@ -76,11 +74,11 @@ def run(
     (upstream/modified.py); the summary and a line above the step table have them. Raises ConfigError before anything
     starts. All processes that the run started are ended before this returns, and its temporary folder is removed.
     """
-    require_free_port(config.recipe.ray_port)
-    with held_run(config):
-        restarts, start, began = Restarts(config), next_start(config), time.monotonic()
+    require_free_port(run.recipe.ray_port)
+    with held_run(run):
+        restarts, start, began = Restarts(run), next_start(run), time.monotonic()
         while True:
-            outcome, start = _run_start(restarts, start, on_line, trees, dirty or {}, began)
+            outcome, start = _run_start(restarts, start, on_line, dirty or {}, began)
             if start is None:
                 return outcome
 
@@ -89,23 +87,21 @@ def _run_start(
     restarts: Restarts,
     start: NextStart,
     on_line: Callable[[str], None],
-    trees: Trees | None,
     dirty: Mapping[str, Sequence[str]],
     run_began: float,
 ) -> tuple[Outcome, NextStart | None]:
     """Run the driver of a new start to its end; (the outcome, where the next start goes on, None without one)."""
-    config = resolved(restarts.config(), start, begin(restarts.given, start))
-    folder, watch, began = environment.run_dir(config), MemoryWatch(), time.monotonic()
-    head = _head(config, start, trees) | ({"dirty": dict(dirty)} if dirty else {})
+    run = started(restarts.run(), start, begin(restarts.given, start))
+    folder, watch, began = run.folder, MemoryWatch(), time.monotonic()
+    head = _head(run) | ({"dirty": dict(dirty)} if dirty else {})
     head |= {"restarts": [*restarts.records]} if restarts.records else {}
-    lines = [*start_notes(os.environ, config.recipe.platform == "npu")]
+    lines = [*start_notes(os.environ, run.platform == "npu")]
     for name, files in dirty.items():
-        lines.append(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")
+        lines.append(f"| dirty: {name} is not as pinned (drift={run.recipe.drift}): {files_text(files)}")
     for line in lines:
         Progress(folder).say(line)
-    OmegaConf.save(config, folder / environment.COMPOSED)
     progress, again = _NewLines(folder / "progress.log", on_line), None
-    code, reason = _run_driver(config, folder, watch, progress, trees, run_began)
+    code, reason = _run_driver(run, watch, progress, run_began)
     if restarts.another(code, reason, folder):
         try:
             again = next_start(restarts.given)
@@ -122,15 +118,16 @@ def _run_start(
     return Outcome(code, reason, folder, wall_s, watch.peaks()), again
 
 
-def _run_driver(
-    config: DictConfig, folder: Path, watch: MemoryWatch, progress: _NewLines, trees: Trees | None, started: float
-) -> tuple[int, str | None]:
+def _run_driver(run: RunSpec, watch: MemoryWatch, progress: _NewLines, began: float) -> tuple[int, str | None]:
     """Run the driver, then end all processes that it started; (exit code, reason or None) as `_supervise` has them."""
+    folder = run.folder
+    OmegaConf.save(run.verl, folder / environment.COMPOSED)
+    (folder / environment.FACTS).write_text(run.text())
     with short_temp_dir() as temp:
-        variables = environment.derive(config, str(temp), trees)
+        variables = environment.derive(run, str(temp))
         (folder / "environment.json").write_text(json.dumps([asdict(v) for v in variables], indent=1) + "\n")
         env = environment.process_environment(variables, os.environ)
-        command = driver_command(folder / environment.COMPOSED)
+        command = driver_command(folder)
         with adopting_orphans(), _recorded_signals() as signals:
             descendants = Descendants()
             try:
@@ -141,7 +138,8 @@ def _run_driver(
                         command, env=env, **streams, start_new_session=True, preexec_fn=die_with_parent
                     )
                 descendants.waited_for = frozenset({driver.pid})
-                code, reason = _supervise(driver, config, folder, descendants, watch, signals, progress, started)
+                timeouts = run.recipe.timeouts
+                code, reason = _supervise(driver, timeouts, folder, descendants, watch, signals, progress, began)
             finally:
                 descendants.end_all()
         if code:
@@ -152,7 +150,7 @@ def _run_driver(
 
 def _supervise(
     driver: subprocess.Popen,
-    config: DictConfig,
+    timeouts: Timeouts,
     folder: Path,
     descendants: Descendants,
     watch: MemoryWatch,
@@ -162,7 +160,7 @@ def _supervise(
 ) -> tuple[int, str | None]:
     """Wait until the driver ends, or end it; (exit code, reason or None where neither launcher nor log has one)."""
     logs, log_bytes, reason = (folder / "driver.log", folder / "progress.log"), -1, None
-    timeouts, next_memory = config.recipe.timeouts, time.monotonic()
+    next_memory = time.monotonic()
     while (code := driver.poll()) is None:
         now = time.monotonic()
         progress.read()
@@ -277,13 +275,12 @@ def _remove_abandoned(parent: Path) -> None:
             continue
 
 
-def _head(config: DictConfig, start: NextStart, trees: Trees | None) -> dict[str, Any]:
+def _head(run: RunSpec) -> dict[str, Any]:
     """What summary.json says about the run if the driver wrote none, and the commits of the trees that it imports."""
-    head = {key: config.recipe[key] for key in ("run", "line", "platform", "dtype")}
-    head["resumed_step"] = start.step
-    head["layout"] = {"train": str(train_layout_of(config)), "rollout": str(rollout_layout_of(config))}
-    if trees and trees.folders:
-        head["upstream"] = {folder.name: commit_of(folder) for folder in trees.folders}
+    head = {key: getattr(run.recipe, key) for key in ("run", "line", "platform", "dtype")}
+    head |= {"resumed_step": run.start.step, "layout": {"train": str(run.train), "rollout": str(run.rollout)}}
+    if run.trees.folders:
+        head["upstream"] = {folder.name: commit_of(folder) for folder in run.trees.folders}
     return head
 
 

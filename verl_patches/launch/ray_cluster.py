@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_patches import ray_nodes
 from verl_patches.config.environment import worker_environment
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.platform import NO_DEVICE
+from verl_patches.spec import A3, RunSpec
 from verl_patches.trainer.ray_start import HOOK
-from verl_patches.upstream.checkouts import LINE
 
 log = logging.getLogger(__name__)
 ANSWER_S = 60
@@ -23,48 +23,48 @@ _OBJECT_STORE_BYTES = 256 << 20  # on a CPU: batches of a tiny model
 _STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # ray/_private/ray_constants.py, of a node that `ray start` starts
 
 
-def worker_settings(config: DictConfig) -> dict[str, dict[str, Any] | None]:
+def worker_settings(run: RunSpec) -> dict[str, dict[str, Any] | None]:
     """{engine, network} of every worker, as ray_start.start and worker_settings.send_settings take them.
 
     engine: verl's actor_rollout_ref section, from which line a3 prepares its engine before Megatron is imported.
     network: how a worker on npu, or of several nodes, finds its network interface. None where the run needs neither.
     """
-    recipe, engine = config.recipe, config.actor_rollout_ref
-    network = {"nodes": config.trainer.nnodes, "interface": recipe.hccl.interface}
+    recipe, engine = run.recipe, run.verl.actor_rollout_ref
+    network = {"nodes": run.verl.trainer.nnodes, "interface": recipe.hccl.interface}
     return {
-        "engine": OmegaConf.to_container(engine, resolve=True) if recipe.line == LINE else None,
-        "network": network if recipe.platform == "npu" or config.trainer.nnodes > 1 else None,
+        "engine": OmegaConf.to_container(engine, resolve=True) if run.line == A3 else None,
+        "network": network if recipe.platform == "npu" or run.verl.trainer.nnodes > 1 else None,
     }
 
 
-def ray_options(config: DictConfig) -> dict[str, Any]:
+def ray_options(run: RunSpec) -> dict[str, Any]:
     """Arguments of ray_start.start: join `recipe.ray_address`, or start a local Ray of the run's own."""
-    recipe = config.recipe
+    recipe = run.recipe
     options = {
-        "environment": worker_environment(config),
-        **worker_settings(config),
+        "environment": worker_environment(run),
+        **worker_settings(run),
         "log_to_driver": True,
         "runtime_env": {HOOK: recipe.worker_process_setup_hook},
     }
     if recipe.ray_address is not None:
         return {**options, "address": ray_nodes.address_of(recipe.ray_address)}
-    workers = config.trainer.n_gpus_per_node
-    devices = {"resources": {"NPU": workers}} if config.trainer.device == "npu" else {"num_gpus": workers}
+    workers = run.verl.trainer.n_gpus_per_node
+    devices = {"resources": {"NPU": workers}} if run.verl.trainer.device == "npu" else {"num_gpus": workers}
     if recipe.platform in NO_DEVICE:
         devices["object_store_memory"] = _OBJECT_STORE_BYTES
     return {
         **options,
         **devices,
-        "num_cpus": config.ray_init.num_cpus or workers + 4,
+        "num_cpus": run.verl.ray_init.num_cpus or workers + 4,
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",  # all of Ray's listeners are there
         "_temp_dir": os.environ.get("RAY_TMPDIR"),
     }
 
 
-def object_store_bytes(config: DictConfig) -> int:
+def object_store_bytes(run: RunSpec) -> int:
     """Most bytes of Ray's object store on this node, in /dev/shm: the run's own, or that of `ray start`'s defaults."""
-    if config.recipe.ray_address is None and config.recipe.platform in NO_DEVICE:
+    if run.recipe.ray_address is None and run.recipe.platform in NO_DEVICE:
         return _OBJECT_STORE_BYTES
     return min(_STORE_MAX_BYTES, int(_STORE_SHARE * psutil.virtual_memory().total))
 
@@ -84,40 +84,40 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         ) from None
 
 
-def require_nodes(config: DictConfig) -> None:
+def require_nodes(run: RunSpec) -> None:
     """ConfigError where the run's nodes are not there: no Ray answers, or too few of its nodes hold the devices."""
-    if config.recipe.ray_address is not None:
-        check_nodes(config, list_nodes(config.recipe.ray_address))
-    elif config.trainer.nnodes > 1:
+    if run.recipe.ray_address is not None:
+        check_nodes(run, list_nodes(run.recipe.ray_address))
+    elif run.verl.trainer.nnodes > 1:
         raise ConfigError(
-            f"trainer.nnodes is {config.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
+            f"trainer.nnodes is {run.verl.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
             "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
         )
 
 
-def check_nodes(config: DictConfig, nodes: Sequence[dict[str, Any]]) -> None:
+def check_nodes(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> None:
     """ConfigError unless `nodes` hold trainer.nnodes nodes with trainer.n_gpus_per_node devices each."""
-    resource, wanted = _resource(config), config.trainer.n_gpus_per_node
+    resource, wanted = _resource(run), run.verl.trainer.n_gpus_per_node
     held = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
-    left_out = config.recipe.restart.without_nodes
-    enough = [n for n in nodes_with_devices(config, nodes) if not {n["id"], n["address"]} & set(left_out)]
-    if len(enough) < config.trainer.nnodes:
+    left_out = run.recipe.restart.without_nodes
+    enough = [n for n in nodes_with_devices(run, nodes) if not {n["id"], n["address"]} & set(left_out)]
+    if len(enough) < run.verl.trainer.nnodes:
         found = ", ".join(f"{address}: {count}" for address, count in held[:20]) or "no node"
         raise ConfigError(
-            f"the run needs {config.trainer.nnodes} node(s) with {wanted} {resource} each "
+            f"the run needs {run.verl.trainer.nnodes} node(s) with {wanted} {resource} each "
             f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(held)} ({found}"
             f"{', without ' + ', '.join(left_out) if left_out else ''}). "
             "Start the missing ones (--dry-run prints the ray commands) or correct the config"
         )
 
 
-def nodes_with_devices(config: DictConfig, nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def nodes_with_devices(run: RunSpec, nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of list_nodes() with trainer.n_gpus_per_node devices."""
-    resource, wanted = _resource(config), config.trainer.n_gpus_per_node
+    resource, wanted = _resource(run), run.verl.trainer.n_gpus_per_node
     return [node for node in nodes if int(node["resources"].get(resource, 0)) >= wanted]
 
 
-def leave_out(config: DictConfig) -> None:
+def leave_out(run: RunSpec) -> None:
     """Keep this job off recipe.restart.without_nodes: their devices go to placement groups that nothing uses.
 
     In the driver, before verl places its workers. Nothing is started on these nodes, which may be faulty; Ray gives the
@@ -125,7 +125,7 @@ def leave_out(config: DictConfig) -> None:
     """
     import ray
 
-    wanted, resource = set(config.recipe.restart.without_nodes), _resource(config)
+    wanted, resource = set(run.recipe.restart.without_nodes), _resource(run)
     for node in ray_nodes.living() if wanted else ():
         address, count = node["address"], node["resources"].get(resource, 0)
         if count and wanted & {node["id"], address}:
@@ -134,5 +134,5 @@ def leave_out(config: DictConfig) -> None:
                 log.warning("node %s could not be left out: another job has devices of it", address)
 
 
-def _resource(config: DictConfig) -> str:
-    return "NPU" if config.trainer.device == "npu" else "GPU"
+def _resource(run: RunSpec) -> str:
+    return "NPU" if run.verl.trainer.device == "npu" else "GPU"

@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from verl_patches.config.files import steps_of
+from verl_patches.config.resolve import changed
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import read_doing, read_object
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
+from verl_patches.spec import RunSpec
 from verl_patches.watch.watcher import COLLECTIVE, RECORD, fault_in
 from verl_patches.weights.run_folders import chain_of_start, read_start
 
@@ -37,7 +37,7 @@ def may_help(reason: str) -> bool:
     return bool(_OF_USE.search(reason) or fault_in(reason)) and not _NO_USE.search(reason)
 
 
-def last_step_is_saved(config: DictConfig, folder: Path) -> bool:
+def last_step_is_saved(run: RunSpec, folder: Path) -> bool:
     """Return whether the run has a checkpoint of its last step: then nothing is left for another start.
 
     folder: of its newest start.
@@ -45,7 +45,7 @@ def last_step_is_saved(config: DictConfig, folder: Path) -> bool:
     doing = {}
     with suppress(ConfigError):  # damaged
         doing = read_doing(folder)
-    total = doing.get("steps") or steps_of(config)
+    total = doing.get("steps") or steps_of(run)
     try:
         saved = chain_of_start(read_start(folder)).checkpoints()
     except OSError:  # a disk that fails: the look for the next start's checkpoint says so
@@ -54,20 +54,17 @@ def last_step_is_saved(config: DictConfig, folder: Path) -> bool:
 
 
 class Restarts:
-    """The restarts of one run, of the configuration `given`."""
+    """The restarts of one run, `given`."""
 
-    def __init__(self, config: DictConfig):
-        self.given = config
-        self._times = config.recipe.restart.times
-        self._left_out = list(config.recipe.restart.without_nodes)
+    def __init__(self, run: RunSpec):
+        self.given = run
+        self._times = run.recipe.restart.times
+        self._left_out = list(run.recipe.restart.without_nodes)
         self.records: list[dict[str, Any]] = []
 
-    def config(self) -> DictConfig:
-        """Return the configuration of the next start: the run's own, without faulty nodes."""
-        config = self.given.copy()
-        for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
-            section.restart.without_nodes = list(self._left_out)
-        return config
+    def run(self) -> RunSpec:
+        """Return the next start's run: the given one, without faulty nodes."""
+        return changed(self.given, {"recipe.restart.without_nodes": list(self._left_out)})
 
     def another(self, code: int, reason: str | None, folder: Path) -> bool:
         """Return whether there is another start after the one in `folder`, which ended with `code` for `reason`."""
@@ -114,7 +111,7 @@ class Restarts:
         others = [node for node in fit if not known & {node["id"], node["address"]}]
         if not faulty:
             return ""  # Ray has lost them already
-        if len(others) < self.given.trainer.nnodes:
+        if len(others) < self.given.verl.trainer.nnodes:
             return f", on {', '.join(sorted(faulty))} again, as no spare node is there"
         self._left_out += sorted(faulty)
         return f", without {', '.join(sorted(faulty))}"

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_patches.config.compose import CONFIGS_DIR
+from verl_patches.config.compose import check_choice
+from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 from verl_patches.objectives.settings import COLUMNS
 
 CONFIG_NAME, LEARN_CONFIG_NAME = "deepseekv3_tiny_cpu", "deepseekv3_tiny_cpu_learn"
+DEFAULTS = {"algo": "grpo", "layout": "ep2", "rollout": "tp1"}  # as in the defaults of the two configs
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "data" / "deepscaler_sample.json"
 PREPARE_S = 300
@@ -30,39 +32,6 @@ from verl_patches.model.tiny import make_tiny_model
 make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text()))
 """
 
-
-@dataclass(frozen=True)
-class TrainLayout:
-    """Sizes of one --train-layout; `etp` is the split inside an expert."""
-
-    workers: int
-    tp: int = 1
-    ep: int = 1
-    etp: int = 1
-    pp: int = 1
-    expert_split: str = "etp"
-    layers: tuple[int, ...] = ()
-
-
-TRAIN_LAYOUTS = {
-    "ep2": TrainLayout(2, ep=2),
-    "tp2": TrainLayout(2, tp=2, etp=2),
-    "pp2": TrainLayout(2, pp=2),
-    "tp2ep2": TrainLayout(4, tp=2, ep=2),  # whole experts; two replicas of each
-    "ep2pp2": TrainLayout(4, ep=2, pp=2),
-}
-# what differs on each line: with MindSpeed TP extends EP, so that experts stay whole, and stages take a list of layers
-LAYOUTS = {
-    "pypi": TRAIN_LAYOUTS,
-    "a3": {
-        **TRAIN_LAYOUTS,
-        "tp2": TrainLayout(2, tp=2, ep=2, expert_split="tp_extend_ep"),
-        "pp2": TrainLayout(2, pp=2, layers=(3, 1)),
-        "tp2ep2": TrainLayout(4, tp=2, ep=4, expert_split="tp_extend_ep"),
-    },
-}
-
-
 # what a run that ended well proved, by "line platform", and what none did; feature by feature: docs/ascend.md
 PROVED = {
     "pypi cpu": "the whole loop (patches, layouts, weight sync) runs here on packages of line pypi, not production's",
@@ -74,11 +43,9 @@ NOT_PROVED = "anything about NPU kernels and their numerics, HCCL, torchair's co
 
 @dataclass(frozen=True)
 class SmokeOptions:
-    """The options of `smoke`; its --help describes them."""
+    """The options of `smoke`; its --help describes them. overrides: the user's Hydra overrides."""
 
-    train_layout: str = "ep2"
-    rollout_tp: int = 1
-    rollout_dp: int = 1
+    overrides: Sequence[str] = ()
     steps: int | None = None
     dtype: str = "fp32"
     replay_rollout: Path | None = None
@@ -98,23 +65,30 @@ class SmokeOptions:
         """The file of configs/ that the run is composed from."""
         return LEARN_CONFIG_NAME if self.learn else CONFIG_NAME
 
+    def choice_of(self, group: str) -> str:
+        """Return the name that the last override GROUP=NAME chooses, or the default."""
+        names = [word.partition("=")[2] for word in self.overrides if word.startswith(f"{group}=")]
+        return names[-1] if names else DEFAULTS[group]
+
     @property
     def run_name(self) -> str:
-        """The name of the run; by default those of line a3 and of the emulated NPU are not the plain one's."""
+        """The run's name: --run, or smoke or learn and what is not the default, such as smoke-ppo-tp2ep2-a3.
+
+        A rollout has its group before it, as a train layout may have the same name.
+        """
         if self.run is not None:
             return self.run
-        end = "_npu_emulated" if self.emulate_npu else "_a3" if self.line == "a3" else ""
-        return ("learn" if self.learn else "smoke") + end
+        parts = ["learn" if self.learn else "smoke"]
+        for group, default in DEFAULTS.items():
+            if (name := self.choice_of(group)) != default:
+                parts.append(f"rollout_{name}" if group == "rollout" else name)
+        if self.line != "pypi":
+            parts.append("npu_emulated" if self.emulate_npu else self.line)
+        return "-".join(parts)
 
     def check(self) -> None:
-        """ConfigError for a combination that cannot run, with one that can."""
-        workers, ranks = TRAIN_LAYOUTS[self.train_layout].workers, self.rollout_tp * self.rollout_dp
-        if workers % ranks:
-            fitting = ", ".join(name for name, layout in TRAIN_LAYOUTS.items() if layout.workers % ranks == 0)
-            raise ConfigError(
-                f"--rollout-tp {self.rollout_tp} with --rollout-dp {self.rollout_dp} needs {ranks} workers, "
-                f"--train-layout {self.train_layout} has {workers}: use --train-layout {fitting}"
-            )
+        """Raise ConfigError for a layout that the line does not have, or for options that do not go together."""
+        check_choice("layout", self.choice_of("layout"), CONFIGS_DIR / "layout" / self.line)
         if self.emulate_npu and self.line != "a3":
             raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only one with NPUs")
         if self.learn and self.replay_rollout:
@@ -124,35 +98,28 @@ class SmokeOptions:
             )
 
 
-def overrides_of(options: SmokeOptions) -> list[str]:
-    """The options as Hydra overrides, data and model left out (see `Inputs`); ConfigError for a wrong combination."""
+def overrides_of(options: SmokeOptions, inputs: Sequence[str] = ()) -> list[str]:
+    """Return all Hydra overrides of a smoke: its options', those of model and data (`Inputs`), then the user's.
+
+    layout=NAME becomes layout=LINE/NAME. ConfigError for a wrong combination.
+    """
     options.check()
-    layout = LAYOUTS[options.line][options.train_layout]
-    megatron, rollout = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
-    sizes = {"tensor_model": layout.tp, "expert_model": layout.ep, "expert_tensor": layout.etp}
-    sizes["pipeline_model"] = layout.pp
+    seeded = "actor_rollout_ref.actor.megatron", "data", "actor_rollout_ref.rollout"
     overrides = [
         f"recipe.run={_quoted(options.run_name)}",
         f"recipe.line={options.line}",
         f"recipe.dtype={options.dtype}",
-        f"trainer.n_gpus_per_node={layout.workers}",
-        *(f"{megatron}.{name}_parallel_size={size}" for name, size in sizes.items()),
-        f"recipe.train.expert_split={layout.expert_split}",
-        *(f"{section}.seed={options.seed}" for section in (megatron, "data", rollout)),
-        f"{rollout}.tensor_model_parallel_size={options.rollout_tp}",
-        f"recipe.rollout.dp={options.rollout_dp}",
-        f"recipe.rollout.expert_parallel={str(options.rollout_tp * options.rollout_dp > 1).lower()}",
+        f"layout={options.line}/{options.choice_of('layout')}",
+        *(f"{section}.seed={options.seed}" for section in seeded),
     ]
     if options.emulate_npu:
         overrides += ["recipe.platform=npu_emulated", "trainer.device=npu", f"recipe.model_shape={options.model_shape}"]
         overrides.append("recipe.train.collective_timeout_minutes=18")  # HCCL's AIV mode allows no more
-    if layout.layers:
-        overrides.append(f"recipe.train.layers_per_stage=[{','.join(map(str, layout.layers))}]")
     if options.steps:
         overrides.append(f"trainer.total_training_steps={options.steps}")
     if options.replay_rollout:
         overrides.append(f"recipe.rollout.replay={_quoted(options.replay_rollout.resolve())}")
-    return overrides
+    return [*overrides, *inputs, *(word for word in options.overrides if not word.startswith("layout="))]
 
 
 @dataclass(frozen=True)
@@ -191,12 +158,12 @@ class Inputs:
                 _make_data(task, folder)
 
 
-def inputs_of(options: SmokeOptions, cache: Path, overrides: Sequence[str] = ()) -> Inputs:
+def inputs_of(options: SmokeOptions, cache: Path) -> Inputs:
     """The model and data of `options`; folders are named by a digest of all that they are made from.
 
-    Of the Hydra `overrides` algo=... counts: an objective on fixed data has only the learnable task, with answers.
+    An objective on fixed data (algo=...) has only the learnable task, with answers.
     """
-    algorithm = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("algo=")), "")
+    algorithm = options.choice_of("algo")
     sources = [CONFIGS_DIR / options.model_shape, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
     given = {"input": SAMPLE, "tokenizer_name_or_path": model, "seq_length": PROMPT_TOKENS}

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Parameter(NamedTuple):
     expert: int | None = None
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]  # nobody counts equal fields of a tuple
         """Number of elements."""
         return math.prod(self.shape)
 
@@ -122,6 +122,11 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     return shape
 
 
+def first_layers(model: ModelShape, layers: int | None) -> ModelShape:
+    """Return `model` with its first `layers` layers (recipe.num_hidden_layers); one that has no more as it is."""
+    return model if layers is None else replace(model, num_hidden_layers=min(layers, model.num_hidden_layers))
+
+
 def differences(found: ModelShape, expected: ModelShape) -> str:
     """The sizes in which two models differ, as text; empty where they do not."""
     names = [field.name for field in fields(ModelShape)]
@@ -196,6 +201,7 @@ def _attention(model: ModelShape, layer: int) -> Iterable[Parameter]:
     h, heads, q_rank, kv_rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank, model.kv_lora_rank
     q_dim = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
     kv_dim = heads * (model.qk_nope_head_dim + model.v_head_dim)
+    q_rows: list[tuple[str, str, tuple[int, ...]]]
     if q_rank is None:
         q_rows = [("self_attn.q_proj", "q_proj", (q_dim, h))]
     else:

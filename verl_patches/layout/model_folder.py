@@ -142,7 +142,7 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
         with path.open("rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            header = json.loads(file.read(length)) if 0 < length <= LONGEST_JSON else None
+            header = json.loads(file.read(length) if 0 < length <= LONGEST_JSON else "")
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
         if not all(map(_is_tensor, tensors.values())):
             raise ValueError("no dtype, shape and data_offsets of a tensor")

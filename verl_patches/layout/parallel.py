@@ -8,8 +8,7 @@ orders ranks as instance x dp x tp, tp fastest (pipeline stages are not used), a
 of one instance. So an instance is an expert-data-parallel replica: `instances == edp`, and the instance of a rank is
 its `edp` coordinate. See `rollout_layout`.
 
-The layouts of a configuration (verl's sections and `recipe:`): `train_layout_of` and `rollout_layout_of`, or with the
-ending `_in` from the sections that a worker has. No torch.
+config/resolve.py reads the layouts of a configuration. No torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.phases import trains_actor
 
 MAX_RANKS = 1 << 14  # more than any cluster that a plan is made for; each rank costs time and memory
 DENSE_AXES = ("tp", "cp", "dp", "pp")  # the fastest first
@@ -58,7 +56,7 @@ class ParallelLayout:
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    etp: int | None = None
+    etp: int = None  # type: ignore[assignment]  # a number once it is made
     pp: int = 1
     vpp: int = 1
     layers_per_stage: tuple[int, ...] | None = None
@@ -210,19 +208,19 @@ def parse_layout(text: str) -> ParallelLayout:
     Words in any order: tp cp pp vpp ep etp with a size, @ranks (required), layers=... . Sizes left out are 1, etp left
     out is tp. Raises ConfigError for a word that is unknown, repeated, or unreadable.
     """
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for word in text.split():
         if match := re.fullmatch(r"(tp|cp|pp|vpp|ep|etp|@)(\d+)", word):
-            name, value = match[1].replace("@", "world_size"), int(match[2])
-        elif match := re.fullmatch(r"layers=(\d+(?:,\d+)*)", word):
-            name, value = "layers_per_stage", tuple(map(int, match[1].split(",")))
+            name, value = match[1].replace("@", "world_size"), match[2]
+        elif match := re.fullmatch(r"(layers)=(\d+(?:,\d+)*)", word):
+            name, value = "layers_per_stage", match[2]
         else:
             raise ConfigError(
                 f'layout {text!r}: cannot read {word!r}; expected words such as "tp4 pp8 ep32 etp1 @256 layers=7,8"'
             )
         if name in values:
             raise ConfigError(f"layout {text!r}: {name} is given twice")
-        values[name] = value
+        values[name] = tuple(map(int, value.split(","))) if name == "layers_per_stage" else int(value)
     if "world_size" not in values:
         raise ConfigError(f'layout {text!r}: the number of ranks is missing; add it as "@256"')
     return ParallelLayout(**values)
@@ -236,65 +234,3 @@ def rollout_layout(instances: int, dp: int, tp: int, expert_parallel: bool = Tru
     """
     ep, etp = (dp * tp, 1) if expert_parallel else (1, dp * tp)
     return ParallelLayout(instances * dp * tp, tp=tp, ep=ep, etp=etp)
-
-
-def world_size(config: Any) -> int:
-    """Ranks of the run: one a die."""
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node
-
-
-def train_layout_of(config: Any) -> ParallelLayout:
-    """The layout of actor and reference in a composed configuration; ConfigError if there is none."""
-    return train_layout_in(config.actor_rollout_ref, config.recipe, world_size(config))
-
-
-def rollout_layout_of(config: Any) -> ParallelLayout:
-    """The layout of the vLLM instances in a composed configuration; ConfigError if it does not fit."""
-    return rollout_layout_in(config.actor_rollout_ref, config.recipe, world_size(config))
-
-
-def critic_of(config: Any) -> Any:
-    """verl's section `critic` of a composed configuration; None where its trainer has no critic (`use_critic`)."""
-    return config.critic if config.algorithm.adv_estimator == "gae" else None
-
-
-def trained_of(config: Any) -> dict[str, Any]:
-    """{actor, critic: verl's section} of the models that a run trains."""
-    sections = {"actor": config.actor_rollout_ref.actor if trains_actor(config.recipe) else None}
-    sections["critic"] = critic_of(config)
-    return {name: section for name, section in sections.items() if section is not None}
-
-
-def train_layout_in(section: Any, recipe: Any, world: int) -> ParallelLayout:
-    """The layout of a worker by its `section`, which is all that it has: verl's actor_rollout_ref, or critic."""
-    actor = (section.actor if "actor" in section else section).megatron
-    return ParallelLayout(
-        world_size=world,
-        tp=actor.tensor_model_parallel_size,
-        cp=actor.context_parallel_size,
-        ep=actor.expert_model_parallel_size,
-        etp=actor.expert_tensor_parallel_size,
-        pp=actor.pipeline_model_parallel_size,
-        vpp=actor.virtual_pipeline_model_parallel_size or 1,
-        layers_per_stage=tuple(recipe.train.layers_per_stage) if recipe.train.layers_per_stage else None,
-    )
-
-
-def rollout_layout_in(section: Any, recipe: Any, world: int) -> ParallelLayout:
-    """The layout of the vLLM instances: `section` is verl's actor_rollout_ref, which is all that a worker has."""
-    rollout, tp = recipe.rollout, section.rollout.tensor_model_parallel_size
-    ranks = tp * rollout.dp
-    instances = rollout.instances or max(1, world // ranks)
-    if instances * ranks != world:
-        given = "recipe.rollout.instances" if rollout.instances else "as many instances as fit"
-        raise ConfigError(
-            f"rollout layout: {instances} instance(s) x dp {rollout.dp} x tp {tp} = {instances * ranks} ranks, "
-            f"expected all {world} (trainer.nnodes x n_gpus_per_node); change {given}, recipe.rollout.dp or "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        )
-    if rollout.dp > 1 and not rollout.expert_parallel:
-        raise ConfigError(
-            f"rollout layout: recipe.rollout.dp={rollout.dp} shares experts inside an instance, which needs "
-            "recipe.rollout.expert_parallel=true; replicas that share nothing are instances (dp=1)"
-        )
-    return rollout_layout(instances, rollout.dp, tp, expert_parallel=rollout.expert_parallel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class StepPhase(NamedTuple):
@@ -41,23 +41,11 @@ CALLS = {  # of the trainer, in their order in a step: what is shown while one r
     "update_critic": "critic update",
     "update_actor": "update",
 }
+# of the memory schedule of a run with a critic and reward models (memory/schedule.py), in its order
+MEMORY_PHASES = (
+    *("reshard", "wake_kv", "rollout", "sleep", "rm_scores", "reward", "old_log_prob", "ref", "values", "advantage"),
+    *("update_critic", "update"),
+)
 OF_WORKERS = tuple(phase.planned for phase in STEP_PHASES if phase.call not in (None, "reward"))
-OF_VALUES = ("rm", "prm")  # objectives of value models
-STAYS_AWAKE = "stays_awake"  # key of a batch's meta_info: its rollout may go on in a next call of generate_sequences
 # where else a process may be: in its start, verl's validation, a wait for the last checkpoint's files, a trace's files
 START, VALIDATE, LAST_CHECKPOINT, PROFILE = "start", "validate", "last checkpoint", "profile"
-
-
-def samples(recipe: Any) -> bool:
-    """Whether the run samples its responses; with an objective on fixed data no rollout engine is started."""
-    return recipe.objective.name == "rl"
-
-
-def reward_models(recipe: Any) -> list[Any]:
-    """The entries of recipe.rewards that are reward models, in their order."""
-    return [entry for entry in recipe.rewards or () if entry.name == "reward_model"]
-
-
-def trains_actor(recipe: Any) -> bool:
-    """Whether the run trains an actor; the objectives of value models train the critic alone, and build no actor."""
-    return recipe.objective.name not in OF_VALUES

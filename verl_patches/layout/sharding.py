@@ -89,7 +89,7 @@ class Shard(NamedTuple):
     padding: int = 0
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]  # as Parameter's
         """Number of elements held."""
         return math.prod(self.shape)
 

@@ -11,26 +11,44 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 PADDING = -1.0  # verl 0.4.0's (verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py)
-CHECK = "logprob_check"  # key of a batch's meta_info: {sequences: number per replica, seed: of their sampling}
 CHECK_TOKENS = 256  # limit of a checked sequence: wrong weights show in every token, and each one costs a decoding step
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """Sequences that each replica samples for the check behind a step's responses; seed: of their sampling."""
+
+    sequences: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class CheckedSamples:
+    """Sequences of one replica and vLLM's log-prob of each token of a response; seconds: of their sampling."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    log_probs: list[list[float]]
+    seconds: float
 
 
 def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
     """Row provider for `vLLMRollout.generate_sequences`: adds `rollout_log_probs` [B, S_response] to its batch.
 
-    fp32, on the device of the responses. With CHECK in meta_info the replica samples from its first prompts again and
-    stores the result of `sample_for_check` in `self.checked`.
+    fp32, on the device of the responses. After `self.check_request` was set (RecipeWorker.begin_rollout) the replica
+    samples once from its first prompts again, and has the result of `sample_for_check` in `self.checked`.
     """
 
     @functools.wraps(generate_sequences)
     def generate(self: Any, prompts: Any, **kwargs: Any) -> Any:
         import torch
 
-        check = prompts.meta_info.get(CHECK)
-        checked = _first_prompts(prompts, check["sequences"]) if check else []  # before verl takes the batch apart
+        check = self.__dict__.pop("check_request", None)
+        checked = _first_prompts(prompts, check.sequences) if check else []  # before verl takes the batch apart
         engine, requests = self.inference_engine, []
         generate_of_engine = engine.generate
 
@@ -51,7 +69,7 @@ def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
             output.batch["rollout_log_probs"] = torch.tensor(rows, dtype=torch.float32, device=responses.device)
         if check:
             tokens = min(CHECK_TOKENS, self.config.response_length)
-            self.checked = sample_for_check(engine, checked, tokens, check["seed"])
+            self.checked = sample_for_check(engine, checked, tokens, check.seed)
         return output
 
     return generate
@@ -62,11 +80,11 @@ def _first_prompts(prompts: Any, count: int) -> list[list[int]]:
     return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
 
 
-def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, seed: int) -> dict[str, Any]:
-    """One sequence per prompt at temperature 1 with top-k and top-p off.
+def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, seed: int) -> CheckedSamples:
+    """Sample one sequence per prompt at temperature 1 with top-k and top-p off.
 
-    Returns {prompts, responses, log_probs, seconds}, in the order of `prompts`, each of at most `tokens`. `engine`:
-    vLLM's LLM, awake; all ranks of its instance must call this.
+    In the order of `prompts`, each of at most `tokens`. `engine`: vLLM's LLM, awake; all ranks of its instance must
+    call this.
     """
     from vllm import SamplingParams
 
@@ -76,12 +94,12 @@ def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, see
     plain = [SamplingParams(**settings, seed=seed + at) for at in range(len(prompts))]
     requests = engine.generate([{"prompt_token_ids": ids} for ids in prompts], plain, use_tqdm=False)
     samples = [request.outputs[0] for request in requests]
-    return {
-        "prompts": list(prompts),
-        "responses": [list(sample.token_ids) for sample in samples],
-        "log_probs": [padded(s.token_ids, s.logprobs, len(s.token_ids)) for s in samples],
-        "seconds": time.perf_counter() - begin,
-    }
+    return CheckedSamples(
+        prompts=list(prompts),
+        responses=[list(sample.token_ids) for sample in samples],
+        log_probs=[padded(s.token_ids, s.logprobs, len(s.token_ids)) for s in samples],
+        seconds=time.perf_counter() - begin,
+    )
 
 
 def padded(tokens: Sequence[int], log_probs: Sequence[Any], length: int) -> list[float]:

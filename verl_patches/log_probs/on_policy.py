@@ -7,12 +7,13 @@ recipe.rollout_correction        importance weights and rejection for vLLM's pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import Check, ConfigError
 from verl_patches.log_probs.truth_check import why_not
+from verl_patches.spec import RunSpec
 
 LEVELS, REJECTIONS = ("token", "sequence"), ("seq_sum_k1", "seq_mean_k1")
 _SKIP, _SECTION = "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
@@ -58,23 +59,26 @@ def ratio_bounds(text: str | None) -> tuple[float, float]:
     )
 
 
-def faults(config: Any, hf_config: Mapping[str, Any]) -> list[str]:
-    """Reasons why a composed configuration is invalid, one sentence each."""
-    return [*_skip_faults(config, hf_config), *_sequence_faults(config), *_correction_faults(config)]
+def on_policy_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that skip_old_log_prob, importance_ratio and rollout_correction are valid in this run."""
+    faults = [*_skip_faults(run), *_sequence_faults(run), *_correction_faults(run)]
+    yield from (Check("on policy", False, fault) for fault in faults)
+    if run.recipe.train.skip_old_log_prob and not faults:
+        yield Check("on policy", True, "no pass for old log-probs: one mini batch and one epoch an update")
 
 
-def needs_old_log_probs(config: Any) -> bool:
+def needs_old_log_probs(run: RunSpec) -> bool:
     """Whether the update cannot take its own log-probs as old ones: weights change in it, or KL is in the reward."""
-    actor = config.actor_rollout_ref.actor
-    several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs != 1
-    return bool(several or config.algorithm.use_kl_in_reward)
+    actor = run.verl.actor_rollout_ref.actor
+    several = actor.ppo_mini_batch_size != run.verl.data.train_batch_size or actor.ppo_epochs != 1
+    return bool(several or run.verl.algorithm.use_kl_in_reward)
 
 
-def _skip_faults(config: Any, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    if not config.recipe.train.skip_old_log_prob:
+def _skip_faults(run: RunSpec) -> Iterator[str]:
+    if not run.recipe.train.skip_old_log_prob:
         return
-    actor, given = config.actor_rollout_ref.actor, f"{_SKIP} is true, but"
-    mini, batch, epochs = actor.ppo_mini_batch_size, config.data.train_batch_size, actor.ppo_epochs
+    actor, given = run.verl.actor_rollout_ref.actor, f"{_SKIP} is true, but"
+    mini, batch, epochs = actor.ppo_mini_batch_size, run.verl.data.train_batch_size, actor.ppo_epochs
     if mini != batch:
         yield (
             f"{given} {_ACTOR}.ppo_mini_batch_size is {mini} and data.train_batch_size {batch}: only the "
@@ -82,15 +86,15 @@ def _skip_faults(config: Any, hf_config: Mapping[str, Any]) -> Iterator[str]:
         )
     if epochs != 1:
         yield f"{given} {_ACTOR}.ppo_epochs is {epochs}: from the second epoch on the weights have changed; set 1"
-    if config.algorithm.use_kl_in_reward:
+    if run.verl.algorithm.use_kl_in_reward:
         yield f"{given} algorithm.use_kl_in_reward needs old log-probs before the update; use {_ACTOR}.use_kl_loss"
-    if config.trainer.critic_warmup:
+    if run.verl.trainer.critic_warmup:
         yield (
-            f"{given} trainer.critic_warmup is {config.trainer.critic_warmup}: a step without an "
+            f"{given} trainer.critic_warmup is {run.verl.trainer.critic_warmup}: a step without an "
             "update has no log-probs for the log-prob check; set 0"
         )
     sources = {
-        "the model's config.json": hf_config,
+        "the model's config.json": run.hf_config,
         f"{_ACTOR}.megatron.override_transformer_config": actor.megatron.get("override_transformer_config"),
     }
     for where, values in sources.items():
@@ -99,25 +103,28 @@ def _skip_faults(config: Any, hf_config: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{given} {where} sets {name} to {values[name]}, so two forward passes differ; set 0"
 
 
-def _sequence_faults(config: Any) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    if config.recipe.train.importance_ratio != "sequence":
+def _sequence_faults(run: RunSpec) -> Iterator[str]:
+    actor = run.verl.actor_rollout_ref.actor
+    if run.recipe.train.importance_ratio != "sequence":
         return
     given = "recipe.train.importance_ratio is sequence, but"
     if actor.loss_agg_mode != "seq-mean-token-mean":
         yield f"{given} {_ACTOR}.loss_agg_mode is {actor.loss_agg_mode}; GSPO's mean is seq-mean-token-mean: set that"
-    if actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1:
+    if actor.ppo_mini_batch_size == run.verl.data.train_batch_size and actor.ppo_epochs == 1:
         yield (
             f"{given} a step is one mini batch and one epoch, so all ratios are 1: set {_ACTOR}.ppo_mini_batch_size to "
             "a part of data.train_batch_size"
         )
+    for row in ("update.on_policy", "update.loss_on_policy"):
+        if run.switched_off(row):
+            yield f"{given} row {row} is off; switch it on"
 
 
-def _correction_faults(config: Any) -> Iterator[str]:
-    section = config.recipe.rollout_correction
+def _correction_faults(run: RunSpec) -> Iterator[str]:
+    section = run.recipe.rollout_correction
     for name, allowed in (("rollout_is", LEVELS), ("rollout_rs", REJECTIONS)):
-        if section[name] not in (None, *allowed):
-            yield f"{_SECTION}.{name} is {section[name]!r}; expected null, {' or '.join(allowed)}"
+        if getattr(section, name) not in (None, *allowed):
+            yield f"{_SECTION}.{name} is {getattr(section, name)!r}; expected null, {' or '.join(allowed)}"
     if not 0 < section.rollout_is_threshold < float("inf"):
         yield f"{_SECTION}.rollout_is_threshold is {section.rollout_is_threshold}; expected the highest weight, above 0"
     if section.rollout_rs is None and section.rollout_rs_threshold is not None:
@@ -127,9 +134,9 @@ def _correction_faults(config: Any) -> Iterator[str]:
     except ConfigError as error:
         on = True
         yield str(error)
-    recipe = config.recipe
+    recipe = run.recipe
     reason = on and why_not(
-        config.actor_rollout_ref.rollout,
+        run.verl.actor_rollout_ref.rollout,
         replayed=recipe.rollout.replay is not None,
         balanced=recipe.rollout.balanced_routing or recipe.train.balanced_routing,
     )

@@ -3,7 +3,7 @@
 recipe.train.skip_old_log_prob leaves out the separate pass for old log-probs, recipe.rollout_correction has weights,
 and recipe.train.importance_ratio=sequence is GSPO.
 
-trainer/worker_group.py skips compute_log_prob and leaves the column out of the update's batch. `OnPolicyUpdate`
+trainer/worker_group.py skips compute_log_prob, and no batch of the trainer has the column. `OnPolicyUpdate`
 gives the loss vLLM's log-probs as old ones, or weighs the advantages. `loss_on_policy` replaces old log-probs by those
 that the update computes: the ratio is exactly 1. For GSPO it moves them so that each token's ratio is that of its
 sequence.
@@ -15,7 +15,6 @@ the same log-probs; log_probs/on_policy.py refuses other configurations. Imports
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,9 +24,9 @@ import torch
 from verl_patches.batches.exchange import is_metrics_rank
 from verl_patches.current import Current
 from verl_patches.errors import RecipeError
-from verl_patches.layout.phases import samples
 from verl_patches.log_probs import rollout_correction
 from verl_patches.log_probs.on_policy import Correction, correction_of
+from verl_patches.spec import RunSpec
 
 _ROLLOUT, _OLD = "rollout_log_probs", "old_log_probs"
 _NO_ROLLOUT = (
@@ -54,16 +53,21 @@ class OnPolicyUpdate:
         self.sums: dict[str, float] = {}  # of the update's log-probs and their number, where vLLM has none
 
     @classmethod
-    def of(cls, recipe: Any) -> OnPolicyUpdate | None:
-        """The update that `recipe` sets; None if the update is verl's own. Fixed data: a ratio of 1 is exact."""
-        skip = recipe.train.skip_old_log_prob or not samples(recipe)
+    def of(cls, run: RunSpec) -> OnPolicyUpdate | None:
+        """The update that a run sets; None if the update is verl's own. Fixed data: a ratio of 1 is exact."""
+        recipe = run.recipe
+        skip = recipe.train.skip_old_log_prob or not run.samples
         correction = correction_of(recipe.rollout_correction)
         by_sequence = recipe.train.importance_ratio == "sequence"
         return cls(skip, correction, by_sequence) if skip or by_sequence or correction is not None else None
 
     @contextmanager
     def around(self, batch: Any) -> Iterator[None]:
-        """verl's update of `batch` runs inside. LogProbError without rollout log-probs; RecipeError if not reached."""
+        """Run verl's update of `batch` inside. LogProbError without rollout log-probs; RecipeError if not reached.
+
+        verl's actor selects old_log_probs by name. Where the pass is left out and vLLM has none, as of fixed data, the
+        column is zeros, which `loss_on_policy` replaces; an update that does not reach it ends the run.
+        """
         self.has_rollout = _ROLLOUT in batch.keys()
         if self.correction and not self.has_rollout:
             raise rollout_correction.LogProbError(_NO_ROLLOUT)
@@ -73,7 +77,7 @@ class OnPolicyUpdate:
             self.seen.append(sides)
             batch["advantages"] = weighed(batch["advantages"], *sides, self.correction)
         if self.skip:
-            batch[_OLD] = batch[_ROLLOUT] if self.has_rollout else torch.full_like(batch["advantages"], math.nan)
+            batch[_OLD] = batch[_ROLLOUT] if self.has_rollout else torch.zeros_like(batch["advantages"])
         changes_loss = self.skip or self.by_sequence
         with current_update.set(self if changes_loss else None):
             yield

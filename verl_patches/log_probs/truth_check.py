@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl_patches.layout.parallel import world_size
-from verl_patches.layout.phases import samples
+from verl_patches.errors import Check
+from verl_patches.log_probs.of_rollout import CHECK_TOKENS
+from verl_patches.spec import RunSpec
 
 DELTA = "recipe/logprob_delta"
 MEAN, STD, MAX = f"{DELTA}_mean", f"{DELTA}_std", f"{DELTA}_max"
@@ -59,14 +60,14 @@ def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool 
     )
 
 
-def not_compared(config: Any) -> str | None:
+def not_compared(run: RunSpec) -> str | None:
     """The reason why a run of `config` compares no log-probs; None where it does."""
-    recipe = config.recipe
-    if not samples(recipe):
+    recipe = run.recipe
+    if not run.samples:
         return "no response is sampled"
     if recipe.logprob_check.action == "off":
         return "recipe.logprob_check.action=off"
-    rollout = config.actor_rollout_ref.rollout
+    rollout = run.verl.actor_rollout_ref.rollout
     replayed = recipe.rollout.replay is not None
     balanced = recipe.rollout.balanced_routing or recipe.train.balanced_routing
     if recipe.logprob_check.every is not None:
@@ -76,25 +77,35 @@ def not_compared(config: Any) -> str | None:
     return f"{reason}; recipe.logprob_check.every=N compares extra sequences" if could else reason
 
 
-def replicas_of(config: Any) -> int:
-    """Number of rollout replicas (vLLM tensor-parallel groups)."""
-    return world_size(config) // config.actor_rollout_ref.rollout.tensor_model_parallel_size
-
-
-def sequences_of(config: Any) -> int:
+def sequences_of(run: RunSpec) -> int:
     """Sequences of one check over all replicas."""
-    return config.recipe.logprob_check.sequences or replicas_of(config)
+    return run.recipe.logprob_check.sequences or run.replicas
 
 
-def faults(config: Any) -> Iterator[str]:
+def truth_check_checks(run: RunSpec) -> Iterator[Check]:
+    """Check whether and when the run compares log-probs; a note where it never does."""
+    faults = list(_faults(run))
+    yield from (Check("truth check", False, fault) for fault in faults)
+    if faults:
+        return
+    if reason := not_compared(run):
+        yield Check("truth check", True, f"log-probs are never compared: {reason}", note=True)
+    elif run.recipe.logprob_check.every is None:
+        yield Check("truth check", True, "all sampled tokens of every step")
+    else:
+        text = f"from step 1 every {run.recipe.logprob_check.every}: {sequences_of(run)} x {CHECK_TOKENS} tokens"
+        yield Check("truth check", True, text)
+
+
+def _faults(run: RunSpec) -> Iterator[str]:
     """Reasons why a composed configuration cannot sample sequences for the check, one sentence each."""
-    section = config.recipe.logprob_check
+    section = run.recipe.logprob_check
     if section.every is None or section.action == "off":
         return
     given = f"recipe.logprob_check.every is {section.every}, but"
-    if reason := not_compared(config):
+    if reason := not_compared(run):
         yield f"{given} log-probs cannot be compared: {reason}; set recipe.logprob_check.action=off"
-    rollout, replicas, sequences = config.actor_rollout_ref.rollout, replicas_of(config), sequences_of(config)
+    rollout, replicas, sequences = run.verl.actor_rollout_ref.rollout, run.replicas, sequences_of(run)
     if rollout.name != "vllm" or rollout.mode != "sync":
         yield f"{given} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; expected vllm, sync"
     if sequences % replicas:
@@ -102,10 +113,10 @@ def faults(config: Any) -> Iterator[str]:
             f"recipe.logprob_check.sequences is {sequences}; expected a multiple of {replicas}, the number of "
             "rollout replicas (dies / actor_rollout_ref.rollout.tensor_model_parallel_size)"
         )
-    if sequences > config.data.train_batch_size:
+    if sequences > run.verl.data.train_batch_size:
         yield (
             f"recipe.logprob_check.sequences is {sequences}; expected at most data.train_batch_size "
-            f"{config.data.train_batch_size} (one sequence a prompt of the step)"
+            f"{run.verl.data.train_batch_size} (one sequence a prompt of the step)"
         )
 
 

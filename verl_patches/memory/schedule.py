@@ -17,7 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from verl_patches.layout.phases import reward_models, samples
+from verl_patches.recipe.schema import Recipe
+from verl_patches.spec import RunSpec
 
 MEMORY_GROUPS = {
     "actor_params": "parameters of the actor: Megatron's param buffers",
@@ -94,14 +95,14 @@ class Schedule:
         phases = tuple(rare if phase is row else phase for phase in self.phases)
         return Schedule(f"{self.name}, without {name}", phases)
 
-    def of_run(self, recipe: Any, critic: bool) -> Schedule:
-        """Without the phases that a run of `recipe` leaves out, and with those of a critic and of reward models."""
-        schedule = self.without("old_log_prob") if recipe.train.skip_old_log_prob else self
+    def of_run(self, run: RunSpec, critic: bool) -> Schedule:
+        """Return the schedule without the phases that a run leaves out, with those of a critic and of reward models."""
+        schedule = self.without("old_log_prob") if run.recipe.train.skip_old_log_prob else self
         if critic:
             schedule = schedule.with_critic()
-        if reward_models(recipe):
+        if run.reward_models:
             schedule = schedule.with_reward_models()
-        if samples(recipe):
+        if run.samples:
             return schedule
         phases = tuple(row for row in schedule.phases if row.name not in OF_ROLLOUT)
         return Schedule(f"{schedule.name}, no rollout", phases)
@@ -316,7 +317,7 @@ def in_sleep_mode(copied: bool) -> Schedule:
     return Schedule(f"{SCHEDULE.name}, {how}", phases)
 
 
-def sleeps_by_vllm(rollout: Any, recipe: Any) -> bool:
+def sleeps_by_vllm(rollout: Any, recipe: Recipe) -> bool:
     """Whether the engine of verl's `rollout` section uses vLLM's sleep mode, with which weights keep their addresses.
 
     Captured graphs hold addresses, unless recipe.rollout.ascend.vllm_sleep_mode is false.
@@ -336,22 +337,22 @@ def stays_of(megatron: Any, groups: TrainedGroups) -> set[str]:
 
 
 def schedule_of(
-    section: Any, recipe: Any, rows: Collection[str], one_memory: bool = False, critic: Any = None
+    run: RunSpec, section: Any, critic: Any = None, one_memory: bool = False
 ) -> tuple[Schedule, frozenset[str]]:
     """(schedule, memory groups that are never moved) of a run with verl's `section` actor_rollout_ref.
 
-    `rows`: ids of the rows that are on; without memory.order it is verl's own order. `one_memory`: host and device
-    share their memory (a CPU), where vLLM's sleep does not move the rollout weights. `critic`: verl's section of that
-    name in a run with a critic.
+    critic: verl's section of that name in a run with a critic. one_memory: host and device share their memory (a CPU),
+    where vLLM's sleep does not move the rollout weights. Without row memory.order it is verl's own order.
 
     Groups of verl's three offload switches that are off stay; verl frees gradients with the parameters and never reads
     its grad_offload. Row memory.sleep_mode does not copy rollout weights that a direct sync writes: with vLLM's sleep
     mode others are copied, else they stay.
     """
-    synced, by_vllm = recipe.weight_sync.enabled and direct_sync(rows), sleeps_by_vllm(section.rollout, recipe)
-    dropped = "memory.sleep_mode" in rows and (synced or not by_vllm)
-    if "memory.order" not in rows:
-        schedule = VERL[recipe.line]
+    synced = run.recipe.weight_sync.enabled and direct_sync(run.rows)
+    by_vllm = sleeps_by_vllm(section.rollout, run.recipe)
+    dropped = "memory.sleep_mode" in run.rows and (synced or not by_vllm)
+    if "memory.order" not in run.rows:
+        schedule = VERL[run.line]
     elif dropped and not by_vllm:
         schedule = SCHEDULE
     else:
@@ -361,6 +362,6 @@ def schedule_of(
         stays |= stays_of(critic.megatron, CRITIC)
     if not section.ref.megatron.param_offload:
         stays.add("ref_params")
-    if samples(recipe) and ((dropped and not synced) or (not dropped and one_memory)):
+    if run.samples and ((dropped and not synced) or (not dropped and one_memory)):
         stays.add("rollout_weights")
-    return schedule.of_run(recipe, critic is not None), frozenset(stays)
+    return schedule.of_run(run, critic is not None), frozenset(stays)

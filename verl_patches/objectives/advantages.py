@@ -18,10 +18,10 @@ import torch
 from verl_patches.batches.exchange import Ragged, from_padded, model_inputs
 from verl_patches.current import Current
 from verl_patches.errors import RecipeError
-from verl_patches.layout.phases import OF_VALUES
 from verl_patches.log_probs.rollout_correction import MEAN_LOG_PROB
 from verl_patches.objectives import losses
 from verl_patches.objectives.settings import RESPONSES
+from verl_patches.spec import OF_VALUES
 
 # columns of a batch: 0 of a prompt's first response, 1 of the other (rejected, or of the KL); what the data says
 ROLE, LABEL, MARKS = "objective_role", "objective_label", "objective_marks"

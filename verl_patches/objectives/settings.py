@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_patches.layout.phases import OF_VALUES, samples
+from verl_patches.spec import OF_VALUES, RunSpec
 
 _PAIR = {"prompt": "messages", "chosen": "text", "rejected": "text"}
 # objective -> columns of a data file and their kinds, or other columns in their place
@@ -41,27 +41,27 @@ def columns_of(objective: str, names: list[str]) -> dict[str, str]:
     return next((way for way in ways if way.keys() <= set(names)), ways[0])
 
 
-def faults(config: Any) -> Iterator[str]:
+def faults(run: RunSpec) -> Iterator[str]:
     """Why a composed configuration does not train recipe.objective exactly, one sentence each; none for rl."""
-    recipe, objective = config.recipe, config.recipe.objective
-    if samples(recipe):
+    objective = run.recipe.objective
+    if run.samples:
         return
     given = f"recipe.objective.name is {objective.name}, but"
     if objective.label_smoothing and objective.name != "dpo":
         yield f"{given} recipe.objective.label_smoothing is {objective.label_smoothing}: only dpo has it; set 0"
-    if config.data.custom_cls.path is None:
+    if run.verl.data.custom_cls.path is None:
         yield f"{given} data.custom_cls.path is null: verl's own dataset gives no responses; use algo={objective.name}"
-    if objective.name == "kto" and config.data.train_batch_size < 2:
+    if objective.name == "kto" and run.verl.data.train_batch_size < 2:
         yield f"{given} data.train_batch_size is 1: the KL pairs a prompt with another row's response; set 2 or more"
-    for key, (expected, why) in _expected(config, objective.name).items():
-        if (found := OmegaConf.select(config, key)) != expected:
+    for key, (expected, why) in _expected(run, objective.name).items():
+        if (found := OmegaConf.select(run.verl, key)) != expected:
             shown = str(expected).lower() if isinstance(expected, bool) else expected
             yield f"{given} {key} is {found}: {why}; set {shown}"
-    if config.trainer.test_freq > 0 or config.trainer.val_before_train:
+    if run.verl.trainer.test_freq > 0 or run.verl.trainer.val_before_train:
         yield f"{given} validation would sample; set trainer.test_freq=-1 and trainer.val_before_train=false"
 
 
-def _expected(config: Any, name: str) -> dict[str, tuple[Any, str]]:
+def _expected(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
     """{key: (value, reason)} of an objective."""
     trained = "critic" if name in OF_VALUES else _ACTOR
     term, sampled = "the loss has no other term", "no response is sampled"
@@ -70,7 +70,7 @@ def _expected(config: Any, name: str) -> dict[str, tuple[Any, str]]:
     expected = {
         f"{_ROLLOUT}.n": (RESPONSES[name], "a prompt has that many responses in a batch"),
         f"{trained}.loss_agg_mode": ("seq-mean-token-sum", equally),
-        f"{trained}.ppo_mini_batch_size": (config.data.train_batch_size, whole),
+        f"{trained}.ppo_mini_batch_size": (run.verl.data.train_batch_size, whole),
         f"{trained}.ppo_epochs": (1, whole),
         f"{_ACTOR}.entropy_coeff": (0, term),
         f"{_ACTOR}.use_kl_loss": (False, "the loss has no reference"),

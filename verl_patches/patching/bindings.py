@@ -117,8 +117,10 @@ def _imports_of(module: str, name: str, tree: Mapping[str, SourceFile]) -> Itera
 
 
 def _from_imports(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ImportFrom]]:
-    only_for_types = isinstance(node, ast.If) and ast.unparse(node.test) in _FOR_TYPES
-    for child in node.orelse if only_for_types else ast.iter_child_nodes(node):
+    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and ast.unparse(node.test) in _FOR_TYPES:
+        children = node.orelse
+    for child in children:
         if isinstance(child, ast.ImportFrom):
             yield prefix, child
         elif isinstance(child, ast.ClassDef):

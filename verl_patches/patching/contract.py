@@ -174,7 +174,7 @@ class RowCheck:
         if is_outside and pinned and _public(pinned) != _public(here):
             yield Part("note", f"body not compared: the pin is {self.top} {pinned}")
         elif not self._exists():
-            yield self._missing()
+            yield self._missing(self.file)
             return
         else:
             yield self._body(pinned, here)
@@ -189,6 +189,7 @@ class RowCheck:
 
     def _at(self, file: Path, line: int | None = None) -> str:
         """file:line with the file as seen from the folder that holds its top-level package."""
+        assert self.file is not None, "a row whose module was not found has no statements"
         short = str(file.relative_to(_root_of(self.file, self.spec.target_module)))
         return short if line is None else f"{short}:{line}"
 
@@ -215,13 +216,13 @@ class RowCheck:
             return Part("problem", f"its fingerprint {found} was never reviewed", todo)
         return Part("fine", "body as reviewed") if self.reviewed == found else self._drift(found)
 
-    def _missing(self) -> Part:
+    def _missing(self, file: Path) -> Part:
         qualname = split(self.spec.target)[1]
-        tree = ast.parse(self.file.read_bytes())
+        tree = ast.parse(file.read_bytes())
         lines = {node.name: node.lineno for node in ast.walk(tree) if isinstance(node, fp.DEFINITIONS)}
         near = difflib.get_close_matches(qualname.rpartition(".")[2], lines, n=3, cutoff=0.5)
         details = tuple(f"near: {name}, line {lines[name]}" for name in near)
-        return Part("problem", f"{qualname} is not in {self._at(self.file)}", _NEW_PLACE, details)
+        return Part("problem", f"{qualname} is not in {self._at(file)}", _NEW_PLACE, details)
 
     def _without_source(self, pinned: str | None, here: str) -> Part:
         """The target has no text, as reviewed: its package must be the pinned one."""

@@ -8,6 +8,10 @@ of our own provider and always stops the run.
 Threads: `_lock` guards the rows and the replacement itself. Nothing is imported while it is held, because a thread
 inside an import holds that module's lock and may wait for ours. Providers run without it: two threads may prepare the
 same row, and the first one to finish puts it in place.
+
+Bindings: a module that is inside `from M import f` while a row is put on M:f may have fetched the object that was there
+before, and stores it later. So each binding of a row is open from the moment the row is put in place until its module's
+import has ended and the binding was set again; an open binding is not compared with what is expected there.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import hooks
-from verl_patches.patching.row import MISSING, NOT_AS_REVIEWED, Prepared, Row, log_outcome, prepare, refusal
+from verl_patches.patching.row import MISSING, NOT_AS_REVIEWED, Prepared, Row, log_outcome, peek, prepare, refusal, slot
 from verl_patches.patching.spec import PatchSpec, split, validate
 from verl_patches.patching.switches import Switches, nearest_rows
 
@@ -47,6 +51,7 @@ class Engine:
         switches.check_against(self.specs)
         self._rows = {name: Row(spec) for name, spec in self.specs.items()}
         self._lock = threading.RLock()
+        self._open_bindings: set[str] = set()
         self._check_wanted()
         self._order = [self._rows[name] for name in self._in_need_order()]
 
@@ -97,7 +102,7 @@ class Engine:
             due = [
                 (row.spec.target_module, row.hook)
                 for row in self._order
-                if row.module is None and not row.spec.is_module_stub
+                if row.hook is not None and row.module is None and not row.spec.is_module_stub
             ]
         for name, hook in due:
             hooks.after_import(name, hook)
@@ -120,7 +125,10 @@ class Engine:
             prepared = self._unmet(row.spec) or prepared
             row.take_out()  # of an earlier copy of the module, which was dropped when patching it failed
             if prepared.place is not None:
-                prepared = row.put(prepared)
+                prepared = row.put(prepared, prepared.place)
+                self._open_bindings.update(row.spec.bindings if row.in_place else ())
+                for binding in row.spec.bindings:
+                    self._bind(row, binding)
             row.state, row.reason = prepared.state, prepared.reason or row.decided
             stops = prepared.state == "failed" or (prepared.state != "active" and policy == "strict")
             if not stops:
@@ -131,9 +139,7 @@ class Engine:
             raise PatchError(refusal(row.spec, prepared, self.switches.line)) from prepared.error
         log_outcome(row.spec, prepared, in_place)
         for binding in row.spec.bindings if in_place else ():
-            name, _ = split(binding)
-            if hooks.is_half_built(sys.modules.get(name)):
-                hooks.after_import(name, functools.partial(self._rebind, row, nth, binding))
+            self._close_binding(row, binding)
 
     def _is_done(self, row: Row, nth: int, module: ModuleType) -> bool:
         return row.applied != nth or row.hook is None or row.module is module
@@ -157,20 +163,41 @@ class Engine:
         for row in reversed(leaving):  # the upper one of a place first: each puts back what it found
             row.take_out()
 
-    def _rebind(self, row: Row, nth: int, binding: str, _: ModuleType) -> None:
+    def _bind(self, row: Row, binding: str) -> None:
+        """Set a binding of a row to the uppermost row on its target, where it has the original or a row below that."""
+        found = peek(binding)
+        uppermost = self._uppermost(row.spec.target, found)
+        if uppermost is not found:
+            place = slot(binding)
+            setattr(place.holder, place.attribute, uppermost)
+
+    def _close_binding(self, row: Row, binding: str) -> None:
+        """Set a binding for good as soon as no import of its module can still store what it fetched earlier."""
+        name, _ = split(binding)
+
+        def close(module: ModuleType) -> None:
+            with self._lock:
+                self._bind(row, binding)
+                self._open_bindings.discard(binding)
+
         with self._lock:
-            if row.applied == nth:
-                row.rebind(binding)
+            if sys.modules.get(name) is None:  # when it is imported, it finds the uppermost row
+                self._open_bindings.discard(binding)
+                return
+        hooks.after_import(name, close)
 
     def revert(self) -> None:
-        """Restore upstream, in reverse order; a change that another library made over one of ours stays."""
+        """Restore upstream, in reverse order; a change that another library made over one of ours stays.
+
+        Call it while no import runs: a module that is inside `from M import f` may keep our object.
+        """
         with self._lock:
             for row in reversed(self._order):
                 if row.hook is None:
                     continue
                 if row.spec.is_module_stub:
                     hooks.remove_module_stub(row.spec.target)
-                covered = row.found_over(row.installed) if row.in_place else ""
+                covered = row.found_over(row.installed, self._open_bindings) if row.in_place else ""
                 row.take_out()
                 row.hook = row.module = None
                 row.state, row.reason = "reverted", f"{covered}, and was left there" if covered else ""
@@ -200,17 +227,19 @@ class Engine:
             return "waiting", "its module was not left imported, because patching it failed"
         if now is None:
             return "overridden", f"{name} was dropped from sys.modules after it was patched"
-        covered = row.found_over(self._uppermost(row))
+        covered = row.found_over(self._uppermost(row.spec.target, row.installed), self._open_bindings)
         return ("overridden", covered) if covered else (row.state, row.reason)
 
-    def _uppermost(self, row: Row) -> Any:
-        """The object expected where this row was put: its own, or that of the uppermost row that wraps it."""
-        same = [r for r in self._order if r.spec.target == row.spec.target and r.place and r.spec.kind != "override"]
-        over = {id(r.place.found): r.installed for r in same if r.place.found is not MISSING}
-        expected = row.installed
-        while id(expected) in over:
-            expected = over[id(expected)]
-        return expected
+    def _uppermost(self, target: str, found: Any) -> Any:
+        """The object of the uppermost row that was put over `found` at a target; `found` where no row is over it."""
+        over = {}
+        for row in self._order:
+            place = row.place if row.spec.target == target and row.spec.kind != "override" else None
+            if place is not None and place.found is not MISSING:
+                over[id(place.found)] = row.installed
+        while id(found) in over:
+            found = over[id(found)]
+        return found
 
     def verify(self, process: str, unused: tuple[str, ...] = ()) -> None:
         """Raise PatchError unless every wanted row for this process ("controller" or "worker") is active.

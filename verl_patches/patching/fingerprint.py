@@ -35,7 +35,7 @@ class Definition:
     node: ast.AST
     file: Path
     module: str
-    classes: tuple[ast.ClassDef, ...] = ()
+    classes: tuple[ast.AST, ...] = ()
 
     def statements(self) -> list[Statement]:
         """Its own statements in source order, then the headers of its classes, the outermost first."""
@@ -141,9 +141,9 @@ def source_file(module: str, root: Path | None = None) -> Path | None:
             spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(top)
         except ValueError:
             return None
-        if spec is None or not (spec.submodule_search_locations or spec.origin):
+        if spec is None:
             return None
-        bases = [Path(p) for p in spec.submodule_search_locations or ()] or [Path(spec.origin)]
+        bases = [Path(p) for p in spec.submodule_search_locations or filter(None, [spec.origin])]
     else:
         bases = [root / top if rest or (root / top).is_dir() else root / f"{top}.py"]
     for base in bases:
@@ -277,7 +277,7 @@ def flatten(node: ast.AST, file: Path) -> list[Statement]:
     return list(_flatten(node, file, 0, ""))
 
 
-def whole_hash(statements: list[Statement]) -> str:
+def whole_hash(statements: Sequence[Statement]) -> str:
     """16 hex digits over all statements."""
     return hashlib.sha256(" ".join(s.hash for s in statements).encode()).hexdigest()[:16]
 
@@ -293,19 +293,19 @@ def _flatten(node: ast.AST, file: Path, depth: int, field: str) -> Iterator[Stat
             yield from _flatten(child, file, depth + 1, name)
 
 
-def _lines(node: ast.AST, nested: dict[str, list[ast.AST]]) -> tuple[int, int]:
+def _lines(node: Any, nested: dict[str, list[ast.AST]]) -> tuple[int, int]:
     """First and last line of a statement, or of its header where it holds others."""
     if not nested:
         return node.lineno, node.end_lineno
     values = [value for name, value in ast.iter_fields(node) if name not in nested]
     children = [child for value in values for child in (value if isinstance(value, list) else [value])]
-    parts = [part for child in children if isinstance(child, ast.AST) for part in ast.walk(child)]
+    parts: list[Any] = [part for child in children if isinstance(child, ast.AST) for part in ast.walk(child)]
     header = [part for part in parts if hasattr(part, "lineno")]
     first = min([part.lineno for part in header] + [getattr(node, "lineno", 1 << 30)])
     return first, max([part.end_lineno for part in header] + [getattr(node, "lineno", first)])
 
 
-def _text(value: object, leave_out: object = ()) -> str:
+def _text(value: object, leave_out: Collection[str] = ()) -> str:
     """A syntax tree as plain ASCII, the same on every Python version."""
     if isinstance(value, ast.JoinedStr):
         return f"JoinedStr([{','.join(_joined(value.values))}])"
@@ -327,7 +327,7 @@ def _joined(values: list[ast.expr]) -> Iterator[str]:
     """Parts of an f-string: neighbouring constants are one, empty ones none, as not all Python versions do it."""
     constant = ""
     for value in values:
-        if isinstance(value, ast.Constant):
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
             constant += value.value
             continue
         if constant:

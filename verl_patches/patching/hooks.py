@@ -14,9 +14,10 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable
-from importlib._bootstrap import _lock_unlock_module  # what every `import` of a half-built module waits with
+from importlib._bootstrap import _lock_unlock_module  # type: ignore[attr-defined]  # what `import` waits with
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
@@ -136,7 +137,7 @@ class _WatchedSpec(ModuleSpec):
 class _ModuleStubs:
     """Last finder of all: resolves a missing package, and modules inside it, to modules of ours."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.providers: dict[str, str] = {}
 
     def find_spec(self, name, path=None, target=None):
@@ -153,6 +154,7 @@ class _ModuleStubs:
 def _module_at(provider: str, name: str) -> ModuleType | None:
     """Our module "m", or the module object at "m:a.b"; None if there is none. HookError: ours cannot be imported."""
     module, _, path = provider.partition(":")
+    obj: Any
     try:
         obj = importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Findings of `check`, `versions`, `fetch-upstream`, `doctor` and `cluster`, and the report that they make."""
+"""Findings of `check`, `versions`, `doctor` and `cluster`, and the report that they make."""
 
 from __future__ import annotations
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from verl_patches.patching.hooks import is_half_built
 from verl_patches.patching.spec import PatchSpec, split
 
 NOT_AS_REVIEWED = ("drifted", "unsupported")  # the states that the policy `drift=` is for
@@ -181,9 +180,8 @@ class Row:
         """True where upstream is not as reviewed and this row was not applied."""
         return self.state == "unsupported" or (self.state == "drifted" and not self.in_place)
 
-    def put(self, prepared: Prepared) -> Prepared:
-        """Change upstream and the bindings that exist so far; a place that cannot be set makes it unsupported."""
-        place = prepared.place
+    def put(self, prepared: Prepared, place: Slot) -> Prepared:
+        """Change upstream at the target; a place that cannot be set makes the row unsupported."""
         try:
             if self.spec.kind == "register":
                 entries = {key: (place.found.get(key, MISSING), value) for key, value in prepared.new.items()}
@@ -197,39 +195,32 @@ class Row:
                 self.place, self.installed = place, installed
         except Exception as error:
             return Prepared("unsupported", _text(error), error=error)
-        for binding in self.spec.bindings:
-            self.rebind(binding)
         return prepared
-
-    def rebind(self, binding: str) -> None:
-        """Set a binding that holds the original to our object; a binding that holds another object is not changed."""
-        if self.place is not None and peek(binding) is self.place.found is not MISSING:
-            place = slot(binding)
-            setattr(place.holder, place.attribute, self.installed)
 
     def take_out(self) -> None:
         """Restore the original wherever our object still is."""
-        for binding in self.spec.bindings if self.place else ():
-            if peek(binding) is self.installed:
-                place = slot(binding)
-                setattr(place.holder, place.attribute, self.place.found)
-        if self.place and self.spec.kind != "override" and self.place.current() is self.installed:
-            self.place.restore()
+        if self.place is not None:
+            for binding in self.spec.bindings:
+                if peek(binding) is self.installed:
+                    place = slot(binding)
+                    setattr(place.holder, place.attribute, self.place.found)
+            if self.spec.kind != "override" and self.place.current() is self.installed:
+                self.place.restore()
         for key, (before, ours) in self.entries.items():
             if self.registry.get(key) is ours:
                 self.registry.pop(key) if before is MISSING else self.registry.__setitem__(key, before)
         self.place, self.installed, self.registry, self.entries = None, MISSING, None, {}
 
-    def found_over(self, expected: Any) -> str:
-        """Which object is in place of `expected` (ours, or that of a row over it), in words; empty if none is."""
+    def found_over(self, expected: Any, open_bindings: Set[str]) -> str:
+        """Which object is in place of `expected` (ours, or that of a row over it), in words; empty if none is.
+
+        The bindings in `open_bindings` are not compared: they are set again when an import has ended.
+        """
         if self.registry is not None:
             key = next((k for k, (_, ours) in self.entries.items() if self.registry.get(k) is not ours), MISSING)
             return "" if key is MISSING else f"entry {key!r} is {describe(self.registry.get(key, MISSING))} now"
-        places = {self.spec.target: peek(self.spec.target)}
-        for binding in self.spec.bindings:
-            if not is_half_built(sys.modules.get(split(binding)[0])):
-                places[binding] = peek(binding)
-        for place, found in places.items():
+        for place in (self.spec.target, *(name for name in self.spec.bindings if name not in open_bindings)):
+            found = peek(place)
             if found is expected or (found is MISSING and place != self.spec.target) or self._is_under(found, expected):
                 continue
             how = "wraps ours" if wraps(found, expected) else "replaces ours"

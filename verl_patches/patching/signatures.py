@@ -55,9 +55,11 @@ def signature_faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
 def _method_faults(spec: PatchSpec, root: Path | None) -> list[str]:
     """Faults of each method of a subclass that upstream's class defines too."""
     faults = []
-    for node in fp.definitions(spec.provider)[-1].node.body:
-        target, provider = (f"{place}.{getattr(node, 'name', '')}" for place in (spec.target, spec.provider))
-        if isinstance(node, FUNCTIONS) and fp.definitions(target, root):
+    for node in ast.iter_child_nodes(fp.definitions(spec.provider)[-1].node):
+        if not isinstance(node, FUNCTIONS):
+            continue
+        target, provider = (f"{place}.{node.name}" for place in (spec.target, spec.provider))
+        if fp.definitions(target, root):
             method = replace(spec, kind="override", target=target, provider=provider)
             faults += [f"{node.name} {fault}" for fault in signature_faults(method, root)]
     return faults

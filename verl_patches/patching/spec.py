@@ -10,10 +10,11 @@ from graphlib import CycleError, TopologicalSorter
 
 from verl_patches.errors import ConfigError
 
+ROLES = ("correctness", "feature", "speed", "observe")
 KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")
 EMULATED = {"npu_emulated": "npu"}  # on the first the rows of the second are on too
-PLATFORMS = ("npu", "cuda", "cpu", *EMULATED)
+PLATFORMS = ("npu", "cpu", *EMULATED)
 PROCESSES = ("controller", "worker")
 DRIFT_POLICIES = ("strict", "warn", "skip")
 
@@ -34,6 +35,9 @@ class PatchSpec:
     provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module ("module"),
     or a module object of ours ("module:name"), whose inner modules can be imported too.
+    `role`: correctness (without the row the run is wrong or does not start), feature (what the recipe adds), speed, or
+    observe. `feature` names the feature of the run that the row is for (features.py): a run without it does not apply
+    the row, or, by the import alone, has it do nothing; empty: of every run.
     `under` names modules of other libraries whose own wrappers may go over ours: the row stays active while theirs hold
     it. A module stub is for a missing package; where that is installed, it is used and the row is off. A row is for all
     `lines`, `platforms` and `processes` unless it names some. Of two rows on one target the upper one must be a wrap
@@ -52,6 +56,8 @@ class PatchSpec:
     platforms: frozenset[str] = frozenset(PLATFORMS) - frozenset(EMULATED)
     processes: frozenset[str] = frozenset(PROCESSES)
     needs: tuple[str, ...] = ()
+    role: str = "correctness"
+    feature: str = ""
 
     def on_line(self, line: str) -> PatchSpec:
         """This row with the bindings and needs that it has on `line`, their "@line" removed."""
@@ -108,20 +114,23 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     wrong = {
         "id must look like stage.verb, lower case": not _ID.match(spec.id),
         f"kind is {spec.kind!r}, expected one of {', '.join(KINDS)}": spec.kind not in KINDS,
+        f"role is {spec.role!r}, expected one of {', '.join(ROLES)}": spec.role not in ROLES,
+        "a row of role feature must name its feature": spec.role == "feature" and not spec.feature,
         **{f"{place!r} is not of the form module:qualname": not _PLACE.match(place) for place in places},
         "a target without ':' is a module: kind must be stub": is_module and spec.kind != "stub",
         "a module stub has no bindings and can need no row": is_module and bool(bindings or needs),
         f"provider {spec.provider!r} must be module:qualname": not is_module and ":" not in spec.provider,
-        "why and exit must not be empty": not spec.why or not spec.exit,
+        "why and exit must not be empty": not (spec.why and spec.exit),
         "a registered entry has no bindings": spec.kind == "register" and bool(bindings),
         "an override must name the subclass row that it is a method of in needs": without_class,
         **{f"needs names {other!r}, which is no row": other not in by_id for other, _, _ in needs},
     }
     for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):
         given = getattr(spec, field)
-        wrong[f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}"] = not given or given - set(allowed)
+        is_wrong = not given or not given <= {*allowed}
+        wrong[f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}"] = is_wrong
     for name, at, only in (*bindings, *needs):
-        wrong[f"{name!r} is for line {only!r}, which the row is not for"] = at and only not in spec.lines
+        wrong[f"{name!r} is for line {only!r}, which the row is not for"] = bool(at) and only not in spec.lines
     return [fault for fault, is_wrong in wrong.items() if is_wrong]
 
 

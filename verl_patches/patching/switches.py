@@ -2,6 +2,8 @@
 
     VERL_PATCHES="line=pypi,platform=cpu,drift=warn,-reshard.*,+memory.ledger"
 
+The launcher adds the ids of the rows that the run's features need, as rows=ID:ID:...; without them all rows are on.
+
 The prelude runs before any configuration exists, so this is the only switch that reaches every process. The launcher
 writes it from the composed configuration (`recipe:`).
 """
@@ -28,18 +30,21 @@ class Switches:
     """Line, platform and the +id / -id patterns (fnmatch) in the order given; a later one wins.
 
     `drift`: what to do where upstream is not as reviewed (row drifted or unsupported): strict stops the run, warn
-    applies the row where it can and marks it, skip leaves upstream alone there.
+    applies the row where it can and marks it, skip leaves upstream alone there. `rows`: ids of the rows that the run's
+    features need; None: those of all features.
     """
 
     line: str = DEFAULT_LINE
     platform: str = DEFAULT_PLATFORM
     patterns: tuple[str, ...] = ()
     drift: str = DEFAULT_DRIFT
+    rows: tuple[str, ...] | None = None
 
     def text(self) -> str:
         """The form that VERL_PATCHES takes; `parse(s.text()) == s`."""
         drift = () if self.drift == DEFAULT_DRIFT else (f"drift={self.drift}",)
-        return ",".join((f"line={self.line}", f"platform={self.platform}", *drift, *self.patterns))
+        rows = () if self.rows is None else (f"rows={':'.join(self.rows)}",)
+        return ",".join((f"line={self.line}", f"platform={self.platform}", *drift, *self.patterns, *rows))
 
     def decide(self, spec: PatchSpec) -> tuple[bool, str]:
         """(wanted, reason in words) for one row."""
@@ -48,11 +53,18 @@ class Switches:
         if self.platform not in spec.all_platforms:
             return False, f"not for platform {self.platform}"
         wanted, reason = True, "on by default"
+        if self.rows is not None and spec.id not in self.rows:
+            wanted, reason = False, f"feature {spec.feature} is off" if spec.feature else "not a row of this run"
         for pattern in self.patterns:
             if fnmatch.fnmatchcase(spec.id, pattern[1:]):
                 wanted = pattern[0] == "+"
                 reason = f"{'switched on by ' if wanted else _SWITCHED_OFF}{pattern}"
         return wanted, reason
+
+    def turns_off(self, row: str) -> bool:
+        """Return whether the last pattern that matches the id `row` switches it off."""
+        matching = [pattern for pattern in self.patterns if fnmatch.fnmatchcase(row, pattern[1:])]
+        return bool(matching) and matching[-1].startswith("-")
 
     def switched_off(self, specs: Iterable[PatchSpec]) -> list[str]:
         """Ids of the rows of this line and platform that a pattern switches off."""
@@ -60,7 +72,13 @@ class Switches:
         return [spec.id for spec in here if not self.decide(spec)[0]]
 
     def check_against(self, specs: Mapping[str, PatchSpec]) -> None:
-        """ConfigError for a pattern that names no row, with the nearest ids."""
+        """ConfigError for a pattern or an id that names no row, with the nearest ids."""
+        for name in self.rows or ():
+            if name not in specs:
+                raise ConfigError(
+                    f"{VARIABLE} names the row {name}, which the catalogue here does not have"
+                    f"{nearest_rows(name, specs)}: the launcher has another version; install the same on every node"
+                )
         for pattern in self.patterns:
             if not fnmatch.filter(specs, pattern[1:]):
                 raise ConfigError(
@@ -104,23 +122,26 @@ def parse(text: str) -> Switches:
     """Switches from the text form; ConfigError names the part that is wrong."""
     values = {"line": DEFAULT_LINE, "platform": DEFAULT_PLATFORM, "drift": DEFAULT_DRIFT}
     allowed = {"line": LINES, "platform": PLATFORMS, "drift": DRIFT_POLICIES}
-    patterns, given = [], set()
+    patterns, given, rows = [], set(), None
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = part.partition("=")
         if part[0] in "+-" and len(part) > 1 and not equals:
             patterns.append(part)
         elif key in given:
             raise ConfigError(f"{VARIABLE}: {key} is given twice in {text!r}; expected it once")
+        elif key == "rows" and equals:
+            rows = tuple(filter(None, value.split(":")))
+            given.add(key)
         elif key in allowed and value in allowed[key]:
             values[key] = value
             given.add(key)
         else:
             words = ", ".join(f"{name}={'|'.join(values)}" for name, values in allowed.items())
             raise ConfigError(
-                f"{VARIABLE}: cannot read {part!r} in {text!r}; expected {words}, +row.id or -row.id, "
-                "separated by commas"
+                f"{VARIABLE}: cannot read {part!r} in {text!r}; expected {words}, rows=ID:ID, +row.id or "
+                "-row.id, separated by commas"
             )
-    return Switches(patterns=tuple(patterns), **values)
+    return Switches(patterns=tuple(patterns), rows=rows, **values)
 
 
 def from_environment() -> Switches:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl_patches.config.compose import CONFIGS_DIR
+from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.planning.step_model import Constants, Lengths, Offload, StepInput, SyncTraffic, decode_s, step_time

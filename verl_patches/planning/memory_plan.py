@@ -15,20 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_patches.config import hccl
-from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library
-from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
-from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
-from verl_patches.layout.phases import reward_models, samples, trains_actor
+from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
 from verl_patches.planning.activations import UNBALANCED, Passes, PerStage
 from verl_patches.planning.expected import Alike, Setting, group_bytes, host_bytes, peaks, phase_peak, simulated
-from verl_patches.platform.npu.machine import HARDWARE
-from verl_patches.upstream.checkouts import LINE
+from verl_patches.spec import A3, RunSpec
 
 DEVICES = Path("/dev")
 # Left free of a die by an update whose recomputed layers the plan chooses: for what the plan does not count
@@ -37,6 +33,7 @@ MARGIN_BYTES = 5 * 10**9
 CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
 _KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
 LAYERS = f"{_KWARGS}num_layers"
+_VLLM_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
 class RunMemory(NamedTuple):
@@ -50,104 +47,100 @@ class RunMemory(NamedTuple):
     stays: frozenset[str]
 
 
-def run_memory(config: DictConfig, rows: Collection[str]) -> RunMemory:
-    """By `rows`, the ids of the rows that are on. ConfigError where sizes do not divide."""
-    config = with_recompute(config, rows)
-    recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
-    train, inventory = train_layout_of(config), inventory_of(model_shape_of(config), VLLM_DTYPES[recipe.dtype])
-    npu = recipe.platform == "npu"
+def run_memory(run: RunSpec) -> RunMemory:
+    """Return what the memory of a run follows from; ConfigError where sizes do not divide."""
+    recipe, section = run.recipe, run.verl.actor_rollout_ref
+    train, inventory = run.train, inventory_of(run.trained_model)
+    npu = run.platform == "npu"
     setting = Setting(
         inventory,
         train,
-        rollout_layout_of(config),
-        train_library="mindspeed" if recipe.line == LINE else "megatron-local",
-        rollout_library=rollout_library(config),
-        bucket_bytes=recipe.reshard.bucket_bytes if direct_sync(rows) else None,
+        run.rollout,
+        train_library=run.train_library,
+        rollout_library=run.rollout_library,
+        bucket_bytes=recipe.reshard.bucket_bytes if direct_sync(run.rows) else None,
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
-        vllm_bytes=int(rollout.gpu_memory_utilization * die_bytes(config)) if npu else 0,
-        tensor_cache_bytes=cached_bytes(config) // train.dp if recipe.tensor_cache.enabled else 0,
-        absorbed_copies=npu or recipe.line == LINE,  # MindSpeed's view on the CPU too
-        passes=passes_of(config, train.dp, rows) if recipe.line == LINE else None,
-        hccl=hccl.buffer_bytes(config, inventory.model) if npu else None,
-        critic=critic_of(config) is not None,
-        reward_models=len(reward_models(recipe)),
-        sampled=samples(recipe),
-        actor=trains_actor(recipe),
-        reference=config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward,
+        vllm_bytes=int(section.rollout.gpu_memory_utilization * die_bytes(run)) if npu else 0,
+        tensor_cache_bytes=cached_bytes(run) // train.dp if recipe.tensor_cache.enabled else 0,
+        absorbed_copies=npu or run.line == A3,  # MindSpeed's view on the CPU too
+        passes=passes_of(run, train.dp) if run.line == A3 else None,
+        hccl=hccl.buffer_bytes(run) if npu else None,
+        critic=run.has_critic,
+        reward_models=len(run.reward_models),
+        sampled=run.samples,
+        actor=run.trains_actor,
+        reference=run.uses_reference,
     )
-    return RunMemory(setting, *schedule_of(config.actor_rollout_ref, recipe, rows, critic=critic_of(config)))
+    return RunMemory(setting, *schedule_of(run, section, run.critic))
 
 
-def memory_plan(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
+def memory_plan(run: RunSpec) -> dict[str, Any]:
     """{modelled, hbm_bytes, followed, swapped, recompute_layers, orders, communicators, host, not_modelled}.
 
     Bytes of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
     activations are not modelled.
 
     `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
-    for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows
-    that are on. Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is
-    what a process sees of a die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a
-    node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes do not divide.
+    for the run's own order, which `followed` names. Activations are counted on line a3, HCCL's buffers and CANN's
+    context on platform npu. `hbm_bytes` is what a process sees of a die, None on other platforms, where the KV cache is
+    not modelled. `host`: {bytes: of a node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes
+    do not divide.
     """
-    run, npu, recipe = run_memory(config, rows), config.recipe.platform == "npu", config.recipe
-    ours = replace(run.setting, bucket_bytes=recipe.reshard.bucket_bytes)
-    layers = None if run.setting.passes is None else run.setting.passes.recompute_layers
+    memory, npu, recipe = run_memory(run), run.platform == "npu", run.recipe
+    setting = memory.setting
+    ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
+    layers = None if setting.passes is None else setting.passes.recompute_layers
     compared = [(SCHEDULE, ours), (VERL[recipe.line], replace(ours, bucket_bytes=None))]
-    compared = [(order.of_run(recipe, run.setting.critic), setting) for order, setting in compared]
-    if run.schedule.name not in (order.name for order, _ in compared):
-        compared.append((run.schedule, run.setting))
+    compared = [(order.of_run(run, run.has_critic), buffers) for order, buffers in compared]
+    if memory.schedule.name not in (order.name for order, _ in compared):
+        compared.append((memory.schedule, setting))
     return {
         "modelled": True,
-        "hbm_bytes": die_bytes(config) if npu else None,
-        "followed": run.schedule.name,
-        "orders": [peaks(order, setting, run.stays) for order, setting in compared],
+        "hbm_bytes": die_bytes(run) if npu else None,
+        "followed": memory.schedule.name,
+        "orders": [peaks(order, buffers, memory.stays) for order, buffers in compared],
         "swapped": recipe.train.swap_optimizer,
         "recompute_layers": layers if layers is None or isinstance(layers, int) else list(layers),
-        "communicators": _communicators(config, model_shape_of(config)) if npu else [],
-        "host": _host(config, run),
-        "not_modelled": _not_modelled(run.setting, npu, len(graph_arguments(config).get("graph_batch_sizes") or ())),
+        "communicators": _communicators(run) if npu else [],
+        "host": _host(run, memory),
+        "not_modelled": _not_modelled(setting, npu, len(run.graph_sizes)),
     }
 
 
-def followed_peaks(config: DictConfig, rows: Collection[str]) -> dict[str, Any]:
+def followed_peaks(run: RunSpec) -> dict[str, Any]:
     """Only `expected.peaks` of the run's own order."""
-    setting, schedule, stays = run_memory(config, rows)
+    setting, schedule, stays = run_memory(run)
     return peaks(schedule, setting, stays)
 
 
-def settings_that_fit(config: DictConfig, rows: Collection[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def settings_that_fit(run: RunSpec) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """({key: value} with which the configuration's own layout fits a die, its phases with them, as `peaks` has them).
 
     The fewest recomputed layers of each stage that leave MARGIN_BYTES, and where it is needed smaller micro batches of
     log-probs and a smaller share for vLLM, of whose KV cache at least half stays. Where these are not enough a phase
     exceeds the die.
     """
-    setting, schedule, stays = run_memory(config, rows)
+    setting, schedule, stays = run_memory(run)
     step = simulated(schedule, setting, stays)
     choices, keys, phases = {}, {}, []
     if setting.passes is not None:
-        choices, layers = _choices(config), fewest_recomputed(setting, step, die_bytes(config) - MARGIN_BYTES)
+        choices, layers = _choices(run), fewest_recomputed(setting, step, die_bytes(run) - MARGIN_BYTES)
         keys = recompute_keys(layers)
         setting = replace(setting, passes=replace(setting.passes, recompute_layers=layers, recompute_together=1))
     if setting.reward_models and choices and "ref" in step[0].moments:  # their micro batch follows the reference's
-        chosen, _ = _first_that_fits("ref", step, setting, choices["ref"], die_bytes(config))
+        chosen, _ = _first_that_fits("ref", step, setting, choices["ref"], die_bytes(run))
         tokens = next(changes for keys, changes in choices["ref"] if keys == chosen)["ref_tokens"]
         setting = replace(setting, passes=replace(setting.passes, reward_tokens=tokens))
     for phase in step[0].moments:
-        chosen, peak = _first_that_fits(phase, step, setting, choices.get(phase, [({}, {})]), die_bytes(config))
+        chosen, peak = _first_that_fits(phase, step, setting, choices.get(phase, [({}, {})]), die_bytes(run))
         keys |= chosen
         phases.append(peak)
     cached = [peak for peak in phases if "kv_cache" in peak["bytes"]]
-    over = max((peak["peak_bytes"] - die_bytes(config) for peak in cached), default=0)
+    over = max((peak["peak_bytes"] - die_bytes(run) for peak in cached), default=0)
     if 0 < 2 * over <= min(peak["bytes"]["kv_cache"] for peak in cached):
-        smaller = config.copy()
-        share = (
-            smaller.actor_rollout_ref.rollout.gpu_memory_utilization - math.ceil(100 * over / die_bytes(config)) / 100
-        )
-        keys["actor_rollout_ref.rollout.gpu_memory_utilization"] = round(share, 2)
-        smaller.actor_rollout_ref.rollout.gpu_memory_utilization = round(share, 2)
-        return keys, settings_that_fit(smaller, rows)[1]
+        given = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization
+        smaller = {_VLLM_SHARE: round(given - math.ceil(100 * over / die_bytes(run)) / 100, 2)}
+        return keys | smaller, settings_that_fit(run.with_verl(smaller))[1]
     return keys, phases
 
 
@@ -177,12 +170,12 @@ def _first_that_fits(
     return options[place][0], peak(place)
 
 
-def _choices(config: DictConfig) -> dict[str, list[tuple[dict[str, Any], dict[str, int]]]]:
+def _choices(run: RunSpec) -> dict[str, list[tuple[dict[str, Any], dict[str, int]]]]:
     """{phase: [(keys, what they change in `Passes`)]}, the fastest first."""
-    longest, choices = config.data.max_prompt_length + config.data.max_response_length, {}
+    longest, choices = run.longest_tokens, {}
     for phase, side, tokens in (("ref", "ref", "ref_tokens"), ("old_log_prob", "rollout", "log_prob_tokens")):
         key = f"actor_rollout_ref.{side}.log_prob_micro_batch_size_per_gpu"
-        given = OmegaConf.select(config, key) or 1
+        given = OmegaConf.select(run.verl, key) or 1
         halves = [given >> n for n in range(given.bit_length())]
         choices[phase] = [({key: size}, {tokens: size * longest}) for size in halves]
     return choices
@@ -216,40 +209,36 @@ def recompute_keys(layers: PerStage) -> dict[str, Any]:
     return {CHECKPOINTING: True, **{f"{_KWARGS}{name}": value for name, value in kwargs.items()}}
 
 
-def with_recompute(config: DictConfig, rows: Collection[str]) -> DictConfig:
-    """`config`, or where activations_checkpoint_num_layers is auto a copy that has the fewest layers in its place.
+def with_recompute(run: RunSpec) -> RunSpec:
+    """Return `run`, or where activations_checkpoint_num_layers is auto the run with the fewest layers in its place.
 
     Those of `fewest_recomputed` with MARGIN_BYTES left. Recomputed activations are the same values, so another number
     changes no result, also in a resumed run. All layers where sizes do not divide, which the checks of a plan refuse.
     ConfigError on line pypi, whose activations are not counted, and for another granularity or method.
     """
-    if OmegaConf.select(config, LAYERS) != "auto":
-        return config
-    config = config.copy()
-    if config.recipe.line != LINE:
+    if OmegaConf.select(run.verl, LAYERS) != "auto":
+        return run
+    if run.line != A3:
         raise ConfigError(f"{LAYERS} is auto; expected a number: activations are modelled for line a3 only")
-    given, layers = config.actor_rollout_ref.model.enable_gradient_checkpointing, 0
+    given, layers = run.verl.actor_rollout_ref.model.enable_gradient_checkpointing, 0
     for key, value in recompute_keys(0).items():
-        found = OmegaConf.select(config, key)
+        found = OmegaConf.select(run.verl, key)
         if key not in (LAYERS, CHECKPOINTING) and found not in (None, value):
             raise ConfigError(f"{key} is {found}; expected {value} with {LAYERS}=auto")
-    OmegaConf.update(config, LAYERS, 0)
     if given:
         try:
-            setting, schedule, stays = run_memory(config, rows)
+            setting, schedule, stays = run_memory(run.with_verl({LAYERS: 0}))
             step = simulated(schedule, setting, stays)
-            layers = fewest_recomputed(setting, step, die_bytes(config) - MARGIN_BYTES)
+            layers = fewest_recomputed(setting, step, die_bytes(run) - MARGIN_BYTES)
         except ConfigError:
-            layers = model_shape_of(config).num_hidden_layers
-    for key, value in {**recompute_keys(layers), CHECKPOINTING: given}.items():
-        for name in (key, key.replace("actor_rollout_ref.", "critic.")):  # the critic's follow it
-            OmegaConf.update(config, name, value, merge=False, force_add=True)
-    return config
+            layers = run.model.num_hidden_layers
+    keys = {**recompute_keys(layers), CHECKPOINTING: given}
+    return run.with_verl(keys | {key.replace("actor_rollout_ref.", "critic."): value for key, value in keys.items()})
 
 
-def die_bytes(config: DictConfig) -> int:
+def die_bytes(run: RunSpec) -> int:
     """What a process sees of the memory of a die of recipe.hardware."""
-    return HARDWARE[config.recipe.hardware].seen_bytes
+    return run.hardware.seen_bytes
 
 
 def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
@@ -273,9 +262,9 @@ def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
 
 
 @functools.lru_cache(maxsize=2)
-def inventory_of(model: ModelShape, dtype: str) -> Inventory:
-    """Of `model` in torch's `dtype`. Cached because a search plans the same model many times."""
-    return build_inventory(replace(model, torch_dtype=dtype))
+def inventory_of(model: ModelShape) -> Inventory:
+    """Return the tensors of `model`. Cached because a search plans the same model many times."""
+    return build_inventory(model)
 
 
 def _not_modelled(setting: Setting, npu: bool, graphs: int) -> list[str]:
@@ -289,47 +278,42 @@ def _not_modelled(setting: Setting, npu: bool, graphs: int) -> list[str]:
     return parts
 
 
-def _communicators(config: DictConfig, model: ModelShape) -> list[dict[str, Any]]:
+def _communicators(run: RunSpec) -> list[dict[str, Any]]:
     return [
-        {
-            "side": group.side,
-            "group": group.name,
-            "ranks": group.ranks,
-            "buffer_mib": hccl.group_buffer_mib(config, model, group),
-        }
-        for group in hccl.groups(config)
+        {"side": group.side, "group": group.name, "ranks": group.ranks, "buffer_mib": hccl.group_buffer_mib(run, group)}
+        for group in hccl.groups(run)
         if group.communicates
     ]
 
 
-def recomputation(config: DictConfig) -> tuple[PerStage, int]:
+def recomputation(run: RunSpec) -> tuple[PerStage, int]:
     """(layers of each stage whose forward pass is computed again, how many at once); selective counts as none.
 
     Of a configuration without auto (`with_recompute`). ConfigError for a list that has not one number for each stage.
     """
-    model = config.actor_rollout_ref.model
+    model = run.verl.actor_rollout_ref.model
     given = model.get("gradient_checkpointing_kwargs") or {}
     if not model.enable_gradient_checkpointing or given.get("activations_checkpoint_granularity") != "full":
         return 0, 1
     number = given.get("activations_checkpoint_num_layers")
     if given.get("activations_checkpoint_method") != "block":
-        return (model_shape_of(config).num_hidden_layers, number) if number else (0, 1)
+        return (run.model.num_hidden_layers, number) if number else (0, 1)
     if not OmegaConf.is_list(number):
         return number or 0, 1
-    if len(number) != (stages := config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size):
+    if len(number) != (stages := run.train.pp):
         raise ConfigError(f"{LAYERS} has {len(number)} numbers; expected one for each of {stages} pipeline stages")
     return tuple(number), 1
 
 
-def passes_of(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:
+def passes_of(run: RunSpec, replicas: int) -> Passes:
     """Activations are those of the longest samples; micro batches of verl at this line are of a number of samples."""
-    data, section, train = config.data, config.actor_rollout_ref, config.recipe.train
-    longest, actor = data.max_prompt_length + data.max_response_length, section.actor
+    data, section, train = run.verl.data, run.verl.actor_rollout_ref, run.recipe.train
+    longest, actor = run.longest_tokens, section.actor
     samples = actor.ppo_mini_batch_size * section.rollout.n // replicas
     size = actor.ppo_micro_batch_size_per_gpu or 1  # null is refused by another check
-    layers, together = recomputation(config)
+    layers, together = recomputation(run)
     critic_size = critic_batches = 0
-    if (critic := critic_of(config)) is not None:
+    if (critic := run.critic) is not None:
         critic_size = critic.ppo_micro_batch_size_per_gpu or 1
         critic_batches = max(1, critic.ppo_mini_batch_size * critic.rollout_n // replicas // critic_size)
     return Passes(
@@ -342,49 +326,47 @@ def passes_of(config: DictConfig, replicas: int, rows: Collection[str]) -> Passe
         imbalance=1.0 if train.balanced_routing else UNBALANCED,
         unpadded=train.unpadded_attention,
         entropy=bool(actor.entropy_coeff),
-        chunked_logits={"logprob.in_chunks", "logprob.entropy_in_chunks"} <= set(rows),
+        chunked_logits={"logprob.in_chunks", "logprob.entropy_in_chunks"} <= run.rows,
         recorded_tokens=data.train_batch_size * section.rollout.n // replicas * longest if train.routing_replay else 0,
         fused_expert_wgrad=train.fused_expert_wgrad,
         fused_linear_wgrad=train.fused_linear_wgrad,
         critic_tokens=critic_size * longest,
         critic_batches=critic_batches,
-        reward_tokens=(config.reward_model.micro_batch_size_per_gpu or 1) * longest,
+        reward_tokens=(run.verl.reward_model.micro_batch_size_per_gpu or 1) * longest,
     )
 
 
-def cached_bytes(config: DictConfig) -> int:
+def cached_bytes(run: RunSpec) -> int:
     """Most bytes of the tensor cache for all samples of a step: int32 ids, fp32 log-probs of the responses.
 
     Log-probs are those of rollout, of the old policy unless that pass is left out, and of the reference if a loss
     needs them.
     """
-    data, actor = config.data, config.actor_rollout_ref.actor
+    data = run.verl.data
     columns = 2  # ids of the responses, log-probs of rollout
-    if not config.recipe.train.skip_old_log_prob:
+    if not run.recipe.train.skip_old_log_prob:
         columns += 1
-    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+    if run.uses_reference:
         columns += 1
     tokens = data.max_prompt_length + data.max_response_length * columns
-    return 4 * data.train_batch_size * config.actor_rollout_ref.rollout.n * tokens
+    return 4 * data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
 
 
-def pinned_bytes(config: DictConfig, rows: Collection[str]) -> int:
+def pinned_bytes(run: RunSpec) -> int:
     """Bytes that the workers of the fullest node pin."""
-    return _host(config, run_memory(config, rows))["node_bytes"]
+    return _host(run, run_memory(run))["node_bytes"]
 
 
-def states_bytes(config: DictConfig, rows: Collection[str]) -> int:
+def states_bytes(run: RunSpec) -> int:
     """Bytes of all memory groups of the fullest node, where dies are emulated or absent."""
-    setting = replace(run_memory(config, rows).setting, bucket_bytes=config.recipe.reshard.bucket_bytes)
-    nodes = _of_nodes(config, setting.train, lambda rank: _on_host(setting, rank))
+    setting = replace(run_memory(run).setting, bucket_bytes=run.recipe.reshard.bucket_bytes)
+    nodes = _of_nodes(run, setting.train, lambda rank: _on_host(setting, rank))
     return max(sum(node.values()) for node in nodes)
 
 
-def _of_nodes(
-    config: DictConfig, train: ParallelLayout, of_rank: Callable[[int], dict[str, int]]
-) -> list[dict[str, int]]:
+def _of_nodes(run: RunSpec, train: ParallelLayout, of_rank: Callable[[int], dict[str, int]]) -> list[dict[str, int]]:
     """{memory group: bytes} of each node, which has consecutive ranks; `of_rank` is called once for each stage."""
-    dies, of_stage, nodes = config.trainer.n_gpus_per_node, {}, []
+    dies, of_stage, nodes = run.verl.trainer.n_gpus_per_node, {}, []
     for rank in range(train.world_size):
         stage = train.coordinates(rank).pp
         if stage not in of_stage:
@@ -401,22 +383,22 @@ def _on_host(setting: Setting, rank: int) -> dict[str, int]:
     return {**sizes, "reward_params": sizes["reward_params"] * setting.reward_models}
 
 
-def _host(config: DictConfig, run: RunMemory) -> dict[str, Any]:
+def _host(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
     """The node whose workers pin most. The parts of a host copy are equal within a stage."""
-    whole, swapped = replace(run.setting, swap_pieces=None), run.setting.swap_pieces is not None
+    whole, swapped = replace(memory.setting, swap_pieces=None), memory.setting.swap_pieces is not None
 
     def of_rank(rank: int) -> dict[str, int]:
         sizes = _on_host(whole, rank)
-        return host_bytes(sizes, run.schedule, run.stays, swapped=swapped, saves=config.trainer.save_freq > 0)
+        return host_bytes(sizes, memory.schedule, memory.stays, swapped=swapped, saves=run.verl.trainer.save_freq > 0)
 
-    fullest = max(_of_nodes(config, run.setting.train, of_rank), key=lambda node: sum(node.values()))
-    return {"bytes": dict(fullest), "node_bytes": sum(fullest.values()), "limit_bytes": host_limit(config)}
+    fullest = max(_of_nodes(run, memory.setting.train, of_rank), key=lambda node: sum(node.values()))
+    return {"bytes": dict(fullest), "node_bytes": sum(fullest.values()), "limit_bytes": host_limit(run)}
 
 
-def host_limit(config: DictConfig) -> int | None:
+def host_limit(run: RunSpec) -> int | None:
     """Bytes of a node's host memory: recipe.memory.host_gib, else this machine's where it has dies; else None."""
-    given = config.recipe.memory.host_gib
+    given = run.recipe.memory.host_gib
     if given is not None:
         return given << 30
-    here = config.recipe.platform == "npu" and any(DEVICES.glob("davinci[0-9]*"))
+    here = run.recipe.platform == "npu" and any(DEVICES.glob("davinci[0-9]*"))
     return psutil.virtual_memory().total if here else None

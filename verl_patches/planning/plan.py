@@ -8,19 +8,15 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from verl_patches.config import environment
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of
+from verl_patches.config.resolve import LayoutError
 from verl_patches.errors import Check
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
-from verl_patches.model.mindspeed.arguments import explain
+from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.planning.memory_plan import (
     MARGIN_BYTES,
@@ -29,14 +25,13 @@ from verl_patches.planning.memory_plan import (
     memory_plan,
     pinned_bytes,
     states_bytes,
-    with_recompute,
 )
 from verl_patches.planning.serving import serving_plan
 from verl_patches.planning.start_plan import start_plan
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
 from verl_patches.ray_nodes import ray_start
-from verl_patches.upstream.checkouts import LINE, Trees, verl_check
+from verl_patches.spec import RunSpec
 
 DRIVER_MODULE = "verl_patches.main"
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
@@ -44,88 +39,87 @@ ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
 _SIZED = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs
 
 
-def driver_command(config_file: Path) -> list[str]:
-    """The command line of the driver process, started by the launcher with the run's environment."""
-    return [sys.executable, "-m", DRIVER_MODULE, str(config_file)]
+def driver_command(folder: Path) -> list[str]:
+    """Return the command line of the driver, which the launcher starts with the environment of the run in `folder`."""
+    return [sys.executable, "-m", DRIVER_MODULE, str(folder)]
 
 
 def build_plan(
-    config: DictConfig,
+    run: RunSpec,
+    checks: Iterable[Check],
     config_name: str,
     overrides: Sequence[str],
-    rows: Iterable[PatchSpec],
-    trees: Trees,
+    catalogue: Iterable[PatchSpec],
     workload: Workload = Workload(),  # noqa: B008 frozen
 ) -> dict[str, Any]:
-    """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
+    """Return everything that a run would use, as JSON-ready data; `ok` is false if any check failed.
 
-    `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built), memory
-    (`memory_plan`), inference (`serving_plan`; platform npu only), step_plan's step, traffic and ports, `start_plan`
-    (None without layouts), patches, environment, commands. Ranks and groups are whole lists.
-    Files named in `overrides` must exist here; those that only the config names may be on other machines. Raises
-    ConfigError for switches that name no row.
+    checks: what the table of rules says of the run. Keys: config, ok, checks, train, rollout, memory (`memory_plan`),
+    inference (`serving_plan`; platform npu only), step_plan's step, traffic and ports, `start_plan`, patches,
+    environment, commands. Ranks and groups are whole lists. memory, step, start, traffic and ports are None where
+    layers or experts cannot be split.
     """
-    rows = tuple(rows)
-    config = with_recompute(config, _on(config, rows))
-    checks = [
-        *check_config(config, keys_of(overrides), trees),
-        _verl(config.recipe.line, trees),
-        *engine_checks(config),
-    ]
-    model, ok = model_shape_of(config), {check.name: check.ok for check in checks}
-    experts = model.n_routed_experts
-    train = rollout = memory = inference = None
-    if ok["train layout"]:
-        layout = train_layout_of(config)
-        stages = range(layout.pp) if ok["layers"] else ()
-        train = {
-            "layout": str(layout),
-            "groups": {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1},
-            "layers": [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages],
-            "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), experts if ok["train experts"] else None),
-        }
-    if ok["rollout layout"]:
-        layout = rollout_layout_of(config)
-        groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
-        rollout = {
-            "layout": str(layout),
-            "instances": layout.edp,
-            "dp_per_instance": layout.dp // layout.edp,
-            "groups": {name: ranks for name, ranks in groups.items() if len(ranks[0]) > 1},
-            "ranks": _ranks(layout, ("edp", "dp", "tp"), experts if ok.get("rollout experts") else None, True),
-        }
-        if config.recipe.platform == "npu" and ok.get("rollout experts", True):
-            inference = serving_plan(config, model)
-    patches = patch_table(config, rows)
+    checks = list(checks)
+    ok = {check.name: check.ok for check in checks}
+    memory = inference = None
+    if run.platform == "npu" and ok.get("rollout experts", True):
+        inference = serving_plan(run)
     sections = dict.fromkeys(("step", "start", "traffic", "ports"))
-    if train and rollout and all(ok.get(name, True) for name in _SIZED):
-        on = [row["id"] for row in patches if row["on"]]
-        memory = memory_plan(config, on)
+    if all(ok.get(name, True) for name in _SIZED):
+        memory = memory_plan(run)
         checks += [_memory(memory), *_host_memory(memory)]
         if ok.get("weight sync", True):
-            sections |= step_sections(config, on, workload)
+            sections |= step_sections(run, workload)
         if sections["step"]:
             step_s, pinned = sections["step"]["total_s"], memory["host"]["node_bytes"]
-            sections["start"] = start_plan(config, step_s, pinned, workload.read_gb_s)
+            sections["start"] = start_plan(run, step_s, pinned, workload.read_gb_s)
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),
         "checks": [asdict(check) for check in checks],
-        "train": train,
-        "rollout": rollout,
+        "train": _train(run, ok),
+        "rollout": _rollout(run, ok),
         "memory": memory,
         "inference": inference,
         **sections,
-        "patches": patches,
-        "environment": [asdict(variable) for variable in environment.derive(config, trees=trees)],
-        "commands": commands(config, config_name, overrides, trees),
+        "patches": patch_table(run, catalogue),
+        "environment": [asdict(variable) for variable in environment.derive(run)],
+        "commands": commands(run, config_name, overrides),
     }
 
 
-def _verl(line: str, trees: Trees) -> Check:
-    """A plan can be made over any verl; a start needs the line's own."""
-    fits, said = verl_check(line, trees)
-    return Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
+def plan_without_layout(error: LayoutError, config_name: str) -> dict[str, Any]:
+    """Return the plan of a configuration whose ranks cannot be split as it says: the reason, and nothing else."""
+    nothing = ("train", "rollout", "memory", "inference", "step", "start", "traffic", "ports")
+    lists: dict[str, list] = {"patches": [], "environment": [], "commands": []}
+    checks = [asdict(Check(error.side, False, error.reason))]
+    return {"config": config_name, "ok": False, "checks": checks, **dict.fromkeys(nothing), **lists}
+
+
+def _train(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
+    """Return ranks, groups and layers of the training; no layers or experts where they cannot be split."""
+    layout, model = run.train, run.model
+    stages = range(layout.pp) if ok["layers"] else ()
+    return {
+        "layout": str(layout),
+        "groups": {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1},
+        "layers": [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages],
+        "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if ok["train experts"] else None),
+    }
+
+
+def _rollout(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
+    """Return ranks and groups of vLLM's instances; no experts where they cannot be split."""
+    layout = run.rollout
+    groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
+    experts = run.model.n_routed_experts if ok.get("rollout experts") else None
+    return {
+        "layout": str(layout),
+        "instances": layout.edp,
+        "dp_per_instance": layout.dp // layout.edp,
+        "groups": {name: ranks for name, ranks in groups.items() if len(ranks[0]) > 1},
+        "ranks": _ranks(layout, ("edp", "dp", "tp"), experts, True),
+    }
 
 
 def _memory(plan: dict[str, Any]) -> Check:
@@ -159,16 +153,6 @@ def _host_memory(plan: dict[str, Any]) -> Iterator[Check]:
         yield Check("host memory", need <= limit, f"{pins}; it has {limit / 2**30:.0f}{todo}")
 
 
-def engine_checks(config: DictConfig) -> list[Check]:
-    """Line a3: what the training engine refuses of the configuration and the model, each by name."""
-    if config.recipe.line != LINE:
-        return []
-    rows = explain(config, hf_config_of(config))
-    refused = [f"{row.key} is {row.value!r}: {row.why}" for row in rows if row.how == "refused"]
-    held = f"none of {len(rows)} keys is refused; config --explain shows what each becomes"
-    return [Check("engine arguments", False, text) for text in refused] or [Check("engine arguments", True, held)]
-
-
 def _ranks(
     layout: ParallelLayout, axes: tuple[str, ...], experts: int | None, rest_on_last: bool = False
 ) -> list[dict[str, Any]]:
@@ -183,53 +167,47 @@ def _ranks(
     return entries
 
 
-def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str, Any]]:
-    """One {id, on, reason, kind, target} a row of the catalogue for the line, platform and patches of `config`."""
-    rows, switches = tuple(rows), environment.switches_of(config)
-    switches.check_against({row.id: row for row in rows})
-    table = []
-    for row in rows:
+def patch_table(run: RunSpec, catalogue: Iterable[PatchSpec]) -> list[dict[str, Any]]:
+    """Return one {id, on, reason, kind, target} for each row of the catalogue."""
+    table, switches = [], run.process_switches
+    for row in catalogue:
         wanted, reason = switches.decide(row)
         table.append({"id": row.id, "on": wanted, "reason": reason, "kind": row.kind, "target": row.target})
     return table
 
 
-def commands(config: DictConfig, config_name: str, overrides: Sequence[str], trees: Trees) -> list[dict[str, str]]:
+def commands(run: RunSpec, config_name: str, overrides: Sequence[str]) -> list[dict[str, str]]:
     """The commands to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes.
 
     `ray start` gets this checkout and the upstream trees (the same paths on every node) before the node's own
     PYTHONPATH: its workers import verl_patches, and without trees they import the image's upstream packages.
     """
-    lines, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
-    places = [str(environment.REPOSITORY), *map(str, trees.folders)]
+    lines, nodes, dies = [], run.verl.trainer.nnodes, run.verl.trainer.n_gpus_per_node
+    places = [str(environment.REPOSITORY), *map(str, run.trees.folders)]
     here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))}${{PYTHONPATH:+:$PYTHONPATH}} "
-    if config.recipe.ray_address is not None:
-        device = {"NPU" if config.trainer.device == "npu" else "GPU": dies}
+    if run.recipe.ray_address is not None:
+        device = {"NPU" if run.verl.trainer.device == "npu" else "GPU": dies}
         lines.append(("head node", here + shlex.join(ray_start("HEAD", "HEAD", True, device))))
         if nodes > 1:
             other = shlex.join(ray_start("HEAD", "NODE", False, device))
             lines.append((f"each of the other {nodes - 1} nodes", here + other))
-    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *trees.option, *overrides]
+    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *run.trees.option, *overrides]
     lines.append(("head node" if lines else "this machine", here + shlex.join(train)))
-    driver = shlex.join(driver_command(environment.run_dir(config) / environment.COMPOSED))
+    driver = shlex.join(driver_command(run.folder))
     lines.append(("started by the last one, not to be typed", driver))
     return [{"where": where, "command": command} for where, command in lines]
 
 
-def peak_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
-    """Modelled bytes of the worst rank at the peak of a step, in the order that the run follows."""
-    return followed_peaks(config, _on(config, rows))["peak_bytes"]
+def peak_bytes(run: RunSpec) -> int:
+    """Return the modelled bytes of the worst rank at the peak of a step, in the order that the run follows."""
+    return followed_peaks(run)["peak_bytes"]
 
 
-def host_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
-    """Modelled bytes of model states in the host memory of the fullest node; ConfigError where sizes do not divide.
+def host_bytes(run: RunSpec) -> int:
+    """Return the modelled bytes of model states in the host memory of the fullest node.
 
     With dies what workers pin, without (platform cpu, npu_emulated) all states of training and rollout. Processes and
-    Ray's object store come on top.
+    Ray's object store come on top. ConfigError where sizes do not divide.
     """
-    of_node = states_bytes if config.recipe.platform in NO_DEVICE else pinned_bytes
-    return of_node(config, _on(config, rows))
-
-
-def _on(config: DictConfig, rows: Iterable[PatchSpec]) -> list[str]:
-    return [row["id"] for row in patch_table(config, rows) if row["on"]]
+    of_node = states_bytes if run.platform in NO_DEVICE else pinned_bytes
+    return of_node(run)

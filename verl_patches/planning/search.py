@@ -7,25 +7,23 @@ memory plan of an ordinary plan, in which the figures of its row were made.
 from __future__ import annotations
 
 import bisect
-import copy
 import heapq
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.config.checks import check_config
-from verl_patches.config.compose import vllm_arguments
-from verl_patches.config.engine_options import rewrite_engine_options
+from verl_patches.config.resolve import change_config, changed, resolve
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout, train_layout_of
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
+from verl_patches.patching.spec import PatchSpec
 from verl_patches.planning.activations import Passes, update_bytes
 from verl_patches.planning.calibration import FITTED
 from verl_patches.planning.memory_plan import (
@@ -38,7 +36,6 @@ from verl_patches.planning.memory_plan import (
     recompute_keys,
     settings_that_fit,
 )
-from verl_patches.planning.plan import engine_checks
 from verl_patches.planning.step_model import (
     Offload,
     StepInput,
@@ -52,6 +49,7 @@ from verl_patches.planning.step_model import (
 )
 from verl_patches.planning.step_plan import Workload, step_input, step_sections
 from verl_patches.platform.npu.machine import HARDWARE
+from verl_patches.spec import Rule, RunSpec, Trees
 
 A3_SEEN_BYTES = HARDWARE["a3"].seen_bytes
 DIES = range(16, 1025)
@@ -66,35 +64,6 @@ _MOST_SEATS, _MOST_STAGES, _TP, _MICRO = 128, 16, (1, 2, 4, 8, 16), (1, 2, 4)
 _TRIED = 60  # best candidates of which those to be listed are taken
 _ALIKE = 8  # refused by the same check, and none that passes: the others would be too
 _COMPARED = 4  # that pass a plan, at least, as the order of the estimates is not exact
-
-
-def changed(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
-    """`config` with other values, as if it had been composed with them: what follows from a key changes with it."""
-    config = copy.deepcopy(config)
-    for key, value in updates.items():
-        for name in (key, *_followers(key)):
-            OmegaConf.update(config, name, value, force_add=True)
-    rewrite_engine_options(config)
-    return config
-
-
-def _followers(key: str) -> Iterator[str]:
-    """Keys that the configs set from `key`."""
-    if key.startswith("recipe."):
-        yield f"actor_rollout_ref.{key}"
-    section, _, name = key.rpartition(".")
-    if section == ACTOR and name.endswith("_parallel_size"):
-        yield f"{REF}.{name}"
-        yield f"critic.megatron.{name}"
-        yield f"reward_model.megatron.{name}"
-    if section == "actor_rollout_ref.actor" and name.startswith("ppo_"):
-        yield f"critic.{name}"
-    if key == "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu":
-        yield "reward_model.micro_batch_size_per_gpu"
-    if key.startswith("actor_rollout_ref.model.") and "checkpoint" in key:
-        yield key.replace("actor_rollout_ref.", "critic.")
-    if key == "recipe.rollout.dp":
-        yield f"{ROLLOUT}.engine_kwargs.vllm.data_parallel_size"
 
 
 def as_overrides(updates: Mapping[str, Any]) -> list[str]:
@@ -121,46 +90,62 @@ class Side:
 
 
 def search(
-    config: DictConfig, rows: Collection[str], dies: int, workload: Workload, top: int = 5
+    run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, top: int = 5, composed: DictConfig | None = None
 ) -> list[dict[str, Any]]:
-    """The `top` fastest legal layouts of the configuration's model and batch on `dies`, best first.
+    """Return the `top` fastest legal layouts of the run's model and batch on `dies`, best first.
 
     [{total_s, tokens_per_s_per_die, train, rollout, micro_batch, recompute_layers, peak_bytes, update_bytes, phases,
-    overrides}]. The configuration's own layout need not be legal. A batch that `dies` do not divide becomes the nearest
-    one that they do, states of the optimizer go to the host where no layout holds them; `overrides` say so. Raises
-    ConfigError for another platform than npu, dies that are no whole nodes, and where nothing fits: with the reason.
+    overrides}]. rules: that each layout must keep. A batch that `dies` do not divide becomes the nearest one that they
+    do, states of the optimizer go to the host where no layout holds them; `overrides` say so. composed: the
+    configuration that the overrides go over, where `run` is `with_any_layout` of it. Raises ConfigError for another
+    platform than npu, dies that are no whole nodes, and where nothing fits: with the reason.
     """
     if dies not in DIES or dies % NODE_DIES:
         raise ConfigError(f"--dies is {dies}; expected a multiple of {NODE_DIES} from {DIES.start} to {DIES.stop - 1}")
-    if config.recipe.hardware != "a3":
+    if run.recipe.hardware != "a3":
         raise ConfigError(
             "plan --search orders layouts by seconds, which no published run has for "
-            f"{HARDWARE[config.recipe.hardware].title}: search with recipe.hardware=a3, then plan a row's overrides"
+            f"{run.hardware.title}: search with recipe.hardware=a3, then plan a row's overrides"
         )
-    if config.recipe.platform != "npu" or config.recipe.train.expert_split != "tp_extend_ep":
+    if run.recipe.platform != "npu" or run.recipe.train.expert_split != "tp_extend_ep":
         raise ConfigError(
             "plan --search models A3 dies with whole experts: expected recipe.platform=npu and "
-            f"recipe.train.expert_split=tp_extend_ep, found {config.recipe.platform} and "
-            f"{config.recipe.train.expert_split}; search with a config of the 256-die run or a preset"
+            f"recipe.train.expert_split=tp_extend_ep, found {run.recipe.platform} and "
+            f"{run.recipe.train.expert_split}; search with a config of the 256-die run or a preset"
         )
-    listed, refused = _listed(config, rows, dies, workload, top)
+    wanted = _Search(run, rules, workload, run.verl if composed is None else composed)
+    listed, refused = _listed(wanted, dies, top)
     if not listed:
-        raise _nothing_fits(config, rows, dies, workload, refused)
+        raise _nothing_fits(wanted, dies, refused)
     return listed
 
 
-def _listed(
-    config: DictConfig, rows: Collection[str], dies: int, workload: Workload, top: int
-) -> tuple[list[dict[str, Any]], Counter[str]]:
+def with_any_layout(config: DictConfig, catalogue: Iterable[PatchSpec], trees: Trees) -> RunSpec:
+    """Return the facts of a composed configuration whose ranks cannot be split as it says, with a layout that can."""
+    legal = train_keys(1, 1, 1, ()) | rollout_keys(1, 1) | {"recipe.train.layers_per_stage": None}
+    return resolve(change_config(config, legal), catalogue, trees=trees)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What all candidates of a search share; its fields are those of `search`."""
+
+    run: RunSpec
+    rules: Sequence[Rule]
+    workload: Workload
+    composed: DictConfig
+
+
+def _listed(wanted: _Search, dies: int, top: int) -> tuple[list[dict[str, Any]], Counter[str]]:
     """(what `search` lists, how many layouts each reason has refused)."""
-    given = _given(config, dies)
-    pairs, refused = _best_pairs(config, rows, dies, workload, given), Counter()
-    if not pairs and not config.recipe.train.swap_optimizer:
+    given = _given(wanted.run, dies)
+    pairs, refused = _best_pairs(wanted, dies, given), Counter()
+    if not pairs and not wanted.run.recipe.train.swap_optimizer:
         given |= {"recipe.train.swap_optimizer": True}
-        pairs = _best_pairs(config, rows, dies, workload, given)
+        pairs = _best_pairs(wanted, dies, given)
     listed, causes = [], set()
     for updates in pairs:
-        row = _verified(config, rows, {**given, **updates}, workload)
+        row = _verified(wanted, {**given, **updates})
         if isinstance(row, str):
             refused[row] += 1
             causes.add(row.partition(":")[0])
@@ -172,10 +157,10 @@ def _listed(
     return sorted(listed, key=lambda row: row["total_s"])[:top], refused
 
 
-def _given(config: DictConfig, dies: int) -> dict[str, Any]:
+def _given(run: RunSpec, dies: int) -> dict[str, Any]:
     """Keys of every candidate: nodes, and where `dies` do not divide the batch the nearest that they do."""
     given = {"trainer.nnodes": dies // NODE_DIES, "trainer.n_gpus_per_node": NODE_DIES}
-    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    batch, mini = run.verl.data.train_batch_size, run.verl.actor_rollout_ref.actor.ppo_mini_batch_size
     if batch % dies:
         parts = max(1, round(batch / mini))
         unit = math.lcm(dies, parts)
@@ -186,16 +171,14 @@ def _given(config: DictConfig, dies: int) -> dict[str, Any]:
     return given
 
 
-def _best_pairs(
-    config: DictConfig, rows: Collection[str], dies: int, workload: Workload, given: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def _best_pairs(wanted: _Search, dies: int, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Updates of at most _TRIED pairs of a training and a rollout side whose weights fit together, fastest first."""
     legal = train_keys(1, 1, 1, ()) | rollout_keys(1, 1) | recompute_keys(0)  # sides replace it
-    base = changed(config, {**given, **legal, "recipe.train.layers_per_stage": None})
-    run, passes = step_input(base, rows, workload), passes_of(base, 1, rows)
-    trains, rollouts = train_sides(run, passes, dies), rollout_sides(base, run, dies)
+    base = changed(wanted.run, {**given, **legal, "recipe.train.layers_per_stage": None})
+    step, passes = step_input(base, wanted.workload), passes_of(base, 1)
+    trains, rollouts = train_sides(step, passes, dies), rollout_sides(base, step, dies)
     room = A3_SEEN_BYTES - _BUFFERS_BYTES
-    sync_room = room - 4 * config.recipe.reshard.bucket_bytes
+    sync_room = room - 4 * base.recipe.reshard.bucket_bytes
     pairs = (
         (train.seconds + rollout.seconds, number, {**train.updates, **rollout.updates})
         for number, (train, rollout) in enumerate((t, r) for t in trains for r in rollouts)
@@ -261,7 +244,7 @@ def _fewest_layers(run: StepInput, layout: ParallelLayout, passes: Passes, micro
     return tuple(found)
 
 
-def train_keys(tp: int, pp: int, ep: int, layers: Collection[int]) -> dict[str, Any]:
+def train_keys(tp: int, pp: int, ep: int, layers: Iterable[int]) -> dict[str, Any]:
     """The keys that make a training layout of whole experts."""
     return {
         f"{ACTOR}.{_TENSOR}": tp,
@@ -287,11 +270,11 @@ def expert_splits(model: ModelShape, ranks: int) -> list[int]:
     return [n for n in range(1, ranks + 1) if ranks % n == 0 and model.n_routed_experts % n == 0]
 
 
-def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
+def rollout_sides(run: RunSpec, step: StepInput, dies: int) -> list[Side]:
     """Rollout layouts whose weights and KV cache of at least one response a replica fit, in any order."""
-    model, sides = run.model, []
-    share = config.actor_rollout_ref.rollout.gpu_memory_utilization * A3_SEEN_BYTES
-    longest = run.lengths.prompt + run.lengths.longest
+    model, sides = step.model, []
+    share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * A3_SEEN_BYTES
+    longest = step.lengths.prompt + step.lengths.longest
     size = DTYPE_BYTES[model.torch_dtype]
     for tp in (n for n in _TP if model.num_attention_heads % n == 0 and dies % n == 0):
         for ranks in expert_splits(model, dies):
@@ -303,24 +286,24 @@ def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
             kv = share - weights
             if kv < longest * model.kv_bytes:
                 continue
-            seats = min(math.ceil(run.responses / (dies // tp)), _MOST_SEATS, run.token_budget)
-            of_seats = seats_keys(config, seats)
-            graphs = tuple(of_seats.get(GRAPHS, (seats,))) if run.graph_sizes else ()
-            one = replace(run, rollout=layout, seats=seats, graph_sizes=graphs, kv_bytes=kv)
-            sync = direct_sync_bound(model, one, config.recipe.reshard.bucket_bytes)
+            seats = min(math.ceil(step.responses / (dies // tp)), _MOST_SEATS, step.token_budget)
+            of_seats = seats_keys(run, seats)
+            graphs = tuple(of_seats.get(GRAPHS, (seats,))) if step.graph_sizes else ()
+            one = replace(step, rollout=layout, seats=seats, graph_sizes=graphs, kv_bytes=kv)
+            sync = direct_sync_bound(model, one, run.recipe.reshard.bucket_bytes)
             seconds = rollout_s(one, FITTED) + reshard_s(sync, FITTED)
             updates = rollout_keys(tp, ranks)
-            if vllm_arguments(config).get("max_num_seqs") not in (None, seats):
+            if run.engine.get("max_num_seqs") not in (None, seats):
                 updates |= of_seats
-            if (config.recipe.logprob_check.sequences or 0) % (dies // tp):
+            if (run.recipe.logprob_check.sequences or 0) % (dies // tp):
                 updates["recipe.logprob_check.sequences"] = None  # one a replica
             sides.append(Side(updates, seconds, weights, weights + kv / 2))  # settings_that_fit keeps half
     return sides
 
 
-def seats_keys(config: DictConfig, seats: int) -> dict[str, Any]:
+def seats_keys(run: RunSpec, seats: int) -> dict[str, Any]:
     """The keys for `seats` requests at once: where the configuration lists sizes of graphs, those up to `seats`."""
-    listed = config.recipe.rollout.ascend.graph_batch_sizes
+    listed = run.recipe.rollout.ascend.graph_batch_sizes
     graphs = {} if listed is None else {GRAPHS: [*(size for size in listed if size < seats), seats]}
     return {SEATS: seats, **graphs}
 
@@ -330,46 +313,42 @@ def rollout_keys(tp: int, ranks: int) -> dict[str, Any]:
     return {f"{ROLLOUT}.{_TENSOR}": tp, "recipe.rollout.dp": ranks // tp, "recipe.rollout.instances": None}
 
 
-def _verified(
-    config: DictConfig, rows: Collection[str], updates: Mapping[str, Any], workload: Workload
-) -> dict[str, Any] | str:
+def _verified(wanted: _Search, updates: Mapping[str, Any]) -> dict[str, Any] | str:
     """The row of one candidate; the reason, if a check of an ordinary plan fails or its memory does not fit."""
-    tried = changed(config, {**recompute_keys(0), **updates})  # until `settings_that_fit` says how many layers
     try:
-        checks = [*check_config(tried), *engine_checks(tried)]
-        if failed := [f"{check.name}: {check.detail}" for check in checks if not check.ok]:
-            return failed[0]
-        fitting, phases = settings_that_fit(tried, rows)
+        tried = changed(wanted.run, {**recompute_keys(0), **updates})  # until `settings_that_fit` says how many layers
+        for check in (check for rule in wanted.rules for check in rule(tried)):
+            if not check.ok:
+                return f"{check.name}: {check.detail}"
+        fitting, phases = settings_that_fit(tried)
     except ConfigError as error:
         return str(error)
     if short := exceeding(phases, A3_SEEN_BYTES):
         return f"memory: {'; '.join(short)}"
     limit = host_limit(tried)
-    if limit is not None and pinned_bytes(tried, rows) > limit:
+    if limit is not None and pinned_bytes(tried) > limit:
         return f"host memory: workers of a node pin more than its {limit >> 30} GiB"
     tried = changed(tried, fitting)
-    step = step_sections(tried, rows, workload)["step"]
-    train, rollout = train_layout_of(tried), tried.recipe.rollout
-    tp = tried.actor_rollout_ref.rollout.tensor_model_parallel_size
+    step = step_sections(tried, wanted.workload)["step"]
+    dp, tp = tried.recipe.rollout.dp, tried.rollout.tp
+    chosen = {**updates, **fitting}
     return {
         "total_s": step["total_s"],
         "tokens_per_s_per_die": step["tokens_per_s_per_die"],
-        "train": str(train),
-        "rollout": f"{train.world_size // (rollout.dp * tp)} x (DP{rollout.dp} TP{tp} EP{rollout.dp * tp})",
-        "micro_batch": tried.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,
+        "train": str(tried.train),
+        "rollout": f"{tried.world_size // (dp * tp)} x (DP{dp} TP{tp} EP{dp * tp})",
+        "micro_batch": tried.verl.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,
         "recompute_layers": recomputation(tried)[0],
         "peak_bytes": max(phase["peak_bytes"] for phase in phases),
         "update_bytes": next(phase["peak_bytes"] for phase in phases if phase["phase"] == "update"),
         "phases": step["phases"],
         "overrides": as_overrides(
-            {key: value for key, value in {**updates, **fitting}.items() if OmegaConf.select(config, key) != value}
+            {key: value for key, value in chosen.items() if OmegaConf.select(wanted.composed, key) != value}
         ),
     }
 
 
-def _nothing_fits(
-    config: DictConfig, rows: Collection[str], dies: int, workload: Workload, refused: Counter[str]
-) -> NoLayout:
+def _nothing_fits(wanted: _Search, dies: int, refused: Counter[str]) -> NoLayout:
     """Why no layout is listed: what refused most candidates, or the fewest dies on which one fits."""
     if refused:
         (reason, number), tried = refused.most_common(1)[0], refused.total()
@@ -377,7 +356,7 @@ def _nothing_fits(
     held = f"no layout of this model fits on {dies} dies of {A3_SEEN_BYTES >> 30} GiB, with {RESERVE_BYTES >> 30} GiB "
     held += "of each left for HCCL's buffers"
     for more in (n for n in (32, 64, 128, 256, 512, 1024) if n > dies):
-        if _listed(config, rows, more, workload, 1)[0]:
+        if _listed(wanted, more, 1)[0]:
             less = "take fewer layers (recipe.num_hidden_layers)"
             return NoLayout(f"{held}; --dies {more} fits, or {less}", more)
     return NoLayout(f"{held}, nor on 1024; take fewer layers (recipe.num_hidden_layers)")

@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from omegaconf import DictConfig
-
+from verl_patches.batches.checks import GRAPH_MINUTES
 from verl_patches.config import hccl
-from verl_patches.config.checks import GRAPH_MINUTES
-from verl_patches.config.compose import config_file, graph_arguments, model_shape_of, reads_weights
-from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
-from verl_patches.layout.parallel import train_layout_of
-from verl_patches.layout.phases import samples
+from verl_patches.layout.model_folder import QUANTIZATION
 from verl_patches.planning.step_model import stage_elements
+from verl_patches.spec import RunSpec
 
 IMPORTS_S, FILES = 13.0, 10_027  # CPU seconds and files of a worker's imports: tests/benchmarks/start.py
 COPY_BYTES_PER_S = 1.5e9  # of a process, from the page cache: a plain copy of docs/weights.md
@@ -27,7 +23,7 @@ COPY_BYTES_PER_S = 1.5e9  # of a process, from the page cache: a plain copy of d
 COMMUNICATOR_S, COLD_FILE_S, RENDEZVOUS_S, ENGINE_S, PINNED_BYTES_PER_S = 3.0, 0.001, 5.0, 30.0, 2e9
 
 
-def start_plan(config: DictConfig, step_s: float, pinned_bytes: int, read_gb_s: float) -> dict[str, Any]:
+def start_plan(run: RunSpec, step_s: float, pinned_bytes: int, read_gb_s: float) -> dict[str, Any]:
     """{phases: [{phase, part, cold_s, warm_s, of}], cold_s, warm_s} of a start, as JSON-ready data.
 
     step_s: of a step. pinned_bytes: of a node's workers. read_gb_s: of all nodes together from the file system with the
@@ -39,23 +35,22 @@ def start_plan(config: DictConfig, step_s: float, pinned_bytes: int, read_gb_s: 
         cold_s = warm_s if cold_s is None else cold_s
         rows.append({"phase": phase, "part": part, "cold_s": round(cold_s, 1), "warm_s": round(warm_s, 1), "of": of})
 
-    made = Counter(group.side for group in hccl.groups(config) if group.communicates)
+    made = Counter(group.side for group in hccl.groups(run) if group.communicates)
     each = f"communicators of rank 0, {COMMUNICATOR_S:g} s each (assumed; one report says 33)"
     files = f"{IMPORTS_S:g} CPU s, {FILES} files (measured); a cold file {1000 * COLD_FILE_S:g} ms (assumed)"
     for phase in ("controller", "worker 0", "imports"):
         add(phase, "imports", IMPORTS_S, files, IMPORTS_S + FILES * COLD_FILE_S)
     add("groups", "rendezvous", RENDEZVOUS_S, "assumed")
-    if reads_weights(config):
-        train, model, file = train_layout_of(config), model_shape_of(config), config_file(config)
-        size = 1 if file.exists() and QUANTIZATION in read_json_object(file) else 2
+    if run.reads_weights:
+        train, model, size = run.train, run.model, 1 if QUANTIZATION in run.hf_config else 2
         of_stages = [size * sum(stage_elements(model, train, stage, "mindspeed")) for stage in range(train.pp)]
         total, warm_s = sum(of_stages) * train.world_size / train.pp, max(of_stages) / COPY_BYTES_PER_S
         rates = f"{total / 1e12:.2f} TB, {read_gb_s:g} GB/s (--read-gb-s); cached {COPY_BYTES_PER_S / 1e9:g} a process"
         add("models", "weights", warm_s, rates, max(total / read_gb_s / 1e9, warm_s))
     copies = f"{pinned_bytes / 1e9:.0f} GB a node, {PINNED_BYTES_PER_S / 1e9:g} GB/s a process (assumed)"
-    add("models", "host copies", pinned_bytes / config.trainer.n_gpus_per_node / PINNED_BYTES_PER_S, copies)
-    if samples(config.recipe):
-        graphs = len(graph_arguments(config).get("graph_batch_sizes") or ())
+    add("models", "host copies", pinned_bytes / run.verl.trainer.n_gpus_per_node / PINNED_BYTES_PER_S, copies)
+    if run.samples:
+        graphs = len(run.graph_sizes)
         minutes = "{} of {} to {} minutes (vllm-ascend's own message)".format(graphs, *GRAPH_MINUTES)
         add("models", "engine", ENGINE_S, "assumed")
         add("models", "communicators", made["rollout"] * COMMUNICATOR_S, f"{made['rollout']} {each}")

@@ -6,25 +6,19 @@ import itertools
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig
-
 from verl_patches.batches.limits import trainer_bytes
 from verl_patches.config import hccl
-from verl_patches.config.checks import sync_blocks
-from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library, seats_of
-from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.inventory import ModelShape
-from verl_patches.layout.parallel import ParallelLayout, critic_of, rollout_layout_of, train_layout_of
-from verl_patches.layout.phases import STEP_PHASES, reward_models, samples, trains_actor
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.memory.schedule import Moment, direct_sync
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
 from verl_patches.planning.expected import group_bytes, moments_of
-from verl_patches.planning.memory_plan import recomputation, run_memory, with_recompute
+from verl_patches.planning.memory_plan import recomputation, run_memory
 from verl_patches.planning.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
@@ -40,9 +34,9 @@ from verl_patches.planning.step_model import (
     tokens_per_s_per_die,
     verl_sync,
 )
-from verl_patches.platform import as_npu
-from verl_patches.platform.npu.machine import HARDWARE
-from verl_patches.reshard.blocks import Block
+from verl_patches.recipe.schema import HCCL_PORTS
+from verl_patches.reshard.blocks import Block, run_blocks
+from verl_patches.spec import RunSpec
 from verl_patches.watch.bounds import MODELLED, WAIT_SHARE, Bounds
 
 log = logging.getLogger(__name__)
@@ -96,54 +90,51 @@ class Workload:
 
 
 def step_input(
-    config: DictConfig,
-    rows: Collection[str],
+    run: RunSpec,
     workload: Workload = Workload(),
     sync: SyncTraffic | None = None,
     offload: Offload | None = None,
     kv_bytes: float | None = None,
 ) -> StepInput:
-    """The step model's input; `rows`: ids of the rows that are on. Without `sync` its upper bound, or verl's own."""
-    recipe, data, section = config.recipe, config.data, config.actor_rollout_ref
+    """Return the step model's input of a run. Without `sync` its upper bound, or verl's own."""
+    recipe, rows, data, section = run.recipe, run.rows, run.verl.data, run.verl.actor_rollout_ref
     actor, rollout = section.actor, section.rollout
-    train, train_batch, n = train_layout_of(config), data.train_batch_size, rollout.n
-    lengths = _lengths(config, workload)
+    train, train_batch, n = run.train, data.train_batch_size, rollout.n
+    lengths = _lengths(run, workload)
     length = lengths.prompt + lengths.mean_of_longest()
-    seats = seats_of(config)
-    graphs = tuple(graph_arguments(config).get("graph_batch_sizes") or (seats,)) if graph_arguments(config) else ()
+    graphs = (run.graph_sizes or (run.seats,)) if run.graphs else ()
     micro = actor.ppo_micro_batch_size_per_gpu
     if actor.use_dynamic_bsz or micro is None:
         micro = max(1, int(actor.ppo_max_token_len_per_gpu * train.cp // length))
-    critic = critic_of(config)
-    ref_used = actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    run = StepInput(
-        model=model_in_dtype(config),
+    critic = run.critic
+    step = StepInput(
+        model=run.trained_model,
         train=train,
-        rollout=rollout_layout_of(config),
+        rollout=run.rollout,
         lengths=lengths,
         prompts=train_batch,
         samples=n,
         micro_batch=micro,
-        ref_micro_batch=(section.ref.log_prob_micro_batch_size_per_gpu or micro) if ref_used else None,
+        ref_micro_batch=(section.ref.log_prob_micro_batch_size_per_gpu or micro) if run.uses_reference else None,
         old_micro_batch=None if recipe.train.skip_old_log_prob else rollout.log_prob_micro_batch_size_per_gpu or micro,
         critic_micro_batch=None if critic is None else critic.ppo_micro_batch_size_per_gpu,
-        reward_models=len(reward_models(recipe)),
-        reward_micro_batch=config.reward_model.micro_batch_size_per_gpu or 1,
+        reward_models=len(run.reward_models),
+        reward_micro_batch=run.verl.reward_model.micro_batch_size_per_gpu or 1,
         mini_batches=max(1, train_batch // actor.ppo_mini_batch_size),
         epochs=actor.ppo_epochs,
-        recompute_layers=recomputation(with_recompute(config, rows))[0],
+        recompute_layers=recomputation(run)[0],
         alltoall_overlap=recipe.train.alltoall_overlap,
         swap_optimizer=recipe.train.swap_optimizer or actor.megatron.optimizer_offload,
-        balanced_lengths=config.trainer.balance_batch,
+        balanced_lengths=run.verl.trainer.balance_batch,
         tensor_cache=recipe.tensor_cache.enabled,
         copies=1 if "dispatch.put_once" in rows else train.tp * train.pp,
         most_prompt=data.max_prompt_length,
-        seats=seats,
+        seats=run.seats,
         graph_sizes=graphs,
-        engine_ratio=ENGINE_RATIO if DECODE_ROWS <= set(rows) and recipe.rollout.ascend.scheduler == "v1" else 1.0,
+        engine_ratio=ENGINE_RATIO if DECODE_ROWS <= rows and recipe.rollout.ascend.scheduler == "v1" else 1.0,
         token_budget=rollout.max_num_batched_tokens,
         prefix_caching=recipe.rollout.ascend.prefix_caching,
-        shared_whole=rollout_library(config) == "vllm-ascend",
+        shared_whole=run.rollout_library == "vllm-ascend",
         dp_sync=workload.dp_sync,
         dp_syncs=1 if "rollout.ascend_dp_sync" in rows else 2,
         rebalance_every=recipe.rollout.rebalance_every if "rollout.rebalance" in rows else None,
@@ -152,45 +143,39 @@ def step_input(
             1.0 if recipe.rollout.balanced_routing else workload.loads[1],
         ),
         kv_bytes=kv_bytes,
-        sampled=samples(recipe),
-        actor=trains_actor(recipe),
+        sampled=run.samples,
+        actor=run.trains_actor,
         offload=offload or Offload(),
     )
     if sync is None:
-        direct = direct_sync_bound(run.model, run, recipe.reshard.bucket_bytes)
-        sync = direct if direct_sync(rows) else verl_sync(run.model, train)
-    return replace(run, sync=sync)
+        direct = direct_sync_bound(step.model, step, recipe.reshard.bucket_bytes)
+        sync = direct if direct_sync(rows) else verl_sync(step.model, train)
+    return replace(step, sync=sync)
 
 
-def bounds_of(config: DictConfig, rows: Collection[str]) -> Bounds:
-    """The watch's bounds of a run, on platform npu with the step model's times, where it has an answer."""
-    watch, load_s = config.recipe.watch, config.recipe.timeouts.load_s
+def bounds_of(run: RunSpec) -> Bounds:
+    """Return the watch's bounds of a run, on platform npu with the step model's times, where it has an answer."""
+    watch, load_s = run.recipe.watch, run.recipe.timeouts.load_s
     modelled: dict[str, float] = {}
-    if config.recipe.platform == "npu" and HARDWARE[config.recipe.hardware].timed:
+    if run.platform == "npu" and run.hardware.timed:
         try:
-            seconds = _longest_step(config, rows)
+            seconds = _longest_step(run)
             modelled = {place: sum(seconds[phase] for phase in phases) for place, phases in MODELLED.items()}
         except (ValueError, LookupError, ArithmeticError, RecipeError) as error:  # none of them may end a run
             log.warning("watch: the step model has no times for this run, its bounds are recipe.watch's: %s", error)
-    collective_s = WAIT_SHARE * hccl.exec_timeout_s(config)
+    collective_s = WAIT_SHARE * hccl.exec_timeout_s(run)
     return Bounds(watch.first_s, watch.least_s, watch.factor, load_s, collective_s, modelled)
 
 
-def _longest_step(config: DictConfig, rows: Collection[str]) -> dict[str, float]:
+def _longest_step(run: RunSpec) -> dict[str, float]:
     """{phase: modelled seconds} of a step whose prompts and responses are as long as they may be."""
-    offload, kv_bytes = offload_of(config, rows)
-    run = step_input(config, rows, offload=offload, kv_bytes=kv_bytes or None)
-    lengths = Lengths(config.data.max_prompt_length, config.data.max_response_length)
-    return step_time(replace(run, lengths=lengths), FITTED)
+    offload, kv_bytes = offload_of(run)
+    lengths = Lengths(run.verl.data.max_prompt_length, run.verl.data.max_response_length)
+    return step_time(replace(step_input(run, offload=offload, kv_bytes=kv_bytes or None), lengths=lengths), FITTED)
 
 
-def model_in_dtype(config: DictConfig) -> ModelShape:
-    """The model's sizes in the dtype of the run."""
-    return replace(model_shape_of(config), torch_dtype=VLLM_DTYPES[config.recipe.dtype])
-
-
-def _lengths(config: DictConfig, workload: Workload) -> Lengths:
-    data, forced = config.data, config.actor_rollout_ref.rollout.ignore_eos
+def _lengths(run: RunSpec, workload: Workload) -> Lengths:
+    data, forced = run.verl.data, run.verl.actor_rollout_ref.rollout.ignore_eos
     prompts, responses = workload.recorded
     prompt = MEAN_PROMPT if workload.prompt_tokens is None else workload.prompt_tokens
     prompt = min(data.max_prompt_length, sum(prompts) / len(prompts) if prompts else prompt)
@@ -200,36 +185,33 @@ def _lengths(config: DictConfig, workload: Workload) -> Lengths:
     return Lengths(prompt, data.max_response_length, mean)
 
 
-def step_sections(config: DictConfig, rows: Collection[str], workload: Workload) -> dict[str, Any]:
+def step_sections(run: RunSpec, workload: Workload) -> dict[str, Any]:
     """{step, traffic, ports} of a plan, as JSON-ready data; all modelled.
 
     step: None on a CPU and on machines of which no published run has seconds. ConfigError where layouts or the weight
     sync do not fit.
     """
-    model, train, rollout = model_in_dtype(config), train_layout_of(config), rollout_layout_of(config)
-    sync, spread = verl_sync(model, train), {}
-    if not samples(config.recipe):
+    sync, spread = verl_sync(run.trained_model, run.train), {}
+    if not run.samples:
         sync = SyncTraffic(0, 0, 0)
-    elif direct_sync(rows):
-        blocks = sync_blocks(config, train, rollout, model_shape_of(config))
-        sync, spread = direct_traffic(blocks, train, config.recipe.reshard.bucket_bytes)
-    offload, kv_bytes = offload_of(config, rows)
-    run = step_input(config, rows, workload, sync, offload, kv_bytes or None)
+    elif direct_sync(run.rows):
+        sync, spread = direct_traffic(run_blocks(run), run.train, run.recipe.reshard.bucket_bytes)
+    offload, kv_bytes = offload_of(run)
+    model = step_input(run, workload, sync, offload, kv_bytes or None)
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
-    calls = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch, "update": run.micro_batch}
+    calls = {"old_log_prob": model.old_micro_batch, "ref": model.ref_micro_batch, "update": model.micro_batch}
     columns = {"old_log_prob": 0, "ref": 0, "update": 3}
-    timed = HARDWARE[config.recipe.hardware].timed
-    step = step_figures(run, workload) if as_npu(config.recipe.platform) and timed else None
-    if step is not None and config.recipe.watch.action != "off":
-        step["watch"] = str(bounds_of(config, rows))
-    dispatch = {name: round(driver_bytes(run, columns[name])) for name, used in calls.items() if used}
-    cached = _cached_columns(config, run)
-    if run.tensor_cache:
+    step = step_figures(model, workload) if run.as_npu and run.hardware.timed else None
+    if step is not None and run.recipe.watch.action != "off":
+        step["watch"] = str(bounds_of(run))
+    dispatch = {name: round(driver_bytes(model, columns[name])) for name, used in calls.items() if used}
+    cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
+    if model.tensor_cache:
         dispatch = {stage: sum(sizes.values()) for stage, sizes in cached.items()}
-    whole = replace(run, tensor_cache=False)  # value models get the trainer's batch, also with the cache
-    if run.reward_models:
+    whole = replace(model, tensor_cache=False)  # value models get the trainer's batch, also with the cache
+    if model.reward_models:
         dispatch["rm_scores"] = round(driver_bytes(whole, 0))
-    if run.critic_micro_batch:
+    if model.critic_micro_batch:
         dispatch |= {"values": round(driver_bytes(whole, 3)), "update_critic": round(driver_bytes(whole, 6))}
     return {
         "step": step,
@@ -238,16 +220,16 @@ def step_sections(config: DictConfig, rows: Collection[str], workload: Workload)
             "dispatch_bytes": dispatch,
             "dispatch_columns": cached,
         },
-        "ports": ports(config),
+        "ports": ports(run),
     }
 
 
-def _cached_columns(config: DictConfig, run: StepInput) -> dict[str, dict[str, int]]:
-    """`trainer_bytes` of the stages that this run has; none without the tensor cache."""
+def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]]:
+    """`trainer_bytes` of the stages that this run has; none without the tensor cache. `send_back`: KL in the reward."""
     if not run.tensor_cache:
         return {}
     tokens = run.prompts * run.lengths.prompt, run.responses * run.lengths.mean_of_longest()
-    options = {"send_back": config.algorithm.use_kl_in_reward, "per_token": run.critic_micro_batch is not None}
+    options = {"send_back": send_back, "per_token": run.critic_micro_batch is not None}
     columns = trainer_bytes(run.prompts, run.responses, *tokens, **options)
     absent = [] if run.old_micro_batch else ["log_prob"]
     absent += [] if run.ref_micro_batch else ["ref"]
@@ -325,10 +307,10 @@ def direct_traffic(
     return traffic, {"received_mean_bytes": sum(received) // len(received)}
 
 
-def offload_of(config: DictConfig, rows: Collection[str]) -> tuple[Offload, int]:
+def offload_of(run: RunSpec) -> tuple[Offload, int]:
     """(copies and releases of the die with the most training weights, bytes of its KV cache)."""
-    setting, schedule, stays = run_memory(config, rows)
-    setting, train = replace(setting, bucket_bytes=config.recipe.reshard.bucket_bytes), setting.train
+    setting, schedule, stays = run_memory(run)
+    setting, train = replace(setting, bucket_bytes=run.recipe.reshard.bucket_bytes), setting.train
     model, library = setting.inventory.model, setting.train_library
     fullest = max(range(train.pp), key=lambda stage: sum(stage_elements(model, train, stage, library)))
     sizes = group_bytes(setting, fullest * train.world_size // train.pp)
@@ -360,12 +342,12 @@ def released_bytes(moments: Mapping[str, Moment], sizes: Mapping[str, int]) -> i
     return total
 
 
-def ports(config: DictConfig) -> dict[str, list[int]] | None:
+def ports(run: RunSpec) -> dict[str, list[int]] | None:
     """{who: [first, last]} that every node needs free on platform npu."""
-    if not as_npu(config.recipe.platform):
+    if not run.as_npu:
         return None
-    base = config.recipe.hccl.base_port
-    first, last = hccl.host_ports(config)
+    base = run.recipe.hccl.base_port
+    first, last = hccl.host_ports(run)
     return {
         "HCCL_IF_BASE_PORT": [base, first - 1],
         "HCCL_HOST_SOCKET_PORT_RANGE": [first, last],

@@ -9,38 +9,30 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import DictConfig
-
-from verl_patches.config.compose import keys_of
-from verl_patches.config.files import check_files
+from verl_patches.config.resolve import LayoutError
 from verl_patches.errors import ConfigError
-from verl_patches.layout.parallel import world_size
 from verl_patches.planning.search import DIES, NODE_DIES, NoLayout, search
 from verl_patches.planning.step_plan import Workload
-from verl_patches.upstream.checkouts import Trees
+from verl_patches.spec import Rules, RunSpec
 
 _PLAN = ("python", "-m", "verl_patches", "plan")
 
 
 def conclude(
     plan: dict[str, Any],
-    config: DictConfig,
+    run: RunSpec,
+    rules: Rules,
     config_name: str,
     overrides: Sequence[str],
-    trees: Trees,
     workload: Workload = Workload(),  # noqa: B008 frozen
 ) -> dict[str, Any]:
     """{verdict, next: [{what, command}]} of a plan (`build_plan`); the first command is the one to type next."""
     checks = plan["checks"]
-    failed = [check["name"] for check in checks if not check["ok"]]
-    if failed:
-        names = ", ".join(dict.fromkeys(failed))
-        text = f"does not fit: {len(failed)} of {len(checks)} checks failed: {names}"
-        of_files = {"hooks", *(check.name for check in check_files(config, keys_of(overrides)) if not check.ok)}
-        given = [config_name, *trees.option, *workload.option, *overrides]
-        ways = [] if set(failed) <= of_files else _ways_on(plan, config, given, workload)
-        named = "it names" if len(failed) == 1 else "they name"
-        return {"verdict": text if ways else f"{text}; next: change what {named}", "next": ways}
+    if failed := [check["name"] for check in checks if not check["ok"]]:
+        of_files = {check.name for rule in rules.files for check in rule(run) if not check.ok}
+        given = [config_name, *run.trees.option, *workload.option, *overrides]
+        ways = [] if set(failed) <= of_files else _ways_on(run, rules, given, workload)
+        return _refused(failed, len(checks), ways)
     text = f"fits: all {len(checks)} checks hold"
     for check in checks:
         if check["detail"].startswith("a start is refused"):
@@ -53,16 +45,32 @@ def conclude(
     return {"verdict": text, "next": [{"what": each["where"], "command": each["command"]} for each in typed]}
 
 
-def _ways_on(
-    plan: dict[str, Any], config: DictConfig, given: Sequence[str], workload: Workload
-) -> list[dict[str, str]]:
+def conclude_without_layout(
+    error: LayoutError,
+    base: RunSpec,
+    rules: Rules,
+    config_name: str,
+    overrides: Sequence[str],
+    workload: Workload = Workload(),  # noqa: B008 frozen
+) -> dict[str, Any]:
+    """Return `conclude` of a configuration whose ranks cannot be split as it says; `base`: with a layout that can."""
+    given = [config_name, *base.trees.option, *workload.option, *overrides]
+    return _refused([error.side], 1, _ways_on(base, rules, given, workload))
+
+
+def _refused(failed: Sequence[str], checks: int, ways: list[dict[str, str]]) -> dict[str, Any]:
+    text = f"does not fit: {len(failed)} of {checks} checks failed: {', '.join(dict.fromkeys(failed))}"
+    named = "it names" if len(failed) == 1 else "they name"
+    return {"verdict": text if ways else f"{text}; next: change what {named}", "next": ways}
+
+
+def _ways_on(run: RunSpec, rules: Rules, given: Sequence[str], workload: Workload) -> list[dict[str, str]]:
     """A search that lists layouts for the dies of the configuration, or for the fewest that do; [] where none does."""
-    if config.recipe.platform != "npu" or config.recipe.hardware != "a3":
+    if run.platform != "npu" or run.recipe.hardware != "a3":
         return []
-    rows = [row["id"] for row in plan["patches"] if row["on"]]
-    dies = min(max(world_size(config) // NODE_DIES * NODE_DIES, DIES.start), DIES.stop // NODE_DIES * NODE_DIES)
+    dies = min(max(run.world_size // NODE_DIES * NODE_DIES, DIES.start), DIES.stop // NODE_DIES * NODE_DIES)
     try:
-        best = search(config, rows, dies, workload)[0]
+        best = search(run, rules.sizes, dies, workload)[0]
         what = f"the fastest layout for {dies} dies takes {best['total_s']:.0f} s a step (modelled)"
     except NoLayout as error:
         if error.dies is None:

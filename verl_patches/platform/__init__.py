@@ -38,7 +38,7 @@ def require(platform: str) -> None:
 
 
 def device_module(platform: str) -> ModuleType | None:
-    """torch.npu or torch.cuda, the module of the platform's device; None for a CPU, which has no memory of its own."""
+    """Return torch's module of the platform's device, torch.npu; None for a CPU, which has no memory of its own."""
     import torch
 
     return None if platform == "cpu" else torch.get_device_module("npu" if as_npu(platform) else platform)

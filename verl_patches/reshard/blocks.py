@@ -8,16 +8,18 @@ of one layer (or one expert) whose intervals are held and needed by the same ran
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import Inventory, Parameter
+from verl_patches.errors import Check, ConfigError, fault_of
+from verl_patches.layout.inventory import Inventory, ModelShape, Parameter, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, library_rule, shards_of
 from verl_patches.reshard.region import Region, align, region_of, row_bytes
+from verl_patches.spec import RunSpec
 
 DEFAULT_BUCKET_BYTES = 512 << 20
 
@@ -166,3 +168,29 @@ def _check_pair(train: ParallelLayout, rollout: ParallelLayout) -> None:
                 f"reshard plan: rollout {axis}={getattr(rollout, axis)} ({rollout}), but a rollout has no {axis}; "
                 f"expected {axis}=1: use tp, ep or more instances"
             )
+
+
+def run_blocks(run: RunSpec) -> Sequence[Block]:
+    """Return the blocks of a run's weight sync; ConfigError where its training cannot serve its rollout."""
+    libraries = run.train_library, run.rollout_library
+    return _run_blocks(run.trained_model, run.train, run.rollout, *libraries, run.recipe.reshard.bucket_bytes)
+
+
+@functools.lru_cache(8)  # one command reads those of its run more than once
+def _run_blocks(
+    model: ModelShape,
+    train: ParallelLayout,
+    rollout: ParallelLayout,
+    train_library: str,
+    rollout_library: str,
+    bucket_bytes: int,
+) -> Sequence[Block]:
+    libraries = {"train_library": train_library, "rollout_library": rollout_library}
+    return make_blocks(build_inventory(model), train, rollout, **libraries, bucket_bytes=bucket_bytes)
+
+
+def sync_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that the direct weight sync can serve these layouts with these buckets; nothing where it is off."""
+    if run.samples and not run.switched_off("reshard.direct"):
+        fault = fault_of(run_blocks, run)
+        yield Check("weight sync", not fault, fault or "every rank can receive the weights that it lacks")

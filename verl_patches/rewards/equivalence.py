@@ -1,512 +1,286 @@
-r"""Whether two answers are equal. The rules are listed, with examples, in docs/maths-reward.md.
+r"""Decides whether two answers are equal. The rules are listed, with examples, in docs/maths-reward.md.
 
-Answers are normalised (answer_text.py), then compared by what they are: words, numbers in another base, lists, named
-values, intervals, sets and tuples, quantities with units, values. math-verify parses the LaTeX of values. Numbers are
-compared here: exactly where both are rational, because math-verify rounds to 6 decimals, whatever the size.
-
-`equivalent` may take for ever on an answer such as 10^{10^{10}}; answer_checker.py runs it in a process with limits.
+Answers are brought into one spelling and split into items, names and units; math-verify compares the values that
+remain. What it would misread or read only in part (5_{max}, 5\quad 6, 2^3^2) equals its own text only. A comparison may
+take for ever (10^{10^{10}}): maths.py makes it in a process with limits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Sequence
-from fractions import Fraction
-from math import gcd
+import unicodedata
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
-from verl_patches.rewards.answer_text import (
-    ALTERNATIVE,
-    OR,
-    UNION,
-    bracketed,
-    deepest,
-    has_adjacent_numbers,
-    is_too_large,
-    items,
-    normalise,
-    split,
-)
-from verl_patches.rewards.units import quantity
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+from math_verify import verify
 
-MAX_DEPTH = 12  # of brackets; ANTLR's time grows steeply with depth
-MAX_ITEMS = 32  # of a list or set
-SIGNIFICANT_DIGITS = 6  # fewest of a rounded decimal that equals an exact value
 DIGITS = 200  # significant ones in which two irrational numbers agree
 POINTS, FEWEST_POINTS = 24, 4  # at which functions are compared; variables are positive at the second half
 
-_UNSAFE = re.compile(r"\$|\\[(\[]|\\$|(?i:answer)")  # math-verify would search inside the answer for another answer
-_EQUALS = re.compile(r"(?<![<>!:])=")
+_HAN = "\u4e00-\u9fff"  # Chinese characters
+_FUNCTIONS = "arcsin|arccos|arctan|arccot|arcsec|arccsc|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc|log|ln|exp"
+_GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\}"
+_BARE = rf"(\\sqrt{_GROUP}|\\(?!(?:frac|binom|sqrt|text)\b)[A-Za-z]+|[0-9A-Za-z])"
+_SYNONYMS = r"""
+\le ≤ ≦ ⩽ <= \leq \leqslant   \ge ≥ ≧ ⩾ >= \geq \geqslant   \ne ≠ != \neq   < \lt   > \gt   = ∈ \in   \notin ∉
+( \langle   ) \rangle   \{ ｛ \lbrace   \} ｝ \rbrace   | \mid \vert \lvert \rvert   \cup ∪ \lor ∨ \vee 或   \land ∧
+\pm ± +/-   \mp ∓   \times ×   \cdot ·   - − –   / ∕   : ∶   , 、 和 与 及 且   . 。   ... … \ldots   ' ’ \prime
+\pi π   \infty ∞   \circ ° º ˚ \degree   \emptyset ∅ \varnothing   \mathbb{R} ℝ   \sqrt √   \sqrt[3] ∛   \sqrt[4] ∜
+\frac \dfrac \tfrac \cfrac   \binom \dbinom \tbinom   _ \quad \qquad \, \; \: \! ~   \approx ≈
+\text \mathrm \mathbf \textrm \textbf \textit \mbox \operatorname \boldsymbol \underline
+"""
+_SPELLING = dict.fromkeys(map("\\{}".format, "left right big bigl bigr Big Bigl Bigr displaystyle limits".split()), "")
+for _first, *_others in map(str.split, re.split(" {3}|\n", _SYNONYMS.strip())):
+    _SPELLING |= dict.fromkeys(_others, _first.replace("_", " ") + " " * _first[-1].isalpha())
+_AMOUNT = r"(\.?[0-9](?:[0-9.,]*[0-9])?)"
+_RULES = (
+    ("([⁰ⁱ¹²³⁴-ⁿ]+)", r"^{\1}"),
+    ("([₀-₎]+)", r"_{\1}"),
+    ("([¼-¾⅐-⅞])", r" \1"),
+    # wide and mathematical letters; not digits in circles, which name choices
+    ("[²³¹¼-¾⁰-₎⅐-⅞！-ｚ￠-￦℃℉㎀-㏟\U0001d400-\U0001d7ff]", lambda m: unicodedata.normalize("NFKC", m[0])),
+    (r"([√∛∜])\s*([0-9.]+)", r"\1{\2}"),
+    (r"(?<=[0-9])(?:\\,|\\!|\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))", ""),  # marks of thousands
+    (r"(?<!\\)\\ |\\hspace\*?\{[^{}]*\}", " "),
+    (r"\\[A-Za-z]+|\\.|[<>!]=|\+/-|.", lambda m: _SPELLING.get(m[0], m[0])),
+    # money: the sign behind the amount, as a unit
+    (r"(?:^|(?<=[ ,;=<>(-]))(?:US ?)?\\?\$(?= ?\.?[0-9])|(?<=[0-9])\$$", r"\\$"),
+    (rf"(\\\$|[£€¥])\s*{_AMOUNT}\s*((?:thousand|[mb]illion)?)", r"\2\\text{\3 \1}"),
+    (rf"{_AMOUNT}\s*(\\\$|[£€¥])(?!\}})", r"\1\\text{\2}"),
+    # text, and words with a sign of their own
+    (r"\\text\s*\{\s*", r"\\text{"),
+    (rf"\\text\{{({_FUNCTIONS})\s*\}}", r"\\\1 "),
+    (r",?\s*(?:\\text\{,?\s*and\s*\}|(?<![A-Za-z])and(?![A-Za-z]))", ","),
+    (r",?\s*(?:\\text\{,?\s*or\s*\}|(?<![A-Za-z])or(?![A-Za-z]))", r"\\cup "),
+    (r"^\\text\{([A-Za-z]|[+-]?[0-9][0-9.,/]*)\}$", r"\1"),
+    (rf"(?<![A-Za-z\\])(pi(?![A-Za-z])|(?:sqrt|{_FUNCTIONS})(?=\s*[\^_(\\0-9]|\s+[a-z](?![A-Za-z])))", r"\\\1 "),
+    (r"^(?:\\text\{)?[Nn]o (?:real )?solutions?\}?$|\\\{\s*\\\}", r"\\emptyset"),
+    (r"(?:\\text\{)?([+-]?)(?<![A-Za-z\\])infinity(?![A-Za-z])\}?", r"\1\\infty"),
+    (rf"(\\text\{{[^{{}}]*\}})|([{_HAN}][{_HAN}/]*)", lambda m: m[1] or rf"\text{{{m[2]}}}"),
+    # relations, sets, degrees, primes, logarithms
+    (r"\\not\s*(?:=|\{=\})", r"\\ne "),
+    (r"^\\approx(?![A-Za-z])", ""),
+    (r"^\\\{\s*([A-Za-z])\s*(?:=\s*\\mathbb\s*\{?R\}?)?\s*[|:]([^{}|]*\1[^{}|]*)\\\}$", r"\2"),  # {x | x > 1}
+    (r"\\mathbb\s*\{?R\}?$", r"(-\\infty,\\infty)"),
+    (r"(?<=[0-9}])(?:\\text\{度\}|\s*\\circ)|\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"^{\\circ}"),
+    (r"\^\{\\circ\}\s*(?:\\text\{)?([CF])(?![A-Za-z])\}?", r"\\text{degrees\1}"),
+    (r"\^\s*\{\s*('+)\s*\}|\^\s*('+)", r"\1\2"),
+    (r"\\lg(?![A-Za-z]|\s*_)", r"\\log_{10} "),
+    # numbers: 1⁄2, 1 1/2, 1.2e3, 0.333..., 0.\overline{3}, 1010_2, 6:00, 1:2, 1:2:3, 1,000
+    (r"([0-9]+)⁄([0-9]+)", r"\\frac{\1}{\2}"),
+    (r"([0-9]) ([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}"),
+    (r"(?<![A-Za-z0-9_.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![0-9A-Za-z.])", r"\1\\cdot 10^{\2}"),
+    (r"\.([0-9])\1\1+\s*\.\.\.$", r".\\bar{\1}"),
+    (r"([0-9]*)\.\\(?:overline|bar|dot)\s*\{?([0-9])\}?(?![0-9}])", r"(0\1+\\frac{\2}{9})"),
+    (r"([0-9]*)\.\\(?:overline|bar)\s*\{([0-9][0-9])\}", r"(0\1+\\frac{\2}{99})"),
+    (r"^\(?0*([0-9A-F]+)\)?_\{?\s*([0-9]+)\s*\}?$", r"\1_{\2}"),
+    (r"^0?([0-9]|1[0-9]|2[0-4]):([0-5][0-9])\s*(?:\\text\{)?([AaPp]?)\.?(?:[Mm]\.?)?\}?$", r"\\text{\1:\2h\3}"),
+    (r"^([^:{}]+):([^:{}]+)$", r"(\1)/(\2)"),
+    (r"^([^:{}]+):([^:{}]+):([^:{}]+)$", r"((\1)/(\2),(\2)/(\3))"),
+    (r"(?<![0-9,.(\[{])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,)\]}])", lambda m: m[0].replace(",", "")),
+)
+_ARGUMENTS = (  # what stands without braces -> with them
+    (r"([\^_]|\\(?:sqrt|frac|binom))\s+", r"\1"),
+    (rf"\\sqrt(\[[^\]]*\])?\s*(?:{_BARE}|\(([^()]*)\))", r"\\sqrt\1{\2\3}"),
+    (rf"\\(frac|binom)({_GROUP})?\s*{_BARE}", r"\\\1\2{\3}"),
+    (rf"\\({_FUNCTIONS})\s*([\^_])([0-9A-Za-z])", r"\\\1\2{\3}"),
+    (rf"([\^_])(\\frac{_GROUP}{_GROUP}|-?[0-9]+(?:\.[0-9]+)?|-?{_BARE}|-?\([^()]*\))", r"\1{\2}"),
+)
+_WORD = re.compile(r"\\text\{([^{}]*[A-Za-z][^{}]*)\}|([A-Za-z][A-Za-z .'-]{3,}|[A-Z]{2,}|\(?[A-Z]\)|[Yy]es|[Nn]o)")
+
+
+def _normalise(answer: str) -> str:
+    """Return the answer in one spelling, without formula delimiters, spaces that say nothing and a last full stop."""
+    while match := re.fullmatch(r"\s*(?:\$\$?|\\\(|\\\[)((?:\\\$|[^$])*?)(?:\$\$?|\\\)|\\\])\s*", answer):
+        answer = match[1]
+    for pattern, spelling in _RULES:
+        answer = re.sub(pattern, spelling, " ".join(answer.split()))
+    for pattern, spelling in _ARGUMENTS * 4:  # arguments nest
+        answer = re.sub(pattern, spelling, answer)
+    answer = re.sub("(?<![0-9A-Za-z.]) | (?![0-9A-Za-z.])", "", " ".join(answer.split()).removesuffix("."))
+    if word := _WORD.fullmatch(answer):
+        answer = (word[1] or word[2]).strip(" .()")
+        answer = answer.lower() if len(answer) > 3 or answer in ("Yes", "No") else answer
+        return answer if len(answer) == 1 else rf"\text{{{answer}}}"
+    return answer[1:-1] if re.fullmatch(_GROUP, answer) else answer
+
+
 _GREEK = (
-    "[Aa]lpha|[Bb]eta|[Gg]amma|[Dd]elta|(?:var)?epsilon|zeta|eta|(?:var)?[Tt]heta|kappa|[Ll]ambda|mu|nu|xi|rho|[Ss]igma"
-    "|tau|(?:var)?[Pp]hi|chi|[Pp]si|[Oo]mega|ell"
+    "alpha beta delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi "
+    "varphi chi psi omega Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega"
 )
-_LENGTH = re.compile(r"[A-Z]{2,3}|\|[a-wz]\|")  # of a segment, an arc, a vector
-_NAME = re.compile(
-    r"\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\(-?[A-Za-z0-9 ]+(?:,(?: ?-)?[A-Za-z0-9 ]+)*\))?"
-    rf"|{_LENGTH.pattern}"
-    r"|m?\\angle\s*[A-Z]{1,3}|\[[A-Z]{3,}\]"  # angles, areas
-    rf"|\\(?:{_GREEK}|max|min|gcd|det|dim|deg)(?:_\{{?\w+\}}?)?|\\text\{{(?![^{{}}]*\b(?:not|no|never)\b)[^{{}}]*\}}"
+_NAMED = re.compile(
+    rf"((?:[A-Za-z]|\\(?:{_GREEK.replace(' ', '|')}|max|min)|[fgh]\^\{{-1\}})(?:_\{{\w+\}})?'*(?:\(-?\w+(?:,-?\w+)*\))?"
+    r"|\([a-z](?:,[a-z])+\)|[A-Z]{2,3}|\|[a-wz]\||m?\\angle [A-Z]{1,3}|\[[A-Z]{3,}\]"
+    r"|\\text\{(?![^{}]*\b(?:not|no|never)\b)[^{}]*\})=(.+)"
 )
-_VARIABLE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega))(?:_\{?\w+\}?)?"
-_IN_SET = re.compile(rf"({_VARIABLE})\s*\\in(?![A-Za-z])\s*(\\\{{[^\\]*\\\}})")
-_SET_OF = re.compile(  # {x | x > 1}
-    rf"^\\\{{\s*({_VARIABLE})\s*(?:\\in\s*\\mathbb\s*\{{?R\}}?\s*)?(?:\\mid(?![A-Za-z])|\||:)\s*([^{{}}|]*\1[^{{}}|]*)\\\}}$"
-)
-_COLON = re.compile(":")
-# hours, minutes, a or p: 6:00, 5:30\text{ PM}, 11:05 a.m.
-_CLOCK = re.compile(
-    r"([01]?[0-9]|2[0-4]):([0-5][0-9])\W{0,4}(?:\\text\W{0,4})?(?:([ap])\W{0,2}m)?\W{0,4}", re.IGNORECASE
-)
-_RELATED = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])")
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
-_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+)")
+_ITEM = re.compile(r"(?P<item>[,;]|\\cup(?![A-Za-z]))|[(\[{]|[)\]}]")
 
 
 def equivalent(gold: str, answer: str) -> bool:
-    """Whether `answer` equals `gold`; both are LaTeX or plain text without a box around them."""
-    if _same_triples(gold, answer):
-        return True
-    gold, answer = normalise(gold), normalise(answer)
-    if not gold or not answer:
-        return False
-    if gold == answer:
-        return True
-    if _UNSAFE.search(answer) or has_adjacent_numbers(answer) or deepest(answer) > MAX_DEPTH:
-        return False
-    if is_too_large(gold) or is_too_large(answer):
-        return False
-    if has_adjacent_numbers(gold):  # read by nobody in one way: equal as text only
-        return False
-    return _equal(gold, answer)
-
-
-_TRIPLES = re.compile(r"\s*[1-9][0-9]{2}(?:,(?:\\?\s)*[0-9]{3})+\s*")
-
-
-def _same_triples(gold: str, answer: str) -> bool:
-    """Whether both are the list 376, 625, which without a space is read as one number elsewhere."""
-    texts = (gold, answer)
-    if not all(map(_TRIPLES.fullmatch, texts)) or not any(re.search(r",\\?\s", text) for text in texts):
-        return False
-    return re.findall("[0-9]+", gold) == re.findall("[0-9]+", answer)
+    """Return whether `answer` equals `gold`; both are LaTeX or plain text without a box around them."""
+    gold, answer = _normalise(gold), _normalise(answer)
+    return bool(gold and answer) and _equal(gold, answer)
 
 
 def _equal(gold: str, answer: str) -> bool:
-    gold, answer = (_SET_OF.sub(r"\2", text.strip()) for text in (gold, answer))
-    if not gold or not answer:
-        return False
-    sets = _IN_SET.fullmatch(gold), _IN_SET.fullmatch(answer)
-    if any(sets):
-        same = not all(sets) or sets[0][1] == sets[1][1]
-        return same and _equal(*(match[2] if match else text for match, text in zip(sets, (gold, answer), strict=True)))
-    words = _words(gold), _words(answer)
-    if words != (None, None):
-        if None in words and (plain := _THREE_LETTERS.fullmatch((gold, answer)[words.index(None)])):
-            return plain[0] in words
-        return words[0] == words[1]
-    bases = _in_base(gold), _in_base(answer)
-    if bases != (None, None):
-        return bases[0] == bases[1]
-    lists = items(gold), items(answer)
-    if max(map(len, lists)) > 1:
-        related = _RELATED.search(gold) or _RELATED.search(answer)
-        return (_equal_relations if related else _equal_lists)(gold, answer, *lists)
-    if max(len(split(text, _EQUALS)) for text in (gold, answer)) > 1:
-        return _equal_equations(gold, answer)
-    intervals = _interval(gold), _interval(answer)
-    if intervals != (None, None):
-        return _equal_intervals(gold, answer, *intervals)
-    if UNION.search(gold) or UNION.search(answer):
-        return _equal_unions(gold, answer) or _equal_values(gold, answer)
-    brackets = bracketed(gold), bracketed(answer)
-    if None not in brackets:
-        return _equal_brackets(*brackets)
-    times = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
-    if times[0] and (_is_time(times[0]) or (times[1] and times[1][3])):
-        return _same_time(*times)
-    ratios = split(gold, _COLON), split(answer, _COLON)
-    if max(map(len, ratios)) > 2:
-        return len(ratios[0]) == len(ratios[1]) and all(map(_equal_values, *map(_shares, ratios)))
-    return _equal_percents(gold, answer)
-
-
-# -- words and bases --------------------------------------------------------------------------------------------------
-
-_TEXT = re.compile(r"\\text\{([^{}]*)\}|([A-Za-z][A-Za-z .'-]*)")
-_THREE_LETTERS = re.compile("[A-Za-z]{3}")  # a word where the other side is one, else a product of variables
-_CHOICE = re.compile(r"(?:\\text\{)?\(([A-Z])\)\}?")
-_BASE = re.compile(r"([+-]?[0-9A-Fa-f]+)_\{?\s*([0-9]+|\\text\{[a-z]+\})\s*\}?")
-_FUNCTION = re.compile(r"(?:sin|cos|tan|log|ln|sqrt|pi)\b|.*\b(?:and|or)\b")
-
-
-def _words(answer: str) -> str | None:
-    r"""The word or phrase that an answer is, None for mathematics.
-
-    Words: \text{...}, letters with a space, four letters or more, several capitals (points of a figure), one capital or
-    (A). One to three small letters are variables. Case counts in words of less than four letters.
-    """
-    if choice := _CHOICE.fullmatch(answer):
-        return choice[1]
-    match = _TEXT.fullmatch(answer)
-    text = " ".join((match[1] or match[2] or "").strip(" .").split()) if match else ""
-    if not re.search("[A-Za-z]", text) or re.fullmatch("[a-z]", text):
-        return None
-    plain, letters = match[1] is None, text.replace(" ", "")
-    is_word = len(letters) >= 4 or letters.isupper() or text.lower() in ("yes", "no") or re.search(r"\w{2} \w", text)
-    if plain and (not is_word or _FUNCTION.match(text)):
-        return None
-    return text.lower() if len(text) >= 4 or text.lower() in ("yes", "no") else text
-
-
-def _in_base(answer: str) -> tuple[str, str] | None:
-    """(digits without leading zeros, base) of 1010_2."""
-    match = _BASE.fullmatch(answer)
-    return (match[1].lstrip("0").upper(), match[2]) if match else None
-
-
-# -- lists, named values, sets and tuples -----------------------------------------------------------------------------
-
-
-def _equal_lists(gold: str, answer: str, gold_items: list[str], answer_items: list[str]) -> bool:
-    """A list is equal in any order, to a set too; a tuple or values with different names: in the same order."""
-    gold_names, names = _named(gold_items), _named(answer_items)
-    if len(gold_items) == 1 and (bracket := bracketed(gold)) and (bracket[0] == r"\{\}" or names):
-        gold_items = bracket[1]
-    if len(answer_items) == 1 and (bracket := bracketed(answer)) and (bracket[0] == r"\{\}" or gold_names):
-        answer_items = bracket[1]
-    if len(gold_items) != len(answer_items):
-        return False
-    if gold_names and names:
-        return _same_items([f"{k}={v}" for k, v in gold_names], [f"{k}={v}" for k, v in names])
-    if pairs := gold_names or names:
-        values = [value for _, value in pairs]
-        gold_items, answer_items = (values, answer_items) if gold_names else (gold_items, values)
-        if len(dict(pairs)) == len(pairs):
-            return all(map(_equal, gold_items, answer_items))
-    return _same_items(gold_items, answer_items)
-
-
-def _named(parts: list[str]) -> list[tuple[str, str]] | None:
-    """[(name, value)] of a list in which every item is name = value; None for any other."""
-    pairs = [tuple(side.strip() for side in split(part, _EQUALS)) for part in parts]
-    return pairs if all(len(pair) == 2 and _NAME.fullmatch(pair[0]) for pair in pairs) else None
-
-
-def _same_items(gold_items: Sequence[str], answer_items: Sequence[str]) -> bool:
-    """Whether every gold item equals an answer's item of its own, in any order."""
-    left = list(answer_items)
-    if len(gold_items) != len(left) or len(left) > MAX_ITEMS:
-        return False
-    for gold in gold_items:
-        equal = next((item for item in left if gold == item or _equal(gold, item)), None)
+    """Compare lists in any order, but in the same one where only one side names its values (x = 1, y = 2)."""
+    golds, answers = _items(gold), _items(answer)
+    if gold == answer or len(golds) != len(answers):
+        return gold == answer
+    if len(golds) == 1:
+        return _equal_named(golds[0], answers[0])
+    if re.search(r"[<>]|\\[lg]e(?![A-Za-z])", gold + answer):  # "and" is not "or"; unions have one variable
+        if (r"\cup" in gold) != (r"\cup" in answer) or len(set(re.findall(r"\b[A-Za-z]\b", gold + answer))) > 1:
+            return False
+    if ("=" in golds[0]) != ("=" in answers[0]):
+        return all(map(_equal_named, golds, answers))
+    for item in golds:
+        equal = next((other for other in answers if _equal_named(item, other)), None)
         if equal is None:
             return False
-        left.remove(equal)
+        answers.remove(equal)
     return True
 
 
-def _equal_brackets(gold: tuple[str, list[str]], answer: tuple[str, list[str]]) -> bool:
-    if gold[0] != answer[0] or max(len(gold[1]), len(answer[1])) > MAX_ITEMS:
+def _items(text: str) -> list[str]:
+    r"""Return the items of a list or of a set; one with a single \pm is two items."""
+    if re.fullmatch(r"\\\{[^{}]*(?:,|\\pm)[^{}]*\\\}", text):
+        text = text[2:-2]
+    items, start, level = [], 0, 0
+    for match in _ITEM.finditer(text + ","):
+        if match["item"] is None:
+            level += 1 if match[0] in "([{" else -1
+        elif level == 0:
+            item = text[start : match.start()].strip()
+            signs = (("+", "-"), ("-", "+")) if item.count(r"\pm") <= 1 and re.search(r"\\[pm][pm]", item) else ()
+            items += [item.replace(r"\pm", a).replace(r"\mp", b) for a, b in signs] or [item]
+            start = match.end()
+    return items if level == 0 else [text]
+
+
+def _equal_named(gold: str, answer: str) -> bool:
+    """Compare two items; x = 5 equals 5."""
+    name, other = _NAMED.fullmatch(gold), _NAMED.fullmatch(answer)
+    if name and other and name[1] != other[1]:
         return False
-    if gold[0] != r"\{\}":
-        return len(gold[1]) == len(answer[1]) and all(map(_equal, gold[1], answer[1]))
-    there = all(any(_equal(one, other) for other in answer[1]) for one in gold[1])
-    return there and all(any(_equal(one, other) for one in gold[1]) for other in answer[1])
+    if name or other:
+        return _equal(name[2] if name else gold, other[2] if other else answer)
+    return _equal_quantities(gold, answer)
 
 
-def _equal_equations(gold: str, answer: str) -> bool:
-    """x = 5 equals 5, and 2 + 3 = 5 does; every side must be right. Two equations without names: by math-verify."""
-    gold_sides, sides = ([side.strip() for side in split(text, _EQUALS)] for text in (gold, answer))
-    named = _NAME.fullmatch(gold_sides[0]), _NAME.fullmatch(sides[0])
-    if len(gold_sides) > 1 and len(sides) > 1:
-        same = gold_sides[0] == sides[0]
-        if all(named) and (same or not any(_LENGTH.fullmatch(s[0]) for s in (gold_sides, sides))):  # AB=2CD is CD=AB/2
-            return same and all(_equal(gold_sides[-1], side) for side in sides[1:])
-        return len(gold_sides) == len(sides) == 2 and _equal_values(gold, answer)
-    if len(gold_sides) > 1:
-        return bool(named[0]) and len(gold_sides) == 2 and _equal(gold_sides[1], answer)
-    if named[1]:
-        sides = sides[1:]
-    elif _NAME.fullmatch(sides[-1]):
-        sides = sides[:-1]
-    return all(side and _equal(gold, side) for side in sides)
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "千": 3, "万": 4, "亿": 8, "percent": -2, "%": -2, r"\%": -2}
+_SCALE = re.compile("|".join(map(re.escape, _SCALES)).replace("千", "千(?![米克])"))
+_TABLE = r"""
+m meter metre 米 = m; cm centimeter centimetre 厘米 = m/100; mm millimeter millimetre 毫米 = m/1000; dm 分米 = m/10
+km kilometer kilometre 千米 公里 = 1000*m; in inch inche 英寸 = 0.0254*m; ft foot feet 英尺 = 0.3048*m
+yd yard = 0.9144*m; mi mile 英里 = 1609.344*m; s sec second 秒 = s; min minute 分钟 = 60*s; h hr hour 小时 = 3600*s
+mph = 0.44704*m/s; day 天 = 86400*s; week 周 = 604800*s; month 月 个月 = month; year 年 = 12*month; g gram 克 = g
+mg 毫克 = g/1000; kg kilogram 千克 公斤 = 1000*g; lb pound 磅 = 453.59237*g; oz ounce = 28.349523125*g
+l L liter litre 升 = m**3/1000; ml mL milliliter millilitre 毫升 = m**3/10**6
+degree \circ 度 = turn/360; degreesC 摄氏度 = celsius; degreesF = fahrenheit; dollar \$ 美元 = dollar
+cent 美分 = dollar/100; yuan ¥ 元 人民币 = yuan; 角 = yuan/10; euro € 欧元 = euro; £ 英镑 = pound
+apple = apple; unit way 个 只 = unit; 岁 = age; people person student child children 人 名 = person
+"""
+_UNITS = {
+    name: sympy.sympify(value, rational=True)
+    for names, value in (entry.split(" = ") for entry in re.split("; |\n", _TABLE.strip()))
+    for name in names.split()
+}
+_QUANTITY = re.compile(  # value and unit, which outside of \text{} stands behind a number
+    r"(?!.*\\(?:sin|cos|tan|cot|sec|csc)\b.*\\circ\}$)(.*[0-9)}]|.*\\pi)(\\text\{[^{}]*\}(?:\^\{[23]\})?|\^\{\\circ\}|\\?%)"
+    r"|(-?[^A-Za-z+-]*[0-9)}]) ?([A-Za-z][A-Za-z/ .]*(?:\^\{[23]\}|[23])?)"
+)
+_POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "立方": 3}
+_PART = re.compile(rf"({'|'.join(_POWERS)}|)(\\?[A-Za-z$]+|[£€¥]|[{_HAN}]+)([23]?)")
 
 
-# -- intervals --------------------------------------------------------------------------------------------------------
-
-_RELATION = re.compile(r"(<|>|\\[lg]e(?![A-Za-z]))")
-_FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-_SETS = re.compile(r"\\(?:cup|cap|setminus|mathbb|backslash)(?![A-Za-z])")
-
-
-class _Interval(NamedTuple):
-    """Bounds and brackets as text; `variable` of an inequality."""
-
-    left: str
-    low: str
-    high: str
-    right: str
-    variable: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.left}{self.low},{self.high}{self.right}"
-
-
-def _interval(answer: str) -> _Interval | None:
-    r"""0 < x \le 1, x > 1, x \in (0, 1] or (0, 1] as an interval; None for anything else."""
-    if match := re.fullmatch(rf"({_VARIABLE})\s*\\in(?![A-Za-z])\s*(.*)", answer):
-        inner = _interval(match[2])
-        return inner and inner._replace(variable=match[1])
-    parts = [part.strip() for part in _RELATION.split(answer)]
-    is_variable = [re.fullmatch(_VARIABLE, part) is not None for part in parts]
-    if len(parts) == 1:
-        bracket = bracketed(answer)
-        if bracket is None or bracket[0] == r"\{\}" or len(bracket[1]) != 2:
-            return None
-        return _Interval(bracket[0][0], *bracket[1], bracket[0][-1])
-    if len(parts) == 3 and is_variable[0] != is_variable[2]:
-        variable, relation, bound = parts if is_variable[0] else (parts[2], _FLIPPED[parts[1]], parts[0])
-        if relation in ("<", r"\le"):
-            return _Interval("(", r"-\infty", bound, ")" if relation == "<" else "]", variable)
-        return _Interval("(" if relation == ">" else "[", bound, r"\infty", ")", variable)
-    if len(parts) == 5 and is_variable[2]:
-        low, first, variable, second, high = parts
-        if first in (">", r"\ge"):
-            low, first, second, high = high, _FLIPPED[second], _FLIPPED[first], low
-        if {first, second} <= {"<", r"\le"}:
-            return _Interval("(" if first == "<" else "[", low, high, ")" if second == "<" else "]", variable)
-    return None
-
-
-def _equal_intervals(gold: str, answer: str, a: _Interval | None, b: _Interval | None) -> bool:
-    if a is None or b is None:
-        return bool(_SETS.search(gold if a is None else answer)) and _equal_values(gold, answer)
-    if a.variable and b.variable and a.variable != b.variable:
-        return False
-    return (a.left, a.right) == (b.left, b.right) and _equal(a.low, b.low) and _equal(a.high, b.high)
-
-
-def _equal_unions(gold: str, answer: str) -> bool:
-    """Whether "x<1 or x>3" and a union of intervals are equal, in any order."""
-    sides = [[_interval(part) for part in split(text, ALTERNATIVE)] for text in (gold, answer)]
-    names = [{part.variable for part in side if part and part.variable} for side in sides]
-    if None in sides[0] + sides[1] or len(names[0] | names[1]) > 1:
-        return False
-    return _same_items(*([str(part) for part in side] for side in sides))
-
-
-def _equal_relations(gold: str, answer: str, gold_items: list[str], answer_items: list[str]) -> bool:
-    """Inequalities joined by "or", or by "and" or commas: the same ones in any order, or the interval or union."""
-    if len(gold_items) > 1 and len(answer_items) > 1:
-        same = bool(OR.search(gold)) == bool(OR.search(answer))
-        return same and _same_items(gold_items, answer_items)
-    if OR.search(gold) or OR.search(answer):
-        return _equal_unions(gold, answer)
-    sides = [_intersection(side) for side in (gold_items, answer_items)]
-    return None not in sides and _equal_intervals(gold, answer, *sides)
-
-
-def _intersection(parts: list[str]) -> _Interval | None:
-    """The interval that one inequality describes, or two with one variable: a lower and an upper bound."""
-    intervals = [_interval(part) for part in parts]
-    if len(intervals) == 1 or None in intervals:
-        return intervals[0]
-    if len(intervals) > 2 or intervals[0].variable is None or intervals[0].variable != intervals[1].variable:
-        return None
-    low, high = intervals if intervals[0].high == r"\infty" else intervals[::-1]
-    bounds_differ = low.high == r"\infty" and high.low == r"-\infty"
-    return low._replace(high=high.high, right=high.right) if bounds_differ else None
-
-
-# -- percent, units, values -------------------------------------------------------------------------------------------
-
-_PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*percent\s*\}|(?<=[0-9]) percent)$")
-
-
-def _equal_percents(gold: str, answer: str) -> bool:
-    """65% is 0.65. The response may leave the sign out where the gold answer is above 1%; it may not add one."""
-    bare_gold, bare_answer = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
-    gold_percent, answer_percent = bare_gold != gold, bare_answer != answer
-    if gold_percent == answer_percent:
-        return _equal_quantities(bare_gold, bare_answer)
-    if gold_percent:
-        if any(quantity(text)[1] for text in (bare_gold, bare_answer)):
-            return False
-        if _NUMBER.fullmatch(bare_gold) and abs(float(bare_gold)) > 1 and _equal_values(bare_gold, bare_answer):
-            return True
-        return _equal_values(rf"\frac{{{bare_gold}}}{{100}}", bare_answer)
-    return _equal_values(bare_gold, rf"\frac{{{bare_answer}}}{{100}}")
+def _quantity(text: str) -> tuple[str, Any]:
+    """Return (value, unit) of an item, % and scale words in the value; (text, None) where the text ends in no unit."""
+    match = _QUANTITY.fullmatch(text)
+    if not match:
+        return text, None
+    value, names = match[1] or match[3], re.sub(r"\\text|[{}. ^]", "", match[2] or match[4])
+    if scale := _SCALE.match(names):
+        value, names = rf"({value})\cdot 10^{{{_SCALES[scale[0]]}}}", names[scale.end() :]
+    unit = None
+    for number, part in enumerate(re.split(r"/|每|(?<=[a-z])per(?=[a-z])", names) if names else ()):
+        found = _PART.fullmatch(part)
+        known = found and (_UNITS.get(found[2]) or (len(found[2]) > 2 and _UNITS.get(found[2].removesuffix("s"))))
+        if not found or not known or number > 1:
+            return text, None
+        unit = (unit or 1) * known ** ((-1) ** number * int(found[3] or _POWERS.get(found[1], 1)))
+    return value, unit
 
 
 def _equal_quantities(gold: str, answer: str) -> bool:
-    """A unit on one side only does not count; two units must be of one dimension and are converted."""
-    (gold_value, gold_unit), (value, unit) = quantity(gold), quantity(answer)
-    if unit and unit.letters and not (gold_unit and gold_unit.dimension == unit.dimension):
-        return not gold_unit and _equal_values(gold, answer)
-    if not gold_unit or not unit or gold_unit[:2] == unit[:2]:
-        return _equal_values(gold_value, value)
-    ratio = unit.factor / gold_unit.factor
-    converted = rf"({value})\cdot\frac{{{ratio.numerator}}}{{{ratio.denominator}}}"
-    return gold_unit.dimension == unit.dimension and _equal_values(gold_value, converted)
+    """Compare two items; a unit on one side only does not count, and the response may leave out the sign of 65%."""
+    if (percent := re.fullmatch(r"((?:[2-9]|1[0-9.])[0-9.]*)\\?%", gold)) and _equal_values(percent[1], answer):
+        return True
+    (gold_value, gold_unit), (value, unit) = _quantity(gold), _quantity(answer)
+    if gold_unit and unit:
+        ratio = unit / gold_unit
+        return bool(ratio.is_Rational) and _equal_values(gold_value, rf"({value})\cdot({ratio})")
+    if unit and re.search(r"(?<![A-Za-z\\])[A-Za-z](?:\^\{.\})?$", answer):  # one letter may be a variable
+        return _equal_values(gold, answer)
+    return _equal_values(gold_value, value)
 
 
 def _equal_values(gold: str, answer: str) -> bool:
-    import sympy
-
     a, b = _parsed(gold), _parsed(answer)
-    if a is None or b is None or isinstance(a, sympy.Expr) != isinstance(b, sympy.Expr):
+    if a is None or b is None or ("," in gold and "," in answer and (gold[0], gold[-1]) != (answer[0], answer[-1])):
         return False
-    if not isinstance(a, sympy.Expr):
-        return _verified(a, b)
-    if a.free_symbols or b.free_symbols:
+    if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr) and (a.free_symbols or b.free_symbols):
         return _equal_functions(a, b)
-    pairs = ((answer, gold, a), (gold, answer, b))
-    rounded = (_DECIMAL.fullmatch(text) and "." not in other and _rounds_to(v, text) for text, other, v in pairs)
-    return any(rounded) or _equal_numbers(a, b)
-
-
-def _is_time(match: re.Match) -> bool:
-    """Whether a gold answer is a time of day and no ratio, which is in lowest terms."""
-    hours, minutes, half = match.groups()
-    return half is not None or minutes[0] == "0" or gcd(int(hours), int(minutes)) > 1
-
-
-def _same_time(gold: re.Match, answer: re.Match | None) -> bool:
-    if answer is None or (gold[3] and gold[3].lower() != (answer[3] or "").lower()):
-        return False
-    return (int(gold[1]), gold[2]) == (int(answer[1]), answer[2])
-
-
-def _shares(ratio: list[str]) -> list[str]:
-    """Every later part of a : b : c over the first."""
-    return [rf"\frac{{{part}}}{{{ratio[0]}}}" for part in ratio[1:]]
-
-
-def _verified(a: Any, b: Any) -> bool:
-    """math-verify's own verdict, for sets, matrices, relations and unknown functions."""
-    from math_verify import verify
-
-    return bool(verify([a], [b], float_rounding=12, timeout_seconds=None))
-
-
-def _rounds_to(value: Any, decimal: str) -> bool:
-    """Whether `decimal`, of at least SIGNIFICANT_DIGITS, is `value` rounded to as many places."""
-    digits, places = decimal.replace(".", "").lstrip("+-0"), len(decimal.partition(".")[2])
-    if len(digits) < SIGNIFICANT_DIGITS or not value.is_extended_real or not value.is_finite:
-        return False
-    exact = Fraction(str(value.evalf(places + len(digits) + 10)))
-    return abs(exact - Fraction(decimal)) <= Fraction(1, 2 * 10**places)
-
-
-def _equal_numbers(a: Any, b: Any) -> bool:
-    """Exactly equal where both are rational, else to DIGITS significant digits."""
-    import sympy
-
-    if any(number.has(sympy.nan, sympy.zoo) for number in (a, b)):  # 1/0
-        return False
-    if a.is_infinite or b.is_infinite:
-        return bool(a == b)
-    if a.is_Rational and b.is_Rational:
-        return bool(a == b)
-    a, b = a.evalf(DIGITS + 15), b.evalf(DIGITS + 15)
-    if not (a.is_number and b.is_number) or a.has(sympy.nan, sympy.zoo) or b.has(sympy.nan, sympy.zoo):
-        return False
-    return bool(abs(a - b) <= sympy.Float(f"1e-{DIGITS}", DIGITS + 15) * max(abs(a), abs(b)))
+    return verify([a], [b], numeric_precision=DIGITS, allow_set_relation_comp=True, timeout_seconds=None)
 
 
 def _equal_functions(a: Any, b: Any) -> bool:
-    """Whether two expressions agree at random points; math-verify's verdict where they have unknown functions.
-
-    Points at which a power, logarithm or inverse trigonometric function in the gold value `a` is not real, as the root
-    of a negative number, count only where fewer than FEWEST_POINTS others are left.
-    """
-    import sympy
-    from sympy.core.function import AppliedUndef
-
-    if a == b:
-        return True
-    if any(e.has(AppliedUndef, sympy.oo) for e in (a, b)):
-        return _verified(a, b)
+    """Compare two expressions at random points at which every power, root and logarithm of `a` is real."""
     symbols, random, compared = sorted(a.free_symbols | b.free_symbols, key=str), Random(0), 0
-    real, equal = 0, True  # equal: at the other points
     parts = a.atoms(sympy.Pow, sympy.log, sympy.asin, sympy.acos, sympy.asec, sympy.acsc)  # not real everywhere
     for number in range(POINTS):
         least = -60 if number < POINTS // 2 else 1
-        point = {symbol: sympy.Rational(random.randint(least, 60), random.randint(7, 13)) for symbol in symbols}
-        values = a.subs(point), b.subs(point)
-        if not any(value.has(sympy.nan, sympy.zoo) for value in values):
-            compared += 1
-            if any(part.subs(point).is_real is False for part in parts):
-                equal = equal and _equal_numbers(*values)
-            elif not _equal_numbers(*values):
+        point = {symbol: sympy.Rational(random.randint(least, 60), random.randint(7, 61)) for symbol in symbols}
+        difference = (a - b).subs(point)
+        if not any(part.subs(point).is_real is False for part in parts) and not difference.has(sympy.nan, sympy.zoo):
+            if difference.evalf(DIGITS, chop=True) != 0:
                 return False
-            else:
-                real += 1
-    return real >= FEWEST_POINTS or (equal and compared >= FEWEST_POINTS)
+            compared += 1
+    return compared >= FEWEST_POINTS or a == b
 
 
-_COMMANDS = """
-frac sqrt cdot times div pi infty sum prod int lim to binom exp log ln max min gcd lcm vec hat mid begin end circ
-sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc lfloor rfloor lceil rceil
-alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi
-varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega
-lt gt le ge ne in cup cap setminus backslash emptyset mathbb vert lvert rvert lbrace rbrace
-""".split()
-_NAMES = re.compile(r"_\{?\w+\}?|\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
+_READ = {*f"frac sqrt cdot times div pi infty binom le ge lfloor rfloor {_GREEK}".split(), *_FUNCTIONS.split("|")}
+_SCRIPTS = re.compile(rf"(\\(?:{_FUNCTIONS}))(?:[\^_]\{{-?\w+\}})+|((?<![A-Za-z])[A-Za-z]|\\[A-Za-z]+)_\{{\w+\}}")
 _MISREAD = re.compile(
-    r"[0-9)}]\s*(?:'|\\\{)|(?<![A-Za-z])[0-9.]+\s*_|[)]\s*_"  # 5', 5\{6\}, 5_{max}
-    r"|^\[[^,]*\]$|(?<![0-9.])0\s*[A-Za-z]|\\vec\s*\{[^{}]*\}\s*\\(?:times|cdot)"  # [5], 0x10, products of vectors
-    r"|\.[0-9]*\.|!\s*[!0-9]|\|\s*_"  # 1.2.3, 5!!, 5|_2
-    r"|\\frac\s*\{\s*d\s*(?:\^\{?[0-9]\}?)?\s*[A-Za-z]|(?<![A-Za-z])d[a-z]\s*/\s*d[a-z]"  # derivatives
+    r"[0-9.]\s+[.0-9]|[)}!|]\s*[0-9]|[0-9)!|]\{|\}\^|\.[0-9]*\.|!!"  # 5 6, (5)6, 5{6}, 2^3^2, 1.2.3, 5!!
+    r"|(?<![0-9.])0\s*[A-Za-z]|\^\{T\}|[fghFGH]\^\{-1\}"  # 0x10, a transposed letter, an inverse function
+    r"|\\frac\{d[^{}]*\}\{d|(?<![A-Za-z])d[A-Za-z]/d[A-Za-z]|(?<![A-Za-z\\])[A-Za-z]{4}"  # derivatives, a word
+    r"|[^0-9A-Za-z.+*/()|!{},<>\[\]^\\\s-]|\\[^A-Za-z]|^\[[^,]*\]$"
 )
-_DECIMALS = re.compile(r"(\^\s*)?(?:([0-9]*)\.([0-9]+)|([0-9]+)\.(?![0-9]))")
-
-
-def _is_read(answer: str) -> bool:
-    r"""Whether math-verify reads all of the answer; it drops \text{...}, primes of numbers and unknown commands."""
-    if (
-        answer.count("|") % 2
-        or _MISREAD.search(answer)
-        or any(name not in _COMMANDS for name in re.findall(r"\\([A-Za-z]+)", answer))
-    ):
-        return False
-    return re.search("[A-Za-z]{4}", _NAMES.sub(" ", answer)) is None  # a word, not a product of letters
-
-
-def _exact(match: re.Match[str]) -> str:
-    """A decimal as a fraction, in braces behind ^."""
-    whole, places = match[2] or match[4] or "0", match[3] or ""
-    fraction = rf"(\frac{{{int(whole + places)}}}{{{10 ** len(places)}}})"
-    return f"{match[1]}{{{fraction}}}" if match[1] else fraction
-
-
-_CAPITALS = re.compile(r"(?<![A-Za-z\\{])(\\[A-Za-z]+)|([A-Z]+)(?![a-z])")
-_DEGREES = re.compile(r"([0-9.]+)\s*\^\\circ")
+_EXACT = (
+    (r"(?<![0-9.])([0-9]+)\s*(\\frac\{[0-9]+\}\{[0-9]+\})", r"(\1+\2)"),  # a mixed number
+    (r"([0-9]*)\.([0-9]*)", lambda m: rf"(\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}})"),
+    (rf"([0-9)]|\\pi|\\(?:frac|binom){_GROUP}{_GROUP})\s*(?=\(|\\frac|\\binom)", r"\1\\cdot "),
+)
 
 
 @functools.lru_cache(maxsize=1024)  # a prompt's gold answer is parsed once per response
-def _parsed(answer: str) -> Any:
-    """The sympy object that math-verify reads, i as the imaginary unit; None where it reads none."""
-    import sympy
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse
-
-    if not _is_read(answer):
+def _parsed(text: str) -> Any:
+    """Return the sympy object of all of the text, i as the imaginary unit; None where math-verify misreads it."""
+    text = re.sub(r"([0-9.]+)\^\{\\circ\}", r"(\\frac{\1\\pi}{180})", text)
+    commands = re.findall(r"\\([A-Za-z]+)", text)
+    odd_groups = text.count("}{") > commands.count("frac") + commands.count("binom") or text.count("|") % 2
+    if odd_groups or not _READ.issuperset(commands) or _MISREAD.search(_SCRIPTS.sub(r"\1\2 ", text)):
         return None
-    answer = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
-    # math-verify makes letters small: a capital, or several as one name, gets another name
-    answer = _CAPITALS.sub(lambda m: m[1] or f"{m[2][0].lower()}_{{capital{m[2][1:]}}}", answer)
-    answer = _DECIMALS.sub(_exact, answer)
-    spellings = NormalizationConfig(True, units=False, malformed_operators=False, nits=True, boxed="all")
-    config = (LatexExtractionConfig(boxed_match_priority=-1, normalization_config=spellings),)
-    results = parse(f"${answer}$", config, fallback_mode="no_fallback", parsing_timeout=None)
-    if not results or isinstance(results[0], str):
-        return None
-    value = results[0]
-    if isinstance(value, sympy.Expr):
-        given = {s: sympy.I if s.name == "i" else sympy.Symbol(s.name, real=True) for s in value.free_symbols}
-        value = value.subs(given).doit()  # one symbol per name: with an i, math-verify's are not real
-    return value
+    for pattern, spelling in _EXACT:
+        text = re.sub(pattern, spelling, text)
+    config = ConversionConfig(lowercase_symbols=False)
+    with contextlib.suppress(Exception):  # the parser raises the base class
+        value = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=config)
+        return value.subs(sympy.Symbol("i", real=True), sympy.I).doit()
+    return None

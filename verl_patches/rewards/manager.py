@@ -17,8 +17,10 @@ import torch
 from verl import DataProto
 
 from verl_patches.errors import RecipeError, place_in
+from verl_patches.recipe.rewards import TAKES, Part
 from verl_patches.rewards import by_source, learnable, maths
-from verl_patches.rewards.parts import METRIC, RM_SCORES, TAKES, Part, length_penalty, parts_of
+from verl_patches.rewards.parts import METRIC, RM_SCORES, length_penalty
+from verl_patches.spec import run_of
 
 _FUNCTIONS = {
     "maths": maths.compute_score,
@@ -139,7 +141,7 @@ def load_parts(original: Callable) -> Callable:
     @functools.wraps(original)
     def load(config: Any, tokenizer: Any, num_examine: int, **kwargs: Any) -> RewardManager:
         verls = functools.partial(original, config, tokenizer, num_examine)
-        parts = [(part, _score_of(part, config.data.max_response_length, verls)) for part in parts_of(config)]
+        parts = [(part, _score_of(part, config.data.max_response_length, verls)) for part in run_of(config).rewards]
         return RewardManager(parts, tokenizer, config.data.reward_fn_key, validates=num_examine > 0)
 
     return load

@@ -3,24 +3,26 @@ r"""Reward for maths answers: the last \boxed{...} of a response, compared with 
 Deviates from common rewards, which search the whole response: only what stands in the last box counts, so a gold
 string in the reasoning, in an earlier box or in a box that is never closed earns nothing.
 
-A correct answer earns 1.0, always. A wrong answer in the right form earns `format_weight`, anything else earns nothing.
-The form's share is small because GRPO divides by the spread inside a group: where no response of a group is correct,
-the form alone decides the advantages however small its weight, so it only has to be above zero to give a first signal,
-and a weight of 0 switches that off.
+A correct answer earns 1.0. A wrong answer in the right form earns `format_weight`, anything else earns nothing. The
+form's share is small because GRPO divides by the spread inside a group: where no response of a group is correct, the
+form alone decides the advantages, however small its weight; a weight of 0 switches that off.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import re
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.answer_checker import CPU_LIMIT_S, shared_answer_checker
+from verl_patches.recipe.rewards import CPU_LIMIT_S, FORMAT_WEIGHT, MAX_FORMAT_WEIGHT
+from verl_patches.rewards.helper_process import CallError, HelperProcess
 
-FORMAT_WEIGHT = 0.1
-MAX_FORMAT_WEIGHT = 0.5
 TAIL_CHARS = 65_536  # a box further from the end than this is not an answer; it also bounds the time
 MAX_ANSWER_CHARS = 512
+_log = logging.getLogger(__name__)
 _TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is text, and so is "\\" before a word
 
 
@@ -35,50 +37,53 @@ def compute_score(
     """Score one response, in verl's `custom_reward_function` contract.
 
     Returns score in 0..1 (as said above), acc (1.0 if the answer is right) and format (1.0 if there is a closed,
-    non-empty last box); verl logs the last two, and takes acc as the validation metric. The keys are the same for
-    every response, which verl relies on. `format_weight` and `cpu_limit_s` are keys of an entry of recipe.rewards, or
-    of custom_reward_function.reward_kwargs. May be called from any thread or process; takes at most about `cpu_limit_s`
-    of CPU time.
-
-    Raises ConfigError for a gold answer that is empty or not a string or number, and unless 0 <= format_weight <= 0.5,
-    so that the form never comes near a correct answer.
+    non-empty last box); the keys are the same for every response, which verl relies on. `format_weight` and
+    `cpu_limit_s`, of a comparison, are keys of an entry of recipe.rewards. May be called from any thread or process.
+    Raises ConfigError for a gold answer that is empty or not a string or number, and for another `format_weight`.
     """
     if not 0.0 <= format_weight <= MAX_FORMAT_WEIGHT:
         raise ConfigError(
-            f"reward: format_weight must be in 0..{MAX_FORMAT_WEIGHT}, found {format_weight}: set that of the entry of "
-            "recipe.rewards, or custom_reward_function.reward_kwargs.format_weight"
+            f"reward: format_weight must be in 0..{MAX_FORMAT_WEIGHT}, found {format_weight}: set it in the entry of "
+            "recipe.rewards, or in custom_reward_function.reward_kwargs"
         )
     gold = str(ground_truth) if isinstance(ground_truth, str | int | float) else ""
     if not gold.strip():
         raise ConfigError(
-            f"reward: a row of {data_source!r} has the gold answer {ground_truth!r}; expected a string that is not "
-            "empty, or a number, in reward_model.ground_truth: make the data with `data build`, "
-            "handler maths or gsm8k (docs/data.md)"
+            f"reward: a row of {data_source!r} has the gold answer {ground_truth!r}; expected a number or a text in "
+            "reward_model.ground_truth: make the data with `data build`, handler maths or gsm8k (docs/data.md)"
         )
     gold = last_box(gold) or gold
-    answer = last_box(solution_str)
-    well_formed = _is_answer(answer)
-    correct = well_formed and (
-        answer == gold.strip()
-        or (len(gold) <= MAX_ANSWER_CHARS and shared_answer_checker().equivalent(gold, answer, cpu_limit_s))
-    )
+    answer = last_box(solution_str) or ""
+    well_formed = 0 < len(answer) <= MAX_ANSWER_CHARS
+    correct = well_formed and (answer == gold.strip() or _are_equal(gold, answer, cpu_limit_s))
     score = 1.0 if correct else float(format_weight) if well_formed else 0.0
     return {"score": score, "acc": float(correct), "format": float(well_formed)}
+
+
+@functools.cache
+def _helper_of(process_id: int) -> HelperProcess:
+    """Return the helper of one process: a fork never talks to its parent's."""
+    return HelperProcess("verl_patches.rewards.equivalence:equivalent", trial=[r"\frac{1}{2}", "0.5"])
+
+
+def _are_equal(gold: str, answer: str, cpu_limit_s: float) -> bool:
+    """Compare in a helper process (equivalence.py); what cannot be compared within the limits is not equal."""
+    try:
+        return _helper_of(os.getpid()).call(gold, answer, cpu_limit_s=cpu_limit_s)
+    except CallError as why:
+        _log.info("reward: an answer is wrong because comparing it failed: %s", why)
+        return False
 
 
 def format_score(
     data_source: str, solution_str: str, ground_truth: Any = None, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 if there is a closed, non-empty last box, else 0.0: part `format`, which needs no gold answer."""
-    return float(_is_answer(last_box(solution_str)))
-
-
-def _is_answer(box: str | None) -> bool:
-    return box is not None and 0 < len(box) <= MAX_ANSWER_CHARS
+    """Return 1.0 if there is a closed, non-empty last box, else 0.0: part `format`, which needs no gold answer."""
+    return float(0 < len(last_box(solution_str) or "") <= MAX_ANSWER_CHARS)
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last \boxed{...}, stripped; None if there is none, it is not closed, or it holds another box.
+    r"""Return what the last \boxed{...} holds, stripped; None if there is none, it is open, or it holds another box.
 
     Braces must balance inside the box; \{ and \} are text. Only the last 65,536 characters are read.
     """

@@ -39,11 +39,10 @@ from omegaconf import OmegaConf
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
-from verl_patches.layout.parallel import critic_of, train_layout_of, world_size
-from verl_patches.layout.phases import trains_actor
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.shared_files import sync
+from verl_patches.spec import RUN, RunSpec, run_of
 from verl_patches.values import leaves, size_text
 from verl_patches.weights.checkpoint_files import CheckpointError, generators, set_generators
 from verl_patches.weights.manifest import (
@@ -91,9 +90,10 @@ class Checkpoints:
         """say(text) shows a line; say(text, step) one about the step that the run goes on after."""
         config = trainer.config
         self._say, self.trainer, self.config = say, trainer, config
-        self.chain = chain_in(config)
+        self.run = run_of(config)
+        self.chain = chain_in(self.run)
         self.folder = self.chain.links[-1].folder
-        self.trains_actor = trains_actor(config.recipe)  # else the critic is all that is saved
+        self.trains_actor = self.run.trains_actor  # else the critic is all that is saved
         self.keep = config.trainer.get("max_actor_ckpt_to_keep", None)
         self.records: list[dict[str, Any]] = []  # of complete ones: step, bytes, seconds
         self._data: dict[str, Any] | None = None
@@ -113,7 +113,7 @@ class Checkpoints:
         writing = self.folder / f"global_step_{step}"
         of_model, groups = self._model_files(), {}
         own = {writing: {**of_model, **self._trainer_files()}}
-        ranks, facts, answers = rank_files(world_size(self.config)), {}, []
+        ranks, facts, answers = rank_files(self.run.world_size), {}, []
         manifests = {}
         if self.trains_actor:
             groups[writing] = self.trainer.actor_rollout_wg
@@ -163,7 +163,7 @@ class Checkpoints:
         return self.trainer.critic_wg if getattr(self.trainer, "use_critic", False) else None
 
     def _refuse(self) -> None:
-        """ConfigError for what would be left out; config/checks.py says so before the start, with the launcher."""
+        """ConfigError for what would be left out; trainer/checks.py says so before the start, with the launcher."""
         if self.config.trainer.get("default_hdfs_dir"):
             raise ConfigError("checkpoint: trainer.default_hdfs_dir is set, expected null; default_local_dir is used")
 
@@ -240,9 +240,8 @@ class Checkpoints:
             self._not_removed.append(f"{self.folder}: an old checkpoint cannot be removed ({error}); left there")
 
     def _manifest(self, step: int, files: list[str], facts: dict[str, Any]) -> Manifest:
-        layout, dtype = str(train_layout_of(self.config)), self.config.recipe.dtype
-        recipe = self.config.recipe
-        facts = {**facts, "step": step, "run": recipe.run, "start": recipe.start, "line": recipe.line}
+        layout, dtype = str(self.run.train), self.run.recipe.dtype
+        facts = {**facts, "step": step, "run": self.run.recipe.run, "start": self.run.start.name, "line": self.run.line}
         facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), "data": self.data, **settings_of(self.config)}
         return Manifest(CHECKPOINT, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
 
@@ -351,12 +350,12 @@ class Checkpoints:
             log.warning("the recipe is not that of %s: %s", folder, "; ".join(changed) or "other patches")
 
 
-def chain_in(config: Any) -> Chain:
+def chain_in(run: RunSpec) -> Chain:
     """Return the checkpoints that belong to the run: of a start of the launcher its chain's."""
-    recipe, saved = config.recipe, Path(config.trainer.default_local_dir).absolute()
-    if recipe.start is not None:
-        home = checkpoints_home(recipe.output_root, recipe.run, str(saved))
-        if start := read_start(home / recipe.start):
+    saved = Path(run.verl.trainer.default_local_dir).absolute()
+    if run.start.by_launcher:
+        home = checkpoints_home(run.recipe.output_root, run.recipe.run, str(saved))
+        if start := read_start(home / run.start.name):
             return chain_of_start(start)
     return Chain((Link(saved),))
 
@@ -364,10 +363,10 @@ def chain_in(config: Any) -> Chain:
 def settings_of(config: Any) -> dict[str, Any]:
     """{digest, settings}: what a resumed run is compared with. The digest is of settings and active patches."""
     resolved = OmegaConf.to_container(config, resolve=True)
-    names = ["recipe", "actor_rollout_ref", "algorithm", "data", *(["critic"] if critic_of(config) else [])]
+    names = ["recipe", "actor_rollout_ref", "algorithm", "data", *(["critic"] if run_of(config).has_critic else [])]
     sections = {name: resolved[name] for name in names}
     sections["recipe"] = {k: v for k, v in resolved["recipe"].items() if k not in _NOT_COMPARED}
-    mirrored = "actor_rollout_ref.recipe.", "critic.recipe."
+    mirrored = tuple(f"{name}.{key}" for name in ("actor_rollout_ref", "critic") for key in ("recipe.", RUN))
     settings = {k: v for k, v in leaves(sections) if v != {} and not k.startswith(mirrored)}
     patches = engine.current().digest()
     text = json.dumps([settings, patches], sort_keys=True, default=str)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,22 @@ from verl_patches.watch import heartbeat
 INLINE_BYTES = 128 << 10
 
 SENT = ("calls", "puts", "put_bytes", "inline_bytes")  # names of what is counted
-sent: Current[Counter[str]] = Current(Counter())  # by this process
-# of this worker: (method, seconds since the epoch); bounded, as a trainer may never take them
-starts: Current[deque[tuple[str, float]]] = Current(deque(maxlen=4096))
-in_a_call: Current[threading.local] = Current(threading.local())
+
+
+class CallRecord:
+    """The counts of dispatched calls in this process.
+
+    sent: the trainer's, by names of SENT; starts: a worker's, (method, seconds since the epoch), bounded, as a trainer
+    may never take them; thread: `running` while the thread is inside a dispatched method.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.starts: deque[tuple[str, float]] = deque(maxlen=4096)
+        self.thread = threading.local()
+
+
+calls: Current[CallRecord] = Current(CallRecord())
 
 
 def take_calls() -> dict[str, int]:
@@ -46,14 +58,14 @@ def take_calls() -> dict[str, int]:
 
     Of this process since the last take_calls().
     """
-    counted, sent.value = sent.value, Counter()
+    counted, calls.value.sent = calls.value.sent, Counter()
     return {name: counted[name] for name in SENT}
 
 
 def take_starts() -> list[tuple[str, float]]:
     """(method, seconds since the epoch) of this process since the last take_starts(), in order."""
-    taken = list(starts.value)
-    starts.value.clear()
+    taken = list(calls.value.starts)
+    calls.value.starts.clear()
     return taken
 
 
@@ -69,7 +81,7 @@ def put_before_calling(execute_all_async: Callable) -> Callable:
         args = tuple(call.each(arg) if split else call.to_all(arg, workers) for arg in args)
         kwargs = {name: call.each(arg) if split else call.to_all(arg, workers) for name, arg in kwargs.items()}
         answers = execute_all_async(self, method_name, *args, **kwargs)
-        sent.value.update(call.counts())
+        calls.value.sent.update(call.counts())
         return answers
 
     return execute
@@ -146,6 +158,8 @@ def _sizes(value: Any) -> Iterator[int]:
             yield from _sizes(part)
         yield from _sizes(value.non_tensor_batch)
         yield from _sizes(value.meta_info)
+    elif is_dataclass(value):  # a payload
+        yield from _sizes(vars(value))
     else:
         yield INLINE_BYTES + 1
 
@@ -183,16 +197,17 @@ def _recording(method: Callable) -> Callable:
 
 def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A module-level function, so that a worker class that Ray pickles by value refers to no deque or lock."""
-    if getattr(in_a_call.value, "running", False):
+    thread = calls.value.thread
+    if getattr(thread, "running", False):
         return method(*args, **kwargs)
     name = _name(method, type(args[0]) if args else None)
-    starts.value.append((name, time.time()))
-    in_a_call.value.running = True
+    calls.value.starts.append((name, time.time()))
+    thread.running = True
     try:
         with heartbeat.here().in_call(VALIDATE if _validates(name, args) else name):
             return method(*args, **kwargs)
     finally:
-        in_a_call.value.running = False
+        thread.running = False
 
 
 def _validates(name: str, args: Sequence[Any]) -> bool:

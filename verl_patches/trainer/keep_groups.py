@@ -6,10 +6,11 @@ is all that a resumed run needs.
 
     fit() of both pins                           here
     for batch_dict in self.train_dataloader      __iter__: verl's loader, without end; only the columns of the rollout
-    generate_sequences(gen_batch), in timer gen  draws, generates, scores
+    generate_sequences(gen_batch), in timer gen  draw_kept: draws, generates, scores
     batch.repeat(n).union(responses)             responses of kept prompts, with all other columns of these prompts
 
-verl scores kept responses once more. The rollout engine stays awake: one weight sync a step (worker/sharding.py).
+verl scores kept responses once more. The rollout engine stays awake meanwhile: one weight sync a step
+(trainer/worker_group.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import torch
 from verl import DataProto
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.phases import STAYS_AWAKE
 
 # columns that fit() hands to generate_sequences, and gets no more of
 _OF_ROLLOUT = {"input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "raw_prompt", "tools_kwargs"}
@@ -34,14 +34,15 @@ class KeepGroupsError(RecipeError):
 
 
 class KeptGroups:
-    """verl's data loader of `trainer`, and the sampling of a step from it by `workers`, verl's own group.
+    """verl's data loader of `trainer`, and the prompts of a step that are drawn from it.
 
-    on_call(name) is called before each scoring, and each generation but the first. `report` after a step:
+    generate(prompts) makes their responses. on_call(name) is called before each scoring, and each generation but the
+    first. `report` after a step:
     {drawn_batches, prompts, differ: prompts drawn, and those with different rewards; kept_share: these by those}.
     """
 
-    def __init__(self, trainer: Any, workers: Any, on_call: Callable[[str], None]):
-        self._trainer, self._workers, self._on_call = trainer, workers, on_call
+    def __init__(self, trainer: Any, generate: Callable[[DataProto], DataProto], on_call: Callable[[str], None]):
+        self._trainer, self._generate, self._on_call = trainer, generate, on_call
         self._loader, self._section = trainer.train_dataloader, trainer.config.recipe.keep_groups
         self._batches: Iterator[dict[str, Any]] = iter(())
         self._given: dict[str, Any] = {}
@@ -65,7 +66,7 @@ class KeptGroups:
             self._batches = iter(self._loader)  # the next epoch
         return batch
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
+    def draw_kept(self, prompts: DataProto) -> DataProto:
         """Responses of as many prompts as `prompts` has, whose rewards differ; KeepGroupsError after max_batches."""
         size, batch, most = len(prompts), self._given, self._section.max_batches
         names = {"batch_keys": list(prompts.batch.keys()), "non_tensor_batch_keys": list(prompts.non_tensor_batch)}
@@ -82,7 +83,6 @@ class KeptGroups:
             self._on_call("generate_sequences")
         self.report = {"drawn_batches": drawn, "prompts": drawn * size, "differ": len(rows)}
         self.report["kept_share"] = len(rows) / (drawn * size)
-        self._workers.end_rollout()
         if len(rows) < size:
             raise KeepGroupsError(
                 f"recipe.keep_groups: only {len(rows)} of {drawn * size} prompts "
@@ -107,8 +107,7 @@ class KeptGroups:
 
         `rest`: the columns of the batch that verl does not generate from; the reward reads them.
         """
-        prompts.meta_info[STAYS_AWAKE] = True
-        output = self._workers.generate_sequences(prompts)
+        output = self._generate(prompts)
         self._on_call("reward")
         n, metric = len(output) // len(prompts), self._section.metric
         result = self._trainer.reward_fn(rest.repeat(n, interleave=True).union(output), return_dict=True)

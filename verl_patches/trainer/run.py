@@ -13,22 +13,15 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from verl_patches.current import Current
-from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
-from verl_patches.layout.phases import CALLS, samples, trains_actor
+from verl_patches.layout.phases import CALLS
 from verl_patches.log_probs import rollout_correction, truth_check
 from verl_patches.log_probs.on_policy import correction_of
 from verl_patches.objectives.advantages import FixedData, current_fixed_data
 from verl_patches.patching import engine
-from verl_patches.platform import emulation
-from verl_patches.replay.recording import ROLLOUTS
-from verl_patches.trainer import alarms, step_record
-from verl_patches.trainer.checkpoint import Checkpoints
-from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
-from verl_patches.trainer.handshake import (
+from verl_patches.patching.handshake import (
     not_as_reviewed,
     recorded,
     refuse_unequal,
@@ -36,6 +29,12 @@ from verl_patches.trainer.handshake import (
     refuse_unproven,
     workers_proofs,
 )
+from verl_patches.platform import emulation
+from verl_patches.replay.recording import ROLLOUTS
+from verl_patches.spec import run_of
+from verl_patches.trainer import alarms, step_record
+from verl_patches.trainer.checkpoint import Checkpoints
+from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW, STEP, Progress, Summary, write_json
 from verl_patches.trainer.step_record import Rates, start_of_workers
@@ -56,12 +55,10 @@ class Run:
     """Wraps one RayPPOTrainer.fit()."""
 
     def __init__(self, trainer: Any):
-        self.trainer, self.recipe = trainer, trainer.config.recipe
-        self.folder = getattr(trainer, "start_folder", None)  # of launch/import_alone.py
-        if self.recipe.start is not None:
-            self.folder = Path(self.recipe.output_root, self.recipe.run, self.recipe.start)
-        self.not_compared = truth_check.not_compared(trainer.config)
-        self.fixed_data = None if samples(self.recipe) else FixedData(self.recipe.objective)
+        self.trainer, self.run = trainer, run_of(trainer.config)
+        self.recipe, self.folder = self.run.recipe, self.run.folder if self.run.start.name else None
+        self.not_compared = truth_check.not_compared(self.run)
+        self.fixed_data = None if self.run.samples else FixedData(self.recipe.objective)
         self.workers_see_log_probs = (
             self.fixed_data is not None
             or self.recipe.train.skip_old_log_prob
@@ -82,17 +79,17 @@ class Run:
                 "line": self.recipe.line,
                 "platform": self.recipe.platform,
                 "layout": {
-                    "train": str(train_layout_of(trainer.config)),
-                    "rollout": "none: fixed data" if self.fixed_data else str(rollout_layout_of(trainer.config)),
+                    "train": str(self.run.train),
+                    "rollout": "none: fixed data" if self.fixed_data else str(self.run.rollout),
                 },
-                "ranks": world_size(trainer.config),
+                "ranks": self.run.world_size,
                 "recompute_layers": _recompute_layers(trainer.config.actor_rollout_ref.model),
                 "dtype": self.recipe.dtype,
                 **({"dirty": dirty} if dirty else {}),
             },
         )
         self.progress = Progress(self.folder)
-        self.rates = Rates(trainer.config, ref=trainer.use_reference_policy)
+        self.rates = Rates(self.run, ref=trainer.use_reference_policy)
 
     def around(self, fit: Callable[[], Any]) -> Any:
         """verl's fit, with the handshake before it; the outcome is recorded in any case."""
@@ -246,7 +243,7 @@ class Run:
         if self.fixed_data is not None:
             found = self.fixed_data.of_step(metrics)
             metrics |= found
-            absent = ("rollout", "reshard") if trains_actor(recipe) else ("rollout", "reshard", "update")
+            absent = ("rollout", "reshard") if self.run.trains_actor else ("rollout", "reshard", "update")
             record["seconds"] = {p: s for p, s in record["seconds"].items() if p not in absent}
             record |= {"reward": None, "objective": {name.rpartition("/")[2]: value for name, value in found.items()}}
         if recipe.train.skip_old_log_prob:
@@ -264,7 +261,7 @@ class Run:
         return record, metrics
 
     def _show(self, record: dict[str, Any]) -> None:
-        for prefix, columns in step_record.tables(self.trainer.config):
+        for prefix, columns in step_record.tables(self.run):
             if len(self.summary.steps) == 1:
                 self.progress.say(f"{prefix} {step_record.header(columns, self.fixed_data is not None)}")
             self.progress.say(f"{prefix} {step_record.row(record, columns)}")
@@ -276,7 +273,7 @@ class Run:
         alarms.check_skipped(record, self.recipe.train.max_skipped_steps)
         check = self.recipe.logprob_check
         if check.action == "stop" and self._compared():
-            truth_check.check(record["step"], record["logprob_delta"], check[f"max_mean_{self.recipe.dtype}"])
+            truth_check.check(record["step"], record["logprob_delta"], getattr(check, f"max_mean_{self.recipe.dtype}"))
         alarms.check(record, self.recipe.alarms.action)
 
     def _delta(self, metrics: dict[str, Any]) -> dict[str, float] | None:

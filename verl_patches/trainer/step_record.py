@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
-from verl_patches.layout.inventory import ModelShape, read_model_shape
-from verl_patches.layout.model_folder import read_config
-from verl_patches.layout.parallel import critic_of, world_size
-from verl_patches.layout.phases import STEP_PHASES, VALIDATE, reward_models, samples, trains_actor
+from verl_patches.layout.phases import STEP_PHASES, VALIDATE
 from verl_patches.log_probs.on_policy import needs_old_log_probs
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.rewards.parts import METRIC
+from verl_patches.spec import RunSpec
 from verl_patches.trainer.validation import validation_of
 
 # columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
@@ -277,23 +274,23 @@ def start_of_workers(
 class Rates:
     """Rates of the steps of one run; `layout/flops.py` has the definition of MFU.
 
-    `model`: None where the model's folder is not here, and there are no FLOPs then. `passes`: {phase: forward passes
+    `passes`: {phase: forward passes
     that count}. `peak_flops_per_s`: None for a device without one.
     """
 
-    def __init__(self, config: Any, ref: bool):
-        recipe, actor = config.recipe, config.actor_rollout_ref.actor
-        self.model, self.ranks = _model_of(config.actor_rollout_ref.model), world_size(config)
+    def __init__(self, run: RunSpec, ref: bool):
+        recipe, critic = run.recipe, run.critic
+        self.model, self.ranks = run.model, run.world_size
         self.passes = passes(
-            rollout=recipe.rollout.replay is None and samples(recipe),
+            rollout=recipe.rollout.replay is None and run.samples,
             ref=ref,
-            old_log_prob=not recipe.train.skip_old_log_prob and (needs_old_log_probs(config) or not samples(recipe)),
-            epochs=actor.ppo_epochs if trains_actor(recipe) else 0,
-            scores=len(reward_models(recipe)),
-            critic_epochs=0 if critic_of(config) is None else config.critic.ppo_epochs,
+            old_log_prob=not recipe.train.skip_old_log_prob and (needs_old_log_probs(run) or not run.samples),
+            epochs=run.verl.actor_rollout_ref.actor.ppo_epochs if run.trains_actor else 0,
+            scores=len(run.reward_models),
+            critic_epochs=0 if critic is None else critic.ppo_epochs,
         )
         given = recipe.profile.peak_tflops
-        peak = PEAK_FLOPS_PER_S.get(recipe.platform) if recipe.hardware == "a3" else None
+        peak = PEAK_FLOPS_PER_S.get(run.platform) if recipe.hardware == "a3" else None
         self.peak_flops_per_s = peak if given is None else given * 1e12
 
     def of_step(
@@ -332,28 +329,19 @@ def _rates_by_name(rates: Mapping[str, Any] | None) -> dict[str, float]:
     return metrics
 
 
-def _model_of(section: Any) -> ModelShape | None:
-    """Sizes as training reads them: the folder's config.json with override_config.model_config over it."""
-    file = Path(section.path) / "config.json"
-    if not file.is_file():
-        return None
-    changes = (section.get("override_config") or {}).get("model_config") or {}
-    return read_model_shape({**read_config(file), **changes})
-
-
 # ---- the step table
 
 
-def tables(config: Any) -> Iterator[tuple[str, tuple[str, ...]]]:
+def tables(run: RunSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(prefix of its lines in progress.log, columns) of the narrow and of the wide table of a run."""
     for prefix, columns, val in (("-", NARROW, VAL_COLUMNS), ("+", WIDE, WIDE_VAL_COLUMNS)):
-        if not samples(config.recipe):
+        if not run.samples:
             columns = (*OBJECTIVE_COLUMNS, *(column for column in columns if column not in OF_ROLLOUT))
-        if config.recipe.train.routing_replay:
+        if run.recipe.train.routing_replay:
             columns += REPLAY_COLUMNS
-        if critic_of(config) is not None:
+        if run.has_critic:
             columns += CRITIC_COLUMNS if prefix == "-" else (*CRITIC_SECONDS, *CRITIC_COLUMNS)
-        yield prefix, (*columns, *(val if config.trainer.test_freq > 0 else ()))
+        yield prefix, (*columns, *(val if run.verl.trainer.test_freq > 0 else ()))
 
 
 def header(columns: Sequence[str], fixed_data: bool = False) -> str:

@@ -1,39 +1,118 @@
-"""One step as verl's trainer runs it: the calls of RayPPOTrainer.fit() to its workers, in their order.
+"""The order of one step: the calls of verl's RayPPOTrainer.fit() to its workers.
 
-    generate_sequences      responses of the data (recipe.objective), of a recording, or vLLM's, of several batches with
-                            recipe.keep_groups (keep_groups.py); vLLM's are recorded, with their scores at the update,
-                            and every N steps sampled once more for the check
-    compute_log_prob        left out with recipe.train.skip_old_log_prob
-    compute_ref_log_prob
-    compute_values          of a run with a critic, as update_critic; the trainer's batch, with the tensor cache too
-    update_critic
-    update_actor
-    end_step                what the step leaves for its record
+    fit() calls               calls of workers, without and with recipe.tensor_cache
+    generate_sequences        [begin_rollout]         with recipe.keep_groups, and for recipe.logprob_check.every
+                              generate_sequences      generate_cached, place_cached
+                              [end_rollout; compute_log_prob of the check]
+    compute_log_prob          compute_log_prob        log_prob_cached      none with recipe.train.skip_old_log_prob
+    compute_ref_log_prob      compute_ref_log_prob    ref_log_prob_cached
+    compute_values            compute_values          compute_values       of a run with a critic
+    update_critic             update_critic           update_critic        of a run with a critic
+    update_actor              update_actor            update_cached
+    logger.log                take_report, by trainer/run.py, which ends the step
 
-With recipe.tensor_cache these calls go to batches/cached_step.py, which sends the workers what they do not have yet;
-without it they are verl's own. worker/recipe_worker.py is the other end.
+`WorkerCalls` has a method for each call of workers, and the workers' classes (worker/recipe_worker.py, value_worker.py)
+have one of the same name and payload. With the tensor cache batches/cached_step.py makes the payloads, and verl's batch
+from the answers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from verl import DataProto
 
-from verl_patches.batches.cached_step import SAMPLE, TensorCacheStages
-from verl_patches.layout.phases import VALIDATE, samples, trains_actor
+from verl_patches.batches import payloads
+from verl_patches.batches.cached_step import SAMPLE, CachedStep
+from verl_patches.layout.phases import VALIDATE
+from verl_patches.log_probs.of_rollout import CheckedSamples, CheckRequest
 from verl_patches.log_probs.sampled_check import SampledCheck
 from verl_patches.log_probs.truth_check import not_compared
 from verl_patches.objectives.advantages import given_responses
 from verl_patches.patching.engine import is_on
 from verl_patches.replay.recording import find_recording, load_step, save_scores, save_step
 from verl_patches.rewards.parts import METRIC, part_means
+from verl_patches.spec import run_of
 from verl_patches.trainer.keep_groups import KeptGroups
 from verl_patches.watch import heartbeat
+
+T = TypeVar("T")
+_ROLLOUT = "rollout_log_probs"
+
+
+class WorkerCalls:
+    """Calls the workers of verl's worker group `group`: each method, their method of its name.
+
+    verl splits a DataProto over ranks or train replicas and concatenates their answers. Any other payload goes to all
+    ranks; the answers are those of the ranks that give one, in order of ranks.
+    """
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def begin_profile(self, step: int, folder: str) -> None:
+        """Trace the step, on ranks of recipe.profile."""
+        self._group.begin_profile(step, folder)
+
+    def begin_rollout(self, keep_awake: bool, check: CheckRequest | None) -> None:
+        """Have engines stay awake until end_rollout, or sample for the log-prob check too."""
+        self._group.begin_rollout(keep_awake, check)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Sync weights and generate responses."""
+        return self._group.generate_sequences(prompts)
+
+    def generate_cached(self, prompts: payloads.PromptIds) -> list[payloads.ResponseIds]:
+        """Generate as generate_sequences does; the responses stay on the ranks that generated them."""
+        return self._group.generate_cached(prompts)
+
+    def place_cached(self, placement: payloads.Placement) -> list[payloads.ExchangeReport]:
+        """Exchange responses between ranks, to the train replicas that compute them."""
+        return self._group.place_cached(placement)
+
+    def end_rollout(self) -> list[CheckedSamples]:
+        """Have engines sleep; return what they sampled for the log-prob check."""
+        return _given(self._group.end_rollout())
+
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Return old_log_probs and entropys, both [B, S_response]."""
+        return self._group.compute_log_prob(data)
+
+    def log_prob_cached(self, request: payloads.LogProbRequest) -> list[payloads.LogProbs]:
+        """Compute old log-probs, which stay; return the entropy of each sample."""
+        return _given(self._group.log_prob_cached(request))
+
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Return ref_log_prob [B, S_response]."""
+        return self._group.compute_ref_log_prob(data)
+
+    def ref_log_prob_cached(self, request: payloads.LogProbRequest) -> list[payloads.LogProbs]:
+        """Compute log-probs of the reference, which stay."""
+        return _given(self._group.ref_log_prob_cached(request))
+
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Return values [B, S_response]."""
+        return self._group.compute_values(data)
+
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Return verl's metrics in meta_info."""
+        return self._group.update_critic(data)
+
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Return verl's metrics in meta_info."""
+        return self._group.update_actor(data)
+
+    def update_cached(self, advantages: payloads.Advantages) -> list[dict[str, Any]]:
+        """Update the actor on what stayed; return verl's metrics of each replica."""
+        return _given(self._group.update_cached(advantages))
+
+
+def _given(answers: Sequence[T | None]) -> list[T]:
+    return [answer for answer in answers if answer is not None]
 
 
 class RecipeWorkerGroup:
@@ -54,25 +133,27 @@ class RecipeWorkerGroup:
         actor: RecipeWorkerGroup | None = None,
         profile_to: Path | None = None,
     ):
-        recipe = trainer.config.recipe
+        run = run_of(trainer.config)
+        recipe = run.recipe
         self._group, self._trainer, self._on_call, self._actor, self._step = group, trainer, on_call, actor, 0
+        self._calls = WorkerCalls(group)
         self._record_to, self._replay_from = record_to, find_recording(recipe.rollout.replay)
         self._scores_to: Path | None = None  # from the rollout of a recorded step to its first update
         self._profile_to, self._profiled = profile_to, frozenset(recipe.profile.steps or ())
         self.lengths: list[int] | None = None
-        self._fixed_data, self._trains_actor = None if samples(recipe) else recipe.objective.name, trains_actor(recipe)
+        self._fixed_data, self._trains_actor = None if run.samples else recipe.objective.name, run.trains_actor
         self._rewards: dict[str, float] | None = None  # means of the parts of this step's reward
         self._skip_old_log_prob = recipe.train.skip_old_log_prob
-        self.cache: TensorCacheStages | None = None
+        self._rollout_log_probs: torch.Tensor | None = None  # by sample, from the rollout to the update
+        self.cache: CachedStep | None = None
         if recipe.tensor_cache.enabled and is_on("update.tensor_cache"):
-            self.cache = TensorCacheStages.of(trainer, group, actor and actor.cache)
-        self._stages = self.cache or group
+            self.cache = actor.cache if actor else CachedStep.of(trainer)
         self.kept_groups: KeptGroups | None = None
         if recipe.keep_groups.metric is not None and actor is None:
-            self.kept_groups = KeptGroups(trainer, group, lambda name: on_call(self.step, name))
+            self.kept_groups = KeptGroups(trainer, self._generate, lambda name: on_call(self.step, name))
         self.sampled_check: SampledCheck | None = None
-        if recipe.logprob_check.every is not None and not not_compared(trainer.config):
-            self.sampled_check = SampledCheck(group, trainer)
+        if recipe.logprob_check.every is not None and not not_compared(run):
+            self.sampled_check = SampledCheck(trainer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
@@ -83,17 +164,17 @@ class RecipeWorkerGroup:
         return self._actor.step if self._actor else self._step
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """The responses of this step. Validation and REMAX's greedy baseline are verl's own calls."""
+        """Return the responses of this step. Validation and REMAX's greedy baseline are verl's own calls."""
         if prompts.meta_info.get("validate"):
             heartbeat.here().controller_is_at(self._trainer.global_steps, VALIDATE)
-            return self._group.generate_sequences(prompts)
+            return self._calls.generate_sequences(prompts)
         if not prompts.meta_info.get("do_sample", True):
-            return self._group.generate_sequences(prompts)
+            return self._calls.generate_sequences(prompts)
         self._step = self._trainer.global_steps
         self._on_call(self.step, "reward" if self._fixed_data else "generate_sequences")
-        self.lengths = self._rewards = None
+        self.lengths = self._rewards = self._rollout_log_probs = None
         if self._profile_to is not None and self.step in self._profiled:
-            self._group.begin_profile(self.step, str(self._profile_to))
+            self._calls.begin_profile(self.step, str(self._profile_to))
         if self._fixed_data is not None:
             width, pad_id = self._trainer.config.data.max_response_length, self._trainer.tokenizer.pad_token_id
             tensors = given_responses(prompts, self._fixed_data, width, pad_id)
@@ -101,55 +182,83 @@ class RecipeWorkerGroup:
         if self._replay_from is not None:
             tensors = load_step(self._replay_from, self.step, prompts.batch["input_ids"])
             return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
-        stages = self.kept_groups or self._stages
-        if self.sampled_check is not None:
-            output = self.sampled_check.generate(stages, prompts, self.step)
-        else:
-            output = stages.generate_sequences(prompts)
+        output = self._rollout(prompts)
         if self._record_to is not None:
             save_step(self._record_to, self.step, {k: v for k, v in output.batch.items() if k != SAMPLE})
-            output.batch[SAMPLE] = torch.arange(len(output))
             self._scores_to = self._record_to
+        output.batch[SAMPLE] = torch.arange(len(output))
+        if self._skip_old_log_prob:  # verl 0.4.0 would compare them with old log-probs, which the trainer never has
+            self._rollout_log_probs = output.batch.pop(_ROLLOUT, None)
         self._on_call(self.step, "reward")
         return output
 
+    def _rollout(self, prompts: DataProto) -> DataProto:
+        """Have vLLM generate: several batches with recipe.keep_groups; every N steps for the log-prob check as well."""
+        request = None if self.sampled_check is None else self.sampled_check.request(self.step)
+        if request is None and self.kept_groups is None:
+            return self._generate(prompts)
+        self._calls.begin_rollout(self.kept_groups is not None, request)
+        output = self._generate(prompts) if self.kept_groups is None else self.kept_groups.draw_kept(prompts)
+        checked = self._calls.end_rollout()
+        if request is not None:
+            self.sampled_check.compare(checked, self._calls.compute_log_prob)
+        return output
+
+    def _generate(self, prompts: DataProto) -> DataProto:
+        if self.cache is None:
+            return self._calls.generate_sequences(prompts)
+        answers = self._calls.generate_cached(self.cache.begin(prompts))
+        batch, placement = self.cache.responses(prompts, answers)
+        self.cache.reports = self._calls.place_cached(placement)
+        return batch
+
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys [B, S_response]; NaN where the update takes its own, so that no use is unseen."""
+        """Return old_log_probs and entropys [B, S_response]; no old_log_probs where the update takes its own.
+
+        A use of them in the trainer is then a KeyError. verl's fit() makes one metric of entropys, which it demands and
+        drops: NaN here, and with_workers_metrics (log_probs/rollout_correction.py) leaves the metric out of the step's.
+        """
         if self._skip_old_log_prob:
-            nothing = torch.full(batch.batch["responses"].shape, math.nan)
-            return DataProto.from_dict(tensors={"old_log_probs": nothing, "entropys": nothing.clone()})
+            return DataProto.from_dict(tensors={"entropys": torch.full(batch.batch["responses"].shape, math.nan)})
         self._on_call(self.step, "compute_log_prob")
-        return self._stages.compute_log_prob(batch)
+        if self.cache is None:
+            return self._calls.compute_log_prob(batch)
+        return self.cache.log_probs(batch, self._calls.log_prob_cached(self.cache.log_prob_request()))
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """ref_log_prob [B, S_response], or nothing where the tensor cache holds it."""
+        """Return ref_log_prob [B, S_response], or nothing where the tensor cache holds it."""
         self._on_call(self.step, "compute_ref_log_prob")
-        return self._stages.compute_ref_log_prob(batch)
+        if self.cache is None:
+            return self._calls.compute_ref_log_prob(batch)
+        return self.cache.ref_log_probs(batch, self._calls.ref_log_prob_cached(self.cache.log_prob_request()))
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """Return values [B, S_response]; the critic gets the trainer's batch, with the tensor cache too."""
+        self._on_call(self.step, "compute_values")
+        return self._calls.compute_values(batch)
+
+    def update_critic(self, batch: DataProto) -> DataProto:
+        """Return verl's metrics of the critic's update."""
+        self._actor._record_scores(batch)  # before critic_warmup there is no update of the actor
+        self._on_call(self.step, "update_critic")
+        self._wait_for_checkpoint()
+        self._actor._rewards = part_means(batch.non_tensor_batch)  # the actor has no update in trainer.critic_warmup
+        return self._calls.update_critic(batch)
 
     def update_actor(self, batch: DataProto) -> DataProto:
-        """verl's metrics of the update; none where the critic alone is trained."""
+        """Return verl's metrics of the update, of the first replica as in verl; none without an actor to train."""
         self._record_scores(batch)
         self.lengths, self._rewards = batch.meta_info.get("global_token_num"), part_means(batch.non_tensor_batch)
         if not self._trains_actor:
             return DataProto(meta_info={"metrics": {}})
         self._on_call(self.step, "update_actor")
         self._wait_for_checkpoint()
-        if self._skip_old_log_prob:
-            batch.batch.pop("old_log_probs")
-        return self._stages.update_actor(batch)
-
-    def compute_values(self, batch: DataProto) -> DataProto:
-        """values [B, S_response], of the critic's group."""
-        self._on_call(self.step, "compute_values")
-        return self._group.compute_values(batch)
-
-    def update_critic(self, batch: DataProto) -> DataProto:
-        """verl's metrics of the critic's update."""
-        self._actor._record_scores(batch)  # before critic_warmup there is no update of the actor
-        self._on_call(self.step, "update_critic")
-        self._wait_for_checkpoint()
-        self._actor._rewards = part_means(batch.non_tensor_batch)  # the actor has no update in trainer.critic_warmup
-        return self._group.update_critic(batch)
+        if self.cache is not None:
+            metrics = self._calls.update_cached(self.cache.advantages(batch))
+            return DataProto(meta_info={"metrics": metrics[0]})
+        if self._rollout_log_probs is not None:
+            batch.batch[_ROLLOUT] = self._rollout_log_probs[batch.batch[SAMPLE]]
+        return self._calls.update_actor(batch)
 
     def _wait_for_checkpoint(self) -> None:
         checkpoints = getattr(self._trainer, "recipe_checkpoints", None)  # none with row checkpoint.save off
@@ -165,12 +274,12 @@ class RecipeWorkerGroup:
             self._scores_to = None
 
     def end_step(self) -> dict[str, Any]:
-        """{rewards: means of the parts}; tensor_cache, logprob_check, keep_groups: reports, where the run has it."""
+        """Return rewards, the means of their parts, and the reports of tensor_cache, logprob_check and keep_groups."""
         facts: dict[str, Any] = {"rewards": self._rewards}
         if self.kept_groups is not None:
             facts["keep_groups"] = self.kept_groups.report
         if self.cache is not None:
-            facts["tensor_cache"] = self.cache.end_step()
+            facts["tensor_cache"] = self.cache.report()
         if self.sampled_check is not None:
             facts["logprob_check"] = self.sampled_check.report
         return facts

@@ -3,86 +3,40 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import Check, ConfigError, RecipeError
 from verl_patches.patching.contract import installed_root
 from verl_patches.platform import NO_DEVICE
+from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.pins import load_pins
 
 LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
 FETCH = "bash scripts/fetch_upstream.sh --dest DIR clones them"
 VERL_CONFIG = "ppo_megatron_trainer"
-GIT_S = 120  # time limit of a local git command
-
-# no hooks and no personal setting that changes a tree; network settings (proxy, certificates, insteadOf) stay in force
-_SETTINGS = """
-    core.hooksPath=/dev/null core.attributesFile=/dev/null core.excludesFile=/dev/null
-    core.autocrlf=false core.fileMode=false core.fsmonitor=false core.quotePath=false core.splitIndex=false gc.auto=0
-    submodule.recurse=false http.lowSpeedLimit=1000 http.lowSpeedTime=120
-""".split()  # the last two: bytes/s and s, so that a transfer that stalls ends
-# listed by `git rev-parse --local-env-vars`: an outer git (a hook, a rebase) may have set them
-_OUTER = """
-    GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_COMMON_DIR
-    GIT_NAMESPACE GIT_PREFIX GIT_SHALLOW_FILE GIT_GRAFT_FILE
-""".split()
+GIT_S = 120  # time limit of a git command
 
 
-def git(folder: Path, *args: str, limit_s: float = GIT_S, index: Path | None = None) -> str:
-    """Standard output of a git command in `folder`, which must be the root of a work tree for most commands.
+def git(folder: Path, *args: str) -> str:
+    """Return the standard output of a git command in `folder`, the root of a work tree; file modes do not count.
 
-    limit_s: time limit in seconds. index: a file that takes the place of the clone's index. Raises RecipeError with
-    git's own error text where it fails or exceeds the limit, and ConfigError where git is not installed.
+    Raises RecipeError with git's own words where it fails or does not end, and ConfigError where there is no git.
     """
-    settings = [word for setting in _SETTINGS for word in ("-c", setting)]
-    if (folder / ".git").exists():  # given, not searched for: git then does not look at its owner or at folders above
-        root = Path(os.path.abspath(folder))
-        settings += [f"--git-dir={root / '.git'}", f"--work-tree={root}"]
-    env = {name: value for name, value in os.environ.items() if name not in _OUTER}
-    env.setdefault("GIT_SSH_COMMAND", "ssh -oBatchMode=yes -oConnectTimeout=30")
-    if index is not None:
-        env["GIT_INDEX_FILE"] = str(index)
-    env |= {
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
-        "GIT_OPTIONAL_LOCKS": "0",
-        "GIT_NO_REPLACE_OBJECTS": "1",
-        "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent),
-        "LC_ALL": "C",
-    }
-    command, output = ["git", *settings, "-C", str(folder), *args], {"capture_output": True, "errors": "replace"}
+    root = Path(os.path.abspath(folder))
+    tree = [f"--git-dir={root / '.git'}", f"--work-tree={root}"]  # given, so that the clone may be another account's
+    command = ["git", "--no-optional-locks", "-c", "core.fileMode=false", *tree, *args]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, env=env, timeout=limit_s, **output)
+        done = subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", errors="replace", timeout=GIT_S)
     except subprocess.TimeoutExpired:
-        raise RecipeError(f"git {args[0]} in {folder}: did not end within {limit_s} s; check network, disk") from None
+        raise RecipeError(f"git {args[0]} in {folder}: did not end within {GIT_S} s; check its disk") from None
     except FileNotFoundError:
         raise ConfigError("git is not installed; install it (openEuler: yum install git) and run this again") from None
     if done.returncode:
-        raise RecipeError(f"git {args[0]} in {folder}: {_error_text(done.stderr)}")
-    return done.stdout.rstrip()
-
-
-def _error_text(stderr: str) -> str:
-    """git's error lines and the indented file names below them, else its last three lines."""
-    lines = [line.rstrip() for line in re.split(r"[\r\n]+", stderr) if line.strip()]
-    errors = [line.strip() for line in lines if line.startswith(("fatal:", "error:", "remote: error", "ERROR", "\t"))]
-    return " ".join(errors or map(str.strip, lines[-3:])) or "no error text"
-
-
-@dataclass(frozen=True)
-class Trees:
-    """Folders for PYTHONPATH, in order; `verl` is the one of them with verl's configuration.
-
-    option: the command-line option that named them, for commands that are printed. No folders: installed packages.
-    """
-
-    option: tuple[str, ...] = ()
-    folders: tuple[Path, ...] = ()
-    verl: Path | None = None
+        raise RecipeError(f"git {args[0]} in {folder}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Trees:
@@ -121,8 +75,8 @@ def for_platform(platform: str, trees: Trees) -> Trees:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit that is checked out in `folder`; None where it is not the root of a git checkout."""
-    return git(folder, "rev-parse", "HEAD") if (folder / ".git").exists() else None
+    """Return the commit that is checked out in `folder`; None where it is not the root of a git checkout."""
+    return git(folder, "rev-parse", "HEAD").strip() if (folder / ".git").exists() else None
 
 
 def verl_config_dir(verl_path: Path | None = None) -> Path:
@@ -141,17 +95,17 @@ def verl_config_dir(verl_path: Path | None = None) -> Path:
     )
 
 
-def require_trees(config: Any, trees: Trees) -> None:
-    """Raise ConfigError where the line of a composed configuration does not fit the trees."""
-    line, given = config.recipe.line, trees.option[:1] == ("--upstream",)
+def require_trees(run: RunSpec) -> None:
+    """Raise ConfigError where the line of a run does not fit its trees."""
+    line, given = run.line, run.trees.option[:1] == ("--upstream",)
     if given and line != LINE:
         raise ConfigError(
             f"--upstream contains line {LINE}, but recipe.line is {line}: give --line {LINE} "
             f"(recipe.line={LINE}), or omit --upstream"
         )
-    if line == LINE and config.recipe.platform in NO_DEVICE and not given:
+    if line == LINE and run.platform in NO_DEVICE and not given:
         raise ConfigError(
-            f"line {LINE} on platform {config.recipe.platform} runs the pinned git sources, and no folder was given: "
+            f"line {LINE} on platform {run.platform} runs the pinned git sources, and no folder was given: "
             f"give --upstream DIR; {FETCH}"
         )
 
@@ -171,6 +125,12 @@ def verl_check(line: str, trees: Trees) -> tuple[bool, str]:
     else:
         todo = "omit --upstream and --verl-path; bash scripts/setup.sh installs it"
     return False, f"composed over verl {found}, {package}, but line {line} pins {wanted}: {todo}"
+
+
+def verl_checks(run: RunSpec) -> Iterator[Check]:
+    """Check the version of verl: a plan can be made over any, a start needs the line's own."""
+    fits, said = verl_check(run.line, run.trees)
+    yield Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
 
 
 def require_verl(line: str, trees: Trees) -> None:

@@ -1,9 +1,7 @@
 """Files of the upstream sources that differ from their pins: checkouts by git, installed packages by RECORD.
 
-git compares with an index made for this, so what a clone's own index says (assume-unchanged) hides no edit. Of an
-installed package the RECORD itself is compared first: the pin file has the digest of that of each pinned wheel.
-Not counted: the prelude line, __pycache__, executable bits, files that the pin file lists as `generated`, and files
-that git ignores, unless they are Python's (outside build/ and dist/).
+A checkout is at the commit of its pin and `git status` names no file. Of an installed package the RECORD itself is
+compared first: the pin file has the digest of that of each pinned wheel. The prelude line is no change.
 """
 
 from __future__ import annotations
@@ -13,31 +11,28 @@ import csv
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
-from tempfile import TemporaryDirectory
-
-from omegaconf import DictConfig
 
 from verl_patches.boot import install_prelude
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding
-from verl_patches.upstream.checkouts import FETCH, Trees, git
+from verl_patches.spec import RunSpec, Trees
+from verl_patches.upstream.checkouts import FETCH, commit_of, git
 from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
-WORKER_FILE = Path("verl") / install_prelude.INSIDE
+WORKER_FILE = f"verl/{install_prelude.INSIDE}"
 _SHOWN = 5  # of a long list of files
 
 
-def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
-    """{name of a repository or package: files} that are not as pinned, of the sources that a run of `config` imports.
+def refuse_modified(run: RunSpec) -> dict[str, list[str]]:
+    """Return {name of a repository or package: files} that are not as pinned, of the sources that a run imports.
 
     Raises ConfigError that names them where recipe.drift is strict. With warn and skip the run starts, and its summary
     has them as `dirty`.
     """
-    recipe = config.recipe
-    line, roots = load_pins().line(recipe.line), roots_of(recipe.line, trees)
+    recipe = run.recipe
+    line, roots = load_pins().line(recipe.line), roots_of(recipe.line, run.trees)
     absent = [package for package in PACKAGES[recipe.line] if package not in roots]
     if absent and recipe.platform == "npu":
         raise ConfigError(
@@ -56,17 +51,17 @@ def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
 
 
 def roots_of(line: str, trees: Trees) -> dict[str, Path]:
-    """{top-level package of `line`: the folder that holds it}: of a tree, else of this interpreter, else left out."""
+    """Return {top-level package of `line`: the folder that holds it}, in the trees, else in this interpreter."""
     of_tree = {package: folder for folder in trees.folders for package in PACKAGES[line] if (folder / package).is_dir()}
     roots = {package: of_tree.get(package) or installed_root(package) for package in PACKAGES[line]}
     return {package: root for package, root in roots.items() if root is not None}
 
 
 def source_findings(line: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
-    """One finding a package of `roots`: a checkout against its pin, else an installed package against its RECORD.
+    """Yield one finding a package of `roots`: a checkout against its pin, an installed package against its RECORD.
 
-    Named as in the pin file. A problem: files differ (all are in `details`), another commit or version, or nothing to
-    compare with.
+    Its name is that of the pin file. It is a problem where files differ (all are in `details`), where commit or version
+    is another, and where there is nothing to compare with.
     """
     of_package = {package: (name, pin) for name, pin in line.repositories.items() for package in pin.packages}
     for package, root in roots.items():
@@ -84,76 +79,41 @@ def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
         "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources"
     )
     try:
-        wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.commit, pin.generated)
+        head, files = commit_of(folder), tree_changes(folder)
     except RecipeError as error:
-        wrong, files = [f"cannot be compared: {error}"], []
-    found = [*wrong, *([files_text(files)] if files else [])]
+        return Finding(name, "problem", str(folder), expected, f"cannot be compared: {error}", todo)
+    found = [] if head == pin.commit else [f"expected commit {pin.commit}, found {head}"]
+    found += [files_text(files)] if files else []
     if found:
         return Finding(name, "problem", str(folder), expected, "; ".join(found), todo, tuple(files))
     return Finding(name, "fine", str(folder), expected, f"{pin.commit[:12]}, every file as pinned")
 
 
 def files_text(files: Sequence[str]) -> str:
-    """The number of changed files and the first few of them, as text."""
+    """Return the number of changed files and the first few of them, as text."""
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     noun = "files" if len(files) > 1 else "file"
     return f"{len(files)} {noun} changed: {', '.join(files[:_SHOWN])}{more}"
 
 
-def commit_faults(folder: Path, pin: Repository) -> list[str]:
-    """How the checked-out commit differs from the pin; empty if it is the pin."""
-    head = git(folder, "rev-parse", "HEAD")
-    return [] if head == pin.commit else [f"expected commit {pin.commit}, found {head}"]
+def tree_changes(folder: Path) -> list[str]:
+    """Return ["FILE (modified)", "FILE (deleted)", "FILE (extra)", ...] of a work tree against its HEAD.
 
-
-def tree_changes(folder: Path, commit: str, generated: tuple[str, ...] = ()) -> list[str]:
-    """["FILE (modified)", "FILE (deleted)", "FILE (extra)", ...] of a work tree against `commit`.
-
-    Raises RecipeError where the clone does not hold `commit`. A file that a filter of the clone's own settings
-    (.git/info/attributes) changes is compared as git would store it.
+    The inserted prelude line is no change. Files that git ignores are not looked at.
     """
-    with TemporaryDirectory() as place:
-
-        def listed(*args: str) -> list[str]:
-            return git(folder, *args, "-z", index=Path(place, "index")).split("\0")[:-1]
-
-        git(folder, "read-tree", commit, index=Path(place, "index"))
-        changed = listed("diff", "--numstat", "--no-renames", "--ignore-submodules=all")
-        pinned = set(listed("ls-files"))
-        ignored = set(listed("ls-files", "--others", "--ignored", "--exclude-standard"))
-        extra = listed("ls-files", "--others", "--exclude=__pycache__/")
-    changes = set()
-    for line in changed:
-        added, removed, path = line.split("\t", 2)
-        if not (folder / path).exists() and not (folder / path).is_symlink():
-            changes.add(f"{path} (deleted)")
-        elif (added, removed) != ("1", "0") or _without_prelude(path, data := (folder / path).read_bytes()) == data:
-            changes.add(f"{path} (modified)")
-    for path in extra:
-        if path not in generated and (path not in ignored or _can_be_imported(path, pinned)):
-            changes.add(f"{path} (extra)")
+    changes = []
+    for entry in git(folder, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all").split("\0")[:-1]:
+        code, path = entry[:2], entry[3:]
+        if path == WORKER_FILE and _has_prelude_alone(folder):
+            continue
+        changes.append(f"{path} ({'extra' if code == '??' else 'deleted' if 'D' in code else 'modified'})")
     return sorted(changes)
 
 
-def _without_prelude(path: str, data: bytes) -> bytes:
-    """`data`, the contents of `path`: of verl's worker file without the (first) prelude line."""
-    lines, prelude = data.splitlines(keepends=True), f"{install_prelude.LINE}\n".encode()
-    if path == WORKER_FILE.as_posix() and prelude in lines:
-        lines.remove(prelude)
-    return b"".join(lines)
-
-
-def _can_be_imported(path: str, pinned: AbstractSet[str]) -> bool:
-    """Whether a file beside the `pinned` ones is a module, or an extension module in the place of a pinned one.
-
-    Other extension modules are what building writes (Megatron's helpers, vllm-ascend's ops).
-    """
-    *folders, name = path.split("/")
-    if folders[:1] in (["build"], ["dist"]) or not all(map(str.isidentifier, folders)):
-        return False
-    module = "/".join((*folders, name.partition(".")[0])).removesuffix("/__init__")
-    in_place = not pinned.isdisjoint((f"{module}.py", f"{module}/__init__.py"))
-    return name.endswith(".py") or (name.endswith(".so") and in_place)
+def _has_prelude_alone(folder: Path) -> bool:
+    """Return whether verl's worker file differs from HEAD by one inserted line, which is the prelude line."""
+    counts = git(folder, "diff", "--numstat", "HEAD", "--", WORKER_FILE).split()[:2]
+    return counts == ["1", "0"] and install_prelude.LINE in (folder / WORKER_FILE).read_text().splitlines()
 
 
 def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
@@ -183,14 +143,14 @@ def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding
 
 
 def _record_of(package: str, root: Path | None) -> Path | None:
-    """The RECORD in `root` that lists files of a top-level package."""
+    """Return the RECORD in `root` that lists files of a top-level package."""
     listed = re.compile(rf"^{re.escape(package)}/", re.MULTILINE)
     records = sorted(root.glob("*.dist-info/RECORD")) if root else ()
     return next((record for record in records if listed.search(record.read_text())), None)
 
 
 def record_digest(package: str, record: Path) -> str:
-    """sha256 of the lines "PATH,HASH", sorted, of a top-level package in a RECORD: the same in the wheel and installed.
+    """Return the sha256 of the sorted lines "PATH,HASH" of a package in a RECORD: the same in the wheel and installed.
 
     pip adds lines of other folders (dist-info, scripts), and byte code, which has no hash.
     """
@@ -199,14 +159,17 @@ def record_digest(package: str, record: Path) -> str:
 
 
 def _recorded(package: str, record: Path) -> dict[str, str]:
-    """{path: hash} of the files of a top-level package that a wheel brought."""
+    """Return {path: hash} of the files of a top-level package that a wheel brought."""
     with record.open(newline="") as text:
         rows = [(path, digest) for path, digest, *_ in csv.reader(text) if path.startswith(f"{package}/")]
     return {path: digest for path, digest in rows if digest}
 
 
 def record_changes(package: str, root: Path, record: Path) -> list[str]:
-    """As `tree_changes`: the files of a package in `root` against the hashes of its RECORD; extra ones if Python."""
+    """Return the files of a package in `root` that differ from its RECORD, as `tree_changes` does.
+
+    Extra files count where Python imports them.
+    """
     wanted, changes = _recorded(package, record), []
     for path, digest in wanted.items():
         data = (root / path).read_bytes() if (root / path).is_file() else None
@@ -214,10 +177,15 @@ def record_changes(package: str, root: Path, record: Path) -> list[str]:
             changes.append(f"{path} (deleted)")
         elif digest not in (_record_hash(data), _record_hash(_without_prelude(path, data))):
             changes.append(f"{path} (modified)")
-    others = {file.relative_to(root).as_posix() for file in (root / package).rglob("*")} - wanted.keys()
-    return sorted([*changes, *(f"{path} (extra)" for path in others if _can_be_imported(path, wanted.keys()))])
+    others = {f.relative_to(root).as_posix() for f in (root / package).rglob("*") if f.suffix in (".py", ".so")}
+    return sorted([*changes, *(f"{path} (extra)" for path in others - wanted.keys())])
+
+
+def _without_prelude(path: str, data: bytes) -> bytes:
+    """Return the contents of a file, of verl's worker file without the prelude line."""
+    return data.replace(f"{install_prelude.LINE}\n".encode(), b"", 1) if path == WORKER_FILE else data
 
 
 def _record_hash(data: bytes) -> str:
-    """As RECORD files write it: sha256=urlsafe base64 without padding."""
+    """Return a hash as RECORD files have it: sha256=urlsafe base64 without padding."""
     return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from verl_patches.errors import ConfigError
-from verl_patches.yaml_files import read_yaml
+from verl_patches.values import read_yaml
 
 PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
 VERL_KEYS = Path(__file__).resolve().parents[1] / "verl_keys.json"
@@ -28,19 +28,11 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class PullRequest(_Strict):
-    """A pull request that was reviewed and is not merged into the pin: its head and the reason."""
-
-    number: int
-    head: Hash
-    why: str
-
-
 class Repository(_Strict):
     """One git repository at one commit. `packages`: top-level Python packages in its root.
 
     urls: its addresses, tried in this order. ref: the tag, branch or pull-request ref that contains the commit.
-    by_pip: pip installs it; the others are on PYTHONPATH. generated: files that installing writes into it.
+    by_pip: pip installs it; the others are on PYTHONPATH.
     """
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -50,8 +42,6 @@ class Repository(_Strict):
     ref: str | None = None
     note: str = ""
     by_pip: bool = False
-    generated: tuple[str, ...] = ()
-    pull_requests: tuple[PullRequest, ...] = ()
 
 
 class Words(_Strict):
@@ -169,6 +159,14 @@ class Line(_Strict):
                 f"container.python: expected one of the line's {', '.join(self.python)}, found {self.container.python}"
             )
         return self
+
+    def chosen(self, only: Sequence[str] = ()) -> dict[str, Repository]:
+        """Return the repositories that `only` names, all where it is empty; ConfigError for what there is not."""
+        if not self.repositories:
+            raise ConfigError("the line has no repositories; bash scripts/setup.sh installs its packages")
+        if unknown := [name for name in only if name not in self.repositories]:
+            raise ConfigError(f"--only {', '.join(unknown)}: expected names among {', '.join(self.repositories)}")
+        return {name: pin for name, pin in self.repositories.items() if not only or name in only}
 
 
 class Pins(_Strict):

@@ -12,9 +12,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import Check, ConfigError
 from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE, nearest, parse
+from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import Pins, Unsupported, load_pins
 from verl_patches.values import is_secret_value, is_secret_variable, leaves, unknown_key
 
@@ -79,6 +80,14 @@ def engine_arguments() -> dict[str, None]:
             fields = (node.target.id for node in body if isinstance(node, ast.AnnAssign))
             names |= dict.fromkeys(fields if init is None else (word.arg for word in init.args.args[1:]))
     return names
+
+
+def support_checks(run: RunSpec) -> Iterator[Check]:
+    """Refuse keys that the run's line cannot act on; a planned key is a note: a dry run is allowed, a start is not."""
+    for entry, value in refused_keys(run.verl):
+        text = refusal(entry, value, run.line)
+        planned = f"a start is refused: {text}"
+        yield Check(f"line {run.line}", entry.planned, planned if entry.planned else text, note=entry.planned)
 
 
 def refusal(entry: Unsupported, value: Any, line: str) -> str:

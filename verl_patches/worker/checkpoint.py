@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.layout.parallel import train_layout_in
 from verl_patches.layout.phases import LAST_CHECKPOINT
 from verl_patches.memory.host_backed import (
     HostBackedStorage,
@@ -105,7 +104,7 @@ class WorkerCheckpoint:
             trained, recipe, rank = self.worker.trained, self.recipe, dist.get_rank()
             value = trained.groups == CRITIC
             inventory, library = inventory_and_library(trained.chunks, trained.hf_config, recipe.line, value)
-            layout = train_layout_in(self.worker.config, recipe, dist.get_world_size())
+            layout = self.worker.run.train
             native = native_tensors(trained.chunks)
             self._state = TrainState(native, trained.optimizer, inventory, layout, rank, library)
         return self._state

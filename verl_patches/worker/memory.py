@@ -21,6 +21,7 @@ from verl_patches.memory.schedule import ACTOR, CRITIC, TrainedGroups, schedule_
 from verl_patches.memory.scheduler import Scheduler
 from verl_patches.patching import engine
 from verl_patches.platform import NO_DEVICE, device_module
+from verl_patches.spec import RunSpec
 from verl_patches.worker.context import context
 
 # torch.npu, whose free memory is checked after the rollout's sleep; None on a CPU and with recipe.memory.ledger=off
@@ -37,23 +38,24 @@ class Trained(NamedTuple):
 
 
 class WorkerMemory:
-    """Memory of one of verl's workers, by its `config` and `recipe`; those of a process share ledger and scheduler.
+    """Memory of one of verl's workers, by verl's section `config` and the run.
+
+    Those of a process share ledger and scheduler.
 
     `scheduled`: whether our schedule moves the worker's memory (row memory.order); otherwise verl's worker does, and
     there is no ledger, whose row needs that one.
     """
 
-    def __init__(self, config: Any, recipe: Any):
-        self.recipe = recipe
+    def __init__(self, config: Any, run: RunSpec):
+        recipe = self.recipe = run.recipe
         self.checked = recipe.memory.ledger != "off" and engine.is_on("memory.ledger")
         if self.checked:
             checked_device.value = device_module(recipe.platform)
-        rows = engine.current().wanted
-        self.scheduled, here = "memory.order" in rows, context()
+        self.scheduled, here = "memory.order" in run.rows, context()
         if "ppo_epochs" in config:  # verl makes actors first: their section has all of the schedule but the critic's
             here.schedule, here.stays = here.schedule.with_critic(), here.stays | stays_of(config.megatron, CRITIC)
         elif here.schedule is None:
-            here.schedule, here.stays = schedule_of(config, recipe, rows, one_memory=recipe.platform in NO_DEVICE)
+            here.schedule, here.stays = schedule_of(run, config, one_memory=run.platform in NO_DEVICE)
 
     def built(self, chunks: Sequence[torch.nn.Module], optimizer: Any = None, groups: TrainedGroups = ACTOR) -> None:
         """Offload a model that verl has just built, as verl would; the reference has no optimizer."""

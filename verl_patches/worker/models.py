@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.current import Current
-from verl_patches.layout.parallel import ParallelLayout, train_layout_in
+from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.offload import parameters_loaded
 from verl_patches.memory.schedule import CRITIC
@@ -27,6 +27,7 @@ from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, part_of
 from verl_patches.reshard.train_tensors import inventory_and_library, layout_of_model, train_tensors
+from verl_patches.spec import RUN, run_of
 from verl_patches.weights.load import WAIT_S, Loaded, copy_weights, difference, load_weights
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory
@@ -50,9 +51,10 @@ def load_deepseekv3(load_megatron_gptmodel_weights: Callable, line: str = "pypi"
             )
         from verl.utils.fs import copy_to_local
 
-        recipe = config.get("recipe")
-        wait_s = WAIT_S if recipe is None else recipe.timeouts.load_s
-        layout = None if recipe is None else _layout(config, recipe, model_config.num_hidden_layers)
+        wait_s, layout = WAIT_S, None
+        if config.get(RUN) is not None:
+            run = run_of(config)
+            wait_s, layout = run.recipe.timeouts.load_s, _with_layers(run.train, model_config.num_hidden_layers)
         return load_model(copy_to_local(config.model.path), parallel_model, line, wait_s, layout, is_value_model)
 
     return load_gpt_weights
@@ -63,9 +65,8 @@ def load_mindspeed(load_megatron_gptmodel_weights: Callable) -> Callable:
     return load_deepseekv3(load_megatron_gptmodel_weights, "a3")
 
 
-def _layout(config: Any, recipe: Any, num_layers: int) -> ParallelLayout:
-    """The layout by verl's section `config`, with the layers of each chunk."""
-    layout = train_layout_in(config, recipe, dist.get_world_size())
+def _with_layers(layout: ParallelLayout, num_layers: int) -> ParallelLayout:
+    """Return the layout with the number of layers of each chunk."""
     return dataclasses.replace(layout, layers_per_stage=tuple(map(len, layout.chunk_layers(num_layers))))
 
 

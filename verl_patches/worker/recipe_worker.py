@@ -7,9 +7,12 @@
     compute_ref_log_prob      verl's own                                      ref
     update_actor              OnPolicyUpdate around verl's own                update
     save_checkpoint           checkpoint.py: a part of a checkpoint
-    run_stage                 the same calls on tensors of the tensor cache (recipe.tensor_cache)
     begin_profile             traces of the step, where recipe.profile names it
     take_report               counters of the step
+
+With recipe.tensor_cache the trainer calls generate_cached, place_cached, log_prob_cached, ref_log_prob_cached and
+update_cached: the methods above on tensors that stay in this process (batches/cached_batch.py). trainer/worker_group.py
+has the same methods in the order of the step.
 
 Row update.recipe_worker installs the class. Rows that name one of its methods are features with a switch of their own.
 """
@@ -20,22 +23,24 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.batches.cached_stages import CachedBatch, cached_batch
+from verl_patches.batches import payloads
+from verl_patches.batches.cached_batch import CachedBatch, cached_batch, padded_prompts
 from verl_patches.batches.exchange import is_metrics_rank
 from verl_patches.batches.limits import token_budget
-from verl_patches.batches.micro_batches import Update, current_mini_batches, stage_budget
+from verl_patches.batches.micro_batches import PlannedSplits, Stage, Update, in_stage
 from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
-from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
-from verl_patches.layout.phases import START, samples, trains_actor
+from verl_patches.layout.phases import START
+from verl_patches.log_probs.of_rollout import CheckedSamples, CheckRequest
 from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
 from verl_patches.log_probs.rollout_correction import moments
 from verl_patches.memory import counters
@@ -48,6 +53,7 @@ from verl_patches.replay.expert_load import ExpertLoad, of_rollout, of_training
 from verl_patches.replay.routing_replay import RoutingReplay
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
+from verl_patches.spec import run_of
 from verl_patches.trainer.dispatch import take_starts
 from verl_patches.watch import heartbeat
 from verl_patches.worker.checkpoint import TrainingWorker
@@ -70,7 +76,8 @@ class RecipeWorker(TrainingWorker):
     expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # recipe.expert_load: train, rollout
 
     def __init__(self, config: Any, role: str) -> None:
-        if config.recipe.watch.action != "off":
+        self.run = run_of(config)
+        if self.run.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")
         with counters.timed("start/groups"), heartbeat.here().in_call(START):
@@ -79,7 +86,7 @@ class RecipeWorker(TrainingWorker):
 
                 start.start(config)  # makes process groups and arguments, which verl then uses
             super().__init__(config, role)
-        self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
+        self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         pads_sequences.value = not self.recipe.train.use_remove_padding
         if self.memory.scheduled:  # then verl's own calls move nothing
             self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
@@ -91,7 +98,7 @@ class RecipeWorker(TrainingWorker):
 
         Nothing is built where the critic alone is trained.
         """
-        if not trains_actor(self.recipe):
+        if not self.run.trains_actor:
             return
         with counters.timed("start/models"):
             super().init_model()
@@ -110,22 +117,22 @@ class RecipeWorker(TrainingWorker):
                 self.routing = RoutingReplay(chunks)
             prepare_training(self.trained, self.memory, self.recipe.train)
         if self.recipe.expert_load and self._is_actor:
-            layout = train_layout_in(self.config, self.recipe, dist.get_world_size())
+            layout = self.run.train
             self.expert_loads = {"train": of_training(chunks, layout.ep), "rollout": None}
         return built
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
-        if not samples(self.recipe):
+        if not self.run.samples:
             self._is_rollout = False  # not before: verl builds no actor without a rollout
             return SimpleNamespace(), None
         rollout, manager = super()._build_rollout(*args, **kwargs)
-        recipe, world = self.recipe, dist.get_world_size()
+        recipe = self.recipe
         if recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
             self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, recipe.rollout.rebalance_every)
         if self.expert_loads and as_npu(recipe.platform) and is_on("rollout.count_mc2"):
             self.expert_loads["rollout"] = of_rollout(vllm_worker(rollout.inference_engine).model_runner.model)
         if isinstance(manager, RecipeShardingManager):
-            layouts = (layout(self.config, recipe, world) for layout in (train_layout_in, rollout_layout_in))
+            layouts = self.run.train, self.run.rollout
             manager.sync_enabled = recipe.weight_sync.enabled
             manager.settings = Settings(*layouts, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
         return rollout, manager
@@ -140,7 +147,7 @@ class RecipeWorker(TrainingWorker):
         """
         patches, error = engine.current(), None
         try:
-            patches.verify("worker", () if samples(self.recipe) else _OF_ENGINE)
+            patches.verify("worker", () if self.run.samples else _OF_ENGINE)
         except engine.PatchError as refused:
             error = str(refused)
         return {
@@ -154,36 +161,59 @@ class RecipeWorker(TrainingWorker):
         }
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def generate_sequences(self, prompts: Any) -> Any:
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
         """verl's; seconds and moves of a validation are not counted, as its sync and rollout are none of the step's."""
         with counters.not_counted() if prompts.meta_info.get("validate") else nullcontext():
             return super().generate_sequences(prompts)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_rollout(self, keep_awake: bool, check: CheckRequest | None) -> None:
+        """Prepare generate_sequences up to end_rollout.
+
+        keep_awake: the engine stays awake from the first on; check: the first samples for log_probs/sampled_check.py.
+        """
+        self.rollout.check_request = check
+        if keep_awake and isinstance(self.sharding_manager, RecipeShardingManager):
+            self.sharding_manager.keep_awake()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_rollout(self) -> CheckedSamples | None:
+        """Put the engine to sleep; return this replica's samples for the check, if this is its first rank."""
+        if isinstance(self.sharding_manager, RecipeShardingManager):
+            self.sharding_manager.end_rollout()
+        checked = self.rollout.__dict__.pop("checked", None)
+        return None if dist.get_rank() % self.config.rollout.tensor_model_parallel_size else checked
+
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def compute_log_prob(self, data: Any) -> Any:
-        """verl's, in phase old_log_prob; with recipe.train.routing_replay the routed experts are recorded."""
+    def compute_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
+        """verl's, in phase old_log_prob; with recipe.train.routing_replay the routed experts are recorded.
+
+        planned: micro batches of the tensor cache's plan; None for verl's own, as in the passes below.
+        """
         recording = self.routing.recording() if self.routing is not None else nullcontext()
-        with context().phase("old_log_prob"), recording, self._micro_batches("log_prob"):
+        stage = Stage(self._token_budget("log_prob"), planned)
+        with context().phase("old_log_prob"), recording, in_stage(stage):
             return super().compute_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def compute_ref_log_prob(self, data: Any) -> Any:
+    def compute_ref_log_prob(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
         """verl's, in phase ref."""
-        with context().phase("ref"), self._micro_batches("ref"):
+        with context().phase("ref"), in_stage(Stage(self._token_budget("ref"), planned)):
             return super().compute_ref_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def update_actor(self, data: Any) -> Any:
+    def update_actor(self, data: DataProto, *, planned: PlannedSplits | None = None) -> DataProto:
         """verl's, in phase update; inside OnPolicyUpdate where recipe.train.skip_old_log_prob or a correction is on.
 
         With recipe.train.routing_replay the recorded experts are replayed.
         """
-        on_policy = OnPolicyUpdate.of(self.recipe) if is_on("update.on_policy") else None
+        on_policy = OnPolicyUpdate.of(self.run) if is_on("update.on_policy") else None
         self.wait_for_checkpoint()
         replaying = self.routing.replaying() if self.routing is not None else nullcontext()
         around = nullcontext() if on_policy is None else on_policy.around(data.batch)
-        mini_batches = current_mini_batches.set(Update())
-        with context().phase("update"), replaying, self._micro_batches("update"), mini_batches as update, around:
+        update = Update()
+        stage = Stage(self._token_budget("update"), planned, update)
+        with context().phase("update"), replaying, in_stage(stage), around:
             output = super().update_actor(data)
             if update.micro_batches:  # row update.mini_batches is on
                 update.report(output.meta_info["metrics"])
@@ -191,12 +221,8 @@ class RecipeWorker(TrainingWorker):
             self.log_prob_moments = on_policy.moments()
         return output
 
-    def note_log_probs(self, rollout: Any, actor: Any, mask: Any) -> None:
-        """vLLM's and the actor's log-probs of samples of this rank, all [B, S_response], for take_report."""
-        self.log_prob_moments = moments(rollout, actor, mask) if is_metrics_rank() else None
-
-    def _micro_batches(self, stage: str) -> AbstractContextManager[None]:
-        """Line a3: dynamic micro batches of `stage` where its switch is on (batches/micro_batches.py)."""
+    def _token_budget(self, stage: str) -> int | None:
+        """Line a3: tokens of a micro batch where they are dynamic in `stage` (batches/micro_batches.py), else None."""
         ours = is_on("update.dynamic_batches")
         a3 = ours or self.recipe.line == "a3"  # verl 0.4.0 has dynamic batches of its own
         budget = token_budget(self.config, stage) if a3 else None
@@ -205,20 +231,61 @@ class RecipeWorker(TrainingWorker):
                 f"the micro batches of {stage} are dynamic, but row update.dynamic_batches is off, so "
                 "they would have a fixed size: switch the row on, or set the key to false"
             )
-        return stage_budget.set(budget)
+        return budget
+
+    # ---- the same stages on tensors that stay in this process (recipe.tensor_cache); an error drops them
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def run_stage(self, stage: str, step: int, payload: Mapping[str, Any] | None = None) -> Any:
-        """One stage of `step` on cached tensors: batches/cached_stages.py."""
+    def generate_cached(self, prompts: payloads.PromptIds) -> payloads.ResponseIds:
+        """Call generate_sequences for this rank's prompts; return lengths and ids of its responses, which stay."""
+        batch = self._cached_batch()
+        padded = padded_prompts(prompts, dist.get_rank(), dist.get_world_size())
+        with batch.cache.closed_by_error(), batch.generating(prompts.step) as kept:
+            self.generate_sequences(padded)
+        return kept[0]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def place_cached(self, placement: payloads.Placement) -> payloads.ExchangeReport:
+        """Exchange responses once, from the ranks that generated to the train replicas that compute."""
+        batch, train = self._cached_batch(), self.run.train
+        with batch.cache.closed_by_error():
+            return batch.place(placement, self.config, train)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def log_prob_cached(self, request: payloads.LogProbRequest) -> payloads.LogProbs | None:
+        """Call compute_log_prob for this replica's samples; take_report tells the difference from vLLM's log-probs."""
+        batch = self._cached_batch()
+        with batch.cache.closed_by_error():
+            data, mask = batch.inputs(request.step)
+            found = self.compute_log_prob(data, planned=batch.splits(self.config, "log_prob"))
+            if is_metrics_rank() and "rollout_log_probs" in batch.cache.names:
+                rollout = batch.padded(request.step, "rollout_log_probs")
+                self.log_prob_moments = moments(rollout, found.batch["old_log_probs"], mask)
+            return batch.keep_log_probs(request, "old_log_probs", found, mask)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def ref_log_prob_cached(self, request: payloads.LogProbRequest) -> payloads.LogProbs | None:
+        """Call compute_ref_log_prob for this replica's samples."""
+        batch = self._cached_batch()
+        with batch.cache.closed_by_error():
+            data, mask = batch.inputs(request.step)
+            found = self.compute_ref_log_prob(data, planned=batch.splits(self.config, "ref"))
+            return batch.keep_log_probs(request, "ref_log_prob", found, mask)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_cached(self, advantages: payloads.Advantages) -> dict[str, Any] | None:
+        """Call update_actor for this replica's samples; verl's metrics, from the rank that reports for its replica."""
+        batch = self._cached_batch()
+        with batch.cache.closed_by_error():
+            data = batch.update_batch(advantages)
+            output = self.update_actor(data, planned=batch.splits(self.config, "update"))
+        return output.meta_info["metrics"] if is_metrics_rank() else None
+
+    def _cached_batch(self) -> CachedBatch:
+        """Return the one of this process: verl's actor and reference are two workers in it."""
         if cached_batch.value is None:
             cached_batch.value = CachedBatch(device_type(self.recipe.platform), context().ledger)
-        return cached_batch.value.run(self, stage, step, payload)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def end_rollout(self) -> None:
-        """Put the rollout engine to sleep, where generate_sequences left it awake (trainer/keep_groups.py)."""
-        if isinstance(self.sharding_manager, RecipeShardingManager):
-            self.sharding_manager.end_rollout()
+        return cached_batch.value
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_profile(self, step: int, folder: str) -> None:
@@ -231,7 +298,7 @@ class RecipeWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_report(self) -> dict[str, Any]:
-        """Counters of this worker since the last call.
+        """End a step: drop its cached tensors, if it had no update; return the counters since the last call.
 
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
@@ -241,6 +308,8 @@ class RecipeWorker(TrainingWorker):
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
+        if cached_batch.value is not None:
+            cached_batch.value.cache.close()
         log_prob_moments, self.log_prob_moments = self.log_prob_moments, None
         room = emulation(self.recipe.platform)
         profiler, context().profiler = context().profiler, None
@@ -259,9 +328,3 @@ class RecipeWorker(TrainingWorker):
             "profile": profiler and profiler.take(),
             "emulated": room and room.called(self.recipe.platform),
         }
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def take_checked(self) -> dict[str, Any] | None:
-        """Samples of this replica for log_probs/sampled_check.py, from its first rank; None elsewhere."""
-        checked = self.rollout.__dict__.pop("checked")
-        return None if dist.get_rank() % self.config.rollout.tensor_model_parallel_size else checked

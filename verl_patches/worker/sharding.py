@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from verl_patches.batches.cached_stages import cached_batch
-from verl_patches.layout.phases import STAYS_AWAKE
+from verl_patches.batches.cached_batch import cached_batch
 from verl_patches.memory.counters import timed
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.patching.engine import is_on
@@ -22,12 +21,12 @@ class RecipeShardingManager:
 
     The worker sets `settings` and `sync_enabled` (recipe.weight_sync.enabled) in `_build_rollout`; without settings the
     sync is verl's own. If `sync_enabled` is false only the first entry syncs: a control run that learns without sync.
-    `stays_awake`: the engine has the weights of this step and does not sleep until `end_rollout`.
+    From `keep_awake` to `end_rollout` the engine does not sleep: once it has the weights of the step, `awake`.
     """
 
     settings: Settings | None = None
     sync_enabled = True
-    synced_once = stays_awake = False
+    synced_once = keeps_awake = awake = False
     resharder: WorkerReshard | None = None
 
     def __enter__(self) -> None:
@@ -36,7 +35,7 @@ class RecipeShardingManager:
         With our memory schedule the KV cache is woken on both lines, after training weights were offloaded. In verl's
         own order verl wakes it: here at 54c9b736, in the worker at 0.4.0.
         """
-        if self.stays_awake:
+        if self.awake:
             return
         if self.synced_once and not self.sync_enabled:
             self.inference_engine.wake_up(tags=["weights"])
@@ -69,9 +68,10 @@ class RecipeShardingManager:
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         """Put the rollout engine to sleep; with our memory schedule without verl's empty_cache."""
-        if self.stays_awake and exc_type is None:
+        if self.keeps_awake and exc_type is None:
+            self.awake = True
             return
-        self.stays_awake = False
+        self.keeps_awake = self.awake = False
         try:
             if context().scheduler is None:
                 super().__exit__(exc_type, exc_value, traceback)
@@ -84,16 +84,15 @@ class RecipeShardingManager:
         for chunk in self.actor_module:
             chunk.train()
 
-    def end_rollout(self) -> None:
-        """Put the rollout engine to sleep, if it stayed awake."""
-        if self.stays_awake:
-            self.stays_awake = False
-            self.__exit__(None, None, None)
+    def keep_awake(self) -> None:
+        """Nothing in verl's own memory order, where training weights are on the device before each entry."""
+        self.keeps_awake = context().scheduler is not None
 
-    def preprocess_data(self, data: Any) -> Any:
-        """verl's. In verl's own memory order the engine never stays awake: training weights come before each entry."""
-        self.stays_awake = data.meta_info.pop(STAYS_AWAKE, False) and context().scheduler is not None
-        return super().preprocess_data(data)
+    def end_rollout(self) -> None:
+        """Put the rollout engine to sleep, if it was kept awake."""
+        self.keeps_awake = False
+        if self.awake:
+            self.__exit__(None, None, None)
 
     def postprocess_data(self, data: Any) -> Any:
         """verl's; then the tensor cache, if it is generating, takes this rank's responses."""

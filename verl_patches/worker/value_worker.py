@@ -19,14 +19,14 @@ from omegaconf import OmegaConf, open_dict
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.batches.micro_batches import Update, current_mini_batches
-from verl_patches.layout.phases import reward_models
+from verl_patches.batches.micro_batches import Stage, Update, in_stage
 from verl_patches.memory import counters
 from verl_patches.memory.offload import Params
 from verl_patches.memory.schedule import ACTOR, CRITIC
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import RM_SCORES
+from verl_patches.spec import run_of
 from verl_patches.weights.run_folders import value_model_in
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
@@ -48,7 +48,8 @@ class RecipeCriticWorker(TrainingWorker):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         _take_own_stage(config)
-        self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
+        self.run = run_of(config)
+        self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         if self.memory.scheduled:  # then verl's own calls move nothing
             self._is_offload_param = self._is_offload_optimizer = False
         self.start_checkpoint()
@@ -72,7 +73,7 @@ class RecipeCriticWorker(TrainingWorker):
         return built
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def compute_values(self, data: Any) -> Any:
+    def compute_values(self, data: DataProto) -> DataProto:
         """verl's, in phase values: `values` [B, S_response], 0 beyond a response.
 
         54c9b736 has one more there, from which GAE with lam below 1 would go on (megatron_critic.py:105).
@@ -84,10 +85,11 @@ class RecipeCriticWorker(TrainingWorker):
         return output
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def update_critic(self, data: Any) -> Any:
+    def update_critic(self, data: DataProto) -> DataProto:
         """verl's, in phase update_critic; with row update.skip_bad_steps critic/grad_norm, which 54c9b736 has not."""
         self.wait_for_checkpoint()
-        with context().phase("update_critic"), current_mini_batches.set(Update()) as update:
+        update = Update()
+        with context().phase("update_critic"), in_stage(Stage(update=update)):
             output = super().update_critic(data)
             metrics = output.meta_info["metrics"]
             if update.micro_batches:  # row update.mini_batches is on
@@ -106,7 +108,8 @@ class RecipeRewardModelWorker:
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         _take_own_stage(config)
-        self.recipe, self.memory = config.recipe, WorkerMemory(config, config.recipe)
+        self.run = run_of(config)
+        self.recipe, self.memory = self.run.recipe, WorkerMemory(config, self.run)
         self.reward_models: list[Any] = []
         with open_dict(config):  # HF's ...ForSequenceClassification is no name of verl's
             OmegaConf.update(config, "model.override_config.model_config.architectures", [ARCHITECTURE])
@@ -117,7 +120,7 @@ class RecipeRewardModelWorker:
     def init_model(self) -> None:
         """verl's, for each folder; each model is offloaded before the next is built."""
         with counters.timed("start/models"):
-            for entry in reward_models(self.recipe):
+            for entry in self.run.reward_models:
                 self.config.model.path = str(value_model_in(entry.path))
                 super().init_model()
                 self.reward_models.append(self.rm)
@@ -134,7 +137,7 @@ class RecipeRewardModelWorker:
         return built
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
-    def compute_rm_score(self, data: Any) -> Any:
+    def compute_rm_score(self, data: DataProto) -> DataProto:
         """`rm_scores` [B, M] fp32: of each model the output of its head at the last token of the response.
 
         That token's output is the value that algo=rm trains behind the end token (objectives/dataset.py, RewardData).

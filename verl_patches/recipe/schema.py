@@ -1,20 +1,21 @@
 """The typed `recipe:` section: the settings of a run that verl's own configuration does not have.
 
 Hydra merges it as a dataclass schema, so an unknown key is refused by name. A key belongs here only if some code acts
-on it. Workers of verl see it as `config.recipe` (`compose` copies it to actor_rollout_ref).
+on it. `RunSpec.recipe` (spec.py) holds the section of a run.
 docs/configuration.md is generated from the docstrings: each key is described as "key: text" or "key, key: text".
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from verl_patches.errors import ConfigError
-from verl_patches.memory.schedule import SCHEDULE
+from verl_patches.layout.phases import MEMORY_PHASES
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu.machine import HARDWARE
@@ -47,12 +48,12 @@ _OF_GRAPHS = {
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
-_ALL_PHASES = SCHEDULE.with_critic().with_reward_models().phases
-PROFILED = tuple(phase.name for phase in _ALL_PHASES if phase.name not in ON_CONTROLLER)
+PROFILED = tuple(phase for phase in MEMORY_PHASES if phase not in ON_CONTROLLER)
 
 
-def _one_of(*words: str) -> Any:
-    return Annotated[str, Field(pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")]
+def one_of(*words: str) -> Any:
+    """Return the bound of a text that is one of `words`, for `Annotated[str, one_of(...)]`."""
+    return Field(pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")
 
 
 _HcclPort = Annotated[int, Field(ge=1024, le=65536 - HCCL_PORTS)]
@@ -104,9 +105,9 @@ class Train:
     """
 
     layers_per_stage: list[Count] | None = None
-    expert_split: _one_of("etp", "tp_extend_ep") = "etp"
+    expert_split: Annotated[str, one_of("etp", "tp_extend_ep")] = "etp"
     skip_old_log_prob: bool = False
-    importance_ratio: _one_of("token", "sequence") = "token"
+    importance_ratio: Annotated[str, one_of("token", "sequence")] = "token"
     use_remove_padding: bool = True
     routing_replay: Annotated[str, Field(pattern="^R2$", description="R2")] | None = None
     swap_optimizer: bool = False
@@ -167,7 +168,7 @@ class RolloutAscend:
     multistream_moe: bool = False
     view_optimize: bool = True
     kv_nz: bool = False
-    scheduler: _one_of("v1", "ascend") = "v1"
+    scheduler: Annotated[str, one_of("v1", "ascend")] = "v1"
     chunked_prefill_for_mla: bool = False
     prefix_caching: bool = True
     vllm_sleep_mode: bool = False
@@ -220,7 +221,7 @@ class Reshard:
     """
 
     bucket_bytes: Count = 512 << 20
-    verify: _one_of("off", "first", "every") = "first"
+    verify: Annotated[str, one_of("off", "first", "every")] = "first"
 
 
 @dataclass
@@ -279,7 +280,7 @@ class Memory:
     """
 
     host_gib: Count | None = None
-    ledger: _one_of("off", "report", "strict") = "report"
+    ledger: Annotated[str, one_of("off", "report", "strict")] = "report"
 
 
 @dataclass
@@ -294,7 +295,7 @@ class LogprobCheck:
     max_mean_fp32, max_mean_bf16: limit for each training dtype.
     """
 
-    action: _one_of("stop", "report", "off") = "stop"
+    action: Annotated[str, one_of("stop", "report", "off")] = "stop"
     every: Count | None = None
     sequences: Count | None = None
     max_mean_fp32: Positive = 1e-5
@@ -318,7 +319,7 @@ class Hccl:
     interface: str | None = None
     buffer_mib: Count | None = None
     small_groups_mib: Count | None = 64
-    expansion_mode: _one_of("AIV", "AI_CPU", "HOST") = "AIV"
+    expansion_mode: Annotated[str, one_of("AIV", "AI_CPU", "HOST")] = "AIV"
     base_port: _HcclPort = 61000
 
 
@@ -352,7 +353,7 @@ class Profile:
 
     steps: list[Count] | None = None
     ranks: list[Natural] = field(default_factory=lambda: [0])
-    phases: list[_one_of(*PROFILED)] | None = None
+    phases: list[Annotated[str, one_of(*PROFILED)]] | None = None
     stacks: bool = False
     peak_tflops: Positive | None = None
 
@@ -370,7 +371,7 @@ class Watch:
     Whatever these say, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
     """
 
-    action: _one_of("stop", "report", "off") = "stop"
+    action: Annotated[str, one_of("stop", "report", "off")] = "stop"
     first_s: Positive = 1800.0
     least_s: Positive = 900.0
     factor: Factor = 5.0
@@ -389,7 +390,7 @@ class Alarms:
     baseline_steps: number of first steps of this process whose median is compared with; no such alarm before.
     """
 
-    action: _one_of("warn", "stop") = "warn"
+    action: Annotated[str, one_of("warn", "stop")] = "warn"
     expert_load: Positive | None = 16.0
     length_share: Share | None = 0.25
     at_limit: Share | None = None
@@ -421,7 +422,7 @@ class Objective:
     desirable_weight, undesirable_weight: of kto, the weight of rows with label true, and of the others.
     """
 
-    name: _one_of("rl", "sft", "dpo", "ipo", "kto", "rm", "prm") = "rl"
+    name: Annotated[str, one_of("rl", "sft", "dpo", "ipo", "kto", "rm", "prm")] = "rl"
     beta: Positive = 0.1
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     desirable_weight: NotNegative = 1.0
@@ -433,7 +434,7 @@ class Recipe:
     """One run.
 
     run: name of the run; each start writes to a new folder <output_root>/<run>/0001, 0002, ... (docs/checkpoints.md).
-    start: the folder's name; the launcher sets it.
+    null, without the launcher alone: no record.
     output_root: folder of all runs, relative to the current folder; null: outputs in this repository, wherever the
     command is called.
     line: the set of pins: pypi (CPU) or a3 (production).
@@ -459,15 +460,14 @@ class Recipe:
     data source.
     """
 
-    run: Name = "run"
-    start: Name | None = None
+    run: Name | None = "run"
     output_root: Text | None = None
-    line: _one_of(*LINES) = "a3"
-    platform: _one_of(*PLATFORMS) = "npu"
-    hardware: _one_of(*HARDWARE) = "a3"
+    line: Annotated[str, one_of(*LINES)] = "a3"
+    platform: Annotated[str, one_of(*PLATFORMS)] = "npu"
+    hardware: Annotated[str, one_of(*HARDWARE)] = "a3"
     patches: list[_Pattern] = field(default_factory=list)
-    drift: _one_of(*DRIFT_POLICIES) = "strict"
-    dtype: _one_of(*VLLM_DTYPES) = "bf16"
+    drift: Annotated[str, one_of(*DRIFT_POLICIES)] = "strict"
+    dtype: Annotated[str, one_of(*VLLM_DTYPES)] = "bf16"
     ray_address: RayAddress | None = None
     worker_process_setup_hook: Dotted | None = None
     ray_port: Port | None = None
@@ -494,6 +494,16 @@ class Recipe:
     restart: Restart = field(default_factory=Restart)
 
 
+def recipe_from(section: Mapping[str, Any]) -> Recipe:
+    """Return the section as typed values; its keys and values must have passed `check_recipe`."""
+    return _recipe_adapter().validate_python(section)
+
+
+@functools.cache
+def _recipe_adapter() -> TypeAdapter[Recipe]:
+    return TypeAdapter(Recipe)
+
+
 class Key(NamedTuple):
     """A key of the section: its default (MISSING of a list), and its type."""
 
@@ -506,7 +516,7 @@ def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple
     types = types_of(schema)
     for item in fields(schema):
         name, kind = f"{prefix}.{item.name}", types[item.name]
-        if is_dataclass(kind):
+        if isinstance(kind, type) and is_dataclass(kind):
             yield from recipe_keys(kind, name)
         else:
             yield name, Key(item.default, kind)

@@ -1,0 +1,98 @@
+"""What the trainer sends to workers and gets back in the stages of recipe.tensor_cache; all of it is pickled by Ray.
+
+WorkerCalls in trainer/worker_group.py says which stage has which. A sample is identified by its place in the batch as
+it was generated. P prompts, B samples, b samples of one rank or replica, T their tokens. Arrays that arrive from Ray
+are read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PromptIds:
+    """The prompts of all ranks, in order of ranks.
+
+    ids: int32 [T], concatenated without padding; lengths: int32 [P]; width, pad_id: of the padded prompts; meta: verl's
+    meta_info.
+    """
+
+    step: int
+    ids: np.ndarray
+    lengths: np.ndarray
+    width: int
+    pad_id: int
+    meta: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ResponseIds:
+    """The responses of one rank; lengths: int32 [b]; ids: uint8 [T, 3], as packed_ids of exchange.py makes them."""
+
+    lengths: np.ndarray
+    ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What every rank computes the plan of the batch from (batch_plan.py).
+
+    prompt_lengths, response_lengths: int32 [B], by sample; widths: of padded prompts and responses; balance: whether
+    replicas get equally long micro batches (trainer.balance_batch).
+    """
+
+    step: int
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
+    widths: tuple[int, int]
+    pad_id: int
+    balance: bool
+
+
+@dataclass(frozen=True)
+class ExchangeReport:
+    """Bytes that one rank sent, received and keeps; balance: sum(most of any replica) / sum(mean) of micro batches."""
+
+    sent_bytes: int
+    received_bytes: int
+    kept_bytes: int
+    balance: float
+
+
+@dataclass(frozen=True)
+class LogProbRequest:
+    """One pass for log-probs; send_back: whether the trainer needs them (algorithm.use_kl_in_reward)."""
+
+    step: int
+    send_back: bool
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Results of one replica, in the order of `samples`, int32 [b].
+
+    entropy: float32 [b], the mean of each sample, None of the reference; values: float32 [T], log-probs without
+    padding, None unless they were requested.
+    """
+
+    samples: np.ndarray
+    entropy: np.ndarray | None
+    values: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Advantages in the order of samples: float32 [B], or [T] for each response token if `per_token`.
+
+    meta: verl's meta_info of the batch.
+    """
+
+    step: int
+    values: np.ndarray
+    per_token: bool
+    meta: Mapping[str, Any]

@@ -1,0 +1,176 @@
+"""The rules of the model and of how training splits it over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import Check, ConfigError, divides, either, fault_of
+from verl_patches.layout.inventory import ModelShape, differences, first_layers, read_model_shape
+from verl_patches.layout.model_folder import read_config
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.model.mindspeed.arguments import ONLY, explain
+from verl_patches.spec import A3, RunSpec
+from verl_patches.values import Count, Positive, value_faults
+
+_ACTOR = "actor_rollout_ref.actor.megatron"
+
+_SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
+
+
+_RECOMPUTED = "granularity", "method", "num_layers"
+
+
+_HF_NUMBERS = {  # keys of config.json that training reads beside the sizes of layout/inventory.py
+    "rope_theta": Positive,
+    "rms_norm_eps": Positive,
+    "max_position_embeddings": Count,
+    "routed_scaling_factor": Positive | None,
+    "initializer_range": Positive | None,
+    "n_group": Count | None,
+    "topk_group": Count | None,
+    "rope_scaling": dict[str, Any] | None,
+}
+
+
+def model_checks(run: RunSpec) -> Iterator[Check]:
+    """Check what verl's converter and MindSpeed-LLM assume of a DeepSeek-V3's config.json; others train wrongly.
+
+    Its sizes must equal those of recipe.model_shape.
+    """
+    model, hf = run.model, run.hf_config
+    faults = value_faults(_HF_NUMBERS, {key: hf.get(key) for key in _HF_NUMBERS})
+    for key, expected, _ in ONLY:
+        if hf.get(key) is not None and hf[key] != expected:
+            faults.append(f"{key} is {hf[key]!r}; expected {expected!r}")
+    if not hf.get("n_shared_experts"):
+        faults.append(f"n_shared_experts is {hf.get('n_shared_experts')!r}; expected at least 1")
+    experts, groups, chosen = (hf.get(key) for key in ("n_routed_experts", "n_group", "topk_group"))
+    if not faults and groups and chosen and (experts % groups or chosen > groups):
+        faults.append(f"n_group is {groups} and topk_group {chosen}; expected a divisor of {experts}, and 1 to n_group")
+    if not faults:
+        try:
+            found = replace(read_model_shape(hf), torch_dtype=model.torch_dtype)
+            faults += [unlike] if (unlike := differences(found, model)) else []
+        except ConfigError as error:
+            faults.append(str(error))
+    where = "the model's config.json, with actor_rollout_ref.model.override_config.model_config over it"
+    detail = f"{'; '.join(faults)} ({where}): this model cannot be trained" if faults else "a DeepSeek-V3"
+    yield Check("model config", not faults, detail)
+
+
+def train_checks(run: RunSpec) -> Iterator[Check]:
+    """Check how the training layout splits layers, experts and attention heads."""
+    train, model = run.train, run.model
+    yield Check("train layout", True, str(train))
+    actor, layers, heads = run.verl.actor_rollout_ref.actor.megatron, model.num_hidden_layers, model.num_attention_heads
+    fault = fault_of(train.chunk_layers, layers)
+    if run.line == A3 and not fault:
+        fault = _fault_of_stages(train, model)
+    yield Check("layers", not fault, fault or f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)")
+    yield experts_check("train experts", train.ep, model.n_routed_experts, f"{_ACTOR}.expert_model_parallel_size")
+    key = f"{_ACTOR}.tensor_model_parallel_size or context_parallel_size (Ulysses exchanges heads)"
+    yield divides("attention heads", heads, train.tp * train.cp, key, "heads a rank")
+    keys = [f"{name}_parallel_size" for name in _SIZES]
+    others = {
+        "ref": run.verl.actor_rollout_ref.ref,
+        "critic": run.critic,
+        "reward model": run.verl.reward_model if run.reward_models else None,
+    }
+    for name, other in ((name, section.megatron) for name, section in others.items() if section is not None):
+        unequal = [f"{key} {actor[key]} != {other[key]}" for key in keys if actor[key] != other[key]]
+        fault = (
+            f"expected actor and {name} to share one layout, as verl initializes Megatron once per process "
+            f"(megatron_workers.py:88); found {', '.join(unequal)}"
+        )
+        yield either(f"actor = {name}", not unequal, "one layout", fault)
+    if run.recipe.train.expert_split == "tp_extend_ep":
+        held = f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts"
+        fault = (
+            "expected expert_tensor_parallel_size 1 and expert_model_parallel_size a multiple of tp "
+            f"{train.tp}; found {train.etp} and {train.ep}"
+        )
+        yield either("recipe.train.expert_split", train.etp == 1 and train.ep % train.tp == 0, held, fault)
+
+
+def _fault_of_stages(train: ParallelLayout, model: ModelShape) -> str | None:
+    """Why an update on line a3 would not end with these stages; None where it would."""
+    layers = [train.stage_layers(stage, model.num_hidden_layers) for stage in range(train.pp)]
+    dense = [stage for stage, held in enumerate(layers) if not any(map(model.is_moe, held))]
+    if train.ep == 1 or not dense:
+        return None
+    return (
+        f"stage {', '.join(map(str, dense))} has no layer with experts; expected one in each, as Megatron core_r0.8.0 "
+        "reduces the norms of dense and of expert gradients over all ranks one after the other (optimizer.py:994), and "
+        f"this stage would not join the second: more than {model.first_k_dense_replace} layers on the first stage"
+    )
+
+
+def expert_checks(run: RunSpec) -> Iterator[Check]:
+    """Refuse a training layout in which Megatron would compute wrong expert outputs."""
+    train = run.train
+    held = f"experts are whole, {train.ep} ranks share them"
+    if train.etp > 1:
+        held = f"each expert is split over {train.etp} ranks, as tp"
+    fault = (
+        f"expected ep > 1 or etp = tp at tp {train.tp}: "
+        "with ep 1 and etp 1 Megatron adds up expert outputs of different tokens over TP ranks"
+    )
+    yield either("experts under tp", train.tp == 1 or train.ep > 1 or train.etp > 1, held, fault)
+
+
+def recomputation_checks(run: RunSpec) -> Iterator[Check]:
+    """Refuse settings with which Megatron's loop over layers (_checkpointed_forward) would go on in steps of 0."""
+    for name, section in {"actor_rollout_ref": run.verl.actor_rollout_ref, "critic": run.critic}.items():
+        if section is None or not section.model.enable_gradient_checkpointing:
+            continue
+        given = section.model.get("gradient_checkpointing_kwargs") or {}
+        kind, method, number = (given.get(f"activations_checkpoint_{key}") for key in _RECOMPUTED)
+        if kind == "full" and method != "block" and number == 0:
+            fault = (
+                f"{name}.model: activations_checkpoint_num_layers=0 needs activations_checkpoint_method=block, or the "
+                "forward pass would not end; or set enable_gradient_checkpointing=false"
+            )
+            yield Check("recomputation", False, fault)
+
+
+def experts_check(name: str, ep: int, experts: int, key: str) -> Check:
+    """Check that `ep` ranks hold equally many experts."""
+    fault = (
+        f"{experts} routed experts over {ep} ranks: expected a divisor of {experts}, at most {experts}; change {key}"
+    )
+    fits = ep <= experts and experts % ep == 0
+    return either(name, fits, f"{experts // ep} of {experts} experts a rank", fault)
+
+
+def engine_checks(run: RunSpec) -> Iterator[Check]:
+    """Check, on line a3, that the training engine refuses no key of the configuration and the model."""
+    if run.line != A3:
+        return
+    rows = explain(run.verl, run.hf_config)
+    refused = [f"{row.key} is {row.value!r}: {row.why}" for row in rows if row.how == "refused"]
+    yield from (Check("engine arguments", False, text) for text in refused)
+    if not refused:
+        held = f"none of {len(rows)} keys is refused; config --explain shows what each becomes"
+        yield Check("engine arguments", True, held)
+
+
+# of config.json: what a model computes, beside its sizes
+_COMPUTED = (
+    "rms_norm_eps rope_theta rope_scaling routed_scaling_factor n_group topk_group norm_topk_prob scoring_func".split()
+)
+
+
+def value_model_differences(run: RunSpec, model: ModelShape, folder: Path) -> str:
+    """Return how a value model beside the actor differs from it; empty where it may not. `folder` has its config.json.
+
+    Layers of line a3 are built from one set of arguments, the actor's: also what changes no weight is compared there.
+    """
+    model = replace(first_layers(model, run.recipe.num_hidden_layers), torch_dtype=run.model.torch_dtype)
+    if unlike := differences(model, run.model):
+        return unlike
+    own, actors = read_config(folder), run.hf_config
+    keys = [key for key in _COMPUTED if run.line == A3 and own.get(key) != actors.get(key)]
+    return ", ".join(f"{key} {own.get(key)} != {actors.get(key)}" for key in keys)

@@ -1,0 +1,63 @@
+"""The rules of the reward: its parts, and the passes of reward models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import OmegaConf
+
+from verl_patches.errors import Check, divides, either
+from verl_patches.spec import RunSpec
+
+
+def reward_checks(run: RunSpec) -> Iterator[Check]:
+    """recipe.rewards: parts that the run can have, and some, unless the objective needs none."""
+    parts, recipe, longest = run.rewards, run.recipe, run.verl.data.max_response_length
+    faults = []
+    if run.switched_off("reward.parts") and recipe.rewards is not None:
+        faults.append("row reward.parts is off, and verl's reward manager has no parts; remove -reward.parts")
+    if not parts and run.samples:
+        faults.append("recipe.rewards is empty, so every reward would be 0; expected a part, or null")
+    for where in (p.where for p in parts if p.entry.name == "length" and p.entry.buffer_of(longest) > longest):
+        faults.append(f"{where}.buffer_tokens is above data.max_response_length, {longest}; expected at most that")
+    models = run.reward_models
+    if run.verl.reward_model.enable and not models:
+        faults.append(
+            "reward_model.enable is true, which entries of recipe.rewards stand for: leave it false, and give "
+            "recipe.rewards=[{name: reward_model, path: FOLDER}, ...]"
+        )
+    if models and len(models) == len(parts) and run.validates:
+        faults.append(
+            "reward models do not run in validation, and recipe.rewards has nothing else, so each score would be 0; "
+            "add a part, or set trainer.test_freq=-1 and trainer.val_before_train=false"
+        )
+    if models and run.verl.algorithm.adv_estimator == "remax":
+        faults.append("verl runs no reward model for remax's baseline; leave the part reward_model out")
+    held = " + ".join(f"{part.entry.weight:g} x {part.label}" for part in parts) or "no part"
+    yield from (Check("rewards", False, fault) for fault in faults)
+    if not faults:
+        yield Check("rewards", True, held)
+
+
+def reward_model_checks(run: RunSpec) -> Iterator[Check]:
+    """What the passes of reward models need of verl's section; none without one."""
+    models, section, rollout = run.reward_models, run.verl.reward_model, run.verl.actor_rollout_ref.rollout
+    if not models:
+        return
+    expected = {"use_dynamic_bsz": False, "load_weight": True, "megatron.use_dist_checkpointing": False}
+    expected |= {"megatron.param_offload": True, "model.rm_tokenizer": None, "micro_batch_size": None}
+    found = {key: OmegaConf.select(section, key) for key in expected}
+    faults = [
+        f"reward_model.{key} is {found[key]}; expected {value}"
+        for key, value in expected.items()
+        if found[key] != value
+    ]
+    if (micro := section.micro_batch_size_per_gpu) is None:
+        faults.append("reward_model.micro_batch_size_per_gpu is null; set responses of a micro batch")
+    if run.switched_off("reward.models") or run.switched_off("update.recipe_worker"):
+        faults.append("row reward.models or update.recipe_worker is off: verl's own worker has one model")
+    yield either("reward models", not faults, f"{len(models)}, one after another on a die", "; ".join(faults))
+    if not faults:
+        key = "reward_model.micro_batch_size_per_gpu (responses a rank and step)"
+        responses = run.verl.data.train_batch_size * rollout.n // run.train.dp
+        yield divides("reward model micro batch", responses, micro, key, "micro batches of a step's scores")

@@ -1,0 +1,128 @@
+"""The rules of the rollout: its layout, vLLM's arguments, and options of vllm-ascend that its pin cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_patches.errors import Check, divides, either
+from verl_patches.model.checks import experts_check
+from verl_patches.platform.npu import MC2_FROM_RANKS
+from verl_patches.spec import RunSpec
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_KEYS = "recipe.rollout.ascend"
+
+
+def rollout_checks(run: RunSpec) -> Iterator[Check]:
+    """Check how vLLM's instances split experts and heads; nothing where no response is sampled."""
+    yield Check("rollout layout", True, str(run.rollout))
+    if not run.samples:
+        return
+    rollout, engine, recipe = run.rollout, run.engine, run.recipe.rollout
+    experts, heads = run.model.n_routed_experts, run.model.num_attention_heads
+    if rollout.ep <= experts and experts % rollout.ep:
+        held, last = experts // rollout.ep, experts - (rollout.ep - 1) * (experts // rollout.ep)
+        yield Check("rollout experts", True, f"{held} of {experts} experts a rank, {last} on the last")
+    else:
+        keys = "recipe.rollout.dp or rollout.tensor_model_parallel_size"
+        yield experts_check("rollout experts", rollout.ep, experts, keys)
+    yield divides("rollout heads", heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size", "heads a rank")
+    wanted = {"enable_expert_parallel": recipe.expert_parallel, "data_parallel_size": recipe.dp}
+    found = {key: engine.get(key) for key in wanted}
+    unequal = [f"{key} is {found[key]}, expected {wanted[key]}" for key in wanted if found[key] != wanted[key]]
+    fault = f"{'; '.join(unequal)}: set recipe.rollout, the engine's arguments follow it"
+    yield either("engine_kwargs.vllm", not unequal, "agrees with recipe.rollout", fault)
+    if recipe.expert_parallel and rollout.ep == 1:
+        text = (
+            "recipe.rollout.expert_parallel needs rollout.tensor_model_parallel_size x recipe.rollout.dp > 1; "
+            "found 1 rank an instance, where vLLM ignores it"
+        )
+        yield Check("expert parallel", False, text)
+
+
+def ascend_checks(run: RunSpec) -> Iterator[Check]:
+    """Refuse options of vllm-ascend that its pin would compute wrongly, or wait for without end; of NPUs only."""
+    if run.as_npu and run.samples:
+        for rule in (_scheduler, _prefix_cache, _mixed_batches, _graphs, _graph_sizes, _groups):
+            yield from rule(run)
+
+
+def _scheduler(run: RunSpec) -> Iterator[Check]:
+    options, rollout = run.ascend, run.verl.actor_rollout_ref.rollout
+    scheduler = options.get("ascend_scheduler_config") or {}
+    if not scheduler.get("enabled") or scheduler.get("enable_chunked_prefill"):
+        return  # prompts are not taken whole
+    longest = rollout.max_model_len or run.longest_tokens
+    budget = scheduler.get("max_num_batched_tokens") or rollout.max_num_batched_tokens
+    held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
+    fault = (
+        f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_KEYS}.scheduler=ascend"
+        ": it takes a prompt whole, or a preempted response with its prompt, and drops what is longer without an "
+        "answer, for which generate() waits without end (vllm_ascend/core/scheduler.py:156)"
+    )
+    yield either("Ascend scheduler", budget >= longest, held, fault)
+    if options.get("chunked_prefill_for_mla") and run.recipe.rollout.ascend.prefix_caching:
+        text = (
+            f"{_KEYS}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching, expected one of the three to be "
+            "off: without chunked prefill a prompt's cached prefix is left out of its attention (mla_v1.py:428, "
+            "vllm-ascend issue 1553)"
+        )
+        yield Check("Ascend scheduler", False, text)
+
+
+def _prefix_cache(run: RunSpec) -> Iterator[Check]:
+    row = "rollout.llm_arguments"
+    if not run.recipe.rollout.ascend.prefix_caching and run.switched_off(row):
+        text = (
+            f"{_KEYS}.prefix_caching is false and row {row}, which takes it past verl's own keyword "
+            "(vllm_rollout_spmd.py:162), is off; expected the row, or prefix_caching=true"
+        )
+        yield Check("prefix cache", False, text)
+
+
+def _mixed_batches(run: RunSpec) -> Iterator[Check]:
+    """With any scheduler: a prompt of which all but one token are in the prefix cache counts as a decode."""
+    row = "rollout.ascend_decode_kv"
+    if not run.graphs:
+        return
+    fault = (
+        f"row {row} is off and {_KEYS}.graphs is true: in a batch of decodes and prefills "
+        "the KV of decode tokens would not be written (mla_v1.py:1188); expected recipe.patches without "
+        f"-{row}, or no graphs"
+    )
+    off, held = run.switched_off(row), f"KV of all tokens in batches of decodes and prefills: row {row}"
+    yield either("mixed batches", not off, held, fault)
+
+
+def _graphs(run: RunSpec) -> Iterator[Check]:
+    """Experts over 2 to 15 ranks are exchanged by all-to-all, whose lengths are values: no graph can hold it."""
+    recipe, ranks = run.recipe, run.world_size
+    few = recipe.rollout.expert_parallel and 1 < ranks < MC2_FROM_RANKS
+    if few and recipe.platform == "npu" and run.graphs:
+        text = (
+            f"{_KEYS}.graphs with experts split over {ranks} ranks, expected at least "
+            f"{MC2_FROM_RANKS}, recipe.rollout.expert_parallel=false, or no graphs: vllm-ascend exchanges tokens by "
+            "all-to-all below (vllm_ascend/ascend_forward_context.py:22), which torchair cannot trace"
+        )
+        yield Check("graphs", False, text)
+
+
+def _graph_sizes(run: RunSpec) -> Iterator[Check]:
+    """The pin drops sizes above max_num_seqs without an error (model_runner_v1.py:2143)."""
+    seats, sizes = run.engine.get("max_num_seqs"), run.graph_sizes
+    if seats and (above := [size for size in sizes if size > seats]):
+        text = (
+            f"{_KEYS}.graph_batch_sizes holds {', '.join(map(str, above))}, expected at most max_num_seqs {seats}: "
+            "vllm-ascend drops larger ones (model_runner_v1.py:2143)"
+        )
+        yield Check("graph sizes", False, text)
+
+
+def _groups(run: RunSpec) -> Iterator[Check]:
+    row, groups = "rollout.ascend_expert_groups", run.hf_config.get("n_group")
+    if run.model.n_routed_experts != 256 and groups not in (None, 1) and run.switched_off(row):
+        text = (
+            f"row {row} is off with {run.model.n_routed_experts} routed experts in {groups} groups; expected the row, "
+            "256 experts or 1 group: vllm-ascend ranks groups by their best expert, not by two (fused_moe.py:738)"
+        )
+        yield Check("expert groups", False, text)

@@ -1,0 +1,64 @@
+"""The table of rules: what a run's configuration must keep before anything starts, in the order of the step.
+
+A rule is a function beside its feature that takes the run and yields a `Check` for each thing that it looked at, with
+what was expected and found. A plan shows all of them; a start is refused where one fails.
+"""
+
+from __future__ import annotations
+
+from verl_patches.batches.checks import batch_checks, length_checks, micro_batch_checks, seat_checks
+from verl_patches.config.environment import environment_checks
+from verl_patches.config.files import data_checks, disk_checks, folder_checks, hook_checks, reward_folder_checks
+from verl_patches.config.hccl import hccl_checks
+from verl_patches.log_probs.on_policy import on_policy_checks
+from verl_patches.log_probs.truth_check import truth_check_checks
+from verl_patches.memory.checks import sleep_checks, swap_checks
+from verl_patches.model.checks import engine_checks, expert_checks, model_checks, recomputation_checks, train_checks
+from verl_patches.objectives.checks import critic_checks, estimator_checks, objective_checks
+from verl_patches.replay.checks import recording_checks, routing_replay_checks
+from verl_patches.reshard.blocks import sync_checks
+from verl_patches.rewards.checks import reward_checks, reward_model_checks
+from verl_patches.rollout.checks import ascend_checks, rollout_checks
+from verl_patches.spec import Rule, Rules
+from verl_patches.trainer.checks import checkpoint_checks, keep_groups_checks, profile_checks, restart_checks
+from verl_patches.upstream.checkouts import verl_checks
+from verl_patches.upstream.support import support_checks
+
+# files that the command line names must be on this machine, and all of them where a run starts
+FILES: tuple[Rule, ...] = (folder_checks, data_checks, reward_folder_checks, hook_checks, recording_checks)
+SIZES: tuple[Rule, ...] = (
+    model_checks,
+    train_checks,
+    expert_checks,
+    recomputation_checks,
+    engine_checks,
+    # rollout
+    rollout_checks,
+    ascend_checks,
+    sleep_checks,
+    length_checks,
+    seat_checks,
+    keep_groups_checks,
+    # reward, log-probs, advantage
+    reward_checks,
+    reward_model_checks,
+    on_policy_checks,
+    truth_check_checks,
+    estimator_checks,
+    objective_checks,
+    # update
+    batch_checks,
+    critic_checks,
+    micro_batch_checks,
+    routing_replay_checks,
+    swap_checks,
+    # weight sync
+    sync_checks,
+    # the run
+    checkpoint_checks,
+    restart_checks,
+    profile_checks,
+    support_checks,
+    hccl_checks,
+)
+RULES = Rules(FILES, SIZES, machine=(environment_checks, disk_checks, verl_checks))

@@ -1,0 +1,114 @@
+"""The rules of the trainer's side of a run: checkpoints, restarts, dynamic sampling, traces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_patches.errors import Check, either
+from verl_patches.layout.phases import STEP_PHASES
+from verl_patches.memory.schedule import OF_ROLLOUT
+from verl_patches.recipe.schema import PROFILED
+from verl_patches.rewards.parts import METRIC
+from verl_patches.spec import RunSpec
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def checkpoint_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that the run can save and resume; nothing where it does neither, or has no experts to lose as verl does."""
+    trainer, ours = run.verl.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
+    off = [row for row in ours if run.switched_off(row)]
+    for name, section in run.trained.items():
+        if not section.megatron.get("use_distributed_optimizer", True):
+            fault = f"{name}.megatron.use_distributed_optimizer is false, expected true"
+            yield Check("optimizer", False, f"{fault}: each rank offloads and saves its own states")
+    if (trainer.save_freq <= 0 and trainer.resume_mode == "disable") or (len(off) == len(ours) and run.train.ep == 1):
+        return
+    faults = []
+    if off:
+        text = "verl saves the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), experts of all"
+        faults.append(f"rows {', '.join(off)} are off: {text} others would be lost; expected all of {', '.join(ours)}")
+    if trainer.get("default_hdfs_dir"):
+        faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
+    held = f"in {trainer.default_local_dir}, which all nodes must share"
+    held += f"; goes on from {run.start.resumed}" if run.start.resumed else ""
+    faults += [run.no_start] if run.no_start else []
+    yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
+
+
+def restart_checks(run: RunSpec) -> Iterator[Check]:
+    """recipe.restart: a restart finds a checkpoint, and nodes to leave out; none where nothing is restarted."""
+    restart, trainer = run.recipe.restart, run.verl.trainer
+    if restart.without_nodes and run.recipe.ray_address is None:
+        text = "recipe.restart.without_nodes is for a joined Ray; set recipe.ray_address, or remove it"
+        yield Check("restart", False, text)
+    if not restart.times:
+        return
+    faults = []
+    if trainer.save_freq < 1:
+        faults.append(f"trainer.save_freq is {trainer.save_freq}, so there is no checkpoint; set it to 1 or more")
+    if trainer.resume_mode != "auto":
+        faults.append(f"trainer.resume_mode is {trainer.resume_mode}; expected auto, which takes the newest checkpoint")
+    held = f"at most {restart.times} times, from the newest checkpoint"
+    yield either("restart", not faults, held, f"recipe.restart.times is {restart.times}, but {'; '.join(faults)}")
+
+
+def profile_checks(run: RunSpec) -> Iterator[Check]:
+    """recipe.profile: numbers of steps and ranks that the run has; nothing where it is off."""
+    section = run.recipe.profile
+    if section.steps is None:
+        return
+    faults = list(_profile_faults(run))
+    yield from (Check("profile", False, fault) for fault in faults)
+    if not faults:
+        phases = ", ".join(section.phases or [phase for phase in PROFILED if phase not in _without(run)])
+        yield Check("profile", True, f"steps {list(section.steps)}, ranks {list(section.ranks)}: {phases}")
+
+
+def _without(run: RunSpec) -> set[str]:
+    """Phases that the run does not have: of a critic, of reward models, of a rollout."""
+    absent = {phase.planned for phase in STEP_PHASES if phase.critic and not run.has_critic}
+    absent |= set() if run.reward_models else {"rm_scores"}
+    return absent if run.samples else {*absent, *OF_ROLLOUT}
+
+
+def _profile_faults(run: RunSpec) -> Iterator[str]:
+    key, last, section = "recipe.profile", run.verl.trainer.total_training_steps, run.recipe.profile
+    for name, numbers in (("steps", section.steps), ("ranks", section.ranks)):
+        if not numbers:
+            yield f"{key}.{name} is empty, so nothing is profiled; expected numbers, or {key}.steps=null"
+    for rank in section.ranks:
+        if rank >= run.world_size:
+            yield f"{key}.ranks: {rank} is no rank; the run has ranks 0 to {run.world_size - 1}"
+    for step in section.steps or ():
+        if last is not None and step > last:
+            yield f"{key}.steps: {step} comes after the last step, {last} (trainer.total_training_steps)"
+    if absent := _without(run).intersection(section.phases or ()):
+        yield f"{key}.phases: the run has no {', '.join(sorted(absent))}, by its algorithm and rewards"
+    if run.recipe.train.skip_old_log_prob and "old_log_prob" in (section.phases or ()):
+        yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"
+
+
+def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
+    """recipe.keep_groups: what else samples, or cannot while the rollout engine is awake; nothing where it is off."""
+    section, recipe, rollout = run.recipe.keep_groups, run.recipe, run.verl.actor_rollout_ref.rollout
+    if section.metric is None:
+        return
+    faults = [
+        (rollout.n < 2, f"{_ROLLOUT}.n is {rollout.n}: the responses of a prompt must differ; set 2 or more"),
+        (recipe.tensor_cache.enabled, "recipe.tensor_cache.enabled is true: it holds all responses; set it false"),
+        (recipe.rollout.replay is not None, "recipe.rollout.replay gives the responses; set one of them"),
+        (
+            run.verl.algorithm.adv_estimator == "remax",
+            "algorithm.adv_estimator is remax, with responses of the first batch",
+        ),
+        (run.reward_models != (), "recipe.rewards has a reward model: no memory while the rollout engine is awake"),
+    ]
+    wrong = [text for is_wrong, text in faults if is_wrong]
+    labels = [f"{METRIC}{part.label}" for part in run.rewards]
+    if section.metric.startswith(METRIC) and section.metric not in labels:
+        wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a function's own key")
+    held = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
+    yield either(
+        "keep groups", not wrong, held, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"
+    )
