@@ -182,7 +182,7 @@ def signalled(tmp_path, act, hang_up="SIG_DFL"):
 import signal, sys, threading, os, time
 from verl_patches import processes
 from verl_patches.launch import launcher
-from verl_patches.config.compose import compose
+from tests.runs import composed
 processes.TERM_S = 0.5
 signal.signal(signal.SIGHUP, signal.{hang_up})
 overrides = ["recipe.output_root={tmp_path}", "recipe.run=t"]
@@ -192,7 +192,7 @@ def act():
 threading.Thread(target=act, daemon=True).start()
 child = {DETACHED + pids + SLEEP!r}
 launcher.driver_command = lambda *_: [sys.executable, "-c", child]
-outcome = launcher.run(compose({NAME!r}, overrides), lambda line: print(line, flush=True))
+outcome = launcher.run(composed({NAME!r}, overrides), lambda line: print(line, flush=True))
 print(outcome.reason, file=sys.stderr, flush=True)
 sys.exit(outcome.code)
 """

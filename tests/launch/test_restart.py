@@ -91,12 +91,13 @@ def test_a_run_that_is_started_again_is_one_record_of_folders_that_stay(run, tmp
     tries = (steps([1, 2, 3]), [2], stalled), ([], [], "StallError: b"), (steps([3, 4]), [4], None)
     outcome, summary, lines = run(*tries)
     saved = tmp_path / "t/0001/checkpoints/global_step_2"
-    assert [lines[at] for at in (0, 2, 4)] == [
+    assert [line for line in lines if line.startswith("| 0")] == [
         "| 0001: disable None",
         f"| 0002: resume_path {saved}",
         f"| 0003: resume_path {saved}",
     ]
-    assert lines[1].startswith("| restart 1 of 2, from the newest checkpoint") and stalled in lines[1]
+    said = [line for line in lines if line.startswith("| restart")]
+    assert said[0].startswith("| restart 1 of 2, from the newest checkpoint") and stalled in said[0]
     assert outcome.folder == tmp_path / "t/0003" and (outcome.code, summary["exit"]) == (0, "ok")
     assert [s["step"] for s in summary["steps"]] == [3, 4] and summary["resumed_step"] == 2
     whole = read_summary(outcome.folder)

@@ -8,20 +8,22 @@ import os
 import random
 import shutil
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch.utils.data import SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from tests.ranks import HANG_S
 from tests.reshard.cases import TINY
+from tests.runs import config_of, tiny
 from verl_patches.errors import ConfigError
 from verl_patches.reshard.region import Region
+from verl_patches.spec import NextStart
 from verl_patches.trainer import checkpoint
 from verl_patches.trainer.checkpoint import Checkpoints, changes, data_state
 from verl_patches.weights import writer
@@ -89,18 +91,16 @@ SETTINGS = {"digest": "d", "patches": "p", "settings": {"data.seed": 0}}
 
 @pytest.fixture
 def saves(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "world_size", lambda config: 2)
     monkeypatch.setattr(checkpoint, "settings_of", lambda config: SETTINGS)
 
     def make(folder=tmp_path, start=None, **trainer):
         """The checkpoints in `folder`, or of this start of the run t."""
-        folder = tmp_path / "t/checkpoints" if start else folder
-        settings = {"default_local_dir": str(folder), "resume_mode": "auto", "save_freq": 1, "resume_from_path": None}
-        recipe = {"line": "pypi", "objective": {"name": "rl"}, "resume_other_data": False}
-        recipe |= {"output_root": str(tmp_path), "run": "t", "start": start}
-        config = OmegaConf.create({"trainer": {**settings, **trainer}, "recipe": recipe, "data": {"train_files": None}})
-        config.algorithm = {"use_kl_in_reward": False, "kl_ctrl": {"type": "adaptive"}}
-        config.recipe.watch, config.recipe.train = {"least_s": 900.0}, {"collective_timeout_minutes": 30}
+        recipe = replace(tiny().recipe, output_root=str(tmp_path), run="t")
+        run = replace(tiny(), recipe=recipe, start=NextStart(name=start, by_launcher=start is not None))
+        config = config_of(run)
+        config.trainer.default_local_dir = str(tmp_path / "t/checkpoints" if start else folder)
+        config.trainer.update({"resume_mode": "auto", "save_freq": 1, **trainer})
+        config.algorithm.kl_ctrl.type = "adaptive"
         data = SimpleNamespace(position=0, batch_sampler=SimpleNamespace(sampler=None))
         data.state_dict, data.load_state_dict = lambda: data.position, lambda state: setattr(data, "position", state)
         parts = {"config": config, "actor_rollout_wg": Workers(), "train_dataloader": data, "global_steps": 0}
