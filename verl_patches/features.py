@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from verl_patches.batches.limits import has_dynamic_batches
-from verl_patches.log_probs.on_policy import correction_of
+from verl_patches.log_probs.on_policy import has_correction
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 from verl_patches.spec import RunSpec
@@ -20,7 +20,6 @@ def feature_states(run: RunSpec) -> dict[str, bool]:
     """Return whether each feature that rows name is on in a run."""
     recipe = run.recipe
     train, rollout = recipe.train, recipe.rollout
-    corrects = correction_of(recipe.rollout_correction) is not None
     return {
         "critic": run.has_critic,
         "dynamic_batches": has_dynamic_batches(run.verl.actor_rollout_ref),
@@ -30,7 +29,10 @@ def feature_states(run: RunSpec) -> dict[str, bool]:
         "graphs": bool(run.graphs),
         "memory_ledger": recipe.memory.ledger != "off",
         "multistream_mla": rollout.ascend.multistream_mla,
-        "on_policy": train.skip_old_log_prob or train.importance_ratio == "sequence" or corrects or not run.samples,
+        "on_policy": train.skip_old_log_prob
+        or train.importance_ratio == "sequence"
+        or has_correction(recipe.rollout_correction)
+        or not run.samples,
         "rebalance": rollout.rebalance_every is not None,
         "reward_models": bool(run.reward_models),
         "routing_replay": train.routing_replay is not None,

@@ -79,13 +79,13 @@ def test_train_is_refused_before_anything_is_started(refusal):
 
 IN_CONTAINER = """
 import sys
-from verl_patches.config.compose import compose
+from tests.runs import composed
 from verl_patches.errors import ConfigError
 from verl_patches.launch.run_folder import require_lasting_folders
 for folder in sys.argv[1:]:
-    config = compose("deepseekv3_256die_true_weight", [f"recipe.output_root={folder}/x"])
+    run = composed("deepseekv3_256die_true_weight", [f"recipe.output_root={folder}/x"])
     try:
-        require_lasting_folders(config)
+        require_lasting_folders(run)
         print(folder, "starts")
     except ConfigError as error:
         print(folder, "refused", error)

@@ -64,8 +64,11 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
 def test_weights_are_right_and_every_process_proved_the_rows_of_its_line(line, start):
     run, processes = start(), set()
     assert_weights_arrive(run)
-    wanted = {r.id: r for r in all_rows() if line in r.lines and "cpu" in r.platforms and r not in NO_BUILD}
-    of_others = {r.id for r in all_rows() if line not in r.lines}
+    of_run = set(json.loads((run.folder / "facts.json").read_text())["rows"])
+    of_line = {r.id: r for r in all_rows() if line in r.lines and "cpu" in r.platforms and r not in NO_BUILD}
+    assert {name for name, r in of_line.items() if not r.feature} <= of_run
+    wanted = {name: r for name, r in of_line.items() if name in of_run}
+    of_others = {r.id for r in all_rows() if r.id not in of_run}
     for patch in run.summary["patches"]:
         processes.add(patch["process"])
         if patch["id"] in wanted and patch["process"].split()[0] in wanted[patch["id"]].processes:

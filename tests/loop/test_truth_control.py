@@ -56,8 +56,7 @@ def test_without_the_loader_there_is_no_actor(smoke):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("other_switches", "reshard.direct"), ("no_patches", "update.micro_batches_as_planned is reverted")],
+    ("name", "words"), [("other_switches", "reshard.direct"), ("no_patches", "update.skip_bad_steps is reverted")]
 )
 def test_a_worker_that_differs_is_refused_before_step_one(smoke, name, words):
     run = smoke("--steps", "1", hook(name), ok=False)

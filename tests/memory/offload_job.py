@@ -29,6 +29,7 @@ from tests.memory.offload_objects import (
     trained,
     weights,
 )
+from tests.runs import composed
 from verl_patches.memory import counters
 from verl_patches.memory.host_backed import HostBackedStorage, single_optimizers
 from verl_patches.memory.ledger import Ledger
@@ -216,17 +217,11 @@ def worker_of(chunks, optimizer, swap=False, offload=True):
     from verl_patches.worker.recipe_worker import RecipeWorker
 
     megatron = {"param_offload": True, "optimizer_offload": offload}
-    recipe = {"line": "pypi", "platform": "cpu", "weight_sync": {"enabled": True}, "reshard": {"bucket_bytes": 8}}
-    recipe |= {
-        "train": {"skip_old_log_prob": False, "swap_optimizer": swap, "use_remove_padding": True},
-        "memory": {"ledger": "off"},
-        "watch": {"action": "off"},
-        "objective": {"name": "rl"},
-        "rewards": None,
-    }
+    settings = (f"train.swap_optimizer={swap}", "memory.ledger=off", "watch.action=off", "reshard.bucket_bytes=8")
+    run = composed("deepseekv3_tiny_cpu", [f"recipe.{setting}" for setting in settings])
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     context().schedule, context().stays = None, frozenset()
-    worker = subclass_of(Upstream, RecipeWorker)(OmegaConf.create({**config, "recipe": recipe}), "actor")
+    worker = subclass_of(Upstream, RecipeWorker)(OmegaConf.create({**config, "run": run.text()}), "actor")
     worker.trained = Trained(chunks, optimizer, None)
     worker.checkpoint = None  # as with row checkpoint.parts off: verl's own bodies are called
     return worker

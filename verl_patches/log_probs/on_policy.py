@@ -35,9 +35,14 @@ class Correction:
     bounds: tuple[float, float] | None
 
 
+def has_correction(section: Any) -> bool:
+    """Whether a part of recipe.rollout_correction is on."""
+    return section.rollout_is is not None or section.rollout_rs is not None
+
+
 def correction_of(section: Any) -> Correction | None:
     """The parsed section; None where all of it is off. Raises ConfigError for invalid bounds."""
-    if section.rollout_is is None and section.rollout_rs is None:
+    if not has_correction(section):
         return None
     bounds = None if section.rollout_rs is None else ratio_bounds(section.rollout_rs_threshold)
     return Correction(section.rollout_is, section.rollout_is_threshold, section.rollout_rs, bounds)
