@@ -51,7 +51,7 @@ def test_layouts_patches_environment_and_commands(plans, name):
     assert on >= {"update.engine_start", "model.mindspeed_config"}
     variables = {v["name"]: v["value"] for v in plan["environment"]}
     assert variables["VLLM_ENABLE_FIX_ROUTE"] == {"random_init": "1", "true_weight": "0"}[name]
-    assert variables["VERL_PATCHES"] == "line=a3,platform=npu"
+    assert variables["VERL_PATCHES"].startswith("line=a3,platform=npu,rows=")
     commands = [command["command"] for command in plan["commands"]]
     assert " ray start --head" in commands[0] and " ray start --address=" in commands[1]
     assert all(command.startswith("PYTHONPATH=") for command in commands[:3])
@@ -64,7 +64,7 @@ def test_nothing_is_started_or_written_and_overrides_pass_through(tmp_path, plan
     overrides = ("recipe.run=never", "recipe.patches=[-dispatch.*]")
     done = dry_run("true_weight", *overrides, cwd=tmp_path, env=folders)
     assert done.returncode == 0, done.stderr
-    for word in ("64 groups of 4: [0-3] [4-7]", "HCCL_CONNECT_TIMEOUT", "256die_true_weight recipe.run=never"):
+    for word in ("[0-3] [4-7]", "HCCL_CONNECT_TIMEOUT", "256die_true_weight recipe.run=never"):
         assert word in done.stdout, done.stdout
     rows = [row["id"] for row in plans["true_weight"]["patches"] if row["on"] and row["id"].startswith("dispatch.")]
     assert rows and not any(row in done.stdout for row in rows)

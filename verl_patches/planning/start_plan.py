@@ -8,11 +8,12 @@ Not in summary.json: the controller, which imports verl too, and worker 0, which
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from verl_patches.batches.checks import GRAPH_MINUTES
 from verl_patches.config import hccl
-from verl_patches.layout.model_folder import QUANTIZATION
+from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.planning.step_model import stage_elements
 from verl_patches.spec import RunSpec
 
@@ -42,7 +43,8 @@ def start_plan(run: RunSpec, step_s: float, pinned_bytes: int, read_gb_s: float)
         add(phase, "imports", IMPORTS_S, files, IMPORTS_S + FILES * COLD_FILE_S)
     add("groups", "rendezvous", RENDEZVOUS_S, "assumed")
     if run.reads_weights:
-        train, model, size = run.train, run.model, 1 if QUANTIZATION in run.hf_config else 2
+        train, model, file = run.train, run.model, Path(run.verl.actor_rollout_ref.model.path, "config.json")
+        size = 1 if file.exists() and QUANTIZATION in read_json_object(file) else 2  # hf_config is as training reads it
         of_stages = [size * sum(stage_elements(model, train, stage, "mindspeed")) for stage in range(train.pp)]
         total, warm_s = sum(of_stages) * train.world_size / train.pp, max(of_stages) / COPY_BYTES_PER_S
         rates = f"{total / 1e12:.2f} TB, {read_gb_s:g} GB/s (--read-gb-s); cached {COPY_BYTES_PER_S / 1e9:g} a process"
