@@ -1,10 +1,12 @@
 """Several commands in one process, which imports vLLM once: `python use_job.py '[["generate", ...], ...]'`.
 
-One that begins with "cut" ends in the middle of its third line, as a process that is killed.
+One that begins with "cut" ends in the middle of its third line, as a process that is killed. A command whose run has
+other rows starts the program again (restart_in_environment), which goes on with that command.
 """
 
 import contextlib
 import json
+import os
 import sys
 from unittest import mock
 
@@ -25,7 +27,11 @@ def half(self, line):
     add(self, line)
 
 
-for words in json.loads(sys.argv[1]):
+for number, words in enumerate(json.loads(sys.argv[1])):
+    if number < int(os.environ.get("NEXT_COMMAND", 0)):
+        continue
+    os.environ["NEXT_COMMAND"] = str(number)
+    sys.stdout.flush()
     if words[0] == "cut":
         with mock.patch.object(Lines, "add", half), contextlib.suppress(Cut):
             app(words[1:], standalone_mode=False)
