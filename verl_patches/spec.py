@@ -68,8 +68,8 @@ class RunSpec:
     """The facts of one run.
 
     recipe: the section `recipe:`, typed. verl: the whole composed configuration, for verl's own keys; empty in workers,
-    which have their section from verl. switches: line, platform, and rows
-    that the user switches; rows: ids of the rows of the catalogue that are on (features.py).
+    which have their section from verl. switches: line, platform, and rows that the user switches; rows: ids of the rows
+    of the catalogue that are on (features.py).
     model: sizes of the trained model, with its dtype on disk; hf_config: its config.json with the run's changes.
     max_positions: tokens of the longest sequence that the model supports.
     train, rollout: how the model is split over all ranks of the run by Megatron, and by vLLM's instances.

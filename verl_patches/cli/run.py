@@ -46,7 +46,8 @@ from verl_patches.values import printable
 from verl_patches.weights.run_folders import chain_of_start, find_start, read_start
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
-ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as deepseekv3_256die_true_weight.")]
+CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
+ConfigName = Annotated[str, typer.Option(help=CONFIG_HELP)]
 VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
 REPLAY_HELP = "Train on the responses that another run recorded: its name, a folder, or the rollouts in it."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
@@ -57,7 +58,6 @@ WIDE_HELP = "All columns in the step table: also the other phases, the weight sy
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
-CONFIG_HELP = "A file of configs/, such as deepseekv3_256die_true_weight."
 SEARCH_HELP = "List the fastest legal layouts of the config's model and batch on --dies."
 DIES_HELP = "With --search: dies in whole nodes of 16, 16 to 1024; default: the config's."
 TOP_HELP = "With --search: how many layouts."

@@ -8,7 +8,6 @@ Not in summary.json: the controller, which imports verl too, and worker 0, which
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from verl_patches.batches.checks import GRAPH_MINUTES
@@ -43,7 +42,7 @@ def start_plan(run: RunSpec, step_s: float, pinned_bytes: int, read_gb_s: float)
         add(phase, "imports", IMPORTS_S, files, IMPORTS_S + FILES * COLD_FILE_S)
     add("groups", "rendezvous", RENDEZVOUS_S, "assumed")
     if run.reads_weights:
-        train, model, file = run.train, run.model, Path(run.verl.actor_rollout_ref.model.path, "config.json")
+        train, model, file = run.train, run.model, run.model_folder / "config.json"
         size = 1 if file.exists() and QUANTIZATION in read_json_object(file) else 2  # hf_config is as training reads it
         of_stages = [size * sum(stage_elements(model, train, stage, "mindspeed")) for stage in range(train.pp)]
         total, warm_s = sum(of_stages) * train.world_size / train.pp, max(of_stages) / COPY_BYTES_PER_S
