@@ -126,8 +126,6 @@ REFUSED = [
     (rules.routing_replay_checks, LARGE, [REPLAY, f"{SKIP}=true"], ["skip_old_log_prob leaves out the pass"]),
     (rules.routing_replay_checks, RANDOM, [REPLAY, f"{SKIP}=false", OFF("update.routing_samples")],
      ["balanced_routing ignores the router", "row update.routing_samples is off"]),
-    (rules.swap_checks, TINY, ["recipe.train.swap_optimizer=true", f"{ACTOR}.optimizer_offload=true"],
-     ["optimizer_offload=false"]),
     (rules.sync_checks, LARGE, [SMALL_BUCKETS], ["at least 14336, one row of model.*, found 1000"]),
     (rules.checkpoint_checks, TINY, [SAVE, "trainer.default_hdfs_dir=hdfs://x", OFF("checkpoint.*"),
                                      f"{ACTOR}.use_distributed_optimizer=false"],

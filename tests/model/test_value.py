@@ -152,7 +152,7 @@ def test_another_layout_goes_on_from_the_checkpoint(found, folder):
 def test_rows_of_features_that_are_off_do_nothing(found, folder, run_ranks):
     """`found` has the rows of all features, as the import alone applies them; here are those alone that PPO needs."""
     needed = composed("deepseekv3_tiny_cpu", ["algo=ppo", "recipe.rewards=[{name: reward_model, path: /rm}]"])
-    off = {"update.routing_samples", "update.tensor_cache", "update.on_policy", "memory.swap_optimizer"}
+    off = {"update.routing_samples", "update.tensor_cache", "update.on_policy"}
     assert {"update.recipe_critic", "reward.models"} <= needed.rows and not off & needed.rows
     options = {"size": 2, "backend": "nccl", "patches": needed.process_switches.text()}
     ranks = run_ranks("tests.model.value_job:layouts_job", folder, {"ep2": CASES["ep2"]}, **options)

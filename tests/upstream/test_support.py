@@ -125,6 +125,7 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
         "adam_beta2=0.999",
         "alltoall_overlap=false",
         "fused_expert_wgrad=false",
+        "swap_optimizer=false",
     ]
     given = ["recipe.line=pypi", f"{LAYERS}=4"]
     run = composed(LARGE, [*given, *(f"recipe.train.{key}" for key in neutral)])
@@ -142,11 +143,11 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
     """layers_per_stage too; expert_split is a layout's, balanced_routing is refused by its value.
 
-    skip_old_log_prob, routing replay, the swapped optimizer, skipped steps and importance_ratio are for both lines.
+    skip_old_log_prob, routing replay, skipped steps and importance_ratio are for both lines.
     """
     refused = {entry.key for entry in load_pins().unsupported_on("pypi")}
     keys = {key for key, _ in recipe_keys() if key.startswith("recipe.train.")}
-    read = {"expert_split", "balanced_routing", "skip_old_log_prob", "swap_optimizer", "swap_optimizer_times"}
+    read = {"expert_split", "balanced_routing", "skip_old_log_prob"}
     read |= {"routing_replay", "max_skipped_steps", "importance_ratio"}
     assert keys - refused == {f"recipe.train.{name}" for name in read}
 
