@@ -65,14 +65,3 @@ def calls_made(tree: Path, package: str, prefix: str) -> Iterator[tuple[str, str
             keywords = tuple(keyword.arg for keyword in node.keywords)
             if None not in keywords and not any(isinstance(argument, ast.Starred) for argument in node.args):
                 yield name, place, len(node.args), keywords
-
-
-def builders_loaded(tree: Path, package: str) -> set[str]:
-    """Op builder classes that modules of tree/package import by name, op_builder itself left out."""
-    skipped = ("mindspeed/mindspore/", "mindspeed/op_builder/")
-    names = (name for _, node in _nodes(tree, package, skipped) for name in _imported(node))
-    return {
-        name.rpartition(".")[2]
-        for name in names
-        if name.startswith("mindspeed.op_builder") and name.endswith("Builder")
-    }

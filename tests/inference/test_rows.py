@@ -65,16 +65,8 @@ def test_long_prompts_are_refused_or_left_out_with_their_rows_numbers_kept(token
     ("line", "words"),
     [
         ({"text": "1"}, "p.jsonl:2: column prompt: expected text or a list of messages, found none"),
-        ({"prompt": ""}, "text with tokens"),
-        (b'{"prompt": "\\ud800"}\n', "surrogates not allowed"),
         ({"prompt": [{"role": "user", "content": [1]}]}, "role and content"),
-        ([1], "p.jsonl:2: expected a JSON object, found list"),
         (b'{"prompt": \n', "p.jsonl:2: expected a JSON object, found not JSON"),
-        (
-            b'{"prompt": ' + b"[" * 1_000_000 + b"\n",
-            "p.jsonl:2: expected a JSON object, found not read: nested too deep",
-        ),
-        (b'{"prompt": "' + b"a" * (1 << 10) + b'"}\n', "a row has more than"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line(tokenizer, write, monkeypatch, line, words):
@@ -109,7 +101,6 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took more than 0.2 s"),
         ("{{ raise_exception('no') }}", "TemplateError: no"),
-        (None, "chat_template is not set"),
     ],
 )
 def test_a_template_that_loops_or_fails_is_refused(tokenizer, write, monkeypatch, template, words):

@@ -148,26 +148,12 @@ def an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte():
 
 
 def a_storage_that_other_code_changed_is_refused_by_name():
-    def away():
+    def other_storage():
         chunks = [chunk()]
         offload(chunks)
-        return chunks
-
-    def other_storage():
-        chunks = away()
         buffer = chunks[0].expert_parallel_buffers[0]
         buffer.param_data = torch.zeros_like(buffer.param_data, device="cpu")
         load(chunks)
-
-    def other_size():
-        chunks = away()
-        chunks[0].buffers[0].param_data.untyped_storage().resize_(12)
-        load(chunks)
-
-    def emptied():
-        chunks = [chunk()]
-        chunks[0].buffers[0].grad_data.untyped_storage().resize_(0)
-        offload(chunks)
 
     def written_reference():
         reference = torch.nn.Linear(2, 3)
@@ -187,8 +173,6 @@ def a_storage_that_other_code_changed_is_refused_by_name():
 
     for case, words in (
         (other_storage, ("expert_parallel_buffers[0].param_data", "of 512 bytes", "another one of 512 bytes")),
-        (other_size, ("buffers[0].param_data, which is offloaded", "of 0 bytes, found 12")),
-        (emptied, ("grads, buffers[0].grad_data", "at least 1,536 bytes, found 0")),
         (written_reference, ("ref_params, bias", "host copy is stale")),
         (state_of_other_size, ("group 0, parameter 0, exp_avg_sq", "of 0 bytes, found 4")),
     ):

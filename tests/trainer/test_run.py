@@ -84,12 +84,6 @@ def test_validations_are_a_column_and_a_line_before_the_first_step(made):
     assert [(line["step"], line.get(CORE)) for line in metrics] == [(0, 0.125), (1, None), (2, 0.25), (3, None)]
 
 
-def test_a_run_without_validation_has_no_word_of_it(made):
-    lines = after_steps(made, 1)
-    made.end("ok")
-    assert not [text for text in made.progress.path.read_text().splitlines() if "val" in text] and len(lines) == 4
-
-
 def test_a_run_on_fixed_data_shows_loss_margin_and_accuracy_in_place_of_the_reward(made):
     made.fixed_data = FixedData(Objective("dpo"))
     made.fixed_data.metrics = {"objective/loss": 0.6931471, "objective/margin": 0.25, "objective/accuracy": 0.75}
@@ -102,15 +96,6 @@ def test_a_run_on_fixed_data_shows_loss_margin_and_accuracy_in_place_of_the_rewa
     (metrics,) = map(json.loads, made.summary.path.with_name("metrics.jsonl").read_text().splitlines())
     assert metrics["objective/loss"] == 0.6931471
     assert "update" in title
-
-
-def test_a_run_that_trains_the_critic_alone_has_no_seconds_of_an_update(made):
-    made.fixed_data = FixedData(Objective("rm"))
-    made.fixed_data.metrics = {"objective/loss": 0.6931471}
-    title, values = (text[2:].split() for text in after_steps(made, 3, objective="rm") if text.startswith("- "))
-    (step,) = json.loads(made.summary.path.read_text())["steps"]
-    assert "update" not in step["seconds"] and title[5:9] == ["update", "s", "step", "s"]
-    assert values[5:7] == ["-", "2.000"]
 
 
 def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made):
@@ -152,15 +137,6 @@ def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made, monkeypa
             run.fit_as_run(fit)(made.trainer)
         assert ("rank 1 (pid 101 on here)" in str(failed.value)) is bool(dead)
         assert "no answer" in made.summary.data["exit"] and "no answer" in str(failed.value)
-
-
-def test_the_step_that_ends_the_run_reaches_the_trackers(made):
-    logged = []
-    after_steps(made, 3)
-    with pytest.raises(AlarmError):
-        after_steps(made, 4, expert_load=1.4, action="stop", log=logged.append)
-    (metrics,) = logged
-    assert metrics["recipe/alarms/expert_collapse"] == 1.0
 
 
 def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made):

@@ -30,9 +30,6 @@ def test_both_lines_are_there_and_every_repository_is_at_a_full_hash():
     [
         (lambda d: d["lines"]["a3"].update(pyhton="3.10"), r"lines\.a3\.pyhton: Extra inputs"),
         (lambda d: d["lines"]["a3"]["repositories"]["verl"].update(commit="54c9b73"), r"repositories\.verl\.commit"),
-        (lambda d: d["lines"]["a3"]["container"].update(python="3.12"), r"container\.python"),
-        (lambda d: d["lines"]["a3"]["container"].update(image="quay.io/x/y:latest"), r"container\.image"),
-        (lambda d: d["environment"]["VLLM_USE_V1"].update(allowed="bool"), r"VLLM_USE_V1\.allowed"),
         (lambda d: d["unsupported"][0].pop("why"), r"unsupported\.0\.why: Field required"),
     ],
 )
@@ -83,24 +80,13 @@ def test_what_the_runbooks_download_is_pinned():
     assert f"{A3.downloads['model'].bytes / 1e9:.1f} GB" in RUNBOOKS[0]
 
 
-def test_another_download_in_a_runbook_is_seen():
-    expected, edits = pinned_downloads(A3), {"wheels": ("340ce0432", "340ce0433"), "clones": ("49a7994e", "49a7994f")}
-    edits |= {"addresses": ("ascend/apex", "ascend/apex2"), "files": (" deepscaler.json", " deepscaler2.json")}
-    for kind, (old, new) in edits.items():
-        assert old in RUNBOOKS[0]
-        found = downloads_of(RUNBOOKS[0].replace(old, new))
-        assert [name for name in expected if expected[name] != found[name]] == [kind]
-
-
 @pytest.mark.parametrize(
     ("pinned", "found", "same"),
     [
         ("2.13.0", "2.13.0+cpu", True),
         ("2.13.0+cpu", "2.13.0", False),
-        ("2.5.1", "2.5.1.post1", False),
         ("2.5.1.post1", "2.5.1.post1.dev20250619", False),
         ("1.26.*", "1.2.6", False),
-        ("0.1*", "0.1.dev20250101+ascend", True),
     ],
 )
 def test_same_version(pinned, found, same):
