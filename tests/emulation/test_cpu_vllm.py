@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM on a CPU: the version that is said, and each row off in a real engine; tests/rollout compares numbers."""
+"""Stand-ins for vLLM on a CPU: its version, and each row off in a real engine; numbers: tests/rollout."""
 
 from __future__ import annotations
 

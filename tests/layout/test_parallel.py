@@ -122,13 +122,6 @@ def test_stages_of_megatrons_interleaved_schedule():
     assert uneven.stage_layers(1, 8) == (1, 2, 3, 6, 7)
 
 
-def test_what_ep_does_not_divide_can_go_to_the_last_rank():
-    """As vLLM 0.9.1's determine_expert_map does, which tests/reshard/test_destination_vllm.py compares."""
-    layout, experts = rollout_layout(2, dp=3, tp=1), [range(5), range(5, 10), range(10, 16)]
-    assert [layout.local_experts(rank, 16, rest_on_last=True) for rank in range(6)] == experts * 2
-    assert layout.local_experts(2, 12, rest_on_last=True) == layout.local_experts(2, 12) == range(8, 12)
-
-
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: ParallelLayout(8, tp=3), "must divide world_size 8"),
     (lambda: ParallelLayout(8, tp=2, ep=8), "etp\\*ep\\*pp = 2\\*8\\*1"),

@@ -19,7 +19,7 @@ from verl_patches.patching.row import subclass_of
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
 from verl_patches.worker.memory import WorkerMemory, checked_device
-from verl_patches.worker.rollout_engine import RolloutEngine, weights_move, with_addresses_read
+from verl_patches.worker.rollout_engine import RolloutEngine, weights_move
 
 
 class Attention(torch.nn.Module):
@@ -216,17 +216,6 @@ def test_an_engine_that_sleeps_has_our_sleep_mode_and_an_eager_one_not_vllms(arg
         mode._asleep = {"kv_cache": {}}
         with pytest.raises(RecipeError, match="kv_cache of the engine are asleep"):
             llm.llm_engine.add_request(1)
-
-
-@pytest.mark.parametrize("moves", [True, False])
-def test_graphs_are_compiled_without_frozen_parameters_only_where_weights_move(moves, monkeypatch):
-    def compiled(compiler_config):
-        return compiler_config.experimental_config.frozen_parameter
-
-    monkeypatch.setattr(weights_move, "value", moves)
-    config = SimpleNamespace(experimental_config=SimpleNamespace(frozen_parameter=True))
-    torchair = with_addresses_read(SimpleNamespace(get_npu_backend=compiled, CompilerConfig=dict))
-    assert torchair.get_npu_backend(compiler_config=config) is not moves and torchair.CompilerConfig is dict
 
 
 def test_with_the_row_off_vllms_own_sleep_mode_stays(build):
