@@ -1,9 +1,6 @@
 """Calls to all workers: which bytes are serialised, the values that arrive, and the recorded starts."""
 
-import numpy as np
 import pytest
-import torch
-from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.trainer import dispatch
@@ -68,16 +65,6 @@ def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew_between_the_same_call
     skew = {"max": 1.0, "by_call": {"f": 0.5, "g": 1.0}}
     assert step == {"calls": 2, "puts": 3, "put_bytes": 150, "inline_bytes": 3, "start_skew_s": skew}
     assert not any(dispatch.take_calls().values())
-
-
-BATCH = DataProto.from_dict({"x": torch.zeros(4, 8)}, {"n": np.array(["ab", [1, 2]] * 2, dtype=object)}, {"a": None})
-
-
-def test_sizes_are_sums_over_parts_and_an_unknown_value_is_not_small():
-    values = [None, "four", np.float32(1), np.zeros(3), torch.zeros(3), {"a": [1, (2.0, b"xy")]}, BATCH]
-    sizes = [dispatch._bytes_up_to([value] * 3, 10**6) for value in values]
-    assert sizes == [3 * size for size in (8, 4, 4, 24, 12, 19, 128 + 1 + 2 * (2 + 16) + 1 + 8)]
-    assert dispatch._bytes_up_to([object()], dispatch.INLINE_BYTES) > dispatch.INLINE_BYTES
 
 
 recorded = record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)

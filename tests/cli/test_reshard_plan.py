@@ -1,7 +1,6 @@
 """The command `reshard-plan`: figures, the path of one parameter, the picture, and how it refuses."""
 
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -9,10 +8,6 @@ from typer.testing import CliRunner
 from verl_patches.__main__ import app
 from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.plots import plan_figure, save
-from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.parallel import parse_layout
-from verl_patches.reshard.plan import plan_reshard
 
 TINY = ("--model", str(CONFIGS_DIR / "model" / "deepseekv3_tiny.json"))
 LAYOUTS = ("--train", "tp2 pp2 ep4 etp1 @8 layers=1,3", "--rollout", "tp2 ep4 etp1 @8")
@@ -39,20 +34,6 @@ def test_figures():
     stages = {s["stage"]: s["sent_bytes"]["mean"] for s in plan["stages"]}
     assert max(stages.values()) / plan["sent_bytes"]["mean"] == plan["imbalance_bound"]
     assert set(plan["nearness_bytes"]) == {"card", "node", "across"} and plan["nearness_bytes"]["across"] == 0
-
-
-def test_the_table_and_the_picture(tmp_path):
-    first, other = tmp_path / "new" / "deep" / "plan.png", tmp_path / "other.png"
-    done = call(*LAYOUTS, "--png", str(first))
-    assert done.exit_code == 0, (done.output, done.exception)
-    for word in ("received / bound", "collectives", "verified: every rollout element", "plan.png"):
-        assert word in done.stdout
-    call("--train", "tp2 pp2 ep4 etp1 @8 layers=2,2", *LAYOUTS[2:], "--png", str(other))
-    libraries = {"train_library": "mindspeed", "rollout_library": "vllm-ascend"}
-    layouts = map(parse_layout, (LAYOUTS[1], LAYOUTS[3]))
-    plan = plan_reshard(build_inventory(Path(TINY[1])), *layouts, **libraries)
-    same = save(plan_figure(plan), tmp_path / "same.png")  # what is in it: tests/evaluation/test_plots.py
-    assert first.read_bytes() == same.read_bytes() != other.read_bytes()
 
 
 def test_the_path_of_one_parameter():

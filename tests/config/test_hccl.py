@@ -64,17 +64,6 @@ def test_a_buffer_below_the_need_is_refused_with_the_need_and_the_variable():
         assert variables(recipe__hccl__buffer_mib=given)["HCCL_BUFFSIZE"] == str(given)
 
 
-def test_small_buffers_for_groups_without_experts_and_the_memory_that_they_leave():
-    """64 MiB hold CANN's advice for a language model: the hidden states of a micro batch (envref_07_0080)."""
-    run = run_of()
-    assert run.recipe.hccl.small_groups_mib >= run.longest_tokens * run.model.hidden_size * 2 / 2**20
-    alike = run_of(recipe__hccl__small_groups_mib=None)
-    groups = hccl.groups(run)
-    assert len(groups) == 25 and sum(group.small for group in groups) == 16
-    sizes = [[hccl.group_buffer_mib(of, group) for group in hccl.groups(of)] for of in (run, alike)]
-    assert [round(2 * sum(mib) / 1024, 1) for mib in sizes] == [7.3, 14.6]  # docs/ascend.md
-
-
 def test_the_groups_that_communicate_and_their_memory():
     """Controls: with one size for all groups the sums differ, and without expert parallelism a group is idle."""
     run = run_of()
@@ -124,12 +113,6 @@ def test_groups_of_context_parallelism():
 def test_experts_over_a_part_of_a_tp_group_are_refused():
     with pytest.raises(ConfigError, match="expert_model_parallel_size is 2.* 4"):
         hccl.groups(run_of(actor_rollout_ref__actor__megatron__expert_model_parallel_size=2))
-
-
-def test_a_plan_holds_the_checks_and_fails_with_them():
-    checks = hccl.hccl_checks(run_of(recipe__hccl__buffer_mib=200, recipe__hccl__base_port=6300))
-    found = {check.name: check.ok for check in checks if check.name.startswith("HCCL")}
-    assert found == {"HCCL buffer": False, "HCCL timeouts": True, "HCCL ports": False}
 
 
 def test_the_timeout_of_a_collective_must_be_possible_in_the_expansion_mode():

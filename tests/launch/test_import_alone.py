@@ -10,9 +10,8 @@ from omegaconf import OmegaConf
 from verl_patches.catalog import rows_of
 from verl_patches.errors import ConfigError
 from verl_patches.launch import import_alone
-from verl_patches.launch.import_alone import _record, fill_recipe
+from verl_patches.launch.import_alone import fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
-from verl_patches.launch.run_folder import begin_without_launcher
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import parse
 from verl_patches.recipe.schema import Recipe, Watch
@@ -138,14 +137,6 @@ def test_on_npu_the_device_and_the_fixed_route_must_match(monkeypatch, device, r
     found.trainer.device = device
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         fill_recipe(found, NPU)
-
-
-def test_the_folder_of_the_record_is_named_in_full(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    with contextlib.ExitStack() as held:
-        run = begin_without_launcher(fill_recipe(config(run="mine", output_root="outputs"), CPU), held)
-    assert str(tmp_path / "outputs" / "mine" / "0001") in _record(run)
-    assert "+recipe.run=NAME" in _record(fill_recipe(config(output_root="outputs"), CPU))
 
 
 @pytest.mark.parametrize(

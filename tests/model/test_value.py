@@ -61,22 +61,6 @@ def found(request, folder, run_ranks):
     }
 
 
-def test_gae_with_gamma_and_lambda_of_1_is_the_reward_less_the_value():
-    """verl's function; it whitens advantages afterwards."""
-    from verl.trainer.ppo.core_algos import compute_gae_advantage_return
-
-    lengths, generator = torch.tensor([4, 7, 2]), torch.Generator().manual_seed(1)
-    mask = (torch.arange(7) < lengths[:, None]).float()
-    values, rewards = torch.randn(3, 7, generator=generator) * mask, torch.tensor([1.0, 0.0, -0.5])[:, None]
-    given = rewards * (torch.arange(7) == lengths[:, None] - 1)
-    for gamma, same in ((1.0, True), (0.9, False)):
-        advantages, returns = compute_gae_advantage_return(given, values, mask, gamma, 1.0)
-        left = (rewards - values)[mask > 0]
-        whitened = (left - left.mean()) / left.std()
-        assert torch.allclose(advantages[mask > 0], whitened, atol=1e-5) == same
-        assert torch.allclose(returns * mask, rewards * mask, atol=1e-6) == same
-
-
 def layouts(found):
     return [name for name in found if name in SIZES]
 

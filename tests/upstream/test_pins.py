@@ -1,8 +1,5 @@
 """The pin file: its schema, the variables that the pins really read, and that nothing writes a pin down differently."""
 
-import re
-from pathlib import Path
-
 import pytest
 import yaml
 from omegaconf import OmegaConf
@@ -12,7 +9,6 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import LINES
 from verl_patches.upstream.pins import PIN_FILE, load_pins, same_version
 
-ROOT = Path(__file__).resolve().parents[2]
 PINS = load_pins()
 A3 = PINS.line("a3")
 
@@ -39,45 +35,6 @@ def test_a_key_that_is_wrong_is_named(tmp_path, edit, message):
     path.write_text(yaml.safe_dump(data))
     with pytest.raises(ConfigError, match=message):
         load_pins(path)
-
-
-RUNBOOKS = [(ROOT / "docs" / folder / "256-die-runbook.md").read_text() for folder in ("", "zh")]
-
-
-def downloads_of(text):
-    """What a runbook's commands download: wheels, packages, clones and their commits, files of Hugging Face."""
-    code = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
-    hub = re.findall(r"hf (?:download|cache verify) (\S+)(?: (\w+\.json))?.*--revision (\w+)", code)
-    return {
-        "wheels": set(re.findall(r"^([0-9a-f]{64})  (\S+)$", code, re.MULTILINE)),
-        "packages": set(re.findall(r"(torch\w*)==(\S+)", code)),
-        "addresses": set(re.findall(r"https://[\w./-]+\.git\b", text)),
-        "clones": set(re.findall(r"git -C packages/(\S+) checkout --quiet (\w+)", code)),
-        "hub": {(name, commit) for name, _, commit in hub},
-        "files": {file for _, file, _ in hub if file},
-    }
-
-
-def pinned_downloads(line):
-    found = line.downloads
-    hub = found["model"], found["data"]
-    return {
-        "wheels": {(found[name].sha256, found[name].file) for name in ("torch", "torch_npu")},
-        "packages": {(name, line.packages[name]) for name in ("torch", "torch_npu")},
-        "addresses": {*found["apex"].urls, *found["NVIDIA-apex"].urls},
-        "clones": {("apex", found["apex"].commit)},
-        "hub": {(files.repository, files.commit) for files in hub},
-        "files": {files.file for files in hub if files.file},
-    }
-
-
-def test_what_the_runbooks_download_is_pinned():
-    assert set(A3.downloads) == {"torch", "torch_npu", "apex", "NVIDIA-apex", "model", "data"}
-    assert [downloads_of(text) for text in RUNBOOKS] == [pinned_downloads(A3)] * 2
-    for name in ("torch", "torch_npu"):
-        python = "cp" + A3.container.python.replace(".", "")
-        assert A3.downloads[name].file.startswith(f"{name}-{A3.packages[name]}-{python}-{python}-")
-    assert f"{A3.downloads['model'].bytes / 1e9:.1f} GB" in RUNBOOKS[0]
 
 
 @pytest.mark.parametrize(
