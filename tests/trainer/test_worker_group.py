@@ -195,18 +195,6 @@ def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(
         find_recording(str(tmp_path / "elsewhere"))
 
 
-def test_chosen_steps_are_profiled_from_their_first_call_on(tmp_path):
-    group, workers = group_of(profile_to=tmp_path, profile={"steps": [2]})
-    for lengths in ([4, 5], [6, 7]):
-        generate(group, prompts())
-        assert group.lengths is None  # a step without an update has no FLOPs
-        group.update_actor(prompts(global_token_num=lengths))
-        assert group.lengths == lengths
-    assert workers.profiled == [(2, str(tmp_path))]
-    group.generate_sequences(prompts(validate=True))  # of the same step, after it
-    assert len(workers.profiled) == 1
-
-
 @pytest.mark.parametrize(("meta", "place"), [({"validate": True}, (VALIDATE, 1)), ({"do_sample": False}, ("", 0))])
 def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, place):
     """The controller is in validate from its first batch to the next step."""
