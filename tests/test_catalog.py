@@ -72,12 +72,6 @@ def test_a_row_without_the_rows_that_make_it_right_is_refused_and_can_be_off(swi
     assert row not in Engine(ROWS, replace(switches, patterns=(instead,))).wanted
 
 
-def test_every_id_begins_with_a_stage():
-    """So that a user who switches `-memory.*` off knows what that is."""
-    stages = "rollout reward logprob advantage update reshard memory checkpoint dispatch model platform".split()
-    assert {row.id.partition(".")[0] for row in all_rows()} <= set(stages)
-
-
 @pytest.mark.slow
 def test_every_provider_is_there_and_every_target_is_active(prelude):
     """Import everything that rows wait for in one fresh process; all rows must say active."""

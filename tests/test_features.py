@@ -36,7 +36,6 @@ CHANGES = [
     ({"recipe.rewards": [{"name": "reward_model", "path": "/models/rm"}]}, {"reward_models", "value_models"}),
     ({"recipe.train.routing_replay": "R2"}, {"routing_replay"}),
     ({"recipe.hccl.small_groups_mib": None}, {"small_groups"}),
-    ({"recipe.train.swap_optimizer": False}, {"swap_optimizer"}),
     ({"recipe.tensor_cache.enabled": False}, {"tensor_cache"}),
 ]
 

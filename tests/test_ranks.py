@@ -2,14 +2,13 @@
 
 import os
 import signal
-import socket
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, Ranks, held_port
+from tests.ranks import RankError, Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -41,15 +40,6 @@ def test_a_failure_names_the_rank_and_the_next_call_works(how, words):
         assert ranks.run(fails, 2, how) == [2, 2]
 
 
-def test_nobody_else_gets_a_held_port_and_a_server_can_listen_on_it():
-    with held_port() as port:
-        with pytest.raises(OSError), socket.socket() as other:
-            other.bind(("127.0.0.1", port))
-        store = dist.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)
-        store.set("key", "value")
-        assert store.get("key") == b"value"
-
-
 def scaled(values: torch.Tensor) -> torch.Tensor:
     """Times two on rank 0, three on rank 1."""
     return values * (2 + dist.get_rank())
@@ -61,17 +51,3 @@ def test_tensors_and_errors_of_all_ranks_arrive():
         assert [result.tolist() for result in results] == [[0, 2, 4], [0, 3, 6]]
         with pytest.raises(RankError, match=r"(?s)rank 0:\n.*TypeError.*rank 1:\n.*TypeError"):
             ranks.run("tests.test_ranks:scaled")
-
-
-def fails_at_exit() -> None:
-    """A process that fails after its work."""
-    import atexit
-
-    atexit.register(os._exit, 3)
-
-
-def test_ranks_that_fail_at_start_or_end_are_an_error(run_ranks):
-    with pytest.raises(RankError, match="(?s)did not start.*unknown encoding"):
-        Ranks(1, {**os.environ, "PYTHONIOENCODING": "none"}).run(fails_at_exit)
-    with pytest.raises(RankError, match="exit code 3"):
-        run_ranks("tests.test_ranks:fails_at_exit")

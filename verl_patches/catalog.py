@@ -535,11 +535,6 @@ MEMORY: tuple[PatchSpec, ...] = (
             "addresses, which only vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to "
             "torch's pool and compiles graphs without it.", role="correctness", feature="graphs",
             exit="vllm-ascend has an option for frozen_parameter"),
-    _row("memory.swap_optimizer", "override", f"{_ACTOR}._build_model_optimizer",
-         "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
-         "Megatron 0.12.2 steps all states at once, on the device or on the host (optimizer_cpu_offload); "
-         "recipe.train.swap_optimizer streams them through the device in pieces, as MindSpeed does on line a3.",
-         lines=_PYPI, needs=("update.recipe_worker", "model.train_dtype"), feature="swap_optimizer"),
 )  # fmt: skip
 
 DISPATCH: tuple[PatchSpec, ...] = (

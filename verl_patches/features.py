@@ -37,7 +37,6 @@ def feature_states(run: RunSpec) -> dict[str, bool]:
         "reward_models": bool(run.reward_models),
         "routing_replay": train.routing_replay is not None,
         "small_groups": recipe.hccl.small_groups_mib is not None,
-        "swap_optimizer": train.swap_optimizer,
         "tensor_cache": recipe.tensor_cache.enabled,
         "value_models": run.has_critic or bool(run.reward_models),
     }

@@ -12,7 +12,7 @@ from verl_patches.config.files import data_checks, disk_checks, folder_checks, h
 from verl_patches.config.hccl import hccl_checks
 from verl_patches.log_probs.on_policy import on_policy_checks
 from verl_patches.log_probs.truth_check import truth_check_checks
-from verl_patches.memory.checks import sleep_checks, swap_checks
+from verl_patches.memory.checks import sleep_checks
 from verl_patches.model.checks import engine_checks, expert_checks, model_checks, recomputation_checks, train_checks
 from verl_patches.objectives.checks import critic_checks, estimator_checks, objective_checks
 from verl_patches.replay.checks import recording_checks, routing_replay_checks
@@ -51,7 +51,6 @@ SIZES: tuple[Rule, ...] = (
     critic_checks,
     micro_batch_checks,
     routing_replay_checks,
-    swap_checks,
     # weight sync
     sync_checks,
     # the run

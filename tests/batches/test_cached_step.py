@@ -15,7 +15,7 @@ from verl_patches.batches.cached_batch import CachedBatch, padded_prompts
 from verl_patches.batches.cached_step import CachedStep
 from verl_patches.batches.checks import micro_batch_checks
 from verl_patches.batches.exchange import Ragged, mask_of, packed_ids, to_padded, unpacked_ids
-from verl_patches.batches.payloads import Advantages, ExchangeReport, LogProbs, Placement, ResponseIds
+from verl_patches.batches.payloads import Advantages, LogProbs, Placement, ResponseIds
 from verl_patches.errors import ConfigError
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
@@ -192,13 +192,6 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
     assert (placement.prompt_lengths.tolist(), placement.response_lengths.tolist()) == ([2, 2, 1, 1], [2, 3, 1, 3])
     assert {array.dtype for array in (placement.prompt_lengths, placement.response_lengths)} == {np.dtype(np.int32)}
     assert (placement.widths, placement.pad_id, placement.balance) == ((4, WIDTH), 0, True)
-
-
-def test_the_record_of_an_exchange_has_the_largest_of_its_ranks():
-    step = step_of()
-    assert step.report() is None
-    step.reports = [ExchangeReport(8, 4, 9, 1.25), ExchangeReport(2, 6, 9, 1.25)]
-    assert step.report() == {"sent_bytes": 8, "received_bytes": 6, "kept_bytes": 9, "balance": 1.25}
 
 
 @pytest.mark.parametrize(("more", "words"), [

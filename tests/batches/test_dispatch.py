@@ -1,13 +1,7 @@
 """Calls to all workers: which bytes are serialised, the values that arrive, and the recorded starts."""
 
-import functools
-import threading
-
-import numpy as np
 import pytest
-import torch
-from verl.protocol import DataProto
-from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, register
+from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.trainer import dispatch
 from verl_patches.trainer.dispatch import record_starts, start_skew
@@ -73,69 +67,4 @@ def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew_between_the_same_call
     assert not any(dispatch.take_calls().values())
 
 
-BATCH = DataProto.from_dict({"x": torch.zeros(4, 8)}, {"n": np.array(["ab", [1, 2]] * 2, dtype=object)}, {"a": None})
-
-
-def test_sizes_are_sums_over_parts_and_an_unknown_value_is_not_small():
-    values = [None, "four", np.float32(1), np.zeros(3), torch.zeros(3), {"a": [1, (2.0, b"xy")]}, BATCH]
-    sizes = [dispatch._bytes_up_to([value] * 3, 10**6) for value in values]
-    assert sizes == [3 * size for size in (8, 4, 4, 24, 12, 19, 128 + 1 + 2 * (2 + 16) + 1 + 8)]
-    assert dispatch._bytes_up_to([object()], dispatch.INLINE_BYTES) > dispatch.INLINE_BYTES
-
-
 recorded = record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)
-
-
-def names_of(*calls):
-    """Names of the starts that `calls` record."""
-    dispatch.take_starts()
-    for call in calls:
-        call()
-    return [name for name, _ in dispatch.take_starts()]
-
-
-def test_coroutines_and_calls_of_vllms_executor_are_not_recorded():
-    def method(self):
-        return "done"
-
-    async def sleep(self):
-        return None
-
-    of_vllm = record_starts(register)(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method)
-    plain, coroutine = recorded(method), recorded(sleep)
-    assert names_of(lambda: plain(None), lambda: of_vllm(None)) == ["method"] and plain(None) == "done"
-    assert coroutine.__code__ is not plain.__code__
-    assert getattr(plain, MAGIC_ATTR)["dispatch_mode"] == Dispatch.ONE_TO_ALL
-
-
-def test_a_method_is_recorded_by_the_name_of_the_call():
-    def f(self):  # as verl's GPUMemoryLogger makes it
-        return None
-
-    class Worker:
-        one, two = recorded(f), recorded(f)
-
-    Worker.two = functools.wraps(Worker.two)(lambda self, below=Worker.two: below(self))  # a row
-    assert names_of(Worker().two, Worker().one) == ["two", "one"]
-
-
-def test_an_error_ends_the_call_and_threads_do_not_hide_each_other():
-    @recorded
-    def outer(self, inner):
-        inner()
-        raise KeyError
-
-    @recorded
-    def other():
-        return None
-
-    def in_thread():
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-
-    def failing(inner):
-        with pytest.raises(KeyError):
-            outer(None, inner)
-
-    assert names_of(lambda: failing(other), lambda: failing(in_thread)) == ["outer", "outer", "other"]

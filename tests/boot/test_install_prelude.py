@@ -81,14 +81,6 @@ def test_another_file_or_prelude_is_refused(tmp_path, text, words):
     assert file.read_text() == text
 
 
-def test_the_mode_and_the_file_of_a_package_cache_stay(tmp_path):
-    file, cache = make_tree(tmp_path / "checkout"), tmp_path / "cache.py"
-    file.chmod(0o640)
-    os.link(file, cache)
-    insert_line(tmp_path / "checkout")
-    assert LINE in file.read_text() and cache.read_text() == WORKER and file.stat().st_mode & 0o777 == 0o640
-
-
 def test_verl_is_found_without_importing_it_and_one_that_is_not_there_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="--verl-path DIR"):
         insert_line(tmp_path)

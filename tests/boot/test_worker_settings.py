@@ -12,8 +12,7 @@ SEND = """
 import json, sys
 from verl_patches import prelude_patch
 from verl_patches.boot.worker_settings import send_switches
-class Config: runtime_env = {"env_vars": {"B": "2"}}
-given = eval(sys.argv[1], {"Config": Config})
+given = eval(sys.argv[1])
 print(json.dumps(send_switches(lambda *args, **options: options.get("runtime_env"))(**given)))
 """
 SWITCHES = "line=pypi,platform=cpu,-memory.ledger"
@@ -26,8 +25,6 @@ VARIABLE, OTHER = {"VERL_PATCHES": SWITCHES}, {"env_vars": {"VERL_PATCHES": "x"}
 @pytest.mark.parametrize(("given", "job", "runtime_env"), [
     ("{}", None, {"env_vars": VARIABLE}),
     ("{'runtime_env': {'env_vars': {'A': '1'}, 'pip': []}}", None, {"env_vars": {"A": "1", **VARIABLE}, "pip": []}),
-    ("{'job_config': Config}", None, {"env_vars": {"B": "2", **VARIABLE}}),
-    ("{'runtime_env': {'env_vars': {'VERL_PATCHES': 'x'}}}", None, OTHER),
     ("{}", json.dumps({"runtime_env": OTHER}), None),  # Ray merges the submitted job's
 ])  # fmt: skip
 def test_workers_get_the_drivers_switches_unless_they_have_some(run_warm, given, job, runtime_env):

@@ -59,16 +59,6 @@ def test_a_refused_key_is_named_and_ends_with_1():
     assert " 1 refused" in done.stdout
 
 
-def test_the_table_and_the_note_about_another_verl(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")  # cells in one line
-    done = call("--explain", "--config-name", RUNS[0])
-    words = ("--tensor-model-parallel-size 4", "verl's own", "with actor.optim.warmup_style", "no argument")
-    for word in (*words, "--moe-token-dispatcher-type alltoall", " 0 refused"):
-        assert word in done.stdout
-    assert "note: " in done.stderr and "composed over verl 0.4.0" in done.stderr and "note:" not in done.stdout
-    assert "note:" not in call("--config-name", TINY).output
-
-
 def test_wrong_use():
     error = call("--explain", "--config-name", TINY).exception
     assert isinstance(error, ConfigError) and "recipe.line is pypi: add recipe.line=a3" in str(error)

@@ -12,12 +12,10 @@ import pytest
 from verl_patches.__main__ import main
 from verl_patches.catalog import all_rows
 from verl_patches.cli import contract
-from verl_patches.cli.output import show
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.contract import installed_root
 from verl_patches.patching.engine import Engine
-from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 
@@ -102,23 +100,6 @@ def test_a_changed_token_is_reported(run, copies):
     assert found["details"][0] == f"verl/utils/seqlen_balancing.py:{number}: {line.strip()}"
 
 
-def test_a_report_is_printed_as_a_table(capsys):
-    details = ("verl/x.py:4: y = 1",)
-    finding = Finding("a.b", "problem", "verl/x.py:3", "reviewed 1", "the body is 2", "review it", details)
-    report = Report("check", "pypi", (finding, Finding("c.d", "fine", where="[bold]")))
-    show(report, fine=False)
-    out = capsys.readouterr().out
-    assert "a.b: verl/x.py:4: y = 1" in out and "review it" in out and "1 fine, 0 note, 1 problem" in out
-    assert "[verl/x.py:3]" in out and "c.d" not in out
-    show(report)
-    out = capsys.readouterr().out
-    assert "c.d" in out and "[[bold]]" in out and "a.b: verl/x.py:4" in out
-    waits = [Finding(name, "not run", expected=name, found="no Ray answers", todo="start it") for name in ("a", "b")]
-    show(Report("doctor", "pypi", (*waits, Finding("c", "not run", found="other"))))  # a and b wait for the same
-    out = capsys.readouterr().out
-    assert "a, b" in out and out.count("no Ray answers") == 1 and "3 not run" in out
-
-
 @pytest.mark.slow
 @pytest.mark.upstream
 def test_rows_of_a_clone_that_is_missing_are_listed_as_not_checked(run, tmp_path, pytestconfig):
@@ -143,11 +124,8 @@ def test_rows_of_a_clone_that_is_missing_are_listed_as_not_checked(run, tmp_path
     ("words", "message"),
     [
         (("--upstream", "{tmp}", "--installed"), "exclude each other"),
-        (("--upstream", "{tmp}/nowhere"), "nowhere is not a folder"),
         (("--upstream", "{tmp}"), "found no verl"),
         (("--only", "verl"), "needs --upstream"),
-        (("--line", "a4"), "a4"),
-        (("--line", "a3", "--upstream", "{tmp}"), "found no verl"),
     ],
 )
 def test_wrong_use_is_refused(run, tmp_path, words, message):

@@ -12,12 +12,10 @@ from typer.testing import CliRunner
 
 from verl_patches import shared_files
 from verl_patches.__main__ import app
-from verl_patches.catalog import ROWS
 from verl_patches.cli.live import live
 from verl_patches.errors import ConfigError, interrupted
 from verl_patches.evaluation.report import figures
 from verl_patches.layout.phases import CALLS
-from verl_patches.patching.switches import Switches, said_off
 from verl_patches.shared_files import lock_file
 from verl_patches.trainer.record import Progress, write_json
 from verl_patches.trainer.run import Run
@@ -75,24 +73,6 @@ def test_a_figure_says_whether_it_is_of_the_last_step_and_its_median_is_the_repo
     printed = CliRunner().invoke(app, ["status", str(folder)]).stdout
     assert re.search(r"last step +median", printed) and re.search(r"tokens/s/rank +4 +5\b", printed)
     assert "MFU" not in printed
-
-
-@pytest.mark.parametrize("off", [["a.b", "c.d"], []])
-def test_the_rows_that_the_user_switched_off_are_said_in_the_words_of_the_start(folder, off):
-    rows = [{"id": "x.y", "state": "off", "reason": "not for line a3"}, {"id": "z", "state": "active"}]
-    rows += [{"id": name, "state": "off", "reason": Switches(patterns=("-*",)).decide(ROWS[0])[1]} for name in off]
-    rows = [{**row, "target": "m:f", "process": process} for process in ("controller", "worker 0") for row in rows]
-    write_json(folder / "summary.json", {"run": "r", "exit": "running", "steps": [], "patches": rows})
-    printed = CliRunner().invoke(app, ["status", str(folder)]).stdout
-    assert live(folder, NOW)["off"] == off
-    assert (said_off(off) in printed.splitlines()) == bool(off) == ("off by you" in printed)
-
-
-def test_a_resumed_run_has_its_seam(folder):
-    again = {**step(2, 10.0), "resumed_after": 1}
-    write_json(folder / "summary.json", {"run": "r", "exit": "running", "steps": [step(1, 50.0), again]})
-    assert live(folder, NOW)["resumed"] == "after step 1"
-    assert "after step 1" in CliRunner().invoke(app, ["status", str(folder)]).stdout
 
 
 def test_before_the_first_step_ends_there_is_no_pace(folder):

@@ -1,15 +1,11 @@
 """Tables, sentences and commands in terminals and in pipes."""
 
-import io
 import shlex
 import subprocess
 import sys
 
-import pytest
-from rich.console import Console
-
 from verl_patches.cli import output
-from verl_patches.cli.output import grid, say, say_command, table
+from verl_patches.cli.output import say_command, table
 
 NAMES = ("id", "kind", "target", "why")
 TARGET = "verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__"
@@ -24,28 +20,6 @@ def test_a_pipe_gets_a_table_of_plain_lines_that_is_no_wider_than_its_width(caps
     assert lines[0].startswith("reshard.direct  override  verl.") and "".join(lines).isascii()
     (other,) = (line for line in lines if line.startswith("x "))
     assert "[bold]" in other and r"\x1b[2J" in other  # no markup, and no code of a terminal
-
-
-@pytest.mark.parametrize("columns", [60, 100])
-def test_a_terminal_gets_a_table_of_its_width_with_whole_ids_and_red_rows(columns):
-    terminal = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=columns)
-    terminal.print(grid(NAMES, ROWS, red=[0]))
-    plain = Console(file=io.StringIO(), width=columns)
-    plain.print(grid(NAMES, ROWS))
-    lines = plain.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= columns and lines[1].startswith("reshard.direct  ")
-    red = [line for line in terminal.file.getvalue().splitlines() if "\x1b[31m" in line]
-    assert red and not any("bold" in line for line in red)
-
-
-def test_a_pipe_gets_a_sentence_in_one_line_and_a_terminal_does_not_break_its_words(monkeypatch, capsys):
-    text = "a sentence of many words " * 20
-    say(text)
-    assert capsys.readouterr().out == f"{text}\n"
-    monkeypatch.setattr(output, "console", lambda err=False: Console(force_terminal=True, width=40))
-    say(text)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 40 and {word for line in lines for word in line.split()} == set(text.split())
 
 
 def test_a_command_can_be_pasted(monkeypatch, capsys):

@@ -63,11 +63,9 @@ def test_no_layout_is_searched_where_none_would_help():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((TINY, "--dies", "16"), "--dies 16 is for --search"),
         ((TINY, "--search"), "--dies is 2; expected a multiple of 16"),
         ((TINY, "--search", "--dies", "16"), "expected recipe.platform=npu"),
         ((TINY, "--dp-sync", "mpi"), "--dp-sync is 'mpi'; expected one of hccl, gloo"),
-        (("no_such_config",), "no config of a run"),
     ],
 )
 def test_wrong_use_is_refused(arguments, message):

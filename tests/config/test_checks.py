@@ -126,8 +126,6 @@ REFUSED = [
     (rules.routing_replay_checks, LARGE, [REPLAY, f"{SKIP}=true"], ["skip_old_log_prob leaves out the pass"]),
     (rules.routing_replay_checks, RANDOM, [REPLAY, f"{SKIP}=false", OFF("update.routing_samples")],
      ["balanced_routing ignores the router", "row update.routing_samples is off"]),
-    (rules.swap_checks, TINY, ["recipe.train.swap_optimizer=true", f"{ACTOR}.optimizer_offload=true"],
-     ["optimizer_offload=false"]),
     (rules.sync_checks, LARGE, [SMALL_BUCKETS], ["at least 14336, one row of model.*, found 1000"]),
     (rules.checkpoint_checks, TINY, [SAVE, "trainer.default_hdfs_dir=hdfs://x", OFF("checkpoint.*"),
                                      f"{ACTOR}.use_distributed_optimizer=false"],
@@ -210,26 +208,6 @@ def test_ranks_that_cannot_be_split_as_the_config_says_are_no_run(override, side
     assert refused.value.side == side
 
 
-BY_VLLM = f"{ASCEND}.vllm_sleep_mode=true"
-
-
-@pytest.mark.parametrize(("name", "overrides", "detail"), [
-    (TINY, [], "to torch's pool"),
-    (LARGE, [BY_VLLM], "addresses that graphs captured"),
-    (LARGE, [BY_VLLM, OFF("memory.sleep_mode")], "memory.sleep_mode is off: vLLM copies all"),
-])  # fmt: skip
-def test_sleep_of_the_rollout_is_described(name, overrides, detail):
-    (found,) = rules.sleep_checks(composed(name, overrides))
-    assert found.ok and re.search(detail, found.detail), found
-    assert found.note == (BY_VLLM in overrides) == ("on several nodes it may free" in found.detail)
-
-
-def test_every_graph_is_named_with_the_time_to_compile_it():
-    found = {check.name: check.detail for check in rules.seat_checks(composed(LARGE))}["graph batch sizes"]
-    assert "graphs of 8, 16, 32, 64" in found and "2 to 6 minutes to compile at the start" in found
-    assert "graph batch sizes" not in {check.name for check in rules.seat_checks(composed(LARGE, NO_GRAPHS))}
-
-
 @pytest.fixture
 def folders(tmp_path):
     """The override that names a folder of the tiny model: in bf16, in FP8, in shards."""
@@ -282,17 +260,6 @@ def test_a_checkpoint_that_is_not_whole_is_refused_before_the_start(tmp_path, mo
     assert "global_step_3/manifest.json: expected format" in fault
     other = composed(TINY, ["recipe.run=other", given[0], "trainer.resume_mode=auto"])
     assert failed(rules.checkpoint_checks, other) == []
-
-
-@pytest.mark.parametrize(("name", "override", "words"), [
-    (TINY, "recipe.dtype=fp32", "all sampled tokens of every step"),
-    (TINY, f"{SAMPLING}.temperature=0.7", "never compared: sampling changes .*every=N"),
-    (LARGE, "recipe.dtype=bf16", "from step 1 every 10: 128 x 256 tokens"),
-    (RANDOM, "recipe.dtype=bf16", "never compared: recipe.logprob_check.action=off"),
-])  # fmt: skip
-def test_the_plan_says_whether_log_probs_are_compared(name, override, words):
-    (check,) = rules.truth_check_checks(composed(name, [override]))
-    assert check.ok and check.note is ("never" in words) and re.search(words, check.detail), check
 
 
 def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):

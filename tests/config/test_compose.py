@@ -57,17 +57,10 @@ def test_what_a_run_reads_is_found_from_other_folders_too(tmp_path, monkeypatch,
     [
         ("data.max_prompt_len=3", r"unknown key data\.max_prompt_len; did you mean data\.max_prompt_length"),
         ("data.image_key=x", r"verl reads it: write \+data\.image_key="),
-        ("recipe.foo=1", r"unknown key recipe\.foo"),
         ("recipe.train.swap_optimiser=true", r"did you mean recipe\.train\.swap_optimizer"),
-        ("recipe.rollout.dp=two", "could not be converted to Integer"),
         ("recipe.dtype=fp16", "expected one of fp32, bf16"),
-        ("data.train_batch_size", "missing EQUAL"),
         ("~recipe.run", "does not support deletion"),
         ("actor_rollout_ref.rollout.dtype=bfloat16", "set recipe.dtype only"),
-        ("+data.x=" + "9" * 5000, "Exceeds the limit"),
-        ("+data.x=" + "[" * 3000 + "]" * 3000, "recursion"),
-        ("+data.x='a\nb'", "expected printable text"),
-        ("recipe.run=${recipe.run}", "Recursive interpolation"),
     ],
 )
 def test_wrong_overrides_are_refused_with_what_to_do(override, message):
@@ -83,14 +76,9 @@ MODEL = "actor_rollout_ref.model.override_config.model_config.num_hidden_layers"
     ("name", "overrides", "layers", "stages"),
     [
         (BIG, ["recipe.num_hidden_layers=16"], 16, [4, 2, 2, 2, 2, 2, 1, 1]),  # 3 dense layers, and one with experts
-        (BIG, ["recipe.num_hidden_layers=11"], 11, [4, 1, 1, 1, 1, 1, 1, 1]),
-        (BIG, ["recipe.num_hidden_layers=61"], 61, [7, 7, 8, 8, 8, 8, 8, 7]),
         (BIG, ["recipe.num_hidden_layers=16", "recipe.train.layers_per_stage=[9,1,1,1,1,1,1,1]"], 16, [9, *[1] * 7]),
-        (BIG, ["recipe.num_hidden_layers=16", "recipe.train.layers_per_stage=null"], 16, [4, 2, 2, 2, 2, 2, 1, 1]),
         (TINY, ["recipe.num_hidden_layers=3"], 3, None),
-        ("deepseekv3_64die", [], 32, [9, 8, 8, 7]),
         ("deepseekv3_64die", ["recipe.num_hidden_layers=16"], 16, [5, 4, 4, 3]),
-        (BIG, [], 61, [7, 7, 8, 8, 8, 8, 8, 7]),
     ],
 )
 def test_the_first_layers_are_cut_wherever_the_depth_is_read(name, overrides, layers, stages):
@@ -104,8 +92,6 @@ def test_the_first_layers_are_cut_wherever_the_depth_is_read(name, overrides, la
 
 @pytest.mark.parametrize(("name", "layers", "others", "message"), [
     (BIG, 10, [], r"num_hidden_layers is 10; expected 11 to 61: .* 3 dense .* 8 pipeline"),
-    (BIG, 62, [], "num_hidden_layers is 62; expected 11 to 61"),
-    (TINY, 1, [], "num_hidden_layers is 1; expected 2 to 4"),
     (TINY, 3, [f"+{MODEL}=2"], f"{MODEL} is given; expected none"),
 ])  # fmt: skip
 def test_layers_that_the_model_or_its_stages_do_not_have_are_refused(name, layers, others, message):
@@ -143,26 +129,6 @@ def test_a_key_of_ours_that_verl_does_not_have_is_refused(configs):
             compose_config("wrong")
 
 
-def test_files_of_configs_that_cannot_be_read_at_all_break_nothing(configs):
-    (configs / "folder.yaml").mkdir()
-    (configs / "gone.yaml").symlink_to(configs / "nothing.yaml")
-    assert compose_config(TINY).recipe.run == "smoke"
-    with pytest.raises(ConfigError, match="no config of a run .* has the name gone"):
-        compose_config("gone")
-
-
-def test_defaults_that_lead_back_or_are_no_list_are_refused(configs):
-    (configs / "b.yaml").write_text("defaults: [deepseekv3_tiny]\n")
-    for text, message in {
-        "defaults: [b]": "tiny.yaml.* deepseekv3_tiny -> b -> deepseekv3_tiny",
-        "defaults: 3": "tiny.yaml.*found int",
-        "x: [\ndefaults: [": r"tiny.yaml:\d: expected",
-    }.items():
-        (configs / "deepseekv3_tiny.yaml").write_text(f"{text}\n")
-        with pytest.raises(ConfigError, match=message):
-            compose_config(TINY)
-
-
 RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "algo: " in path.read_text())
 ALGORITHMS = sorted(path.stem for path in (CONFIGS_DIR / "algo").glob("*.yaml"))
 
@@ -181,13 +147,6 @@ def test_a_base_is_no_run_under_its_old_name_or_the_new_one(name):
 def test_an_unknown_algorithm_is_refused_with_the_list():
     with pytest.raises(ConfigError, match=f"^algo=grpo2: expected one of {', '.join(ALGORITHMS)}$"):
         compose_config(TINY, ["algo=grpo2"])
-
-
-def test_a_damaged_preset_is_refused_by_line(configs):
-    preset = configs / "algo/grpo.yaml"
-    preset.write_bytes(preset.read_bytes() + b"\n\ttrainer: {}\n")
-    with pytest.raises(ConfigError, match=rf"{preset}:\d+: expected"):
-        compose_config(TINY)
 
 
 SECRET = "s3cretvalue"

@@ -30,12 +30,8 @@ def test_every_key_is_written_to_one_place_or_is_a_variable():
     ("override", "place", "value"),
     [
         ("multistream_mla=false", "torchair_graph_config.enable_multistream_mla", False),
-        ("multistream_moe=false", "torchair_graph_config.enable_multistream_moe", False),
-        ("view_optimize=true", "torchair_graph_config.enable_view_optimize", True),
         ("graph_batch_sizes=[32,64]", "torchair_graph_config.graph_batch_sizes", [32, 64]),
-        ("scheduler=ascend", "ascend_scheduler_config.enabled", True),
         ("chunked_prefill_for_mla=false", "chunked_prefill_for_mla", False),
-        ("prefix_caching=false", "enable_prefix_caching", False),
         ("vllm_sleep_mode=true", "vllm_sleep_mode", True),
     ],
 )

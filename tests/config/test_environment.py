@@ -1,13 +1,11 @@
 import functools
 import re
 import subprocess
-from dataclasses import replace
 
 import pytest
 
 from verl_patches.boot.install_prelude import LINE
 from verl_patches.catalog import rows_of
-from verl_patches.config import environment
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import derive, process_environment, worker_environment
 from verl_patches.patching.contract import installed_root
@@ -108,30 +106,6 @@ def test_variables_of_workers_and_of_the_driver():
     assert found["VERL_PATCHES"] == run.process_switches.text() and found["RAY_TMPDIR"] == "/x/ray"
     joined = process_environment(derive(run_of(LARGE), "/x"), {})
     assert joined["RAY_ADDRESS"] == "auto" and "RAY_TMPDIR" not in joined
-
-
-def page_of(page):
-    """{variable: the text of its third column} of the table in docs/environment.md."""
-    rows = [line.strip("|").split(" | ") for line in page.read_text().splitlines() if line.startswith("| `")]
-    return {cells[0].strip(" `"): cells[2] for cells in rows if len(cells) == 4 and cells[0].strip(" `").isupper()}
-
-
-def differences(page, variables):
-    """Names of `variables` that the page lacks or gives another value, then those that only the page has."""
-    texts = page_of(page)
-    wrong = [v.name for v in variables if f"`{v.value}`" not in texts.get(v.name, "")]
-    return wrong + sorted(texts.keys() - {v.name for v in variables})
-
-
-@pytest.mark.parametrize("name", [LARGE, WEIGHTS])
-def test_the_page_lists_every_variable_of_platform_npu_with_its_value(name):
-    page = environment.REPOSITORY / "docs" / "environment.md"
-    cpu = {(v.name, v.value) for v in derive(run_of(TINY))}
-    npu = [v for v in derive(run_of(name)) if v.where != "driver" and (v.name, v.value) not in cpu]
-    npu = [v for v in npu if v.name not in ("VERL_PATCHES", "TENSORBOARD_DIR")]
-    assert differences(page, npu) == [] and len(npu) > 10
-    changed = [replace(v, value="17") if v.name == "HCCL_BUFFSIZE" else v for v in npu]  # the control
-    assert differences(page, changed[1:]) == ["HCCL_BUFFSIZE", npu[0].name]
 
 
 def test_a_run_on_npus_preloads_jemalloc_in_its_driver_and_ray_alone(tmp_path, monkeypatch):

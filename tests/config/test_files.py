@@ -138,15 +138,6 @@ def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_pa
     assert counts == [1, 3, 3, 5]  # steps 6, 8 and 9; and 2 as well with 4
 
 
-def test_recorded_responses_are_what_a_step_of_production_takes():
-    """1.2 GB a step (docs/own-data-and-reward.md); nothing without recipe.rollout.record."""
-    sizes = []
-    for record, steps in (("false", 10), ("true", 10), ("true", 20)):
-        run = composed(LARGE, [f"recipe.rollout.record={record}", f"{STEPS}={steps}"])
-        sizes.append(files.disk_needs(run)[0].size_bytes)
-    assert (sizes[1] - sizes[0]) / 10 == pytest.approx(1.2e9, rel=0.05) and sizes[2] - sizes[1] > 10 * 1.1e9
-
-
 @pytest.fixture
 def disk(monkeypatch, tmp_path):
     """disk(free, ...) -> a run whose folder and checkpoints are on file systems with so many free bytes."""

@@ -24,26 +24,17 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 @pytest.mark.parametrize(("override", "words"), [  # one of each kind of value and of fault
     (f"{ACTOR}.optim.lr=banana", f"{ACTOR}.optim.lr is 'banana'"),
-    ("recipe.timeouts.wall_s=nan", "recipe.timeouts.wall_s is nan"),
     ("data.seed=4294967296", "data.seed is 4294967296"),
-    ("trainer.total_training_steps=99999999999999999999", "total_training_steps is 9{20}.*below 9223372036854775807"),
     (f"{ROLLOUT}.temperature=0", r"temperature is 0; expected a number > 0: .*val_kwargs\.do_sample=false"),
     (f"{ACTOR}.shuffle=true", r"needs actor_rollout_ref\.actor\.data_loader_seed="),
     ("algorithm.kl_ctrl.type=adaptivee", "kl_ctrl.type is 'adaptivee'; expected 'fixed' or 'adaptive'"),
     *((f"recipe.ray_address={given}", "expected auto or HOST:PORT, such as 10.0.0.1:6379 or null") for given in (
         "10.0.0.1", "10.0.0.1:99999")),
-    (f"{ACTOR}=3", "actor"),
     (f"{ACTOR}.loss_agg_mode=banana", "loss_agg_mode is 'banana'.*'token-mean'"),
-    ("trainer.logger=[banana]", r"trainer.logger is \['banana'\].*'console'"),
-    ("actor_rollout_ref.model.override_config=null", "model.override_config is null"),
     ("recipe.train.layers_per_stage=[3,0]", r"layers_per_stage is \[3, 0\]"),
-    ("recipe.run=''", "recipe.run is ''"),
     ("recipe.run=é", "in quotes"),
     ("~trainer.n_gpus_per_node", "trainer.n_gpus_per_node is missing"),
-    ("~trainer", "is missing"),
     ("data.custom_cls.path=mine.py", "needs data.custom_cls.name"),
-    ("custom_reward_function={path: null, name: null}", "custom_reward_function.name is null"),
-    ("=5", "override '=5'"),
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_by_its_key(override, words):
     with pytest.raises(ConfigError, match=words) as refused:

@@ -9,12 +9,9 @@ from verl_patches.values import parse_yaml, read_yaml
 
 BAD = {
     "tab": ("a:\n\tb: 1\n", ":2: expected YAML, found a syntax error"),
-    "open bracket": ("a: [1, 2\n", ":2: expected YAML, found a syntax error"),
     "duplicate": ("a: 1\nb: 2\na: 3\n", ":3: expected YAML, found a syntax error (found duplicate key a)"),
     "python tag": ("a: !!python/object/apply:os.system [ls]\n", ":1: expected YAML, found a syntax error"),
-    "bytes": (b"a: caf\xe9\n", ": expected YAML, found a syntax error (unacceptable character"),
     "list": ("- a\n", ": expected lines of KEY: VALUE, found a list"),
-    "two documents": ("a: 1\n---\nb: 2\n", ": expected lines of KEY: VALUE, found 2 documents"),
 }
 
 

@@ -160,10 +160,8 @@ def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tm
     ("overrides", "words"),
     [
         (("data.max_respnse_length=5",), "max_respnse_length"),
-        (("recipe.rewards=[{name: math}]",), "Invalid rewards"),
         (("recipe.platform=npu",), "torch_npu is not installed"),
         (("recipe.rollout.dp=3", "trainer.n_gpus_per_node=2"), "3 ranks .* whole nodes"),
-        (("recipe.line=a3",), "--upstream"),
     ],
 )
 def test_overrides_of_a_run_are_of_keys_that_it_has_and_platforms_that_can_run(run, overrides, words):

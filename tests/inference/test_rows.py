@@ -5,11 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from datetime import datetime
-from decimal import Decimal
-from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pytest
 from pyarrow.parquet import write_table
@@ -65,16 +61,8 @@ def test_long_prompts_are_refused_or_left_out_with_their_rows_numbers_kept(token
     ("line", "words"),
     [
         ({"text": "1"}, "p.jsonl:2: column prompt: expected text or a list of messages, found none"),
-        ({"prompt": ""}, "text with tokens"),
-        (b'{"prompt": "\\ud800"}\n', "surrogates not allowed"),
         ({"prompt": [{"role": "user", "content": [1]}]}, "role and content"),
-        ([1], "p.jsonl:2: expected a JSON object, found list"),
         (b'{"prompt": \n', "p.jsonl:2: expected a JSON object, found not JSON"),
-        (
-            b'{"prompt": ' + b"[" * 1_000_000 + b"\n",
-            "p.jsonl:2: expected a JSON object, found not read: nested too deep",
-        ),
-        (b'{"prompt": "' + b"a" * (1 << 10) + b'"}\n', "a row has more than"),
     ],
 )
 def test_a_bad_row_is_refused_by_file_and_line(tokenizer, write, monkeypatch, line, words):
@@ -109,7 +97,6 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took more than 0.2 s"),
         ("{{ raise_exception('no') }}", "TemplateError: no"),
-        (None, "chat_template is not set"),
     ],
 )
 def test_a_template_that_loops_or_fails_is_refused(tokenizer, write, monkeypatch, template, words):
@@ -156,20 +143,6 @@ def test_an_output_goes_on_after_kill_9_and_has_its_name_when_it_is_whole(tmp_pa
     with pytest.raises(ConfigError, match="expected a new file"), resumable(output, {"n": 1}):
         pass
     assert output.read_bytes() == before and [path.name for path in output.parent.iterdir()] == ["out.jsonl"]
-
-
-def test_values_that_json_lacks_are_written_as_those_that_it_has(tmp_path):
-    output, day = tmp_path / "out.jsonl", datetime(2025, 1, 2)
-    line = {"a": np.float32(0.5), "b": np.bool_(True), "c": np.array([1, 2]), "d": [{"at": day}], "e": Decimal("0.1")}
-    with resumable(output, line) as lines:
-        lines.add(line)
-    expected = {"a": 0.5, "b": True, "c": [1, 2], "d": [{"at": "2025-01-02 00:00:00"}], "e": "0.1"}
-    assert json.loads(output.read_text()) == expected
-
-
-def test_an_output_without_a_name_is_refused():
-    with pytest.raises(ConfigError, match="expected a new file"), resumable(Path(""), {}):
-        pass
 
 
 def test_other_settings_begin_anew_and_another_writer_is_refused(tmp_path):

@@ -7,7 +7,7 @@ from math import comb, sqrt
 
 import pytest
 
-from verl_patches.inference.scores import BOOTSTRAP, WILSON, accuracy_figure, bootstrap, measure, steps_of, wilson
+from verl_patches.inference.scores import BOOTSTRAP, WILSON, bootstrap, measure, steps_of, wilson
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
@@ -54,13 +54,6 @@ def test_steps_are_scored_by_the_mean_over_sources_and_list_their_wrong_answers(
     assert (first["step"], first["score"], first["sources"]["a"]["mean"]) == (1, 0.375, 0.75)
     assert [(each["row"], each["found"]) for each in first["wrong"]] == [(1, "1 0"), (2, "2 0")]
     assert (last["step"], last["score"], last["wrong"]) == (5, 1.0, [])
-
-
-def test_the_picture_has_a_curve_for_each_source():
-    steps = [{"step": n, "sources": {"a$b": measure([[1.0], [0.0]]), "c": measure([[n / 10]])}} for n in (1, 5)]
-    (axes,) = accuracy_figure("run$", steps).axes
-    assert [list(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2][0] == [1, 5]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [r"a\$b", "c"]
 
 
 SCORE = """

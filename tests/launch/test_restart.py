@@ -9,9 +9,8 @@ from tests.runs import composed
 from tests.weights.cases import make_start
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import read_summary
-from verl_patches.launch import launcher, restart
+from verl_patches.launch import restart
 from verl_patches.launch.restart import Restarts, may_help
-from verl_patches.spec import NextStart
 from verl_patches.trainer.checks import restart_checks
 from verl_patches.watch.watcher import fault_in
 from verl_patches.weights.run_folders import starts_in
@@ -29,14 +28,9 @@ WORTH = [
 ]
 NOT_WORTH = [
     "ConfigError: HCCL_BUFFSIZE is 1",
-    "verl_patches.errors.ConfigError: a worker process died of it",
     "interrupted by SIGINT",
-    "still running after 60 s (recipe.timeouts.wall_s)",
     "rank 1 (pid 5 on h) in step 3: ValueError: expected 2, found 3",
-    "verl_patches.log_probs.truth_check.WeightSyncError: step 3: differ",
-    "AlarmError: step 3: alarm nan: NaN or infinite: actor/pg_loss",
     "torch.OutOfMemoryError: NPU out of memory. Tried to allocate 2.00 GiB",
-    "the driver exited with 1; its log shows no error",
 ]
 
 
@@ -141,29 +135,13 @@ def test_the_last_step_is_the_runs_own_where_a_class_of_the_users_makes_samples_
     assert restart.last_step_is_saved(run.with_verl({"trainer.total_training_steps": 3}), folder)
 
 
-@pytest.mark.slow
-def test_a_disk_that_fails_between_two_starts_ends_the_run_with_both_reasons(run, monkeypatch):
-    looks = []
-
-    def fails(given):
-        looks.append(given)
-        if len(looks) > 1:
-            raise OSError(5, "Input/output error")
-        return NextStart()
-
-    monkeypatch.setattr(launcher, "next_start", fails)
-    outcome, summary, _ = run((steps([1]), [], "StallError: a"), (steps([2]), [], None))
-    assert outcome.code == 1 and "StallError: a" in summary["exit"] and "Input/output error" in summary["exit"]
-    assert "restarts" not in summary and outcome.folder.name == "0001"  # no other was begun
-
-
 @pytest.fixture
 def joined(tmp_path, monkeypatch):
     """joined(nodes) -> (Restarts of a run on 2 nodes that joined a Ray of these, its start); b is at fault."""
     folder = make_start(tmp_path / "r")
 
-    def make(*addresses, left_out=(), dies=2, action="stop", times=1):
-        nodes = [{"id": f"id-{a}", "address": a, "resources": {"GPU": float(dies)}} for a in addresses]
+    def make(*addresses, left_out=(), action="stop", times=1):
+        nodes = [{"id": f"id-{a}", "address": a, "resources": {"GPU": 2.0}} for a in addresses]
         monkeypatch.setattr(restart, "list_nodes", lambda address: nodes)
         (folder / "watch.json").write_text(json.dumps({"culprits": [{"name": "rank 2", "node": "id-b"}]}))
         recipe = {"restart.times": times, "restart.without_nodes": list(left_out), "ray_address": "auto"}
@@ -177,9 +155,6 @@ def joined(tmp_path, monkeypatch):
     ("abc", {}, ["b"], ", without b: "),
     ("ab", {}, [], ", on b again, as no spare node is there: "),
     ("abc", {"left_out": ["c"]}, ["c"], "no spare node"),
-    ("abcd", {"left_out": ["c"]}, ["c", "b"], ", without b: "),
-    ("ac", {}, [], "from the newest checkpoint: "),  # Ray has lost it already
-    ("abc", {"dies": 1}, [], "from the newest checkpoint: "),  # no node of the run's kind
     ("abc", {"action": "report"}, [], "from the newest checkpoint: "),  # the record is of a stall that was survived
 ])  # fmt: skip
 def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, options, left_out, words):
@@ -214,7 +189,6 @@ def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_
     ("RuntimeError: ERR02200 DIST call hccl api failed", "collective"),
     ("NPU error, error code is 507048\nEI0002: [PID: 7277] The wait execution of the Notify register", "collective"),
     ("torch.distributed.DistBackendError: timeout", "collective"),
-    ("RuntimeError: ERR00005 PTA internal error", None),
     ("torch.OutOfMemoryError: NPU out of memory", None),
 ])  # fmt: skip
 def test_errors_of_a_device_and_of_a_collective_are_told_apart(text, kind):

@@ -11,7 +11,7 @@ from verl_patches.log_probs import rollout_correction as rc
 from verl_patches.log_probs.on_policy import Correction, correction_of
 
 LOG2 = math.log(2.0)
-TOKEN, SEQUENCE = Correction("token", 2.0, None, None), Correction("sequence", 2.0, None, None)
+TOKEN = Correction("token", 2.0, None, None)
 
 
 def sides(seed=0, rows=7, length=5, far=0.3, dtype=torch.float32):

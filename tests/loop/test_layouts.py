@@ -71,15 +71,6 @@ def test_the_first_layers_of_a_folder_train_as_a_folder_of_only_these(smoke, tmp
     assert run.steps[0]["reward"] != pytest.approx(smoke().steps[0]["reward"], rel=1e-3)  # of all 4
 
 
-@pytest.mark.nightly
-@pytest.mark.upstream
-def test_the_first_layers_are_balanced_over_stages_on_line_a3(a3):
-    options = ("layout=pp2", "--steps", "1", "recipe.train.layers_per_stage=null")
-    run = a3(*options, "recipe.num_hidden_layers=3")
-    assert_weights_arrive(run)
-    assert "layers=2,1" in run.summary["layout"]["train"]
-
-
 @pytest.mark.upstream
 def test_memory_as_in_production_changes_no_update(a3):
     """Host optimizer, offload and full recompute, in bf16, against a run without.

@@ -153,13 +153,3 @@ def test_gradients_left_behind_stop_a_strict_run_by_name(smoke):
 def test_without_offload_nothing_is_moved(smoke):
     """Negative control."""
     assert [step["offload"] for step in smoke().steps] == [None, None, None]
-
-
-def test_a_swapped_optimizer_changes_no_update(smoke):
-    """Row memory.swap_optimizer; one piece on the device at a time."""
-    run = smoke("--steps", "2", LEDGER, "recipe.train.swap_optimizer=true", "recipe.train.swap_optimizer_times=8")
-    assert_same_updates(run, smoke())
-    first, second = (step["offload"] for step in run.steps)
-    assert second["host_bytes"] == 0 < first["host_bytes"] and second["copies_per_byte"] == 1
-    whole = second["moves"]["load optimizer"]["bytes"]
-    assert second["moves"]["offload optimizer"]["bytes"] == whole and 0 < second["swap_peak_bytes"] <= whole / 4

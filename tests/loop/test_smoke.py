@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -211,21 +210,3 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path):
         assert live((tmp_path / "r" / "latest").resolve())["state"] == "interrupted"
     finally:
         bystander.kill()
-
-
-def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, output = refused(tmp_path, f"recipe.ray_port={port}")
-    assert code == 2 and str(port) in output and "taken" in output
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    ("layout=ep3", "expected one of ep2"),
-    ("--train-layout tp2", "layout=NAME"),
-    ("recipe.typo=1", "recipe.typo"),
-    ("--replay-rollout no_such_folder", "no_such_folder"),
-])  # fmt: skip
-def test_wrong_use_is_refused_with_code_2(tmp_path, arguments, words):
-    code, output = refused(tmp_path, *arguments.split())
-    assert code == 2 and words in output

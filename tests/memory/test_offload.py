@@ -6,11 +6,9 @@ import os
 import pytest
 import torch
 
-from tests.runs import composed
 from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
 from verl_patches.memory import host_backed
-from verl_patches.memory.checks import swap_checks
 from verl_patches.memory.counters import TALLY, Moved, move, note_empty_cache, offload_of_step, take_moves
 from verl_patches.memory.host_backed import HostBackedStorage, load_storages, offload_storages
 from verl_patches.patching.engine import Engine
@@ -26,42 +24,34 @@ ON_BOTH_LINES = """
     every_group_of_a_worker_is_watched
     moves_of_a_critic_have_its_groups
 """.split()
-SWAPPED = "a_swapped_step_equals_the_unswapped_one_and_has_one_piece_on_the_device"
-CASES = {  # (line, ranks): functions of offload_job.py
-    ("pypi", 1): [
-        *ON_BOTH_LINES,
-        SWAPPED,
-        "a_step_that_does_not_write_a_state_back_differs",
-        "an_adam_that_counts_by_group_counts_a_step_once",
-    ],
-    ("pypi", 2): [SWAPPED],
-    ("a3", 1): [*ON_BOTH_LINES, "verls_own_offload_leaves_the_experts"],
+CASES = {  # line: functions of offload_job.py
+    "pypi": ON_BOTH_LINES,
+    "a3": [*ON_BOTH_LINES, "verls_own_offload_leaves_the_experts"],
 }
 MARKS = {"pypi": (), "a3": (pytest.mark.upstream,)}
 
 
 @pytest.fixture(scope="module")
 def failures(run_ranks, a3_sources):
-    """failures(line, ranks): {function: its traceback, "" if it holds} on each rank."""
+    """failures(line): {function: its traceback, "" if it holds}."""
 
     @functools.cache
-    def run(line, ranks):
+    def run(line):
         env = {"PYTHONPATH": os.pathsep.join(map(str, a3_sources("verl", "Megatron-LM")))} if line == "a3" else None
         off = ("-update.engine_start", "-update.grad_overlap") if line == "a3" else ()  # no MindSpeed on this path
         patches = ",".join((f"line={line},platform=cpu", *off))
-        call = "tests.memory.offload_job:failures", CASES[line, ranks]
-        return run_ranks(*call, size=ranks, patches=patches, env=env)
+        return run_ranks("tests.memory.offload_job:failures", CASES[line], size=1, patches=patches, env=env)[0]
 
     return run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("line", "ranks", "name"), [
-    pytest.param(line, ranks, name, marks=MARKS[line]) for (line, ranks), names in CASES.items() for name in names
-])  # fmt: skip
-def test_on_ranks(failures, line, ranks, name):
-    for found in failures(line, ranks):
-        assert not found[name], found[name]
+@pytest.mark.parametrize(
+    ("line", "name"), [pytest.param(line, name, marks=MARKS[line]) for line, names in CASES.items() for name in names]
+)
+def test_on_a_rank(failures, line, name):
+    found = failures(line)[name]
+    assert not found, found
 
 
 @pytest.mark.parametrize("line", ["pypi", "a3"])
@@ -121,13 +111,13 @@ def test_the_summary_of_a_step_is_that_of_the_busiest_rank_and_lists_orders_of_m
         record(*each) for each in (("alloc", "grads", 200), ("offload", "actor_params", 100), ("empty_cache", "", 0))
     )
     back["copied_bytes"] = 100
-    other = record("load", "actor_params", 60, copied_bytes=120, host_allocations=2, host_bytes=60, peak_bytes=7)
+    other = record("load", "actor_params", 60, copied_bytes=120, host_allocations=2, host_bytes=60)
     found = offload_of_step([[load, alloc, back], [other], [other]])
     assert found["moves"]["load actor_params"] == {"count": 1, "bytes": 100, "copied_bytes": 100}
     assert found["sequences"] == [["load actor_params", "alloc grads", "offload actor_params"], ["load actor_params"]]
     assert found["to_device_bytes"] == {"max": 120, "mean": 113} and found["to_host_bytes"] == {"max": 100, "mean": 33}
     assert found["copies_per_byte"] == 2 and (found["host_allocations"], found["host_bytes"]) == (2, 60)
-    assert found["swap_peak_bytes"] == 7 and offload_of_step([[], []]) is offload_of_step([[empty]]) is None
+    assert offload_of_step([[], []]) is offload_of_step([[empty]]) is None
     found = offload_of_step([[load, load, empty], [empty, empty, load], [load, empty]])
     orders = [["load actor_params", "empty_cache"], ["empty_cache", "empty_cache", "load actor_params"]]
     assert found["sequences"] == orders and found["moves"]["load actor_params"]["count"] == 2
@@ -140,12 +130,3 @@ def test_a_move_without_bytes_is_not_recorded():
             moved.bytes = size
     note_empty_cache()
     assert take_moves() == [record("load", "grads", 5), record("empty_cache", "", 0)] and take_moves() == []
-
-
-@pytest.mark.parametrize(("override", "words"), [
-    ("actor_rollout_ref.actor.megatron.optimizer_offload=true", "actor.megatron.optimizer_offload=false"),
-    ("recipe.train.swap_optimizer_times=4", ""),
-])  # fmt: skip
-def test_a_swap_is_refused_where_the_configuration_contradicts_itself(override, words):
-    (check,) = swap_checks(composed("deepseekv3_tiny_cpu", ["recipe.train.swap_optimizer=true", override]))
-    assert check.ok == (not words) and words in check.detail

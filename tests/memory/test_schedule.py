@@ -1,8 +1,6 @@
 """The schedule of a step as a table: what each schedule promises, its simulation, and tables that must be refused."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -180,18 +178,3 @@ def test_sleep_modes_change_copies_and_not_residency():
     for schedule, come in zip(VARIANTS, ("load rollout_weights", "alloc rollout_weights"), strict=True):
         wake = simulate(schedule, SIZES)["reshard"].moves
         assert [str(move) for move in wake[:2]] == ["empty_cache", come]  # memory past the pool
-
-
-def drawn(text):
-    """{phase: groups on the device} of docs/images/step.svg."""
-    rows = re.findall(r'data-phase="(.*)" data-groups="(.*)"', text)
-    return {phase: frozenset(groups.split()) for phase, groups in rows}
-
-
-def test_the_figure_of_a_step_shows_this_schedule_and_files_that_exist():
-    root = Path(__file__).resolve().parents[2]
-    text = (root / "docs/images/step.svg").read_text()
-    assert list(drawn(text).items()) == list(residency(SCHEDULE).items())
-    assert drawn(text.replace("kv_cache rollout_weights", "kv_cache", 1)) != residency(SCHEDULE)  # the control
-    files = re.findall(r"\w+/\w+\.py", text)
-    assert len(files) >= 8 and [name for name in files if not (root / "verl_patches" / name).is_file()] == []

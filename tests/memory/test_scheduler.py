@@ -7,9 +7,7 @@ from tests.memory.conftest import SIZES
 from verl_patches.memory import counters
 from verl_patches.memory.ledger import MemoryLedgerError
 from verl_patches.memory.schedule import SCHEDULE, simulate
-from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
-from verl_patches.worker.memory import without_empty_cache
 
 
 def fail():
@@ -147,16 +145,3 @@ def test_after_an_error_groups_are_released_and_none_is_loaded(made):
     with pytest.raises(MemoryError, match="no memory"):
         scheduler.begin("update")
     assert log == []
-
-
-def test_the_stand_in_for_torch_is_pickled_as_verls_functions_are(monkeypatch):
-    cloudpickle = pytest.importorskip("ray.cloudpickle")
-    found, calls = cloudpickle.loads(cloudpickle.dumps(without_empty_cache(torch))), []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
-    found.cuda.empty_cache()
-    assert calls == ["empty_cache"] and found.Tensor is torch.Tensor and found.cuda.Stream is torch.cuda.Stream
-    monkeypatch.setattr(contexts, "_context", WorkerContext(scheduler=object()))
-    found.cuda.empty_cache()
-    assert calls == ["empty_cache"]
-    with pytest.raises(AttributeError, match="no_such_name"):
-        found.no_such_name  # noqa: B018

@@ -20,18 +20,7 @@ def test_memory_without_figures_is_unknown():
     assert parse_npu_smi(text).dies[8].total_mb is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        recorded.NPU_SMI_NO_DRIVER,
-        "bash: npu-smi: command not found",
-        recorded.NPU_SMI_A3.partition("| 0     8  ")[0],  # cut within a die
-        recorded.NPU_SMI_A3.replace("0000:8D:00.0", "a bus      "),
-        recorded.NPU_SMI_A3.partition("| 0     Ascend910")[0],  # the head alone
-        "\x00\xff|||" * 50,
-    ],
-)
+@pytest.mark.parametrize("text", ["", recorded.NPU_SMI_NO_DRIVER])
 def test_other_text_is_not_understood(text):
     with pytest.raises(NotUnderstoodError, match="npu-smi info printed"):
         parse_npu_smi(text)

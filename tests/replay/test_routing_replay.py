@@ -101,18 +101,6 @@ def test_samples_are_found_by_their_tokens_in_another_packing_and_order(model):
         assert replayed[:2].equal(mask[4:]) and replayed[2:5].equal(mask[:3])
 
 
-def test_a_stage_of_dense_layers_records_nothing():
-    replay = RoutingReplay([torch.nn.ModuleList([torch.nn.Linear(1, 1)])])
-    with replay.recording():
-        note_samples(preprocess)(IDS, MASK)
-    assert replay.end_step() == {"equal": 0, "of": 0, "bytes": 0}
-
-
-def test_ids_above_256_experts_take_two_bytes():
-    sizes = {size: RoutingReplay([torch.nn.ModuleList([Layer(2, experts=size)])]).dtype for size in (256, 257)}
-    assert sizes == {256: torch.uint8, 257: torch.int16}
-
-
 def test_outside_a_pass_and_in_another_model_nothing_is_replayed(model):
     layers, replay = model
     assert forward(layers)[0][1].equal(select_upstream(logits_of(0), K, torch.zeros(E), scaling_factor=1.0)[1])

@@ -13,7 +13,6 @@ from verl_patches.errors import RecipeError
 
 pytestmark = pytest.mark.slow
 
-A3, PYPI = SimpleNamespace(line="a3"), SimpleNamespace(line="pypi")
 FLAGS = 4  # collectives of one number: engine ready, memory as learnt, before and after the exchange
 
 
@@ -59,28 +58,6 @@ def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4,
         spoilt = syncs.pop(number - 1)
         assert [(sync.message, sync.wrong) for sync in syncs] == [("fine", [])] * 2
         assert step == "post_load" or spoilt.wrong
-
-
-@pytest.mark.parametrize(("given", "scheduled", "calls"), [
-    ({"settings": None}, False, ["verl's"]),  # at 0.4.0 verl's worker wakes the cache, at 54c9b736 its `__enter__`
-    ({"settings": None}, True, ["verl's", "kv_cache"]),
-    ({"settings": A3, "sync_enabled": False, "synced_once": True}, False, ["weights", "kv_cache"]),
-    ({"settings": PYPI, "sync_enabled": False, "synced_once": True}, False, ["weights"]),
-    ({"settings": PYPI, "sync_enabled": False}, True, ["verl's", "kv_cache"]),  # the first sync is made all the same
-])  # fmt: skip
-def test_verls_path_and_a_sync_that_is_left_out(given, scheduled, calls, monkeypatch):
-    """Row reshard.direct is off; `scheduled`: row memory.order is on."""
-    from verl_patches.patching.row import subclass_of
-    from verl_patches.worker import sharding
-
-    seen = []
-    monkeypatch.setattr(sharding, "context", lambda: SimpleNamespace(scheduler=object() if scheduled else None))
-    monkeypatch.setattr(sharding, "is_on", lambda row: False)
-    upstream = type("Upstream", (), {"__enter__": lambda self: seen.append("verl's")})
-    manager = subclass_of(upstream, sharding.RecipeShardingManager)()
-    vars(manager).update(given, inference_engine=SimpleNamespace(wake_up=lambda tags: seen.extend(tags)))
-    manager.__enter__()
-    assert seen == calls and manager.synced_once
 
 
 @pytest.mark.parametrize("scheduled", [True, False])

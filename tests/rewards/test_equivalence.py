@@ -57,9 +57,6 @@ def test_what_a_looser_comparison_takes_for_equal_is_not(pair):
 
 
 NUMBERS = st.fractions(min_value=-(10**6), max_value=10**6, max_denominator=997)
-WIDE = str.maketrans("0123456789.-/", "０１２３４５６７８９．－／")
-RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
-VULGAR = {Fraction(1, 2): "½", Fraction(1, 3): "⅓", Fraction(2, 3): "⅔", Fraction(3, 4): "¾", Fraction(5, 8): "⅝"}
 
 
 def spellings(value: Fraction) -> list[tuple[str, Fraction]]:
@@ -75,25 +72,10 @@ def spellings(value: Fraction) -> list[tuple[str, Fraction]]:
     return [(text, value) for text in found]
 
 
-def typed(value: int, part: Fraction) -> list[tuple[str, Fraction]]:
-    """(text, value) of an integer and a proper fraction, as they may be typed without TeX."""
-    mixed = value + part if value >= 0 else value - part
-    return [
-        (str(value).translate(WIDE), Fraction(value)),
-        (f"{value}{VULGAR[part]}" if value else VULGAR[part], mixed),
-        (f"{value}厘米".translate(WIDE), Fraction(value)),
-        (f"{value}.00元", Fraction(value)),
-        (f"{'-' if value < 0 else ''}${abs(value)}.00", Fraction(value)),
-        (f"2{str(value % 12).translate(RAISED)}", Fraction(2 ** (value % 12))),
-        (f"{value}度", Fraction(value)),
-        (rf"{value}\frac{part.numerator}{part.denominator}" if value else "½", mixed if value else Fraction(1, 2)),
-    ]
-
-
 @settings(max_examples=25, deadline=None)
-@given(NUMBERS, st.integers(-999, 999), st.sampled_from(sorted(VULGAR)), NUMBERS)
-def test_spellings_of_one_number_are_equal_and_of_two_numbers_are_not(one, whole, part, other):
-    for text, number in spellings(one) + typed(whole, part):
+@given(NUMBERS, NUMBERS)
+def test_spellings_of_one_number_are_equal_and_of_two_numbers_are_not(one, other):
+    for text, number in spellings(one):
         assert equivalent(str(number), text), (number, text)
         for wrong in {other, number + 1, -number, 10 * number + 1, number / 3} - {number}:
             assert not equivalent(str(wrong), text), (wrong, text)

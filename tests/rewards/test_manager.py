@@ -127,11 +127,6 @@ def test_scores_of_reward_models_are_added_and_not_taken_alone():
     assert list(validation["reward_extra_info"]) == ["reward/length"]
 
 
-def test_without_a_part_every_reward_is_zero():
-    found = manager_of()(of_lengths(*LENGTHS), return_dict=True)
-    assert not found["reward_tensor"].any() and found["reward_extra_info"] == {}
-
-
 def test_verls_own_scores_are_a_part(monkeypatch):
     default = "default_compute_score"
     monkeypatch.setattr(verls, default, lambda data_source, solution_str, ground_truth, extra_info=None: 0.5)
@@ -182,9 +177,7 @@ def test_verls_task_of_launch_reward_fn_async_has_the_same_manager_and_error(tmp
     ("code", "words"),
     [
         ("return float('nan')", "sample 0 .*expected a finite score"),
-        ("return {'acc': 1.0}", "sample 0 .*KeyError: 'score'"),
         ("return {'score': 1.0, 'acc': 1.0} if '{1' in solution_str else 1.0", "sample 1 .*first response, acc"),
-        ("return 'good'", "sample 0 .*ValueError"),
         ("return ground_truth.strip()", "sample 0 .*own.py:2: AttributeError: 'NoneType'"),  # rows without one
     ],
 )

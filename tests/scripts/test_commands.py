@@ -240,12 +240,6 @@ def test_no_two_runs_of_the_readme_share_a_name():
     assert len({*names}) == len(names) > 5, names
 
 
-def test_every_pattern_is_that_of_a_command():
-    commands = [plain(command) for page in ENGLISH for command in block_commands(page.read_text())]
-    patterns = [pattern for patterns in CLASSES.values() for pattern in patterns]
-    assert [pattern for pattern in patterns if not any(re.match(pattern, command) for command in commands)] == []
-
-
 def test_commands_of_the_readme_work_in_a_fresh_shell(copy):
     wrong = "python -m verl_patches statuss   # the control"
     found = faults_in_shell(copy, [*of_class("run", [ROOT / "README.md"]), wrong])
@@ -272,11 +266,8 @@ def test_commands_that_read_upstream_work_in_a_fresh_shell(copy, pytestconfig):
     [
         ("python -m verl_patches statuss", "statuss"),
         ("python -m verl_patches check --lines pypi", "--lines"),
-        ("python -m verl_patches weights converts a b", "converts"),
         ("bash scripts/gone.sh", "scripts/gone.sh"),
         ("bash scripts/smoke.sh --seeds 1", "--seeds"),
-        ("bash scripts/test.sh --fuller", "--fuller"),
-        ("python data/make_learnable.py 9 --outputs y", "--outputs"),
         ("bash scripts/smoke.sh recipe.logprob_check.each=3", "recipe.logprob_check.each"),
     ],
 )
@@ -291,7 +282,6 @@ def test_a_wrong_command_is_found(line, named):
     ("line", "named"),
     [
         ("bash scripts/smoke.sh actor_rollout_ref.actor.optim.learning=1", "learning"),
-        ("bash scripts/smoke.sh layout=ep3", "ep3"),
         ("bash scripts/smoke.sh 'recipe.patches=[-model.mla]'", "model.mla"),
         ("bash scripts/train_deepseekv3_256die_true_weight.sh trainer.nodes=3", "trainer.nodes"),
     ],

@@ -36,16 +36,21 @@ def broken_links(page, text):
 
 
 def missing_files(text):
-    """Files of the repository that a page names in `code` and that are not there, but for its examples."""
+    """Files, and functions of tests, that a page names in `code` and that are not there, but for its examples."""
     named = re.findall(
         r"`((?:verl_patches|tests|scripts|configs|data|docs)/[\w./-]+\.(?:py|sh|yaml|json|md))[`:]", text
     )
-    return [name for name in named if not (ROOT / name).exists() and f"<!-- example: {name} -->" not in text]
+    missing = [name for name in named if not (ROOT / name).exists() and f"<!-- example: {name} -->" not in text]
+    for file, function in re.findall(r"`(tests/[\w./-]+\.py)::(\w+)`", text):
+        if (ROOT / file).exists() and f"\ndef {function}(" not in (ROOT / file).read_text():
+            missing.append(f"{file}::{function}")
+    return missing
 
 
 def test_files_that_pages_name_exist():
     assert {page.name: missing for page in PAGES if (missing := missing_files(page.read_text()))} == {}
-    assert missing_files("`tests/model/test_gone.py`, `tests/conftest.py`") == ["tests/model/test_gone.py"]
+    gone = ["tests/model/test_gone.py", "tests/conftest.py::run_nothing"]
+    assert missing_files("`tests/model/test_gone.py`, `tests/conftest.py`, `tests/conftest.py::run_nothing`") == gone
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

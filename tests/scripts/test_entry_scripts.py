@@ -93,11 +93,6 @@ def test_fetching_with_a_python3_that_lacks_modules_names_the_remedy(clone):
     assert code == 2 and f"pip install -r {clone}/requirements.txt" in out
 
 
-def test_fetched_clones_are_ignored_by_git():
-    ignored = ["git", "-C", str(ROOT), "check-ignore", "upstream/verl/setup.py"]
-    assert subprocess.run(ignored, capture_output=True).returncode == 0
-
-
 def test_a_python_without_the_pins_is_told_what_is_missing_in_one_line():
     command = ["-m", "verl_patches", "--help"]
     done = subprocess.run(

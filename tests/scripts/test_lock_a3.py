@@ -48,28 +48,3 @@ def reachable():
 def test_it_resolves_to_the_same_again(reachable, request, capsys):
     code = lock_a3.main(["--upstream", str(request.config.getoption("--upstream"))])
     assert code == 0, capsys.readouterr()
-
-
-@pytest.mark.nightly
-def test_a_pin_without_a_file_for_aarch64_is_refused(reachable):
-    before = A3.model_copy(update={"packages": {**A3.packages, "tensordict": "0.6.2"}})  # the pin until 2026-11
-    with pytest.raises(lock_a3.NoFile, match=r"tensordict==0\.6\.2 has no wheels with a matching platform"):
-        lock_a3.resolve(lock_a3.pinned(before), "3.11", "--no-deps")
-    alone = ["tensordict==0.6.2"]
-    with pytest.raises(lock_a3.NoFile):
-        lock_a3.resolve(alone, "3.10", "--no-deps")
-    found = lock_a3.resolve(alone, "3.10", "--no-deps", platform="x86_64-manylinux_2_28")
-    assert found == {"tensordict": "0.6.2"}
-
-
-@pytest.mark.parametrize(
-    ("cause", "kind"),
-    [
-        ("HTTP status client error (404 Not Found) for url (http://host/a.whl)", lock_a3.NoFile),
-        ("HTTP status server error (503 Service Unavailable) for url (http://host/a.whl)", lock_a3.NotReachable),
-        ("error sending request for url (http://host/a.whl)", lock_a3.NotReachable),
-    ],
-)
-def test_a_file_that_an_index_lacks_is_no_index_that_does_not_answer(cause, kind):
-    assert type(lock_a3._fault(f"error: Failed to fetch: http://host/a.whl\n  cause: {cause}")) is kind
-    assert type(lock_a3._fault("no solution found: a has no wheels")) is lock_a3.NoFile

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import recipe_runs
 from chains import CHAINS, Chain, shortfalls
-from recipe_runs import arguments_of, main, merged, outcome, presets, table
+from recipe_runs import arguments_of, main, outcome, presets, table
 
 NAMES = ["grpo", "rloo"]
 
@@ -15,12 +15,6 @@ def ran(algo, where, **more):
     command = " ".join(["bash scripts/smoke.sh", *arguments_of(algo, where, "upstream")])
     head = {"algo": algo, "where": where, "command": command, "date": "2026-11-26"}
     return head | {"exit": 0, "step": 3, "figures": {"reward": 0.125, "grad norm": 2.5}, "reason": ""} | more
-
-
-def test_the_record_is_of_presets_that_are_there_each_place_once():
-    runs = [(run["algo"], run["where"]) for run in recipe_runs.read_record()["runs"]]
-    assert len({*runs}) == len(runs) and {algo for algo, _ in runs} <= {*presets()}
-    assert {*recipe_runs.LEARNING} <= {*presets()} and {where for _, where in runs} <= {*recipe_runs.PLACES}
 
 
 def test_the_record_has_each_preset_in_each_place_and_the_learning_runs_with_their_stated_amounts():
@@ -64,15 +58,6 @@ def test_a_run_that_ended_well_has_the_figures_of_its_last_step(tmp_path):
     assert found["figures"] == {"reward": 0.375, "grad norm": 1.0} and found["learnt"] == ["reward", 0.25, 0.25]
 
 
-def test_a_run_on_fixed_data_has_its_objectives_figures(tmp_path):
-    step = {"critic/score/mean": 0.0, "actor/pg_loss": -0.1, "actor/grad_norm": 1.0, "objective/loss": 0.5}
-    lines = [{"step": n, **step, "objective/accuracy": n / 16} for n in range(1, 13)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = outcome(0, "ok in 3 s", tmp_path)
-    assert found["figures"] == {"objective's loss": 0.5, "accuracy": 0.75, "grad norm": 1.0}
-    assert found["learnt"] == ["accuracy", 3 / 16, 10 / 16]
-
-
 def test_a_refusal_and_a_failure_have_their_reason(tmp_path):
     refused = outcome(2, "a warning\nverl_patches: micro batch: 3 is too many\n  more\n", tmp_path)
     assert refused == {"exit": 2, "step": None, "figures": {}, "reason": "micro batch: 3 is too many"}
@@ -86,23 +71,6 @@ def test_a_refusal_and_a_failure_have_their_reason(tmp_path):
         and "...(" not in text
     )
     assert outcome(3, "", tmp_path)["reason"] == ""
-
-
-def test_a_new_run_takes_the_place_of_the_old_one_and_a_preset_that_is_gone_is_left_out():
-    record = {"runs": [ran("rloo", "pypi", date="2026-11-01"), ran("gone", "pypi"), ran("grpo", "a3")]}
-    made = merged(record, [ran("rloo", "pypi"), ran("grpo", "pypi")], NAMES)["runs"]
-    assert [(run["algo"], run["where"]) for run in made] == [("grpo", "pypi"), ("grpo", "a3"), ("rloo", "pypi")]
-    assert made[-1]["date"] == "2026-11-26"
-
-
-def test_the_table_has_a_row_for_each_preset_and_says_what_was_not_run():
-    learned = ran("grpo", "learning", step=40, learnt=["reward", 0.25, 0.75])
-    text = table({"runs": [ran("rloo", "pypi"), learned]}, NAMES)
-    assert "| `rloo` | reward 0.125, grad norm 2.5 (2026-11-26) | not run | not run |" in text
-    assert "| `grpo` | not run | not run | not run |" in text
-    ended = "| reward | 0.25 | 0.75 | 0.35 | [2026-11-26](images/learning_grpo.png) |"
-    assert f"| `bash scripts/smoke.sh --learn algo=grpo` {ended}" in text
-    assert "RLOO (arXiv:2402.14740): a response's advantage" in text
 
 
 FAKE = """
@@ -153,11 +121,3 @@ def test_a_chain_that_does_not_reach_its_stated_amount_has_failed(tmp_path, monk
     assert made["exit"] == code and said in made["reason"] and bool(said) == bool(made["reason"])
     row = recipe_runs.chains_table(recipe_runs.read_record())
     assert f"failed: {made['reason']}" in row if code else "| accuracy | 0.25 (a) | 0.5 (b) | +0.2 |" in row
-
-
-def test_a_chain_ends_with_the_command_that_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe_runs, "ROOT", tmp_path)
-    words = [["-c", "import sys; sys.exit('no data')"], ["-c", "open('went on', 'w')"]]
-    monkeypatch.setitem(CHAINS, "rm_ppo", replace(FAKE_CHAIN, commands=lambda folder: iter(words)))
-    made = recipe_runs.run_chain("rm_ppo")
-    assert made["exit"] == 1 and made["reason"].endswith("no data") and not (tmp_path / "went on").exists()

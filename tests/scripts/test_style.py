@@ -56,15 +56,6 @@ def test_files_and_functions_stay_small():
     assert long_functions("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES)  # the check can fail
 
 
-def test_only_tables_of_a_module_are_aligned_by_hand():
-    """`# fmt: skip` behind a closing bracket in the first column."""
-    table = re.compile(r"^[)\]}]+  # fmt: skip$")
-    lines = [line for f in sources("verl_patches", "tests") for line in f.read_text().splitlines()]
-    skips = [line for line in lines if line.endswith("# fmt: " + "skip")]
-    assert skips and all(map(table.match, skips))
-    assert not table.match("    )  # fmt: " + "skip")
-
-
 def test_nothing_names_the_machine_it_was_written_on():
     folders = ("verl_patches", "scripts", "configs", "data", "tests")
     files = [f for folder in folders for f in (ROOT / folder).rglob("*") if f.suffix in {".py", ".sh", ".yaml", ".txt"}]

@@ -25,7 +25,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.reshard.region import Region
 from verl_patches.spec import NextStart
 from verl_patches.trainer import checkpoint
-from verl_patches.trainer.checkpoint import Checkpoints, changes, data_state
+from verl_patches.trainer.checkpoint import Checkpoints, data_state
 from verl_patches.weights import writer
 from verl_patches.weights.checkpoint_files import CheckpointError, write_rank
 from verl_patches.weights.manifest import (
@@ -194,19 +194,6 @@ def test_folders_that_are_no_checkpoints_are_refused(saves, tmp_path):
     shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_7")
     with pytest.raises(ConfigError, match="is of step 3, expected that of its folder global_step_7"):
         saves(**path_of(7, tmp_path)).load()
-
-
-def test_a_remote_folder_is_refused(saves):
-    with pytest.raises(ConfigError, match="default_hdfs_dir"):
-        saves(default_hdfs_dir="hdfs://x").save()
-
-
-def test_another_recipe_is_said(saves, monkeypatch, caplog):
-    save(saves(), 3)
-    monkeypatch.setattr(checkpoint, "settings_of", lambda config: {"digest": "e", "settings": {"data.seed": 1}})
-    saves().load()
-    assert "data.seed was 0, is 1" in caplog.text
-    assert changes({"a": 1}, {"a": 1, "b": 2}) == ["b was None, is 2"]
 
 
 def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(saves, tmp_path, monkeypatch):

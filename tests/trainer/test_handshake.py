@@ -1,7 +1,5 @@
 """Proofs of workers are compared with the controller's."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from verl_patches.patching import handshake
@@ -43,27 +41,6 @@ def test_workers_that_left_other_rows_alone_are_refused():
     assert "a.c" not in str(refusal.value)
 
 
-RAY = "ray::Worker() (pid=7)\n"
-
-
-@pytest.mark.parametrize(("error", "words"), [
-    (AttributeError(f"{RAY}in prove_patches\nAttributeError: 'E' object has no attribute 'statu'"), "no attribute"),
-    (AttributeError(f"{RAY}AttributeError: 'W' object has no attribute 'ref_prove_patches'"), "not run the prelude"),
-    (PatchError(f"{RAY}the prelude has not run in this process"), "not run the prelude"),
-])  # fmt: skip
-def test_only_a_worker_without_the_method_is_reported_to_lack_the_prelude(monkeypatch, error, words):
-    def get(answer):
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr("ray.get", get)
-    group = SimpleNamespace(prove_patches=lambda: [error, worker(1)])
-    first, second = handshake.workers_proofs(group)
-    assert second == worker(1) and (first["rank"], first["where"]) == (0, RAY.strip())
-    assert words in first["error"] and ("prelude" in first["error"]) == ("prelude" in words)
-
-
 def test_the_record_says_what_happened():
     row = {"id": "a.b", "state": "drifted", "target": "m:f", "process": "worker 0", "reason": "expected 1, found 2"}
     assert handshake.recorded(row) == row
@@ -72,11 +49,6 @@ def test_the_record_says_what_happened():
     rows = [row, {**row, "process": "worker 1"}, {**row, "id": "a.c", "state": "active"}]
     rows.append({**row, "id": "a.d", "state": "unsupported"})
     assert handshake.not_as_reviewed(rows) == {"drifted": ["a.b"], "unsupported": ["a.d"]}
-
-
-def test_a_group_that_cannot_be_asked_is_refused():
-    with pytest.raises(PatchError, match="update.recipe_worker is off here"):
-        handshake.workers_proofs(object())
 
 
 @pytest.mark.slow

@@ -93,14 +93,3 @@ def test_an_error_of_the_profiler_is_reported_and_not_raised(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "torch_npu", packages.torch_npu)
     found = one_step(tmp_path / "npu", platform="npu_emulated", phases=["update"])
     assert "wrote no trace" in found["faults"][0]  # torch_npu prints its errors and returns
-
-
-def test_a_phase_that_comes_again_has_a_number(tmp_path):
-    profiler = PhaseProfiler(
-        SimpleNamespace(platform="cpu", profile=SimpleNamespace(phases=None, stacks=True)), 1, 0, tmp_path, None
-    )
-    for phase in ("old_log_prob", "ref", "old_log_prob"):
-        profiler.begin(phase)
-    assert profiler.take()["files"] == [
-        f"step_1_rank_0_{name}.json.gz" for name in ("old_log_prob", "ref", "old_log_prob_2")
-    ]

@@ -18,14 +18,6 @@ def test_summary_is_whole_after_every_step(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
 
 
-def test_metrics_of_every_step_are_a_line_of_json_without_nan(tmp_path):
-    summary = Summary(tmp_path, {})
-    for step, value in ((1, 0.5), (2, float("nan"))):
-        summary.add_metrics(step, {"a/b": value, "count": 3, "text": "x"})
-    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 1, "a/b": 0.5, "count": 3.0}, {"step": 2, "count": 3.0}]
-
-
 VAL = {"score": 0.5, "metrics": {"val-core/a/reward/mean@1": 0.5}}
 
 

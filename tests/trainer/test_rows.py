@@ -15,7 +15,7 @@ IDS = (
 # rows that need classes of the others, and have tests of their own with and without them
 NEED_THESE = (
     "update.on_policy update.micro_batches_as_planned update.tensor_cache update.skip_bad_steps reshard.direct "
-    "memory.swap_optimizer memory.order memory.ledger checkpoint.parts checkpoint.save checkpoint.load "
+    "memory.order memory.ledger checkpoint.parts checkpoint.save checkpoint.load "
     "update.recipe_by_default update.fit_as_run model.train_dtype update.critic_gradients update.mini_batches "
     "update.sample_weights reward.models"
 ).split()

@@ -68,28 +68,6 @@ def test_the_header_comes_before_the_first_row_of_the_process(made, first):
     assert [step["step"] for step in steps] == [first, first + 1] and steps[0]["seconds"]["step"] == 2.0
 
 
-def test_validations_are_a_column_and_a_line_before_the_first_step(made):
-    made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=list))
-    with run.active_run.set(made):
-        log = run.log_with_run(lambda tracking, data, step: data)
-        assert log(None, {CORE: 0.125, "val-aux/maths/reward/std@1": 0.0}, 0)[CORE] == 0.125
-    lines = after_steps(made, 1, 2, 3, test_freq=2, val={2: 0.25})
-    assert lines[0] == "| validation after step 0: 0.1250"
-    title, *rows = [text.split() for text in lines if text.startswith("- ")]
-    assert title[-1] == "val" and [row[-1] for row in rows] == ["-", "0.2500", "-"]
-    assert [text for text in lines if text.startswith("+ ")][0].split()[-3:] == ["val", "validate", "s"]
-    record = json.loads(made.summary.path.read_text())
-    assert record["val_before"]["val"]["score"] == 0.125 and record["steps"][1]["val"]["metrics"] == {CORE: 0.25}
-    metrics = [json.loads(text) for text in made.summary.path.with_name("metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line.get(CORE)) for line in metrics] == [(0, 0.125), (1, None), (2, 0.25), (3, None)]
-
-
-def test_a_run_without_validation_has_no_word_of_it(made):
-    lines = after_steps(made, 1)
-    made.end("ok")
-    assert not [text for text in made.progress.path.read_text().splitlines() if "val" in text] and len(lines) == 4
-
-
 def test_a_run_on_fixed_data_shows_loss_margin_and_accuracy_in_place_of_the_reward(made):
     made.fixed_data = FixedData(Objective("dpo"))
     made.fixed_data.metrics = {"objective/loss": 0.6931471, "objective/margin": 0.25, "objective/accuracy": 0.75}
@@ -102,15 +80,6 @@ def test_a_run_on_fixed_data_shows_loss_margin_and_accuracy_in_place_of_the_rewa
     (metrics,) = map(json.loads, made.summary.path.with_name("metrics.jsonl").read_text().splitlines())
     assert metrics["objective/loss"] == 0.6931471
     assert "update" in title
-
-
-def test_a_run_that_trains_the_critic_alone_has_no_seconds_of_an_update(made):
-    made.fixed_data = FixedData(Objective("rm"))
-    made.fixed_data.metrics = {"objective/loss": 0.6931471}
-    title, values = (text[2:].split() for text in after_steps(made, 3, objective="rm") if text.startswith("- "))
-    (step,) = json.loads(made.summary.path.read_text())["steps"]
-    assert "update" not in step["seconds"] and title[5:9] == ["update", "s", "step", "s"]
-    assert values[5:7] == ["-", "2.000"]
 
 
 def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made):
@@ -152,15 +121,6 @@ def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made, monkeypa
             run.fit_as_run(fit)(made.trainer)
         assert ("rank 1 (pid 101 on here)" in str(failed.value)) is bool(dead)
         assert "no answer" in made.summary.data["exit"] and "no answer" in str(failed.value)
-
-
-def test_the_step_that_ends_the_run_reaches_the_trackers(made):
-    logged = []
-    after_steps(made, 3)
-    with pytest.raises(AlarmError):
-        after_steps(made, 4, expert_load=1.4, action="stop", log=logged.append)
-    (metrics,) = logged
-    assert metrics["recipe/alarms/expert_collapse"] == 1.0
 
 
 def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made):

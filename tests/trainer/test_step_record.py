@@ -165,11 +165,3 @@ def test_the_record_of_a_step_names_the_rank_nearest_to_the_loss():
     assert "no rank's own gradient" in step_record.said_of_skipped(step_record.skipped_of_step([report(0)]))
     assert step_record.said_of_skipped(step_record.skipped_of_step([report(0, skipped=0, in_a_row=0)])) == ""
     assert step_record.skipped_of_step([None, None]) is None
-
-
-def test_a_profiled_step_names_its_files_and_what_failed():
-    workers = [None, {"files": ["a", "b"], "faults": []}, {"files": [], "faults": ["rank 3: OSError"]}]
-    found = step_record.profile_of_step(workers)
-    assert found == {"files": ["a", "b"], "faults": ["rank 3: OSError"]} and not step_record.profile_of_step([None])
-    said = step_record.said_of_profile(found)
-    assert "2 files" in said and "first: rank 3: OSError" in said

@@ -24,7 +24,6 @@ from verl_patches.layout.phases import VALIDATE
 from verl_patches.log_probs import truth_check
 from verl_patches.log_probs.of_rollout import CheckedSamples, CheckRequest
 from verl_patches.replay.recording import find_recording
-from verl_patches.trainer import worker_group
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
 from verl_patches.watch import heartbeat
 from verl_patches.watch.heartbeat import read
@@ -196,18 +195,6 @@ def test_a_recording_is_found_by_run_start_folder_or_file_and_refused_elsewhere(
         find_recording(str(tmp_path / "elsewhere"))
 
 
-def test_chosen_steps_are_profiled_from_their_first_call_on(tmp_path):
-    group, workers = group_of(profile_to=tmp_path, profile={"steps": [2]})
-    for lengths in ([4, 5], [6, 7]):
-        generate(group, prompts())
-        assert group.lengths is None  # a step without an update has no FLOPs
-        group.update_actor(prompts(global_token_num=lengths))
-        assert group.lengths == lengths
-    assert workers.profiled == [(2, str(tmp_path))]
-    group.generate_sequences(prompts(validate=True))  # of the same step, after it
-    assert len(workers.profiled) == 1
-
-
 @pytest.mark.parametrize(("meta", "place"), [({"validate": True}, (VALIDATE, 1)), ({"do_sample": False}, ("", 0))])
 def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta, place):
     """The controller is in validate from its first batch to the next step."""
@@ -269,25 +256,12 @@ def test_a_rollout_of_several_batches_is_begun_and_ended_once(monkeypatch):
     assert workers.asked == [(0, True, CheckRequest(1, seed=1))] and ended == [2]
 
 
-@pytest.mark.parametrize(("enabled", "row"), [(True, True), (True, False), (False, True)])
-def test_the_tensor_cache_needs_its_key_and_its_row(monkeypatch, enabled, row):
-    """Row update.tensor_cache."""
-    monkeypatch.setattr(worker_group, "is_on", lambda name: row and name == "update.tensor_cache")
-    actor, _ = group_of(tensor_cache={"enabled": enabled})
-    reference, _ = group_of(tensor_cache={"enabled": enabled}, actor=actor)
-    assert (actor.cache is not None) == (enabled and row) == ("tensor_cache" in actor.end_step())
-    assert reference.cache is actor.cache
-
-
 @pytest.mark.parametrize(("check", "others", "words"), [
     ({}, {}, None),
-    ({"every": None, "sequences": 3}, {}, None),
     ({"sequences": 3}, {}, "sequences is 3; expected a multiple of 2"),
     ({"sequences": 10}, {}, "sequences is 10; expected at most data.train_batch_size 8"),
     ({}, REPLAY, "every is 2, but .* recorded ones; set recipe.logprob_check.action"),
-    ({}, {"recipe.train.balanced_routing": True}, "every is 2, but .* balanced routing"),
     ({}, {"actor_rollout_ref.rollout.mode": "async"}, "every is 2, but .* vllm, async; expected vllm, sync"),
-    ({"action": "off"}, REPLAY, None),
 ])  # fmt: skip
 def test_a_setting_that_cannot_be_checked_is_refused_by_name(check, others, words):
     run = changed(run_with(logprob_check={"every": 2, **check}), others)

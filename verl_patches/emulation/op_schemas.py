@@ -36,7 +36,7 @@ npu_add_rms_norm npu_fused_infer_attention_score npu_interleave_rope npu_kv_rmsn
 npu_moe_compute_expert_tokens npu_moe_distribute_combine npu_moe_distribute_dispatch npu_moe_finalize_routing
 npu_moe_init_routing
 """.split()
-# called by vllm-ascend elsewhere, or by files that emulation/ascend/packages.py lists (NAMES)
+# called by upstream where DeepSeek-V3 never comes
 WITHOUT_REFERENCE = """
 npu_all_gather_base_mm npu_confusion_transpose npu_convert_weight_to_int4pack npu_dequant_swiglu_quant npu_dtype_cast
 npu_dynamic_quant npu_fast_gelu npu_format_cast npu_fusion_attention_grad npu_incre_flash_attention

@@ -1,10 +1,10 @@
-"""The rules of memory that moves: the rollout engine's sleep, and optimizer states that are swapped."""
+"""The rule of the rollout engine's sleep."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_patches.errors import Check, either
+from verl_patches.errors import Check
 from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.spec import RunSpec
 
@@ -41,13 +41,3 @@ def _sleep_check(run: RunSpec) -> Check:
         text = f"freed by vLLM's sleep mode, which keeps the addresses that graphs captured; {no_pages}"
         return Check(name, True, text, note=True)
     return Check(name, True, "freed between rollouts, to torch's pool")
-
-
-def swap_checks(run: RunSpec) -> Iterator[Check]:
-    """On line pypi only: line a3 has rules of its own in model/mindspeed/arguments.py."""
-    train, actor = run.recipe.train, run.verl.actor_rollout_ref.actor.megatron
-    if run.recipe.line != "pypi" or not train.swap_optimizer:
-        return
-    held = f"states come in {train.swap_optimizer_times} pieces, or one tensor at a time"
-    fault = "the states are on the host already: set actor.megatron.optimizer_offload=false"
-    yield either("swap optimizer", not actor.optimizer_offload, held, fault)

@@ -33,13 +33,9 @@ _counters: Current[Counters] = Current(Counters())
 
 @dataclass
 class Moved:
-    """Result of one move, set by the code that makes it.
-
-    `peak_bytes`: for a swapped optimizer step, the most bytes on the device at once.
-    """
+    """Result of one move, set by the code that makes it."""
 
     bytes: int = 0
-    peak_bytes: int = 0
 
 
 @contextmanager
@@ -69,7 +65,7 @@ def note_empty_cache() -> None:
 
 
 def take_moves() -> list[dict[str, Any]]:
-    """Moves of this process since the last call, in order: {verb, group, bytes, peak_bytes, and the names of TALLY}."""
+    """Moves of this process since the last call, in order: {verb, group, bytes, and the names of TALLY}."""
     moves, _counters.value.moves = _counters.value.moves, []
     return moves
 
@@ -108,8 +104,8 @@ def offload_of_step(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, An
     sequences: the distinct orders of moves ("load actor_params", "empty_cache") of the ranks, repeated loads of the
     chunks of one model merged; moves: {"load actor_params": {count, bytes, copied_bytes}} of the rank that moves most;
     to_device_bytes, to_host_bytes: copied bytes, {max, mean} over ranks; copies_per_byte: bytes copied over bytes that
-    load and offload moved (1 is the least), the highest of any rank; host_allocations, host_bytes, swap_peak_bytes:
-    the highest of any rank.
+    load and offload moved (1 is the least), the highest of any rank; host_allocations, host_bytes: the highest of any
+    rank.
     """
     if not any(record["bytes"] for records in workers for record in records):
         return None
@@ -130,7 +126,6 @@ def offload_of_step(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, An
         "copies_per_byte": max(_copies_per_byte(records) for records in workers),
         "host_allocations": max(_sum(records, "host_allocations") for records in workers),
         "host_bytes": max(_sum(records, "host_bytes") for records in workers),
-        "swap_peak_bytes": max(record["peak_bytes"] for records in workers for record in records),
     }
 
 

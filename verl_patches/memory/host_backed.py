@@ -302,7 +302,6 @@ class OptimizerOffloadState:
 
     def __init__(self, megatron: Any):
         self.megatron, self.group = megatron, getattr(megatron, "memory_groups", ACTOR).optimizer
-        self.swapped = False  # then only swap_optimizer.py loads it, in pieces during a step
         self.mains = {id(main) for group in megatron.shard_fp32_from_float16_groups for main in group}
         self.storages: dict[str, HostBackedStorage] = {}
 

@@ -75,15 +75,15 @@ class Train:
     comparison, with the same gradients at more work (batches/packed_forward.py). Line pypi always packs.
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
     selects them again (replay/routing_replay.py); null: each pass routes by itself.
-    swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
-    the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
-    swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
     max_skipped_steps: the run ends at this many optimizer steps in a row that were skipped because a gradient is NaN
     or infinite (worker/step_guard.py).
 
     The other keys are for line a3; model/mindspeed/arguments.py maps each to an engine argument. Line pypi refuses
     values other than the defaults.
 
+    swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
+    the update (MindSpeed's swap_optimizer).
+    swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
     grouped_gemm: all local experts in one kernel; false is refused.
     fused_rmsnorm, fused_swiglu, fused_rope, fused_permute: MindSpeed's fused kernel of that name.
     fused_linear_wgrad, fused_expert_wgrad: add weight gradients of linear layers, or of experts, to the fp32 gradients
@@ -419,14 +419,11 @@ class Objective:
     train the actor; rm and prm train the critic as a reward model of responses, or of steps.
     beta: of dpo, ipo and kto, the scale of the log-ratio to the reference model.
     label_smoothing: of dpo (cDPO), the share of pairs whose preference is taken to be the other way round.
-    desirable_weight, undesirable_weight: of kto, the weight of rows with label true, and of the others.
     """
 
     name: Annotated[str, one_of("rl", "sft", "dpo", "ipo", "kto", "rm", "prm")] = "rl"
     beta: Positive = 0.1
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    desirable_weight: NotNegative = 1.0
-    undesirable_weight: NotNegative = 1.0
 
 
 @dataclass

@@ -148,10 +148,8 @@ class WorkerMemory:
                 handler.offload()
             moves = scheduler is not None and scheduler.moves(groups.optimizer)
             scheduled = moves and not scheduler.has(groups.optimizer)
-            if writes and (scheduled or any(state.swapped for state in states)):
-                Optimizer(
-                    optimizer, groups.optimizer
-                ).offload()  # states that load_checkpoint made; else verl's call offloads them
+            if writes and scheduled:  # states that load_checkpoint made; else verl's call offloads them
+                Optimizer(optimizer, groups.optimizer).offload()
 
 
 def _buffer_bytes(worker: Any) -> int:

@@ -22,7 +22,6 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.offload import parameters_loaded
 from verl_patches.memory.schedule import CRITIC
-from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, part_of
@@ -108,13 +107,11 @@ def load_model(
     return loaded
 
 
-def prepare_training(trained: Trained, memory: WorkerMemory, train: Any) -> StepGuard | None:
-    """What every trained model gets by recipe.`train`: a swapped optimizer, a guard, which is returned, and offload."""
+def prepare_training(trained: Trained, memory: WorkerMemory) -> StepGuard | None:
+    """Give a trained model its memory groups, its guard against bad steps, which is returned, and offload."""
     guard = None
     for each in (*trained.chunks, *single_optimizers(trained.optimizer)):
         each.memory_groups = trained.groups
-    if train.swap_optimizer and is_on("memory.swap_optimizer"):
-        swap_optimizer(trained.optimizer, train.swap_optimizer_times, raise_peak=context().raise_peak)
     if is_on("update.skip_bad_steps"):
         guard = StepGuard(trained.chunks, trained.optimizer, "critic " if trained.groups is CRITIC else "")
         context().step_guards.append(guard)

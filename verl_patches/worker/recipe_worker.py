@@ -115,7 +115,7 @@ class RecipeWorker(TrainingWorker):
             self.trained = Trained(chunks, optimizer, built[2])
             if self.recipe.train.routing_replay and is_on("update.routing_samples"):
                 self.routing = RoutingReplay(chunks)
-            prepare_training(self.trained, self.memory, self.recipe.train)
+            prepare_training(self.trained, self.memory)
         if self.recipe.expert_load and self._is_actor:
             layout = self.run.train
             self.expert_loads = {"train": of_training(chunks, layout.ep), "rollout": None}

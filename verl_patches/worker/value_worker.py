@@ -69,7 +69,7 @@ class RecipeCriticWorker(TrainingWorker):
         if is_on("update.critic_gradients"):
             reduce_gradients(chunks)
         self.trained = Trained(chunks, optimizer, hf_config, CRITIC)
-        self.step_guard = prepare_training(self.trained, self.memory, self.recipe.train)
+        self.step_guard = prepare_training(self.trained, self.memory)
         return built
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)

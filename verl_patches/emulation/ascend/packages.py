@@ -1,9 +1,7 @@
 """What `import torch_npu`, `apex`, `acl` and `torchair` give on platform cpu, line a3: one module object each.
 
-Each has the names that MindSpeed, MindSpeed-LLM and verl use. NAMES lists what the pinned sources use where
-DeepSeek-V3's training never comes: the name (one that ends with a dot covers all below it), the reason, and the files
-that use it, as beginnings of their paths. A test reads the sources and finds every name either in a stand-in, or here
-and used in these files only. On platform npu nothing of this is installed.
+Each has the names that MindSpeed, MindSpeed-LLM and verl use on the way of DeepSeek-V3's training; another name raises
+an error that says where to add it. On platform npu nothing of this is installed.
 """
 
 from __future__ import annotations
@@ -18,58 +16,6 @@ from verl_patches.emulation.ascend import attention, ops
 from verl_patches.emulation.cpu import torch_on_cpu
 from verl_patches.emulation.op_schemas import VERSION, WITH_REFERENCE
 
-_ADAPTIVE = ("mindspeed/core/memory/adaptive_", "mindspeed/core/memory/auto_pipeline/", "mindspeed/auto_tuning/")
-_OWN_ALLOCATOR = ("mindspeed/core/memory/", "mindspeed/ops/csrc/pluggable_allocator/")
-_MC2 = (
-    "mindspeed/core/tensor_parallel/", "mindspeed_llm/tasks/models/transformer/fast_mlp.py",
-    "mindspeed_llm/tasks/posttrain/lora/",
-)  # fmt: skip
-_KV_CACHE = ("mindspeed_llm/core/transformer/dot_product_attention.py", "mindspeed_llm/legacy/model/transformer.py")
-_PROFILE = ("mindspeed/core/training.py", "mindspeed_llm/training/training.py", "mindspeed/core/auto_parallel/")
-_BUILDERS = ("mindspeed/op_builder/",)
-
-NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "acl.rt.": ("automatic tuning and adaptive recompute, which the recipe does not set", _ADAPTIVE),
-    "apex.contrib.": ("Megatron does without it where it cannot be imported", ("megatron/",)),
-    "apex.normalization.fused_layer_norm.FusedLayerNormAffineFunction":
-        ("MindSpeed's adaptor puts its own into Megatron; DeepSeek-V3 has RMS norms", ("megatron/",)),
-    "apex.normalization.fused_layer_norm.fused_layer_norm_affine":
-        ("Megatron's legacy models only; DeepSeek-V3 has RMS norms", ("megatron/legacy/",)),
-    "apex.parallel.": ("Megatron's legacy vision models", ("megatron/legacy/vision/", "megatron/legacy/model/vision/")),
-    "apex.transformer.": ("Megatron does without it where it cannot be imported", ("megatron/core/",)),
-    "torch_npu.npu.init": ("adaptive recompute, which the recipe does not set", _ADAPTIVE),
-    "torch_npu.npu.memory.": ("MindSpeed's own memory allocators, which the recipe does not set", _OWN_ALLOCATOR),
-    "torch_npu.npu.memory_stats": ("adaptive recompute and memory, which the recipe does not set", _ADAPTIVE),
-    "torch_npu.npu.set_option": ("smart swap, which the recipe does not set", ("mindspeed/core/memory/smart_swap/",)),
-    "torch_npu.npu.set_per_process_memory_fraction":
-        ("a test of MindSpeed's", ("mindspeed/ops/csrc/pluggable_allocator/",)),
-    "torch_npu.npu_all_gather_base_mm": ("use_ascend_mc2 and the fused MLP, which the recipe does not set", _MC2),
-    "torch_npu.npu_mm_reduce_scatter_base": ("use_ascend_mc2 and the fused MLP, which the recipe does not set", _MC2),
-    "torch_npu.npu_fusion_attention_grad":
-        ("context parallelism and ampipe, which the recipe does not set",
-         ("mindspeed/core/context_parallel/", "mindspeed/moe/ampipe/")),
-    "torch_npu.npu_incre_flash_attention": ("generation with MindSpeed-LLM; here vLLM generates", _KV_CACHE),
-    "torch_npu.npu_prompt_flash_attention": ("generation with MindSpeed-LLM; here vLLM generates", _KV_CACHE),
-    "torch_npu.npu_scaled_masked_softmax":
-        ("a softmax outside of attention (--no-masked-softmax-fusion)", ("mindspeed/core/fusions/fused_softmax.py",)),
-    "torch_npu.npu_swiglu_backward": ("use_ascend_mc2 and the fused MLP, which the recipe does not set", _MC2),
-    "torch_npu.profiler.": ("profiling of a device (--profile, --auto-parallel)", _PROFILE),
-    "torch_npu.unsupported_dtype": ("multi-modal models", ("mindspeed/multi_modal/",)),
-    "torch_npu.utils.flops_count.": ("counting of operations on a device (--op-cal-tflops)", _PROFILE),
-    "torch_npu.utils.register_asd_hook":
-        ("NPU_ASD_ENABLE=1, the device's check for silent errors",
-         ("mindspeed/core/fusions/rms_norm.py", "mindspeed_llm/legacy/model/rms_norm.py")),
-    "torchair.ge.custom_op": ("called only while a graph is compiled", _BUILDERS),
-    "torchair.ge_concrete_graph.": ("torchair of torch_npu before 2.3", _BUILDERS),
-}  # fmt: skip
-
-
-def listed(name: str) -> tuple[str, tuple[str, ...]] | None:
-    """(why a dotted name is not there, beginnings of the paths of the files that may use it); None if not in NAMES."""
-    parts = name.split(".")
-    above = (".".join(parts[:end]) + "." for end in range(len(parts), 0, -1))
-    return next((NAMES[key] for key in (name, *above) if key in NAMES), None)
-
 
 def stand_in(real: str, doc: str, **names: Any) -> ModuleType:
     """A module object that stands for module `real`: it has `names`, modules inside it among them, and no others."""
@@ -79,12 +25,10 @@ def stand_in(real: str, doc: str, **names: Any) -> ModuleType:
 
 
 def refuse_unknown(real: str) -> Callable[[str], NoReturn]:
-    """`__getattr__` of the stand-in for module `real`: AttributeError that says why, or where to add the name."""
+    """Return `__getattr__` of the stand-in for module `real`, which raises an error that says where to add the name."""
 
     def __getattr__(name: str) -> NoReturn:
-        hint = f"nothing was seen to use it. If the pinned package has it and it is needed, add it to {__name__}"
-        if entry := listed(f"{real}.{name}"):
-            hint = f"not on our paths ({entry[0]})"
+        hint = f"if the pinned package has it and training needs it, add it to {__name__}"
         raise AttributeError(f"the stand-in for {real} has no {name!r}: {hint}", name=name)
 
     return __getattr__
