@@ -71,6 +71,8 @@ def explain_command(
     table(row_id, ("fact", "value"), rows)
     for text in diff:
         say(text, whole=True)
+    if upstream is not None and not diff:
+        say(f"{spec.target}: no difference from the pinned body")
     say(PLACES)
 
 
