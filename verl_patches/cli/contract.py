@@ -20,6 +20,7 @@ from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.contract import PACKAGES, Sources, check
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
+from verl_patches.patching.spec import split
 from verl_patches.patching.switches import from_environment
 from verl_patches.upstream.checkouts import FETCH, LINE, Trees, git, trees_of
 from verl_patches.upstream.modified import roots_of, source_findings
@@ -142,7 +143,7 @@ def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]
     With clones: of the files as they are there, against those of the pinned commit. On line pypi: of the installed
     package, against `upstream`. A target of a package that is in neither is compared with itself.
     """
-    package = target.partition(".")[0].partition(":")[0]
+    package = split(target)[0].split(".")[0]
     pins = load_pins().line(line).repositories.values()
     commit = next((pin.commit for pin in pins if package in pin.packages), None)
     given = _roots(upstream, line, part=True).get(package)

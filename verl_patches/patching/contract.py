@@ -237,7 +237,8 @@ class RowCheck:
         return Part("fine", f"{version}, as pinned")
 
     def _drift(self, found: str) -> Part:
-        explain = f"python -m verl_patches explain {self.spec.id} --switches line={self.line} --upstream DIR"
+        switches = f"line={self.line},platform={min(self.spec.platforms)}"
+        explain = f"python -m verl_patches explain {self.spec.id} --switches {switches} --upstream DIR"
         todo = f"review the change (`{explain}` prints it), then `{self._review_command()}`"
         return Part("problem", f"the body is {found}, not the reviewed one", todo)
 
