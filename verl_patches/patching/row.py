@@ -257,9 +257,13 @@ def _signature_faults(spec: PatchSpec, place: Slot, new: Any) -> list[str]:
     package = spec.target_module.partition(".")[0]
     if spec.kind == "subclass":
         ours, upstream = new.__bases__
-        methods = {name: each for name, each in vars(ours).items() if isinstance(unwrap(each), FunctionType)}
-        faults = {n: refused_calls(unwrap(_static(upstream, n)), unwrap(m), package, True) for n, m in methods.items()}
-        return [f"{name} {fault}" for name, found in faults.items() for fault in found]
+        faults = []
+        for name, method in vars(ours).items():
+            if isinstance(unwrap(method), FunctionType):
+                bound = not isinstance(method, staticmethod)
+                found = refused_calls(unwrap(_static(upstream, name)), unwrap(method), package, bound)
+                faults += [f"{name} {fault}" for fault in found]
+        return faults
     if spec.kind not in ("wrap", "replace", "stub"):
         return []
     bound = isinstance(place.holder, type) and not isinstance(place.found, staticmethod)
