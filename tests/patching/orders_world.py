@@ -39,7 +39,7 @@ BASE = """
 """
 OURS = """
     from __main__ import world
-    def louder(original): return lambda *a: f"{original(*a)}!"
+    def louder(original): return lambda *a, **k: f"{original(*a, **k)}!"
     def entries(): return {"b": 2}
     def flaky(original):
         world.in_provider()

@@ -72,14 +72,14 @@ def test_the_catalogues_digest_depends_on_neither_seed_nor_folder(copies):
 def test_policy_line_switches_provider_target_and_review_are_in_it(copies):
     here = copies[0]
     first = digest(FAKE, here)
-    for text in ("drift=skip,-t.h", "drift=warn,-t.h", ""):
+    for text in ("drift=warn,-t.h", ""):
         assert digest(FAKE.replace("platform=cpu,-t.h", f"platform=cpu,{text}"), here) != first
     assert digest(FAKE.replace("platform=cpu", "platform=npu"), here) != first
     record = here / "verl_patches" / "fingerprints.json"
     reviewed = record.read_text()
-    record.write_text(json.dumps({"pypi": {"up:f": {"hash": "0" * 16, "statements": []}}}))
-    assert digest(FAKE, here) != first  # under warn and skip it decides what is applied
-    record.write_text(json.dumps({"a3": {"up:f": {"hash": "0" * 16, "statements": []}}}))
+    record.write_text(json.dumps({"pypi": {"up:f": {"hash": "0" * 16}}}))
+    assert digest(FAKE, here) != first  # under warn it decides what is marked
+    record.write_text(json.dumps({"a3": {"up:f": {"hash": "0" * 16}}}))
     assert digest(FAKE, here) == first
     record.write_text(reviewed)
     for name, old, new in (("up", "1.5e3", "1.5e4"), ("ours", "return original", "return  original")):

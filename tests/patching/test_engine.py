@@ -119,7 +119,7 @@ def test_an_override_of_another_method_is_failed_and_one_without_its_class_in_pl
         out = [imported(CLASS, wrong)]
         elsewhere = row("t.class", "up.other:Thing", "subclass", "ours:OurThing")
         out.append(imported(elsewhere, FEATURE))
-        e = engine(elsewhere, FEATURE, text="drift=skip"); e.apply()
+        e = engine(elsewhere, FEATURE, text="drift=warn"); e.apply()
         import up.base
         out.append(look(e)["t.feature"])
     """)

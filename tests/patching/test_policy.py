@@ -1,4 +1,4 @@
-"""What happens where upstream is not as reviewed (drift=strict, warn, skip), and where a provider of ours fails."""
+"""What happens where upstream is not as reviewed (drift=strict, warn), and where a provider of ours fails."""
 
 import pytest
 
@@ -22,24 +22,20 @@ DRIFTED = ("up.base:f",)
 def test_strict_stops_at_a_drifted_body_and_leaves_nothing_imported(imported):
     out = imported("strict", drifted=DRIFTED)
     assert out["first"].startswith("PatchError: row t.f: up.base:f has drifted") and out["second"] == out["first"]
-    assert [word for word in ("--write", "drift=skip", "-t.f", "base.py") if word not in out["first"]] == []
+    assert [word for word in ("--write", "drift=warn", "-t.f", "base.py") if word not in out["first"]] == []
     assert out["seen"] is None and out["states"] == {"t.f": "drifted", "t.g": "waiting"}
     assert "t.f is drifted" in out["proof"]
 
 
 @pytest.mark.parametrize(
-    ("policy", "target", "state", "seen", "words"),
+    ("target", "state", "seen", "words"),
     [
-        ("warn", "up.base:f", "drifted", ["1!", "1!"], "drift=warn"),
-        ("skip", "up.base:f", "drifted", [1, "1!"], "not applied"),
-        ("warn", "up.base:gone", "unsupported", [1, "1!"], "does not exist"),
-        ("skip", "up.base:gone", "unsupported", [1, "1!"], "does not exist"),
+        ("up.base:f", "drifted", ["1!", "1!"], "drift=warn"),
+        ("up.base:gone", "unsupported", [1, "1!"], "does not exist"),
     ],
 )
-def test_other_policies_apply_a_row_where_they_can_or_leave_it_alone_with_a_warning(
-    imported, policy, target, state, seen, words
-):
-    out = imported(policy, target, drifted=DRIFTED)
+def test_warn_applies_a_row_where_it_can_or_leaves_it_alone_with_a_warning(imported, target, state, seen, words):
+    out = imported("warn", target, drifted=DRIFTED)
     assert out["first"] is None and out["proof"] is None and out["seen"] == seen
     assert out["states"] == {"t.f": state, "t.g": "active"}
     assert state == "unsupported" or "expected 0000000000000000" in out["reason"]
@@ -78,7 +74,7 @@ def test_a_place_that_upstream_lacks_is_unsupported(imported, target, kind, word
 def test_a_provider_that_fails_always_stops(play, provider, kind, words):
     target = "up.base:TABLE" if kind == "register" else "up.base:f"
     out = play(f"""
-        e = engine(row("t.f", {target!r}, {kind!r}, {provider!r}), text="drift=skip")
+        e = engine(row("t.f", {target!r}, {kind!r}, {provider!r}), text="drift=warn")
         e.apply()
         out = [tried(lambda: __import__("up.base")), tried(lambda: __import__("up.base")), states(e)["t.f"], proof(e)]
         out.append("up.base" in sys.modules)
@@ -90,13 +86,12 @@ def test_a_provider_that_fails_always_stops(play, provider, kind, words):
 
 
 @pytest.mark.parametrize("order", ["import up.other, up.base", "import up.base, up.other"])
-def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, order):
+def test_rows_that_need_one_that_was_left_out_are_left_out_in_any_order_of_imports(play, order):
     out = play(f"""
-        drift("up.base:f")
-        rows = [row("t.low"), row("t.mid", "up.other:h", needs=("t.low",)),
+        rows = [row("t.low", "up.base:gone"), row("t.mid", "up.other:h", needs=("t.low",)),
                 row("t.over", "up.other:h", needs=("t.mid",)), row("t.top", "up.base:g", needs=("t.over",)),
                 row("t.else", "up.base:Thing.m")]
-        e = engine(*rows, text="drift=skip")
+        e = engine(*rows, text="drift=warn")
         e.apply(); e.apply()
         {order}
         def seen(): return [up.base.f(1), up.other.h(1), up.base.g(1), up.base.Thing().m()]
@@ -104,7 +99,7 @@ def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, 
         e.apply(); e.revert()
         out += [seen(), states(e)]
     """)
-    states = {"t.low": "drifted", **dict.fromkeys(("t.mid", "t.over", "t.top"), "unsupported"), "t.else": "active"}
+    states = {**dict.fromkeys(("t.low", "t.mid", "t.over", "t.top"), "unsupported"), "t.else": "active"}
     assert out[:2] == [states, "it needs t.over, which is unsupported and was not applied"]
     assert out[2:4] == [[1, 1, 1, "m!"], None]
     assert out[4] == [1, 1, 1, "m"] and set(out[5].values()) == {"reverted"}

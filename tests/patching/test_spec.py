@@ -100,7 +100,7 @@ def test_bindings_and_needs_of_one_line_count_on_that_line_only(line, bindings, 
 
 
 def test_switch_text_round_trip_and_errors():
-    for drift in ("", "drift=warn,", "drift=skip,"):
+    for drift in ("", "drift=warn,"):
         text = f"line=pypi,platform=cpu,{drift}-reshard.*,+a.b"
         assert parse(text).text() == text
     assert parse("drift=strict") == Switches() == parse("")

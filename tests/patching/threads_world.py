@@ -23,7 +23,7 @@ from verl_patches.patching import hooks
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 
-WRAP = "def louder(original):\n    return lambda *a: f'{original(*a)}!'\n"
+WRAP = "def louder(original):\n    return lambda *a, **k: f'{original(*a, **k)}!'\n"
 
 
 def engine(*rows):

@@ -34,9 +34,12 @@ FILES = {
         from verl_patches.patching.engine import is_on
         def louder(original):
             @functools.wraps(original)
-            def ours(*a): return f"{original(*a)}!"
+            def ours(*a, **k): return f"{original(*a, **k)}!"
             return ours
-        def asking(original): return lambda *a: f"{original(*a)}?"
+        def asking(original): return lambda *a, **k: f"{original(*a, **k)}?"
+        def narrow(original): return lambda a: original(a)
+        def one(x): return x
+        def two(x, other): return x
         def entries(): return {"b": 2}
         VALUE = object()
         def nothing(original): return None

@@ -37,7 +37,7 @@ OURS, TRAIN = "python -m verl_patches ", r"bash scripts/train_\w+\.sh "
 CLASSES = {
     "example": (r".*finite_rewards",),  # tests/test_readme_example.py runs them
     "of a run": (rf"{OURS}(plan .*--lengths RUN|report start)",),  # tests/cli make such runs
-    "run with sources": (rf"({TRAIN}--dry-run|{OURS}plan) .*--upstream upstream",),  # as "run", with --upstream
+    "run with sources": (rf"({TRAIN}--dry-run|{OURS}(plan|explain)) .*--upstream upstream",),  # as run, with clones
     "run": (  # here; the exit code is 0, or N where the comment says "exits N"
         rf"{OURS}(status|explain|digest|report|compare|config|reshard-plan|fingerprint|versions|plan|check(?!.*--upstream))\b",
         rf"{OURS}cluster up \S+ --render",

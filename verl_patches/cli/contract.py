@@ -1,7 +1,9 @@
-"""The commands about upstream's sources: `check`, `fingerprint` and `versions`."""
+"""The commands about upstream's sources: `check`, `explain`, `fingerprint` and `versions`."""
 
 from __future__ import annotations
 
+import difflib
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,16 +11,18 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches import catalog
-from verl_patches.cli.output import Json, leave_with, print_json, table
-from verl_patches.cli.patches import switches_here
+from verl_patches.boot.install_prelude import PLACES
+from verl_patches.cli.output import Json, leave_with, print_json, say, table
+from verl_patches.cli.patches import Switch, engine_of, switches_here
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.contract import PACKAGES, Sources, check
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
+from verl_patches.patching.spec import split
 from verl_patches.patching.switches import from_environment
-from verl_patches.upstream.checkouts import FETCH, LINE, Trees, trees_of
+from verl_patches.upstream.checkouts import FETCH, LINE, Trees, git, trees_of
 from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.versions import compare
@@ -26,6 +30,7 @@ from verl_patches.upstream.versions import compare
 LineOption = Annotated[str | None, typer.Option("--line", help="pypi or a3; default: the line of VERL_PATCHES.")]
 SOURCES_HELP = "Folder with the upstream clones side by side (line pypi: with the packages, as a site-packages folder)."
 NO_SOURCE_HELP = "With --write: accept targets without Python text (compiled or inherited)."
+PINNED_HELP = "Print how the target differs from the pin: clones, or on line pypi a folder with the pinned packages."
 ONLY_HELP = "With --upstream: look at this repository and its rows alone; can be repeated."
 
 
@@ -42,6 +47,34 @@ def check_command(
     if only and upstream is None:
         raise ConfigError("check: --only needs --upstream DIR")
     leave_with(run_check(upstream, line, only or ()), as_json, fine=False)
+
+
+def explain_command(
+    row_id: str,
+    switches: Switch = None,
+    upstream: Annotated[Path | None, typer.Option(help=PINNED_HELP)] = None,
+    as_json: Json = False,
+) -> None:
+    """Everything about one row: what it replaces, why, by what, until when."""
+    engine = engine_of(switches)
+    facts, spec, line = engine.explain(row_id), engine.specs[row_id], engine.switches.line
+    if upstream is not None and not spec.is_module_stub:
+        facts["fingerprint"], facts["diff"] = pinned_diff(spec.target, line, upstream)
+    drifted = facts["reviewed"] not in (None, facts["fingerprint"])
+    facts["state"] = "off"
+    if facts["wanted"]:  # and nothing is applied here
+        facts["state"] = "drifted" if drifted else "waiting"
+    if as_json:
+        print_json(facts)
+        return
+    diff = facts.pop("diff", ())
+    rows = [(key, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for key, v in facts.items()]
+    table(row_id, ("fact", "value"), rows)
+    for text in diff:
+        say(text, whole=True)
+    if upstream is not None and not diff:
+        say(f"{spec.target}: no difference from the pinned body")
+    say(PLACES)
 
 
 def fingerprint_command(
@@ -104,6 +137,29 @@ def run_check(upstream: Path | None, line: str | None, only: Sequence[str] = ())
     return Report("check", name, (*missing, *compared.values(), *report.findings))
 
 
+def pinned_diff(target: str, line: str, upstream: Path) -> tuple[str, list[str]]:
+    """Return the fingerprint of a target's body here, and how the body differs from the pinned one.
+
+    With clones: of the files as they are there, against those of the pinned commit. On line pypi: of the installed
+    package, against `upstream`. A target of a package that is in neither is compared with itself.
+    """
+    package = split(target)[0].split(".")[0]
+    pins = load_pins().line(line).repositories.values()
+    commit = next((pin.commit for pin in pins if package in pin.packages), None)
+    given = _roots(upstream, line, part=True).get(package)
+    here = given if commit else None
+    with tempfile.TemporaryDirectory() as folder:
+        pinned = Path(folder) if commit and given else given
+        for module in fp.files_read(target, given) if commit and given else ():
+            file = fp.source_file(module, given)
+            path = file.relative_to(given)
+            (pinned / path).parent.mkdir(parents=True, exist_ok=True)
+            (pinned / path).write_text(git(given, "show", f"{commit}:{path.as_posix()}"), encoding="utf-8")
+        bodies = [fp.source(target, root) for root in (pinned, here)]
+        diff = list(difflib.unified_diff(*bodies, f"{target} as pinned", f"{target} here", lineterm=""))
+    return fp.fingerprint(target, here), diff
+
+
 def _roots(folder: Path, line: str, part: bool = False) -> dict[str, Path]:
     """{top-level package: the folder that holds it}; `folder` is that of --upstream, or of a line's packages.
 
@@ -142,12 +198,12 @@ def fingerprints(
             )
     specs = [engine.specs[name] for name in names if not engine.specs[name].is_module_stub]
     roots = {} if upstream is None else _roots(upstream, line)
-    bodies, files, absent, dropped = {}, {}, [], []
+    found, files, absent, dropped = {}, {}, [], []
     for spec in specs:
         root = roots.get(spec.target_module.split(".")[0])
-        bodies[spec.target] = fp.statements(spec.target, root)
+        found[spec.target] = fp.fingerprint(spec.target, root)
         files[spec.target] = fp.files_read(spec.target, root) if write else {}
-        has_text = bodies[spec.target] or fp.reviewed_hash(line, spec.target) == fp.NO_SOURCE
+        has_text = found[spec.target] != fp.NO_SOURCE or fp.reviewed_hash(line, spec.target) == fp.NO_SOURCE
         needs_none = spec.kind == "extend" or no_source
         if not (has_text or needs_none) or fp.source_file(spec.target_module, root) is None:
             absent.append(f"{spec.id}: {spec.target}")
@@ -158,13 +214,9 @@ def fingerprints(
             + "\n`python -m verl_patches check` lists near names; for a compiled or inherited target add --no-source"
         )
     if write:
-        dropped = fp.write_reviewed(line, bodies, whole=not row_ids, files=files)
+        dropped = fp.write_reviewed(line, found, whole=not row_ids, files=files)
     rows = [
-        {
-            "target": target,
-            "found": fp.whole_hash(body) if body else fp.NO_SOURCE,
-            "reviewed": fp.reviewed_hash(line, target),
-        }
-        for target, body in bodies.items()
+        {"target": target, "found": digest, "reviewed": fp.reviewed_hash(line, target)}
+        for target, digest in found.items()
     ]
     return {"line": line, "rows": rows, "dropped": dropped}

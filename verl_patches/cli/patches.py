@@ -1,4 +1,4 @@
-"""The commands that show patches: `status`, `explain`, `digest`; and `install-prelude`."""
+"""The commands that show patches: `status` and `digest`; and `install-prelude`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import typer
 
 from verl_patches import catalog
 from verl_patches.boot import install_prelude
-from verl_patches.boot.install_prelude import PLACES
 from verl_patches.cli.live import show_live
-from verl_patches.cli.output import Json, print_json, say, table
+from verl_patches.cli.output import Json, print_json, table
 from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.record import read_summary
@@ -139,21 +138,6 @@ def _states_text(states: Mapping[str, str]) -> str:
             texts.append(f"{process}: {state}")
     texts += [f"worker{'s' if len(of) > 1 else ''} {ranks_text(of)}: {state}" for state, of in ranks.items()]
     return ", ".join(texts)
-
-
-def explain_command(row_id: str, switches: Switch = None, as_json: Json = False) -> None:
-    """Everything about one row: what it replaces, why, by what, until when."""
-    facts = engine_of(switches).explain(row_id)
-    drifted = facts["reviewed"] not in (None, facts["fingerprint"])
-    facts["state"] = "off"
-    if facts["wanted"]:  # and nothing is applied here
-        facts["state"] = "drifted" if drifted else "waiting"
-    if as_json:
-        print_json(facts)
-    else:
-        rows = [(key, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for key, v in facts.items()]
-        table(row_id, ("fact", "value"), rows)
-        say(PLACES)
 
 
 def digest_command(switches: Switch = None, as_json: Json = False) -> None:

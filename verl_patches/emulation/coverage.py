@@ -51,7 +51,7 @@ def coverage_of(workers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         calls.update(worker["functions"])
         modules |= {name: modules.get(name, False) or imported for name, imported in worker["modules"].items()}
     called = {name: count for name, count in calls.items() if count}
-    schemas = {name: [f"{name}{schema.signature} -> {schema.returns}" for schema in read()[name]] for name in called}
+    schemas = {name: [f"{name}{schema.signature}" for schema in read()[name]] for name in called}
     return {
         "functions": {name: {"calls": called[name], "schemas": schemas[name]} for name in sorted(called)},
         "graphs": graphs,

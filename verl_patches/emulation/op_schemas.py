@@ -9,15 +9,14 @@ reference by such a schema, as the real binding does.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import json
 import numbers
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -52,79 +51,42 @@ npu_multi_head_latent_attention npu_paged_cache_load npu_ring_mla
 VERSION = "2.5.1.post1"
 FILE = Path(__file__).with_name(f"torch_npu-{VERSION}.json")
 
-_HEAD = re.compile(r"(?P<name>\w+)(\.(?P<overload>\w+))?\((?P<arguments>.*)\)\s*->\s*(?P<returns>.*)\Z", re.DOTALL)
-_ARGUMENT = re.compile(r"(?P<kind>\w+(\(\w!\))?(\[\d*\])?\??)\s+(?P<name>\w+)(=(?P<default>.+))?\Z", re.DOTALL)
-_WORDS = {"true": True, "false": False, "none": None}
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One argument: name in Python, kind as the schema spells it ("Tensor?", "int[]?"), default as Python's."""
-
-    name: str
-    kind: str
-    default: Any = inspect.Parameter.empty
-    keyword_only: bool = False
-
 
 @dataclass(frozen=True)
 class Schema:
-    """One function or overload; `returns` is the schema's own text."""
+    """One function or overload: its signature in Python, and {argument: kind} as torch prints it ("Optional[Tensor]").
+
+    `outputs`: how many values it returns.
+    """
 
     name: str
     overload: str
-    arguments: tuple[Argument, ...]
-    returns: str
-
-    @property
-    def kinds(self) -> dict[str, str]:
-        """{argument: kind}."""
-        return {argument.name: argument.kind for argument in self.arguments}
-
-    @property
-    def signature(self) -> inspect.Signature:
-        """As a Python function that takes the same would have it."""
-        where = {False: inspect.Parameter.POSITIONAL_OR_KEYWORD, True: inspect.Parameter.KEYWORD_ONLY}
-        return inspect.Signature(
-            [inspect.Parameter(a.name, where[a.keyword_only], default=a.default) for a in self.arguments]
-        )
+    signature: Signature
+    kinds: dict[str, str]
+    outputs: int
 
 
 def parse(text: str, gather_outputs: bool = True) -> Schema:
-    """One schema line; ConfigError where it is not of that form.
+    """Parse one schema line with torch's own parser; ConfigError where it is not of that form.
 
     gather_outputs: keyword-only outputs become one argument `out`, as in functions of torch_npu; those of torch.ops,
     such as ATB's, keep their names.
     """
-    head = _HEAD.match(text.strip())
-    if head is None:
-        raise ConfigError(f"not a schema: {text!r}; expected name(kind argument, ...) -> returns")
-    arguments: list[Argument] = []
-    keyword_only = False
-    for part in _split(head["arguments"]):
-        found = _ARGUMENT.match(part)
-        if part == "*":
-            keyword_only = True
-        elif found is None:
-            raise ConfigError(f"not an argument: {part!r} in {text!r}")
-        elif gather_outputs and keyword_only and "!" in found["kind"]:  # torch gathers these in one tuple
-            arguments = [a for a in arguments if a.name != "out"] + [Argument("out", "Tensor[]", keyword_only=True)]
-        else:
-            name = "input" if found["name"] == "self" else found["name"]
-            kind = re.sub(r"\(\w!\)", "", found["kind"])
-            arguments.append(Argument(name, kind, _default(found["default"]), keyword_only))
-    return Schema(head["name"], head["overload"] or "", tuple(arguments), head["returns"])
-
-
-def _split(text: str) -> list[str]:
-    parts = re.findall(r"(?:\[[^\]]*\]|'[^']*'|\"[^\"]*\"|\([^)]*\)|[^,])+", text)
-    return [part.strip() for part in parts if part.strip()]
-
-
-def _default(text: str | None) -> Any:
-    if text is None:
-        return inspect.Parameter.empty
-    return _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
+    try:
+        declared = torch._C.parse_schema(text)
+    except RuntimeError as error:
+        raise ConfigError(f"not a schema: {text!r}; expected name(kind argument, ...) -> returns: {error}") from error
+    parameters: dict[str, Parameter] = {}
+    kinds: dict[str, str] = {}
+    for a in declared.arguments:
+        name, kind = "input" if a.name == "self" else a.name, str(a.real_type)
+        if gather_outputs and a.is_out:  # torch gathers these in one tuple
+            name, kind = "out", "List[Tensor]"
+        place = Parameter.KEYWORD_ONLY if a.kwarg_only else Parameter.POSITIONAL_OR_KEYWORD
+        default = a.default_value if a.has_default_value() else Parameter.empty
+        parameters[name], kinds[name] = Parameter(name, place, default=default), kind
+    signature = Signature(list(parameters.values()))
+    return Schema(declared.name, declared.overload_name, signature, kinds, len(declared.returns))
 
 
 @functools.cache
@@ -147,7 +109,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "Tensor": lambda x: isinstance(x, torch.Tensor),
     "int": lambda x: isinstance(x, (numbers.Integral, torch.SymInt)) and not isinstance(x, bool),
     "float": lambda x: isinstance(x, (numbers.Real, torch.SymFloat)) and not isinstance(x, bool),
-    "Scalar": lambda x: isinstance(x, numbers.Number),
+    "number": lambda x: isinstance(x, numbers.Number),
     "bool": lambda x: isinstance(x, bool),
     "str": lambda x: isinstance(x, str),
     "ScalarType": lambda x: isinstance(x, torch.dtype),
@@ -155,15 +117,13 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def is_of_kind(value: Any, kind: str) -> bool:
-    """Does a Python value go where a schema says `kind` ("Tensor?", "int[]", "float"; "a|b": either)?"""
-    if "|" in kind:
-        return any(is_of_kind(value, one) for one in kind.split("|"))
-    if kind.endswith("?"):
-        return value is None or is_of_kind(value, kind[:-1])
-    if kind.endswith("]"):
-        item = kind[: kind.index("[")]
+    """Return whether a Python value goes where a schema says `kind` ("Optional[Tensor]", "List[int]", "float")."""
+    if kind.startswith("Optional["):
+        return value is None or is_of_kind(value, kind[len("Optional[") : -1])
+    if kind.startswith("List["):
+        item = kind[len("List[") : -1]
         return isinstance(value, (list, tuple)) and all(is_of_kind(entry, item) for entry in value)
-    return _KINDS[kind.replace("SymInt", "int")](value)
+    return _KINDS[kind](value)
 
 
 def torch_npu_op(function: Callable) -> Callable:
@@ -176,11 +136,8 @@ def torch_npu_op(function: Callable) -> Callable:
 
 
 def atb_op(function: Callable) -> Callable:
-    """The same for a function of ATB, which torch.ops calls: an int[] may be a tensor of one dimension too."""
-    schemas = read()[function.__name__]
-    listed = {kind: f"{kind}|Tensor" for s in schemas for kind in s.kinds.values() if kind == "SymInt[]"}
-    arguments = (tuple(replace(a, kind=listed.get(a.kind, a.kind)) for a in s.arguments) for s in schemas)
-    return _bound(function, tuple(replace(s, arguments=a) for s, a in zip(schemas, arguments, strict=True)))
+    """The same for a function of ATB, which torch.ops calls: a list of int may be a tensor of one dimension too."""
+    return _bound(function, read()[function.__name__], lists_as_tensors=True)
 
 
 def builder_op(*schemas: str, by_place: bool = False) -> Callable[[Callable], Callable]:
@@ -191,7 +148,9 @@ def builder_op(*schemas: str, by_place: bool = False) -> Callable[[Callable], Ca
     return lambda function: _bound(function, tuple(map(parse, schemas)), by_place)
 
 
-def _bound(function: Callable, schemas: tuple[Schema, ...], by_place: bool = False) -> Callable:
+def _bound(
+    function: Callable, schemas: tuple[Schema, ...], by_place: bool = False, lists_as_tensors: bool = False
+) -> Callable:
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
     used = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     takes_all = len(used) < len(parameters)
@@ -209,7 +168,8 @@ def _bound(function: Callable, schemas: tuple[Schema, ...], by_place: bool = Fal
         except TypeError as error:
             raise TypeError(f"{name}: {error}; it takes {signature}") from None
         for argument, value in bound.arguments.items():
-            if not any(is_of_kind(value, kind) for kind in kinds[argument]):
+            is_list = lists_as_tensors and "List[int]" in kinds[argument] and isinstance(value, torch.Tensor)
+            if not is_list and not any(is_of_kind(value, kind) for kind in kinds[argument]):
                 expected = " or ".join(kinds[argument])
                 raise TypeError(f"{name}: argument {argument!r} must be {expected}, found {_describe(value)}")
         bound.apply_defaults()
@@ -250,7 +210,7 @@ def demand_int32(**tensors: torch.Tensor | None) -> None:
 
 def demand_defaults(function: str, given: Mapping[str, Any]) -> None:
     """ValueError unless each argument that the reference of `function` does not use is None or its schema's default."""
-    defaults = {a.name: a.default for schema in read()[function] for a in schema.arguments}
+    defaults = {p.name: p.default for schema in read()[function] for p in schema.signature.parameters.values()}
     wrong = [
         f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)} (default {defaults[name]!r})"
         for name, value in given.items()

@@ -1,9 +1,9 @@
 """`check`: compares what every row of one line expects of upstream with upstream's sources.
 
-For each row: the target's body is the reviewed one; the provider accepts every call that the target accepts (of a wrap,
-`provider(original) -> replacement`, the functions that it returns are compared); all bindings are listed. Sources are
-read as text from {top-level package: the folder that holds it}; nothing of upstream is imported. Bindings are searched
-in the upstream packages of the line, and in those modules of other packages (torch) that rows name.
+For each row: the target's body is the reviewed one, and all bindings are listed. Sources are read as text from
+{top-level package: the folder that holds it}; nothing of upstream is imported. Bindings are searched in the upstream
+packages of the line, and in those modules of other packages (torch) that rows name. Whether a replacement accepts the
+calls of its target is compared when the row is applied (signatures.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from typing import NamedTuple
 
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.bindings import Import, SourceFile, find_bindings, read_tree
-from verl_patches.patching.fingerprint import Statement
 from verl_patches.patching.report import STATES, Finding, Report
-from verl_patches.patching.signatures import UnknownSignature, names_a_module, signature_faults
 from verl_patches.patching.spec import PatchSpec, split
 
 PACKAGES = {
@@ -133,7 +131,7 @@ class RowCheck:
         self.root = sources.roots.get(self.top)
         self.file = None if spec.is_module_stub else fp.source_file(spec.target_module, self.root)
         self.reviewed = fp.reviewed_hash(line, spec.target)
-        self.statements: list[Statement] = []
+        self.definitions: list[fp.Definition] = []
 
     def finding(self) -> Finding:
         """The finding about this row."""
@@ -165,7 +163,7 @@ class RowCheck:
             yield Part("problem", f"there is no module {spec.target_module}", _NEW_PLACE, details)
             return
         try:
-            self.statements = fp.statements(spec.target, self.root)
+            self.definitions = fp.definitions(spec.target, self.root)
         except SyntaxError as error:
             yield Part("problem", f"this Python cannot read {self._at(self.file, error.lineno)}: {error.msg}")
             return
@@ -178,25 +176,25 @@ class RowCheck:
             return
         else:
             yield self._body(pinned, here)
-        if spec.kind != "extend":
-            yield self._signature()
         yield from self._bindings()
 
     def _where(self) -> str:
         if self.file is None:
             return self.spec.target_module
-        return self._at(self.statements[0].file, self.statements[0].line) if self.statements else self._at(self.file)
+        if not self.definitions:
+            return self._at(self.file)
+        return self._at(self.definitions[0].file, self.definitions[0].node.lineno)
 
     def _at(self, file: Path, line: int | None = None) -> str:
         """file:line with the file as seen from the folder that holds its top-level package."""
-        assert self.file is not None, "a row whose module was not found has no statements"
+        assert self.file is not None, "a row whose module was not found has no definitions"
         short = str(file.relative_to(_root_of(self.file, self.spec.target_module)))
         return short if line is None else f"{short}:{line}"
 
     def _exists(self) -> bool:
         """Whether the target is there; of an `extend`, what gets the new name."""
         if self.spec.kind != "extend":
-            return bool(self.statements) or self.reviewed == fp.NO_SOURCE
+            return bool(self.definitions) or self.reviewed == fp.NO_SOURCE
         module, qualname = split(self.spec.target)
         holder = qualname.rpartition(".")[0]
         return not holder or bool(fp.definitions(f"{module}:{holder}", self.root))
@@ -204,13 +202,13 @@ class RowCheck:
     def _body(self, pinned: str | None, here: str) -> Part:
         """The target compared with the reviewed one."""
         if self.spec.kind == "extend":
-            if not self.statements:
+            if not self.definitions:
                 return Part("fine", "upstream has no such name, as expected")
             todo = "compare the two; make the row a wrap or replace, or delete it"
             return Part("problem", "upstream has this name now", todo)
-        if not self.statements:
+        if not self.definitions:
             return self._without_source(pinned, here)
-        found = fp.whole_hash(self.statements)
+        found = fp.body_hash(self.definitions)
         if self.reviewed is None:
             todo = f"review it, then `{self._review_command()}`"
             return Part("problem", f"its fingerprint {found} was never reviewed", todo)
@@ -239,28 +237,13 @@ class RowCheck:
         return Part("fine", f"{version}, as pinned")
 
     def _drift(self, found: str) -> Part:
-        """The statements that changed, each with its place."""
-        known = fp.reviewed(self.line)[self.spec.target]["statements"]
-        changed, gone = _changes(known, self.statements)
-        text = f"the body is {found}: {len(changed)} statement(s) new or changed, {sum(n for n, _ in gone)} gone"
-        details = [f"{self._at(s.file, s.line)}: {' '.join(line.strip() for line in s.source())}" for s in changed]
-        for number, last in gone:
-            place = f"after {self._at(last.file, last.line)}" if last else "at the start"
-            details.append(f"{number} reviewed statement(s) gone {place}")
-        return Part("problem", text, f"review the change, then `{self._review_command()}`", tuple(details))
+        switches = f"line={self.line},platform={min(self.spec.platforms)}"
+        explain = f"python -m verl_patches explain {self.spec.id} --switches {switches} --upstream DIR"
+        todo = f"review the change (`{explain}` prints it), then `{self._review_command()}`"
+        return Part("problem", f"the body is {found}, not the reviewed one", todo)
 
     def _review_command(self) -> str:
         return fp.review_command(self.spec.id, self.line, "" if self.sources.installed else "DIR")
-
-    def _signature(self) -> Part:
-        try:
-            faults = signature_faults(self.spec, self.root)
-        except UnknownSignature as reason:
-            return Part("note", f"signature not checked: {reason}")
-        if not faults:
-            return Part("fine", "signature accepted")
-        text = f"{self.spec.provider} does not fit its target: {', '.join(faults)}"
-        return Part("problem", text, "make the provider's replacement accept every call of the target")
 
     def _bindings(self) -> Iterator[Part]:
         found, listed = self.imported.get(self.spec.target, {}), set(self.spec.bindings)
@@ -283,6 +266,14 @@ class RowCheck:
         return f"{file.path.relative_to(_root_of(file.path, file.module))}:{item.line}"
 
 
+def names_a_module(target: str, root: Path | None) -> bool:
+    """Whether the name of "module:name" is bound by an `import` statement of that module, so that it is a module."""
+    module, name = split(target)
+    path = fp.source_file(module, root)
+    imports = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.Import)] if path else ()
+    return any(name == (a.asname or a.name.partition(".")[0]) for node in imports for a in node.names)
+
+
 def _root_of(file: Path, module: str) -> Path:
     """The folder that holds the top-level package of a module's file."""
     return file.parents[module.count(".") + (file.name == "__init__.py")]
@@ -299,16 +290,3 @@ def _version(package: str) -> str:
 
 def _public(version: str) -> str:
     return version.partition("+")[0]
-
-
-def _changes(reviewed: list[str], found: list[Statement]) -> tuple[list[Statement], list[tuple[int, Statement | None]]]:
-    """(statements new or changed, [(how many reviewed ones are gone, the statement they followed)])."""
-    changed, gone = [], []
-    matcher = difflib.SequenceMatcher(None, reviewed, [s.hash for s in found], autojunk=False)
-    for tag, i, i_end, j, j_end in matcher.get_opcodes():
-        if tag != "equal":
-            changed += found[j:j_end]
-            fewer = (i_end - i) - (j_end - j)
-            if fewer > 0:
-                gone.append((fewer, found[j_end - 1] if j_end else None))
-    return changed, gone

@@ -2,8 +2,8 @@
 
 States of a row: off, waiting -> active | drifted | unsupported | failed, and active -> overridden | reverted. A row is
 active only if the object at its target `is` the one that was put there. Where upstream is not as reviewed, the row is
-drifted (another body) or unsupported (no such place), and the policy `drift=` decides what follows; failed is a fault
-of our own provider and always stops the run.
+drifted (another body) or unsupported (no such place, or it is called in ways that our replacement refuses), and the
+policy `drift=` decides what follows; failed is a fault of our own provider and always stops the run.
 
 Threads: `_lock` guards the rows and the replacement itself. Nothing is imported while it is held, because a thread
 inside an import holds that module's lock and may wait for ours. Providers run without it: two threads may prepare the
@@ -148,14 +148,14 @@ class Engine:
         """The state of a row that needs one which was not applied; None where all that it needs were."""
         for need in (self._rows[name] for name in spec.needs):
             has_method = spec.kind == "override" and need.spec.provider == spec.provider.rpartition(".")[0]
-            if need.left_alone or (has_method and not need.in_place):
+            if need.state == "unsupported" or (has_method and not need.in_place):
                 return Prepared("unsupported", f"it needs {need.spec.id}, which is {need.state} and was not applied")
         return None
 
     def _leave_dependents(self, left: Row) -> None:
         """Revert the rows that need one which was not applied."""
         leaving = []
-        for row in self._order if left.left_alone else ():  # a need comes before what needs it
+        for row in self._order if left.state == "unsupported" else ():  # a need comes before what needs it
             unmet = self._unmet(row.spec) if row.hook is not None else None
             if unmet:
                 row.state, row.reason = unmet.state, unmet.reason

@@ -1,12 +1,9 @@
-"""Fingerprints of upstream definitions: a hash of the source without comments, docstrings and layout.
+"""Fingerprints of upstream definitions: one hash of a target's source without comments, docstrings and layout.
 
-Sources are read from disk; nothing is imported. A definition is a list of statements, each with its own hash, so that
-`check` can name the statements that changed. A compound statement gives one entry for its header (test, target, handler
-type, pattern ...) and one for every statement inside. Depth and field (body, orelse, finalbody) count, so a statement
-that moves out of an `if` changes. Of a method, the headers of the classes around it count too: their decorators, bases
-and keywords, such as a metaclass, decide what becomes of it. Fields of the syntax tree are read by name and empty ones
-left out, so that fields which newer Python versions add (type_params and the like) change nothing;
-tests/patching/test_fingerprint.py compares Python 3.10 to 3.13.
+Sources are read from disk; nothing is imported. All definitions of a name count, in source order. Of a method, the
+headers of the classes around it count too: their decorators, bases and keywords, such as a metaclass, decide what
+becomes of it. Fields of the syntax tree are read by name and empty ones left out, so that fields which newer Python
+versions add (type_params and the like) change nothing; tests/patching/test_fingerprint.py compares Python versions.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +29,17 @@ NO_SOURCE = "no-python-source"
 class Definition:
     """One definition of a name: its syntax tree, the file and module that it stands in, and the classes around it."""
 
-    node: ast.AST
+    node: ast.stmt
     file: Path
     module: str
-    classes: tuple[ast.AST, ...] = ()
+    classes: tuple[ast.stmt, ...] = ()
 
-    def statements(self) -> list[Statement]:
-        """Its own statements in source order, then the headers of its classes, the outermost first."""
-        return [*flatten(self.node, self.file), *(flatten(each, self.file)[0] for each in self.classes)]
+    def source(self) -> list[str]:
+        """Return the lines of its classes' headers and its own, as they stand in the file."""
+        text = self.file.read_text(encoding="utf-8", errors="replace").split("\n")  # a form feed, for one, ends no line
+        headers = [(each, _first_line(each.body[0])) for each in self.classes if isinstance(each, ast.ClassDef)]
+        ranges = [*headers, (self.node, (self.node.end_lineno or self.node.lineno) + 1)]
+        return [line for node, end in ranges for line in text[_first_line(node) - 1 : end - 1]]
 
 
 def fingerprint(place: str, root: Path | None = None) -> str:
@@ -47,13 +47,18 @@ def fingerprint(place: str, root: Path | None = None) -> str:
 
     `root`: the folder that holds the top-level package; default: where this interpreter would import it from.
     """
-    parts = statements(place, root)
-    return whole_hash(parts) if parts else NO_SOURCE
+    return body_hash(definitions(place, root))
 
 
-def statements(place: str, root: Path | None = None) -> list[Statement]:
-    """The statements of "module:qualname", of all its definitions in source order; empty where there is none."""
-    return [statement for d in definitions(place, root) for statement in d.statements()]
+def body_hash(found: Collection[Definition]) -> str:
+    """16 hex digits over all definitions of one name; NO_SOURCE where there is none."""
+    texts = [[_text(d.node), *(_text(each, leave_out=("body",)) for each in d.classes)] for d in found]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16] if texts else NO_SOURCE
+
+
+def source(place: str, root: Path | None = None) -> list[str]:
+    """The lines of all definitions of "module:qualname"."""
+    return [line for definition in definitions(place, root) for line in definition.source()]
 
 
 def current(line: str, target: str) -> str:
@@ -114,7 +119,7 @@ def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     return ".".join((*parts, node.module) if node.module else parts)
 
 
-def bindings_of(node: ast.AST) -> Iterator[tuple[Collection[str], ast.AST]]:
+def bindings_of(node: ast.AST) -> Iterator[tuple[Collection[str], ast.stmt]]:
     """(names, the statement that binds them) directly in a module or class body, also inside if, for, try ... there.
 
     Not seen: plain imports, the targets of `for`, `with`, `except` and `case` themselves, `:=` and `del`.
@@ -173,9 +178,9 @@ def package_hash() -> str:
 
 
 def reviewed(line: str) -> dict[str, dict[str, Any]]:
-    """What was reviewed on a line, as it travels with the package: {target: {hash, statements, files}}.
+    """What was reviewed on a line, as it travels with the package: {target: {hash, files}}.
 
-    statements: their hashes in order. files: {module: hash of its file} of all that the fingerprint depends on.
+    files: {module: hash of its file} of all that the fingerprint depends on.
     """
     return _record().get(line, {})
 
@@ -186,12 +191,9 @@ def reviewed_hash(line: str, target: str) -> str | None:
 
 
 def write_reviewed(
-    line: str,
-    found: Mapping[str, Sequence[Statement]],
-    whole: bool = False,
-    files: Mapping[str, Mapping[str, str]] | None = None,
+    line: str, found: Mapping[str, str], whole: bool = False, files: Mapping[str, Mapping[str, str]] | None = None
 ) -> list[str]:
-    """Record {target: its statements} of one line, sorted; gives the targets whose entries went.
+    """Record {target: its fingerprint} of one line, sorted; gives the targets whose entries went.
 
     `files`: {target: `files_read`}, for a start that need not parse them. Entries of other lines stay, and so do those
     of other targets unless this is the `whole` line.
@@ -199,12 +201,7 @@ def write_reviewed(
     table = dict(_record())
     gone = [target for target in reviewed(line) if whole and target not in found]
     entries = {
-        target: {
-            "hash": whole_hash(seen) if seen else NO_SOURCE,
-            "statements": [s.hash for s in seen],
-            "files": dict((files or {}).get(target, {})),
-        }
-        for target, seen in found.items()
+        target: {"hash": digest, "files": dict((files or {}).get(target, {}))} for target, digest in found.items()
     }
     table[line] = {**({} if whole else reviewed(line)), **entries}
     blocks = (
@@ -235,15 +232,16 @@ def _tree(path: str, _version: tuple[int, int]) -> ast.Module:
 
 
 @functools.lru_cache(maxsize=512)
-def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[tuple[ast.AST, ...], ...]:
+def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[tuple[ast.stmt, ...], ...]:
     """(classes around it ..., statement) of each that binds a qualname; a from-import of the first name ends it."""
-    paths: list[tuple[ast.AST, ...]] = [(_tree(path, version),)]
-    for step in qualname.split("."):
+    first, *rest = qualname.split(".")
+    paths: list[tuple[ast.stmt, ...]] = [(node,) for node in _named(_tree(path, version), first)]
+    for step in rest:
         paths = [(*outer, node) for outer in paths for node in _named(outer[-1], step)]
-    return tuple(nodes[1:] for nodes in paths)
+    return tuple(paths)
 
 
-def _named(node: ast.AST, name: str) -> list[ast.AST]:
+def _named(node: ast.AST, name: str) -> list[ast.stmt]:
     if isinstance(node, ast.ImportFrom):
         return [node]
     is_holder = isinstance(node, (ast.Module, ast.ClassDef))
@@ -253,69 +251,28 @@ def _named(node: ast.AST, name: str) -> list[ast.AST]:
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # what statements stand in, definitions among them
-_NESTED = ("body", "orelse", "handlers", "cases", "finalbody")
 _NO_MEANING = ("ctx", "kind", "type_comment", "type_ignores")
 
 
-@dataclass(frozen=True)
-class Statement:
-    """One statement of a definition. `hash`: 8 hex digits; `line`, `end_line`: where it (or its header) stands."""
-
-    hash: str
-    file: Path
-    line: int
-    end_line: int
-
-    def source(self) -> list[str]:
-        """Its lines as they stand in the file."""
-        lines = self.file.read_text(encoding="utf-8", errors="replace").split("\n")  # a form feed, for one, ends none
-        return lines[self.line - 1 : self.end_line]
-
-
-def flatten(node: ast.AST, file: Path) -> list[Statement]:
-    """The statements of one definition in source order, its own header first."""
-    return list(_flatten(node, file, 0, ""))
-
-
-def whole_hash(statements: Sequence[Statement]) -> str:
-    """16 hex digits over all statements."""
-    return hashlib.sha256(" ".join(s.hash for s in statements).encode()).hexdigest()[:16]
-
-
-def _flatten(node: ast.AST, file: Path, depth: int, field: str) -> Iterator[Statement]:
-    nested = {name: value for name, value in ast.iter_fields(node) if name in _NESTED and isinstance(value, list)}
-    text = f"{depth}{field}:{_text(node, leave_out=nested)}"
-    yield Statement(hashlib.sha256(text.encode()).hexdigest()[:8], file, *_lines(node, nested))
-    for name, children in nested.items():
-        if name == "body" and isinstance(node, DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
-            children = children[1:]
-        for child in children:
-            yield from _flatten(child, file, depth + 1, name)
-
-
-def _lines(node: Any, nested: dict[str, list[ast.AST]]) -> tuple[int, int]:
-    """First and last line of a statement, or of its header where it holds others."""
-    if not nested:
-        return node.lineno, node.end_lineno
-    values = [value for name, value in ast.iter_fields(node) if name not in nested]
-    children = [child for value in values for child in (value if isinstance(value, list) else [value])]
-    parts: list[Any] = [part for child in children if isinstance(child, ast.AST) for part in ast.walk(child)]
-    header = [part for part in parts if hasattr(part, "lineno")]
-    first = min([part.lineno for part in header] + [getattr(node, "lineno", 1 << 30)])
-    return first, max([part.end_lineno for part in header] + [getattr(node, "lineno", first)])
+def _first_line(node: ast.stmt) -> int:
+    """The first line of a statement, its decorators included."""
+    return min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
 
 
 def _text(value: object, leave_out: Collection[str] = ()) -> str:
-    """A syntax tree as plain ASCII, the same on every Python version."""
-    if isinstance(value, ast.JoinedStr):
-        return f"JoinedStr([{','.join(_joined(value.values))}])"
+    """A syntax tree without docstrings as plain ASCII, the same on every Python version."""
+    if isinstance(value, ast.JoinedStr):  # neighbouring constants are one, as not all Python versions do it
+        return f"JoinedStr({''.join(map(_joined, value.values))})"
     if isinstance(value, ast.AST):
-        fields = (
+        fields = dict(ast.iter_fields(value))
+        if isinstance(value, DEFINITIONS) and ast.get_docstring(value, clean=False) is not None:
+            fields["body"] = fields["body"][1:]
+        texts = (
             f"{name}={_text(child)}"
-            for name, child in ast.iter_fields(value)
+            for name, child in fields.items()
             if name not in leave_out and name not in _NO_MEANING and child is not None and child != []
         )
-        return f"{type(value).__name__}({','.join(fields)})"
+        return f"{type(value).__name__}({','.join(texts)})"
     if isinstance(value, list):
         return f"[{','.join(_text(item) for item in value)}]"
     if type(value) is int:
@@ -323,16 +280,8 @@ def _text(value: object, leave_out: Collection[str] = ()) -> str:
     return ascii(value)  # repr() depends on the Unicode tables
 
 
-def _joined(values: list[ast.expr]) -> Iterator[str]:
-    """Parts of an f-string: neighbouring constants are one, empty ones none, as not all Python versions do it."""
-    constant = ""
-    for value in values:
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            constant += value.value
-            continue
-        if constant:
-            yield ascii(constant)
-        constant = ""
-        yield _text(value)
-    if constant:
-        yield ascii(constant)
+def _joined(part: ast.expr) -> str:
+    """One part of an f-string; in JSON, which writes each character by itself, no constant has a bare quote."""
+    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+        return json.dumps(part.value)[1:-1]
+    return f'"{_text(part)}"'

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+from verl_patches.patching.signatures import refused_calls
 from verl_patches.patching.spec import PatchSpec, split
 
 NOT_AS_REVIEWED = ("drifted", "unsupported")  # the states that the policy `drift=` is for
@@ -164,7 +165,7 @@ class Row:
     reason: str = ""
     applied: int = 0  # counts apply() after revert(): a hook of an earlier apply() does nothing
     hook: Callable[[ModuleType], None] | None = None  # None: not applied, or reverted
-    module: ModuleType | None = None  # where it was applied, or skipped by policy
+    module: ModuleType | None = None  # where it was applied, or left alone by policy
     place: Slot | None = None
     installed: Any = MISSING
     registry: Any = None
@@ -174,11 +175,6 @@ class Row:
     def in_place(self) -> bool:
         """True where upstream was changed for it."""
         return self.place is not None or self.registry is not None
-
-    @property
-    def left_alone(self) -> bool:
-        """True where upstream is not as reviewed and this row was not applied."""
-        return self.state == "unsupported" or (self.state == "drifted" and not self.in_place)
 
     def put(self, prepared: Prepared, place: Slot) -> Prepared:
         """Change upstream at the target; a place that cannot be set makes the row unsupported."""
@@ -251,7 +247,27 @@ def prepare(spec: PatchSpec, module: ModuleType, line: str, policy: str) -> Prep
         new = _provided(spec, unwrap(place.found))
     except Exception as error:
         return Prepared("failed", _text(error), error=error)
+    if faults := _signature_faults(spec, place, new):
+        return Prepared("unsupported", f"{spec.provider} does not fit its target: {', '.join(faults)}")
     return Prepared("drifted" if drift else "active", drift, place, new)
+
+
+def _signature_faults(spec: PatchSpec, place: Slot, new: Any) -> list[str]:
+    """Return the calls of the target, or of a subclass's methods, that the replacement refuses."""
+    package = spec.target_module.partition(".")[0]
+    if spec.kind == "subclass":
+        ours, upstream = new.__bases__
+        faults = []
+        for name, method in vars(ours).items():
+            if isinstance(unwrap(method), FunctionType):
+                bound = not isinstance(method, staticmethod)
+                found = refused_calls(unwrap(_static(upstream, name)), unwrap(method), package, bound)
+                faults += [f"{name} {fault}" for fault in found]
+        return faults
+    if spec.kind not in ("wrap", "replace", "stub"):
+        return []
+    bound = isinstance(place.holder, type) and not isinstance(place.found, staticmethod)
+    return refused_calls(unwrap(place.found), unwrap(new), package, bound)
 
 
 def _drift(spec: PatchSpec, line: str) -> str:
@@ -301,7 +317,7 @@ def refusal(spec: PatchSpec, prepared: Prepared, line: str) -> str:
             f"row {spec.id}: cannot {spec.kind} {spec.target}, because its provider {spec.provider} failed: "
             f"{prepared.reason}. That is a fault of this recipe; to run without it {off}"
         )
-    policy = "or set drift=warn (apply it where possible) or drift=skip (leave upstream alone) in VERL_PATCHES"
+    policy = "or set drift=warn in VERL_PATCHES (apply it where possible)"
     if prepared.state == "unsupported":
         return (
             f"row {spec.id}: cannot {spec.kind} {spec.target}, because upstream here does not take it: "

@@ -16,7 +16,8 @@ LINES = ("pypi", "a3")
 EMULATED = {"npu_emulated": "npu"}  # on the first the rows of the second are on too
 PLATFORMS = ("npu", "cpu", *EMULATED)
 PROCESSES = ("controller", "worker")
-DRIFT_POLICIES = ("strict", "warn", "skip")
+DRIFT_POLICIES = ("strict", "warn")
+NO_SKIP = "drift=skip is no policy: use warn, or switch the row off by -row.id"
 
 _ID = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
 _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?\Z")

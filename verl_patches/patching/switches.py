@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS, PatchSpec
+from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP, PLATFORMS, PatchSpec
 
 VARIABLE = "VERL_PATCHES"
 DEFAULT_LINE, DEFAULT_PLATFORM = "a3", "npu"
@@ -30,8 +30,8 @@ class Switches:
     """Line, platform and the +id / -id patterns (fnmatch) in the order given; a later one wins.
 
     `drift`: what to do where upstream is not as reviewed (row drifted or unsupported): strict stops the run, warn
-    applies the row where it can and marks it, skip leaves upstream alone there. `rows`: ids of the rows that the run's
-    features need; None: those of all features.
+    applies the row where it can and marks it. `rows`: ids of the rows that the run's features need; None: those of all
+    features.
     """
 
     line: str = DEFAULT_LINE
@@ -132,6 +132,8 @@ def parse(text: str) -> Switches:
         elif key == "rows" and equals:
             rows = tuple(filter(None, value.split(":")))
             given.add(key)
+        elif part == "drift=skip":
+            raise ConfigError(f"{VARIABLE}: {NO_SKIP} (found in {text!r})")
         elif key in allowed and value in allowed[key]:
             values[key] = value
             given.add(key)

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.phases import MEMORY_PHASES
-from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
+from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP, PLATFORMS
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.values import (
@@ -51,9 +51,10 @@ ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
 PROFILED = tuple(phase for phase in MEMORY_PHASES if phase not in ON_CONTROLLER)
 
 
-def one_of(*words: str) -> Any:
-    """Return the bound of a text that is one of `words`, for `Annotated[str, one_of(...)]`."""
-    return Field(pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")
+def one_of(*words: str, note: str = "") -> Any:
+    """Return the bound of a text that is one of `words`, for `Annotated[str, one_of(...)]`; errors add the `note`."""
+    expected = f"one of {', '.join(words)}"
+    return Field(pattern=f"^({'|'.join(words)})$", description=f"{expected} ({note})" if note else expected)
 
 
 _HcclPort = Annotated[int, Field(ge=1024, le=65536 - HCCL_PORTS)]
@@ -440,7 +441,7 @@ class Recipe:
     layouts are planned, and no seconds.
     patches: +row.id or -row.id, switches of the catalogue's rows; `*` stands for any text.
     drift: what to do where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
-    marks it, skip leaves upstream as it is there.
+    marks it.
     dtype: dtype of training and rollout.
     ray_address: null starts a Ray on this machine; "auto" or HOST:PORT joins a running one.
     worker_process_setup_hook: "package.module.function" of the user's, run in every Ray worker after the prelude and
@@ -463,7 +464,7 @@ class Recipe:
     platform: Annotated[str, one_of(*PLATFORMS)] = "npu"
     hardware: Annotated[str, one_of(*HARDWARE)] = "a3"
     patches: list[_Pattern] = field(default_factory=list)
-    drift: Annotated[str, one_of(*DRIFT_POLICIES)] = "strict"
+    drift: Annotated[str, one_of(*DRIFT_POLICIES, note=NO_SKIP)] = "strict"
     dtype: Annotated[str, one_of(*VLLM_DTYPES)] = "bf16"
     ray_address: RayAddress | None = None
     worker_process_setup_hook: Dotted | None = None

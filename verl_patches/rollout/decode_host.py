@@ -25,9 +25,9 @@ def at_the_end(update_from_output: Callable) -> Callable:
     """
 
     @functools.wraps(update_from_output)
-    def update(self: Any, scheduled: Any, made: Any) -> Any:
-        running = self.running
-        if _one_token_each(self, scheduled, made):
+    def update(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        running, made = self.running, model_runner_output
+        if _one_token_each(self, scheduler_output, made):
             ids, log_probs, ranks = made.logprobs or (None, None, None)
             left = []
             for request in running:
@@ -44,7 +44,7 @@ def at_the_end(update_from_output: Callable) -> Callable:
         else:
             left = running
         by_id = {request.request_id: request for request in left if request.__dict__.get(_HELD)}
-        outputs = update_from_output(self, scheduled, made)
+        outputs = update_from_output(self, scheduler_output, made)
         for each in outputs.values():
             for output in each.outputs:
                 if (request := by_id.get(output.request_id)) is not None:
@@ -103,11 +103,11 @@ def log_probs_at_once(update: Callable) -> Callable:
     from vllm.sequence import Logprob
 
     @functools.wraps(update)
-    def update_all(self: Any, lists: Any) -> None:
+    def update_all(self: Any, logprobs_lists: Any) -> None:
         if self.num_logprobs or self.tokenizer is not None:
-            return update(self, lists)
+            return update(self, logprobs_lists)
         total, made = self.cumulative_logprob, self.logprobs
-        for (token, *_), (log_prob, *_), rank in zip(*lists, strict=True):
+        for (token, *_), (log_prob, *_), rank in zip(*logprobs_lists, strict=True):
             total += log_prob
             made.append({token: Logprob(log_prob, rank)})
         self.cumulative_logprob = total

@@ -28,8 +28,8 @@ _SHOWN = 5  # of a long list of files
 def refuse_modified(run: RunSpec) -> dict[str, list[str]]:
     """Return {name of a repository or package: files} that are not as pinned, of the sources that a run imports.
 
-    Raises ConfigError that names them where recipe.drift is strict. With warn and skip the run starts, and its summary
-    has them as `dirty`.
+    Raises ConfigError that names them where recipe.drift is strict. With warn the run starts, and its summary has them
+    as `dirty`.
     """
     recipe = run.recipe
     line, roots = load_pins().line(recipe.line), roots_of(recipe.line, run.trees)
