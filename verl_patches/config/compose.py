@@ -35,6 +35,7 @@ RowsOf = Callable[[str], Iterable[PatchSpec]]  # the rows of the catalogue on a 
 GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
 SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
+_EXPORT_IT = "remove it, and export it as a variable of the shell, which the run inherits"
 _READ = (  # files and folders that a run reads, some of them in workers
     "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
     "data.train_files data.val_files data.custom_cls.path custom_reward_function.path recipe.rollout.replay"
@@ -173,7 +174,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
         if key in GROUPS:
             check_choice(key, value, CONFIGS_DIR / key)
-        _refuse_secrets([(key.lstrip("+~"), value.strip("'\""))])
+        _refuse_secrets([(key.lstrip("+~"), "" if value == "null" else value.strip("'\""))])
 
 
 def check_choice(group: str, name: str, folder: Path) -> None:
@@ -186,15 +187,11 @@ def check_choice(group: str, name: str, folder: Path) -> None:
 def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
     """ConfigError for a key whose value looks like a secret: a run's configuration is written to files and logs."""
     for key, value in values:
-        if isinstance(value, dict):
-            _refuse_secrets(leaves(value, f"{key}."))
-        elif isinstance(value, list):
-            _refuse_secrets((key, item) for item in value)
-        elif is_secret(key.rpartition(".")[2], value):
-            raise ConfigError(
-                f"{key} looks like a secret, and a configuration is written to files and logs; expected none: remove "
-                "it, and export it as a variable of the shell, which the run inherits"
-            )
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict):
+                _refuse_secrets(leaves(one, f"{key}."))
+            elif is_secret(key.rpartition(".")[2], one):
+                raise ConfigError(f"{key} looks like a secret, and a configuration is written to files: {_EXPORT_IT}")
 
 
 def output_root(given: str | None = None) -> Path:
