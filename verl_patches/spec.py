@@ -26,7 +26,7 @@ from verl_patches.platform.npu.machine import HARDWARE, Hardware
 from verl_patches.recipe.rewards import Part, Reward
 from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, recipe_from
 
-RUN = "run"  # key of verl's configuration and of its sections, beside `recipe`, which holds `RunSpec.text`
+RUN = "run"  # key of verl's configuration, and of its sections that workers get, which holds `RunSpec.text`
 A3 = "a3"  # the line of Atlas A3, with MindSpeed
 OF_VALUES = ("rm", "prm")  # objectives that train a value model and no actor
 _SEATS = 256  # vLLM's default of max_num_seqs below 70 GiB a device (vllm.engine.arg_utils.EngineArgs)
@@ -247,10 +247,6 @@ class RunSpec:
         """The switches of every process of the run, which name the rows that are on."""
         return replace(self.switches, rows=tuple(sorted(self.rows)))
 
-    def switched_off(self, row: str) -> bool:
-        """Return whether recipe.patches switches this row off: the last pattern that matches decides."""
-        return self.switches.turns_off(row)
-
     def text(self) -> str:
         """Return the facts that the controller and workers need as JSON text; `run_of` reads them."""
         return json.dumps(
@@ -278,12 +274,15 @@ Rule = Callable[[RunSpec], Iterable[Check]]
 class Rules(NamedTuple):
     """The table of rules (rules.py): about files that a run reads; about layouts, sizes and options; about the machine.
 
+    alone: those of `sizes` that are asked without the launcher too.
+
     A rule is a function beside its feature that yields a `Check` for each thing that it looked at.
     """
 
     files: tuple[Rule, ...]
     sizes: tuple[Rule, ...]
     machine: tuple[Rule, ...]
+    alone: frozenset[Rule]
 
     def checks(self, run: RunSpec) -> Iterator[Check]:
         """Return what all rules say of a run, in their order."""
@@ -340,12 +339,6 @@ def _start_from(facts: Mapping[str, Any]) -> NextStart:
 
 def give_run(config: DictConfig, text: str) -> None:
     """Write the facts of a run into `config`, verl's configuration, where its trainer and its workers read them."""
-    for section in with_recipe(config):
+    for section in (config, config.actor_rollout_ref, config.critic, config.reward_model):
         with open_dict(section):
             section[RUN] = text
-
-
-def with_recipe(config: DictConfig) -> Iterable[DictConfig]:
-    """Return the sections of verl's configuration that hold a copy of `recipe`, and the whole."""
-    sections = (config, config.actor_rollout_ref, config.critic, config.reward_model)
-    return [section for section in sections if section.get("recipe") is not None]

@@ -6,11 +6,14 @@ import difflib
 import functools
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader  # yaml.SafeLoader that knows 1e-3, and no key twice
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from verl_patches.errors import ConfigError
@@ -50,29 +53,26 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a YAML file as Hydra reads it; ConfigError for a file that is none."""
+    """Return the keys and values of a YAML file, as Hydra reads it; ConfigError for a file that is none."""
     try:
-        found = parse_yaml(path.read_bytes(), str(path)) or [{}]
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a YAML file, found: {error.strerror}") from None
-    if len(found) > 1 or not isinstance(found[0] or {}, dict):
-        kind = f"{len(found)} documents" if len(found) > 1 else f"a {type(found[0]).__name__}"
-        raise ConfigError(f"{path}: expected lines of KEY: VALUE, found {kind}")
-    return found[0] or {}
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: expected a YAML file of KEY: VALUE, found: {_one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected a YAML file of KEY: VALUE, found a {type(found).__name__}")
+    return found
 
 
 def parse_yaml(text: str | bytes, source: str) -> list[Any]:
-    """Return the value of each document of a YAML text as Hydra reads it; ConfigError with `source` and the line."""
-    from omegaconf._utils import get_yaml_loader  # yaml.SafeLoader that knows 1e-3, and no key twice
-
+    """Return the value of each document of a YAML text, as Hydra reads it; ConfigError that names `source`."""
     try:
         return list(yaml.load_all(text, get_yaml_loader()))
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        found = f"found a syntax error ({printable(problem)})"
-        raise ConfigError(f"{source}{line}: expected YAML, {found}: correct {'that line' if mark else 'it'}") from None
+        raise ConfigError(f"{source}: expected YAML, found: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return printable(" ".join(str(error).split()))
 
 
 def size_text(size_bytes: float) -> str:

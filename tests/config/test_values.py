@@ -16,7 +16,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.recipe.schema import check_recipe, recipe_keys
 from verl_patches.rules import RULES
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
-from verl_patches.values import is_secret, is_secret_value, is_secret_variable, secret_options
+from verl_patches.values import is_secret, is_secret_value, is_secret_variable, parse_yaml, read_yaml, secret_options
 
 TINY = "deepseekv3_tiny_cpu"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -165,3 +165,24 @@ def test_secrets_are_found_among_the_words_of_a_command():
     assert sorted(secret_options(words.split())) == ["DB_PASS", "HFTOKEN", "api-key", "password"]
     assert secret_options(["bash", "-ec", "login --token hf_" + "a" * 24]) == ["a word"]
     assert secret_options(["-o", "PasswordAuthentication=no", "bash", "-c", "A_TOKEN=$(cat f) train --pass 8"]) == []
+
+
+@pytest.mark.parametrize(
+    "text", [b"a: [1, 2\n", b"a: 1\nb: 2\na: 3\n", b"a: caf\xe9\n", b"- a\n", b"a: 1\n---\nb: 2\n"]
+)
+def test_a_file_that_is_no_yaml_is_refused_in_one_line_by_name(tmp_path, text):
+    (tmp_path / "bad.yaml").write_bytes(text)
+    for path in (tmp_path / "bad.yaml", tmp_path / "none.yaml"):
+        with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}: expected a YAML file of KEY: VALUE, found.*$"):
+            read_yaml(path)
+
+
+def test_yaml_is_read_as_hydra_reads_it(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("# nothing\n")
+    assert read_yaml(path) == {}
+    path.write_text("a: 1e3\nb: 2001-01-01\nc: no\nd: ~\n")
+    assert read_yaml(path) == {"a": 1000.0, "b": "2001-01-01", "c": False, "d": None}
+    assert parse_yaml("a: 1\n---\nb: 2\n", "f") == [{"a": 1}, {"b": 2}] and parse_yaml("", "f") == []
+    with pytest.raises(ConfigError, match="^f: expected YAML, found: .*duplicate key a.*$"):
+        parse_yaml("a: 1\na: 3\n", "f")

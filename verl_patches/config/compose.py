@@ -27,7 +27,7 @@ from verl_patches.recipe.rewards import reward_parts
 from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, check_recipe, recipe_from, recipe_keys
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, for_platform, verl_config_dir
-from verl_patches.upstream.pins import load_pins, read_by_verl
+from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import refusal_of
 from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 
@@ -105,7 +105,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     _check_verl_keys(config, base, name)
     check_dtype(config)
     _make_absolute(config)
-    give_recipe(config)
+    write_reward_models(config)
     return config
 
 
@@ -121,23 +121,14 @@ def _absolute(path: str) -> str:
     return path if "://" in path or path[:1] == "~" else str(Path(path).absolute())
 
 
-def give_recipe(config: DictConfig) -> None:
-    """Put `recipe` where verl's workers see it, and what it says of reward models into verl's section of them.
-
-    Paths of recipe.rewards become absolute.
-    """
-    sections = [config.actor_rollout_ref]
-    if config.algorithm.adv_estimator == "gae":
-        sections.append(config.critic)
+def write_reward_models(config: DictConfig) -> None:
+    """Write what recipe.rewards says of reward models into verl's section of them; its paths become absolute."""
     for entry in config.recipe.rewards or ():
         if entry.get("path"):
             entry.path = _absolute(entry.path)
     if any(entry.name == "reward_model" for entry in config.recipe.rewards or ()):
         config.reward_model.enable = True
         config.reward_model.model.override_config = config.actor_rollout_ref.model.override_config
-        sections.append(config.reward_model)
-    for section in sections:
-        section.recipe = config.recipe
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -214,7 +205,7 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     missing = re.search(r"Key '([^']+)' (?:is )?not in '?\w+'?\s+full_key: (\S+)", "\n".join(texts))
     if override or (missing and missing[2].startswith("recipe")):
         key = override[1] if override else missing[2]
-        if any(load_pins().acts(key, line) for line in LINES):
+        if any(load_pins().may_be_added(key, line) for line in LINES):
             return f"{key} is no key of verl's own config file, but verl reads it: write +{key}=..."
         return unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_keys(base)), "verl has no such key")
     lines = list(dict.fromkeys(text.splitlines()[0] for text in texts))
@@ -229,21 +220,18 @@ def keys_of(overrides: Sequence[str]) -> list[str]:
 
 
 def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
-    """ConfigError for a key, in a file of ours or given as +key=value, that verl's config lacks and nothing reads.
+    """ConfigError for a key, in a file of ours or given as +key=value, that verl's config lacks and no list allows.
 
     A dataset class of the user gets all of `data`, with keys of its own.
     """
-    for section in ("actor_rollout_ref", "critic", "reward_model"):
-        if "recipe" in config[section]:
-            raise ConfigError(f"config {name}: {section}.recipe is given; expected `recipe:` alone: remove the line")
     free = ("recipe.", "data.") if has_own_dataset(config) else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
-    hint = f"verl of line {line} reads no such key here (verl_patches/verl_keys.json): remove it"
+    hint = "verl's own file has no such key; recipe.added_keys=[KEY] passes one that your code reads"
     for key in _keys(config):
         above = any(other.startswith(f"{key}.") for other in known)
-        if key not in known and not above and not key.startswith(free) and not pins.acts(key, line):
-            near = {**known, **{read: None for read in read_by_verl(line) if not read.endswith("*")}}
-            faults.append(refusal_of(config, key) or f"nothing would act on {unknown_key(key, near, hint)}")
+        allowed = key in config.recipe.added_keys or key.startswith(free) or pins.may_be_added(key, line)
+        if key not in known and not above and not allowed:
+            faults.append(refusal_of(config, key) or f"nothing would act on {unknown_key(key, known, hint)}")
     if faults:
         raise ConfigError(f"config {name}:\n  " + "\n  ".join(faults))
 

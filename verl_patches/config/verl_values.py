@@ -199,6 +199,11 @@ TYPES: dict[str, Any] = dict(leaves(_SECTIONS))
 _MAY_BE_NULL = {_VLLM, f"{_VLLM}.additional_config", f"{_VLLM}.additional_config.ascend_scheduler_config"}
 
 
+def trains_critic(estimator: Any) -> bool:
+    """Return whether verl's trainer has a critic with this algorithm.adv_estimator."""
+    return estimator == "gae"
+
+
 def verl_types(base: Mapping[str, Any]) -> dict[str, Any]:
     """{key: type}: TYPES, and true or false for every other key that is one of them in `base`, verl's own file."""
     return {key: bool for key, default in leaves(base) if isinstance(default, bool)} | TYPES
@@ -210,7 +215,8 @@ def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> Non
     base: as in `verl_types`.
     """
     types, algorithm = verl_types(base), config.get("algorithm")
-    if not isinstance(algorithm, Mapping) or algorithm.get("adv_estimator") != "gae":  # its keys repeat the actor's
+    estimator = algorithm.get("adv_estimator") if isinstance(algorithm, Mapping) else None
+    if not trains_critic(estimator):  # its keys repeat the actor's
         types = {key: kind for key, kind in types.items() if not key.startswith("critic.") or key == "critic.strategy"}
     given = dict(leaves(config, ends=types.__contains__))
     for key in _sections(types) & given.keys():
