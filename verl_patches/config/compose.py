@@ -224,7 +224,7 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
 
     A dataset class of the user gets all of `data`, with keys of its own.
     """
-    free = ("recipe.", "data.") if has_own_dataset(config) else ("recipe.",)
+    free = ("recipe.", "data.") if has_own_dataset(config.data.custom_cls.path) else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
     hint = "verl's own file has no such key; recipe.added_keys=[KEY] passes one that your code reads"
     for key in _keys(config):
@@ -236,9 +236,9 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
         raise ConfigError(f"config {name}:\n  " + "\n  ".join(faults))
 
 
-def has_own_dataset(config: DictConfig) -> bool:
-    """Whether a class of the user's reads the data."""
-    return config.data.custom_cls.path not in (None, str(CONFIGS_DIR.parent / "verl_patches/objectives/dataset.py"))
+def has_own_dataset(class_file: str | None) -> bool:
+    """Return whether data.custom_cls.path is a file of the user's, whose class reads the data."""
+    return class_file not in (None, str(CONFIGS_DIR.parent / "verl_patches/objectives/dataset.py"))
 
 
 def check_dtype(config: DictConfig) -> None:

@@ -55,7 +55,7 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
     As in all rules of this file, files of keys that `run.given` does not name may be on another machine: then a note.
     """
     path = run.model_folder / "config.json"
-    if QUANTIZATION in model_changes(run.verl):
+    if QUANTIZATION in model_changes(run.verl.actor_rollout_ref.model):
         text = (
             f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
             "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"
@@ -152,7 +152,7 @@ def data_checks(run: RunSpec) -> Iterator[Check]:
         if absent:
             yield _absent("data", absent, key, key in run.given, "parquet of `data build` (docs/data.md)")
             continue
-        if has_own_dataset(run.verl):
+        if has_own_dataset(run.verl.data.custom_cls.path):
             text = f"{key}: read by data.custom_cls, so rows and columns were not checked"
             yield Check("data", True, text, note=True)
             continue
@@ -249,7 +249,7 @@ def hooks_of(run: RunSpec) -> Iterator[Hook]:
     for part in run.rewards:
         if part.entry.name == "python":
             yield Hook(part.entry.path, part.entry.function, part.where)
-    if (dataset := run.verl.data.custom_cls).path:
+    if has_own_dataset((dataset := run.verl.data.custom_cls).path):
         yield Hook(dataset.path, dataset.name, "data.custom_cls")
     if hook := run.recipe.worker_process_setup_hook:
         module, _, name = hook.rpartition(".")
@@ -375,7 +375,7 @@ def steps_of(run: RunSpec) -> int | None:
 
     A class of the user's may make more or fewer samples of their rows.
     """
-    if run.verl.trainer.total_training_steps is not None or has_own_dataset(run.verl):
+    if run.verl.trainer.total_training_steps is not None or has_own_dataset(run.verl.data.custom_cls.path):
         return run.verl.trainer.total_training_steps
     files = run.verl.data.train_files or []
     try:

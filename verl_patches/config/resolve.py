@@ -105,7 +105,7 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
     if not isinstance(reach, int):
         raise ConfigError(f"{shape_file}: expected max_position_embeddings, a whole number, found {reach!r}")
     model_file = Path(section.model.path, "config.json")
-    hf_config = {**read_config(model_file if model_file.exists() else shape_file), **model_changes(config)}
+    hf_config = {**read_config(model_file if model_file.exists() else shape_file), **model_changes(section.model)}
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     layouts = {}
     for side, build in ((TRAIN, _train_layout), (ROLLOUT, _rollout_layout)):
@@ -137,9 +137,9 @@ def model_shape_file(recipe: Recipe) -> Path:
     return path
 
 
-def model_changes(config: DictConfig) -> Mapping[str, Any]:
-    """Return verl's override_config.model_config: keys over those of the model's config.json."""
-    return OmegaConf.to_container(config.actor_rollout_ref.model.override_config).get("model_config") or {}
+def model_changes(model: DictConfig) -> Mapping[str, Any]:
+    """Return override_config.model_config of verl's section `model`: keys over those of the model's config.json."""
+    return OmegaConf.to_container(model.override_config).get("model_config") or {}
 
 
 def _train_layout(section: DictConfig, recipe: Recipe, world: int) -> ParallelLayout:
