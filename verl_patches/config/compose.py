@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from verl_patches.config.engine_options import write_engine_options
 from verl_patches.config.resolve import CONFIGS_DIR, model_shape_file, resolve
@@ -80,7 +81,6 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
         hint += "; the defaults of a run end with `algo: NAME`"
         raise ConfigError(f"no config of a run in {CONFIGS_DIR} has the name {config_name}; {hint}")
     _check_overrides(overrides)
-    _check_files(name)
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", lambda dtype: VLLM_DTYPES.get(dtype, dtype), replace=True)
@@ -91,7 +91,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # 5,000 digits, brackets
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:  # 5,000 digits
         raise ConfigError(_explain(error, name, base)) from error
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
@@ -139,22 +139,6 @@ def _is_of_a_run(path: Path) -> bool:
         return False
 
 
-def _check_files(name: str, above: tuple[str, ...] = ()) -> None:
-    """ConfigError where Hydra could not read configs/`name`.yaml, or a file of configs/ that its defaults name."""
-    path = CONFIGS_DIR / f"{name}.yaml"
-    if name in above:
-        raise ConfigError(f"{path}: expected defaults that end, found {' -> '.join([*above, name])}")
-    entries = read_yaml(path).get("defaults")
-    if not isinstance(entries, list):
-        raise ConfigError(f"{path}: expected a list of defaults, found {type(entries).__name__}")
-    for entry in entries:
-        if isinstance(entry, dict):  # of a group: {algo: grpo}
-            for group, chosen in entry.items():
-                read_yaml(CONFIGS_DIR / group / f"{chosen}.yaml")
-        elif isinstance(entry, str) and (CONFIGS_DIR / f"{entry}.yaml").is_file():
-            _check_files(entry, (*above, name))
-
-
 def _check_overrides(overrides: Sequence[str]) -> None:
     """ConfigError for words that are not key=value, that no file can hold, or that hold a secret."""
     for override in overrides:
@@ -197,6 +181,8 @@ def _load(path: Path) -> DictConfig:
 
 def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     """Hydra's error as one sentence that says what to change."""
+    if isinstance(error, YAMLError):
+        return f"config {name}: {' '.join(str(error).split())}"
     texts, cause = [], error
     while cause is not None:
         texts += [str(cause).strip()] if str(cause).strip() else []
