@@ -22,7 +22,7 @@ FLOORS = (
     {"trainer", "worker"},
     {"config", "features", "planning", "upstream"},
     {"launch", "cluster", "doctor", "evaluation", "data", "inference"},
-    {"cli", "catalog", "rules", "prelude_patch", "main", "__main__", "__init__"},
+    {"cli", "catalog", "rules", "prelude_patch", "main", "import_alone", "__main__", "__init__"},
     {"emulation"},  # test equipment: loaded by name, on a platform without a device
 )
 MAX_FILES = 12

@@ -35,7 +35,7 @@ def test_a_worker_reads_the_facts_of_the_controller_from_its_section(name, algo)
         unlike = {field.name for field in fields(RunSpec) if getattr(read, field.name) != getattr(run, field.name)}
         assert unlike <= OF_CONTROLLER
     assert here.verl.trainer == run.verl.trainer and not worker.verl
-    assert worker.text() == run.text() and worker.switched_off("reshard.direct")
+    assert worker.text() == run.text() and "reshard.direct" not in worker.rows
 
 
 def test_a_section_without_the_facts_is_refused():

@@ -319,7 +319,7 @@ CONTROLLER: tuple[PatchSpec, ...] = (
          "Variables of the driver's shell do not reach nodes where `ray start` ran without them: their workers would "
          "run other patches than the driver means.", processes=_CONTROLLER, bindings=("ray:init",)),
     _row("update.recipe_by_default", "wrap", f"{_TRAINER}:RayPPOTrainer.__init__",
-         "verl_patches.launch.import_alone:recipe_by_default",
+         "verl_patches.import_alone:recipe_by_default",
          "verl's own entry point composes no `recipe:`, which rows of controller and workers read.",
          processes=_CONTROLLER),
     _row("update.fit_as_run", "wrap", f"{_TRAINER}:RayPPOTrainer.fit", "verl_patches.trainer.run:fit_as_run",

@@ -55,9 +55,18 @@ def writing(path: Path, todo: str) -> Iterator[None]:
     except OSError as error:
         text = f"{path} could not be written: {error.strerror}"
         if error.errno in _FULL:
-            free = next((shutil.disk_usage(place).free for place in path.parents if place.exists()), 0)
-            text += f"; its disk has {free / 2**20:.1f} MiB left. {todo}"
+            text += f"; its disk has {free_bytes(path) / 2**20:.1f} MiB left. {todo}"
         raise RecipeError(text) from error
+
+
+def disk_folder(path: Path) -> Path:
+    """Return the nearest folder of `path`, or above it, that exists: on its disk `path` is, or will be."""
+    return next(place for place in (path, *path.absolute().parents) if place.is_dir())
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that a file or folder is on, or will be."""
+    return shutil.disk_usage(disk_folder(path)).free
 
 
 def sync(path: Path) -> None:

@@ -8,27 +8,29 @@ in the controller and in workers reads them back with `run_of`. Nothing derives 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from pydantic import AfterValidator, ConfigDict, PlainSerializer, TypeAdapter
 
 from verl_patches.errors import Check, ConfigError
 from verl_patches.layout.inventory import ModelShape
-from verl_patches.layout.parallel import ParallelLayout, parse_layout
-from verl_patches.patching.switches import Switches, parse
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.patching.switches import Switches
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu.machine import HARDWARE, Hardware
 from verl_patches.recipe.rewards import Part, Reward
-from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, recipe_from
+from verl_patches.recipe.schema import VLLM_DTYPES, Recipe
 
-RUN = "run"  # key of verl's configuration and of its sections, beside `recipe`, which holds `RunSpec.text`
+RUN = "run"  # key of verl's configuration, and of its sections that workers get, which holds `RunSpec.text`
 A3 = "a3"  # the line of Atlas A3, with MindSpeed
 OF_VALUES = ("rm", "prm")  # objectives that train a value model and no actor
+_Frozen = Annotated[Mapping[str, Any], PlainSerializer(dict), AfterValidator(MappingProxyType)]
+_OF_LAUNCHER = {"verl", "given", "trees", "no_start"}  # fields of RunSpec that its text has not
 _SEATS = 256  # vLLM's default of max_num_seqs below 70 GiB a device (vllm.engine.arg_utils.EngineArgs)
 
 
@@ -78,15 +80,17 @@ class RunSpec:
     is none, empty where there is. given: keys that the command line sets. trees: upstream checkouts to import.
     """
 
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)  # DictConfig
+
     recipe: Recipe
     switches: Switches
-    rows: frozenset[str]
+    rows: Annotated[frozenset[str], PlainSerializer(sorted)]
     model: ModelShape
     max_positions: int
-    hf_config: Mapping[str, Any]
+    hf_config: _Frozen
     train: ParallelLayout
     rollout: ParallelLayout
-    engine: Mapping[str, Any]
+    engine: _Frozen
     rewards: tuple[Part, ...]
     has_critic: bool
     start: NextStart = NextStart()
@@ -247,29 +251,9 @@ class RunSpec:
         """The switches of every process of the run, which name the rows that are on."""
         return replace(self.switches, rows=tuple(sorted(self.rows)))
 
-    def switched_off(self, row: str) -> bool:
-        """Return whether recipe.patches switches this row off: the last pattern that matches decides."""
-        return self.switches.turns_off(row)
-
     def text(self) -> str:
         """Return the facts that the controller and workers need as JSON text; `run_of` reads them."""
-        return json.dumps(
-            {
-                "recipe": asdict(self.recipe),
-                "switches": self.switches.text(),
-                "rows": sorted(self.rows),
-                "model": asdict(self.model),
-                "max_positions": self.max_positions,
-                "hf_config": dict(self.hf_config),
-                "train": str(self.train),
-                "rollout": str(self.rollout),
-                "engine": dict(self.engine),
-                "rewards": [[part.where, part.label, asdict(part.entry)] for part in self.rewards],
-                "has_critic": self.has_critic,
-                "start": asdict(self.start),
-            },
-            default=str,
-        )
+        return _facts_adapter().dump_json(self, exclude=_OF_LAUNCHER, fallback=str).decode()
 
 
 Rule = Callable[[RunSpec], Iterable[Check]]
@@ -278,12 +262,15 @@ Rule = Callable[[RunSpec], Iterable[Check]]
 class Rules(NamedTuple):
     """The table of rules (rules.py): about files that a run reads; about layouts, sizes and options; about the machine.
 
+    alone: those of `sizes` that are asked without the launcher too.
+
     A rule is a function beside its feature that yields a `Check` for each thing that it looked at.
     """
 
     files: tuple[Rule, ...]
     sizes: tuple[Rule, ...]
     machine: tuple[Rule, ...]
+    alone: frozenset[Rule]
 
     def checks(self, run: RunSpec) -> Iterator[Check]:
         """Return what all rules say of a run, in their order."""
@@ -315,37 +302,16 @@ def run_of(section: DictConfig) -> RunSpec:
 
 @functools.lru_cache(4)
 def _read(text: str) -> RunSpec:
-    facts = json.loads(text)
-    return RunSpec(
-        recipe=recipe_from(facts["recipe"]),
-        switches=parse(facts["switches"]),
-        rows=frozenset(facts["rows"]),
-        model=ModelShape(**facts["model"]),
-        max_positions=facts["max_positions"],
-        hf_config=MappingProxyType(facts["hf_config"]),
-        train=parse_layout(facts["train"]),
-        rollout=parse_layout(facts["rollout"]),
-        engine=MappingProxyType(facts["engine"]),
-        rewards=tuple(Part(where, label, Reward(**entry)) for where, label, entry in facts["rewards"]),
-        has_critic=facts["has_critic"],
-        start=_start_from(facts["start"]),
-    )
+    return _facts_adapter().validate_json(text)
 
 
-def _start_from(facts: Mapping[str, Any]) -> NextStart:
-    resumed, parent = facts["resumed"], facts["parent"]
-    paths = {"resumed": resumed and Path(resumed), "parent": parent and (parent[0], parent[1])}
-    return NextStart(**{**facts, **paths})
+@functools.cache
+def _facts_adapter() -> TypeAdapter[RunSpec]:
+    return TypeAdapter(RunSpec)
 
 
 def give_run(config: DictConfig, text: str) -> None:
     """Write the facts of a run into `config`, verl's configuration, where its trainer and its workers read them."""
-    for section in with_recipe(config):
+    for section in (config, config.actor_rollout_ref, config.critic, config.reward_model):
         with open_dict(section):
             section[RUN] = text
-
-
-def with_recipe(config: DictConfig) -> Iterable[DictConfig]:
-    """Return the sections of verl's configuration that hold a copy of `recipe`, and the whole."""
-    sections = (config, config.actor_rollout_ref, config.critic, config.reward_model)
-    return [section for section in sections if section.get("recipe") is not None]

@@ -6,11 +6,14 @@ import difflib
 import functools
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader  # yaml.SafeLoader that knows 1e-3, and no key twice
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from verl_patches.errors import ConfigError
@@ -50,29 +53,26 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a YAML file as Hydra reads it; ConfigError for a file that is none."""
+    """Return the keys and values of a YAML file, as Hydra reads it; ConfigError for a file that is none."""
     try:
-        found = parse_yaml(path.read_bytes(), str(path)) or [{}]
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a YAML file, found: {error.strerror}") from None
-    if len(found) > 1 or not isinstance(found[0] or {}, dict):
-        kind = f"{len(found)} documents" if len(found) > 1 else f"a {type(found[0]).__name__}"
-        raise ConfigError(f"{path}: expected lines of KEY: VALUE, found {kind}")
-    return found[0] or {}
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: expected a YAML file of KEY: VALUE, found: {_one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected a YAML file of KEY: VALUE, found a {type(found).__name__}")
+    return found
 
 
 def parse_yaml(text: str | bytes, source: str) -> list[Any]:
-    """Return the value of each document of a YAML text as Hydra reads it; ConfigError with `source` and the line."""
-    from omegaconf._utils import get_yaml_loader  # yaml.SafeLoader that knows 1e-3, and no key twice
-
+    """Return the value of each document of a YAML text, as Hydra reads it; ConfigError that names `source`."""
     try:
         return list(yaml.load_all(text, get_yaml_loader()))
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        found = f"found a syntax error ({printable(problem)})"
-        raise ConfigError(f"{source}{line}: expected YAML, {found}: correct {'that line' if mark else 'it'}") from None
+        raise ConfigError(f"{source}: expected YAML, found: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return printable(" ".join(str(error).split()))
 
 
 def size_text(size_bytes: float) -> str:
@@ -156,80 +156,44 @@ _TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "
 _TYPES |= {"null": "null", "object": "a section"}
 
 
-# -- secrets: what is never written to a file or a log -----------------------------------------------------------------
+# -- secrets: what is never written to a file or a log, by the name of a key or variable and by the form of a value ----
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_SECRET_WORD = re.compile(
-    "[A-Z]*(?:SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|AUTH|ACCESS|SECRET|PRIVATE|SIGNING)KEY)"
-    "|AUTHORIZATION|BEARER|COOKIE"
+_SECRET_NAME = re.compile(  # at its end, with a number or not; in capitals, as variables are, also any key or token
+    r"(?:(?i:secrets?|passw(?:or)?d|passphrase|credentials?|authorization|^auth|^token"
+    r"|(?:api|auth|access|secret|private|signing)[_-]?key|(?:hf|hub|auth|access|refresh|session|bot)_?token)"
+    r"|TOKEN|(?:^|_)(?:KEY|PASS|AUTH)|_PWD|_PAT)_?\d*$"
 )
-_LAST_WORD = re.compile("PASS|AUTH|[A-Z]+TOKEN")  # elsewhere they say what is counted: pass_at_k, MAX_TOKEN_NUM
-_COUNT = re.compile(r"-?[0-9]{1,3}(\.[0-9]+)?")  # as the value of PASS or AUTH no secret: n_pass=8
-_OWNERS = set("API AUTH ACCESS PRIVATE SIGNING LICENSE HF HUB WANDB BOT REFRESH SESSION".split())  # of a key or token
-_NO_SECRET = {"MONKEY", "TURKEY", "DONKEY", "HOTKEY"}
-_PLACES = {"FILE", "PATH", "DIR", "SOCK"}  # where a secret is
-_SWITCHES = {"yes", "no", "true", "false", "none", "null", "on", "off"}  # PasswordAuthentication=no
-_GIVEN = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value is two of them
 _SECRET_VALUE = re.compile(
     r"\bhf_[A-Za-z0-9]{20}|(?<![\w/.-])sk-[A-Za-z0-9_-]{20,}(?![\w/-])"  # no folder of a path: /data/sk-NAME/x
     r"|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}"
     r"|\bxox[abprs]-[\w-]{10}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.eyJ[\w-]{10}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@$]+@"
 )
+_GIVEN = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value is two of them
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether the name of an environment variable says that its value is a secret: HF_TOKEN, APIKEY, DB_PASS."""
-    words = _words_of(name)
-    last = words[-1] if words else ""
-    return _is_secret_name(words) or (last.endswith(("KEY", "TOKEN")) and last not in _NO_SECRET)
+    """Return whether a name says that its value is a secret: HF_TOKEN, DB_PASS, api_key; not eos_token, prompt_key."""
+    return _SECRET_NAME.search(name) is not None
 
 
 def is_secret_value(text: str) -> bool:
-    """Whether a text has the form of a known kind of token, a private key, or an address with a password."""
+    """Return whether a text holds a known kind of token, a private key, or an address with a password."""
     return _SECRET_VALUE.search(text) is not None
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Whether a key of a configuration, or an option, has a secret as its value.
-
-    KEY and TOKEN are no sign here: prompt_key, eos_token. $NAME refers to a variable and is no secret.
-    """
-    if not isinstance(value, str) or not value.strip():
-        return False
-    words = _words_of(key)
-    if words and words[-1] in ("PASS", "AUTH") and _COUNT.fullmatch(value):
-        words = words[:-1]
-    return is_secret_value(value) or (value[0] != "$" and value.lower() not in _SWITCHES and _is_secret_name(words))
+    """Return whether a key of a configuration, or an option, has a secret as its value; $NAME refers to one."""
+    is_text = isinstance(value, str) and bool(value.strip())
+    return is_text and (is_secret_value(value) or (value[0] != "$" and is_secret_variable(key)))
 
 
-def secret_options(words: Iterable[str]) -> list[str]:
-    """The names of secrets among the words of a command: NAME=value, --name=value, --name value."""
-    options, option = [], ""
-    for word in words:
-        named = [given[1].strip("-") for given in _GIVEN.finditer(word) if is_secret(given[1], given[2])]
-        options += named
-        if not named and (is_secret_value(word) or (is_secret(option, word) and "=" not in word)):
-            options.append(option.strip("-") or "a word")
-        option = word if word.startswith("-") and "=" not in word else ""
-    return options
-
-
-def _words_of(name: str) -> list[str]:
-    """The words of a name in capitals, without a number at its end: HF_TOKEN_2."""
-    words = [word.upper() for word in _WORD.findall(name)]
-    while words and words[-1].isdigit():
-        words.pop()
-    return words
-
-
-def _is_secret_name(words: Sequence[str]) -> bool:
-    if not words or words[-1] in _PLACES:
-        return False
-    if words == ["TOKEN"] or _LAST_WORD.fullmatch(words[-1]) or (len(words) > 1 and words[-1] in ("PWD", "PAT")):
-        return True
-    owned = any(a in _OWNERS and b in ("KEY", "TOKEN") for a, b in zip(words, words[1:], strict=False))
-    return owned or any(_SECRET_WORD.fullmatch(word) for word in words)
+def secret_options(words: Sequence[str]) -> list[str]:
+    """Return the names of secrets among the words of a command: NAME=value, --name=value, --name value."""
+    pairs = [(given[1], given[2]) for word in words for given in _GIVEN.finditer(word)]
+    pairs += [(name, word) for name, word in zip(words, words[1:], strict=False) if name[:1] == "-" and "=" not in word]
+    named = [name.strip("-") for name, value in pairs if value[:1] not in "$-" and is_secret_variable(name)]
+    return named or ["a word" for word in words if is_secret_value(word)]
 
 
 def leaves(

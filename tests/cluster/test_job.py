@@ -137,7 +137,7 @@ def test_values_within_the_bounds_are_taken():
 
 
 def test_a_file_that_is_no_job_is_refused_by_line(tmp_path):
-    """What YAML is not read: config/test_yaml_files.py. Of standard input the second document has the secrets."""
+    """What YAML is not read: config/test_values.py. Of standard input the second document has the secrets."""
     path = tmp_path / "job.yaml"
     for text, message in ((b"name: j\n---\nsecrets: {A: b}\n", ": "), (b"- a\n", ": "), (b"", ": ")):
         path.write_bytes(text)

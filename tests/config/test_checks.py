@@ -60,7 +60,7 @@ def recomputed(method, layers=0, model="actor_rollout_ref"):
 REFUSED = [
     (rules.model_checks, LARGE, [f"+{MODEL_CONFIG}.{given}" for given in (
         "num_nextn_predict_layers=1", "topk_method=greedy", "n_shared_experts=0", "rope_theta=x")],
-     ["predict_layers is 1; expected 0", "'greedy'; expected 'noaux_tc'", "n_shared_experts is 0",
+     ["predict_layers is 1, expected 0", "'greedy', expected 'noaux_tc'", "n_shared_experts is 0",
       "rope_theta is 'x'"]),
     (rules.model_checks, LARGE, [f"+{MODEL_CONFIG}.n_group=3"], [r"n_group is 3 .* a divisor of 256"]),
     (rules.model_checks, TINY, [f"+{MODEL_CONFIG}.n_routed_experts=32"], [r"n_routed_experts 32 \(expected 16\)"]),

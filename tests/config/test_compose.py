@@ -18,8 +18,6 @@ def test_verls_config_is_below_ours_and_everything_is_resolved():
     assert config.data.train_batch_size == 8 and config.data.image_key == "x"
     assert config.trainer.project_name == "deepseekv3_tiny" and config.algorithm.gamma == 1.0  # ours, verl's
     assert config.actor_rollout_ref.rollout.dtype == "bfloat16"  # follows recipe.dtype
-    assert config.actor_rollout_ref.recipe == config.recipe and "recipe" not in config.critic  # where workers see it
-    assert (ppo := compose_config(TINY, ["algo=ppo"])).critic.recipe == ppo.recipe
     assert "${" not in OmegaConf.to_yaml(config, resolve=False) and "???" not in OmegaConf.to_yaml(config)
 
 
@@ -46,8 +44,7 @@ def test_what_a_run_reads_is_found_from_other_folders_too(tmp_path, monkeypatch,
     assert "=a/b" not in OmegaConf.to_yaml(config).replace(": ", "=")  # of verl's own keys that follow the model's
     rewards = "[{name: python, path: a.py, function: f}, {name: reward_model, path: b}, {name: maths}]"
     config = compose_config(TINY, [f"recipe.line={line}", f"recipe.rewards={rewards}"])
-    for recipe in (config.recipe, config.actor_rollout_ref.recipe):
-        assert [entry.get("path") for entry in recipe.rewards] == [f"{tmp_path}/a.py", f"{tmp_path}/b", None]
+    assert [entry.get("path") for entry in config.recipe.rewards] == [f"{tmp_path}/a.py", f"{tmp_path}/b", None]
     config = compose_config(TINY, [f"recipe.line={line}"])
     assert config.recipe.rollout.replay is None and config.data.custom_cls.path is None
 
@@ -108,17 +105,14 @@ def configs(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_damaged_config_is_refused_by_line_and_breaks_no_other(configs):
-    base, other = configs / "deepseekv3_tiny.yaml", configs / "deepseekv3_16die.yaml"
-    text, damage = base.read_bytes(), b"\n\ttrainer: {}\n"
-    other.write_bytes(other.read_bytes() + damage)
-    assert compose_config(TINY).recipe.line == "pypi"
-    with pytest.raises(ConfigError, match=rf"{other}:\d+: expected .*, found") as error:
-        compose_config(other.stem)
-    assert "\n" not in str(error.value)
-    base.write_bytes(text + damage)  # which the tiny config's defaults name
-    with pytest.raises(ConfigError, match=str(base)):
+@pytest.mark.parametrize("name", ["deepseekv3_tiny_cpu.yaml", "deepseekv3_tiny.yaml", "algo/grpo.yaml"])
+def test_a_damaged_file_is_refused_by_name_and_line(configs, name):
+    """The file itself, one that its defaults name, and a preset."""
+    file = configs / name
+    file.write_bytes(file.read_bytes() + b"\n\ttrainer: {}\n")
+    with pytest.raises(ConfigError, match=rf"{TINY}: .*{file}.*line \d+") as error:
         compose_config(TINY)
+    assert "\n" not in str(error.value)
 
 
 def test_a_key_of_ours_that_verl_does_not_have_is_refused(configs):
@@ -225,6 +219,7 @@ actor_rollout_ref.model.override_config.model_config.rope_theta
 def test_added_keys_that_are_read_pass(line):
     config = compose_config(TINY, [f"recipe.line={line}", *(f"+{key}=1" for key in ADDED.split())])
     assert [OmegaConf.select(config, key) for key in ADDED.split()] == [1] * 6
+    assert compose_config(TINY, ["recipe.added_keys=[trainer.own.key]", "+trainer.own.key=2"]).trainer.own.key == 2
 
 
 def test_a_key_that_only_one_line_reads_is_refused_on_the_other():

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.runs import composed
 from tests.weights.cases import as_value_model, make_start
+from verl_patches import shared_files
 from verl_patches.__main__ import app
 from verl_patches.config import files
 from verl_patches.layout.inventory import build_inventory
@@ -143,7 +144,7 @@ def disk(monkeypatch, tmp_path):
     """disk(free, ...) -> a run whose folder and checkpoints are on file systems with so many free bytes."""
 
     def make(free, checkpoints=None, *overrides):
-        monkeypatch.setattr(files.shutil, "disk_usage", lambda place: Usage(free[Path(place).stat().st_dev]))
+        monkeypatch.setattr(shared_files.shutil, "disk_usage", lambda place: Usage(free[Path(place).stat().st_dev]))
         given = [f"{STEPS}=4", f"{SAVE}=1", f"{KEEP}=1", f"recipe.output_root={tmp_path / 'new'}"]
         given += [f"trainer.default_local_dir={checkpoints}"] if checkpoints else []
         return composed(TINY, [*given, *overrides])

@@ -141,11 +141,6 @@ def test_ports_are_those_that_nothing_else_uses(tmp_path, base, kernel, words):
     assert check.ok or "recipe.hccl.base_port" in check.detail
 
 
-def test_the_two_variables_share_no_port():
-    names = ("HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE")
-    assert [variables()[name] for name in names] == ["61000", "61016-61143"]
-
-
 ON_A2 = {"recipe__hccl__expansion_mode": "HOST", "recipe__rollout__dp": 32, "recipe__rollout__instances": None}
 OF_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8, **ON_A2}
 OF_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}

@@ -16,7 +16,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.recipe.schema import check_recipe, recipe_keys
 from verl_patches.rules import RULES
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
-from verl_patches.values import is_secret, is_secret_value, is_secret_variable, secret_options
+from verl_patches.values import is_secret, is_secret_value, is_secret_variable, parse_yaml, read_yaml, secret_options
 
 TINY = "deepseekv3_tiny_cpu"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -119,29 +119,21 @@ def test_any_of_many_values_is_refused_or_checked(key, value):
 
 
 SECRET_NAMES = """
-HF_TOKEN HFTOKEN TOKEN MYTOKEN APIKEY API_KEY WANDB_API_KEY OPENAIKEY KEY SSH_KEY AUTH BASIC_AUTH DB_PASS PASS
-PASSWORD PGPASSWORD REGISTRY_PASSWD MYSQL_PWD GITHUB_PAT AWS_SECRET_ACCESS_KEY CLIENT_SECRET CREDENTIALS accessKey
-REDIS_PASS hfToken HF_TOKEN_2 SSH_KEY2
+HF_TOKEN HFTOKEN TOKEN APIKEY WANDB_API_KEY KEY SSH_KEY BASIC_AUTH DB_PASS PASSWORD PGPASSWORD REGISTRY_PASSWD MYSQL_PWD
+GITHUB_PAT AWS_SECRET_ACCESS_KEY CLIENT_SECRET CREDENTIALS accessKey hfToken HF_TOKEN_2 SSH_KEY2 hf_token token auth
+api_key clientSecret
 """
 OTHER_NAMES = """
-PASS_RATE MAX_TOKEN_NUM KEY_CACHE_SIZE SUBTOKEN_RATE AUTH_MODE
-TOKENIZERS_PARALLELISM MAX_TOKENS PATH PWD COMPASS BYPASS PASSES AUTHOR MONKEY KEYS HF_TOKEN_PATH SSH_AUTH_SOCK KEY_FILE
+MAX_TOKEN_NUM KEY_CACHE_SIZE AUTH_MODE TOKENIZERS_PARALLELISM MAX_TOKENS PATH PWD COMPASS BYPASS AUTHOR MONKEY
+HF_TOKEN_PATH SSH_AUTH_SOCK KEY_FILE prompt_key reward_fn_key eos_token tokenizer num_key_value_heads key pass_at_k
+PasswordAuthentication
 """
 
 
-def test_secrets_are_known_by_the_names_of_variables():
+def test_secrets_are_known_by_name():
     assert [name for name in SECRET_NAMES.split() if not is_secret_variable(name)] == []
     assert [name for name in OTHER_NAMES.split() if is_secret_variable(name)] == []
-
-
-def test_secrets_are_known_by_keys_and_options_with_fewer_words():
-    named = ["hf_token", "HFTOKEN", "token", "APIKEY", "auth", "db_pass", "api_key", "clientSecret", "wandb_api_key"]
-    assert all(is_secret(key, "x") and not is_secret(key, "") and not is_secret(key, 3) for key in named)
-    others = ["prompt_key", "reward_fn_key", "eos_token", "tokenizer", "num_key_value_heads", "key"]
-    assert not any(is_secret(key, "x") for key in others)
-    assert not any(is_secret(key, "8") for key in ["pass_at_k", "val_pass_k", "n_pass", "pass", "auth"])
-    assert not is_secret("val_pass", "0.25") and is_secret("db_pass", "123456") and is_secret("password", "8")
-    assert not is_secret("hf_token", "$HF_TOKEN") and not is_secret("PasswordAuthentication", "no")
+    assert is_secret("hf_token", "x") and not any(is_secret("hf_token", value) for value in ("", 3, None, "$HF_TOKEN"))
 
 
 def test_secrets_are_known_by_their_form():
@@ -161,9 +153,27 @@ def test_secrets_are_known_by_their_form():
 
 def test_secrets_are_found_among_the_words_of_a_command():
     words = "run -e HFTOKEN=x --api-key y --password=z data.prompt_key=prompt -e WANDB_API_KEY --export=A=b,DB_PASS=c"
-    assert secret_options(words.split()) == ["HFTOKEN", "api-key", "password", "DB_PASS"]
-    login = "export HF_HOME=/x; huggingface-cli login --token hf_" + "a" * 24
-    assert secret_options(["bash", "-ec", login]) == ["ec"]
-    counts = "train +reward.pass_at_k=8 val_pass_k=8 --pass 8 model.path=/home/sk-deepseek-v3-rl-training-01/m"
-    assert secret_options(counts.split()) == []
-    assert secret_options(["-o", "PasswordAuthentication=no", "bash", "-c", "A_TOKEN=$(cat f) train"]) == []
+    assert sorted(secret_options(words.split())) == ["DB_PASS", "HFTOKEN", "api-key", "password"]
+    assert secret_options(["bash", "-ec", "login --token hf_" + "a" * 24]) == ["a word"]
+    assert secret_options(["-o", "PasswordAuthentication=no", "bash", "-c", "A_TOKEN=$(cat f) train --pass 8"]) == []
+
+
+@pytest.mark.parametrize(
+    "text", [b"a: [1, 2\n", b"a: 1\nb: 2\na: 3\n", b"a: caf\xe9\n", b"- a\n", b"a: 1\n---\nb: 2\n"]
+)
+def test_a_file_that_is_no_yaml_is_refused_in_one_line_by_name(tmp_path, text):
+    (tmp_path / "bad.yaml").write_bytes(text)
+    for path in (tmp_path / "bad.yaml", tmp_path / "none.yaml"):
+        with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}: expected a YAML file of KEY: VALUE, found.*$"):
+            read_yaml(path)
+
+
+def test_yaml_is_read_as_hydra_reads_it(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("# nothing\n")
+    assert read_yaml(path) == {}
+    path.write_text("a: 1e3\nb: 2001-01-01\nc: no\nd: ~\n")
+    assert read_yaml(path) == {"a": 1000.0, "b": "2001-01-01", "c": False, "d": None}
+    assert parse_yaml("a: 1\n---\nb: 2\n", "f") == [{"a": 1}, {"b": 2}] and parse_yaml("", "f") == []
+    with pytest.raises(ConfigError, match="^f: expected YAML, found: .*duplicate key a.*$"):
+        parse_yaml("a: 1\na: 3\n", "f")

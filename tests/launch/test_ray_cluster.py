@@ -1,6 +1,8 @@
 """How many nodes a run finds in its Ray; that a real Ray answers is in test_doctor.py."""
 
+import socket
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +19,13 @@ NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
 @pytest.fixture(scope="module")
 def run():
     return composed("deepseekv3_256die_true_weight")
+
+
+def test_a_taken_port_of_the_runs_own_ray_is_refused(run):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"recipe.ray_port is {port}, which is taken"):
+            require_nodes(replace(run, recipe=replace(run.recipe, ray_port=port, ray_address=None)))
 
 
 def test_enough_nodes_pass_and_missing_ones_are_counted(run):

@@ -7,11 +7,9 @@ import pytest
 from tests.launch.drivers import FOLDER, run_named_t
 from tests.runs import composed
 from tests.weights.cases import make_start
-from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import read_summary
 from verl_patches.launch import restart
 from verl_patches.launch.restart import Restarts, may_help
-from verl_patches.trainer.checks import restart_checks
 from verl_patches.watch.watcher import fault_in
 from verl_patches.weights.run_folders import starts_in
 
@@ -21,15 +19,14 @@ WORTH = [
     "a worker process died in step 3, by a signal or out of memory: rank 1 (pid 5 on h); look at dmesg there",
     "driver ended by SIGKILL",
     "no output for 180 s (recipe.timeouts.quiet_s)",
-    "rank 3 (pid 5 on h) in step 3: RuntimeError: [ERROR] HCCL function error: EI0006",
-    "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
     "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
     "rank 0 (pid 1 on h) in step 1: RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer",
 ]
 NOT_WORTH = [
-    "ConfigError: HCCL_BUFFSIZE is 1",
+    "verl_patches.errors.ConfigError: a worker process died of it",
     "interrupted by SIGINT",
     "rank 1 (pid 5 on h) in step 3: ValueError: expected 2, found 3",
+    "verl_patches.log_probs.truth_check.WeightSyncError: step 3: differ",
     "torch.OutOfMemoryError: NPU out of memory. Tried to allocate 2.00 GiB",
 ]
 
@@ -193,17 +190,3 @@ def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_
 ])  # fmt: skip
 def test_errors_of_a_device_and_of_a_collective_are_told_apart(text, kind):
     assert fault_in(text) == kind and may_help(text) is (kind is not None)
-
-
-def test_a_restart_needs_checkpoints_that_it_finds():
-    for overrides, words in (
-        (["trainer.save_freq=1", "trainer.resume_mode=auto"], None),
-        (["trainer.save_freq=-1", "trainer.resume_mode=auto"], "trainer.save_freq is -1"),
-        (["trainer.save_freq=1", "trainer.resume_mode=disable"], "resume_mode is disable"),
-        (["trainer.save_freq=1", "trainer.resume_mode=auto", "recipe.restart.without_nodes=[a]"], "recipe.ray_address"),
-    ):
-        run = composed("deepseekv3_tiny_cpu", ["recipe.restart.times=1", *overrides])
-        faults = [check.detail for check in restart_checks(run) if not check.ok]
-        assert faults == [] if words is None else len(faults) == 1 and words in faults[0]
-    with pytest.raises(ConfigError, match="recipe.restart.times is -1"):
-        composed("deepseekv3_tiny_cpu", ["recipe.restart.times=-1"])

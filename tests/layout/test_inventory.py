@@ -80,8 +80,10 @@ def test_a_config_json_that_cannot_be_read_is_refused(tmp_path, content, words):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"model_type": "llama"}, "found 'llama'"),
-    ({"tie_word_embeddings": True}, "tie_word_embeddings must be false"),
+    ({"model_type": "llama"}, "model_type is 'llama'"),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+    ({"torch_dtype": "int3"}, "torch_dtype"),
+    ({"num_hidden_layers": -1}, "num_hidden_layers is -1; expected a whole number >= 1"),
     ({"hidden_size": "7168"}, "hidden_size is '7168'; expected a whole number >= 1"),
     ({"num_experts_per_tok": 10**6}, "num_experts_per_tok is 1000000; expected at most n_routed_experts"),
 ])  # fmt: skip

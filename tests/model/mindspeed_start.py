@@ -17,7 +17,7 @@ from verl_patches.config.compose import compose
 from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching import engine
 from verl_patches.patching.switches import from_environment
-from verl_patches.spec import Trees
+from verl_patches.spec import Trees, run_of
 
 # MindSpeed goes over Tensor.type itself; emulation/rows.py has this line's stand-in
 _NOT_HERE = {"platform.torch_tensor_type"}
@@ -87,7 +87,7 @@ def rows():
 def run(job: str, config: Any, *arguments: Any) -> Any:
     """What "module:function" returns for (*arguments, Megatron's arguments), once the engine has been started.
 
-    config: verl's actor_rollout_ref section with `recipe`.
+    config: verl's actor_rollout_ref section with the facts of the run.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the launcher does; Megatron's validator asks for it
     engine.start(rows(), from_environment()).apply()
@@ -124,7 +124,7 @@ def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
     for name, case in cases.items():
         os.environ.update(WORLD_SIZE=str(case["world_size"]), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
         try:
-            words = arguments_of(explain(case["config"], case["hf"]))
+            words = arguments_of(explain(case["config"], run_of(case["config"]).recipe, case["hf"]))
             start._same_features(words)
             args = start._arguments(words)
             found[name] = {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str))}

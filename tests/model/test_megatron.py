@@ -10,9 +10,9 @@ from verl_patches.model.megatron import optimizer_in_model_dtype
 from verl_patches.model.weights import parse_name
 
 WRONG = [
-    ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
-    ({"topk_method": "greedy"}, "topk_method must be 'noaux_tc'"),
-    ({"norm_topk_prob": False}, "norm_topk_prob must be True"),
+    ({"scoring_func": "softmax"}, "scoring_func is 'softmax', expected 'sigmoid'"),
+    ({"topk_method": "greedy"}, "topk_method is 'greedy', expected 'noaux_tc'"),
+    ({"norm_topk_prob": False}, "norm_topk_prob is False, expected True"),
     ({"num_experts_per_tok": 6}, "num_experts_per_tok must be 2 * topk_group"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 40.0}}, '"type": "yarn"'),
     ({"rope_scaling": {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7}}, "mscale and mscale_all_dim"),

@@ -130,7 +130,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
         for chunk in worker.critic_module:
             chunk.module.output_layer.score.bias.sequence_parallel = False
     found = {"drawn": [], "lr": worker.critic_optimizer.param_groups[0]["lr"]}
-    if not spoilt and section.recipe.line == "pypi":
+    if not spoilt and run_of(section).line == "pypi":
         found["copied"] = copied_from_the_critic(folder / "model")
     if not section.actor.megatron.param_offload:  # else there is nothing on the device between the phases
         found["drawn"] = [t.clone() for t in head_of(worker)]
@@ -149,7 +149,7 @@ def answers(section: DictConfig, folder: Path, spoilt: str = "") -> dict:
         return found
     found["scored"] = scores_of(section, tensors, [folder / "reward_0", folder / "reward_1"])
     worker.checkpoint = worker.checkpoint or WorkerCheckpoint(worker)  # line a3 has no row checkpoint.parts here
-    checkpoint = found["checkpoint"] = folder / f"critic_{section.recipe.line}"
+    checkpoint = found["checkpoint"] = folder / f"critic_{run_of(section).line}"
     if not checkpoint.exists():
         dist.barrier()
         save(worker, checkpoint, section)

@@ -162,8 +162,9 @@ def arguments(name: str, folder: Path) -> dict[str, Any]:
     from verl_patches.model.mindspeed import start
     from verl_patches.model.mindspeed.arguments import arguments_of, explain
 
-    section = composed(name, folder).verl.actor_rollout_ref
-    words = arguments_of(explain(section, start.read_hf_config(section)))
+    run = composed(name, folder)
+    section = run.verl.actor_rollout_ref
+    words = arguments_of(explain(section, run.recipe, start.read_hf_config(section)))
     start._same_features(words)
     args = vars(start._arguments(words))
     return {key: args[key] for key in ("data_parallel_size", "expert_model_parallel_size", "num_layers", "fix_router")}

@@ -81,7 +81,7 @@ def config_command(
 
 def _explain(run: RunSpec, config_name: str, as_json: bool) -> None:
     """Print what each key becomes; exit code 1 where one is refused."""
-    rows = explain_engine(run.verl, run.hf_config)
+    rows = explain_engine(run.verl.actor_rollout_ref, run.recipe, run.hf_config)
     refused = [row for row in rows if row.how == "refused"]
     if as_json:
         settings, keys = [row._asdict() for row in rows], [row.key for row in refused]

@@ -118,6 +118,7 @@ def smoke_command(
     off = _require_startable(spec)
     require_verl(spec.line, spec.trees)
     dirty = refuse_modified(spec)
+    ray_cluster.require_nodes(spec)
     _end_unless(disk_checks(spec, starts=True))
     with _progress(as_json, wide, off) as show:
         inputs.make(lambda text: show(f"| {text}"))
@@ -343,7 +344,7 @@ def _end_unless(checks: Iterable[Check]) -> None:
 
 def _refuse_without_effect(run: RunSpec) -> None:
     """ConfigError for keys that the line cannot act on: the run would differ from its configuration."""
-    given = [entry.key for entry, _ in refused_keys(run.verl) if entry.planned]
+    given = [entry.key for entry, _ in refused_keys(run) if entry.planned]
     if given:
         raise ConfigError(
             f"line {run.line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run plans it. "
@@ -414,7 +415,7 @@ def _report(outcome: launcher.Outcome, run: RunSpec, as_json: bool, off: str = "
 def _resume_advice(run: RunSpec, record: Path) -> list[str]:
     """The newest whole checkpoint of a run that ended early, and the command that goes on; none without checkpoints."""
     resume = "trainer.resume_mode"
-    if run.verl.trainer.save_freq <= 0 or run.switched_off("checkpoint.save"):
+    if run.verl.trainer.save_freq <= 0 or "checkpoint.save" not in run.rows:
         return []
     try:
         if run.verl.trainer.resume_mode == "resume_path" and not read_object(record / SUMMARY).get("checkpoints"):

@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from verl_patches.config.engine_options import write_engine_options
 from verl_patches.config.resolve import CONFIGS_DIR, model_shape_file, resolve
@@ -27,7 +28,7 @@ from verl_patches.recipe.rewards import reward_parts
 from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, check_recipe, recipe_from, recipe_keys
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, for_platform, verl_config_dir
-from verl_patches.upstream.pins import load_pins, read_by_verl
+from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import refusal_of
 from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
 
@@ -35,6 +36,7 @@ RowsOf = Callable[[str], Iterable[PatchSpec]]  # the rows of the catalogue on a 
 GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
 SCHEMA = "recipe_schema"
 LAYERS = "recipe.num_hidden_layers"
+_EXPORT_IT = "remove it, and export it as a variable of the shell, which the run inherits"
 _READ = (  # files and folders that a run reads, some of them in workers
     "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
     "data.train_files data.val_files data.custom_cls.path custom_reward_function.path recipe.rollout.replay"
@@ -79,7 +81,6 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
         hint += "; the defaults of a run end with `algo: NAME`"
         raise ConfigError(f"no config of a run in {CONFIGS_DIR} has the name {config_name}; {hint}")
     _check_overrides(overrides)
-    _check_files(name)
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", lambda dtype: VLLM_DTYPES.get(dtype, dtype), replace=True)
@@ -90,7 +91,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # 5,000 digits, brackets
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:  # 5,000 digits
         raise ConfigError(_explain(error, name, base)) from error
     _refuse_secrets(leaves(OmegaConf.to_container(config)))
     check_recipe(OmegaConf.to_container(config.recipe))
@@ -104,7 +105,7 @@ def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path
     _check_verl_keys(config, base, name)
     check_dtype(config)
     _make_absolute(config)
-    give_recipe(config)
+    write_reward_models(config)
     return config
 
 
@@ -120,23 +121,14 @@ def _absolute(path: str) -> str:
     return path if "://" in path or path[:1] == "~" else str(Path(path).absolute())
 
 
-def give_recipe(config: DictConfig) -> None:
-    """Put `recipe` where verl's workers see it, and what it says of reward models into verl's section of them.
-
-    Paths of recipe.rewards become absolute.
-    """
-    sections = [config.actor_rollout_ref]
-    if config.algorithm.adv_estimator == "gae":
-        sections.append(config.critic)
+def write_reward_models(config: DictConfig) -> None:
+    """Write what recipe.rewards says of reward models into verl's section of them; its paths become absolute."""
     for entry in config.recipe.rewards or ():
         if entry.get("path"):
             entry.path = _absolute(entry.path)
     if any(entry.name == "reward_model" for entry in config.recipe.rewards or ()):
         config.reward_model.enable = True
         config.reward_model.model.override_config = config.actor_rollout_ref.model.override_config
-        sections.append(config.reward_model)
-    for section in sections:
-        section.recipe = config.recipe
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -145,22 +137,6 @@ def _is_of_a_run(path: Path) -> bool:
         return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", path.read_bytes()) is not None
     except OSError:
         return False
-
-
-def _check_files(name: str, above: tuple[str, ...] = ()) -> None:
-    """ConfigError where Hydra could not read configs/`name`.yaml, or a file of configs/ that its defaults name."""
-    path = CONFIGS_DIR / f"{name}.yaml"
-    if name in above:
-        raise ConfigError(f"{path}: expected defaults that end, found {' -> '.join([*above, name])}")
-    entries = read_yaml(path).get("defaults")
-    if not isinstance(entries, list):
-        raise ConfigError(f"{path}: expected a list of defaults, found {type(entries).__name__}")
-    for entry in entries:
-        if isinstance(entry, dict):  # of a group: {algo: grpo}
-            for group, chosen in entry.items():
-                read_yaml(CONFIGS_DIR / group / f"{chosen}.yaml")
-        elif isinstance(entry, str) and (CONFIGS_DIR / f"{entry}.yaml").is_file():
-            _check_files(entry, (*above, name))
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -173,7 +149,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
         if key in GROUPS:
             check_choice(key, value, CONFIGS_DIR / key)
-        _refuse_secrets([(key.lstrip("+~"), value.strip("'\""))])
+        _refuse_secrets([(key.lstrip("+~"), "" if value == "null" else value.strip("'\""))])
 
 
 def check_choice(group: str, name: str, folder: Path) -> None:
@@ -186,15 +162,11 @@ def check_choice(group: str, name: str, folder: Path) -> None:
 def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
     """ConfigError for a key whose value looks like a secret: a run's configuration is written to files and logs."""
     for key, value in values:
-        if isinstance(value, dict):
-            _refuse_secrets(leaves(value, f"{key}."))
-        elif isinstance(value, list):
-            _refuse_secrets((key, item) for item in value)
-        elif is_secret(key.rpartition(".")[2], value):
-            raise ConfigError(
-                f"{key} looks like a secret, and a configuration is written to files and logs; expected none: remove "
-                "it, and export it as a variable of the shell, which the run inherits"
-            )
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict):
+                _refuse_secrets(leaves(one, f"{key}."))
+            elif is_secret(key.rpartition(".")[2], one):
+                raise ConfigError(f"{key} looks like a secret, and a configuration is written to files: {_EXPORT_IT}")
 
 
 def output_root(given: str | None = None) -> Path:
@@ -209,6 +181,8 @@ def _load(path: Path) -> DictConfig:
 
 def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     """Hydra's error as one sentence that says what to change."""
+    if isinstance(error, YAMLError):
+        return f"config {name}: {' '.join(str(error).split())}"
     texts, cause = [], error
     while cause is not None:
         texts += [str(cause).strip()] if str(cause).strip() else []
@@ -217,7 +191,7 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     missing = re.search(r"Key '([^']+)' (?:is )?not in '?\w+'?\s+full_key: (\S+)", "\n".join(texts))
     if override or (missing and missing[2].startswith("recipe")):
         key = override[1] if override else missing[2]
-        if any(load_pins().acts(key, line) for line in LINES):
+        if any(load_pins().may_be_added(key, line) for line in LINES):
             return f"{key} is no key of verl's own config file, but verl reads it: write +{key}=..."
         return unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_keys(base)), "verl has no such key")
     lines = list(dict.fromkeys(text.splitlines()[0] for text in texts))
@@ -232,28 +206,25 @@ def keys_of(overrides: Sequence[str]) -> list[str]:
 
 
 def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
-    """ConfigError for a key, in a file of ours or given as +key=value, that verl's config lacks and nothing reads.
+    """ConfigError for a key, in a file of ours or given as +key=value, that verl's config lacks and no list allows.
 
     A dataset class of the user gets all of `data`, with keys of its own.
     """
-    for section in ("actor_rollout_ref", "critic", "reward_model"):
-        if "recipe" in config[section]:
-            raise ConfigError(f"config {name}: {section}.recipe is given; expected `recipe:` alone: remove the line")
-    free = ("recipe.", "data.") if has_own_dataset(config) else ("recipe.",)
+    free = ("recipe.", "data.") if has_own_dataset(config.data.custom_cls.path) else ("recipe.",)
     line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
-    hint = f"verl of line {line} reads no such key here (verl_patches/verl_keys.json): remove it"
+    hint = "verl's own file has no such key; recipe.added_keys=[KEY] passes one that your code reads"
     for key in _keys(config):
         above = any(other.startswith(f"{key}.") for other in known)
-        if key not in known and not above and not key.startswith(free) and not pins.acts(key, line):
-            near = {**known, **{read: None for read in read_by_verl(line) if not read.endswith("*")}}
-            faults.append(refusal_of(config, key) or f"nothing would act on {unknown_key(key, near, hint)}")
+        allowed = key in config.recipe.added_keys or key.startswith(free) or pins.may_be_added(key, line)
+        if key not in known and not above and not allowed:
+            faults.append(refusal_of(config, key) or f"nothing would act on {unknown_key(key, known, hint)}")
     if faults:
         raise ConfigError(f"config {name}:\n  " + "\n  ".join(faults))
 
 
-def has_own_dataset(config: DictConfig) -> bool:
-    """Whether a class of the user's reads the data."""
-    return config.data.custom_cls.path not in (None, str(CONFIGS_DIR.parent / "verl_patches/objectives/dataset.py"))
+def has_own_dataset(class_file: str | None) -> bool:
+    """Return whether data.custom_cls.path is a file of the user's, whose class reads the data."""
+    return class_file not in (None, str(CONFIGS_DIR.parent / "verl_patches/objectives/dataset.py"))
 
 
 def check_dtype(config: DictConfig) -> None:

@@ -109,7 +109,7 @@ def _sockets(run: RunSpec) -> dict[str, tuple[str, ...]]:
 
 def _npu(run: RunSpec) -> dict[str, tuple[str, ...]]:
     recipe = run.recipe
-    ports = "{}-{}".format(*hccl.host_ports(run))
+    ports = "{}-{}".format(*hccl.node_ports(run)[hccl.HOST_PORTS])
     top_k = "recipe.rollout.ascend.top_k_optimize: top-k and top-p by a threshold, without a scatter"
     route = "1" if recipe.rollout.balanced_routing else "0"
     timeout = "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
@@ -119,7 +119,7 @@ def _npu(run: RunSpec) -> dict[str, tuple[str, ...]]:
         "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
         "(NPUGraph.cpp:101), and graphs here are torchair's"
     )
-    by_vllm = sleeps_by_vllm(run.verl.actor_rollout_ref.rollout, recipe) or run.switched_off("memory.sleep_mode")
+    by_vllm = sleeps_by_vllm(run.verl.actor_rollout_ref.rollout, recipe) or "memory.sleep_mode" not in run.rows
     segments = (
         "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
         if by_vllm
@@ -137,8 +137,8 @@ def _npu(run: RunSpec) -> dict[str, tuple[str, ...]]:
         "HCCL_EXEC_TIMEOUT": (str(hccl.exec_timeout_s(run)), timeout),
         "HCCL_OP_EXPANSION_MODE": (recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
         "HCCL_BUFFSIZE": (str(hccl.buffer_mib(run)), need),
-        "HCCL_IF_BASE_PORT": (str(recipe.hccl.base_port), base_port),
-        "HCCL_HOST_SOCKET_PORT_RANGE": (ports, "the ports after those of HCCL_IF_BASE_PORT"),
+        hccl.IF_BASE_PORT: (str(recipe.hccl.base_port), base_port),
+        hccl.HOST_PORTS: (ports, "the ports after those of HCCL_IF_BASE_PORT"),
         **_sockets(run),
         "TASK_QUEUE_ENABLE": ("2", queue),
         "CPU_AFFINITY_CONF": ("0", "counts the dies that a process sees, one with Ray; row update.bind_cores instead"),

@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, wei
 from verl_patches.model.checks import value_model_differences
 from verl_patches.objectives.settings import columns_of
 from verl_patches.recipe.rewards import SHORT_FORM
+from verl_patches.shared_files import disk_folder, free_bytes
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
@@ -55,7 +55,7 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
     As in all rules of this file, files of keys that `run.given` does not name may be on another machine: then a note.
     """
     path = run.model_folder / "config.json"
-    if QUANTIZATION in model_changes(run.verl):
+    if QUANTIZATION in model_changes(run.verl.actor_rollout_ref.model):
         text = (
             f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
             "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"
@@ -152,7 +152,7 @@ def data_checks(run: RunSpec) -> Iterator[Check]:
         if absent:
             yield _absent("data", absent, key, key in run.given, "parquet of `data build` (docs/data.md)")
             continue
-        if has_own_dataset(run.verl):
+        if has_own_dataset(run.verl.data.custom_cls.path):
             text = f"{key}: read by data.custom_cls, so rows and columns were not checked"
             yield Check("data", True, text, note=True)
             continue
@@ -249,7 +249,7 @@ def hooks_of(run: RunSpec) -> Iterator[Hook]:
     for part in run.rewards:
         if part.entry.name == "python":
             yield Hook(part.entry.path, part.entry.function, part.where)
-    if (dataset := run.verl.data.custom_cls).path:
+    if has_own_dataset((dataset := run.verl.data.custom_cls).path):
         yield Hook(dataset.path, dataset.name, "data.custom_cls")
     if hook := run.recipe.worker_process_setup_hook:
         module, _, name = hook.rpartition(".")
@@ -375,7 +375,7 @@ def steps_of(run: RunSpec) -> int | None:
 
     A class of the user's may make more or fewer samples of their rows.
     """
-    if run.verl.trainer.total_training_steps is not None or has_own_dataset(run.verl):
+    if run.verl.trainer.total_training_steps is not None or has_own_dataset(run.verl.data.custom_cls.path):
         return run.verl.trainer.total_training_steps
     files = run.verl.data.train_files or []
     try:
@@ -392,16 +392,15 @@ def disk_detail(needs: Iterable[Need]) -> str:
 
 def disk_fault(needs: Iterable[Need]) -> str | None:
     """What a run would write beyond the free space of its file systems; None where all fits. Folders may share one."""
-    by_device: dict[int, list[tuple[Path, Need]]] = {}
+    by_disk: dict[int, list[Need]] = {}
     for need in needs:
-        place = next(place for place in (need.folder, *need.folder.parents) if place.is_dir())
-        by_device.setdefault(place.stat().st_dev, []).append((place, need))
+        by_disk.setdefault(disk_folder(need.folder).stat().st_dev, []).append(need)
     faults = []
-    for found in by_device.values():
-        free, wanted = shutil.disk_usage(found[0][0]).free, sum(need.size_bytes for _, need in found)
+    for found in by_disk.values():
+        free, wanted = free_bytes(found[0].folder), sum(need.size_bytes for need in found)
         if wanted > free:
-            parts = "; ".join(f"{need.folder} gets {need.text}" for _, need in found)
-            keys = ", ".join(need.keys for _, need in found)
+            parts = "; ".join(f"{need.folder} gets {need.text}" for need in found)
+            keys = ", ".join(need.keys for need in found)
             faults.append(
                 f"expected {size_text(wanted)} free, found {size_text(free)}: {parts}. Free some, or change {keys}"
             )

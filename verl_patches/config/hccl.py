@@ -21,6 +21,7 @@ DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100
 BUFFERS_OF_A_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, HCCL_BUFFSIZE)
 AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
+IF_BASE_PORT, HOST_PORTS = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
 IF_PORTS = 16  # that HCCL_IF_BASE_PORT stands for (CANN envref_07_0074)
 PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20
@@ -210,10 +211,11 @@ def check_timeouts(run: RunSpec) -> Check:
     return either("HCCL timeouts", fits, f"a collective times out after {given} s", fault)
 
 
-def host_ports(run: RunSpec) -> tuple[int, int]:
-    """(first, last) port of HCCL_HOST_SOCKET_PORT_RANGE: those behind the 16 of HCCL_IF_BASE_PORT."""
-    base = run.recipe.hccl.base_port
-    return base + IF_PORTS, base + HCCL_PORTS - 1
+def node_ports(run: RunSpec) -> dict[str, list[int]]:
+    """Return {variable, or "all": [first, last] port} of HCCL, which every node needs free on platform npu."""
+    first = run.recipe.hccl.base_port
+    host, last = first + IF_PORTS, first + HCCL_PORTS - 1
+    return {IF_BASE_PORT: [first, host - 1], HOST_PORTS: [host, last], "all": [first, last]}
 
 
 def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
@@ -222,7 +224,7 @@ def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
     `proc` holds the kernel's ip_local_port_range, the ephemeral ports, and ip_local_reserved_ports, which are not given
     out. Ray, torch and vLLM use ephemeral ports too.
     """
-    first, last = run.recipe.hccl.base_port, host_ports(run)[1]
+    first, last = node_ports(run)["all"]
     name, said = "HCCL ports", f"HCCL listens on ports {first} to {last}"
     try:
         low, high = map(int, (proc / "ip_local_port_range").read_text().split())

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.engine_options import rewrite_engine_options
+from verl_patches.config.verl_values import trains_critic
 from verl_patches.errors import ConfigError
 from verl_patches.features import with_needed_rows
 from verl_patches.layout.inventory import first_layers, read_model_shape
@@ -20,7 +21,7 @@ from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 from verl_patches.recipe.rewards import reward_parts
 from verl_patches.recipe.schema import Recipe, recipe_from
-from verl_patches.spec import RunSpec, Trees, with_recipe
+from verl_patches.spec import RunSpec, Trees
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 TRAIN, ROLLOUT = "train layout", "rollout layout"
@@ -75,9 +76,6 @@ def change_config(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
     for key, value in updates.items():
         for name in (key, *_followers(key)):
             OmegaConf.update(config, name, value, force_add=True)
-    for section in with_recipe(config):
-        if section is not config:
-            section.recipe = config.recipe
     rewrite_engine_options(config)
     return config
 
@@ -107,7 +105,7 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
     if not isinstance(reach, int):
         raise ConfigError(f"{shape_file}: expected max_position_embeddings, a whole number, found {reach!r}")
     model_file = Path(section.model.path, "config.json")
-    hf_config = {**read_config(model_file if model_file.exists() else shape_file), **model_changes(config)}
+    hf_config = {**read_config(model_file if model_file.exists() else shape_file), **model_changes(section.model)}
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     layouts = {}
     for side, build in ((TRAIN, _train_layout), (ROLLOUT, _rollout_layout)):
@@ -124,7 +122,7 @@ def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, An
         "rollout": layouts[ROLLOUT],
         "engine": MappingProxyType(OmegaConf.to_container(section.rollout.engine_kwargs).get("vllm") or {}),
         "rewards": reward_parts(config),
-        "has_critic": config.algorithm.adv_estimator == "gae",
+        "has_critic": trains_critic(config.algorithm.adv_estimator),
         "verl": config,
     }
 
@@ -139,9 +137,9 @@ def model_shape_file(recipe: Recipe) -> Path:
     return path
 
 
-def model_changes(config: DictConfig) -> Mapping[str, Any]:
-    """Return verl's override_config.model_config: keys over those of the model's config.json."""
-    return OmegaConf.to_container(config.actor_rollout_ref.model.override_config).get("model_config") or {}
+def model_changes(model: DictConfig) -> Mapping[str, Any]:
+    """Return override_config.model_config of verl's section `model`: keys over those of the model's config.json."""
+    return OmegaConf.to_container(model.override_config).get("model_config") or {}
 
 
 def _train_layout(section: DictConfig, recipe: Recipe, world: int) -> ParallelLayout:

@@ -53,7 +53,7 @@ def checkpoints_of(run: RunSpec) -> Path:
 
 def saves_as_recipe(run: RunSpec) -> bool:
     """Return whether checkpoints are ours, and not verl's own in trainer.default_local_dir."""
-    return not any(run.switched_off(row) for row in ("checkpoint.save", "checkpoint.load"))
+    return {"checkpoint.save", "checkpoint.load"} <= run.rows
 
 
 def next_start(run: RunSpec) -> NextStart:

@@ -7,8 +7,7 @@ missing, as pinned versions of verl differ. Sections and names are those of verl
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -54,7 +53,6 @@ _MEGATRON = {
     "grad_offload": bool | None,
     "optimizer_offload": bool | None,
 }
-_VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 _SECTIONS = {
     "data": {
         "custom_cls": {"path": Text | None, "name": Text | None},
@@ -196,7 +194,11 @@ _SECTIONS = {
     "ray_init": {"num_cpus": Count | None},
 }
 TYPES: dict[str, Any] = dict(leaves(_SECTIONS))
-_MAY_BE_NULL = {_VLLM, f"{_VLLM}.additional_config", f"{_VLLM}.additional_config.ascend_scheduler_config"}
+
+
+def trains_critic(estimator: Any) -> bool:
+    """Return whether verl's trainer has a critic with this algorithm.adv_estimator."""
+    return estimator == "gae"
 
 
 def verl_types(base: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,31 +207,26 @@ def verl_types(base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    """ConfigError that names each key with a wrong type or size, or else that is gone, or needs another.
+    """ConfigError that names keys of `base`, verl's own file, that are gone, or each with a wrong type or size.
 
-    base: as in `verl_types`.
+    Where there is none, it names those that need another key.
     """
-    types, algorithm = verl_types(base), config.get("algorithm")
-    if not isinstance(algorithm, Mapping) or algorithm.get("adv_estimator") != "gae":  # its keys repeat the actor's
-        types = {key: kind for key, kind in types.items() if not key.startswith("critic.") or key == "critic.strategy"}
-    given = dict(leaves(config, ends=types.__contains__))
-    for key in _sections(types) & given.keys():
-        if given[key] != {} and not (given[key] is None and key in _MAY_BE_NULL):
-            types[key] = dict
-    if faults := value_faults(types, given) or _deleted(config, base) or list(_lacking(config)):
+    if not (faults := _deleted(config, base)):
+        types = verl_types(base)
+        if not trains_critic(config["algorithm"]["adv_estimator"]):  # the critic's keys repeat the actor's
+            types = {key: types[key] for key in types if not key.startswith("critic.") or key == "critic.strategy"}
+        given = dict(leaves(config, ends=types.__contains__))
+        faults = value_faults(types, given) or list(_lacking(config))
+    if faults:
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(faults))
 
 
-def _sections(keys: Iterable[str]) -> set[str]:
-    return {key[: dot.start()] for key in keys for dot in re.finditer(r"\.", key)}
-
-
 def _deleted(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    """Keys of verl's configuration that an override (~key) has removed."""
-    left = [key for key, _ in leaves(config)]
-    there = {*left, *_sections(left)}
-    if gone := [key for key, _ in leaves(base) if key not in there]:
-        return [f"{', '.join(gone[:3])} is missing; expected verl's own key (an override ~key removes it)"]
+    """Keys of verl's configuration that an override has removed, by ~key or by another value of their section."""
+    left = [f"{key}." for key, _ in leaves(config)]
+    if gone := [key for key, _ in leaves(base) if not any(each.startswith(f"{key}.") for each in left)]:
+        keys = ", ".join(gone[:3])
+        return [f"{keys} is missing; expected verl's own key, which an override ~key, or of its section, removes"]
     return []
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from pydantic import FiniteFloat
 
 from verl_patches.config.environment import COMPOSED, FACTS
@@ -78,11 +78,11 @@ def from_rollouts(
     """
     with load(f"{run}: expected a run, with {COMPOSED} and {FACTS}"):
         spec = read_run((run / FACTS).read_text(), OmegaConf.create(read_yaml(run / COMPOSED)))
-    steps, tokenizer = scored_steps(run, spec), _tokenizer(spec.verl)
+    steps, tokenizer = scored_steps(run, spec), _tokenizer(spec)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()
     with whole_folder(target, overwrite) as work:
-        data = _rows_of_data(spec.verl, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
+        data = _rows_of_data(spec, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
         file, seen = work / "out" / TRAIN, set()
 
         def rows() -> Iterator[str]:
@@ -125,14 +125,15 @@ def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
     raise ConfigError(f"{run} recorded {found}; run it with recipe.rollout.record=true, {size} a step (modelled)")
 
 
-def _tokenizer(config: DictConfig) -> Any:
-    path, code = config.data.tokenizer or config.actor_rollout_ref.model.path, config.data.get("trust_remote_code")
+def _tokenizer(spec: RunSpec) -> Any:
+    data = spec.verl.data
+    path, code = data.tokenizer or str(spec.model_folder), data.get("trust_remote_code")
     return read_tokenizer(path, "the run's tokenizer; copy its model here", code=bool(code))
 
 
-def _rows_of_data(config: DictConfig, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
-    """{digest of ids: row} of the wanted prompts, made and cut as by verl's dataset (utils/dataset/rl_dataset.py)."""
-    data, found, most = config.data, {}, config.data.max_prompt_length
+def _rows_of_data(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
+    """Return {digest of ids: row} of the wanted prompts, made and cut as by verl's dataset (rl_dataset.py)."""
+    data, found, most = spec.verl.data, {}, spec.verl.data.max_prompt_length
     head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # that a cut leaves of the begin
     files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
     for file in files:

@@ -392,7 +392,7 @@ def _ports(node: Node) -> Iterator[Result]:
         return
     ports = hccl.check_ports(node.run, node.machine.proc)
     yield Result(ports.ok, ports.detail, name="HCCL, range")
-    first, last = node.run.recipe.hccl.base_port, hccl.host_ports(node.run)[1]
+    first, last = hccl.node_ports(node.run)["all"]
     taken = [port for port in range(first, last + 1) if taken_by(port, ("127.0.0.1", ""))]
     found = f"taken: {', '.join(map(str, taken[:8]))}" if taken else f"{first} to {last} are free"
     todo = f"ss -ltnp 'sport >= :{first} and sport <= :{last}' names the programs; end them, or change recipe.hccl."

@@ -28,7 +28,7 @@ from verl_patches.launch.restart import Restarts
 from verl_patches.launch.run_folder import begin, held_run
 from verl_patches.planning.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
-from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals, taken_by
+from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals
 from verl_patches.recipe.schema import Timeouts
 from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.spec import NextStart, RunSpec
@@ -74,7 +74,6 @@ def run(
     (upstream/modified.py); the summary and a line above the step table have them. Raises ConfigError before anything
     starts. All processes that the run started are ended before this returns, and its temporary folder is removed.
     """
-    require_free_port(run.recipe.ray_port)
     with held_run(run):
         restarts, start, began = Restarts(run), next_start(run), time.monotonic()
         while True:
@@ -229,15 +228,6 @@ class _NewLines:
         *lines, self.rest = (self.rest + b"".join(self.file.blocks())).split(b"\n")
         for line in lines:
             self.on_line(line.decode(errors="replace"))
-
-
-def require_free_port(port: int | None) -> None:
-    """ConfigError if something listens on `port` of this machine; None is always fine."""
-    if port is not None and (holder := taken_by(port, ("127.0.0.1", ""))):
-        raise ConfigError(
-            f"recipe.ray_port is {port}, which is taken on this machine by {holder}; nothing was started. Give another "
-            "port, or null for any free one"
-        )
 
 
 @contextmanager

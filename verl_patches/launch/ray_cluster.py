@@ -14,7 +14,8 @@ from verl_patches import ray_nodes
 from verl_patches.config.environment import worker_environment
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.platform import NO_DEVICE
-from verl_patches.spec import A3, RunSpec
+from verl_patches.processes import taken_by
+from verl_patches.spec import A3, RUN, RunSpec
 from verl_patches.trainer.ray_start import HOOK
 
 log = logging.getLogger(__name__)
@@ -26,13 +27,14 @@ _STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # ray/_private/ray_constants.
 def worker_settings(run: RunSpec) -> dict[str, dict[str, Any] | None]:
     """{engine, network} of every worker, as ray_start.start and worker_settings.send_settings take them.
 
-    engine: verl's actor_rollout_ref section, from which line a3 prepares its engine before Megatron is imported.
+    engine: verl's actor_rollout_ref section with the facts of the run, from which line a3 prepares its engine before
+    Megatron is imported.
     network: how a worker on npu, or of several nodes, finds its network interface. None where the run needs neither.
     """
-    recipe, engine = run.recipe, run.verl.actor_rollout_ref
+    recipe, engine = run.recipe, OmegaConf.to_container(run.verl.actor_rollout_ref, resolve=True)
     network = {"nodes": run.verl.trainer.nnodes, "interface": recipe.hccl.interface}
     return {
-        "engine": OmegaConf.to_container(engine, resolve=True) if run.line == A3 else None,
+        "engine": {**engine, RUN: run.text()} if run.line == A3 else None,
         "network": network if recipe.platform == "npu" or run.verl.trainer.nnodes > 1 else None,
     }
 
@@ -85,7 +87,16 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def require_nodes(run: RunSpec) -> None:
-    """ConfigError where the run's nodes are not there: no Ray answers, or too few of its nodes hold the devices."""
+    """ConfigError where the run's Ray could not be joined or started.
+
+    None answers, too few of its nodes hold the devices, or recipe.ray_port is taken on this machine.
+    """
+    port = run.recipe.ray_port
+    if port is not None and (holder := taken_by(port, ("127.0.0.1", ""))):
+        raise ConfigError(
+            f"recipe.ray_port is {port}, which is taken on this machine by {holder}; nothing was started. Give another "
+            "port, or null for any free one"
+        )
     if run.recipe.ray_address is not None:
         check_nodes(run, list_nodes(run.recipe.ray_address))
     elif run.verl.trainer.nnodes > 1:

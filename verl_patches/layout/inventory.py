@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import read_config
+from verl_patches.layout.model_folder import read_config, unlike_deepseek
 from verl_patches.values import Count, Natural, types_of, value_faults
 
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # of a value model; HF's ...ForSequenceClassification has the first
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in; single tensors of it may be fp8
 MOST_TENSORS = 1_000_000  # of a model; DeepSeek-V3 has 45,395
+_OF_NAMES = ("model_type", "tie_word_embeddings", "attention_bias")  # on which the names of tensors depend
 _OUTSIDE_EXPERTS = 16  # most tensors of a layer besides its routed experts, rounded up
 
 
@@ -89,17 +90,14 @@ class ModelShape:
 def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     """Read an HF config: a dict, a config.json, or the folder that holds one.
 
-    Raises ConfigError for a file that cannot be read, a missing key or wrong size, another model type, tied embeddings
-    or attention biases (not DeepSeek-V3), and for more tensors than a list of them should have (MOST_TENSORS).
+    Raises ConfigError for a file that cannot be read, a missing key or wrong size, another model than DeepSeek-V3
+    (model_folder.REQUIRED), and for more tensors than a list of them should have (MOST_TENSORS).
     """
     where = "HF config"
     if not isinstance(config, Mapping):
         where, config = str(config), read_config(config)
-    if config.get("model_type") != "deepseek_v3":
-        raise ConfigError(f"{where}: model_type must be 'deepseek_v3', found {config.get('model_type')!r}")
-    for key in ("tie_word_embeddings", "attention_bias"):
-        if config.get(key):
-            raise ConfigError(f"{where}: {key} must be false for DeepSeek-V3, found {config[key]!r}")
+    if fault := unlike_deepseek({"model_type": "none", **config}, _OF_NAMES):
+        raise ConfigError(f"{where} is of another model than DeepSeek-V3: {fault}")
     types = types_of(ModelShape)
     required = dict.fromkeys(field.name for field in fields(ModelShape) if field.default is MISSING)
     values = required | {key: value for key, value in config.items() if key in types and value is not None}

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,20 @@ from verl_patches.errors import ConfigError
 QUANTIZATION, MTP_LAYERS = "quantization_config", "num_nextn_predict_layers"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SCALE = "weight_scale_inv"  # ends the names of fp8 weights' scales
-_MODEL_TYPE = "deepseek_v3"
+# keys of config.json with the only value that training, rollout and plans compute, which a key that is left out means
+REQUIRED: Mapping[str, Any] = {
+    "model_type": "deepseek_v3",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0,
+    "tie_word_embeddings": False,
+    MTP_LAYERS: 0,
+    QUANTIZATION: None,
+    "rope_interleave": True,
+}
 LONGEST_JSON = 100_000_000  # bytes of a JSON file, and of a safetensors header, whose own limit this is
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -102,6 +115,12 @@ def read_json_object(path: Path, most_bytes: int = LONGEST_JSON) -> dict[str, An
     return content
 
 
+def unlike_deepseek(config: Mapping[str, Any], keys: Iterable[str] = REQUIRED) -> str:
+    """Return those of `keys` that have another value in a config than `REQUIRED`, as text; empty where none has."""
+    found = {key: config[key] for key in keys if config.get(key) not in (None, REQUIRED[key])}
+    return ", ".join(f"{key} is {value!r}, expected {REQUIRED[key]!r}" for key, value in found.items())
+
+
 def for_training(hf_config: Any) -> None:
     """Edit a transformers configuration in place, as `read_config` edits the file's content."""
     vars(hf_config).pop(QUANTIZATION, None)
@@ -111,7 +130,7 @@ def for_training(hf_config: Any) -> None:
 
 def for_vllm(hf_config: Any) -> Any:
     """vLLM's `hf_overrides`: the configuration of a DeepSeek-V3, edited in place; another model's as it is."""
-    if hf_config.model_type == _MODEL_TYPE:
+    if hf_config.model_type == REQUIRED["model_type"]:
         vars(hf_config).pop(QUANTIZATION, None)
     return hf_config
 

@@ -121,7 +121,7 @@ def _sequence_faults(run: RunSpec) -> Iterator[str]:
             "a part of data.train_batch_size"
         )
     for row in ("update.on_policy", "update.loss_on_policy"):
-        if run.switched_off(row):
+        if row not in run.rows:
             yield f"{given} row {row} is off; switch it on"
 
 

@@ -17,7 +17,7 @@ def sleep_checks(run: RunSpec) -> Iterator[Check]:
 
 def _sleep_check(run: RunSpec) -> Check:
     name, recipe = "rollout memory", run.recipe
-    own_sleep_off = run.switched_off("memory.sleep_mode")
+    own_sleep_off = "memory.sleep_mode" not in run.rows
     graphs = not run.verl.actor_rollout_ref.rollout.enforce_eager
     if recipe.platform == "cpu" and (own_sleep_off or graphs):
         expected = []
@@ -27,7 +27,7 @@ def _sleep_check(run: RunSpec) -> Check:
             expected.append("actor_rollout_ref.rollout.enforce_eager=true (graphs keep the addresses they captured)")
         return Check(name, False, f"vLLM has no sleep mode on a CPU; expected {', '.join(expected)}")
     if graphs and not recipe.rollout.ascend.vllm_sleep_mode:
-        rows = [row for row in ("memory.sleep_mode", "memory.graph_addresses") if run.switched_off(row)]
+        rows = [row for row in ("memory.sleep_mode", "memory.graph_addresses") if row not in run.rows]
         cached = run.graphs.get("use_cached_graph")
         if rows or cached:
             found = f"row {', '.join(rows)} is off" if rows else "use_cached_graph is set, whose graphs no row changes"

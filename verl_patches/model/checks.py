@@ -9,9 +9,9 @@ from typing import Any
 
 from verl_patches.errors import Check, ConfigError, divides, either, fault_of
 from verl_patches.layout.inventory import ModelShape, differences, first_layers, read_model_shape
-from verl_patches.layout.model_folder import read_config
+from verl_patches.layout.model_folder import read_config, unlike_deepseek
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.model.mindspeed.arguments import ONLY, explain
+from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.spec import A3, RunSpec
 from verl_patches.values import Count, Positive, value_faults
 
@@ -42,9 +42,7 @@ def model_checks(run: RunSpec) -> Iterator[Check]:
     """
     model, hf = run.model, run.hf_config
     faults = value_faults(_HF_NUMBERS, {key: hf.get(key) for key in _HF_NUMBERS})
-    for key, expected, _ in ONLY:
-        if hf.get(key) is not None and hf[key] != expected:
-            faults.append(f"{key} is {hf[key]!r}; expected {expected!r}")
+    faults += [unlike] if (unlike := unlike_deepseek(hf)) else []
     if not hf.get("n_shared_experts"):
         faults.append(f"n_shared_experts is {hf.get('n_shared_experts')!r}; expected at least 1")
     experts, groups, chosen = (hf.get(key) for key in ("n_routed_experts", "n_group", "topk_group"))
@@ -149,7 +147,7 @@ def engine_checks(run: RunSpec) -> Iterator[Check]:
     """Check, on line a3, that the training engine refuses no key of the configuration and the model."""
     if run.line != A3:
         return
-    rows = explain(run.verl, run.hf_config)
+    rows = explain(run.verl.actor_rollout_ref, run.recipe, run.hf_config)
     refused = [f"{row.key} is {row.value!r}: {row.why}" for row in rows if row.how == "refused"]
     yield from (Check("engine arguments", False, text) for text in refused)
     if not refused:

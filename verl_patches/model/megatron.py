@@ -15,17 +15,8 @@ from typing import Any
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import for_training
+from verl_patches.layout.model_folder import for_training, unlike_deepseek
 
-# (HF key, the only value that verl's converter and Megatron's modules compute)
-_ASSUMED = (
-    ("scoring_func", "sigmoid"),
-    ("topk_method", "noaux_tc"),
-    ("norm_topk_prob", True),
-    ("hidden_act", "silu"),
-    ("attention_bias", False),
-    ("moe_layer_freq", 1),
-)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -56,10 +47,10 @@ def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
 
 def check(hf_config) -> None:
     """ConfigError where `hf_config` is not a DeepSeek-V3 that verl's converter and Megatron compute correctly."""
-    for key, expected in _ASSUMED:
-        found = getattr(hf_config, key, expected)
-        if found != expected:
-            raise ConfigError(f"HF config: {key} must be {expected!r} for DeepSeek-V3 on Megatron, found {found!r}")
+    if fault := unlike_deepseek(hf_config.to_dict()):
+        raise ConfigError(f"HF config: {fault}: Megatron would compute another model")
+    if getattr(hf_config, "moe_layer_freq", 1) != 1:
+        raise ConfigError(f"HF config: moe_layer_freq is {hf_config.moe_layer_freq}, expected 1 on Megatron")
     groups, of_groups = getattr(hf_config, "n_group", None) or 1, getattr(hf_config, "topk_group", None) or 1
     if groups > 1 and hf_config.num_experts_per_tok != 2 * of_groups:
         raise ConfigError(

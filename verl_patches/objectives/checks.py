@@ -47,7 +47,7 @@ def objective_checks(run: RunSpec) -> Iterator[Check]:
     faults = [
         f"recipe.objective.name is {name}, but row {row} is off; remove -{row} from recipe.patches"
         for row in ("advantage.objective", "update.fit_as_run", "update.recipe_worker", "update.on_policy")
-        if run.switched_off(row)
+        if row not in run.rows
     ]
     faults = [*settings.faults(run), *faults]
     yield from (Check("objective", False, fault) for fault in faults)
@@ -78,6 +78,6 @@ def critic_checks(run: RunSpec) -> Iterator[Check]:
     if file.is_file() and critic.model.path != actor.model.path:
         if unlike := value_model_differences(run, read_model_shape(file), file.parent):
             faults.append(f"critic.model.path is of another model than the actor: {unlike}")
-    if run.switched_off("update.recipe_critic") or run.switched_off("update.recipe_worker"):
+    if not {"update.recipe_critic", "update.recipe_worker"} <= run.rows:
         faults.append("row update.recipe_critic or update.recipe_worker is off: verl's own critic would train")
     yield either("critic", not faults, f"values by a head on {critic.model.path}", "; ".join(faults))

@@ -61,11 +61,6 @@ class Switches:
                 reason = f"{'switched on by ' if wanted else _SWITCHED_OFF}{pattern}"
         return wanted, reason
 
-    def turns_off(self, row: str) -> bool:
-        """Return whether the last pattern that matches the id `row` switches it off."""
-        matching = [pattern for pattern in self.patterns if fnmatch.fnmatchcase(row, pattern[1:])]
-        return bool(matching) and matching[-1].startswith("-")
-
     def switched_off(self, specs: Iterable[PatchSpec]) -> list[str]:
         """Ids of the rows of this line and platform that a pattern switches off."""
         here = [spec for spec in specs if self.line in spec.lines and self.platform in spec.all_platforms]

@@ -34,7 +34,6 @@ from verl_patches.planning.step_model import (
     tokens_per_s_per_die,
     verl_sync,
 )
-from verl_patches.recipe.schema import HCCL_PORTS
 from verl_patches.reshard.blocks import Block, run_blocks
 from verl_patches.spec import RunSpec
 from verl_patches.watch.bounds import MODELLED, WAIT_SHARE, Bounds
@@ -220,7 +219,7 @@ def step_sections(run: RunSpec, workload: Workload) -> dict[str, Any]:
             "dispatch_bytes": dispatch,
             "dispatch_columns": cached,
         },
-        "ports": ports(run),
+        "ports": hccl.node_ports(run) if run.as_npu else None,
     }
 
 
@@ -340,16 +339,3 @@ def released_bytes(moments: Mapping[str, Moment], sizes: Mapping[str, int]) -> i
             else:
                 cached = max(0, cached - sizes[move.group])
     return total
-
-
-def ports(run: RunSpec) -> dict[str, list[int]] | None:
-    """{who: [first, last]} that every node needs free on platform npu."""
-    if not run.as_npu:
-        return None
-    base = run.recipe.hccl.base_port
-    first, last = hccl.host_ports(run)
-    return {
-        "HCCL_IF_BASE_PORT": [base, first - 1],
-        "HCCL_HOST_SOCKET_PORT_RANGE": [first, last],
-        "all": [base, base + HCCL_PORTS - 1],
-    }

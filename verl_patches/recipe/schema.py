@@ -452,6 +452,7 @@ class Recipe:
     num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
     all. The model's folder stays as it is, with random init or weights. layers_per_stage for all layers is balanced
     again.
+    added_keys: keys that verl's own file does not list, given as +key=value, which code of the user's reads.
     resume_other_data: resume from a checkpoint whose data (number of rows, bytes of the files) were others.
     rewards: the parts of a response's reward; keys of each are those of recipe.rewards[] below. null:
     custom_reward_function, the short form of one entry of name python, or without its path verl's own scores by
@@ -472,6 +473,7 @@ class Recipe:
     expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
     num_hidden_layers: Count | None = None
+    added_keys: list[Text] = field(default_factory=list)
     resume_other_data: bool = False
     objective: Objective = field(default_factory=Objective)
     rewards: list[dict[str, Any]] | None = None

@@ -25,7 +25,7 @@ def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
         faults.append("recipe.train.balanced_routing ignores the router; set one of them")
     selection = "update.routing_replay" if recipe.line == "pypi" else "update.routing_replay_mindspeed"
     for row in ("update.recipe_worker", "update.routing_samples", selection):
-        if run.switched_off(row):
+        if row not in run.rows:
             faults.append(f"row {row} is off; remove -{row} from recipe.patches")
     held = "the update selects the experts of the pass for old log-probs"
     yield either("routing replay", not faults, held, f"{key} is R2, but {'; '.join(faults)}")

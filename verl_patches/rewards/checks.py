@@ -14,7 +14,7 @@ def reward_checks(run: RunSpec) -> Iterator[Check]:
     """recipe.rewards: parts that the run can have, and some, unless the objective needs none."""
     parts, recipe, longest = run.rewards, run.recipe, run.verl.data.max_response_length
     faults = []
-    if run.switched_off("reward.parts") and recipe.rewards is not None:
+    if "reward.parts" not in run.rows and recipe.rewards is not None:
         faults.append("row reward.parts is off, and verl's reward manager has no parts; remove -reward.parts")
     if not parts and run.samples:
         faults.append("recipe.rewards is empty, so every reward would be 0; expected a part, or null")
@@ -54,7 +54,7 @@ def reward_model_checks(run: RunSpec) -> Iterator[Check]:
     ]
     if (micro := section.micro_batch_size_per_gpu) is None:
         faults.append("reward_model.micro_batch_size_per_gpu is null; set responses of a micro batch")
-    if run.switched_off("reward.models") or run.switched_off("update.recipe_worker"):
+    if not {"reward.models", "update.recipe_worker"} <= run.rows:
         faults.append("row reward.models or update.recipe_worker is off: verl's own worker has one model")
     yield either("reward models", not faults, f"{len(models)}, one after another on a die", "; ".join(faults))
     if not faults:

@@ -138,7 +138,7 @@ def load_parts(original: Callable) -> Callable:
     """Provider for verl's load_reward_manager: a RewardManager with the parts of the configuration.
 
     They are not taken from `run_of`: verl 0.4.0's main loads rewards before the trainer is made, which without the
-    launcher writes the facts of the run (launch/import_alone.py).
+    launcher writes the facts of the run (import_alone.py).
     """
 
     @functools.wraps(original)

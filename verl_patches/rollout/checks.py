@@ -72,7 +72,7 @@ def _scheduler(run: RunSpec) -> Iterator[Check]:
 
 def _prefix_cache(run: RunSpec) -> Iterator[Check]:
     row = "rollout.llm_arguments"
-    if not run.recipe.rollout.ascend.prefix_caching and run.switched_off(row):
+    if not run.recipe.rollout.ascend.prefix_caching and row not in run.rows:
         text = (
             f"{_KEYS}.prefix_caching is false and row {row}, which takes it past verl's own keyword "
             "(vllm_rollout_spmd.py:162), is off; expected the row, or prefix_caching=true"
@@ -90,8 +90,8 @@ def _mixed_batches(run: RunSpec) -> Iterator[Check]:
         "the KV of decode tokens would not be written (mla_v1.py:1188); expected recipe.patches without "
         f"-{row}, or no graphs"
     )
-    off, held = run.switched_off(row), f"KV of all tokens in batches of decodes and prefills: row {row}"
-    yield either("mixed batches", not off, held, fault)
+    held = f"KV of all tokens in batches of decodes and prefills: row {row}"
+    yield either("mixed batches", row in run.rows, held, fault)
 
 
 def _graphs(run: RunSpec) -> Iterator[Check]:
@@ -120,7 +120,7 @@ def _graph_sizes(run: RunSpec) -> Iterator[Check]:
 
 def _groups(run: RunSpec) -> Iterator[Check]:
     row, groups = "rollout.ascend_expert_groups", run.hf_config.get("n_group")
-    if run.model.n_routed_experts != 256 and groups not in (None, 1) and run.switched_off(row):
+    if run.model.n_routed_experts != 256 and groups not in (None, 1) and row not in run.rows:
         text = (
             f"row {row} is off with {run.model.n_routed_experts} routed experts in {groups} groups; expected the row, "
             "256 experts or 1 group: vllm-ascend ranks groups by their best expert, not by two (fused_moe.py:738)"

@@ -366,7 +366,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     names = ["recipe", "actor_rollout_ref", "algorithm", "data", *(["critic"] if run_of(config).has_critic else [])]
     sections = {name: resolved[name] for name in names}
     sections["recipe"] = {k: v for k, v in resolved["recipe"].items() if k not in _NOT_COMPARED}
-    mirrored = tuple(f"{name}.{key}" for name in ("actor_rollout_ref", "critic") for key in ("recipe.", RUN))
+    mirrored = (f"actor_rollout_ref.{RUN}", f"critic.{RUN}")
     settings = {k: v for k, v in leaves(sections) if v != {} and not k.startswith(mirrored)}
     patches = engine.current().digest()
     text = json.dumps([settings, patches], sort_keys=True, default=str)

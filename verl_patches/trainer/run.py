@@ -70,7 +70,7 @@ class Run:
         self.now: dict[str, Any] = {}
         self.coverage: tuple[dict[str, Any], list[str]] | None = None  # of an emulated device: data, lines
         self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
-        dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
+        dirty = getattr(trainer, "modified_sources", None)  # of import_alone.py; the launcher adds its own
         self.summary = Summary(
             self.folder,
             {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -16,7 +15,6 @@ from verl_patches.errors import ConfigError
 from verl_patches.values import read_yaml
 
 PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
-VERL_KEYS = Path(__file__).resolve().parents[1] / "verl_keys.json"
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -104,13 +102,6 @@ class GivenByVerl(_Strict):
     keywords: Mapping[str, str]
 
 
-class AlsoRead(_Strict):
-    """Keys of verl's configuration that scripts/verl_keys.py cannot see: who reads them, by line."""
-
-    keys: tuple[str, ...]
-    by: Mapping[Literal["pypi", "a3"], str]
-
-
 class Download(_Strict):
     """What is brought beside the packages: a wheel (file, bytes, sha256), a clone from which the image builds (urls in
     the order of preference, commit), or files of a Hugging Face repository (repository, commit; file: None means all).
@@ -175,7 +166,7 @@ class Pins(_Strict):
     lines: Mapping[str, Line]
     environment: Mapping[str, Variable]
     read_nowhere: Mapping[str, str]
-    also_read: tuple[AlsoRead, ...]
+    added_keys: Mapping[Literal["both", "pypi", "a3"], tuple[str, ...]]
     given_by_verl: GivenByVerl
     unsupported: tuple[Unsupported, ...]
 
@@ -196,11 +187,10 @@ class Pins(_Strict):
         """The keys that have no effect on `line`."""
         return tuple(entry for entry in self.unsupported if line in entry.lines)
 
-    def acts(self, key: str, line: str) -> bool:
-        """Whether something on `line` reads a key of verl's configuration."""
-        read, parts = read_by_verl(line), key.split(".")
-        names = {key, *(f"{'.'.join(parts[:end])}.*" for end in range(1, len(parts)))}
-        return not names.isdisjoint(read) or any(key in also.keys and line in also.by for also in self.also_read)
+    def may_be_added(self, key: str, line: str) -> bool:
+        """Return whether something on `line` reads a key that verl's own file does not list."""
+        patterns = (*self.added_keys.get("both", ()), *self.added_keys.get(line, ()))
+        return any(fnmatchcase(key, pattern) for pattern in patterns)
 
     def read_by(self, variable: str, line: str) -> str:
         """Where `line` reads an environment variable, as text; if it does not, where other lines do ("LINE: place").
@@ -210,13 +200,6 @@ class Pins(_Strict):
         entry = self.environment[variable]
         others = [f"{other}: {place}" for other in self.lines for place in entry.reads(other)]
         return "; ".join(entry.reads(line) or others)
-
-
-@functools.cache
-def read_by_verl(line: str) -> frozenset[str]:
-    """The keys that verl reads on `line` (scripts/verl_keys.py writes the file); "a.*" stands for every key below a."""
-    sections = [item for of, keys in json.loads(VERL_KEYS.read_text()).items() if line in of for item in keys.items()]
-    return frozenset(f"{section}.{name}" for section, names in sections for name in names.split())
 
 
 def same_version(pinned: str, found: str) -> bool:

@@ -17,51 +17,45 @@ from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE, nearest, parse
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import Pins, Unsupported, load_pins
-from verl_patches.values import is_secret_value, is_secret_variable, leaves, unknown_key
+from verl_patches.values import is_secret_value, is_secret_variable, unknown_key
 
 # a variable with such a prefix that the pin file does not list is reported: its name may be misspelled
 _PREFIXES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
-_ROLLOUT, _ENGINE = "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.engine_kwargs.vllm."
-_UNREAD = "no reader is known at the pins (scripts/verl_keys.py)"
+_ENGINE = "actor_rollout_ref.rollout.engine_kwargs.vllm."
 
 
-def refused_keys(config: DictConfig) -> list[tuple[Unsupported, Any]]:
-    """(entry of the pin file, value) of every key that `config` sets and that does nothing on its line, or harm.
+def refused_keys(run: RunSpec) -> list[tuple[Unsupported, Any]]:
+    """Return (entry of the pin file, value) of every key of a run that does nothing on its line, or harm.
 
-    Keys of the rollout section that the pin file does not list get an entry made here.
+    Keywords of vLLM's engine that the pin file does not list get an entry made here.
     """
-    keys = []
-    entries = load_pins().unsupported_on(config.recipe.line)
-    for entry in (*entries, *_rollout_entries(config, {entry.key for entry in entries})):
-        value = OmegaConf.select(config, entry.key)
+    keys, entries = [], load_pins().unsupported_on(run.line)
+    for entry in (*entries, *_engine_entries(run.line, run.engine, {entry.key for entry in entries})):
+        value = OmegaConf.select(run.verl, entry.key)
         if value is not None and value not in entry.neutral:
             keys.append((entry, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
     return keys
 
 
 def refusal_of(config: DictConfig, key: str) -> str | None:
-    """Why the pin file refuses a key or a section above it; None where it does not."""
-    for entry, value in refused_keys(config):
-        if f"{key}.".startswith(f"{entry.key}.") and entry.why != _UNREAD:
-            return refusal(entry, value, config.recipe.line)
+    """Return why the pin file refuses a key or a section above it; None where it does not."""
+    for entry in load_pins().unsupported_on(config.recipe.line):
+        if f"{key}.".startswith(f"{entry.key}."):
+            return refusal(entry, OmegaConf.select(config, entry.key), config.recipe.line)
     return None
 
 
-def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Unsupported]:
-    """Entries for keys of the rollout section that are not `listed`, and that nothing reads or verl itself sets."""
-    line, pins = config.recipe.line, load_pins()
-    section = OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False)
-    for key, value in leaves(section, _ROLLOUT, lambda key: key.startswith(_ENGINE)):
-        keyword = key.removeprefix(_ENGINE)
-        if key in listed or (value == {} and not key.startswith(_ENGINE)):
+def _engine_entries(line: str, engine: Mapping[str, Any], listed: Collection[str]) -> Iterator[Unsupported]:
+    """Yield entries for keywords of vLLM's engine that verl itself passes, or that the installed vLLM does not have."""
+    given = load_pins().given_by_verl
+    for keyword in engine:
+        if (key := f"{_ENGINE}{keyword}") in listed:
             continue
-        if not key.startswith(_ENGINE) and not pins.acts(key, line):
-            why, instead = _UNREAD, "remove it"
-        elif key.startswith(_ENGINE) and keyword in pins.given_by_verl.keywords:
-            decides = pins.given_by_verl.keywords[keyword]
-            why = f"verl passes this keyword to vLLM itself ({pins.given_by_verl.at[line]}), twice is a TypeError"
+        if keyword in given.keywords:
+            decides = given.keywords[keyword]
+            why = f"verl passes this keyword to vLLM itself ({given.at[line]}), twice is a TypeError"
             instead = f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}"
-        elif key.startswith(_ENGINE) and (arguments := engine_arguments()) and keyword not in arguments:
+        elif (arguments := engine_arguments()) and keyword not in arguments:
             why, instead = "the installed vLLM has no such argument", unknown_key(keyword, arguments, "remove it")
         else:
             continue
@@ -84,7 +78,7 @@ def engine_arguments() -> dict[str, None]:
 
 def support_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse keys that the run's line cannot act on; a planned key is a note: a dry run is allowed, a start is not."""
-    for entry, value in refused_keys(run.verl):
+    for entry, value in refused_keys(run):
         text = refusal(entry, value, run.line)
         planned = f"a start is refused: {text}"
         yield Check(f"line {run.line}", entry.planned, planned if entry.planned else text, note=entry.planned)

@@ -14,11 +14,14 @@ code, or known to have no effect. Any other key is refused by name, so that none
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import REQUIRED
+from verl_patches.recipe.schema import Recipe
 from verl_patches.values import leaves
 
 
@@ -56,20 +59,17 @@ n_group topk_group routed_scaling_factor
 SIZES = {key: _OTHER_NAMES.get(key, f"--{key.replace('_', '-')}") for key in _SIZE_KEYS}
 _YARN_KEYS = "factor beta_fast beta_slow mscale mscale_all_dim original_max_position_embeddings".split()
 YARN = {key: f"--rope-scaling-{key.replace('_', '-')}" for key in _YARN_KEYS}
-# (HF key, the only value that is computed correctly, its arguments)
-ONLY = (
-    ("model_type", "deepseek_v3", ("--multi-head-latent-attention", "--qk-layernorm")),
-    ("scoring_func", "sigmoid", ("--moe-router-score-function", "sigmoid")),
-    ("topk_method", "noaux_tc", ("--moe-router-load-balancing-type", "noaux_tc", "--moe-router-enable-expert-bias")),
-    ("norm_topk_prob", True, ("--norm-topk-prob",)),
-    ("hidden_act", "silu", ("--swiglu",)),
-    ("attention_bias", False, ("--disable-bias-linear",)),
-    ("attention_dropout", 0, ("--attention-dropout", "0")),
-    ("tie_word_embeddings", False, ("--untie-embeddings-and-output-weights",)),
-    ("num_nextn_predict_layers", 0, ()),
-    ("quantization_config", None, ()),
-    ("rope_interleave", True, ()),
-)
+# arguments of the keys of config.json that have one value; MTP, fp8 and interleaved positions have none
+ONLY: Mapping[str, tuple[str, ...]] = {
+    "model_type": ("--multi-head-latent-attention", "--qk-layernorm"),
+    "scoring_func": ("--moe-router-score-function", "sigmoid"),
+    "topk_method": ("--moe-router-load-balancing-type", "noaux_tc", "--moe-router-enable-expert-bias"),
+    "norm_topk_prob": ("--norm-topk-prob",),
+    "hidden_act": ("--swiglu",),
+    "attention_bias": ("--disable-bias-linear",),
+    "attention_dropout": ("--attention-dropout", "0"),
+    "tie_word_embeddings": ("--untie-embeddings-and-output-weights",),
+}
 # keys of config.json without effect on the training computation
 IGNORED = frozenset({
     "_name_or_path", "architectures", "auto_map", "torch_dtype", "transformers_version",  # of transformers
@@ -88,14 +88,14 @@ MODEL_FIXED = (
     (("--moe-aux-loss-coeff", "0"), "balancing would change the model by something that is not the RL loss"),
     (("--tokenizer-type", "NullTokenizer", "--vocab-size", "1"), "verl tokenizes; validators want some tokenizer"),
 )
-_KNOWN_HF_KEYS = {*SIZES, *(key for key, _, _ in ONLY), *IGNORED, "num_key_value_heads", "rope_scaling"}
+_KNOWN_HF_KEYS = {*SIZES, *REQUIRED, *IGNORED, "num_key_value_heads", "rope_scaling"}
 
 
 def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     """Explained rows of the HF config (its config.json as a mapping); a refused row has its reason in `why`."""
     hf = dict(hf_config)
     settings = [_size(key, argument, hf) for key, argument in SIZES.items()]
-    settings += [_only(key, expected, arguments, hf.get(key)) for key, expected, arguments in ONLY]
+    settings += [_only(key, expected, ONLY.get(key, ()), hf.get(key)) for key, expected in REQUIRED.items()]
     unknown = {key: value for key, value in hf.items() if key not in _KNOWN_HF_KEYS}
     settings += [_refused(*item, "model/mindspeed/arguments.py does not map it") for item in unknown.items()]
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
@@ -393,16 +393,15 @@ FIXED = (
 )  # fmt: skip
 
 
-def explain(config: Any, hf_config: Mapping[str, Any] | None = None) -> list[Setting]:
-    """Every engine key of a composed configuration, in TABLE's order, with the arguments it becomes; nothing is raised.
+def explain(section: Any, recipe: Recipe, hf_config: Mapping[str, Any] | None = None) -> list[Setting]:
+    """Return every engine key of a run, in TABLE's order, with the arguments it becomes; nothing is raised.
 
-    `config`: the whole configuration or its `actor_rollout_ref`. With `hf_config` (config.json as a mapping) the
-    model's rows too. `arguments_of` turns the rows into a command line, or refuses.
+    section: verl's actor_rollout_ref. With `hf_config` (config.json as a mapping) the model's rows too. `arguments_of`
+    turns the rows into a command line, or refuses.
     """
-    section = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
-    if "actor_rollout_ref" in section:
-        section = {**section["actor_rollout_ref"], "recipe": section["recipe"]}
-    given = dict(leaves(section, ends=lambda key: key.endswith("override_transformer_config")))
+    values = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
+    values = {**values, "recipe": asdict(recipe)}
+    given = dict(leaves(values, ends=lambda key: key.endswith("override_transformer_config")))
     defaults = {row.key: row.default for row in TABLE}
 
     def get(key: str) -> Any:

@@ -1,7 +1,7 @@
 """Start the training engine of line a3 in a worker: MindSpeed, then Megatron, then verl's groups.
 
-    prepare(config)   before Megatron is imported: MindSpeed-LLM's adaptor, which reads features from the command line
-    start(config)     in the worker: arguments by upstream's own parsers and validators, process groups
+    prepare(section)  before Megatron is imported: MindSpeed-LLM's adaptor, which reads features from the command line
+    start(section)    in the worker: arguments by upstream's own parsers and validators, process groups
     row providers     of verl 54c9b736's worker and actor: start, optimizer, learning-rate schedule
 
 Facts (MindSpeed-LLM 2.0.0): importing the package patches Megatron by sys.argv (mindspeed_llm/__init__.py,
@@ -38,6 +38,7 @@ from verl_patches.platform import as_npu
 from verl_patches.platform.npu import VISIBLE, check_visible_die
 from verl_patches.platform.npu.cores import bind
 from verl_patches.platform.npu.groups import small_groups_mib
+from verl_patches.spec import run_of
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,14 @@ _ADAPTOR_FEATURES = (
 )  # fmt: skip
 
 
-def prepare(config: Any) -> None:
-    """Run MindSpeed-LLM's adaptor with the features that `config` requires, once in a process, before Megatron.
+def prepare(section: Any) -> None:
+    """Run MindSpeed-LLM's adaptor with the features that `section` requires, once in a process, before Megatron.
+
+    section: verl's actor_rollout_ref section with the facts of the run.
 
     Raises ConfigError where a key is refused, where Megatron was imported first, or for a second, different call.
     """
-    words = arguments_of(explain(config))
+    words = arguments_of(explain(section, run_of(section).recipe))
     if adaptor_features.value is not None:
         _same_features(words)
         return
@@ -63,7 +66,7 @@ def prepare(config: Any) -> None:
     if early:
         raise ConfigError(
             f"MindSpeed must patch Megatron before anything else imports it, but {early[0]} is imported already: "
-            "call verl_patches.model.mindspeed.start.prepare(config) first in the process"
+            "call verl_patches.model.mindspeed.start.prepare(section) first in the process"
         )
     compile_of_torch = torch.compile
     with _command_line(words), _quiet("MindSpeed-LLM's adaptor"):
@@ -72,8 +75,8 @@ def prepare(config: Any) -> None:
     torch.compile = compile_of_torch
 
 
-def start(config: Any) -> Namespace:
-    """Make this rank's training engine as `config` (verl's actor_rollout_ref section with `recipe`) says.
+def start(section: Any) -> Namespace:
+    """Make this rank's training engine as `section` (verl's actor_rollout_ref with the facts of the run) says.
 
     Needs `prepare`, and RANK and WORLD_SIZE in the environment; starts torch.distributed if verl has not. Idempotent
     for one configuration. Returns Megatron's arguments. Raises ConfigError with upstream's own message where a parser
@@ -81,9 +84,9 @@ def start(config: Any) -> Namespace:
     MindSpeed replaced one of ours.
     """
     if adaptor_features.value is None:
-        prepare(config)
-    section = config.actor_rollout_ref if "actor_rollout_ref" in config else config
-    words = arguments_of(explain(section, read_hf_config(section)))
+        prepare(section)
+    recipe = run_of(section).recipe
+    words = arguments_of(explain(section, recipe, read_hf_config(section)))
     _same_features(words)
     global_vars = importlib.import_module("megatron.training.global_vars")
     if global_vars._GLOBAL_ARGS is not None:
@@ -94,10 +97,10 @@ def start(config: Any) -> Namespace:
         if engine.is_on("update.bind_cores"):
             shown = logging.WARNING if engine.current().switches.platform == "npu" else logging.INFO
             log.log(shown, bind(os.environ.get(VISIBLE, "")))
-        small_groups_mib.value = section.recipe.hccl.small_groups_mib
-    _start_distributed(section.recipe.train.collective_timeout_minutes)
+        small_groups_mib.value = recipe.hccl.small_groups_mib
+    _start_distributed(recipe.train.collective_timeout_minutes)
     args = _arguments(words)
-    if section.recipe.dtype == "fp32":
+    if recipe.dtype == "fp32":
         args.bf16, args.params_dtype = False, torch.float32
     args.variable_seq_lengths = True  # validators forbid it with context parallelism, as their own batches are cut
     global_vars.set_args(args)

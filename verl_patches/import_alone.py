@@ -13,26 +13,19 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_patches.batches.checks import micro_batch_checks
 from verl_patches.boot.worker_settings import send_settings
-from verl_patches.config.compose import give_recipe, output_root
+from verl_patches.config.compose import output_root, write_reward_models
 from verl_patches.config.resolve import resolve
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.launch.run_folder import begin_without_launcher
-from verl_patches.log_probs.on_policy import on_policy_checks
-from verl_patches.log_probs.truth_check import truth_check_checks
-from verl_patches.model.checks import expert_checks, recomputation_checks
-from verl_patches.objectives.checks import critic_checks, objective_checks
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, check_recipe
-from verl_patches.rewards.checks import reward_checks, reward_model_checks
-from verl_patches.spec import Rule, RunSpec, give_run
-from verl_patches.trainer.checks import keep_groups_checks
+from verl_patches.rules import RULES
+from verl_patches.spec import RUN, RunSpec, give_run
 from verl_patches.trainer.ray_start import unless_start_fails
 from verl_patches.upstream.modified import files_text, refuse_modified
-from verl_patches.upstream.support import support_checks
 
 log = logging.getLogger(__name__)
 
@@ -44,20 +37,6 @@ _BY_LAUNCHER = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
     "model_shape num_hidden_layers watch restart start"
 ).split()
-# those that layouts, the line and the switches decide; the rules of sizes, batches, lengths and memory are not asked
-_RULES: tuple[Rule, ...] = (
-    expert_checks,
-    recomputation_checks,
-    on_policy_checks,
-    micro_batch_checks,
-    truth_check_checks,
-    support_checks,
-    objective_checks,
-    critic_checks,
-    keep_groups_checks,
-    reward_checks,
-    reward_model_checks,
-)
 _FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (config/environment.py)
 
 
@@ -70,7 +49,7 @@ def recipe_by_default(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def __init__(self: Any, config: DictConfig, *args: Any, **kwargs: Any) -> None:
-        if config.actor_rollout_ref.get("recipe") is None:
+        if config.get(RUN) is None:
             self.recipe_held = ExitStack()  # the lock of the checkpoints' folder, as long as the trainer lives
             run = begin_without_launcher(fill_recipe(config, engine.current()), self.recipe_held)
             give_run(config, run.text())
@@ -101,20 +80,16 @@ def fill_recipe(config: DictConfig, rows: engine.Engine) -> RunSpec:
     from verl.utils.fs import copy_to_local
 
     merged = _merged_recipe(config, rows.switches)
-    with (
-        open_dict(config),
-        open_dict(config.actor_rollout_ref),
-        open_dict(config.critic),
-        open_dict(config.reward_model),
-    ):
+    with open_dict(config):
         config.recipe = merged
         has_model = any(entry.name == "reward_model" for entry in config.recipe.rewards or ())
         if has_model and not config.reward_model.enable:  # verl's main has read it by now
             raise ConfigError("recipe.rewards has a reward model, and reward_model.enable is false; set it true")
-        give_recipe(config)
+        write_reward_models(config)
     folder = Path(copy_to_local(config.actor_rollout_ref.model.path))
     run = resolve(config.copy(), rows.specs.values(), shape_file=folder, applied=rows.wanted)
-    faults = [*_npu_faults(run), *(check.detail for rule in _RULES for check in rule(run) if not check.ok)]
+    checks = (check for rule in RULES.sizes if rule in RULES.alone for check in rule(run))
+    faults = [*_npu_faults(run), *(check.detail for check in checks if not check.ok)]
     if faults:
         raise ConfigError("\n  ".join(faults))
     return run

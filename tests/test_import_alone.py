@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from verl_patches import import_alone
 from verl_patches.catalog import rows_of
 from verl_patches.errors import ConfigError
-from verl_patches.launch import import_alone
-from verl_patches.launch.import_alone import fill_recipe
+from verl_patches.import_alone import fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import parse
@@ -18,7 +18,7 @@ from verl_patches.recipe.schema import Recipe, Watch
 from verl_patches.spec import give_run, run_of
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "configs/model/deepseekv3_tiny.json"  # verl reads a folder or this file
 
 
@@ -56,7 +56,6 @@ def test_without_a_recipe_rows_read_defaults_and_no_run_is_recorded():
     decided |= {"dtype": "bf16", "output_root": str(ROOT / "outputs")}
     decided["watch"] = {**vars(Watch()), "action": "off"}  # only the launcher's driver reads heartbeats
     assert OmegaConf.to_container(result.recipe) == {**OmegaConf.to_container(OmegaConf.structured(Recipe)), **decided}
-    assert result.actor_rollout_ref.recipe == result.recipe
     run, of_workers = run_of(result), run_of(result.actor_rollout_ref)
     assert "memory.ledger" not in run.rows and "memory.order" in run.rows and run.train.world_size == 8
     assert (of_workers.recipe, of_workers.rows, of_workers.train) == (run.recipe, run.rows, run.train)
@@ -154,7 +153,7 @@ def test_workers_are_sent_the_same_settings_as_by_the_launcher(monkeypatch, rows
     found = config(**({"hccl": {"interface": "eth1"}} if npu else {}))
     found.trainer.nnodes, found.trainer.device = nodes, "npu" if npu else "cuda"
     run = fill_recipe(found, rows)
-    section = OmegaConf.to_container(found.actor_rollout_ref) if engine else None
+    section = {**OmegaConf.to_container(found.actor_rollout_ref), "run": run.text()} if engine else None
     assert worker_settings(run) == {"engine": section, "network": network}
 
 
