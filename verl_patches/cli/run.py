@@ -310,11 +310,11 @@ def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list
             figures = [f"{row['sent_bytes'] / 1e9:.1f}"]
         layers = row["recompute_layers"]
         layers = str(layers) if isinstance(layers, int) else ",".join(map(str, layers))
-        sizes = (str(row["micro_batch"]), layers, f"{row['peak_bytes'] / 1e9:.1f}")
-        rows.append((str(number), *figures, row["train"].partition(" etp")[0], row["rollout"], *sizes))
+        sizes = row["train"].partition(" etp")[0], row["rollout"], layers, f"{row['peak_bytes'] / 1e9:.1f}"
+        rows.append((str(number), *figures, *sizes))
     columns = ("step s", "tokens / s / die", "rollout", "update") if timed else ("GB sent a step and die",)
     title = f"{'fastest layouts' if timed else 'layouts with least traffic'} of {answer['config']}"
-    columns = ("", *columns, "train", "rollout layout", "micro batch", "recompute layers", "peak GB")
+    columns = ("", *columns, "train", "rollout layout", "recompute layers", "peak GB")
     table(f"{title} on {answer['dies']} dies (modelled)", columns, rows)
     for number, row in enumerate(layouts, 1):
         replaced = set(keys_of(row["overrides"]))

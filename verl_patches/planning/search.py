@@ -26,10 +26,10 @@ from verl_patches.spec import Rule, RunSpec
 
 Sides = Iterator[tuple[float, dict[str, Any]]]  # cost and keys of each
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
-MICRO_BATCH = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
 SEATS, GRAPHS = f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", "recipe.rollout.ascend.graph_batch_sizes"
-_TP, _MICRO, _MOST_STAGES, _MOST_SEATS, _MOST_DIES = (1, 2, 4, 8, 16), (1, 2, 4), 16, 128, 1024
-_PLANNED, _COMPARED = 60, 4  # most pairs that are planned, and least that pass, as the costs are not exact
+_TP, _MOST_STAGES, _MOST_SEATS, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
+_PLANNED, _COMPARED = 60, 12  # most pairs that are planned, and least that pass, as the costs are not exact
 
 
 def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, top: int = 5) -> list[dict[str, Any]]:
@@ -42,16 +42,20 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
     if dies % node or not node <= dies <= _MOST_DIES:
         raise ConfigError(f"--dies is {dies}; expected a multiple of {node} from {node} to {_MOST_DIES}")
     if run.platform != "npu" or run.recipe.train.expert_split != "tp_extend_ep":
-        keys = "recipe.platform=npu and recipe.train.expert_split=tp_extend_ep"
-        raise ConfigError(f"plan --search lists layouts of whole experts: expected {keys}; search with a preset")
-    nodes = {"trainer.nnodes": dies // node, "trainer.n_gpus_per_node": node}
-    base = changed(run, nodes | ANY_LAYOUT)
+        raise ConfigError("plan --search: expected recipe.platform=npu and recipe.train.expert_split=tp_extend_ep")
+    given = {"trainer.nnodes": dies // node, "trainer.n_gpus_per_node": node}
+    batch, mini = run.verl.data.train_batch_size, run.verl.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batch % dies:  # take the nearest that they divide
+        steps = max(1, round(batch / mini))
+        batch = math.lcm(dies, steps) * max(1, round(batch / math.lcm(dies, steps)))
+        given |= {"data.train_batch_size": batch, MINI_BATCH: batch // steps}
+    base = changed(run, given | ANY_LAYOUT)
     step = step_input(base, workload)
     splits = [ranks for ranks in range(2, dies + 1) if not (dies % ranks or base.model.n_routed_experts % ranks)]
     pairs = itertools.product(_train_sides(base, step, splits), list(_rollout_sides(base, step, splits)))
     for train, rollout in heapq.nsmallest(_PLANNED, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
         try:
-            listed.append(_planned(run, rules, workload, nodes | train[1] | rollout[1]))
+            listed.append(_planned(run, rules, workload, given | train[1] | rollout[1]))
         except ConfigError as error:
             refused[" ".join(str(error).split())] += 1
         if len(listed) == max(top, _COMPARED):
@@ -64,30 +68,26 @@ def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, t
 
 
 def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
-    """Return (cost, keys) of layouts with their best micro batch and the fewest recomputed layers that fit a die."""
+    """Return (cost, keys) of layouts with the fewest recomputed layers that fit a die."""
     (setting, schedule, stays), model, room = memory_plan.run_memory(run), step.model, run.hardware.seen_bytes
     setting = replace(setting, rollout=rollout_layout(run.world_size // splits[-1], splits[-1], 1))  # in no update
     stages = range(1, min(_MOST_STAGES, model.num_hidden_layers - model.first_k_dense_replace) + 1)
     for tp, pp, ep in itertools.product(_TP, stages, splits):
-        layers, found = balanced_layers(model, pp), []
-        batch, rest = divmod(step.responses // step.mini_batches * tp * pp, run.world_size)
+        layers, batches = balanced_layers(model, pp), step.responses // step.mini_batches // step.micro_batch
+        batches, rest = divmod(batches * tp * pp, run.world_size)  # of a replica
         if run.world_size % (tp * pp) or run.world_size % (ep * pp) or ep % tp or rest:
             continue
         layout = ParallelLayout(run.world_size, tp=tp, pp=pp, ep=ep, etp=1, layers_per_stage=layers)
         if 4 * max(sum(step_model.stage_elements(model, layout, stage, "mindspeed")) for stage in range(pp)) > room:
             continue  # gradients alone exceed a die
-        tried = replace(setting, train=layout)
+        tried = replace(setting, train=layout, passes=replace(setting.passes, micro_batches=batches))
         ranks = expected.simulated(schedule, tried, stays)
-        for micro in (size for size in _MICRO if batch % size == 0):
-            passes = replace(setting.passes, update_tokens=micro * run.longest_tokens, micro_batches=batch // micro)
-            again = memory_plan.fewest_recomputed(replace(tried, passes=passes), ranks, room - memory_plan.MARGIN_BYTES)
-            passes = replace(passes, recompute_layers=again)
-            if expected.phase_peak("update", ranks, replace(tried, passes=passes))["peak_bytes"] <= room:
-                one = replace(step, train=layout, micro_batch=micro, recompute_layers=again)
-                seconds, sent = step_model.train_s(one, calibration.FITTED), step_model.train_bytes(one)
-                keys = train_keys(tp, pp, ep, layers) | {MICRO_BATCH: micro}
-                found.append((seconds if run.hardware.timed else sent, keys))
-        yield from sorted(found, key=lambda side: side[0])[:1]
+        again = memory_plan.fewest_recomputed(tried, ranks, room - memory_plan.MARGIN_BYTES)
+        passes = replace(tried.passes, recompute_layers=again)
+        if expected.phase_peak("update", ranks, replace(tried, passes=passes))["peak_bytes"] <= room:
+            one = replace(step, train=layout, recompute_layers=again)
+            cost = step_model.train_s(one, calibration.FITTED) if run.hardware.timed else step_model.train_bytes(one)
+            yield cost, train_keys(tp, pp, ep, layers)
 
 
 def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
@@ -101,6 +101,8 @@ def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[in
         seats = min(math.ceil(step.responses / layout.dp), _MOST_SEATS, step.token_budget)
         graphs = [*(size for size in sizes or () if size < seats), seats]
         keys = rollout_keys(tp, ranks) | {SEATS: seats, **({} if sizes is None else {GRAPHS: graphs})}
+        if (run.recipe.logprob_check.sequences or 0) % layout.dp:
+            keys["recipe.logprob_check.sequences"] = None  # one a replica
         one = replace(step, rollout=layout, seats=seats, graph_sizes=tuple(graphs) if step.graph_sizes else ())
         sync = step_model.direct_sync_bound(one.model, one, run.recipe.reshard.bucket_bytes)
         one = replace(one, kv_bytes=share - sync.received_bytes)  # what the weights leave
@@ -114,16 +116,14 @@ def _planned(run: RunSpec, rules: Sequence[Rule], workload: Workload, keys: Mapp
     run = memory_plan.with_recompute(changed(run, memory_plan.recompute_keys("auto") | keys))
     checks, figures = plan.figures_of(run, (check for rule in rules for check in rule(run)), workload)
     require(checks)
-    layers, step, memory = memory_plan.recomputation(run)[0], figures["step"] or {}, figures["memory"]
-    rollout = run.rollout
+    layers, rollout, step = memory_plan.recomputation(run)[0], run.rollout, figures["step"] or {}
     return {
         **{name: step.get(name) for name in ("total_s", "tokens_per_s_per_die", "phases")},
         "sent_bytes": sum(figures["traffic"]["sent"].values()),
         "train": str(run.train),
         "rollout": f"{rollout.edp} x (DP{rollout.ep // rollout.tp} TP{rollout.tp} EP{rollout.ep})",
-        "micro_batch": keys[MICRO_BATCH],
         "recompute_layers": layers,
-        "peak_bytes": next(order["peak_bytes"] for order in memory["orders"] if order["order"] == memory["followed"]),
+        "peak_bytes": memory_plan.followed_peaks(run)["peak_bytes"],
         "overrides": as_overrides(keys | memory_plan.recompute_keys(layers)),
     }
 
@@ -143,8 +143,8 @@ def train_keys(tp: int, pp: int, ep: int, layers: Iterable[int] | None) -> dict[
 
 def rollout_keys(tp: int, ranks: int) -> dict[str, Any]:
     """Return the keys that make instances of `ranks` ranks, as many as there are dies for."""
-    dp = ranks // tp
-    return {f"{ROLLOUT}.tensor_model_parallel_size": tp, "recipe.rollout.dp": dp, "recipe.rollout.instances": None}
+    instances = {"recipe.rollout.dp": ranks // tp, "recipe.rollout.instances": None}
+    return {f"{ROLLOUT}.tensor_model_parallel_size": tp, **instances}
 
 
 ANY_LAYOUT = train_keys(1, 1, 1, None) | rollout_keys(1, 1) | memory_plan.recompute_keys(0)  # ranks can be split so
