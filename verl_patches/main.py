@@ -22,7 +22,7 @@ from verl_patches.spec import read_run, run_of
 from verl_patches.trainer import ray_start
 from verl_patches.trainer.record import Progress
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import WAIT_SHARE, Bounds
+from verl_patches.watch.stall import WAIT_SHARE, Bounds
 from verl_patches.watch.watcher import Watcher
 
 ENDED = "the controller has ended"

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from verl_patches.layout.phases import START, VALIDATE
-from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
-from verl_patches.watch.stall import awaited_by, find_stall, start_of
+from verl_patches.watch.stall import Bounds, awaited_by, find_stall, start_of
 
 BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
 UPDATE, DONE = ("update_actor", "update"), {"update_actor update": 10.0}
