@@ -267,7 +267,7 @@ def test_uneven_experts_take_longer_in_their_phases_alone_and_fit_no_published_r
 
 
 def test_bytes_that_a_die_sends_follow_the_layouts():
-    """Written out for TP1 EP8 on 8 ranks: all-to-alls of 58 layers, there and back, in a pass; three of them in a step."""
+    """Written out for TP1 EP8 on 8 ranks: all-to-alls of 58 layers, there and back, in each of three passes."""
     one = replace(published(), train=ParallelLayout(8, tp=1, ep=8, etp=1), recompute_layers=0)
     tokens = one.responses / 8 * (one.lengths.prompt + 3072)
     gradients = one.model.vocab_size * 7168  # at least: tables are in all ranks
