@@ -66,7 +66,7 @@ def build_plan(
     todo = commands(run, config_name, overrides)
     return {
         "config": config_name,
-        "ok": all(ok.values()),
+        "ok": all(check.ok for check in checks),
         "checks": [asdict(check) for check in checks],
         "train": _train(run, ok),
         "rollout": _rollout(run, ok),

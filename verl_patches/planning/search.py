@@ -71,23 +71,23 @@ def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]
     """Return (cost, keys) of layouts with the fewest recomputed layers that fit a die."""
     (setting, schedule, stays), model, room = memory_plan.run_memory(run), step.model, run.hardware.seen_bytes
     setting = replace(setting, rollout=rollout_layout(run.world_size // splits[-1], splits[-1], 1))  # in no update
+    update = "update" if run.trains_actor else "update_critic"
     stages = range(1, min(_MOST_STAGES, model.num_hidden_layers - model.first_k_dense_replace) + 1)
     for tp, pp, ep in itertools.product(_TP, stages, splits):
-        layers, batches = balanced_layers(model, pp), step.responses // step.mini_batches // step.micro_batch
-        batches, rest = divmod(batches * tp * pp, run.world_size)  # of a replica
+        batches, rest = divmod(step.responses * tp * pp, run.world_size * step.mini_batches * step.micro_batch)
         if run.world_size % (tp * pp) or run.world_size % (ep * pp) or ep % tp or rest:
             continue
-        layout = ParallelLayout(run.world_size, tp=tp, pp=pp, ep=ep, etp=1, layers_per_stage=layers)
+        layout = ParallelLayout(run.world_size, tp=tp, pp=pp, ep=ep, etp=1, layers_per_stage=balanced_layers(model, pp))
         if 4 * max(sum(step_model.stage_elements(model, layout, stage, "mindspeed")) for stage in range(pp)) > room:
             continue  # gradients alone exceed a die
         tried = replace(setting, train=layout, passes=replace(setting.passes, micro_batches=batches))
         ranks = expected.simulated(schedule, tried, stays)
         again = memory_plan.fewest_recomputed(tried, ranks, room - memory_plan.MARGIN_BYTES)
-        passes = replace(tried.passes, recompute_layers=again)
-        if expected.phase_peak("update", ranks, replace(tried, passes=passes))["peak_bytes"] <= room:
+        tried = replace(tried, passes=replace(tried.passes, recompute_layers=again))
+        if expected.phase_peak(update, ranks, tried)["peak_bytes"] <= room:
             one = replace(step, train=layout, recompute_layers=again)
             cost = step_model.train_s(one, calibration.FITTED) if run.hardware.timed else step_model.train_bytes(one)
-            yield cost, train_keys(tp, pp, ep, layers)
+            yield cost, train_keys(tp, pp, ep, layout.layers_per_stage)
 
 
 def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
