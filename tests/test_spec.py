@@ -13,7 +13,7 @@ from verl_patches.config.resolve import CONFIGS_DIR, LayoutError, changed
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.planning.memory_plan import recompute_keys
-from verl_patches.planning.search import MINI_BATCH, SEATS, as_overrides, rollout_keys, seats_keys, train_keys
+from verl_patches.planning.search import GRAPHS, MINI_BATCH, SEATS, as_overrides, rollout_keys, train_keys
 from verl_patches.spec import RunSpec, run_of
 
 TINY, BIG, TRUE_WEIGHT = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"
@@ -22,7 +22,7 @@ REF_MICRO_BATCH = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
 OF_CONTROLLER = {"verl", "no_start", "given", "trees"}  # workers have their section of verl's configuration, from verl
 ROOMS = "trainer worker batches memory planning rewards reshard replay log_probs".split()
 # of a configuration that is no run: its ranks cannot be split as it says, or only one rollout instance of it is made
-WITHOUT_RUN = {"planning/search.py:search", "planning/search.py:with_any_layout", "planning/serving.py:instance_of"}
+WITHOUT_RUN = {"planning/serving.py:instance_of"}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ UPDATES = {
     },
     "batches": {"data.train_batch_size": 1024, MINI_BATCH: 256, REF_MICRO_BATCH: 4},
     "micro batches": {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2},
-    "graphs": seats_keys(composed(TRUE_WEIGHT), 16),
+    "graphs": {SEATS: 16, GRAPHS: [8, 16]},
     "recomputation": recompute_keys((3, 2, 1, 1, 0, 0, 0, 0)),
 }
 

@@ -15,12 +15,14 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from verl_patches.config import hccl
 from verl_patches.config.environment import COMPOSED, FACTS
 from verl_patches.layout.phases import START
 from verl_patches.spec import read_run, run_of
 from verl_patches.trainer import ray_start
 from verl_patches.trainer.record import Progress
 from verl_patches.watch import heartbeat
+from verl_patches.watch.stall import WAIT_SHARE, Bounds
 from verl_patches.watch.watcher import Watcher
 
 ENDED = "the controller has ended"
@@ -46,9 +48,9 @@ def main(arguments: list[str]) -> int:
         try:
             leave_out(run)
             if watch.action != "off":
-                from verl_patches.planning.step_plan import bounds_of
-
-                bounds = bounds_of(run)
+                collective_s = WAIT_SHARE * hccl.exec_timeout_s(run)
+                load_s = run.recipe.timeouts.load_s
+                bounds = Bounds(watch.first_s, watch.least_s, watch.factor, load_s, collective_s)
                 sys.stdout.write(f"watch: bounds of a phase: {bounds}\n")
                 stops, say = watch.action == "stop", lambda text: stage.say(f"~ {text}")
                 watcher = Watcher(folder, bounds, run.world_size, stops, say)

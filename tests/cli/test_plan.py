@@ -129,16 +129,15 @@ def test_a_recording_without_tokens_or_a_run_that_is_not_there_is_refused(tmp_pa
 
 def test_what_was_given_is_in_the_next_command(tmp_path):
     run = recorded_run(tmp_path / "a", None)
-    workload = Workload(lengths=run, expert_load="b", read_gb_s=20.0)
-    assert workload.option == ("--lengths", run, "--expert-load", "b", "--read-gb-s", "20.0")
+    workload = Workload(lengths=run, expert_load="b", disk_gb_s=20.0)
+    assert workload.option == ("--lengths", run, "--expert-load", "b", "--disk-gb-s", "20.0")
     assert Workload().option == ()
 
 
-def test_the_start_has_its_own_table():
-    shown = call("plan", NODE, "--read-gb-s", "20").stdout
-    for words in ("start (modelled, not measured)", "communicators of rank 0", "launch to the end of step 1"):
-        assert words in shown, shown
-    assert isinstance(call("plan", NODE, "--read-gb-s", "0").exception, ConfigError)
+def test_what_disks_take_has_its_own_table():
+    shown = " ".join(call("plan", NODE, "trainer.save_freq=5", "--disk-gb-s", "20").stdout.split())
+    assert "what a start reads and a save writes (modelled), at --disk-gb-s" in shown and " load " in shown, shown
+    assert isinstance(call("plan", NODE, "--disk-gb-s", "0").exception, ConfigError)
 
 
 A2 = ["recipe.hardware=800t_a2", "trainer.nnodes=32", "trainer.n_gpus_per_node=8", "recipe.rollout.instances=4"]
@@ -158,8 +157,10 @@ def test_a2_is_planned_without_seconds():
     assert "no seconds of a step: no published run has them for Atlas 800T A2" in shown and "tokens/s" not in shown
 
 
-def test_a_plan_for_a2_says_what_to_take_and_a_search_is_refused():
+def test_a_plan_for_a2_says_what_to_take_and_a_search_lists_layouts_by_traffic():
     done = call("plan", "deepseekv3_256die_true_weight", A2[0])
     assert done.exit_code == 1 and "take trainer.nnodes=32 trainer.n_gpus_per_node=8" in done.output
-    done = call("plan", "deepseekv3_256die_true_weight", *A2, "--search")
-    assert isinstance(done.exception, ConfigError) and "search with recipe.hardware=a3" in str(done.exception)
+    done = call("plan", NODE, *A2[:1], *A2[4:5], "--search", "--top", "1")
+    assert done.exit_code == 0, (done.output, done.exception)
+    shown = " ".join(done.stdout.split())
+    assert "layouts with least traffic of" in shown and "GB sent a step" in shown and "step s" not in shown

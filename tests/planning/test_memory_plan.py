@@ -23,18 +23,18 @@ from verl_patches.planning.memory_plan import (
     memory_plan,
     recomputation,
     recompute_keys,
-    settings_that_fit,
+    run_memory,
     with_recompute,
 )
-from verl_patches.planning.search import A3_SEEN_BYTES
+from verl_patches.platform.npu.machine import HARDWARE
 
 pytestmark = pytest.mark.slow
 
+A3_SEEN_BYTES = HARDWARE["a3"].seen_bytes
 BIG, TINY = "deepseekv3_256die_random_init", "deepseekv3_tiny_cpu"
 ON = ("reshard.direct", "memory.order")
 BY_VLLM = "recipe.rollout.ascend.vllm_sleep_mode=true"
-ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}." for name in ("actor", "ref", "rollout"))
-MICRO_BATCH = "log_prob_micro_batch_size_per_gpu"
+ACTOR = "actor_rollout_ref.actor."
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,11 @@ def run_of(name, *overrides, rows=None, skip=False):
 
 
 def plan(name, *overrides, rows=ON, skip=False):
-    return memory_plan(run_of(name, *overrides, rows=rows, skip=skip))
+    return planned(run_of(name, *overrides, rows=rows, skip=skip))
+
+
+def planned(run):
+    return memory_plan(run, run_memory(run))
 
 
 def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
@@ -90,12 +94,6 @@ def test_a_die_has_one_reward_model_at_a_time_and_a_node_a_host_copy_of_each():
     host = [found["host"]["bytes"]["reward_params"] for found in (one, two)]
     loaded = [found["orders"][0]["to_device_bytes"]["max"] for found in (one, two)]
     assert host[1] == 2 * host[0] > 0 and loaded[1] - loaded[0] == scoring["reward_params"]
-
-
-def test_a_reward_models_micro_batch_follows_the_references(big):
-    run = changed(big, {"recipe.rewards": [{"name": "reward_model", "path": "a"}], f"{REF}{MICRO_BATCH}": 128})
-    found, phases = settings_that_fit(run)
-    assert not exceeding(phases, A3_SEEN_BYTES) and followed_peaks(changed(run, found))["phases"] == phases
 
 
 def bytes_of(group, *overrides, **options):
@@ -157,33 +155,6 @@ def test_what_is_beside_the_memory_groups():
     assert stays["checkpoint"] == planned["host"]["bytes"]["actor_params"] and "actor_params" not in stays
 
 
-SHARE = f"{ROLLOUT}gpu_memory_utilization"
-
-
-# what is given -> {key: (value with which a phase fits, the one before it, with which it does not)}
-SHORT = {
-    "share": ({SHARE: 0.99}, {SHARE: (0.97, 0.98)}),
-    "log-probs": (
-        {f"{REF}{MICRO_BATCH}": 128, f"{ROLLOUT}{MICRO_BATCH}": 128},
-        {f"{REF}{MICRO_BATCH}": (32, 64), f"{ROLLOUT}{MICRO_BATCH}": (32, 64)},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SHORT)
-def test_settings_that_fit_are_the_first_that_do(big, case):
-    given, expected = SHORT[case]
-    run = changed(big, given)
-    assert exceeding(followed_peaks(run)["phases"], A3_SEEN_BYTES)
-    found, phases = settings_that_fit(run)
-    assert not exceeding(phases, A3_SEEN_BYTES)
-    mended = changed(run, found)
-    assert followed_peaks(mended)["phases"] == phases
-    for key, (enough, before) in expected.items():
-        assert found[key] == enough
-        assert exceeding(followed_peaks(changed(mended, {key: before}))["phases"], A3_SEEN_BYTES), key
-
-
 LEFT = A3_SEEN_BYTES - MARGIN_BYTES
 
 
@@ -208,7 +179,7 @@ def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(n
             less = [*layers[:stage], number - 1, *layers[stage + 1 :]]
             assert update_peak(changed(chosen, recompute_keys(less))) > LEFT
     kept = {key: OmegaConf.select(chosen.verl, key) for key in recompute_keys(layers)}
-    assert kept == recompute_keys(layers) == {k: v for k, v in settings_that_fit(chosen)[0].items() if k in kept}
+    assert kept == recompute_keys(layers)
 
 
 def test_a_fixed_number_stays_and_0_is_none():
@@ -252,16 +223,17 @@ def test_auto_is_refused_where_activations_are_not_counted_and_a_tiny_model_need
     assert recomputation(run_of(TINY, auto, f"{CHECKPOINTING}=true", "recipe.line=a3")) == (0, 1)
 
 
-def test_settings_that_are_not_enough_leave_phases_that_exceed_a_die(big):
+def test_a_die_that_is_short_is_named_with_its_largest_terms(big):
     run = changed(big, {"recipe.reshard.bucket_bytes": 1 << 34})
-    (said,) = exceeding(settings_that_fit(run)[1], A3_SEEN_BYTES)
+    (said,) = exceeding(followed_peaks(run)["phases"], A3_SEEN_BYTES)
     assert said.startswith("reshard: die ") and "GB of 65.79; largest: reshard_buffers 68.72" in said
+    assert exceeding(followed_peaks(big)["phases"], A3_SEEN_BYTES) == []
 
 
 def test_host_memory_is_compared_with_the_key_and_with_a_machine_that_has_dies(big, monkeypatch, tmp_path):
     run = changed(big, {"recipe.memory.host_gib": 512})
     assert host_limit(run) == 512 << 30
-    found = memory_plan(run)
+    found = planned(run)
     assert found["host"]["node_bytes"] > found["host"]["limit_bytes"] == 512 << 30
     monkeypatch.setattr(memory_plan_module, "DEVICES", tmp_path)
     assert host_limit(big) is None

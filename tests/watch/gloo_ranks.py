@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from tests.ranks import HANG_S
 from verl_patches.watch import heartbeat, node
-from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.node import read_processes, stacks
-from verl_patches.watch.stall import awaited_by, find_stall
+from verl_patches.watch.stall import Bounds, awaited_by, find_stall
 
 BOUNDS = {
     "place": Bounds(first_s=1800, least_s=10, factor=1),

@@ -18,8 +18,7 @@ from verl_patches.config.resolve import changed
 from verl_patches.launch.ray_cluster import leave_out
 from verl_patches.trainer.run import Run, reason_of
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import Bounds
-from verl_patches.watch.stall import LostNodeError, StallError
+from verl_patches.watch.stall import Bounds, LostNodeError, StallError
 from verl_patches.watch.watcher import Watcher
 
 NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 << 20}

@@ -4,18 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.runs import composed
-from verl_patches.config import hccl
-from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.phases import CALLS, START, VALIDATE
-from verl_patches.memory.schedule import SCHEDULE
-from verl_patches.planning import step_plan
-from verl_patches.planning.step_model import PHASES
-from verl_patches.watch.bounds import MODELLED, Bounds
+from verl_patches.layout.phases import START, VALIDATE
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
-from verl_patches.watch.stall import awaited_by, find_stall, start_of
-from verl_patches.watch.watcher import ASK_S
+from verl_patches.watch.stall import Bounds, awaited_by, find_stall, start_of
 
 BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
 UPDATE, DONE = ("update_actor", "update"), {"update_actor update": 10.0}
@@ -49,68 +41,29 @@ LAST_SAVE, VALIDATED = ("update_cached", "last checkpoint"), (VALIDATE, "rollout
 ROLLOUTS = {f"{VALIDATE} rollout": 500.0, "generate_sequences rollout": 10.0}
 
 
-@pytest.mark.parametrize(("bound_s", "at", "done", "modelled"), [
-    (60, UPDATE, DONE, {}),  # the least time
-    (100, UPDATE, {"update_actor update": 20.0}, {}),  # five times the longest
-    (1000, UPDATE, {}, {}),  # the first
-    (5000, ("init_model", ""), {}, {}),  # loading
+@pytest.mark.parametrize(("bound_s", "at", "done"), [
+    (60, UPDATE, DONE),  # the least time
+    (100, UPDATE, {"update_actor update": 20.0}),  # five times the longest
+    (1000, UPDATE, {}),  # the first
+    (5000, ("init_model", ""), {}),  # loading
     # a disk is waited for, each time: before there may have been nothing to write
-    (5000, LAST_SAVE, {"update_cached last checkpoint": 0.001}, {}),
-    (5000, PROFILE, {"update_actor profile": 0.001}, {}),
-    (60, CACHED, {"update_cached update": 0.001}, {}),  # control
-    # five times what the model says, the first time and later, unless recipe.watch says more
-    (1500, UPDATE, {}, {"update": 300.0}),
-    (1500, UPDATE, DONE, {"update": 300.0}),
-    (1500, CACHED, {}, {"update": 300.0}),
-    (1000, UPDATE, {}, {"update": 1.0}),
-    # a validation is not modelled; the first is as long as loading, and rollouts take what rollouts took
-    (5000, VALIDATED, {}, {"rollout": 3000.0}),
-    (2500, VALIDATED, ROLLOUTS, {}),
-    (60, ("generate_sequences", "rollout"), ROLLOUTS, {}),
+    (5000, LAST_SAVE, {"update_cached last checkpoint": 0.001}),
+    (5000, PROFILE, {"update_actor profile": 0.001}),
+    (60, CACHED, {"update_cached update": 0.001}),  # control
+    # the first validation is as long as loading, and rollouts take what rollouts took
+    (5000, VALIDATED, {}),
+    (2500, VALIDATED, ROLLOUTS),
+    (60, ("generate_sequences", "rollout"), ROLLOUTS),
 ])  # fmt: skip
-def test_each_place_has_its_own_bound(bound_s, at, done, modelled):
-    bounds = replace(BOUNDS, modelled=modelled)
-    assert named(rank(0, bound_s - 1, at=at, done=done), bounds=bounds) is None
-    assert named(rank(0, bound_s + 1, at=at, done=done), bounds=bounds) == ["rank 0"]
+def test_each_place_has_its_own_bound(bound_s, at, done):
+    assert named(rank(0, bound_s - 1, at=at, done=done)) is None
+    assert named(rank(0, bound_s + 1, at=at, done=done)) == ["rank 0"]
 
 
 def test_the_longest_time_of_any_rank_counts():
     longest = {"update_actor update": 20.0}
     assert named(rank(0, 99), rank(1, 99, done=longest)) is None and named(rank(0, 101), rank(1, done=longest))
     assert named(rank(0, 61), rank(1, 61)) == ["rank 0", "rank 1"]  # the control
-
-
-def test_every_name_of_the_table_is_a_place_of_a_run_and_a_phase_of_the_model():
-    phases = {phase.name for phase in SCHEDULE.with_critic().with_reward_models().phases}
-    assert set(MODELLED) <= phases | set(CALLS) and {each for names in MODELLED.values() for each in names} == {*PHASES}
-    assert phases <= {*MODELLED, "advantage"}  # of which the controller has no call
-
-
-def bounds_for(name, *overrides):
-    return step_plan.bounds_of(composed(name, overrides))
-
-
-def test_the_bounds_of_a_run_have_the_step_models_times_on_npu_only():
-    bounds = bounds_for("deepseekv3_256die_true_weight", "recipe.watch.least_s=100")
-    assert bounds.modelled.keys() == MODELLED.keys() and (bounds.first_s, bounds.least_s) == (1800, 100)
-    longer = ["data.max_response_length=4096", "actor_rollout_ref.rollout.max_model_len=5120"]
-    modelled = bounds_for("deepseekv3_256die_true_weight", *longer).modelled
-    assert modelled["rollout"] > 1.3 * bounds.modelled["rollout"] > 100
-    assert f"update {5 * bounds.modelled['update']:.0f} s" in str(bounds) and "sleep" not in str(bounds)
-    limit_s = hccl.exec_timeout_s(composed("deepseekv3_256die_true_weight"))
-    assert limit_s - bounds.collective_s > 2 * ASK_S and f"process group: {bounds.collective_s:.0f} s" in str(bounds)
-    on_cpu = bounds_for("deepseekv3_tiny_cpu")
-    assert on_cpu.modelled == {} and "modelled" not in str(on_cpu)
-
-
-@pytest.mark.parametrize("error", [ConfigError, RecipeError, KeyError, ZeroDivisionError])
-def test_without_an_answer_of_the_model_the_keys_alone_count(monkeypatch, caplog, error):
-    def refuses(run):
-        raise error("8 layers in 3 stages")
-
-    monkeypatch.setattr(step_plan, "_longest_step", refuses)
-    bounds = bounds_for("deepseekv3_256die_true_weight")
-    assert bounds.modelled == {} and bounds.first_s == 1800 and "8 layers in 3 stages" in caplog.text
 
 
 def test_a_start_that_hangs_names_the_ranks_that_have_no_heartbeat_or_are_still_in_it():
@@ -158,7 +111,7 @@ def test_a_rank_that_others_wait_for_is_named_with_the_group():
 
 def test_a_rank_that_others_wait_for_too_long_is_named_before_its_phase_is_overdue():
     """HCCL would end the wait, and name who waited. Controls: a wait in time, a rank that goes on, equal numbers."""
-    bounds = replace(BOUNDS, modelled={"update": 500.0}, collective_s=800)
+    bounds = replace(BOUNDS, least_s=2500, collective_s=800)
     behind = rank(1, 900.0, now=4, still_s=700.0)
     stall = find_stall([rank(0, 900.0, now=5, still_s=801.0), behind, rank(2, 900.0, now=5, still_s=790.0)], bounds)
     assert [seen.beat.name for seen in stall.culprits] == ["rank 1"] and stall.sentence.startswith(
@@ -216,8 +169,7 @@ def test_the_controller_is_named_while_no_rank_is_in_a_call():
     assert text.startswith("step 4: controller (pid 99 on host0) is in update_actor for 70 s")
     assert named(*idle, controller(71, call="")) is None  # before step 1
     assert named(rank(0, 5.0, at=("", "")), controller(500)) is None  # ranks were in a call until 5 s ago
-    for bounds in (Bounds(1000, 60, 40), replace(BOUNDS, modelled={"reward": 20.0})):
-        assert named(*idle, controller(71, call="reward"), bounds=bounds) is None
+    assert named(*idle, controller(71, call="reward"), bounds=Bounds(1000, 60, 40)) is None
 
 
 @pytest.mark.slow

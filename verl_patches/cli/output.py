@@ -34,16 +34,15 @@ _MEMORY = (
 )
 _FIGURES = (
     ("step (modelled, not measured)", "step.phases", ("phase", "seconds")),
-    ("whole step", "step", ("total_s", "tokens_per_s_per_die", "watch")),
+    ("whole step", "step", ("total_s", "tokens_per_s_per_die")),
     ("rollout without (off) and with (on) rebalance, and with the fastest graph_batch_sizes", "step.tail", ()),
     ("assumed; not counted: rollout seconds that a quiet collector and bound cores save (docs/profile.md)",
      "step.assumed", ()),
-    ("start (modelled, not measured), page cache cold or warm: `start` in summary.json of a run has these phases",
-     "start.phases", ("phase", "part", "cold_s", "warm_s", "of")),
-    ("launch to the end of step 1", "start", ("cold_s", "warm_s")),
+    ("what a start reads and a save writes (modelled), at --disk-gb-s", "disk.parts", ("part", "bytes", "seconds")),
     ("step model on the published rows (docs/plan.md)", "step.calibration",
      ("row", "quoted_s", "modelled_s", "error", "fixes")),
     ("weight sync (modelled), the busiest die", "traffic.weight_sync", ()),
+    ("sent by a die to others in a step (modelled)", "traffic.sent", ()),
     ("dispatch through the driver in a step (modelled)", "traffic.dispatch_bytes", ()),
     ("ports that each node needs free", "ports", ()),
 )  # fmt: skip

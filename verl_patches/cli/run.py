@@ -31,9 +31,8 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse, said_off
 from verl_patches.planning.memory_plan import with_recompute
 from verl_patches.planning.plan import build_plan, plan_without_layout
-from verl_patches.planning.search import search, with_any_layout
-from verl_patches.planning.step_plan import READ_GB_S, Workload
-from verl_patches.planning.verdict import conclude, conclude_without_layout
+from verl_patches.planning.search import ANY_LAYOUT, as_overrides, search
+from verl_patches.planning.step_plan import DISK_GB_S, Workload
 from verl_patches.platform import require as require_platform
 from verl_patches.replay.recording import recorded_lengths
 from verl_patches.rules import RULES
@@ -58,14 +57,16 @@ WIDE_HELP = "All columns in the step table: also the other phases, the weight sy
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
-SEARCH_HELP = "List the fastest legal layouts of the config's model and batch on --dies."
-DIES_HELP = "With --search: dies in whole nodes of 16, 16 to 1024; default: the config's."
+SEARCH_HELP = (
+    "List the fastest layouts of the config's model and batch on --dies; on Atlas A2 those with least traffic."
+)
+DIES_HELP = "With --search: dies in whole nodes, up to 1024; default: the config's."
 TOP_HELP = "With --search: how many layouts."
 PROMPT_HELP = "Mean tokens of a prompt; default: the published run's."
 RESPONSE_HELP = "Mean tokens of responses that end by themselves, before the cut."
 LENGTHS_HELP = "A run whose recorded responses' lengths are taken in place of assumed ones."
 LOAD_HELP = "A run with recipe.expert_load, whose uneven experts are taken."
-READ_HELP = "GB/s at which all nodes together read the weights, for the start."
+DISK_HELP = "GB/s of the file system with weights and checkpoints, of all nodes together."
 SYNC_HELP = "hccl|gloo: what carries the DP ranks' syncs of a decode step."
 
 
@@ -188,14 +189,14 @@ def plan_command(
     dp_sync: Annotated[str, typer.Option(help=SYNC_HELP)] = "hccl",
     lengths: Annotated[Path | None, typer.Option(metavar="RUN", help=LENGTHS_HELP)] = None,
     expert_load: Annotated[Path | None, typer.Option(metavar="RUN", help=LOAD_HELP)] = None,
-    read_gb_s: Annotated[float, typer.Option(help=READ_HELP)] = READ_GB_S,
+    disk_gb_s: Annotated[float, typer.Option(help=DISK_HELP)] = DISK_GB_S,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """Checks, layouts, memory, traffic and modelled step time of a config; nothing is started. Exit code 1: refused."""
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
-    workload = Workload(prompt_tokens, response_tokens, dp_sync, read_gb_s=read_gb_s)
+    workload = Workload(prompt_tokens, response_tokens, dp_sync, disk_gb_s=disk_gb_s)
     if lengths is not None:
         recorded = recorded_lengths(str(find_start(lengths, output_root())))
         workload = replace(workload, lengths=str(lengths), recorded=recorded)
@@ -241,13 +242,11 @@ def report_plan(
         run = composed(config_name, overrides, trees)
         require_trees(run)
         plan = build_plan(run, RULES.checks(run), config_name, overrides, rows_of(run.platform), workload)
-        plan |= conclude(plan, run, RULES, config_name, overrides, workload)
     except LayoutError as error:
-        run, plan = _with_any_layout(error, trees), plan_without_layout(error, config_name)
-        plan |= conclude_without_layout(error, run, RULES, config_name, overrides, workload)
+        run, plan = None, plan_without_layout(error, config_name, trees, overrides, workload)
     if as_json:
         print_json(plan)
-    else:
+    elif run is not None:
         show_plan(plan, run)
     if plan["ok"]:
         if not as_json:
@@ -272,22 +271,14 @@ def report_plan(
 def search_layouts(
     config_name: str, overrides: Sequence[str], trees: Trees, dies: int | None, workload: Workload, top: int
 ) -> dict[str, Any]:
-    """Return {config, dies, modelled, layouts}: the fastest layouts of a configuration, whose own need not be legal."""
-    given = None
-    try:
-        run = compose(config_name, overrides, rows_of, trees)
-    except LayoutError as error:
-        run, given = _with_any_layout(error, trees), error.config
+    """Return {config, dies, modelled, layouts}: the best layouts of a configuration, whose own need not be legal."""
+    run = compose(config_name, [*overrides, *as_overrides(ANY_LAYOUT)], rows_of, trees)
     check_switches(run)
     if lacks := [check for rule in RULES.files for check in rule(run) if not check.ok]:
         raise RecipeError("no layout is searched: " + "; ".join(f"{check.name}: {check.detail}" for check in lacks))
     dies = run.world_size if dies is None else dies
-    layouts = search(run, RULES.sizes, dies, workload, top, given)
+    layouts = search(run, RULES.sizes, dies, workload, top)
     return {"config": config_name, "dies": dies, "modelled": True, "layouts": layouts}
-
-
-def _with_any_layout(error: LayoutError, trees: Trees) -> RunSpec:
-    return with_any_layout(error.config, rows_of(error.config.recipe.platform), trees)
 
 
 def _expert_loads(run: Path) -> tuple[float, float]:
@@ -306,18 +297,26 @@ def _expert_loads(run: Path) -> tuple[float, float]:
 
 def _show_layouts(answer: dict[str, Any], option: Sequence[str], overrides: list[str]) -> None:
     layouts, rows = answer["layouts"], []
+    timed = layouts[0]["total_s"] is not None
     for number, row in enumerate(layouts, 1):
-        phases = {phase["phase"]: phase["seconds"] for phase in row["phases"]}
-        seconds = [f"{phases[name]:.1f}" for name in ("rollout", "update")]
-        train = row["train"].partition(" etp")[0]
+        if timed:
+            phases = {phase["phase"]: f"{phase['seconds']:.1f}" for phase in row["phases"]}
+            figures = [
+                f"{row['total_s']:.1f}",
+                f"{row['tokens_per_s_per_die']:.1f}",
+                phases["rollout"],
+                phases["update"],
+            ]
+        else:
+            figures = [f"{row['sent_bytes'] / 1e9:.1f}"]
         layers = row["recompute_layers"]
         layers = str(layers) if isinstance(layers, int) else ",".join(map(str, layers))
-        sizes = (str(row["micro_batch"]), layers, f"{row['peak_bytes'] / 1e9:.1f}")
-        speed = f"{row['total_s']:.1f}", f"{row['tokens_per_s_per_die']:.1f}"
-        rows.append((str(number), *speed, *seconds, train, row["rollout"], *sizes))
-    columns = ("", "step s", "tokens / s / die", "rollout", "update", "train", "rollout layout")
-    title = f"fastest layouts of {answer['config']} on {answer['dies']} dies (modelled)"
-    table(title, (*columns, "micro batch", "recompute layers", "peak GB"), rows)
+        sizes = row["train"].partition(" etp")[0], row["rollout"], layers, f"{row['peak_bytes'] / 1e9:.1f}"
+        rows.append((str(number), *figures, *sizes))
+    columns = ("step s", "tokens / s / die", "rollout", "update") if timed else ("GB sent a step and die",)
+    title = f"{'fastest layouts' if timed else 'layouts with least traffic'} of {answer['config']}"
+    columns = ("", *columns, "train", "rollout layout", "recompute layers", "peak GB")
+    table(f"{title} on {answer['dies']} dies (modelled)", columns, rows)
     for number, row in enumerate(layouts, 1):
         replaced = set(keys_of(row["overrides"]))
         kept = [each for each, key in zip(overrides, keys_of(overrides), strict=True) if key not in replaced]

@@ -46,6 +46,5 @@ MEMORY_PHASES = (
     *("reshard", "wake_kv", "rollout", "sleep", "rm_scores", "reward", "old_log_prob", "ref", "values", "advantage"),
     *("update_critic", "update"),
 )
-OF_WORKERS = tuple(phase.planned for phase in STEP_PHASES if phase.call not in (None, "reward"))
 # where else a process may be: in its start, verl's validation, a wait for the last checkpoint's files, a trace's files
 START, VALIDATE, LAST_CHECKPOINT, PROFILE = "start", "validate", "last checkpoint", "profile"

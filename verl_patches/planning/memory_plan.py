@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import bisect
 import functools
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 from omegaconf import OmegaConf
@@ -33,7 +32,6 @@ MARGIN_BYTES = 5 * 10**9
 CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
 _KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
 LAYERS = f"{_KWARGS}num_layers"
-_VLLM_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
 class RunMemory(NamedTuple):
@@ -74,8 +72,8 @@ def run_memory(run: RunSpec) -> RunMemory:
     return RunMemory(setting, *schedule_of(run, section, run.critic))
 
 
-def memory_plan(run: RunSpec) -> dict[str, Any]:
-    """{modelled, hbm_bytes, followed, swapped, recompute_layers, orders, communicators, host, not_modelled}.
+def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
+    """Return {modelled, hbm_bytes, followed, swapped, recompute_layers, orders, communicators, host, not_modelled}.
 
     Bytes of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
     activations are not modelled.
@@ -86,8 +84,7 @@ def memory_plan(run: RunSpec) -> dict[str, Any]:
     not modelled. `host`: {bytes: of a node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes
     do not divide.
     """
-    memory, npu, recipe = run_memory(run), run.platform == "npu", run.recipe
-    setting = memory.setting
+    npu, recipe, setting = run.platform == "npu", run.recipe, memory.setting
     ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
     layers = None if setting.passes is None else setting.passes.recompute_layers
     compared = [(SCHEDULE, ours), (VERL[recipe.line], replace(ours, bucket_bytes=None))]
@@ -113,74 +110,6 @@ def followed_peaks(run: RunSpec) -> dict[str, Any]:
     return peaks(schedule, setting, stays)
 
 
-def settings_that_fit(run: RunSpec) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """({key: value} with which the configuration's own layout fits a die, its phases with them, as `peaks` has them).
-
-    The fewest recomputed layers of each stage that leave MARGIN_BYTES, and where it is needed smaller micro batches of
-    log-probs and a smaller share for vLLM, of whose KV cache at least half stays. Where these are not enough a phase
-    exceeds the die.
-    """
-    setting, schedule, stays = run_memory(run)
-    step = simulated(schedule, setting, stays)
-    choices, keys, phases = {}, {}, []
-    if setting.passes is not None:
-        choices, layers = _choices(run), fewest_recomputed(setting, step, die_bytes(run) - MARGIN_BYTES)
-        keys = recompute_keys(layers)
-        setting = replace(setting, passes=replace(setting.passes, recompute_layers=layers, recompute_together=1))
-    if setting.reward_models and choices and "ref" in step[0].moments:  # their micro batch follows the reference's
-        chosen, _ = _first_that_fits("ref", step, setting, choices["ref"], die_bytes(run))
-        tokens = next(changes for keys, changes in choices["ref"] if keys == chosen)["ref_tokens"]
-        setting = replace(setting, passes=replace(setting.passes, reward_tokens=tokens))
-    for phase in step[0].moments:
-        chosen, peak = _first_that_fits(phase, step, setting, choices.get(phase, [({}, {})]), die_bytes(run))
-        keys |= chosen
-        phases.append(peak)
-    cached = [peak for peak in phases if "kv_cache" in peak["bytes"]]
-    over = max((peak["peak_bytes"] - die_bytes(run) for peak in cached), default=0)
-    if 0 < 2 * over <= min(peak["bytes"]["kv_cache"] for peak in cached):
-        given = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization
-        smaller = {_VLLM_SHARE: round(given - math.ceil(100 * over / die_bytes(run)) / 100, 2)}
-        return keys | smaller, settings_that_fit(run.with_verl(smaller))[1]
-    return keys, phases
-
-
-def _first_that_fits(
-    phase: str,
-    step: Collection[Alike],
-    setting: Setting,
-    options: Sequence[tuple[dict[str, Any], dict[str, int]]],
-    room: int,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(keys, peak) of the first option with which a die holds the phase, else of the last; from 1 on peaks only fall.
-
-    `options`: (keys, what they change in `Passes`).
-    """
-
-    def peak(place: int) -> dict[str, Any]:
-        changes = options[place][1]
-        passes = replace(setting.passes, **changes) if changes else setting.passes
-        return phase_peak(phase, step, replace(setting, passes=passes))
-
-    def fits(place: int) -> bool:
-        return peak(place)["peak_bytes"] <= room
-
-    place, last = 0, len(options) - 1
-    if not fits(0):
-        place = bisect.bisect_left(range(last), True, lo=min(1, last), key=fits)
-    return options[place][0], peak(place)
-
-
-def _choices(run: RunSpec) -> dict[str, list[tuple[dict[str, Any], dict[str, int]]]]:
-    """{phase: [(keys, what they change in `Passes`)]}, the fastest first."""
-    longest, choices = run.longest_tokens, {}
-    for phase, side, tokens in (("ref", "ref", "ref_tokens"), ("old_log_prob", "rollout", "log_prob_tokens")):
-        key = f"actor_rollout_ref.{side}.log_prob_micro_batch_size_per_gpu"
-        given = OmegaConf.select(run.verl, key) or 1
-        halves = [given >> n for n in range(given.bit_length())]
-        choices[phase] = [({key: size}, {tokens: size * longest}) for size in halves]
-    return choices
-
-
 def fewest_recomputed(setting: Setting, step: Collection[Alike], room: int) -> PerStage:
     """The fewest first layers of each stage that an update must recompute to need at most `room` bytes of a die.
 
@@ -202,9 +131,9 @@ def fewest_recomputed(setting: Setting, step: Collection[Alike], room: int) -> P
     return found[0] if len(set(found)) == 1 else tuple(found)
 
 
-def recompute_keys(layers: PerStage) -> dict[str, Any]:
-    """The keys that recompute the first layers of each stage."""
-    number = layers if isinstance(layers, int) else list(layers)
+def recompute_keys(layers: PerStage | Literal["auto"]) -> dict[str, Any]:
+    """Return the keys that recompute the first layers of each stage."""
+    number = layers if isinstance(layers, int | str) else list(layers)
     kwargs = {"granularity": "full", "method": "block", "num_layers": number}
     return {CHECKPOINTING: True, **{f"{_KWARGS}{name}": value for name, value in kwargs.items()}}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.config import environment
-from verl_patches.config.resolve import LayoutError
+from verl_patches.config.resolve import ROLLOUT, TRAIN, LayoutError
 from verl_patches.errors import Check
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
@@ -24,19 +24,20 @@ from verl_patches.planning.memory_plan import (
     followed_peaks,
     memory_plan,
     pinned_bytes,
+    run_memory,
     states_bytes,
 )
 from verl_patches.planning.serving import serving_plan
-from verl_patches.planning.start_plan import start_plan
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
 from verl_patches.ray_nodes import ray_start
-from verl_patches.spec import RunSpec
+from verl_patches.spec import RunSpec, Trees
 
 DRIVER_MODULE = "verl_patches.main"
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
 _SIZED = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs
+_OF_LAYOUT = {TRAIN, ROLLOUT, "memory", *_SIZED}  # checks that another layout may pass
 
 
 def driver_command(folder: Path) -> list[str]:
@@ -54,46 +55,84 @@ def build_plan(
 ) -> dict[str, Any]:
     """Return everything that a run would use, as JSON-ready data; `ok` is false if any check failed.
 
-    checks: what the table of rules says of the run. Keys: config, ok, checks, train, rollout, memory (`memory_plan`),
-    inference (`serving_plan`; platform npu only), step_plan's step, traffic and ports, `start_plan`, patches,
-    environment, commands. Ranks and groups are whole lists. memory, step, start, traffic and ports are None where
-    layers or experts cannot be split.
+    checks: what the table of rules says of the run. Keys: config, ok, checks, train, rollout, those of `figures_of`,
+    inference (`serving_plan`; platform npu only), patches, environment, commands, verdict, next. Ranks and groups are
+    whole lists.
     """
-    checks = list(checks)
+    checks, figures = figures_of(run, checks, workload)
     ok = {check.name: check.ok for check in checks}
-    memory = inference = None
-    if run.platform == "npu" and ok.get("rollout experts", True):
-        inference = serving_plan(run)
-    sections = dict.fromkeys(("step", "start", "traffic", "ports"))
-    if all(ok.get(name, True) for name in _SIZED):
-        memory = memory_plan(run)
-        checks += [_memory(memory), *_host_memory(memory)]
-        if ok.get("weight sync", True):
-            sections |= step_sections(run, workload)
-        if sections["step"]:
-            step_s, pinned = sections["step"]["total_s"], memory["host"]["node_bytes"]
-            sections["start"] = start_plan(run, step_s, pinned, workload.read_gb_s)
+    served = run.platform == "npu" and ok.get("rollout experts", True)
+    given = [config_name, *run.trees.option, *workload.option, *overrides]
+    todo = commands(run, config_name, overrides)
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),
         "checks": [asdict(check) for check in checks],
         "train": _train(run, ok),
         "rollout": _rollout(run, ok),
-        "memory": memory,
-        "inference": inference,
-        **sections,
+        "inference": serving_plan(run) if served else None,
+        **figures,
         "patches": patch_table(run, catalogue),
         "environment": [asdict(variable) for variable in environment.derive(run)],
-        "commands": commands(run, config_name, overrides),
+        "commands": todo,
+        **_verdict(checks, figures["memory"], todo, given),
     }
 
 
-def plan_without_layout(error: LayoutError, config_name: str) -> dict[str, Any]:
-    """Return the plan of a configuration whose ranks cannot be split as it says: the reason, and nothing else."""
-    nothing = ("train", "rollout", "memory", "inference", "step", "start", "traffic", "ports")
+def plan_without_layout(
+    error: LayoutError, config_name: str, trees: Trees, overrides: Sequence[str], workload: Workload
+) -> dict[str, Any]:
+    """Return the plan of a configuration whose ranks cannot be split as it says: the reason, and how to go on."""
+    nothing = ("train", "rollout", "memory", "inference", "step", "disk", "traffic", "ports")
     lists: dict[str, list] = {"patches": [], "environment": [], "commands": []}
-    checks = [asdict(Check(error.side, False, error.reason))]
-    return {"config": config_name, "ok": False, "checks": checks, **dict.fromkeys(nothing), **lists}
+    checks, given = [Check(error.side, False, error.reason)], [config_name, *trees.option, *workload.option, *overrides]
+    plan = {"config": config_name, "ok": False, "checks": [asdict(check) for check in checks]}
+    return {**plan, **dict.fromkeys(nothing), **lists, **_verdict(checks, None, [], given)}
+
+
+def figures_of(run: RunSpec, checks: Iterable[Check], workload: Workload) -> tuple[list[Check], dict[str, Any]]:
+    """Return the checks of a plan, with those of its memory, and {memory, step, disk, traffic, ports}.
+
+    `memory_plan`, and `step_sections`: all None where layers or experts cannot be split.
+    """
+    checks = list(checks)
+    ok = {check.name: check.ok for check in checks}
+    figures: dict[str, Any] = dict.fromkeys(("memory", "step", "disk", "traffic", "ports"))
+    if all(ok.get(name, True) for name in _SIZED):
+        memory = run_memory(run)
+        figures["memory"] = planned = memory_plan(run, memory)
+        checks += [_memory(planned), *_host_memory(planned)]
+        if ok.get("weight sync", True):
+            figures |= step_sections(run, memory, workload)
+    return checks, figures
+
+
+def _verdict(
+    checks: Sequence[Check], memory: dict[str, Any] | None, todo: list[dict[str, str]], given: Sequence[str]
+) -> dict[str, Any]:
+    """Return {verdict, next: [{what, command}]}: how a plan ends, and the commands that lead on from it.
+
+    todo: the commands of a run. given: words of the command line that gave the plan, for a search of layouts.
+    """
+    if failed := [check.name for check in checks if not check.ok]:
+        text = f"does not fit: {len(failed)} of {len(checks)} checks failed: {', '.join(dict.fromkeys(failed))}"
+        if _OF_LAYOUT.isdisjoint(failed):
+            return {
+                "verdict": f"{text}; next: change what {'it names' if len(failed) == 1 else 'they name'}",
+                "next": [],
+            }
+        command = shlex.join(["python", "-m", "verl_patches", "plan", *given, "--search"])
+        return {"verdict": text, "next": [{"what": "a search lists layouts that fit", "command": command}]}
+    text = f"fits: all {len(checks)} checks hold"
+    for check in checks:
+        if check.detail.startswith("a start is refused"):
+            text += f", but a start is refused: see the note on {check.name}"
+        elif check.note and check.name == "host memory":
+            need = memory["host"]["node_bytes"] / 2**30
+            text += f"; HOST MEMORY NOT COMPARED: a node needs {need:.0f} GiB (recipe.memory.host_gib)"
+    typed = [each for each in todo if "not to be typed" not in each["where"]]
+    text += f"; next: the {len(typed)} commands above" if len(typed) > 1 else "; next: the command above"
+    return {"verdict": text, "next": [{"what": each["where"], "command": each["command"]} for each in typed]}
 
 
 def _train(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:

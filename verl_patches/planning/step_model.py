@@ -254,22 +254,30 @@ class _Pass(NamedTuple):
 def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants: Constants) -> _Pass:
     """One layer of one micro batch: compute and exposed communication of a forward pass, in seconds."""
     model, layout = run.model, run.train
-    sizes, top_k, size = layer_sizes(model, moe, "vllm"), model.num_experts_per_tok, DTYPE_BYTES[model.torch_dtype]
-    efficiency, load = constants.train_efficiency, run.expert_load[0]
+    sizes, efficiency = layer_sizes(model, moe, "vllm"), constants.train_efficiency
     flops = layer_flops(model, moe, tokens, length)
-    flops += 2 * (load - 1) * top_k * sizes.expert * tokens  # 0 elements of experts in dense layers
+    # 0 elements of experts in dense layers
+    flops += 2 * (run.expert_load[0] - 1) * model.num_experts_per_tok * sizes.expert * tokens
     compute = compute_s(flops / layout.tp / layout.cp, efficiency)
-    row = model.hidden_size * size * tokens / layout.cp
-    gathered = network_s(4 * (layout.tp - 1) / layout.tp * row)
-    heads = 2 * (model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim) * model.num_attention_heads
-    gathered += network_s((layout.cp - 1) / layout.cp**2 * heads / layout.tp * size * tokens)  # Ulysses
-    exchanged = 0.0
-    if moe and layout.ep > 1:
-        exchanged = network_s(2 * load * row / layout.tp * top_k * (layout.ep - 1) / layout.ep)
-        if run.alltoall_overlap:  # behind the shared experts
-            behind = compute_s(2 * sizes.shared * tokens / layout.tp / layout.cp, efficiency)
-            exchanged = max(0.0, exchanged - behind)
+    gathered, exchanged = map(network_s, _layer_bytes(run, moe, tokens))
+    if run.alltoall_overlap:  # behind the shared experts
+        behind = compute_s(2 * sizes.shared * tokens / layout.tp / layout.cp, efficiency)
+        exchanged = max(0.0, exchanged - behind)
     return _Pass(compute, gathered + exchanged)
+
+
+def _layer_bytes(run: StepInput, moe: bool, tokens: float) -> tuple[float, float]:
+    """Bytes that a die sends in a forward pass of a layer: of tensor and context parallelism, and of the experts."""
+    model, layout = run.model, run.train
+    size, exchanged = DTYPE_BYTES[model.torch_dtype], 0.0
+    row = model.hidden_size * size * tokens / layout.cp
+    gathered = 4 * (layout.tp - 1) / layout.tp * row
+    heads = 2 * (model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim) * model.num_attention_heads
+    gathered += (layout.cp - 1) / layout.cp**2 * heads / layout.tp * size * tokens  # Ulysses
+    if moe and layout.ep > 1:
+        top_k = model.num_experts_per_tok * run.expert_load[0]
+        exchanged = 2 * row / layout.tp * top_k * (layout.ep - 1) / layout.ep
+    return gathered, exchanged
 
 
 def pipeline_s(stages: list[float], micro_batches: float, virtual: int = 1) -> float:
@@ -325,21 +333,46 @@ def update_s(run: StepInput, constants: Constants) -> float:
     return run.epochs * run.mini_batches * once + driver_bytes(run, 3) / constants.driver_bytes_per_s
 
 
+def train_s(run: StepInput, constants: Constants) -> float:
+    """Seconds of the actor's passes: update, and the log-probs of old policy and reference where a step has them."""
+    sizes = [size for size in (run.old_micro_batch, run.ref_micro_batch) if size]
+    return update_s(run, constants) + sum(log_prob_s(run, size, constants) for size in sizes)
+
+
 def _optimizer_s(run: StepInput) -> float:
     """Gradients to their owners, states through memory (and over the host link if swapped), parameters back."""
     model, layout = run.model, run.train
     worst = 0.0
     for stage in range(layout.pp):
         dense, routed = stage_elements(model, layout, stage, "mindspeed")
-        replicas = layout.dp * layout.cp
-        sent = dense * (replicas - 1) / replicas + routed * (layout.edp - 1) / layout.edp
-        owned = dense / replicas + routed / layout.edp
-        seconds = network_s(sent * (GRAD_BYTES + DTYPE_BYTES[model.torch_dtype]))
+        owned = dense / (layout.dp * layout.cp) + routed / layout.edp
+        seconds = network_s(_gradient_bytes(run, stage))
         seconds += memory_s(owned * 2 * OPTIMIZER_BYTES + (dense + routed) * GRAD_BYTES)
         if run.swap_optimizer:
             seconds += 2 * owned * OPTIMIZER_BYTES / HOST_BYTES_PER_S
         worst = max(worst, seconds)
     return worst
+
+
+def _gradient_bytes(run: StepInput, stage: int) -> float:
+    """Bytes that a die of `stage` sends of gradients, and of parameters after the optimizer's step."""
+    layout, replicas = run.train, run.train.dp * run.train.cp
+    dense, routed = stage_elements(run.model, layout, stage, "mindspeed")
+    sent = dense * (replicas - 1) / replicas + routed * (layout.edp - 1) / layout.edp
+    return sent * (GRAD_BYTES + DTYPE_BYTES[run.model.torch_dtype])
+
+
+def train_bytes(run: StepInput) -> float:
+    """Bytes that the busiest die sends in the passes of a step and in the exchange of its gradients and parameters."""
+    model, layout, stages = run.model, run.train, []
+    tokens = run.responses / layout.dp * padded_length(run, run.micro_batch)
+    of_layer = {moe: sum(_layer_bytes(run, moe, tokens)) for moe in (False, True)}
+    passes = 2 * run.epochs + len([size for size in (run.ref_micro_batch, run.old_micro_batch) if size])
+    for stage in range(layout.pp):
+        sent = [of_layer[model.is_moe(layer)] for layer in layout.stage_layers(stage, model.num_hidden_layers)]
+        again = run.epochs * sum(sent[: of_stage(run.recompute_layers, stage)])
+        stages.append(passes * sum(sent) + again + run.epochs * run.mini_batches * _gradient_bytes(run, stage))
+    return max(stages)
 
 
 def driver_bytes(run: StepInput, float_columns: int) -> float:
@@ -364,18 +397,33 @@ def decode_s(run: StepInput, running: float, context: float, tier: float, consta
     size, layers = DTYPE_BYTES[model.torch_dtype], model.num_hidden_layers
     dense, routed = stage_elements(model, layout, 0, run.rollout_library)
     read = dense + routed - model.vocab_size * model.hidden_size / layout.tp  # not the embedding
-    flops, sent = 2 * model.vocab_size * model.hidden_size / layout.tp, 0.0
-    reduced = 4 * (layout.tp - 1) / layout.tp  # two all-reduces
+    flops = 2 * model.vocab_size * model.hidden_size / layout.tp
     for moe, count in layer_kinds(model):
         sizes = layer_sizes(model, moe, run.rollout_library)
         top_k = model.num_experts_per_tok * run.expert_load[1] if moe else 0
         shared = sizes.shared / (1 if run.shared_whole else layout.tp)
         flops += 2 * count * (sizes.whole + shared + (sizes.split + top_k * sizes.expert) / layout.tp)
-        sent += count * model.hidden_size * size * (reduced + 2 * top_k / layout.tp * (layout.ep - 1) / layout.ep)
     kv = model.kv_bytes * context * running
     latency = constants.decode_layer_s if run.graph_sizes else max(EAGER_LAYER_S, constants.decode_layer_s)
-    seconds = memory_s(read * size + kv) + compute_s(flops * tier) + network_s(sent * tier)
+    seconds = memory_s(read * size + kv) + compute_s(flops * tier) + network_s(_token_bytes(run) * tier)
     return seconds + layers * latency
+
+
+def _token_bytes(run: StepInput) -> float:
+    """Bytes that a die of the rollout sends for one token of its replica."""
+    model, layout, sent = run.model, run.rollout, 0.0
+    reduced = 4 * (layout.tp - 1) / layout.tp  # two all-reduces
+    for moe, count in layer_kinds(model):
+        top_k = model.num_experts_per_tok * run.expert_load[1] if moe else 0
+        exchanged = 2 * top_k / layout.tp * (layout.ep - 1) / layout.ep
+        sent += count * model.hidden_size * DTYPE_BYTES[model.torch_dtype] * (reduced + exchanged)
+    return sent
+
+
+def rollout_bytes(run: StepInput) -> float:
+    """Bytes that a die sends for the tokens of its replica in a step."""
+    tokens = run.responses * (run.lengths.prompt + run.lengths.mean_of_longest())
+    return tokens / (run.rollout.world_size / run.rollout.tp) * _token_bytes(run)
 
 
 def rollout_s(run: StepInput, constants: Constants) -> float:

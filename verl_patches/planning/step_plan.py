@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,16 @@ from typing import Any
 
 from verl_patches.batches.limits import trainer_bytes
 from verl_patches.config import hccl
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import DTYPE_BYTES, build_inventory
+from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.phases import STEP_PHASES
+from verl_patches.layout.sharding import OPTIMIZER_BYTES
 from verl_patches.memory.schedule import Moment, direct_sync
 from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
 from verl_patches.planning.expected import group_bytes, moments_of
-from verl_patches.planning.memory_plan import recomputation, run_memory
+from verl_patches.planning.memory_plan import RunMemory, recomputation
 from verl_patches.planning.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
@@ -28,18 +30,18 @@ from verl_patches.planning.step_model import (
     SyncTraffic,
     direct_sync_bound,
     driver_bytes,
+    rollout_bytes,
     rollout_s,
     stage_elements,
     step_time,
     tokens_per_s_per_die,
+    train_bytes,
     verl_sync,
 )
 from verl_patches.reshard.blocks import Block, run_blocks
 from verl_patches.spec import RunSpec
-from verl_patches.watch.bounds import MODELLED, WAIT_SHARE, Bounds
 
-log = logging.getLogger(__name__)
-READ_GB_S = 10.0  # of a shared file system; assumed
+DISK_GB_S = 10.0  # of a shared file system; assumed
 REBALANCE_EVERY = 32  # decode steps between exchanges, where a plan shows what they would bring
 # CPU time of a decode step at batch 64 with DECODE_ROWS to that without (tests/benchmarks/decode_step.py); assumed to
 # hold for all of engine_step_s, which holds launches and copies too
@@ -55,8 +57,8 @@ class Workload:
 
     None: the published run's prompts, and RESPONSE_TOKENS. A mean of responses is not read where all have full length.
     lengths, expert_load: runs that recorded theirs; recorded: tokens of their prompts and responses; loads: of the
-    busiest rank in training and rollout over the mean, not read where routing is balanced. read_gb_s: of all nodes
-    together from the file system with the weights.
+    busiest rank in training and rollout over the mean, not read where routing is balanced. disk_gb_s: of the file
+    system with weights and checkpoints, to or from all nodes together.
     """
 
     prompt_tokens: float | None = None
@@ -66,12 +68,12 @@ class Workload:
     recorded: tuple[Sequence[int], Sequence[int]] = ((), ())
     expert_load: str | None = None
     loads: tuple[float, float] = (1.0, 1.0)
-    read_gb_s: float = READ_GB_S
+    disk_gb_s: float = DISK_GB_S
 
     def __post_init__(self):
         if self.lengths and (self.prompt_tokens or self.response_tokens):
             raise ConfigError("--lengths has prompts and responses: leave out --prompt-tokens and --response-tokens")
-        for name in ("prompt_tokens", "response_tokens", "read_gb_s"):
+        for name in ("prompt_tokens", "response_tokens", "disk_gb_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
@@ -84,7 +86,7 @@ class Workload:
         given = {"--prompt-tokens": self.prompt_tokens, "--response-tokens": self.response_tokens}
         given["--dp-sync"] = None if self.dp_sync == "hccl" else self.dp_sync
         given |= {"--lengths": self.lengths, "--expert-load": self.expert_load}
-        given["--read-gb-s"] = None if self.read_gb_s == READ_GB_S else self.read_gb_s
+        given["--disk-gb-s"] = None if self.disk_gb_s == DISK_GB_S else self.disk_gb_s
         return tuple(word for name, value in given.items() if value is not None for word in (name, str(value)))
 
 
@@ -152,27 +154,6 @@ def step_input(
     return replace(step, sync=sync)
 
 
-def bounds_of(run: RunSpec) -> Bounds:
-    """Return the watch's bounds of a run, on platform npu with the step model's times, where it has an answer."""
-    watch, load_s = run.recipe.watch, run.recipe.timeouts.load_s
-    modelled: dict[str, float] = {}
-    if run.platform == "npu" and run.hardware.timed:
-        try:
-            seconds = _longest_step(run)
-            modelled = {place: sum(seconds[phase] for phase in phases) for place, phases in MODELLED.items()}
-        except (ValueError, LookupError, ArithmeticError, RecipeError) as error:  # none of them may end a run
-            log.warning("watch: the step model has no times for this run, its bounds are recipe.watch's: %s", error)
-    collective_s = WAIT_SHARE * hccl.exec_timeout_s(run)
-    return Bounds(watch.first_s, watch.least_s, watch.factor, load_s, collective_s, modelled)
-
-
-def _longest_step(run: RunSpec) -> dict[str, float]:
-    """{phase: modelled seconds} of a step whose prompts and responses are as long as they may be."""
-    offload, kv_bytes = offload_of(run)
-    lengths = Lengths(run.verl.data.max_prompt_length, run.verl.data.max_response_length)
-    return step_time(replace(step_input(run, offload=offload, kv_bytes=kv_bytes or None), lengths=lengths), FITTED)
-
-
 def _lengths(run: RunSpec, workload: Workload) -> Lengths:
     data, forced = run.verl.data, run.verl.actor_rollout_ref.rollout.ignore_eos
     prompts, responses = workload.recorded
@@ -184,8 +165,8 @@ def _lengths(run: RunSpec, workload: Workload) -> Lengths:
     return Lengths(prompt, data.max_response_length, mean)
 
 
-def step_sections(run: RunSpec, workload: Workload) -> dict[str, Any]:
-    """{step, traffic, ports} of a plan, as JSON-ready data; all modelled.
+def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[str, Any]:
+    """Return {step, disk, traffic, ports} of a plan, as JSON-ready data; all modelled.
 
     step: None on a CPU and on machines of which no published run has seconds. ConfigError where layouts or the weight
     sync do not fit.
@@ -195,14 +176,12 @@ def step_sections(run: RunSpec, workload: Workload) -> dict[str, Any]:
         sync = SyncTraffic(0, 0, 0)
     elif direct_sync(run.rows):
         sync, spread = direct_traffic(run_blocks(run), run.train, run.recipe.reshard.bucket_bytes)
-    offload, kv_bytes = offload_of(run)
+    offload, kv_bytes = offload_of(memory, run.recipe.reshard.bucket_bytes)
     model = step_input(run, workload, sync, offload, kv_bytes or None)
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": model.old_micro_batch, "ref": model.ref_micro_batch, "update": model.micro_batch}
     columns = {"old_log_prob": 0, "ref": 0, "update": 3}
     step = step_figures(model, workload) if run.as_npu and run.hardware.timed else None
-    if step is not None and run.recipe.watch.action != "off":
-        step["watch"] = str(bounds_of(run))
     dispatch = {name: round(driver_bytes(model, columns[name])) for name, used in calls.items() if used}
     cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
     if model.tensor_cache:
@@ -214,13 +193,21 @@ def step_sections(run: RunSpec, workload: Workload) -> dict[str, Any]:
         dispatch |= {"values": round(driver_bytes(whole, 3)), "update_critic": round(driver_bytes(whole, 6))}
     return {
         "step": step,
+        "disk": disk_figures(run, workload.disk_gb_s),
         "traffic": {
             "weight_sync": {**wire, "collectives": sync.collectives},
+            "sent": sent_bytes(model),
             "dispatch_bytes": dispatch,
             "dispatch_columns": cached,
         },
         "ports": hccl.node_ports(run) if run.as_npu else None,
     }
+
+
+def sent_bytes(run: StepInput) -> dict[str, int]:
+    """Return {train, rollout, weight_sync}: bytes of a step that the busiest die of each sends to others."""
+    sampled = {"rollout": rollout_bytes(run), "weight_sync": run.sync.sent_bytes} if run.sampled else {}
+    return {side: round(size) for side, size in {"train": train_bytes(run), **sampled}.items()}
 
 
 def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]]:
@@ -306,10 +293,34 @@ def direct_traffic(
     return traffic, {"received_mean_bytes": sum(received) // len(received)}
 
 
-def offload_of(run: RunSpec) -> tuple[Offload, int]:
-    """(copies and releases of the die with the most training weights, bytes of its KV cache)."""
-    setting, schedule, stays = run_memory(run)
-    setting, train = replace(setting, bucket_bytes=run.recipe.reshard.bucket_bytes), setting.train
+def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
+    """Return {gb_s, parts: [{part, bytes, seconds}]}: what a start reads and a save writes at `gb_s` of all nodes.
+
+    A first start reads the weights that each rank holds, half the bytes where the model's config.json is here and says
+    FP8; one that goes on reads them and the optimizer's states from a checkpoint, which has each of both once.
+    """
+    train, library, parts = run.train, run.train_library, []
+    size = DTYPE_BYTES[run.torch_dtype]
+    beside = 0 if size == 4 else size  # fp32 weights are the optimizer's own
+    elements = sum(sum(stage_elements(run.model, train, stage, library)) for stage in range(train.pp))
+    held = elements * train.world_size / train.pp
+    if run.reads_weights:
+        file = run.model_folder / "config.json"
+        quantized = file.exists() and QUANTIZATION in read_json_object(file)
+        parts.append(("first start", held if quantized else size * held))
+    if run.verl.trainer.save_freq > 0:
+        trained = [build_inventory(run.model, value=name == "critic") for name in run.trained]
+        saved = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
+        parts.append(("save", (beside + OPTIMIZER_BYTES) * saved))
+        parts.append(("load", beside * len(trained) * held + OPTIMIZER_BYTES * saved))
+    rows = [{"part": part, "bytes": round(of), "seconds": round(of / gb_s / 1e9, 1)} for part, of in parts]
+    return {"gb_s": gb_s, "parts": rows}
+
+
+def offload_of(memory: RunMemory, bucket_bytes: int) -> tuple[Offload, int]:
+    """Return copies and releases of the die with the most training weights, and the bytes of its KV cache."""
+    setting, schedule, stays = memory
+    setting, train = replace(setting, bucket_bytes=bucket_bytes), setting.train
     model, library = setting.inventory.model, setting.train_library
     fullest = max(range(train.pp), key=lambda stage: sum(stage_elements(model, train, stage, library)))
     sizes = group_bytes(setting, fullest * train.world_size // train.pp)

@@ -367,8 +367,7 @@ class Watch:
     first_s: bound of a phase that a process has not ended before, in seconds; for loading, for writing a checkpoint and
     for a trace at least recipe.timeouts.load_s, each time, for validation the first time.
     least_s: bound of a phase that it has ended before, whatever it took.
-    factor: bound of a phase as a multiple of its longest duration so far on any rank, and on platform npu of the step
-    model's seconds with prompts and responses of the largest length, the first time too. The largest bound holds.
+    factor: bound of a phase as a multiple of its longest duration so far on any rank. The largest bound holds.
     Whatever these say, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
     """
 

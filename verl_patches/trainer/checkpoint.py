@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 
 STATE, TENSORS = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
-_WAIT_SHARE = 0.6  # below watch/bounds.py's WAIT_SHARE
+_WAIT_SHARE = 0.6  # below watch/stall.py's WAIT_SHARE
 # keys of recipe that change no step
 _NOT_COMPARED = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
 

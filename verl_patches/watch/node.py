@@ -79,7 +79,8 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
             continue
         with suppress(OSError):
             asked[beat.name] = file.with_suffix(STACK), file.with_suffix(STACK).stat().st_size
-            _signal_main_thread(beat.pid, STACK_SIGNAL)
+            # the main thread: another one could take it while a process that is continued runs on there
+            ctypes.CDLL(None).tgkill(beat.pid, beat.pid, STACK_SIGNAL)
             if seen.state in STOPPED:
                 os.kill(beat.pid, signal.SIGCONT)
     deadline = time.monotonic() + STACK_S
@@ -88,15 +89,6 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
             time.sleep(0.05)
         of_process[name] = text or f"no stacks within {STACK_S:g} s: the process does not take signals (in the kernel)"
     return of_process
-
-
-def _signal_main_thread(pid: int, number: int) -> None:
-    """Any other thread could take the signal while a process that is continued runs on in its main thread."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "tgkill"):  # glibc 2.30
-        libc.tgkill(pid, pid, number)
-    else:
-        os.kill(pid, number)
 
 
 def _whole(file: Path, before: int) -> str:

@@ -1,5 +1,9 @@
 """Decide which rank is stalled, from the nodes' reports. Plain data in and out; no Ray, no torch.
 
+A place is a phase of a worker, or a call where it has no phases. The first time there has a fixed bound; later ones the
+larger of a least time and `factor` times the longest time that any rank was there so far. A rank that waits for another
+in a process group has a shorter bound, as HCCL would end it with an error that names only the rank that waited.
+
 A rank is overdue when its phase lasts longer than its bound, or when it waits for too long in a process group, of which
 it has begun more operations than another rank. Then the culprit is the first of these that there is:
 
@@ -25,13 +29,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from verl_patches.errors import RecipeError
-from verl_patches.layout.phases import START
-from verl_patches.watch.bounds import Bounds
-from verl_patches.watch.heartbeat import ranks_text
+from verl_patches.layout.phases import LAST_CHECKPOINT, PROFILE, START, VALIDATE
+from verl_patches.watch.heartbeat import Beat, ranks_text
 from verl_patches.watch.node import STOPPED, Seen
 
 GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer know first
 SILENT_S = 20.0
+# They wait for the slowest disk, or analyse a trace: what they took before says nothing, so Bounds.load_s holds
+SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
+WAIT_SHARE = 0.8  # of recipe.train.collective_timeout_minutes: the rest (216 s of 18 min) is left to collect stacks
 SHOWN = 8
 _STARTING = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
 
@@ -42,6 +48,40 @@ class StallError(RecipeError):
 
 class LostNodeError(RecipeError):
     """A node with ranks of the run does not answer any more."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """When a place is overdue, in seconds: first_s, least_s and factor of recipe.watch; load_s of recipe.timeouts.
+
+    collective_s: how long a rank may wait for another in an operation of a process group, wherever it is.
+    """
+
+    first_s: float
+    least_s: float
+    factor: float
+    load_s: float = 0.0
+    collective_s: float = float("inf")
+
+    def of(self, seen: Seen, longest_s: float) -> float:
+        """Return the bound of where `seen` is; longest_s: the longest time that any process was there before."""
+        if _is_slow(seen.beat):
+            return max(self.factor * longest_s, self.first_s, self.load_s)
+        been_there = seen.beat.place in seen.beat.longest_s
+        return max(self.factor * longest_s, self.least_s if been_there else self.first_s)
+
+    def of_wait(self, seen: Seen) -> float:
+        """Return the bound of a wait for another rank; where it may be for that rank's disk, as long as `of`."""
+        return max(self.collective_s, self.first_s, self.load_s) if _is_slow(seen.beat) else self.collective_s
+
+    def __str__(self) -> str:
+        text = f"{self.first_s:.0f} s for a first time, then {self.least_s:.0f} s or {self.factor:g} x the longest time"
+        return f"{text}; of a rank that waits for another in a process group: {self.collective_s:.0f} s"
+
+
+def _is_slow(beat: Beat) -> bool:
+    first_validation = beat.call == VALIDATE and beat.place not in beat.longest_s
+    return beat.call in SLOW_CALLS or beat.phase in SLOW_PHASES or first_validation
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,9 @@ from typing import Any
 from verl_patches.layout.phases import START
 from verl_patches.ray_nodes import living, on_node, results, said
 from verl_patches.watch import node
-from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.heartbeat import folder_of_run
 from verl_patches.watch.node import Seen
-from verl_patches.watch.stall import LostNodeError, Stall, StallError, find_stall, not_started, start_of
+from verl_patches.watch.stall import Bounds, LostNodeError, Stall, StallError, find_stall, not_started, start_of
 
 log = logging.getLogger(__name__)
 EVERY_S, NODES_EVERY_S, SAY_EVERY_S = 2.0, 10.0, 5.0
