@@ -245,7 +245,7 @@ def _find_address(given: str) -> tuple[str, str, str]:
         found = f"each Ray on this machine is a run's own ({', '.join(sorted(running))}), which no other joins"
         raise ConfigError(f"{found}. {start} end that run")
     if latest and (latest in others or not running):
-        return latest, f"the file {file}", f"{start} remove the file, which a Ray that has ended left behind"
+        return latest, f"the file {file}", f"{start} remove that file, which a Ray that has ended left behind"
     if others:
         return min(others), "a raylet on this machine", f"{start} end that raylet with `ray stop`"
     text = f"recipe.ray_address is auto, but no Ray runs here, RAY_ADDRESS is unset, and there is no file {file}"

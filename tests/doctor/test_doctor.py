@@ -40,7 +40,7 @@ def production():
 
 
 def answer_of(probes=PROBED, found="fine there", **changes):
-    """What ray_nodes.py answers of three nodes; `changes` are of the second one, `found` is what it sees on its disk."""
+    """What ray_nodes.py answers of three nodes; `changes` are of the second one, `found` is what its disk row says."""
     nodes = []
     for number in range(3):
         rows = [Finding("disk", "fine", found=found if number == 1 else "fine there"), Finding("gloo", "fine")]

@@ -1,4 +1,4 @@
-"""The checks of one node: an Atlas A3 node made of published outputs with one fault at a time, and this machine."""
+"""The checks of one node: an Atlas A3 node made of published outputs with faults, and this machine."""
 
 import os
 import resource
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.doctor import recorded
+from tests.platform import recorded
 from tests.runs import composed
 from verl_patches.config.resolve import changed
 from verl_patches.doctor import node_checks, npu_checks
@@ -85,66 +85,51 @@ def test_a_healthy_node_passes_every_row_of_its_dies(make_node):
     assert "driver 25.2.0, firmware 7.7.0.6.236" in found["npu firmware: all cards"].found
 
 
-BROKEN = recorded.NPU_SMI_A3.replace("| OK            | 163.9", "| Critical      | 163.9")
-FULL = recorded.NPU_SMI_A3.replace("3113 / 65536", "31877/ 65536")
-FAULTS = {  # what is wrong: (outputs, {name of a finding: (text that it has, text of what to do)})
-    "a broken card": (
-        {"npu-smi info": BROKEN},
-        {"npu health: die 8 (card 4, chip 0)": ("Critical", "npu-smi info -t health -i 4 -c 0")},
+ONE_EACH = {  # a fault of each kind, on another die or card each
+    "npu-smi info -t board -i 3": recorded.BOARD.replace(": OK", ": NG").replace("7.7.0.6.236", "7.1.0.3.220"),
+    "npu-smi info -t hccs -i 6 -c 1": recorded.HCCS.replace(": OK", ": NOK"),
+    "npu-smi info": recorded.NPU_SMI_A3.replace("| OK            | 163.9", "| Critical      | 163.9").replace(
+        "3106 / 65536", "31877/ 65536"
     ),
-    "a die with little memory left": (
-        {"npu-smi info": FULL},
-        {"npu memory: die 8 (card 4, chip 0)": ("35.3 GB free of 68.7", "npu-smi info")},
+    "hccn_tool -i 5 -link -g": recorded.LINK_DOWN,
+    "hccn_tool -i 5 -net_health -g": recorded.NET_FAULT,
+    "hccn_tool -i 9 -net_health -g": "\x00??",
+}
+FAULTS = [  # outputs, {name of each finding that is not fine: a text that it has}
+    (
+        ONE_EACH,
+        {
+            "npu health: die 8 (card 4, chip 0)": "Critical",
+            "npu memory: die 10 (card 5, chip 0)": "35.3 GB free of 68.7",
+            "npu firmware: card 3": "NG: driver 25.2.0, firmware 7.1.0.3.220",
+            "npu firmware: all cards": "7.1.0.3.220; driver 25.2.0, firmware 7.7.0.6.236",
+            "npu links: die 5 (card 2, chip 1)": "port 10.86.1.80: link DOWN, net health Fault",
+            "npu links: die 9 (card 4, chip 1)": "expected a line 'net health status', found",
+            "npu links: die 13 (card 6, chip 1)": "HCCS is NOK",
+        },
     ),
-    "other processes and missing dies": (
+    (
         {"npu-smi info": recorded.NPU_SMI_BUSY},
         {
-            "npu health: dies": ("3 dies", "npu-smi"),
-            "npu memory: card 0, chip 0": ("process 632268 (python3.1) holds 197 MB", "kill 632268"),
-            "npu memory: die 15 (card 7, chip 1)": ("35.3 GB free", ""),
-            "hccl": ("not run: 1 processes use the dies", "end them"),
+            "npu health: dies": "3 dies",
+            "npu memory: card 0, chip 0": "process 632268 (python3.1) holds 197 MB",
+            "npu memory: die 15 (card 7, chip 1)": "35.3 GB free",
+            "hccl": "not run: 1 processes use the dies",
         },
     ),
-    "firmware of another release": (
-        {"npu-smi info -t board -i 3": recorded.BOARD.replace(": OK", ": NG").replace("7.7.0.6.236", "7.1.0.3.220")},
-        {
-            "npu firmware: card 3": ("NG: driver 25.2.0, firmware 7.1.0.3.220", "install"),
-            "npu firmware: all cards": ("7.1.0.3.220; driver 25.2.0, firmware 7.7.0.6.236", "install"),
-        },
-    ),
-    "a link down": (
-        {"hccn_tool -i 5 -link -g": recorded.LINK_DOWN, "hccn_tool -i 5 -net_health -g": recorded.NET_FAULT},
-        {"npu links: die 5 (card 2, chip 1)": ("port 10.86.1.80: link DOWN, net health Fault", "hccn_tool -i 5")},
-    ),
-    "HCCS of one die": (
-        {"npu-smi info -t hccs -i 6 -c 1": recorded.HCCS.replace(": OK", ": NOK")},
-        {"npu links: die 13 (card 6, chip 1)": ("HCCS is NOK", "npu-smi info -t hccs -i 6 -c 1")},
-    ),
-    "no driver": (
-        {"npu-smi info": recorded.NPU_SMI_NO_DRIVER},
-        {name: ("npu-smi info printed 'dcmi module init", "") for name in NPU},
-    ),
-    "garbage from one command": (
-        {"hccn_tool -i 9 -net_health -g": "\x00??"},
-        {"npu links: die 9 (card 4, chip 1)": ("expected a line 'net health status', found", "")},
-    ),
-    "no tools": (
-        {"npu-smi": None, "hccn_tool": None},
-        {name: ("not run: npu-smi is not installed", "mount it") for name in NPU},
-    ),
-    "no hccn_tool": ({"hccn_tool": None}, {"npu links": ("not run: hccn_tool is not installed", "mount")}),
-}
+    ({"npu-smi info": recorded.NPU_SMI_NO_DRIVER}, dict.fromkeys(NPU, "npu-smi info printed 'dcmi module init")),
+    ({"npu-smi": None, "hccn_tool": None}, dict.fromkeys(NPU, "not run: npu-smi is not installed")),
+    ({"hccn_tool": None}, {"npu links": "not run: hccn_tool is not installed"}),
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_has_its_own_row_and_command(make_node, fault):
-    changes, expected = FAULTS[fault]
+@pytest.mark.parametrize(("changes", "expected"), FAULTS, ids=["one each", "busy", "driver", "tools", "hccn_tool"])
+def test_each_fault_has_its_own_row_and_what_to_do(make_node, changes, expected):
     found = findings(make_node(changes), *NPU)
     wrong = {name: one for name, one in found.items() if one.state != "fine"}
     assert wrong.keys() == expected.keys()
-    for name, (text, todo) in expected.items():
-        assert wrong[name].state == "problem" and text in wrong[name].found and todo in wrong[name].todo
-        assert wrong[name].todo
+    for name, text in expected.items():
+        assert wrong[name].state == "problem" and text in wrong[name].found and wrong[name].todo
 
 
 def test_a_tool_of_the_driver_is_found_where_it_is_not_on_path(make_node, tmp_path):
@@ -165,22 +150,17 @@ def test_ports_without_addresses_are_a_note_while_hccs_is_healthy(make_node):
     assert findings(make_node(sick), "npu links")["npu links: die 0 (card 0, chip 0)"].state == "problem"
 
 
-def test_old_software_is_named_with_its_version(make_node, tmp_path):
+def test_where_another_line_is_installed_one_line_says_so_and_its_packages_stay(make_node, tmp_path):
+    """Here line pypi is; the control: a machine with one package of each line unlike gets the whole list."""
     (tmp_path / "driver").mkdir()
     (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\npackage_version=24.1.rc3\n")
-    found = findings(make_node(ascend=tmp_path, distribution=OF_A3), "versions")["versions: driver"]
-    assert found.state == "problem" and (found.expected, found.found) == ("25.2.0", "24.1.rc3")
-    assert found.todo == "install driver 25.2.0"
-
-
-def test_where_another_line_is_installed_one_line_says_so_and_none_of_its_packages_is_to_be_replaced(make_node):
-    """Here line pypi is; the control: a machine with one package of each line unlike gets the whole list."""
     (found,) = findings(make_node(), "versions").values()
     assert (found.state, found.expected) == ("problem", "the packages of line a3")
     assert found.found == "the packages of line pypi" and found.todo.startswith("leave them")
     mixed = {name: OF_A3(name) for name in load_pins().line("a3").packages} | {"torch": "2.4.0"}
-    found = findings(make_node(distribution=mixed.get), "versions")
-    assert found["versions: torch"].todo.startswith("install torch 2.5.1") and "versions: driver" in found
+    found = findings(make_node(distribution=mixed.get, ascend=tmp_path), "versions")
+    assert found["versions: torch"].todo.startswith("install torch 2.5.1")
+    assert (found["versions: driver"].found, found["versions: driver"].todo) == ("24.1.rc3", "install driver 25.2.0")
     assert (installed_line(), installed_line(Machine(distribution=OF_A3))) == ("pypi", "a3")
 
 
@@ -231,41 +211,39 @@ def test_a_check_that_hangs_is_left_behind_with_what_it_saw(monkeypatch):
     assert found[-1].state == "problem" and "no end within" in found[-1].found
 
 
-def test_a_taken_port_and_an_interface_that_is_not_there(make_node, production):
-    node = make_node()
+def test_findings_before_an_error_are_kept():
+    def look():
+        yield Result(True, "first")
+        raise RecipeError("broken")
+
+    found = NodeCheck("a", "how", "expected", "todo", look).findings(npu=False)
+    assert [(one.state, one.found) for one in found] == [("fine", "first"), ("problem", "RecipeError: broken")]
+
+
+def test_a_taken_port_is_named(make_node, production):
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         there = changed(production, {"recipe.hccl.base_port": taken - 3})
-        found = findings(replace(node, run=there), "ports")["ports: HCCL, free"]
+        found = findings(replace(make_node(), run=there), "ports")["ports: HCCL, free"]
     assert found.state == "problem" and str(taken) in found.found and "ss -ltnp" in found.todo
-    absent = changed(production, {"recipe.hccl.interface": "eth99"})
-    found = findings(replace(node, run=absent), "interface")["interface"]
-    assert found.state == "problem" and "recipe.hccl.interface is eth99" in found.found
-    assert "Leave it null, or set HCCL_SOCKET_IFNAME" in found.found
-    free = changed(production, {"recipe.hccl.interface": None})
-    before_ray = findings(replace(node, run=free), "interface")["interface"]
-    assert before_ray.state in ("note", "problem") and "not known before Ray runs; up: " in before_ray.found
-    assert (before_ray.state == "note") == (not before_ray.found.endswith("none"))
-    own = replace(node, run=free, machine=replace(node.machine, environ={"GLOO_SOCKET_IFNAME": "lo"}))
-    assert "loopback lo, by GLOO_SOCKET_IFNAME" in findings(own, "interface")["interface"].found
 
 
-def test_the_interface_is_gloos_whatever_hccl_is_told_to_take(make_node, production):
+def test_the_interface_is_the_nodes_own_the_configs_or_the_one_towards_the_head(make_node, production):
     """HCCL's variable may be a prefix or name what is not taken; the loopback is refused there too."""
-    free = changed(production, {"recipe.hccl.interface": None})
 
-    def found(nodes=1, **variables):
-        node = make_node()
-        machine = replace(node.machine, environ={"HCCL_SOCKET_IFNAME": "^docker0", **variables})
-        node = replace(node, run=free.with_verl({"trainer.nnodes": nodes}), machine=machine)
-        return findings(node, "interface")["interface"]
+    def found(interface=None, nodes=1, **variables):
+        node = make_node(environ={"HCCL_SOCKET_IFNAME": "^docker0", **variables})
+        run = changed(production, {"recipe.hccl.interface": interface}).with_verl({"trainer.nnodes": nodes})
+        return findings(replace(node, run=run), "interface")["interface"]
 
-    assert found().found == "lo, by one node" and found(GLOO_SOCKET_IFNAME="lo,eth1").state == "fine"
+    assert found().found.startswith("lo, by one node") and found(GLOO_SOCKET_IFNAME="lo,eth1").state == "fine"
+    absent = found("eth99")
+    assert absent.state == "problem" and "recipe.hccl.interface is eth99" in absent.found
     absent = found(GLOO_SOCKET_IFNAME="eth98")
-    assert absent.state == "problem" and "GLOO_SOCKET_IFNAME of this node's environment is eth98" in absent.found
     assert "Correct or unset it where" in absent.found and "null" not in absent.found  # a variable has no null
-    assert "loopback lo, by GLOO_SOCKET_IFNAME" in found(2, GLOO_SOCKET_IFNAME="lo").found
-    assert "loopback lo, by TP_SOCKET_IFNAME" in found(2, GLOO_SOCKET_IFNAME="eth98", TP_SOCKET_IFNAME="lo").found
+    assert "loopback lo, by TP_SOCKET_IFNAME" in found(None, 2, GLOO_SOCKET_IFNAME="eth98", TP_SOCKET_IFNAME="lo").found
+    before_ray = found(None, 2)
+    assert (before_ray.state == "note") == (not before_ray.found.endswith("none"))
 
 
 @pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"])
@@ -293,17 +271,8 @@ def test_a_check_that_could_not_be_made_is_a_problem_on_npu_only():
     row = NodeCheck("a", "how", "expected", "todo", lambda: [Result(None, "no tool")])
     assert [(f.state, f.found) for f in row.findings(npu=True)] == [("problem", "not run: no tool")]
     assert [(f.state, f.todo) for f in row.findings(npu=False)] == [("not run", "")]
-    assert Report("doctor", "pypi", tuple(row.findings(npu=False))).exit_code == 0
-    assert Report("doctor", "a3", tuple(row.findings(npu=True))).exit_code == 1
-
-
-def test_findings_before_an_error_are_kept():
-    def look():
-        yield Result(True, "first")
-        raise RecipeError("broken")
-
-    found = NodeCheck("a", "how", "expected", "todo", look).findings(npu=False)
-    assert [(one.state, one.found) for one in found] == [("fine", "first"), ("problem", "RecipeError: broken")]
+    codes = [Report("doctor", "a3", tuple(row.findings(npu=npu))).exit_code for npu in (False, True)]
+    assert codes == [0, 1]
 
 
 def test_a_probe_over_an_interface_that_is_not_there_says_so():
