@@ -101,8 +101,8 @@ make_venv() { # an empty environment, only where nothing of anybody else's is
 
 pin_of() { grep -oE "^$1==[^ ]+" "$main_pins" || true; }
 
-with_hashes() { # the entries of the pin files whose pins are given, a line each on standard input
-    awk 'NR == FNR {wanted[$1]; next} /^[^ ]/ {on = $1 in wanted} on' - "$main_pins" "$nodeps_pins"
+with_hashes() { # the entries of these pins in the pin files
+    awk -v pins=" $* " '/^[^ ]/ {on = index(pins, " " $1 " ")} on' "$main_pins" "$nodeps_pins"
 }
 
 install_torch() { # the CPU build if an index offers it; no other package gets to choose; before the others and without hashes
@@ -119,7 +119,7 @@ install_torch() { # the CPU build if an index offers it; no other package gets t
 install_all() { # into an environment that runs; every step leaves alone what is right already
     local setuptools damaged torch
     setuptools=$(pin_of setuptools)
-    [ -z "$setuptools" ] || with_hashes <<<"$setuptools" | "${pip[@]}" -q --no-deps -r /dev/stdin || pip_failed "install $setuptools"
+    [ -z "$setuptools" ] || with_hashes "$setuptools" | "${pip[@]}" -q --no-deps -r /dev/stdin || pip_failed "install $setuptools"
     install_torch
     say "$(cat "$main_pins" "$nodeps_pins" | grep -c '^[^#]*==') pinned packages"
     # --no-deps: the two files are the whole list, nothing unpinned comes along; build with the pinned setuptools. Their hashes make
@@ -130,8 +130,10 @@ install_all() { # into an environment that runs; every step leaves alone what is
         say "putting back what is damaged: $(paste -sd' ' <<<"$damaged" | cut -c1-90)"
         torch=$(grep '^torch==' <<<"$damaged" || true)
         [ -z "$torch" ] || with_progress "${pip[@]}" "${index[@]}" --no-deps --ignore-installed "$torch" || pip_failed "put back torch"
-        with_hashes < <(grep -v '^torch==' <<<"$damaged") >"$venv/setup-damaged.txt"
-        with_progress "${pip[@]}" --no-deps --no-build-isolation --ignore-installed -r "$venv/setup-damaged.txt" ||
+        # shellcheck disable=SC2086 # one word each
+        with_hashes ${damaged/"$torch"/} >"$venv/setup-damaged.txt"
+        [ ! -s "$venv/setup-damaged.txt" ] ||
+            with_progress "${pip[@]}" --no-deps --no-build-isolation --ignore-installed -r "$venv/setup-damaged.txt" ||
             pip_failed "put back damaged packages"
     fi
     if [ ${#project[@]} -gt 0 ]; then

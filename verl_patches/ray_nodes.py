@@ -126,7 +126,7 @@ def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
         output, error = done.stdout, done.stderr.strip().splitlines() or ["no message"]
     except subprocess.TimeoutExpired:
-        output, error = "", [f"no answer within {limit_s:g} s"]
+        output, error = "", [f"no answer of all nodes within {limit_s:g} s: look at Ray's logs on its head"]
     line = next((line for line in output.splitlines() if line.startswith(ANSWER)), None)
     if line is None:
         raise RecipeError(f"{request['address']}: {error[-1]}")
@@ -232,9 +232,10 @@ def _find_address(given: str) -> tuple[str, str, str]:
     from ray._private import services
     from ray._private.utils import get_ray_address_file
 
-    start = "Start Ray on its nodes first: train --dry-run prints the commands; or"
+    start = "Start Ray on its nodes first (train --dry-run prints the commands), or"
     if given != "auto":
-        return given, "recipe.ray_address", f"{start} correct recipe.ray_address"
+        source = "the configuration (recipe.ray_address, or the head of a job)"
+        return given, source, f"{start} correct the address"
     variable = os.environ.get("RAY_ADDRESS", "")
     if variable not in ("", "auto"):
         return variable, "the environment variable RAY_ADDRESS", f"{start} unset RAY_ADDRESS"
@@ -247,7 +248,7 @@ def _find_address(given: str) -> tuple[str, str, str]:
     if latest and (latest in others or not running):
         return latest, f"the file {file}", f"{start} remove that file, which a Ray that has ended left behind"
     if others:
-        return min(others), "a raylet on this machine", f"{start} end that raylet with `ray stop`"
+        return min(others), "a raylet on this machine", f"{start} end that raylet"
     text = f"recipe.ray_address is auto, but no Ray runs here, RAY_ADDRESS is unset, and there is no file {file}"
     raise ConfigError(f"{text}. {start} set recipe.ray_address to HOST:PORT")
 
@@ -273,11 +274,12 @@ def _fault_of_head(address: str, limit_s: float) -> str | None:
 
 def ask(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a request, as the module describes it."""
+    address = answering_address(request["address"])
     if "job" in request:
-        return {"nodes": _wait_for(**request)}
+        return {"nodes": _wait_for(**{**request, "address": address})}
     import ray
 
-    ray.init(address=answering_address(request["address"]), log_to_driver=False, logging_level="ERROR")
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     nodes = living()
     if not request.get("command"):
         return {"nodes": nodes, "probes": {}}

@@ -63,7 +63,7 @@ def test_a_stale_address_is_named_with_where_it_was_found_and_what_to_do(no_ray_
     with stale_address(listens) as address:
         given, todo = "auto", "remove that file"
         if source == "recipe.ray_address":
-            given, todo = address, "correct recipe.ray_address"
+            given, todo = address, "correct the address"
         elif source == "RAY_ADDRESS":
             monkeypatch.setenv("RAY_ADDRESS", address)
             todo = "unset RAY_ADDRESS"
