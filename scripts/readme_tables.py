@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import recipe_runs  # noqa: E402
 
 from verl_patches.catalog import ROWS  # noqa: E402
-from verl_patches.doctor.doctor import ACROSS, NODE_ROWS  # noqa: E402
+from verl_patches.doctor.doctor import ALL_ROWS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402
@@ -179,13 +179,12 @@ def machines_table() -> str:
 
 
 def checks_table() -> str:
-    """One row a check of `doctor`; what is not as expected is a problem, or a note where the row says so."""
+    """Return one row a check of `doctor`."""
     text = []
-    for where, rows in (("each node", NODE_ROWS), ("all nodes", ACROSS)):
+    for where, rows in (("each node", NODE_ROWS), ("all nodes", ALL_ROWS)):
         text += [f"| check of {where} | how it is found | expected | what to do |", "|---" * 4 + "|"]
         for row in rows:
-            expected = (row.expected or "what the plan needs") + (" (else a note)" if row.severity == "note" else "")
-            cells = row.name, row.how, expected, row.todo
+            cells = row.name, row.how, row.expected, row.todo
             text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         text.append("")
     return "\n".join(text)

@@ -99,31 +99,41 @@ make_venv() { # an empty environment, only where nothing of anybody else's is
     rm -f "$started"
 }
 
-pin_of() { grep -E "^$1==" "$main_pins" || true; }
+pin_of() { grep -oE "^$1==[^ ]+" "$main_pins" || true; }
 
-install_torch() { # the CPU build if an index offers it; no other package gets to choose
+with_hashes() { # the entries of these pins in the pin files
+    awk -v pins=" $* " '/^[^ ]/ {on = index(pins, " " $1 " ")} on' "$main_pins" "$nodeps_pins"
+}
+
+install_torch() { # the CPU build if an index offers it; no other package gets to choose; before the others and without hashes
     local pin; pin=$(pin_of torch)
     [ -n "$pin" ] || return 0
     say "torch: the CPU build of $pin"
     if "${pip[@]}" -q --no-deps "${index[@]}" "$pin+cpu" >"$log" 2>&1; then return 0; fi
     grep -q "No matching distribution" "$log" || pip_failed "install $pin+cpu" # a network fault is no reason for a CUDA build
     say "torch: no build named ${pin#*==}+cpu is offered; taking the plain one (it can be a CUDA build of several GB)"
-    with_progress "${pip[@]}" "${index[@]}" --constraint "$main_pins" "$pin" || pip_failed "install $pin"
+    sed -e '/^ /d' -e 's/ \\$//' "$main_pins" >"$venv/setup-constraints.txt"
+    with_progress "${pip[@]}" "${index[@]}" --constraint "$venv/setup-constraints.txt" "$pin" || pip_failed "install $pin"
 }
 
 install_all() { # into an environment that runs; every step leaves alone what is right already
-    local setuptools damaged
+    local setuptools damaged torch
     setuptools=$(pin_of setuptools)
-    [ -z "$setuptools" ] || "${pip[@]}" -q --no-deps "$setuptools" || pip_failed "install $setuptools"
+    [ -z "$setuptools" ] || with_hashes "$setuptools" | "${pip[@]}" -q --no-deps -r /dev/stdin || pip_failed "install $setuptools"
     install_torch
-    say "$(cat "$main_pins" "$nodeps_pins" | grep -c '==') pinned packages"
-    # --no-deps: the two files are the whole list, nothing unpinned comes along; build with the pinned setuptools
+    say "$(cat "$main_pins" "$nodeps_pins" | grep -c '^[^#]*==') pinned packages"
+    # --no-deps: the two files are the whole list, nothing unpinned comes along; build with the pinned setuptools. Their hashes make
+    # pip check what it downloads; torch is installed already
     with_progress "${pip[@]}" --no-deps --no-build-isolation -r "$main_pins" -r "$nodeps_pins" || pip_failed "install the pins"
     damaged=$(check | sed -n 's/^damaged //p' || true)
     if [ -n "$damaged" ]; then
         say "putting back what is damaged: $(paste -sd' ' <<<"$damaged" | cut -c1-90)"
+        torch=$(grep '^torch==' <<<"$damaged" || true)
+        [ -z "$torch" ] || with_progress "${pip[@]}" "${index[@]}" --no-deps --ignore-installed "$torch" || pip_failed "put back torch"
         # shellcheck disable=SC2086 # one word each
-        with_progress "${pip[@]}" "${index[@]}" --no-deps --no-build-isolation --ignore-installed $damaged ||
+        with_hashes ${damaged/"$torch"/} >"$venv/setup-damaged.txt"
+        [ ! -s "$venv/setup-damaged.txt" ] ||
+            with_progress "${pip[@]}" --no-deps --no-build-isolation --ignore-installed -r "$venv/setup-damaged.txt" ||
             pip_failed "put back damaged packages"
     fi
     if [ ${#project[@]} -gt 0 ]; then
@@ -145,7 +155,7 @@ finish() { # checked, imports, stamped
 repair() { # 0: repaired; 1: this environment is past it; ends the script where a new one would fare no better
     (install_all) || {
         local probe=$venv/.setup-probe status=0
-        "$venv/bin/python" -I -m pip -q download --no-deps --no-cache-dir -d "$probe" "$(grep -m1 -E '==' "$main_pins")" \
+        "$venv/bin/python" -I -m pip -q download --no-deps --no-cache-dir -d "$probe" "$(grep -m1 -oE '^[^# ]+==[^ ]+' "$main_pins")" \
             >/dev/null 2>&1 || status=1
         rm -rf "$probe"
         [ "$status" = 0 ] || exit 1 # no package can be had: install_all has said what to do

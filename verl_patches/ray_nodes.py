@@ -1,6 +1,7 @@
 """Ray's nodes: their ports and `ray start` (`RayPorts`, `ray_start`), and questions to those of a running Ray.
 
-They are asked in a process that is in it (`living`, `on_node`, `results`), or by `ask_nodes`.
+They are asked in a process that is in it (`living`, `on_node`, `results`), or by `ask_nodes`. Every start takes the
+address of a Ray from `answering_address`.
 
 `ask_nodes` runs this module as a program (`python -m verl_patches.ray_nodes JSON`), so that its caller joins no Ray,
 whose client ends its process where the head goes away. JSON is {address} and one of
@@ -29,13 +30,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_patches.errors import RecipeError
+from verl_patches.errors import ConfigError, RecipeError
 
 ANSWER = "NODES"
 JOB, RANK_LABEL = "verl_patches/job", "verl_patches/rank"  # labels that `cluster up` gives a node
 POLL_S = 1.0
 CLOCK_CALLS = 5  # the quickest counts
 CALL_S = 30  # of a call that returns at once, and beyond a command's own limit
+HEAD_S = 15  # for Ray's head to answer at all
 
 
 # the ports of Ray on a node, and the `ray start` command of a node: both are made nowhere else
@@ -118,16 +120,16 @@ def ray_start(
 
 
 def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """What this program answers to a request within `limit_s`; RecipeError with its last line where no Ray does."""
+    """Return what this program answers to a request within `limit_s`; RecipeError with its last line where it fails."""
     try:
         command = [sys.executable, "-m", __name__, json.dumps(dict(request))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
         output, error = done.stdout, done.stderr.strip().splitlines() or ["no message"]
     except subprocess.TimeoutExpired:
-        output, error = "", [f"no answer within {limit_s:g} s"]
+        output, error = "", [f"no answer of all nodes within {limit_s:g} s: look at Ray's logs on its head"]
     line = next((line for line in output.splitlines() if line.startswith(ANSWER)), None)
     if line is None:
-        raise RecipeError(f"no Ray answers at {request['address']} ({error[-1]})")
+        raise RecipeError(f"{request['address']}: {error[-1]}")
     return json.loads(line.removeprefix(ANSWER))
 
 
@@ -208,32 +210,76 @@ def _node_class() -> Any:
     return Node
 
 
-def address_of(given: str) -> str:
-    """`given`; for "auto" the HOST:PORT of a Ray on this machine that others may join. ConnectionError without one.
+def answering_address(given: str, limit_s: float = HEAD_S) -> str:
+    """Return the HOST:PORT of the Ray that `given` ("auto" or HOST:PORT) names, once its head has answered.
 
-    Ray itself also takes one that a run has started for itself, which listens on the loopback alone, looks for it at
-    this machine's other address, and never ends.
+    Ray's own client waits many minutes for a head that is gone: every start asks here first. ConfigError says which
+    address was asked, where it was found and what to do.
+    """
+    address, source, todo = _find_address(given)
+    if fault := _fault_of_head(address, limit_s):
+        raise ConfigError(f"no Ray answers at {address}, the address of {source}: {fault}. {todo}")
+    return address
+
+
+def _find_address(given: str) -> tuple[str, str, str]:
+    """Return (HOST:PORT, where it was found, what to do where it does not answer).
+
+    "auto" is the Ray of RAY_ADDRESS, or one on this machine that others may join. Ray itself also takes one that a run
+    has started for itself, which listens on the loopback alone, looks for it at this machine's other address, and never
+    ends.
     """
     from ray._private import services
+    from ray._private.utils import get_ray_address_file
 
-    if given != "auto" or os.environ.get("RAY_ADDRESS", "") not in ("", "auto"):  # our driver has the configuration's
-        return given
+    start = "Start Ray on its nodes first (train --dry-run prints the commands), or"
+    if given != "auto":
+        source = "the configuration (recipe.ray_address, or the head of a job)"
+        return given, source, f"{start} correct the address"
+    variable = os.environ.get("RAY_ADDRESS", "")
+    if variable not in ("", "auto"):
+        return variable, "the environment variable RAY_ADDRESS", f"{start} unset RAY_ADDRESS"
+    file = get_ray_address_file(None)
     running, latest = services.find_gcs_addresses(), services.find_bootstrap_address(None)
     others = {address for address in running if not address.startswith(("127.", "[::1]:", "localhost:"))}
     if running and not others:
-        raise ConnectionError(f"each Ray on this machine is a run's own ({', '.join(running)}), which no other joins")
-    if len(others) == len(running):
-        return given  # Ray chooses
-    return latest if latest in others else min(others)
+        found = f"each Ray on this machine is a run's own ({', '.join(sorted(running))}), which no other joins"
+        raise ConfigError(f"{found}. {start} end that run")
+    if latest and (latest in others or not running):
+        return latest, f"the file {file}", f"{start} remove that file, which a Ray that has ended left behind"
+    if others:
+        return min(others), "a raylet on this machine", f"{start} end that raylet"
+    text = f"recipe.ray_address is auto, but no Ray runs here, RAY_ADDRESS is unset, and there is no file {file}"
+    raise ConfigError(f"{text}. {start} set recipe.ray_address to HOST:PORT")
+
+
+def _fault_of_head(address: str, limit_s: float) -> str | None:
+    """Return why no head of a Ray answers a call at HOST:PORT within `limit_s`; None where one does."""
+    import grpc
+    from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
+    from ray._private.utils import init_grpc_channel
+    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
+    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+
+    channel = init_grpc_channel(address, options=GLOBAL_GRPC_OPTIONS)
+    try:
+        NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=limit_s)
+    except grpc.RpcError as error:
+        late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        return f"no answer within {limit_s:g} s" if late else " ".join(error.details().split())
+    finally:
+        channel.close()
+    return None
 
 
 def ask(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to a request, as the module describes it."""
+    address = answering_address(request["address"])
     if "job" in request:
-        return {"nodes": _wait_for(**request)}
+        return {"nodes": _wait_for(**{**request, "address": address})}
     import ray
 
-    ray.init(address=address_of(request["address"]), log_to_driver=False, logging_level="ERROR")
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     nodes = living()
     if not request.get("command"):
         return {"nodes": nodes, "probes": {}}
@@ -315,9 +361,8 @@ def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str
     calls = []
     world = settings["local"] * len(answered)
     for number, (node, actor) in enumerate(answered):
-        facts = _facts(node["answer"]["output"])
         own = {**settings, "address": address, "world": world, "first": settings["local"] * number}
-        own["interface"] = (facts.get("interface") or {}).get("name")
+        own["interface"] = _interface(node["answer"]["output"])
         calls.append(actor.run.remote(["-m", "verl_patches.platform.all_reduce_probe", json.dumps(own)], limit_s))
     for (node, _), result in zip(answered, _results(calls, limit_s), strict=True):
         if result is None or result["code"]:
@@ -328,13 +373,16 @@ def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str
     return {"measured": measured, "world": world}
 
 
-def _facts(output: str) -> dict[str, Any]:
-    """The facts of the one node in a report of `doctor --this-node --json`; empty where there is none."""
+def _interface(output: str) -> str | None:
+    """Return the interface of the one node in a report of `doctor --this-node --json`; None where there is none."""
     try:
-        return json.loads(output)["nodes"][0]["facts"]
+        return json.loads(output)["nodes"][0]["interface"]
     except (ValueError, LookupError, TypeError):
-        return {}
+        return None
 
 
 if __name__ == "__main__":
-    sys.stdout.write(ANSWER + json.dumps(ask(json.loads(sys.argv[1]))) + "\n")
+    try:
+        sys.stdout.write(ANSWER + json.dumps(ask(json.loads(sys.argv[1]))) + "\n")
+    except ConfigError as refused:
+        sys.exit(str(refused))

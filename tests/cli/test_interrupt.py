@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -54,9 +55,13 @@ def an_up_over_ssh(tmp_path, job):
     return ["cluster", "up", str(tmp_path / "job.yaml")]
 
 
+SILENT = socket.create_server(("127.0.0.1", 0))
+
+
 def a_doctor(tmp_path, job):
     """A doctor that asks a Ray which does not answer."""
-    return ["doctor", "deepseekv3_tiny_cpu", "recipe.ray_address=127.0.0.1:9", "trainer.nnodes=1"]
+    address = f"127.0.0.1:{SILENT.getsockname()[1]}"
+    return ["doctor", "deepseekv3_tiny_cpu", f"recipe.ray_address={address}", "trainer.nnodes=1"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""How many nodes a run finds in its Ray; that a real Ray answers is in test_doctor.py."""
+"""How many nodes a run finds in its Ray, and addresses that nobody answers at; a real Ray is in test_doctor.py."""
 
 import socket
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,7 +11,7 @@ from verl_patches import ray_nodes
 from verl_patches.config.environment import worker_environment
 from verl_patches.config.resolve import changed
 from verl_patches.errors import ConfigError
-from verl_patches.launch.ray_cluster import check_nodes, list_nodes, require_nodes, worker_settings
+from verl_patches.launch.ray_cluster import check_nodes, list_nodes, ray_options, require_nodes, worker_settings
 
 NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
 
@@ -45,10 +45,59 @@ def test_several_nodes_need_a_ray_that_runs(run):
         require_nodes(alone)
 
 
-def test_an_address_without_ray_is_refused(monkeypatch):
-    monkeypatch.setattr(ray_nodes, "__name__", "no_such_program")
-    with pytest.raises(ConfigError, match=r"no Ray answers at .*no_such_pr.*--dry-run prints the ray commands"):
-        list_nodes("127.0.0.1:1")
+@contextmanager
+def stale_address(listens):
+    """HOST:PORT that is held all the time: it refuses connections, or it `listens` and never answers."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        if listens:
+            held.listen()
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.fixture
+def no_ray_here(monkeypatch, tmp_path):
+    """No raylet runs as far as Ray sees; its file of the latest address would be the one that is returned."""
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["refuses", "never answers"])
+@pytest.mark.parametrize("source", ["recipe.ray_address", "RAY_ADDRESS", "the file"])
+def test_a_stale_address_is_named_with_where_it_was_found_and_what_to_do(no_ray_here, monkeypatch, source, listens):
+    with stale_address(listens) as address:
+        given, todo = "auto", "remove that file"
+        if source == "recipe.ray_address":
+            given, todo = address, "correct the address"
+        elif source == "RAY_ADDRESS":
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            todo = "unset RAY_ADDRESS"
+        else:
+            no_ray_here.write_text(address)
+            source = str(no_ray_here)
+        with pytest.raises(ConfigError) as refused:
+            ray_nodes.answering_address(given, limit_s=2.0)
+    text = str(refused.value)
+    assert f"no Ray answers at {address}, the address of " in text and source in text and todo in text
+    assert ("no answer within 2 s" in text) == listens and ("refused" in text) == (not listens)
+
+
+def test_every_start_asks_first(no_ray_here, monkeypatch):
+    """A command that asks the nodes in a process of its own, and a driver; without any address auto says so."""
+    with pytest.raises(ConfigError, match="no Ray runs here, RAY_ADDRESS is unset, and there is no file"):
+        ray_nodes.answering_address("auto")
+    with stale_address(listens=False) as address:
+        with pytest.raises(ConfigError, match=f"recipe.ray_address is .*no Ray answers at {address}.*--dry-run"):
+            list_nodes(address)
+        joined = composed("deepseekv3_tiny_cpu", [f"recipe.ray_address={address}"])
+        with pytest.raises(ConfigError, match=f"no Ray answers at {address}"):
+            ray_options(joined)
+    assert (
+        ray_options(changed(joined, {"recipe.ray_address": None}))["address"] == "local"
+    )  # not one whose file it finds
 
 
 def test_workers_of_several_nodes_choose_their_interface_on_cpus_too():
@@ -65,9 +114,13 @@ OWN, A = "127.0.0.1:47120", "10.0.0.1:6379"
 @pytest.mark.parametrize(
     ("found", "latest", "variable", "taken"),
     [
-        (set(), None, "", "auto"),
+        (set(), None, "", None),
+        ({A}, A, "", A),
         ({OWN, A}, OWN, "", A),
         ({OWN, A}, OWN, "auto", A),  # environment.py gives the driver recipe.ray_address as RAY_ADDRESS
+        ({OWN, A}, OWN, "h:1", "h:1"),
+        ({"[::1]:5", A}, "10.0.0.9:1", "", A),  # the latest has gone
+        (set(), "10.0.0.9:1", "", "10.0.0.9:1"),  # as it may have here: its head is asked
         ({OWN}, OWN, "", None),
     ],
 )
@@ -76,6 +129,5 @@ def test_auto_joins_no_ray_that_a_run_started_for_itself(monkeypatch, found, lat
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: found)
     monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: latest)
     monkeypatch.setenv("RAY_ADDRESS", variable)
-    assert ray_nodes.address_of("10.0.0.2:1") == "10.0.0.2:1"
-    with nullcontext() if taken else pytest.raises(ConnectionError, match=OWN):
-        assert ray_nodes.address_of("auto") == taken
+    with nullcontext() if taken else pytest.raises(ConfigError, match=OWN if found else "no Ray runs here"):
+        assert ray_nodes._find_address("auto")[0] == taken

@@ -41,7 +41,7 @@ def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(nodes, tmp
     doctor = [*program, "doctor", "deepseekv3_tiny_cpu", *overrides, "--json"]
     smoke = [*program, "smoke", "layout=tp2ep2", "--steps", "1", "--run", "r", *overrides]
     smoke.append(f"recipe.output_root={tmp_path}")
-    line = f"{shlex.join(doctor)} > {tmp_path}/doctor.json; {shlex.join(smoke)}"  # doctor: no jemalloc here, for one
+    line = f"{shlex.join(doctor)} > {tmp_path}/doctor.json; {shlex.join(smoke)}"
     job = {
         "name": "four",
         "provider": "ssh",

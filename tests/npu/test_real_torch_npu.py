@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 def pins(name):
     lines = (CONFIGS / name).read_text().splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    return dict(line.split()[0].split("==") for line in lines if line and not line.startswith(("#", " ")))
 
 
 def test_it_is_the_pinned_wheel_on_one_pretended_die_and_not_in_the_cpu_lines_environment(npu):

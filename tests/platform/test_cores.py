@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.doctor.recorded import NPU_SMI_A3
+from tests.platform.recorded import NPU_SMI_A3
 from verl_patches.platform.npu.cores import bind, core_sets, topology
 from verl_patches.platform.npu.npu_tools import parse_npu_smi
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.doctor import recorded
+from tests.platform import recorded
 from verl_patches.platform.npu.npu_tools import Die, NotUnderstoodError, field, parse_npu_smi
 
 

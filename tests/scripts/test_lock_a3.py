@@ -1,6 +1,7 @@
 """configs/requirements-a3.txt: every package of the image of line a3 has a file for aarch64 and both Pythons, still."""
 
 import lock_a3
+import lock_hashes
 import pytest
 from packaging.utils import canonicalize_name
 
@@ -22,16 +23,48 @@ def test_the_lock_has_the_pins_and_meets_our_requirements(python):
 
 def test_a_package_that_differs_between_the_pythons_has_a_marker(monkeypatch, tmp_path):
     found = {"3.10": {"a": "1", "b": "1", "only": "3"}, "3.11": {"a": "1", "b": "2"}}
-    text = lock_a3.text_of(found)
-    assert text.splitlines()[-4:] == [
-        "a==1",
-        'b==1 ; python_version == "3.10"',
-        'b==2 ; python_version == "3.11"',
-        'only==3 ; python_version == "3.10"',
+    hashes = {"3.10": {"a": {"x", "y"}, "b": {"z"}, "only": {"w"}}, "3.11": {"a": {"x"}, "b": {"v"}}}
+    text = lock_a3.text_of(found, hashes)
+    assert text.replace(" \\\n   ", "").splitlines()[-4:] == [
+        "a==1 --hash=sha256:x --hash=sha256:y",
+        'b==1 ; python_version == "3.10" --hash=sha256:z',
+        'b==2 ; python_version == "3.11" --hash=sha256:v',
+        'only==3 ; python_version == "3.10" --hash=sha256:w',
     ]
     monkeypatch.setattr(lock_a3, "LOCK", tmp_path / "lock.txt")
     lock_a3.LOCK.write_text(text)
     assert {python: lock_a3.locked(python) for python in found} == found
+
+
+def test_every_pin_of_both_lines_has_its_hashes_and_the_files_stay_readable():
+    texts = [path.read_text() for path in (lock_a3.LOCK, *lock_hashes.FILES)]
+    for text in texts:
+        pins = [line for line in lock_hashes.without_hashes(text).splitlines() if not line.startswith("#")]
+        entries = [entry for entry in text.replace(" \\\n", "").splitlines() if not entry.startswith("#")]
+        assert len(pins) == len(entries) and all("--hash=sha256:" in entry for entry in entries)
+    assert sum(len(text.splitlines()) for text in texts) <= 1500
+    assert lock_hashes.without_hashes("a==1 \\\n    --hash=sha256:b \\\n    --hash=sha256:c\nd==2\n") == "a==1\nd==2\n"
+
+
+def test_hashes_are_those_of_files_that_pip_may_choose():
+    def file(name):
+        return {"name": f"a-1-{name}", "hashes": {"sha256": name}}
+
+    fits = ["py3-none-any.whl", "cp38-abi3-manylinux2014_x86_64.manylinux_2_17_x86_64.whl"]
+    fits += [f"cp311-cp311-manylinux_2_28_{machine}.whl" for machine in lock_hashes.MACHINES]
+    others = ["cp310-cp310-linux_x86_64.whl", "cp311-cp311-musllinux_1_2_x86_64.whl", "cp311-cp311-win_amd64.whl"]
+    package = {"name": "a", "version": "1", "wheels": [*map(file, fits), *map(file, others)], "sdist": file("sdist")}
+    assert lock_hashes._hashes(package, "3.11") == set(fits)
+    assert lock_hashes._hashes({**package, "wheels": [file(fits[-1])]}, "3.11") == {fits[-1], "sdist"}
+    with pytest.raises(lock_hashes.NoFile, match="a==1: no wheel of Python 3.11"):
+        lock_hashes._hashes({"name": "a", "version": "1", "wheels": [file(others[0])]}, "3.11")
+
+
+def test_without_write_later_files_change_nothing_and_a_hash_that_has_gone_does():
+    text = "# pins\na==1 \\\n    --hash=sha256:x \\\n    --hash=sha256:y\n"
+    assert lock_hashes.rewritten(text, lambda pins: {"a": {"x", "y", "z"}}, write=False) == text
+    assert "sha256:z" in lock_hashes.rewritten(text, lambda pins: {"a": {"x", "y", "z"}}, write=True)
+    assert "sha256:y" not in lock_hashes.rewritten(text, lambda pins: {"a": {"x"}}, write=False)
 
 
 @pytest.fixture
@@ -48,3 +81,33 @@ def reachable():
 def test_it_resolves_to_the_same_again(reachable, request, capsys):
     code = lock_a3.main(["--upstream", str(request.config.getoption("--upstream"))])
     assert code == 0, capsys.readouterr()
+
+
+@pytest.mark.nightly
+def test_line_pypi_has_the_hashes_of_the_index_again(reachable, capsys):
+    assert lock_hashes.main([]) == 0, capsys.readouterr()
+
+
+@pytest.mark.nightly
+def test_a_pin_without_a_file_for_aarch64_is_refused(reachable):
+    before = A3.model_copy(update={"packages": {**A3.packages, "tensordict": "0.6.2"}})  # the pin until 2026-11
+    with pytest.raises(lock_a3.NoFile, match=r"tensordict==0\.6\.2 has no wheels with a matching platform"):
+        lock_a3.resolve(lock_a3.pinned(before), "3.11", "--no-deps")
+    alone = ["tensordict==0.6.2"]
+    with pytest.raises(lock_a3.NoFile):
+        lock_a3.resolve(alone, "3.10", "--no-deps")
+    found = lock_a3.resolve(alone, "3.10", "--no-deps", platform="x86_64-manylinux_2_28")
+    assert found == {"tensordict": "0.6.2"}
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        ("HTTP status client error (404 Not Found) for url (http://host/a.whl)", lock_a3.NoFile),
+        ("HTTP status server error (503 Service Unavailable) for url (http://host/a.whl)", lock_a3.NotReachable),
+        ("error sending request for url (http://host/a.whl)", lock_a3.NotReachable),
+    ],
+)
+def test_a_file_that_an_index_lacks_is_no_index_that_does_not_answer(cause, kind):
+    assert type(lock_hashes._fault(f"error: Failed to fetch: http://host/a.whl\n  cause: {cause}")) is kind
+    assert type(lock_hashes._fault("no solution found: a has no wheels")) is lock_a3.NoFile

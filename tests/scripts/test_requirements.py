@@ -33,11 +33,12 @@ def requirements() -> dict[str, Requirement]:
 
 
 def pins(*files: Path) -> dict[str, str]:
-    """{canonical name: version}; every line must be an exact pin, and no name may come twice."""
+    """{canonical name: version}; every entry must be an exact pin with hashes, and no name may come twice."""
     found: dict[str, str] = {}
-    for line in (line for file in files for line in file.read_text().splitlines()):
+    for line in (line for file in files for line in file.read_text().replace(" \\\n", "").splitlines()):
         if line and not line.startswith("#"):
-            name, version = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)", line).groups()
+            pattern = r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)(?: +--hash=sha256:[0-9a-f]{64})+"
+            name, version = re.fullmatch(pattern, line).groups()
             assert canonicalize_name(name) not in found, line
             found[canonicalize_name(name)] = version
     return found

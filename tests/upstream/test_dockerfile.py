@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 
+import pytest
+
 from verl_patches.upstream.pins import PIN_FILE, load_pins
 
 A3 = load_pins().line("a3")
@@ -81,9 +83,33 @@ def test_pip_installs_the_lock_and_what_its_build_needs_first():
     assert ("COPY", "configs/requirements-a3.txt /tmp/requirements-a3.txt") in FOUND
     first = command.partition(" | ")[0].replace("/tmp/requirements-a3.txt", str(LOCK))
     done = subprocess.run(["bash", "-c", first], capture_output=True, text=True, check=True)
-    assert [line.partition("==")[0] for line in done.stdout.splitlines()] == ["setuptools", "wheel"]
+    lines = done.stdout.splitlines()
+    assert [line.partition("==")[0] for line in lines if line[0] != " "] == ["setuptools", "wheel"]
+    assert len(lines) == 2 + done.stdout.count("--hash=sha256:") > 3
     installs = [part for rest in RUNS for part in re.split(r"&&|\|", rest) if "pip install" in part]
-    assert len(installs) == 7 and all("--no-deps" in part for part in installs)  # the lock is the whole list
+    assert len(installs) == 8 and all("--no-deps" in part for part in installs)  # the lock is the whole list
+
+
+def test_the_constraints_of_a_container_are_the_lock_without_hashes(tmp_path):
+    (write,) = [rest for rest in RUNS if "constraints.txt" in rest]
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / LOCK.name).write_text(LOCK.read_text())
+    subprocess.run(["bash", "-c", write], check=True, cwd=tmp_path)
+    lines = [line for line in (tmp_path / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    assert len(lines) == LOCK.read_text().count("==") - LOCK.read_text().count("python_version ==")
+    assert all(re.fullmatch(r'[\w.-]+==[\w.]+( ; python_version == "3\.\d+")?', line) for line in lines)
+
+
+@pytest.mark.parametrize("mirror", ["", "https://mirror/openeuler/"])
+def test_a_yum_mirror_replaces_the_hosts_of_the_repositories(tmp_path, mirror):
+    repo = tmp_path / "openEuler.repo"
+    given = "baseurl=http://host/V/OS/$basearch/\nmetalink=https://host/metalink?repo=$releasever\ngpgkey=http://host/V/KEY\n"
+    repo.write_text(given)
+    (command,) = [rest for rest in RUNS if "YUM_MIRROR" in rest]
+    command = command.partition("yum install")[0].replace("/etc/yum.repos.d", str(tmp_path)) + "true"
+    subprocess.run(["bash", "-c", command], check=True, env={"PATH": os.environ["PATH"], "YUM_MIRROR": mirror})
+    of_mirror = "baseurl=https://mirror/openeuler/V/OS/$basearch/\ngpgkey=https://mirror/openeuler/V/KEY\n"
+    assert repo.read_text() == (of_mirror if mirror else given)
 
 
 def test_every_bash_of_a_container_has_canns_environment(tmp_path):

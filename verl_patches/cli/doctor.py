@@ -10,15 +10,14 @@ import typer
 from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, print_json, show
 from verl_patches.cli.run import Upstream
-from verl_patches.config.compose import compose, keys_of
+from verl_patches.config.compose import compose
 from verl_patches.doctor import doctor
-from verl_patches.doctor.node_checks import MODEL, Node
+from verl_patches.doctor.node_checks import Node
 from verl_patches.errors import ConfigError
-from verl_patches.launch.smoke import CONFIG_NAME, LEARN_CONFIG_NAME
+from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.planning.memory_plan import with_recompute
 from verl_patches.platform import NO_DEVICE
-from verl_patches.rules import RULES
 from verl_patches.upstream.checkouts import trees_of
 
 PRODUCTION = "deepseekv3_256die_true_weight"
@@ -36,23 +35,23 @@ def doctor_command(
 ) -> None:
     """Check this node, and all nodes of the run's Ray, before a run; nothing is started or changed.
 
+    Every call is bounded. Where no Ray answers at recipe.ray_address, that is a problem, and this node is checked.
+
     Exit code 0: no problem was found. 1: a problem, or on platform npu a check that could not be made. 2: wrong use.
     """
     words = words or []
     name, overrides = (words[0], words[1:]) if words and "=" not in words[0] else (_default(), words)
     run = with_recompute(compose(name, overrides, rows_of, trees_of(upstream)))
-    has_model = name not in (CONFIG_NAME, LEARN_CONFIG_NAME) or MODEL in keys_of(overrides)  # `smoke` makes its own
-    node = Node(run, rows_of(run.platform), RULES, head=head, has_model=has_model)
+    node = Node(run, head=head)
     if this_node or node.nodes == 1 and run.recipe.ray_address is None:
-        answer = doctor.this_node(node)
+        report, nodes = doctor.this_node(node)
     elif run.recipe.ray_address is None:
         raise ConfigError(f"trainer.nnodes is {node.nodes}: set recipe.ray_address=auto, or give --this-node")
     else:
         options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
-        answer = doctor.all_nodes(doctor.ask(node, [name, *overrides, *options]))
-    report = doctor.report_of(answer)
+        report, nodes = doctor.all_nodes(node, [name, *overrides, *options])
     if as_json:
-        print_json(answer)
+        print_json({**report.as_dict(), "nodes": nodes})
     else:
         show(report)
     raise typer.Exit(report.exit_code)

@@ -157,7 +157,8 @@ def _driver(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str, ...]]:
         "TMPDIR": (temp, "scratch files in one folder that is removed after the run"),
     }
     if recipe.ray_address is not None:
-        variables["RAY_ADDRESS"] = (recipe.ray_address, "recipe.ray_address")
+        joined = os.environ.get("RAY_ADDRESS", "") if recipe.ray_address == "auto" else ""
+        variables["RAY_ADDRESS"] = (joined or recipe.ray_address, "recipe.ray_address, or where it is auto the shell's")
     else:
         variables["RAY_TMPDIR"] = (f"{temp}/{RAY_FOLDER}", "a path short enough for sockets (107 bytes)")
     if recipe.platform == "npu" and (libraries := preload(os.environ)):

@@ -1,99 +1,83 @@
-"""What a node must have before a run: one table of checks, made on the node itself; nothing is started or changed.
+"""The checks of a node before a run: one table, made on the node itself; nothing is started or changed.
 
-A check gets a Node and yields what it saw. `doctor` makes all of them on every node (doctor/doctor.py compares nodes);
-the start of a run makes those that refuse it, by the same functions. Rows about dies are in npu_checks.py.
+A check gets a Node and yields what it saw, within CHECK_S: a tool, a driver or a file system that hangs costs its own
+row and no other. The rows about dies are in npu_checks.py, what only several nodes have is in doctor.py.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import resource
-import shlex
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
 
 from verl_patches.config import hccl
 from verl_patches.config.files import Need, disk_detail, disk_fault, disk_needs
-from verl_patches.errors import ConfigError, RecipeError, fault_of
+from verl_patches.errors import fault_of
 from verl_patches.launch.ray_cluster import object_store_bytes
-from verl_patches.launch.run_folder import require_lasting_folders, require_output_folder
-from verl_patches.patching.contract import Sources, check
 from verl_patches.patching.report import NOT_RUN, Finding
-from verl_patches.patching.spec import PatchSpec
 from verl_patches.planning.plan import host_bytes
-from verl_patches.platform import NO_DEVICE
-from verl_patches.platform import require as require_platform
+from verl_patches.platform import all_reduce_probe
 from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
-from verl_patches.platform.npu.machine import INSTALL_JEMALLOC, preload, stale_locks
-from verl_patches.platform.npu.npu_tools import NotUnderstoodError
 from verl_patches.processes import taken_by
-from verl_patches.spec import Rules, RunSpec
+from verl_patches.spec import A3, RunSpec
 from verl_patches.upstream import versions
-from verl_patches.upstream.checkouts import LINE
-from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import load_pins
 
-TOOL_S, PROBE_S = 30, 150
+TOOL_S = 30
+CHECK_S = 200  # of a check; more than all_reduce_probe.PROBE_S
 _OF_GLOO = "GLOO_SOCKET_IFNAME"
-MODEL = "actor_rollout_ref.model.path"
 GIB, GB = 1 << 30, 1e9
 # files and processes: 16 workers with Ray's and HCCL's sockets and some hundred threads each; on a CPU a tiny run
 OPEN_FILES, PROCESSES = {True: 65536, False: 4096}, {True: 65536, False: 2048}
 FREE_BYTES = {True: 20 * GIB, False: GIB}  # of a folder for logs and sockets
-PROBE_MIB, PROBE_REPEAT = 16, 3
-_CONTAINER = "bash scripts/start_container.sh sets it"
+RATE_BYTES = {True: GIB, False: GIB // 16}  # of the file by which a disk is measured
 
 
-def run_tool(command: Sequence[str]) -> tuple[int, str]:
-    """(exit code, output and errors together) of a command; FileNotFoundError where it is not installed."""
+def run_tool(command: Sequence[str]) -> str:
+    """Return output and errors of a command; FileNotFoundError where it is not installed, TimeoutExpired in time."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, **streams, text=True, errors="replace", timeout=TOOL_S)
-    return done.returncode, done.stdout
+    process = subprocess.Popen(command, **streams, text=True, errors="replace")
+    try:
+        return process.communicate(timeout=TOOL_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: a process that hangs in its driver does not end
+        raise
 
 
 @dataclass(frozen=True)
 class Machine(versions.Machine):
     """What checks look at; the defaults are this process and this machine."""
 
-    run: Callable[[Sequence[str]], tuple[int, str]] = run_tool
-    devices: Path = Path("/dev")
+    run: Callable[[Sequence[str]], str] = run_tool
     cgroup: Path = Path("/sys/fs/cgroup")
-    proc: Path = hccl.PROC
-    limit: Callable[[int], tuple[int, int]] = resource.getrlimit
 
     def output(self, *command: str) -> str | None:
-        """Output and errors of a command; None where it is neither on PATH nor among the driver's tools."""
+        """Return what a command prints; None where it is neither on PATH nor among the driver's tools."""
         for name in (command[0], str(self.ascend / "driver" / "tools" / command[0])):
             with suppress(FileNotFoundError):
-                return self.run((name, *command[1:]))[1]
+                return self.run((name, *command[1:]))
         return None
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node and the run it will host.
-
-    rows: the catalogue. rules: the table of rules. head: HOST:PORT of Ray's head, None where no Ray runs. has_model:
-    whether the run's model is there already; `smoke` makes its own.
-    """
+    """One node and the run it will host. head: HOST:PORT of Ray's head, None where no Ray runs."""
 
     run: RunSpec
-    rows: Sequence[PatchSpec]
-    rules: Rules
     machine: Machine = Machine()
     head: str | None = None
-    has_model: bool = True
 
     @property
     def npu(self) -> bool:
@@ -111,9 +95,12 @@ class Node:
         return self.run.verl.trainer.n_gpus_per_node
 
     @cached_property
-    def npu_smi(self) -> str | None:
-        """The output of `npu-smi info`, which takes seconds; None where it is not installed."""
-        return self.machine.output("npu-smi", "info")
+    def npu_smi(self) -> str | Exception | None:
+        """The output of `npu-smi info`, or why it gave none; None where it is not installed."""
+        try:
+            return self.machine.output("npu-smi", "info")
+        except (OSError, subprocess.SubprocessError) as error:  # kept: it is not asked again
+            return error
 
     @cached_property
     def interface(self) -> tuple[str, str] | None:
@@ -129,9 +116,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Result:
-    """What a check saw: `ok` is None where it could not be made. Empty texts are those of the row.
+    """What a check saw of itself or of a part with a `name`: `ok` is None where it could not be made.
 
-    `name`: of a part of the check, such as one die.
+    Empty texts are those of the row.
     """
 
     ok: bool | None
@@ -140,235 +127,124 @@ class Result:
     todo: str = ""
     name: str = ""
     where: str = ""
-    details: tuple[str, ...] = ()
     state: str = ""
 
 
 class NotRunError(Exception):
-    """A check could not be made: why, and what to do about it."""
-
-    def __init__(self, why: str, todo: str = ""):
-        super().__init__(why)
-        self.todo = todo
+    """A check could not be made. Arguments: why, and where it is known what to do about it."""
 
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """One check of doctor: how it is made, what it expects, the severity of a fault, the command that mends it."""
+    """One check of doctor: how it is made, what it expects, the command that mends a fault."""
 
     name: str
     how: str
     expected: str
     todo: str
     results: Callable[..., Iterable[Result]]
-    severity: str = "problem"
 
     def findings(self, *context: Any, npu: bool) -> list[Finding]:
-        """The findings of the check; on npu one that could not be made is a problem."""
-        seen = []
-        try:
-            for one in self.results(*context):
-                seen.append(one)
-        except NotRunError as error:
-            seen.append(Result(None, str(error), todo=error.todo))
-        except NotUnderstoodError as error:
-            seen.append(Result(False, f"not understood: {error}", state="problem"))
-        except (ConfigError, RecipeError, OSError, subprocess.SubprocessError) as error:
-            seen.append(Result(False, str(error) or type(error).__name__, state="problem"))
-        return [self._finding(one, npu) for one in seen]
+        """Return the findings of the check, made within CHECK_S; on npu one that could not be made is a problem."""
+        seen: list[Result] = []
+
+        def look() -> None:
+            try:
+                for one in self.results(*context):
+                    seen.append(one)
+            except NotRunError as error:
+                why, *todo = error.args
+                seen.append(Result(None, why, todo="".join(todo)))
+            except Exception as error:  # a problem of this check, whatever it is: the others are made all the same
+                seen.append(Result(False, f"{type(error).__name__}: {error}"))
+
+        thread = Thread(target=look, name=f"doctor: {self.name}", daemon=True)
+        thread.start()
+        thread.join(CHECK_S)
+        if thread.is_alive():
+            seen.append(Result(False, f"no end within {CHECK_S} s: a tool, its driver or a file system hangs"))
+        return [self._finding(one, npu) for one in list(seen)]
 
     def _finding(self, seen: Result, npu: bool) -> Finding:
-        state = {True: "fine", False: self.severity, None: "problem" if npu else NOT_RUN}[seen.ok]
+        state = {True: "fine", False: "problem", None: "problem" if npu else NOT_RUN}[seen.ok]
         found = f"not run: {seen.found}" if seen.ok is None else seen.found
         todo = "" if state == NOT_RUN else seen.todo or ("" if seen.ok else self.todo)
         name = f"{self.name}: {seen.name}" if seen.name else self.name
-        return Finding(name, seen.state or state, seen.where, seen.expected or self.expected, found, todo, seen.details)
+        return Finding(name, seen.state or state, seen.where, seen.expected or self.expected, found, todo)
 
 
-# sources
-
-
-def _platform(node: Node) -> Iterator[Result]:
-    platform = node.run.recipe.platform
-    fault = fault_of(require_platform, platform)
-    yield Result(fault is None, fault or platform)
-
-
-def _folded(
-    findings: Iterable[Finding], what: str, report: str, shown: Collection[str] = ("problem", "note")
-) -> Iterator[Result]:
-    """The findings in a state of `shown`, each by its name, one line for all that are fine, and one for other notes."""
-    fine, notes = [], []
+def _versions(node: Node) -> Iterator[Result]:
+    line, trees = node.run.line, node.run.trees
+    findings, other = versions.compare(line, node.machine, trees=trees).findings, versions.installed_line(node.machine)
+    if other not in (None, line):
+        if node.npu or not trees.folders:
+            todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else "bash scripts/setup.sh"
+            yield Result(False, f"the packages of line {other}", f"the packages of line {line}", f"leave them: {todo}")
+            return
+        findings = [one for one in findings if one.name in load_pins().line(line).repositories]  # --upstream, on a CPU
     for one in findings:
-        if one.state == "fine":
-            fine.append(one)
-        elif one.state not in shown:
-            notes.append(one)
-        else:
-            yield Result(False, one.found, one.expected, one.todo, one.name, one.where, one.details, one.state)
-    if notes:
-        todo = f"python -m verl_patches {report} lists them"
-        yield Result(
-            True, f"{len(notes)} could be compared in part, or not at all", todo=todo, name="notes", state="note"
-        )
-    if fine:
-        yield Result(True, f"{len(fine)} {what}")
-
-
-_OTHER_LINE = {  # what to do on a machine of the other line, whose packages stay
-    "a3": "leave them: run this in the image of configs/Dockerfile.a3, or on a CPU with --upstream DIR; "
-    "doctor deepseekv3_tiny_cpu checks what is here",
-    "pypi": "leave them: bash scripts/setup.sh makes an environment of line pypi beside them",
-}
-
-
-def _other_line(node: Node) -> Result | None:
-    """What is said once where the installed packages are those of another line, each of which would differ."""
-    line = node.run.recipe.line
-    other = versions.installed_line(node.machine)
-    found, expected = f"the packages of line {other}", f"the packages of line {line}"
-    return Result(False, found, expected, _OTHER_LINE[line]) if other not in (None, line) else None
-
-
-def _pins(node: Node) -> Iterator[Result]:
-    line = node.run.recipe.line
-    if (other := _other_line(node)) and (node.npu or not node.run.trees.folders):
-        yield other
-    elif line == LINE and node.run.recipe.platform in NO_DEVICE:  # its packages are an NPU image's
-        findings = source_findings(load_pins().line(line), roots_of(line, node.run.trees))
-        yield from _folded(findings, "as pinned", "versions")
-    else:
-        report = versions.compare(line, node.machine, trees=node.run.trees)
-        findings = [f for f in report.findings if f.name != "not supported" and f.where != "config"]
-        yield from _folded(findings, "as pinned", "versions")
-
-
-def _drift(node: Node) -> Iterator[Result]:
-    if not node.run.trees.folders and (other := _other_line(node)):
-        yield Result(None, f"installed are {other.found}", todo="as for pins")
-        return
-    line = node.run.recipe.line
-    roots, pins = roots_of(line, node.run.trees), load_pins().line(line)
-    of_package = dict(zip(roots, source_findings(pins, roots), strict=True))
-    verified = {package: f"{f.name}, {f.found}" for package, f in of_package.items() if f.state == "fine"}
-    sources = Sources(roots, not node.run.trees.folders, versions=pins.packages, verified=verified)
-    yield from _folded(check(node.rows, line, sources).findings, "as reviewed", "check", shown=("problem",))
-
-
-# files
-
-
-def _files(node: Node) -> Iterator[Result]:
-    run = replace(node.run, given=frozenset((MODEL, "recipe.rewards") if node.has_model else ()))
-    for found in (each for rule in node.rules.files for each in rule(run)):
-        if found.name.startswith(("model", "reward model")):  # `train` looks at what the trainer alone reads
-            yield Result(found.ok, found.detail, name=found.name, state="note" if found.ok and found.note else "")
+        if one.state != "fine" and one.name != "not supported" and one.where != "config":
+            yield Result(False, one.found, one.expected, one.todo, one.name, one.where, one.state)
+    yield Result(True, f"{sum(one.state == 'fine' for one in findings)} as pinned")
 
 
 def _disk(node: Node) -> Iterator[Result]:
-    temporary = Path(tempfile.gettempdir())
-    needs = [
-        *disk_needs(node.run),
-        Need("temporary", temporary, FREE_BYTES[node.npu], "Ray's sockets and logs", "TMPDIR"),
-    ]
-    fault = disk_fault(needs)
-    yield Result(fault is None, fault or disk_detail(needs), "room for what the run writes")
-    fault = fault_of(require_output_folder, node.run)
-    yield Result(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
-    fault = fault_of(require_lasting_folders, node.run)
-    todo = "" if fault is None else "cluster down, add volumes to the job file, cluster up (docs/cluster.md#volumes)"
-    yield Result(fault is None, fault or "yes", "outlives the container", todo, "run, lasting")
+    needs = disk_needs(node.run)
+    own = Need("temporary", Path(tempfile.gettempdir()), FREE_BYTES[node.npu], "Ray's sockets and logs", "TMPDIR")
+    fault = disk_fault([*needs, own])
+    yield Result(fault is None, fault or disk_detail([*needs, own]))
+    places = [next(place for place in (need.folder, *need.folder.parents) if place.is_dir()) for need in needs]
+    for place in {place.stat().st_dev: place for place in places}.values():
+        written, read = disk_rates(place, RATE_BYTES[node.npu])
+        rates = f"writes {written / GB:.2f} GB/s, reads {read / GB:.2f} GB/s"
+        found = f"{rates} (one process, {RATE_BYTES[node.npu] >> 20} MiB)"
+        yield Result(True, found, "a file can be written", name=f"rate in {place}")
 
 
-# memory and limits
+def disk_rates(folder: Path, size_bytes: int) -> tuple[float, float]:
+    """Return (written, read) bytes/s of a file in `folder` that has no name and is gone afterwards.
+
+    It is written to the disk and read from there: the page cache is asked to drop it in between.
+    """
+    block = os.urandom(min(size_bytes, 8 << 20))
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        start = time.perf_counter()
+        for _ in range(size_bytes // len(block)):
+            file.write(block)
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        while file.read(len(block)):
+            pass
+        return size_bytes / (written - start), size_bytes / (time.perf_counter() - written)
 
 
-def _shared_memory(node: Node) -> Iterator[Result]:
-    usage, need = shutil.disk_usage("/dev/shm"), object_store_bytes(node.run)
-    found = f"{usage.total / GB:.1f} GB, {usage.free / GB:.1f} GB free"
-    yield Result(usage.total >= need, found, f"{need / GB:.1f} GB for Ray's object store")
-
-
-_MEMORY_FILES = (  # limit, use, its parts and the one that is page cache: control groups v2 and v1
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
-
-
-def _available_bytes(cgroup: Path) -> int:
-    """Memory that this node has left, under the container's limit where it has one (control groups v2, or v1)."""
-    available = psutil.virtual_memory().available
-    for limit, used, stat, cache in _MEMORY_FILES:
-        if (cgroup / limit).is_file() and (cgroup / used).is_file():
-            most = (cgroup / limit).read_text().strip()
-            if most == "max":
-                return available
-            lines = (cgroup / stat).read_text().splitlines() if (cgroup / stat).is_file() else []
-            cached = int(dict(line.split() for line in lines).get(cache, 0))  # of files, given back when it is needed
-            return min(available, int(most) - int((cgroup / used).read_text()) + cached)
-    return available
-
-
-def _host_memory(node: Node) -> Iterator[Result]:
+def _memory(node: Node) -> Iterator[Result]:
     states, store = host_bytes(node.run), object_store_bytes(node.run)
-    need, left = states + store, _available_bytes(node.machine.cgroup)
-    expected = (
-        f"{need / GB:.1f} GB (modelled): {states / GB:.1f} by the workers, {store / GB:.1f} by Ray's object store"
-    )
-    yield Result(left >= need, f"{left / GB:.1f} GB available", expected)
+    shared, left = shutil.disk_usage("/dev/shm"), psutil.virtual_memory().available
+    found = f"{shared.total / GB:.1f} GB, {shared.free / GB:.1f} GB free"
+    todo = "docker run --shm-size 256g, as scripts/start_container.sh sets"
+    yield Result(shared.total >= store, found, f"{store / GB:.1f} GB for Ray's object store", todo, "/dev/shm")
+    expected = f"{(states + store) / GB:.1f} GB (modelled): {states / GB:.1f} by the workers, the rest in /dev/shm"
+    yield Result(left >= states + store, f"{left / GB:.1f} GB available", expected, name="host")
 
 
 def _limits(node: Node) -> Iterator[Result]:
-    limit, infinite = node.machine.limit, resource.RLIM_INFINITY
+    infinite, npu = resource.RLIM_INFINITY, node.npu
     rules = {
-        "open files": (resource.RLIMIT_NOFILE, OPEN_FILES[node.npu]),
-        "processes": (resource.RLIMIT_NPROC, PROCESSES[node.npu]),
+        "open files": (resource.getrlimit(resource.RLIMIT_NOFILE)[0], OPEN_FILES[npu]),
+        "processes": (resource.getrlimit(resource.RLIMIT_NPROC)[0], PROCESSES[npu]),
     }
-    if node.npu:
-        rules["locked memory"] = resource.RLIMIT_MEMLOCK, infinite
-    for name, (number, need) in rules.items():
-        soft = limit(number)[0]
-        if name == "processes":
-            for file in ("pids.max", "pids/pids.max"):
-                soft = _under(soft, node.machine.cgroup / file)
+    if npu:
+        rules["locked memory"] = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], infinite
+    for file in (node.machine.cgroup / "pids.max", node.machine.cgroup / "pids/pids.max"):  # v2 and v1
+        if file.is_file() and (text := file.read_text().strip()) != "max":
+            rules["processes of the container"] = int(text), PROCESSES[npu]
+    for name, (soft, need) in rules.items():
+        found, wanted = ("unlimited" if value == infinite else str(value) for value in (soft, need))
         ok = soft == infinite or (need != infinite and soft >= need)
-        words = ["unlimited" if value == infinite else str(value) for value in (soft, need)]
-        yield Result(ok, words[0], words[1] if need == infinite else f"at least {words[1]}", name=name)
-
-
-def _under(soft: int, file: Path) -> int:
-    """The smaller of a limit and a control group's."""
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return soft
-    if text == "max":
-        return soft
-    return int(text) if soft == resource.RLIM_INFINITY else min(soft, int(text))
-
-
-def _jemalloc(node: Node) -> Iterator[Result]:
-    preloaded = node.machine.environ.get("LD_PRELOAD", "").replace(":", " ").split()
-    absent = [file for file in preloaded if "/" in file and not Path(file).exists()]
-    named = [file for file in preloaded if "jemalloc" in file]
-    if absent:
-        yield Result(False, f"LD_PRELOAD names {', '.join(absent)}, which does not exist", state="problem")
-    elif node.npu or named:
-        there = "" if named else f"; {preload({}) or 'no libjemalloc.so.2'} on this machine"
-        yield Result(bool(named), (f"LD_PRELOAD={':'.join(preloaded)}" if preloaded else "LD_PRELOAD is unset") + there)
-    else:
-        yield Result(True, "not needed on this platform")
-
-
-def _locks(node: Node) -> Iterator[Result]:
-    locks = stale_locks(node.machine.environ)
-    for lock in locks:
-        yield Result(False, f"held by no process that this user sees: {lock}", todo=f"rm {shlex.quote(str(lock))}")
-    if not locks:
-        yield Result(True, "none")
-
-
-# network
+        yield Result(ok, found, wanted if need == infinite else f"at least {wanted}", name=name)
 
 
 def _interface(node: Node) -> Iterator[Result]:
@@ -382,15 +258,16 @@ def _interface(node: Node) -> Iterator[Result]:
     own = {part: of for of in SOCKETS for part in node.machine.environ.get(of, "").lstrip("=").split(",")}
     faults = (fault_of(refuse_loopback, node.nodes, part, of) for part, of in {**own, name: why}.items())
     fault = next(filter(None, faults), None) or fault_of(require_interface, name, why)
-    up = not fault and psutil.net_if_stats()[name].isup
-    yield Result(up, fault or f"{name}, by {why}" + ("" if up else ", which is down"))
+    state = None if fault else psutil.net_if_stats()[name]
+    found = fault or f"{name}, by {why}, MTU {state.mtu}" + ("" if state.isup else ", which is down")
+    yield Result(bool(state and state.isup), found)
 
 
 def _ports(node: Node) -> Iterator[Result]:
     if not node.run.as_npu:
         yield Result(True, "HCCL is not used on this platform")
         return
-    ports = hccl.check_ports(node.run, node.machine.proc)
+    ports = hccl.check_ports(node.run)
     yield Result(ports.ok, ports.detail, name="HCCL, range")
     first, last = hccl.node_ports(node.run)["all"]
     taken = [port for port in range(first, last + 1) if taken_by(port, ("127.0.0.1", ""))]
@@ -399,58 +276,23 @@ def _ports(node: Node) -> Iterator[Result]:
     yield Result(not taken, found, f"{first} to {last} free", todo + "base_port", "HCCL, free")
 
 
-def probe(settings: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, float]:
-    """{seconds, bus_bytes_per_s} of platform/all_reduce_probe.py on this node; RecipeError where it fails."""
-    command = [sys.executable, "-m", "verl_patches.platform.all_reduce_probe", json.dumps(dict(settings))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, env=dict(environ))
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
-    if done.returncode or not lines:
-        errors = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
-        raise RecipeError(errors[-1] if errors else f"the probe exited with {done.returncode} and no message")
-    return json.loads(lines[0])
-
-
-def probe_settings(backend: str, ranks: int, interface: str | None, mib: int = PROBE_MIB) -> dict[str, Any]:
-    """Settings of `probe` for `ranks` ranks on this node alone."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    known = {"backend": backend, "address": address, "interface": interface, "mib": mib, "repeat": PROBE_REPEAT}
-    return {**known, "first": 0, "local": ranks, "world": ranks}
-
-
-def speed(measured: Mapping[str, float], what: str) -> str:
-    """One sentence about a probe's result."""
-    return f"{what}: {1e3 * measured['seconds']:.1f} ms, {measured['bus_bytes_per_s'] / GB:.2f} GB/s"
-
-
 def _gloo(node: Node) -> Iterator[Result]:
     name = node.interface[0] if node.interface else "lo"
-    measured = probe(probe_settings("gloo", 2, name), node.machine.environ)
-    yield Result(True, speed(measured, f"2 processes, {PROBE_MIB} MiB, {name}"))
+    measured = all_reduce_probe.measure_alone("gloo", 2, name, node.machine.environ)
+    yield Result(True, all_reduce_probe.speed(measured, f"2 processes, {all_reduce_probe.MIB} MiB, {name}"))
 
 
 HOST_ROWS = (
-    NodeCheck("platform", "is torch_npu installed", "what recipe.platform needs",
-        "run this in the image of configs/Dockerfile.a3", _platform),
-    NodeCheck("pins", "as `versions`: packages, commits, edited files, driver, firmware, CANN, variables",
-        "configs/upstream.yaml", "python -m verl_patches versions", _pins),
-    NodeCheck("drift", "as `check`: each row's target on disk", "as reviewed",
-        "python -m verl_patches check", _drift),
-    NodeCheck("files", "headers, sizes and index of the weights",
-        "whole files of the planned model", "python -m verl_patches weights verify DIR reads every byte", _files),
-    NodeCheck("disk", "free space of the folders", "", "free some, or take another folder: recipe.output_root, "
+    NodeCheck("versions", "as `versions`: packages, commits, edited files, driver, firmware, CANN, variables",
+        "configs/upstream.yaml", "python -m verl_patches versions", _versions),
+    NodeCheck("disk", "free space, and the rate of a nameless file that is written, synced and read in each folder",
+        "room for what the run writes", "free some, or take another folder: recipe.output_root, "
         "trainer.default_local_dir, TMPDIR", _disk),
-    NodeCheck("shared memory", "size of /dev/shm", "", f"docker run --shm-size 256g; {_CONTAINER}", _shared_memory),
-    NodeCheck("host memory", "available memory, and the container's limit", "",
-        "ps aux --sort -rss | head names the largest programs: end them, or raise docker run --memory", _host_memory),
-    NodeCheck("limits", "ulimit, and the container's pids.max", "",
+    NodeCheck("memory", "size of /dev/shm, available memory", "room for Ray's object store and the workers",
+        "ps aux --sort -rss | head names the largest programs: end them", _memory),
+    NodeCheck("limits", "ulimit, and the container's pids.max", "large enough, by platform",
         "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",
         _limits),
-    NodeCheck("jemalloc", "LD_PRELOAD", "libjemalloc in LD_PRELOAD",
-        f"{INSTALL_JEMALLOC}; cluster up and a run that starts its own Ray preload it", _jemalloc, "note"),
-    NodeCheck("extension locks", "`lock` in TORCH_EXTENSIONS_DIR, or ~/.cache/torch_extensions",
-        "none that no process holds: every later compilation waits for it",
-        "remove it, unless another machine that shares the folder compiles", _locks),
     NodeCheck("interface", "own variables, recipe.hccl.interface, or the route to Ray's head",
         "an interface that is up; not the loopback between nodes",
         "ip -brief address lists them; set recipe.hccl.interface, or HCCL_, GLOO_ and TP_SOCKET_IFNAME", _interface),
@@ -459,8 +301,3 @@ HOST_ROWS = (
     NodeCheck("gloo", "an all-reduce of 2 processes on this node", "the right sum",
         "ip -brief address; the interface must carry this node's own address", _gloo),
 )  # fmt: skip
-
-
-def check_node(node: Node, rows: Sequence[NodeCheck]) -> list[Finding]:
-    """The findings of all node rows on this node, in their order."""
-    return [finding for row in rows for finding in row.findings(node, npu=node.npu)]

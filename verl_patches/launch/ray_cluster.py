@@ -49,13 +49,14 @@ def ray_options(run: RunSpec) -> dict[str, Any]:
         "runtime_env": {HOOK: recipe.worker_process_setup_hook},
     }
     if recipe.ray_address is not None:
-        return {**options, "address": ray_nodes.address_of(recipe.ray_address)}
+        return {**options, "address": ray_nodes.answering_address(recipe.ray_address)}
     workers = run.verl.trainer.n_gpus_per_node
     devices = {"resources": {"NPU": workers}} if run.verl.trainer.device == "npu" else {"num_gpus": workers}
     if recipe.platform in NO_DEVICE:
         devices["object_store_memory"] = _OBJECT_STORE_BYTES
     return {
         **options,
+        "address": "local",  # without it Ray joins one whose file it finds
         **devices,
         "num_cpus": run.verl.ray_init.num_cpus or workers + 4,
         "include_dashboard": False,
@@ -77,13 +78,11 @@ def list_nodes(address: str) -> list[dict[str, Any]]:
 
 
 def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """`ray_nodes.ask_nodes`, of the address recipe.ray_address; ConfigError if no Ray answers."""
+    """Return `ray_nodes.ask_nodes` of the address recipe.ray_address; ConfigError if no Ray answers."""
     try:
         return ray_nodes.ask_nodes(request, limit_s)
     except RecipeError as error:
-        raise ConfigError(
-            f"recipe.ray_address: {error}. Start it on every node first: --dry-run prints the ray commands"
-        ) from None
+        raise ConfigError(f"recipe.ray_address is {error}") from None
 
 
 def require_nodes(run: RunSpec) -> None:

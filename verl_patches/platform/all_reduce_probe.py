@@ -5,21 +5,49 @@ address: HOST:PORT of rank 0, interface: where the node's own variables name non
 Each rank is a process of its own.
 Prints {seconds, bus_bytes_per_s} of one all-reduce, from the node's first rank; exits with 1 where a rank fails or the
 sum is wrong. bus_bytes_per_s is size x 2 (world - 1) / world / seconds, the figure of nccl-tests. HCCL was not tried.
+`measure_alone` runs it on one node.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from verl_patches.errors import RecipeError
 from verl_patches.processes import die_with_parent
 
 TIMEOUT_S = 60  # of a rendezvous and of a collective
+PROBE_S = 150  # of the program
+MIB, REPEAT = 16, 3
+
+
+def measure_alone(
+    backend: str, ranks: int, interface: str | None, environ: Mapping[str, str], mib: int = MIB
+) -> dict[str, float]:
+    """Return {seconds, bus_bytes_per_s} of `ranks` ranks on this node alone; RecipeError where the program fails."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = {"backend": backend, "address": address, "interface": interface, "mib": mib, "repeat": REPEAT}
+    settings |= {"first": 0, "local": ranks, "world": ranks}
+    command = [sys.executable, "-m", "verl_patches.platform.all_reduce_probe", json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, env=dict(environ))
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+    if done.returncode or not lines:
+        errors = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
+        raise RecipeError(errors[-1] if errors else f"the probe exited with {done.returncode} and no message")
+    return json.loads(lines[0])
+
+
+def speed(measured: Mapping[str, float], what: str) -> str:
+    """Return one sentence about a result."""
+    return f"{what}: {1e3 * measured['seconds']:.1f} ms, {measured['bus_bytes_per_s'] / 1e9:.2f} GB/s"
 
 
 def main(settings: dict[str, Any]) -> int:

@@ -1,6 +1,6 @@
 """What `npu-smi` and `hccn_tool` print, as data. Text that is not understood is an error, never a pass.
 
-The formats are those of the outputs in tests/doctor/recorded.py (drivers 25.2 to 26.0, Atlas A3), with the source
+The formats are those of the outputs in tests/platform/recorded.py (drivers 25.2 to 26.0, Atlas A3), with the source
 of each beside it. An A3 card has two chips ("dies"), whose number on the node is Phy-ID.
 """
 

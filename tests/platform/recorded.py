@@ -1,6 +1,6 @@
 """Outputs of npu-smi and hccn_tool as people published them, with their source; shortened where it says so."""
 
-# 16 dies of an idle Atlas A3 node, driver 25.2.1: vllm-project/vllm-ascend issue 5850, whole
+# 16 dies of an idle Atlas A3 node, driver 25.2.1: vllm-project/vllm-ascend issue 5850; processes of NPU 1 to 6 left out
 NPU_SMI_A3 = """\
 +------------------------------------------------------------------------------------------------+
 | npu-smi 25.2.1                   Version: 25.2.1                                               |
@@ -60,18 +60,6 @@ NPU_SMI_A3 = """\
 | NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
 +===========================+===============+====================================================+
 | No running processes found in NPU 0                                                            |
-+===========================+===============+====================================================+
-| No running processes found in NPU 1                                                            |
-+===========================+===============+====================================================+
-| No running processes found in NPU 2                                                            |
-+===========================+===============+====================================================+
-| No running processes found in NPU 3                                                            |
-+===========================+===============+====================================================+
-| No running processes found in NPU 4                                                            |
-+===========================+===============+====================================================+
-| No running processes found in NPU 5                                                            |
-+===========================+===============+====================================================+
-| No running processes found in NPU 6                                                            |
 +===========================+===============+====================================================+
 | No running processes found in NPU 7                                                            |
 +===========================+===============+====================================================+
