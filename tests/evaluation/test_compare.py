@@ -9,12 +9,21 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from tests.evaluation.test_curves import VERL, rows, written
-from tests.evaluation.test_damaged_runs import strictly
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.compare import LIMITS, errors_of, judge, limits_for, write_baseline
 from verl_patches.evaluation.curves import LOSSES_OF_POLICY, Curves, read_curves
 from verl_patches.evaluation.plots import errors_figure
 from verl_patches.weights.run_folders import take_start
+
+
+def strictly(text):
+    """JSON as other programs read it: without NaN and Infinity."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
 
 NUMBERS = st.floats(-1e6, 1e6)
 STEPS = st.dictionaries(st.integers(1, 50), st.tuples(NUMBERS, NUMBERS), min_size=1)
