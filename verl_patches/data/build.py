@@ -11,6 +11,8 @@ import json
 import os
 import pickle
 import re
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -21,7 +23,6 @@ from verl_patches.data.output import MANIFEST, TEST, TRAIN, whole_folder, write_
 from verl_patches.data.settings import REASONS, Settings
 from verl_patches.data.sources import Source, file_facts, prompt_tokens, read_tokenizer, sources_of
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.processes import die_with_parent
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -95,21 +96,32 @@ def _records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
             yield {"origin": f"{source.name}:{line}", "record": pickle.dumps(record)}
 
 
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone: the processes of datasets would outlive a kill -9.
+
+    PR_SET_PDEATHSIG is of the thread that forked: it would kill workers that the pool replaces.
+    """
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> Dataset:
     """Return the dataset of MADE, a row for each record. ConfigError where there is none."""
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
     from multiprocess.util import register_after_fork
 
+    if all(next(source.rows(), None) is None for source in sources):  # datasets has an error of its own then
+        raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
     features = Features({"origin": Value("string"), "record": Value("binary")})
     given = {"cache_dir": str(scratch / "records"), "gen_kwargs": {"sources": tuple(sources)}}
     try:
         records = Dataset.from_generator(_records, features, **given)
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-    if not len(records):
-        raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
-    register_after_fork(records, lambda _: die_with_parent())  # datasets' processes would outlive a kill -9
+    watch = functools.partial(threading.Thread, target=_end_with, args=(os.getpid(),), daemon=True)
+    register_after_fork(records, lambda _: watch().start())  # in each process that map starts
     workers = min(settings.workers, len(records))
     try:
         return records.map(
