@@ -3,7 +3,7 @@
     python tests/benchmarks/data.py [--rows 1000000] [--workers 2]
 
 JSON lines of about 1 KB are made in a temporary folder and built, a fifth of them first. Peak memory is the sum of the
-resident memory of all processes, sampled; its bound is absolute, and so is that of its growth with each row.
+PSS of all processes, sampled; its bound is absolute, and so is that of its growth with each row.
 
 Prints JSON: a list of figures, each with `value` and `bound`. Exits 1 where a bound is missed.
 """
@@ -39,10 +39,10 @@ def peak_and_seconds(folder: Path, rows: int, workers: int) -> tuple[int, float]
     while process.poll() is None:
         try:
             root = psutil.Process(process.pid)
-            peak = max(peak, sum(each.memory_info().rss for each in (root, *root.children(recursive=True))))
+            peak = max(peak, sum(each.memory_full_info().pss for each in (root, *root.children(recursive=True))))
         except psutil.NoSuchProcess:
             pass  # it has ended meanwhile
-        time.sleep(0.1)
+        time.sleep(0.2)
     if process.returncode:
         raise RuntimeError(f"data build ended with code {process.returncode}")
     return peak, time.perf_counter() - start

@@ -60,11 +60,6 @@ def build_preset(name, out, **keys):
     return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False)
 
 
-@pytest.mark.parametrize("name", [path.stem for path in (ROOT / "data").glob("*.yaml") if path.stem != "templates"])
-def test_presets_can_be_read(name):
-    assert read_settings(ROOT / "data" / f"{name}.yaml").handler_name in RECORDS
-
-
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(

@@ -131,11 +131,6 @@ def test_a_panel_of_two_runs_is_refused(tmp_path):
         read(path)
 
 
-def test_later_values_of_a_step_replace_earlier_ones(tmp_path):
-    path = written(tmp_path / "m.jsonl", [{"step": 2, "critic/score/mean": 9.0}, *rows()])
-    assert read(path).values["reward"] == REWARD
-
-
 def test_a_value_is_a_number_also_as_text_or_not_there_and_else_an_error(tmp_path):
     values = ["NaN", float("nan"), "-Infinity", "0.5", None, ""]
     path = written(tmp_path / "m.jsonl", [{"step": n, "loss": value} for n, value in enumerate(values)])
