@@ -1,4 +1,4 @@
-"""Handlers of `data build`: what is read of a record, and the columns of the row that it becomes.
+"""Handlers of `data build`: what is read of a record, its prompt by prompt_type, and the row that it becomes.
 
 Each row has verl's columns (data_source, prompt, ability, reward_model, extra_info), and those that an objective on
 fixed data reads (objectives/settings.py). Whatever is wrong with a record is a ValueError: one sentence, without place.
