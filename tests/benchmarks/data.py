@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 from report import ROOT, figure, parser_of, print_report
 
-MEMORY_BOUND_MB, ROW_BOUND_BYTES = 700, 400  # digests and numbers of rows are Python's integers
+MEMORY_BOUND_MB, ROW_BOUND_BYTES = 500, 400  # digests and numbers of rows are Python's integers
 
 
 def anonymous_bytes(pid: int) -> int:
