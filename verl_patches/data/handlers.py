@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import StrictUndefined, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.maths import MAX_ANSWER_CHARS
@@ -68,6 +65,9 @@ class Template:
     """The Jinja text of a user message, and the system message or None. ConfigError for a text that is no Jinja."""
 
     def __init__(self, user: str, system: str | None = None):
+        from jinja2 import StrictUndefined, TemplateError  # here, as other commands need no jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
         self.system = system
         try:
             self._template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(user)
