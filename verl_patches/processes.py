@@ -65,22 +65,6 @@ def on_end_signals(act: Callable[[int], None]) -> dict[int, Any]:
     return {number: signal.signal(number, received) for number in numbers}
 
 
-@contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError after that CPU time of this process, which calls this in its main thread."""
-
-    def end(*_: object) -> None:
-        raise TimeoutError(f"it took more than {seconds:g} s of CPU time")
-
-    before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
 class Descendants:
     """Everything below this process that was not there when the object was made."""
 

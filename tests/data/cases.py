@@ -1,7 +1,6 @@
 """Records of each handler, and `data build` as a call."""
 
 import json
-from contextlib import nullcontext
 
 from pyarrow import parquet
 
@@ -45,17 +44,12 @@ def write_lines(path, records):
     return path
 
 
-def silent(what, total):
-    """No progress."""
-    return nullcontext(lambda count: None)
-
-
 def make(folder, records, handler="maths", overwrite=False, out="out", **keys):
     """(code, report) of a build of `records` to folder/out; records: a list, or a path."""
     source = write_lines(folder / "rows.jsonl", records) if isinstance(records, list) else records
     keys = {"input": str(source), "handler_name": handler, "output_prefix": str(folder / out), **keys}
     (folder / "build.yaml").write_text(json.dumps(keys))
-    return build(read_settings(folder / "build.yaml"), overwrite, silent)
+    return build(read_settings(folder / "build.yaml"), overwrite)
 
 
 def read(folder, name="train"):

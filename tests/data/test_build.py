@@ -1,10 +1,10 @@
 """`data build`: the same bytes whatever the workers are, what is left out and why, and never half an output."""
 
+import contextlib
 import hashlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.conftest import ROOT
-from tests.data.cases import RECORDS, contents, make, read, silent, write_lines
+from tests.data.cases import RECORDS, contents, make, read, write_lines
 from tests.ranks import HANG_S
 from verl_patches.__main__ import app
 from verl_patches.data import build as module
@@ -57,12 +57,7 @@ def test_the_sample_is_what_it_was(tmp_path):
 
 def build_preset(name, out, **keys):
     given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items()]
-    return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False, silent)
-
-
-@pytest.mark.parametrize("name", [path.stem for path in (ROOT / "data").glob("*.yaml") if path.stem != "templates"])
-def test_presets_can_be_read(name):
-    assert read_settings(ROOT / "data" / f"{name}.yaml").handler_name in RECORDS
+    return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False)
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))
@@ -79,11 +74,9 @@ def test_bytes_do_not_depend_on_the_workers(tmp_path_factory, numbers, seed, wor
     keys = {"seed": seed, "refuse_above": {"bad": 1}, "dataset_additional_keys": ["solution2"]}
     records = [{**record, "solution2": ["x", 1]} if record else record for record in records]
     made = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK_ROWS", 16)
-        for number, count in enumerate((1, workers)):
-            code, report = make(folder, records, out=f"out{number}", workers=count, log_interval=count, **keys)
-            made.append((code, {**report, "files": 0}, contents(folder / f"out{number}")))
+    for number, count in enumerate((1, workers)):
+        code, report = make(folder, records, out=f"out{number}", workers=count, log_interval=count, **keys)
+        made.append((code, {**report, "files": 0}, contents(folder / f"out{number}")))
     assert made[0] == made[1] and made[0][0] == 0
     assert make(folder, records, out="other", **{**keys, "seed": seed ^ 1})[0] == 0
     if len({n for n in numbers if isinstance(n, int)}) > 6:  # the control: another seed is another order
@@ -247,7 +240,7 @@ def test_an_error_or_a_second_writer_leaves_the_output_alone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("error", [OSError("no space"), SystemExit(143), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])
 def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, monkeypatch, error):
     make(tmp_path, MATHS)
     before, rename = contents(tmp_path / "out"), Path.rename
@@ -263,21 +256,6 @@ def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, mon
     assert contents(tmp_path / "out") == before and not (tmp_path / ".out.partial").exists()
 
 
-def test_files_of_others_where_the_scratch_is_are_left_alone(tmp_path):
-    work, theirs = tmp_path / ".out.partial", tmp_path / "theirs"
-    for folder in (work, theirs):
-        folder.mkdir()
-        (folder / "out").write_text("x")
-    for _ in range(2):
-        make(tmp_path, MATHS, overwrite=True)
-        assert len(read(tmp_path / "out")) == 36 and contents(work) == {"out": b"x"}
-    shutil.rmtree(work)
-    work.symlink_to(theirs)
-    with pytest.raises(ConfigError, match=r"\.out\.partial beside it, or scratch there, is a link"):
-        make(tmp_path, MATHS, overwrite=True)
-    assert contents(theirs) == {"out": b"x"} and work.is_symlink()
-
-
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, workers):
     """SIGKILL after different times; then a second call writes all, and no process or file of the first is left."""
@@ -288,10 +266,8 @@ def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, worker
     kills = 0
     for share in (0.0, 0.3, 0.6, 0.9):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        scratch = tmp_path / ".out.partial" / "scratch" / "rows"
-        while not scratch.exists() and process.poll() is None:
-            time.sleep(0.01)
-        while process.poll() is None and scratch.exists() and scratch.stat().st_size < share * 2_000_000:
+        scratch = tmp_path / ".out.partial" / "scratch"
+        while process.poll() is None and bytes_below(scratch) <= share * 6_000_000:
             time.sleep(0.005)
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.send_signal(signal.SIGKILL)
@@ -306,6 +282,16 @@ def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, worker
     assert done.returncode == 0, done.stderr
     assert len(read(tmp_path / "out")) == 5400
     assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
+
+
+def bytes_below(folder):
+    """Of files that come and go."""
+    sizes = []
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(os.path.getsize(os.path.join(path, name)))
+    return sum(sizes)
 
 
 def test_nothing_is_written_but_the_output(tmp_path):
@@ -330,7 +316,7 @@ def test_nothing_is_written_but_the_output(tmp_path):
 
 
 def test_a_killed_worker_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "make_chunk", _die)
+    monkeypatch.setattr(module, "make_rows", _die)
     with pytest.raises(RecipeError, match="a worker of data build was killed"):
         make(tmp_path, MATHS, workers=2)
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()

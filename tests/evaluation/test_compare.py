@@ -9,12 +9,21 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from tests.evaluation.test_curves import VERL, rows, written
-from tests.evaluation.test_damaged_runs import strictly
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.compare import LIMITS, errors_of, judge, limits_for, write_baseline
 from verl_patches.evaluation.curves import LOSSES_OF_POLICY, Curves, read_curves
 from verl_patches.evaluation.plots import errors_figure
 from verl_patches.weights.run_folders import take_start
+
+
+def strictly(text):
+    """JSON as other programs read it: without NaN and Infinity."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
 
 NUMBERS = st.floats(-1e6, 1e6)
 STEPS = st.dictionaries(st.integers(1, 50), st.tuples(NUMBERS, NUMBERS), min_size=1)
@@ -48,15 +57,6 @@ def test_curves_of_a_known_error_have_it(pairs, error, alone):
     assert found.relative == pytest.approx(expected, rel=1e-9)
 
 
-@given(STEPS)
-def test_errors_of_swapped_curves_are_equal_and_of_a_curve_and_itself_zero(pairs):
-    a, b = ({step: pair[i] for step, pair in pairs.items()} for i in (0, 1))
-    (there,), (back,) = errors_of(curves(loss=a), curves(loss=b)), errors_of(curves(loss=b), curves(loss=a))
-    assert there.absolute == back.absolute and there.largest == back.largest
-    (same,) = errors_of(curves(loss=a), curves(loss=a))
-    assert (same.absolute, same.relative, same.largest) == (0, 0, 0)
-
-
 @pytest.mark.parametrize("metric", LIMITS)
 @pytest.mark.parametrize(("share", "ok"), [(1.0, True), (0.99, True), (1.01, False)])
 def test_an_error_of_the_limit_is_within_it(metric, share, ok):
@@ -80,11 +80,10 @@ def test_a_reward_is_judged_before_a_loss_and_what_is_named_alone():
         judge(errors, {"entropy": 1.0})
 
 
-@pytest.mark.parametrize("of_a", [True, False])
-def test_a_loss_of_a_policy_is_judged_only_where_it_is_named(of_a):
+def test_a_loss_of_a_policy_is_judged_only_where_it_is_named():
     a, b = curves(loss=[0.0]), curves(loss=[0.0])
     assert limits_for(errors_of(a, b)) == {"loss": 0.02}  # control
-    (a if of_a else b).names["loss"] = min(LOSSES_OF_POLICY)
+    a.names["loss"] = min(LOSSES_OF_POLICY)
     with pytest.raises(ConfigError, match="name what is judged: --limit"):
         limits_for(errors_of(a, b))
     assert judge(errors_of(a, b), {"loss": 0.02})[0].ok
@@ -98,9 +97,9 @@ def test_a_run_that_ended_before_its_reference_fails():
     assert judge(errors_of(whole, whole), {"reward": 0.04})[0].ok
 
 
-@pytest.mark.parametrize(("bad", "both"), [(math.nan, True), (-math.inf, False)])
-def test_a_value_that_is_not_finite_fails(bad, both):
-    a, b = curves(reward=[0.5, bad, 0.5]), curves(reward=[0.5, bad if both else 0.5, 0.51])
+def test_a_value_that_is_not_finite_fails():
+    bad = math.nan
+    a, b = curves(reward=[0.5, bad, 0.5]), curves(reward=[0.5, 0.5, 0.51])
     (error,) = errors_of(a, b)
     assert error.not_finite == 2 and error.absolute == pytest.approx(0.005)
     (check,) = judge([error], {"reward": 1.0})
@@ -114,14 +113,6 @@ def test_a_relative_error_of_a_zero_is_infinite_and_none_in_json():
     (error,) = errors_of(curves(reward=[0.1, 0.0]), curves(reward=[0.0, 0.0]))
     assert error.relative == math.inf and error.as_dict()["relative"] is None
     assert not judge([error], {"reward": 1e9}, "relative")[0].ok
-
-
-def test_differences_beyond_floats_fail_and_are_drawn():
-    a, b = curves(reward=[1e308, 1e308]), curves(reward=[-1e308, 1e308])
-    errors = errors_of(a, b)
-    assert not judge(errors, {"reward": 1e300})[0].ok
-    strictly(json.dumps(errors[0].as_dict()))
-    errors_figure(a, b, errors, {"reward": 0.04})
 
 
 def test_curves_without_common_steps_or_metrics_are_refused():
@@ -193,16 +184,7 @@ def test_a_baseline_is_written_once_and_compared_with(call, sources):
     assert call(["compare", str(sources / "run"), file])[0] == 0  # it is a source as any other
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["{near}", "--baseline", "b.json"],
-        ["{near}", "--limit", "reward=nan"],
-        ["{near}", "--metric", "gone"],
-        ["{gone}"],
-    ],
-)
+@pytest.mark.parametrize("options", [[], ["{near}", "--limit", "reward=nan"], ["{gone}"]])
 def test_wrong_use_is_one_sentence(call, sources, options):
     names = {"near": sources / "near.log", "gone": sources / "gone"}
     code, out, err = call(["compare", str(sources / "run"), *(option.format(**names) for option in options)])

@@ -131,28 +131,19 @@ def test_a_panel_of_two_runs_is_refused(tmp_path):
         read(path)
 
 
-def test_later_values_of_a_step_replace_earlier_ones(tmp_path):
-    path = written(tmp_path / "m.jsonl", [{"step": 2, "critic/score/mean": 9.0}, *rows()])
-    assert read(path).values["reward"] == REWARD
-
-
-def test_values_that_are_no_finite_numbers_are_kept_and_others_left_out(tmp_path):
-    values = ["NaN", float("nan"), "-Infinity", 10**400, True, None, "", "text", [1.0]]
+def test_a_value_is_a_number_also_as_text_or_not_there_and_else_an_error(tmp_path):
+    values = ["NaN", float("nan"), "-Infinity", "0.5", None, ""]
     path = written(tmp_path / "m.jsonl", [{"step": n, "loss": value} for n, value in enumerate(values)])
     found = read(path).values["loss"]
-    assert found.keys() == {0, 1, 2, 3} and math.isnan(found[0]) and found[2] == -math.inf and found[3] == math.inf
+    assert found.keys() == {0, 1, 2, 3} and math.isnan(found[0]) and found[2] == -math.inf and found[3] == 0.5
+    for row in ({"step": 2, "loss": "text"}, {"step": 2, "loss": [1.0]}, {"step": 1.5, "loss": 1}):
+        with pytest.raises(ConfigError, match=r"m.jsonl: loss is .* at step .*; expected numbers at whole steps"):
+            read(written(path, [{"step": 1, "loss": 1}, row]))
 
 
-DAMAGED = {
-    "empty.jsonl": b"",
-    "a.jsonl": b'{"loss": 1}\n{\n{"loss": 1}\n',
-    "text.json": b'"loss"',
-    "step.jsonl": b'{"step": 1.5, "loss": 1}\n',
-    "field.csv": b"step,loss\n1," + b"x" * 200_000 + b"\n",
-    "none.log": b"step:" + b"9" * 5000 + b" - loss:1.0\n" + b"\xff\xfe" * 100,
-    "events.out.tfevents.1": b"\xff" * 1000,
-    "absent.jsonl": None,
-}
+DAMAGED = {"empty.jsonl": b"", "a.jsonl": b'{"loss": 1}\n{\n{"loss": 1}\n', "text.json": b'"loss"\n'}
+DAMAGED |= {"field.csv": b"step,loss\n1," + b"x" * 200_000 + b"\n", "events.out.tfevents.1": b"\xff" * 1000}
+DAMAGED |= {"none.log": b"step:" + b"9" * 5000 + b" - loss:1.0\n" + b"\xff\xfe" * 100, "absent.jsonl": None}
 
 
 @pytest.mark.parametrize("name", DAMAGED)

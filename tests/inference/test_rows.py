@@ -10,9 +10,8 @@ import pyarrow
 import pytest
 from pyarrow.parquet import write_table
 
-from verl_patches.data import sources
 from verl_patches.data.sources import read_tokenizer, render
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
 from verl_patches.inference.rows import read_prompts, resumable
 
 USER = {"role": "user", "content": "1 2 3"}
@@ -65,9 +64,7 @@ def test_long_prompts_are_refused_or_left_out_with_their_rows_numbers_kept(token
         (b'{"prompt": \n', "p.jsonl:2: expected a JSON object, found not JSON"),
     ],
 )
-def test_a_bad_row_is_refused_by_file_and_line(tokenizer, write, monkeypatch, line, words):
-    if "more than" in words:
-        monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
+def test_a_bad_row_is_refused_by_file_and_line(tokenizer, write, line, words):
     path = write({"prompt": "1"}, line)
     with pytest.raises(ConfigError) as error:
         read_prompts([path], "prompt", tokenizer, 100)
@@ -93,21 +90,14 @@ def test_files_that_hold_no_prompts_are_refused(tokenizer, write, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took more than 0.2 s"),
-        ("{{ raise_exception('no') }}", "TemplateError: no"),
-    ],
+    ("template", "words"), [("{{ raise_exception('no') }}", "TemplateError: no"), (None, "chat_template is not set")]
 )
-def test_a_template_that_loops_or_fails_is_refused(tokenizer, write, monkeypatch, template, words):
-    monkeypatch.setattr(sources, "TEMPLATE_CPU_S", 0.2)
+def test_a_template_that_fails_is_refused(tokenizer, write, monkeypatch, template, words):
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with pytest.raises((ValueError, RecipeError), match=words) as error:
+    with pytest.raises(ValueError, match=words):
         render(tokenizer, [USER])
-    assert isinstance(error.value, RecipeError) == ("took more" in words)  # which ends a build
     with pytest.raises(ConfigError, match=f"p.jsonl:1: column prompt: .*{words}"):
         read_prompts([write({"prompt": [USER]})], "prompt", tokenizer, 100)
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tiny_model, tmp_path):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,11 +26,13 @@ def build_command(
     as_json: Json = False,
 ) -> None:
     """Make train.parquet and test.parquet, in verl's columns, of files, folders, HF datasets or s3:// and hf://."""
-    from verl_patches.data.build import build  # here, as other commands need no jinja2
+    from verl_patches.data.build import build
     from verl_patches.data.settings import read_settings
 
     settings = read_settings(file, overrides or (), output)
-    code, report = build(settings, overwrite, partial(progress_bar, unit="row", every=settings.log_interval))
+    if not sys.stderr.isatty():  # of tqdm, which datasets has: a line every so many records
+        os.environ |= {"TQDM_MINITERS": str(settings.log_interval), "TQDM_MININTERVAL": "0", "TQDM_MAXINTERVAL": "inf"}
+    code, report = build(settings, overwrite)
     if as_json:
         print_json({"exit": code, **report})
     else:

@@ -18,7 +18,7 @@ from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, print_json, progress_bar, say, table
 from verl_patches.cli.run import Overrides, Upstream, check_switches
 from verl_patches.config.compose import output_root
-from verl_patches.data.sources import MAX_ROW_BYTES, prompt_tokens, read_tokenizer, render
+from verl_patches.data.sources import prompt_tokens, read_tokenizer, render
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.plots import save
 from verl_patches.inference import rows, scores
@@ -104,7 +104,7 @@ def chat_command(
     asks, said = not as_json and sys.stdin.isatty(), []
     while True:
         typer.echo("> " if asks else "", nl=False)
-        if not (line := sys.stdin.readline(MAX_ROW_BYTES)):
+        if not (line := sys.stdin.readline()):
             return
         message = line.strip()
         if message == "/new":
@@ -115,7 +115,7 @@ def chat_command(
             tokens = prompt_tokens(tokenizer, [*said, {"role": "user", "content": message}])
             if len(tokens) >= length:
                 raise ValueError(f"expected at most {length - 1} tokens in all, found {len(tokens)}; /new begins again")
-        except (ValueError, RecipeError) as error:
+        except ValueError as error:
             say(str(error), err=True)
             continue
         shown = ""

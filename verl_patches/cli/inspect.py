@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import stat
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +11,7 @@ import typer
 from omegaconf import OmegaConf
 
 from verl_patches.boot.install_prelude import PLACES
-from verl_patches.cli.output import Json, print_json, progress_bar, say, table
+from verl_patches.cli.output import Json, print_json, say, table
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, composed
 from verl_patches.config.compose import output_root
 from verl_patches.config.files import hook_checks
@@ -213,9 +211,6 @@ def report_command(
     path = output or folders[-1] / "report.md"
     if path.suffix == ".png" or path.is_dir():
         raise ConfigError(f"report: --output {path}: expected a file for Markdown, such as report.md; give another")
-    for made in (path, path.with_suffix(".png")) if output is None else ():
-        if os.path.lexists(made) and not stat.S_ISREG(made.lstat().st_mode):
-            raise ConfigError(f"report: {made} is there and no plain file; remove it, or give another with --output")
     summaries = [report.read_run(folder) for folder in folders]
     rows, names = report.compare(summaries), report.names_of(summaries)
     try:
@@ -269,7 +264,7 @@ def compare_command(
         raise ConfigError("compare: --write compares nothing; leave out --png and --formula")
     limits = dict(map(_limit, limit or ())) or None
     metrics = {name: METRICS.get(name, (name,)) for name in [*(metric or METRICS), *(limits or ())]}
-    of_a = _curves(a, metrics)
+    of_a = read_curves(a, output_root(), metrics)
     if write:
         compare.write_baseline(baseline, of_a)
         result = {"baseline": str(baseline), "of": of_a.name, "steps": {m: len(of) for m, of in of_a.values.items()}}
@@ -280,7 +275,7 @@ def compare_command(
         return
     if baseline is not None and not baseline.exists():
         raise ConfigError(f"compare: --baseline {baseline}: no such file; add --write to make it from {a}")
-    of_b = _curves(b or baseline, metrics)
+    of_b = read_curves(b or baseline, output_root(), metrics)
     errors = compare.errors_of(of_a, of_b)
     limits = limits or compare.limits_for(errors)
     checks = compare.judge(errors, limits, formula)
@@ -309,11 +304,6 @@ def _limit(text: str) -> tuple[str, float]:
         if name and 0 <= float(value) < float("inf"):
             return name, float(value)
     raise ConfigError(f"compare: --limit {text}: expected METRIC=VALUE, a fraction from 0, such as loss=0.02")
-
-
-def _curves(source: Path, metrics: dict[str, Any]) -> Curves:
-    with progress_bar(f"read {source.name}", None) as advance:
-        return read_curves(source, output_root(), metrics, advance)
 
 
 def _show_errors(a: Curves, b: Curves, errors: list[compare.Error], ok: dict[str, bool]) -> None:

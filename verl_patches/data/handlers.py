@@ -1,4 +1,4 @@
-"""Handlers of `data build`: what is read of a record, and the columns of the row that it becomes.
+"""Handlers of `data build`: what is read of a record, its prompt by prompt_type, and the row that it becomes.
 
 Each row has verl's columns (data_source, prompt, ability, reward_model, extra_info), and those that an objective on
 fixed data reads (objectives/settings.py). Whatever is wrong with a record is a ValueError: one sentence, without place.
@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from verl_patches.config.environment import REPOSITORY
+from verl_patches.errors import ConfigError
 from verl_patches.rewards.maths import MAX_ANSWER_CHARS
+from verl_patches.values import read_yaml, unknown_key
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from verl_patches.data.templates import Template
-
 Row = dict[str, Any]
 EXTRA = ("index", "split", "answer", "solution", "origin")  # of extra_info
 RESPONSES = ("response", "chosen", "rejected", "steps")
+TEMPLATES = REPOSITORY / "data" / "templates.yaml"  # {name: {user: Jinja, system: text}}
+MODEL = "model"  # prompt_type: messages as they are
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 
 
@@ -56,6 +59,40 @@ class Record:
         """A text, or the last of messages, which is of the assistant."""
         value = self.get(field)
         return text_of(value, field) if isinstance(value, str) else _talk(value, field)[-1]["content"]
+
+
+class Template:
+    """The Jinja text of a user message, and the system message or None. ConfigError for a text that is no Jinja."""
+
+    def __init__(self, user: str, system: str | None = None):
+        from jinja2 import StrictUndefined, TemplateError  # here, as other commands need no jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        self.system = system
+        try:
+            self._template = ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(user)
+        except (TemplateError, RecursionError) as error:
+            raise ConfigError(f"prompt_type: expected Jinja, found {user!r:.80}: {error}") from None
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """Return the text; ValueError where it cannot be made, such as of a value that is missing."""
+        try:
+            return self._template.render(values)
+        except Exception as error:  # any that a template raises
+            raise ValueError(f"prompt_type: {error}") from None
+
+
+def template_of(prompt_type: str) -> Template | None:
+    """Return the template that a prompt_type names or is, None for the model's own. ConfigError for neither."""
+    if prompt_type == MODEL:
+        return None
+    if "{{" in prompt_type or "{%" in prompt_type:
+        return Template(prompt_type)
+    found = read_yaml(TEMPLATES)
+    if prompt_type in found:
+        return Template(**found[prompt_type])
+    fault = unknown_key(prompt_type, {MODEL: 0, **found}, f"expected {MODEL}, {', '.join(found)} or a Jinja text")
+    raise ConfigError(f"prompt_type is {prompt_type:.80}; {fault.partition('; ')[2]}")
 
 
 def _require(fits: bool, expected: str, found: Any) -> None:

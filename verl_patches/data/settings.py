@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from verl_patches.data.handlers import EXTRA, HANDLERS, Handler
-from verl_patches.data.templates import MODEL, template_of
+from verl_patches.data.handlers import EXTRA, HANDLERS, MODEL, Handler, template_of
 from verl_patches.errors import ConfigError
 from verl_patches.values import Count, Seed, Share, Text, parse_yaml, read_yaml, types_of, unknown_key, value_faults
 

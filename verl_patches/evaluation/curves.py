@@ -8,7 +8,7 @@ too), or else a console log:
                   handle_msg; Megatron's own lines have the same form
     OpenRLHF      `Global step 1: {'reward': 0.5, ...}`; openrlhf/trainer/ppo_trainer.py
 
-A file is read as a stream; what is kept is bounded by MOST_VALUES.
+A value that is there and is no number is an error; a row may lack a value.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ import csv
 import itertools
 import json
 import math
-import os
 import re
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_patches.data.sources import load
 from verl_patches.errors import ConfigError
-from verl_patches.values import LARGEST, printable
 from verl_patches.weights.run_folders import chain_of, find_start, read_start, starts_in
 
 LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")
@@ -44,8 +41,6 @@ METRICS = {
 JUDGED = ("reward", "loss")  # metrics that have a limit (evaluation/compare.py)
 RUN = "a run of this recipe"
 STEPS = ("training/global_step", "global_step", "step", "iteration", "_step")  # names of a row's step, first one first
-MOST_VALUES = 4_000_000  # of all curves of a source
-LONGEST_LINE = 16 << 20  # characters
 EVENTS = "events.out.tfevents"
 _NUMBER = re.compile(r"(?:np\.float\d+\(|tensor\()?(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|-?nan|-?inf)\)?", re.IGNORECASE)
 _VERL = re.compile(r"(?:^|\s)step:(\d{1,18}) - (.*)")
@@ -66,170 +61,123 @@ class Curves:
     names: dict[str, str]
 
 
-def read_curves(
-    given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = METRICS, read: Callable[[int], Any] = bool
-) -> Curves:
-    """The curves of `metrics`, {metric: its possible names}, in a run, a folder or a file; `root`: where runs are.
+def read_curves(given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = METRICS) -> Curves:
+    """Return the curves of `metrics`, {metric: its possible names}, in a run, a folder or a file.
 
-    read: called with the characters of each line. ConfigError for a source that cannot be read, has none of the
-    metrics, or is beyond a limit. Of several values of a step the last counts.
+    root: where runs are. ConfigError for a source that cannot be read, has none of the metrics, or has a text in one of
+    them. Of several values of a step the last counts.
     """
-    kind, rows = _source(given, root, read)
-    metric_of = {source: metric for metric, sources in metrics.items() for source in sources}
-    found: dict[str, dict[int, float]] = {}
-    seen: dict[str, None] = {}  # other names, for an error
-    count = 0
-    for number, (step, pairs) in enumerate(rows, 1):
-        for source, text in pairs:
-            name, value = source.strip().removeprefix("train/"), _number(text)
-            if value is not None and name in metric_of:
-                at, curve = _step(number if step is None else step, given), found.setdefault(name, {})
-                count += at not in curve
-                curve[at] = value
-            elif value is not None and len(seen) < 9 and name.lower() not in STEPS:
-                seen[printable(name[:80])] = None
-        if count > MOST_VALUES:
-            raise ConfigError(f"{given}: expected at most {MOST_VALUES:,} values; give fewer with --metric")
+    found: dict[str, dict[Any, Any]] = {}  # name -> {step: value}, as the source has them
+    with load(f"{given}: expected a run or a file that can be read"):
+        kind, rows = _source(given, root)
+        for number, (step, pairs) in enumerate(rows, 1):
+            for name, value in pairs:
+                if value not in (None, ""):
+                    found.setdefault(name.strip().removeprefix("train/"), {})[number if step is None else step] = value
     names = {metric: first for metric, sources in metrics.items() if (first := next(filter(found.get, sources), None))}
     if names.get("loss") == FIXED:
         names.pop("reward", None)
     if not names:
+        other = [name for name in found if name.lower() not in STEPS][:9]
         raise ConfigError(
             f"{given}, read as {kind}: expected one of {', '.join(metrics)} by a name of docs/compare.md, found "
-            f"{', '.join(seen) or 'no numbers by step'}; give another file, or its names with --metric"
+            f"{', '.join(other) or 'no numbers by step'}; give another file, or its names with --metric"
         )
-    values = {metric: found[name] for metric, name in names.items()}
+    values = {metric: _numbers(found[name], f"{given}: {name}") for metric, name in names.items()}
     if kind == RUN:  # metrics.jsonl leaves out what is not finite
         steps = set().union(*values.values())
         values |= {metric: dict.fromkeys(steps, math.nan) | values[metric] for metric in JUDGED if metric in values}
     return Curves(str(given), kind, values, names)
 
 
-def _source(given: Path, root: Path, read: Callable[[int], Any]) -> tuple[str, Iterable[Row]]:
-    """(what it is read as, its rows)."""
-    with load(f"{given}: expected a run or a file that can be read"):
-        is_folder, is_there = given.is_dir(), given.exists()
-        events = sorted([*given.glob(f"{EVENTS}*"), *given.glob(f"*/{EVENTS}*")]) if is_folder else []
-    is_run = is_folder and bool(read_start(given) or starts_in(given))
-    if events and not is_run:
+def _numbers(column: Mapping[Any, Any], place: str) -> dict[int, float]:
+    """Return {step: value} of texts or numbers; ConfigError for what is none of them, or no whole step."""
+    numbers = {}
+    for step, value in column.items():
+        try:
+            if not float(step).is_integer():
+                raise ValueError
+            numbers[int(float(step))] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            text = f"{value!r:.40} at step {step!r:.40}; expected numbers at whole steps"
+            raise ConfigError(f"{place} is {text}") from None
+    return numbers
+
+
+def _source(given: Path, root: Path) -> tuple[str, Iterable[Row]]:
+    """Return what the source is read as, and its rows."""
+    if given.is_dir() and not (read_start(given) or starts_in(given)):
+        events = sorted([*given.glob(f"{EVENTS}*"), *given.glob(f"*/{EVENTS}*")])
         if len(folders := sorted({str(path.parent) for path in events})) > 1:
             raise ConfigError(f"{given} has the events of several runs: give one of {', '.join(folders[:9])}")
-        return "TensorBoard", itertools.chain.from_iterable(map(_events, events))
-    if not is_there or is_folder:
-        return RUN, _of_run(find_start(given, root, ", or a log file"), read)
+        if events:
+            return "TensorBoard", itertools.chain.from_iterable(map(_events, events))
+    if not given.is_file():
+        return RUN, _of_run(find_start(given, root, ", or a log file"))
     if given.name.startswith(EVENTS):
         return "TensorBoard", _events(given)
     kinds = {".csv": ("CSV", _csv), ".jsonl": ("JSON lines", _jsonl), ".json": ("JSON lines", _jsonl)}
     kind, rows_of = kinds.get(given.suffix.lower(), ("a console log", _log))
-    return kind, rows_of(given, read)
+    return kind, rows_of(given)
 
 
-def _number(value: Any) -> float | None:
-    """A number, also one that is written as text (JSON has no NaN); None for anything else."""
-    try:
-        return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
-    except ValueError:
-        return None
-    except OverflowError:
-        return math.inf
+def _row(values: Mapping[str, Any]) -> Row:
+    """Return a row of JSON or CSV with its step, the first of STEPS that it has."""
+    plain = {key.strip().lower().removeprefix("train/"): value for key, value in values.items()}
+    return next((plain[key] for key in STEPS if plain.get(key) not in (None, "")), None), values.items()
 
 
-def _step(value: Any, given: Path) -> int:
-    number = _number(value)
-    if number is None or not 0 <= number <= LARGEST or number != int(number):
-        raise ConfigError(f"{given}: a step is {printable(repr(value)[:40])}; expected a whole number from 0")
-    return int(number)
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield _row(json.loads(line) if line.strip() else {})
+            except (ValueError, AttributeError) as error:
+                if not line.endswith("\n"):
+                    return  # it is being written
+                raise ConfigError(f"{path}, line {number}: expected a JSON object, found {error}") from None
 
 
-def _mapping(row: Any, path: Path) -> Row:
-    """A row of JSON or CSV: its step is the first of STEPS that it has."""
-    if not isinstance(row, dict):
-        found = type(row).__name__
-        raise ConfigError(f"{path}: expected JSON lines, each an object, found {found}; give another file")
-    plain = {key.strip().lower().removeprefix("train/"): value for key, value in row.items()}
-    return next((plain[key] for key in STEPS if plain.get(key) not in (None, "")), None), row.items()
-
-
-# ---- files
-
-
-def _lines(path: Path, read: Callable[[int], Any]) -> Iterator[str]:
-    """The lines of a plain file, which end with \\n, \\r or both; ConfigError for one above LONGEST_LINE."""
-    with load(f"{path}: expected a file that can be read"):
-        if not stat.S_ISREG(mode := path.stat().st_mode):  # a FIFO would wait for a writer
-            raise ConfigError(f"{path}: expected a file, found {stat.filemode(mode)}; give another")
-        with path.open(encoding="utf-8-sig", errors="replace") as file:
-            for number in itertools.count(1):
-                line = file.readline(LONGEST_LINE + 1)
-                if not line:
-                    return
-                if len(line) > LONGEST_LINE:
-                    text = f"expected at most {LONGEST_LINE:,} characters, found more; give another file"
-                    raise ConfigError(f"{path}, line {number}: {text}")
-                read(len(line))
-                yield line
-
-
-def _jsonl(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
-    for number, line in enumerate(_lines(path, read), 1):
-        try:
-            row = json.loads(line) if line.strip() else {}
-        except (ValueError, RecursionError) as error:
-            if not line.endswith("\n"):
-                return  # it is being written
-            raise ConfigError(
-                f"{path}, line {number}: is no JSON ({type(error).__name__}); give another file"
-            ) from None
-        yield _mapping(row, path)
-
-
-def _of_run(folder: Path, read: Callable[[int], Any]) -> Iterator[Row]:
-    """The rows of metrics.jsonl of a start and of those that it came from; one without a step may have no file."""
+def _of_run(folder: Path) -> Iterator[Row]:
+    """Yield the rows of metrics.jsonl of a start and of those that it came from; one without a step may have none."""
     files = {link.folder / "metrics.jsonl": link for link in chain_of(read_start(folder))}
     for path in [path for path in files if path.exists()] or [*files][-1:]:
-        for step, pairs in _jsonl(path, read):
-            number = _number(step)
-            if number is None or files[path].holds(number):
-                yield step, pairs
+        yield from (row for row in _jsonl(path) if row[0] is None or files[path].holds(row[0]))
 
 
-def _csv(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
-    """Rows below a line of names; those of a panel of wandb, "run - metric", become the metric's."""
-    with load(f"{path}: expected CSV"):
-        rows = csv.reader(_lines(path, read))
+def _csv(path: Path) -> Iterator[Row]:
+    """Yield rows below a line of names; those of a panel of wandb, "run - metric", become the metric's."""
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        rows = csv.reader(file)
         names = [name.rpartition(" - ")[2] for name in next(rows, [])]
         if len({*names}) < len(names):
             raise ConfigError(f"{path} has several columns of one name: export one run alone")
-        for row in rows:
-            yield _mapping(dict(zip(names, row, strict=False)), path)
+        yield from (_row(dict(zip(names, row, strict=False))) for row in rows)
 
 
 def _events(path: Path) -> Iterator[Row]:
-    """Scalars of one of TensorBoard's event files; it ends where the file is cut or damaged."""
+    """Yield the scalars of one of TensorBoard's event files, up to where it is cut."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
 
-    if not path.is_file():
-        raise ConfigError(f"{path}: expected a file of events, found none; give another folder")
-    with load(f"{path}: expected TensorBoard's events; give another file"):
-        for event in EventFileLoader(os.fspath(path)).Load():
-            scalars = (value for value in event.summary.value if value.metadata.plugin_data.plugin_name == "scalars")
-            for value in scalars:
-                if math.prod(size.size for size in value.tensor.tensor_shape.dim) == 1:  # make_ndarray allocates it
-                    yield event.step, [(value.tag, float(make_ndarray(value.tensor).item()))]
+    for event in EventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            if value.metadata.plugin_data.plugin_name == "scalars":
+                yield event.step, [(value.tag, make_ndarray(value.tensor).item())]
 
 
-def _log(path: Path, read: Callable[[int], Any]) -> Iterator[Row]:
-    """Lines of a console log."""
-    for line in _lines(path, read):
-        for pattern, between, sign in _LINES:
-            if match := pattern.search(line):
-                yield int(match[1]), _pairs(match[2], between, sign)
-                break
+def _log(path: Path) -> Iterator[Row]:
+    """Yield the lines of a console log that have a step."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            for pattern, between, sign in _LINES:
+                if match := pattern.search(line):
+                    yield int(match[1]), _pairs(match[2], between, sign)
+                    break
 
 
 def _pairs(text: str, between: str, sign: str) -> list[tuple[str, str]]:
-    """(name, number as text) of the parts of a line whose value is a number."""
+    """Return (name, number as text) of the parts of a line whose value is a number."""
     parts = (part.rpartition(sign) for part in text.split(between))
     found = ((name.strip(" '\""), _NUMBER.fullmatch(value.strip())) for name, _, value in parts)
     return [(name, match[1]) for name, match in found if name and match]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_patches.data.sources import ENDINGS, prompt_tokens, read_rows
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError
 from verl_patches.shared_files import PARTIAL, lock_file, sync
 
 
@@ -39,7 +39,7 @@ def read_prompts(
                 tokens = prompt_tokens(tokenizer, row.get(key))
                 if len(tokens) > most and not skip:
                     raise ValueError(f"expected a prompt of at most {most} tokens, found {len(tokens)}")
-            except (ValueError, RecipeError) as error:
+            except ValueError as error:
                 raise ConfigError(f"{file}:{line}: column {key}: {error}") from None
             if len(tokens) > most:
                 left_out += 1
