@@ -12,7 +12,8 @@ BOUND_S = 300  # a start with all its imports takes less on a busy machine
 
 def test_a_rank_that_hangs_in_its_constructor_is_named_and_nothing_is_left(smoke):
     """Rank 0 waits for it in init_process_group, or before."""
-    run = smoke("--steps", "1", hook("hangs_in_constructor"), f"recipe.watch.first_s={BOUND_S}", ok=False)
+    bounds = f"recipe.watch.first_s={BOUND_S}", f"recipe.timeouts.quiet_s={2 * BOUND_S}"  # a rank that hangs is silent
+    run = smoke("--steps", "1", hook("hangs_in_constructor"), *bounds, ok=False)
     reason = run.summary["exit"]
     found = re.search(
         rf"StallError: .* is in the start for (\d+) s, where at most {BOUND_S} s were expected; (.*)", reason
