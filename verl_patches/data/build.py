@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from verl_patches.data.output import MANIFEST, TEST, TRAIN, whole_folder, write_
 from verl_patches.data.settings import REASONS, Settings
 from verl_patches.data.sources import Source, file_facts, prompt_tokens, read_tokenizer, sources_of
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.shared_files import short_temp_parent
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -31,6 +33,7 @@ SHOWN, PLACES = 20, 3  # sentences of a reason in the report, and places of each
 MAX_GOLD_WORDS = 4  # the reward compares what has more, like any phrase, as text alone
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _BATCH_ROWS = 256
+_MANAGER_SOCKET = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # of multiprocess, which datasets uses
 _UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
 # what a record becomes: the row as JSON unless it is left out, and why it is left out or doubted; digests of its prompt
 # and of all that makes two rows repeated ones; tokens of its prompt and of its longest response
@@ -123,6 +126,7 @@ def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> D
     watch = functools.partial(threading.Thread, target=_end_with, args=(os.getpid(),), daemon=True)
     register_after_fork(records, lambda _: watch().start())  # in each process that map starts
     workers = min(settings.workers, len(records))
+    tempfile.tempdir = str(short_temp_parent(_MANAGER_SOCKET, "the processes of data build"))
     try:
         return records.map(
             functools.partial(make_rows, settings),
