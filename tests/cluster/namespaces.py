@@ -32,6 +32,7 @@ IdentityFile {folder}/key
 IdentitiesOnly yes
 UserKnownHostsFile {folder}/known_hosts
 StrictHostKeyChecking yes
+LogLevel ERROR
 BatchMode yes
 ConnectTimeout 15
 """
@@ -169,6 +170,10 @@ class Nodes:
     def cut(self, number):
         """A node loses its network."""
         ip("-n", self.name(number), "link", "set", "eth0", "down")
+
+    def join(self, number):
+        """A node that was cut off has its network again."""
+        ip("-n", self.name(number), "link", "set", "eth0", "up")
 
     def processes(self, number):
         """The processes in a node's namespace, without sshd's."""

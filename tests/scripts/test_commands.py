@@ -40,7 +40,7 @@ CLASSES = {
     "run with sources": (rf"({TRAIN}--dry-run|{OURS}plan) .*--upstream upstream",),  # as "run", with --upstream
     "run": (  # here; the exit code is 0, or N where the comment says "exits N"
         rf"{OURS}(status|explain|digest|report|compare|config|reshard-plan|fingerprint|versions|plan|check(?!.*--upstream))\b",
-        rf"{OURS}cluster up \S+ --render",
+        rf"{OURS}cluster render ",
         rf"{TRAIN}--dry-run",
         rf"{OURS}data build data/sample\.yaml(?! input=mine)",
         r"python (-c|scripts/readme_tables\.py)",
