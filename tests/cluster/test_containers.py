@@ -14,7 +14,7 @@ from verl_patches.config.environment import REPOSITORY
 
 # a node that answers every verb of node.sh: with the address of `up`, the archive of `logs`, a code for `check`
 NODE = f"""echo "Welcome, loading modules"; echo "{BEGINS}"; cat > "$IN.$$"; [[ "$*" != *" check "* ]] || exit $CHECK
-case "$*" in *" logs "*) cat "$IN/archive";; *" up "*) echo 10.0.0.1;; esac"""
+case "$*" in *" logs "*) cat "$IN/archive";; *" check "*) echo free 10.0.0.1;; esac"""
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_secrets_come_before_the_scripts_on_standard_input_alone(job, scripts, c
     assert "of = " not in "".join(path.read_text() for path in made.iterdir())
     (tmp_path / "values.env").write_text("")
     code, _, err = ended(call(made / "up.sh", HF_TOKEN="x", WANDB=""))
-    assert code == 2 and "job j needs WANDB (secrets:), unset here; nothing was started" in err
+    assert code == 2 and "job j needs WANDB (secrets:), unset here: export it first; nothing was started" in err
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_new_containers_are_removed_where_nothing_was_started_and_old_ones_are_n
 def test_a_folder_that_a_host_lacks_is_named(job, scripts, call, program, tmp_path):
     """Docker would make it as root. The other tests have the folder."""
     code, _, err = ended(call(scripts({**job, "volumes": {f"{tmp_path}/no": "/c/outputs"}}) / "up.sh"))
-    assert code == 2 and f"expected a folder {tmp_path}/no on this host" in err and "docker run" not in program.calls()
+    assert code == 2 and f"this host has no folder {tmp_path}/no" in err and "docker run" not in program.calls()
 
 
 @pytest.mark.parametrize("path", ["/c/checkpoints/global_step_8/manifest.json", "/tmp/rank_0/model.safetensors"])

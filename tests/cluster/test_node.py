@@ -179,11 +179,11 @@ def test_a_rank_that_is_none_is_refused(job, node, rank, found):
 
 def test_a_second_call_joins_or_refuses(stand_in, node):
     job = stand_in
-    assert node(job, "check") == (0, f"{BEGINS_LINE}\n", "")
-    assert node(job, "up")[:2] == (0, f"{BEGINS_LINE}{HOST}\n")
-    code, out, err = node(job, "up")
-    assert (code, out) == (0, f"{BEGINS_LINE}{HOST}\n") and "is up already" in err
-    assert node(job, "check")[1] == f"{BEGINS_LINE}up\n" and len(marked(job)) == 2
+    assert node(job, "check") == (0, f"{BEGINS_LINE}free {HOST}\n", "")
+    assert node(job, "up", "0", HOST, MASTER_ADDR="10.9.9.9")[0] == 0  # that of an image does not count
+    code, _, err = node(job, "up")
+    assert code == 0 and f"is up already at {HOST}" in err
+    assert node(job, "check")[1] == f"{BEGINS_LINE}up {HOST}\n" and len(marked(job)) == 2
     for changes in ({"name": "other"}, {"dies": 2}):
         code, _, err = node({**job, **changes}, "up")
         assert code == 2 and "node 0 of job drill" in err and "is up in" in err, err

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# End what up.sh and run.sh have started on all nodes, and nothing else, then gather the nodes' logs, then delete the job's
-# files and containers there. Idempotent. A node whose logs did not arrive keeps its files and its container.
+# End what up.sh and run.sh have started on all nodes, and nothing else, then gather the nodes' logs, then delete the
+# job's files and containers there. Idempotent. A node whose logs did not arrive keeps its files and its container.
 #
 #   bash down.sh [FOLDER]       FOLDER: for the logs
 #

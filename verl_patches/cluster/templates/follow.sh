@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Print the output of the job's command from its beginning until it ends; the exit code is the command's. A connection that
-# is lost is made again, for a quarter of an hour. Ctrl-C ends this script alone.
+# Print the output of the job's command from its beginning until it ends; the exit code is the command's. A connection
+# that is lost is made again, for a quarter of an hour. Ctrl-C ends this script alone.
 #
 #   bash follow.sh
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Copy the logs of all nodes, of Ray, of Ascend (plog) and of the job's command, to FOLDER/node-RANK-HOST; nothing is ended.
+# Copy the logs of all nodes, of Ray, of Ascend (plog) and of the job's command, to FOLDER/node-RANK-HOST. Nothing is ended.
 #
 #   bash logs.sh [FOLDER]
 #

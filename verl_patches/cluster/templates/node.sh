@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What one node of a job does. up.sh, run.sh, follow.sh, logs.sh and down.sh send this file, behind job.sh, to each node's
-# standard input; Slurm, Kubernetes, and whoever starts nodes by hand run `serve` on each. job.sh lies beside it.
+# What one node of a job does. up.sh, run.sh, follow.sh, logs.sh and down.sh send this file, behind job.sh, to the standard
+# input of bash on each node; Slurm, Kubernetes, and whoever starts nodes by hand run `serve` on each.
 #
 #   bash node.sh VERB [RANK [ARGUMENT]]      RANK: else NODE_RANK, SLURM_NODEID or JOB_COMPLETION_INDEX
 #
-#   check [HEAD]    is something in the way of Ray here? prints "up" where it runs already
-#   up [HEAD]       start Ray here, unless it runs; prints this node's address. HEAD: address of node 0, else MASTER_ADDR
+#   check [HEAD]    is something in the way of Ray here? prints "up" where it runs already, else "free", and the address
+#   up [HEAD]       start Ray here, unless it runs. HEAD: the address of node 0, else MASTER_ADDR
 #   wait            wait until all nodes of the job are in Ray; names those that are missing
 #   run TOKEN       start the job's command, unless it runs or a call with this TOKEN has started it
 #   follow SKIP     print the command's output from byte SKIP on until it ends; its exit code
@@ -22,11 +22,13 @@ set -euo pipefail
 say() { echo "${prefix:-}$*" >&2; }
 fail() { say "$2"; exit "$1"; } # CODE TEXT
 
-# All that is started here has a variable with a value of its own in its environment. Ray's workers overwrite theirs with
-# their titles: they are found by the session that they share with Ray's other processes.
+# All that is started here has a variable with a value of its own in its environment. Ray's workers overwrite theirs
+# with their titles: they are found by the session that they share with Ray's other processes.
 with_mark() { grep -lszxF "CLUSTER_NODE_MARK=$mark" /proc/[0-9]*/environ | cut -d/ -f3 || true; }
 sessions_of() { # PID...; fields of /proc/PID/stat: pid (name) state parent group session
-    for pid in "$@"; do sed -E 's/.*\) . [0-9]+ [0-9]+ ([0-9]+) .*/\1/' "/proc/$pid/stat" || true; done 2> /dev/null | sort -u
+    for pid in "$@"; do
+        sed -E 's/.*\) . [0-9]+ [0-9]+ ([0-9]+) .*/\1/' "/proc/$pid/stat" || true
+    done 2> /dev/null | sort -u
 }
 in_sessions() { # SESSION...: the processes that live, zombies left out
     local any; any=$(IFS='|' && echo "$*")
@@ -50,7 +52,7 @@ unlock() { exec 9>&-; }
 tool() { PYTHONPATH=$paths${PYTHONPATH:+:$PYTHONPATH} "$python" -m verl_patches.cluster.node "$@"; }
 
 check() { # [HEAD]; sets head, address and is_up
-    is_up='' head=${1:-${MASTER_ADDR:-${hosts[0]:-}}}
+    is_up=free head=${1:-${MASTER_ADDR:-${hosts[0]:-}}}
     cd "$checkout" || exit 2
     command -v "$python" > /dev/null || fail 2 "no program $python (python)"
     if [ -n "$written" ] && [ -d "$written" ] && ! probe=$(mktemp "$written/.writable.XXXXXX" 2> /dev/null); then
@@ -74,7 +76,9 @@ check() { # [HEAD]; sets head, address and is_up
 
 environment() { # of Ray and of the job's command
     unset "${dropped[@]}"
-    [ -z "$interface" ] || export HCCL_SOCKET_IFNAME="=$interface" GLOO_SOCKET_IFNAME="$interface" TP_SOCKET_IFNAME="$interface"
+    if [ -n "$interface" ]; then
+        export HCCL_SOCKET_IFNAME="=$interface" GLOO_SOCKET_IFNAME="$interface" TP_SOCKET_IFNAME="$interface"
+    fi
     export "${variables[@]}" CLUSTER_NODE_MARK="$mark"
     if [ "$device" = NPU ] && [[ " ${variables[*]} " != *" LD_PRELOAD="* ]]; then
         LD_PRELOAD=$(tool preload)
@@ -84,9 +88,10 @@ environment() { # of Ray and of the job's command
     export PYTHONPATH=$paths${PYTHONPATH:+:$PYTHONPATH}
 }
 
+reach_head() { timeout 3 bash -c 'exec 3<> "/dev/tcp/$0/$1"' "$head" "$gcs" 2>&1; }
 wait_for_head() {
     local fault said='' until=$((SECONDS + wait_s))
-    until fault=$(timeout 3 bash -c 'exec 3<> "/dev/tcp/$0/$1"' "$head" "$gcs" 2>&1); do
+    until fault=$(reach_head); do
         [ -e "$folder/started" ] || fail 1 "this start was ended by down.sh"
         fault=$(tail -n 1 <<< "${fault:-no answer within 3 s}")
         ((SECONDS < until)) || { end; fail 1 "Ray's head $head:$gcs did not answer within $wait_s s (${fault##*: })"; }
@@ -98,7 +103,7 @@ wait_for_head() {
 up() { # [HEAD]
     lock 0
     check "$@"
-    if [ -n "$is_up" ]; then
+    if [ "$is_up" = up ]; then
         say "Ray is up already at $address: nothing was started"
     else
         mark=$job-$rank-$(< /proc/sys/kernel/random/uuid) started_here=yes
@@ -117,7 +122,6 @@ up() { # [HEAD]
         [ -e "$folder/started" ] || { end; fail 1 "this start was ended by down.sh"; }
     fi
     unlock
-    echo "$address"
 }
 
 wait_for_all() {
@@ -140,11 +144,12 @@ run() { # TOKEN
         say "the command of job $job runs already (pid $pid): nothing was started"
     elif [ "${token:-}" != "$1" ]; then
         number=$((${number:-0} + 1))
+        local file=$folder/command-$number
         environment
         cd "$checkout"
-        echo "$words" > "$folder/command-$number.words"
+        echo "$words" > "$file.words"
         setsid bash -c 'file=$1; shift; "$@"; echo $? > "$file.new"; mv "$file.new" "$file"' \
-            command "$folder/command-$number.exit" "${command[@]}" < /dev/null > "$folder/command-$number.log" 2>&1 9>&- &
+            command "$file.exit" "${command[@]}" < /dev/null > "$file.log" 2>&1 9>&- &
         echo "$number $1 $!" > "$folder/command"
     fi
     unlock
@@ -190,7 +195,7 @@ end() {
             sleep 0.2
         done
     done
-    [ -z "$living" ] || fail 1 "$(names_of $living | xargs) (pid $(xargs <<< "$living")) could not be ended; they may wait for a device"
+    [ -z "$living" ] || fail 1 "$(names_of $living | xargs) (pid $(xargs <<< "$living")) could not be ended: wait for a device?"
     rm -f $shared # of killed processes of Python; a file that a process of the job mapped is the job's own
 }
 
@@ -234,7 +239,7 @@ serve() { # [HEAD]
     prefix="node $rank: "
     trap 'exit $((rank == 0 ? 143 : 0))' TERM INT HUP # the exit code of a job is that of node 0
     trap finish EXIT
-    up "$@" > /dev/null
+    up "$@"
     if [ "$rank" = 0 ]; then
         wait_for_all
         run "$mark"
@@ -242,7 +247,7 @@ serve() { # [HEAD]
     else
         while ray_runs; do sleep 2 & wait $!; done
         # where the head has ended, so does the job; the exit code is that of node 0
-        ! timeout 3 bash -c 'exec 3<> "/dev/tcp/$0/$1"' "$head" "$gcs" 2> /dev/null || fail 1 "Ray has ended here; its logs say why"
+        ! reach_head > /dev/null || fail 1 "Ray has ended here, and not on node 0; its logs say why"
     fi
 }
 
@@ -256,7 +261,7 @@ main() {
     shift $(($# < 2 ? $# : 2))
     [ "$verb" = serve ] || echo "$begins" # what a shell's profiles print comes before this line
     case $verb in
-        check) lock 0; check "$@"; echo "$is_up" ;;
+        check) lock 0; check "$@"; echo "$is_up $address" ;;
         wait) wait_for_all ;;
         end) end; lock $((start_s + 30)) ;; # an up that was at work here has ended
         up | run | follow | state | logs | clean | serve) "$verb" "$@" ;;

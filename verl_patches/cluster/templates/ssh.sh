@@ -13,7 +13,7 @@ fail() { say "$2"; exit "$1"; } # CODE TEXT
 
 command -v "${ssh[0]}" > /dev/null || fail 2 "${ssh[0]} is not installed here, which these scripts need"
 for host in "${hosts[@]}"; do
-    [[ $host != *.example ]] || fail 2 "hosts: expected addresses of your nodes, found $host, a placeholder; nothing was started"
+    [[ $host != *.example ]] || fail 2 "hosts: expected addresses of your nodes, found $host, a placeholder"
 done
 
 remote() { # RANK LINE: a line of a shell on a node's host, with this standard input; its output behind the line $begins
@@ -33,12 +33,12 @@ on() { # RANK VERB [ARGUMENT...]: node.sh on a node, in the job's container wher
     line="bash -s -- $verb $rank $*"
     if [ -n "$image" ]; then
         local none='exit 0' # without a container there is nothing to end and no log
-        case $verb in end | logs | clean) ;; *) none="{ echo 'no container of job $job: up.sh starts it' >&2; exit 1; }" ;; esac
+        [[ $verb = @(end|logs|clean) ]] || none="{ echo 'no container of job $job: up.sh starts it' >&2; exit 1; }"
         line="ids=\$($listed) || exit 1; [ -n \"\$ids\" ] || $none; docker start $job > /dev/null &&
             exec docker exec -i $job bash -lc 'exec $line'" # a login shell there sets CANN's variables
     fi
     {
-        case $verb in up | run) print_secrets ;; esac
+        [[ $verb != @(up|run) ]] || print_secrets
         cat "$here/job.sh" "$here/node.sh"
     } 2> /dev/null | remote "$rank" "$line"
 }
@@ -53,17 +53,17 @@ read_secrets() { # of this shell's environment, else of the job's env_file, whic
         done < "$env_file"
     fi
     for name in "${secrets[@]}"; do
-        [ -n "${!name:-}" ] || fail 2 "job $job needs $name (secrets:), unset here; nothing was started. Export it first"
+        [ -n "${!name:-}" ] || fail 2 "job $job needs $name (secrets:), unset here: export it first; nothing was started"
     done
 }
 
-print_secrets() { # for a node's standard input: by printf of the shell itself, so that no process has them as an argument
+print_secrets() { # for a node's standard input, by bash's own printf: no process has them as an argument
     local name
     for name in "${secrets[@]}"; do printf 'export %s=%q\n' "$name" "${!name}"; done
 }
 
-# FUNCTION RANK ARGUMENT... for all ranks at once, each fault named; 1 where one fails. What is called so returns its faults
-# itself (|| return): bash ignores -e below `at_once ... ||`.
+# FUNCTION RANK ARGUMENT... for all ranks at once, each fault named; 1 where one fails. What is called so returns its
+# faults itself (|| return): bash ignores -e below `at_once ... ||`.
 at_once() { # RANKS FUNCTION [ARGUMENT...]
     local ranks=$1 rank code failed=0
     shift

@@ -13,28 +13,29 @@ source "$here/ssh.sh"
 goes_on="nodes may still be starting Ray; down.sh ends it on all of them"
 
 start_container() { # RANK: the job's container, by start_container.sh on the node's host; prints "new" where it was not there
-    local found volume lines=''
-    found=$(host "$1" "docker ps --all --filter 'name=^/$job\$' --format '{{.Label \"verl_patches.job\"}} {{.Label \"verl_patches.digest\"}}.'") || return
+    local format='{{.Label "verl_patches.job"}} {{.Label "verl_patches.digest"}}.' labels found volume line=''
+    found=$(host "$1" "docker ps --all --filter 'name=^/$job\$' --format '$format'") || return
     case $found in
         "$job $digest.") host "$1" "docker start $job > /dev/null" ;;
         "$job "*) fail 2 "container $job was started for another image or job file: down.sh, then up.sh" ;;
         ?*) fail 2 "a container $job is there that up.sh did not start" ;;
         '')
-            for volume in "${volumes[@]}"; do # Docker would make a folder that is missing, as root
-                lines+="[ -d '${volume%%:*}' ] || { echo 'volumes: expected a folder ${volume%%:*} on this host, found none' >&2; exit 2; }; "
+            for volume in "${volumes[@]%%:*}"; do # Docker would make a folder that is missing, as root
+                line+="[ -d '$volume' ] || { echo 'volumes: this host has no folder $volume' >&2; exit 2; }; "
             done
-            lines+="export NAME=$job IMAGE=$(printf %q "$image") VOLUMES='${volumes[*]}'; "
-            lines+="bash -s -- --label verl_patches.job=$job --label verl_patches.digest=$digest ${container_options[*]@Q} > /dev/null ||
-                { code=\$?; docker rm $job > /dev/null 2>&1; exit \$code; }" # docker rm leaves a running one alone
-            remote "$1" "echo '$begins'; $lines" < "$here/start_container.sh" || return
+            labels="--label verl_patches.job=$job --label verl_patches.digest=$digest"
+            line+="export NAME=$job IMAGE=${image@Q} VOLUMES='${volumes[*]}'; bash -s -- $labels ${container_options[*]@Q} > /dev/null"
+            line+=" || { code=\$?; docker rm $job > /dev/null 2>&1; exit \$code; }" # of a running one that is refused
+            remote "$1" "echo '$begins'; $line" < "$here/start_container.sh" || return
             echo new
             ;;
     esac
 }
 
-remove_new() { # the containers that this call has started, where nothing was started in them
+nothing_was_started() { # but containers, of which those of this call go
     local rank
     for rank in $new; do host "$rank" "docker rm --force $job > /dev/null" || true; done
+    fail 2 "nothing was started"
 }
 
 failed() {
@@ -44,21 +45,27 @@ failed() {
     exit 1
 }
 
+exec 8> "$here/.lock"
+flock --nonblock 8 || fail 2 "another up.sh is at work in $here; wait for its end, or end it by down.sh"
 read_secrets
-new=''
+new='' in_the_way=''
 if [ -n "$image" ]; then
     limit=$((wait_s > 180 ? wait_s : 180)) # docker may have to pull the image
-    at_once "$all" start_container || code=2
+    at_once "$all" start_container || in_the_way=yes
     for rank in $all; do ! grep -qx new "$answers/$rank.out" || new+=" $rank"; done
-    [ -z "${code:-}" ] || { remove_new; exit 2; }
+    [ -z "$in_the_way" ] || nothing_was_started
     say "$nodes containers of $image run, $(wc -w <<< "$new") of them new"
 fi
+
 limit=180
-at_once "$all" on check || { remove_new; fail 2 "nothing was started"; }
-running=$(cat "$answers"/*.out | grep -x up || true)
+at_once 0 on check "${hosts[0]}" || in_the_way=yes
+read -r _ address < "$answers/0.out" || address=${hosts[0]} # node 0's IP address: its name may be a loopback
+at_once "${all#0}" on check "$address" || in_the_way=yes
+[ -z "$in_the_way" ] || nothing_was_started
+running=$(grep -h ^up "$answers"/*.out || true)
 
 limit=$((start_s + 180))
-if ! address=$(on 0 up "${hosts[0]}") || [ -z "$address" ]; then failed; fi # its IP address: a name may be its own loopback
+at_once 0 on up "$address" || failed
 at_once "${all#0}" on up "$address" || failed
 limit=$((wait_s + 180))
 on 0 wait || failed
