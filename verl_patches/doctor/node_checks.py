@@ -276,7 +276,7 @@ def _disk(node: Node) -> Iterator[Result]:
     fault = fault_of(require_output_folder, node.run)
     yield Result(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
     fault = fault_of(require_lasting_folders, node.run)
-    todo = "" if fault is None else "cluster down, add volumes to the job file, cluster up (docs/cluster.md#volumes)"
+    todo = "" if fault is None else "down.sh, add volumes to the job file, render it again, up.sh (docs/cluster.md#volumes)"
     yield Result(fault is None, fault or "yes", "outlives the container", todo, "run, lasting")
 
 
@@ -447,7 +447,7 @@ HOST_ROWS = (
         "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",
         _limits),
     NodeCheck("jemalloc", "LD_PRELOAD", "libjemalloc in LD_PRELOAD",
-        f"{INSTALL_JEMALLOC}; cluster up and a run that starts its own Ray preload it", _jemalloc, "note"),
+        f"{INSTALL_JEMALLOC}; up.sh of a job and a run that starts its own Ray preload it", _jemalloc, "note"),
     NodeCheck("extension locks", "`lock` in TORCH_EXTENSIONS_DIR, or ~/.cache/torch_extensions",
         "none that no process holds: every later compilation waits for it",
         "remove it, unless another machine that shares the folder compiles", _locks),
