@@ -170,11 +170,19 @@ def test_a_head_that_is_not_there_is_named_after_the_wait(job, node):
     assert marked(job) == [] and not (Path(job["folder"]) / "started").exists()
 
 
-@pytest.mark.parametrize(("rank", "found"), [(None, "none"), ("2", "2"), ("x", "x")])
-def test_a_rank_that_is_none_is_refused(job, node, rank, found):
-    two = {**job, "nodes": 2, "hosts": []}
-    code, _, err = node(two, "check", rank or "", MASTER_ADDR=HOST, NODE_RANK="")
-    assert code == 2 and f"Expected a rank, 0 to 1, found {found}" in err
+def test_an_up_that_waits_for_its_head_is_ended(job, node):
+    waiting = node.begin({**job, "nodes": 2, "hosts": [HOST, "127.0.0.3"]}, "up", "1")
+    while "waiting for Ray's head" not in (line := waiting.stderr.readline()):
+        assert line, ended(waiting)
+    assert node({**job, "nodes": 2, "hosts": [HOST, "127.0.0.3"]}, "end", "1")[0] == 0
+    code, _, err = ended(waiting)
+    assert code == 1 and "this start was ended by down.sh" in err
+
+
+def test_a_rank_that_is_none_is_refused(job, node):
+    for rank, found in (("", "none"), ("2", "2"), ("x", "x")):
+        code, _, err = node({**job, "nodes": 2, "hosts": []}, "check", rank, MASTER_ADDR=HOST, NODE_RANK="")
+        assert code == 2 and f"Expected a rank, 0 to 1, found {found}" in err
 
 
 def test_a_second_call_joins_or_refuses(stand_in, node):

@@ -130,27 +130,6 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
     assert code == 1 and "no command of job over-ssh was started" in err
 
 
-@pytest.mark.nightly
-def test_down_ends_an_up_that_waits_and_its_command(nodes, job, scripts, call):
-    made = scripts({**job, "nodes": 1, "hosts": nodes.hosts[:1]})
-    try:
-        assert ended(call(made / "up.sh"))[0] == 0
-        running = call(made / "run.sh")
-        assert running.stdout.readline() == "line 1 of a b\n"
-    finally:
-        assert ended(call(made / "down.sh"))[0] == 0
-    code, _, err = ended(running)
-    assert code == 1 and ("it has no exit code" in err or "no command of job" in err), err
-    assert nodes.processes(0) == []
-
-    made = scripts(job)  # node 1 waits for its head, which nobody starts
-    alone = call(made / "node.sh", "up", "1", nodes.hosts[0], before=nodes.words(1))
-    while "waiting for Ray's head" not in (line := alone.stderr.readline()):
-        assert line, alone.wait()
-    assert ended(call(made / "down.sh"))[0] == 0
-    assert ended(alone)[0] == 1 and nodes.processes(1) == []
-
-
 def test_a_taken_port_is_named_and_an_up_that_fails_brings_the_logs(nodes, job, scripts, call, tmp_path):
     taken = "import socket, time; s = socket.create_server(('0.0.0.0', 6380)); print('on', flush=True); time.sleep(600)"
     holder = nodes.start(1, sys.executable, "-c", taken, stdout=subprocess.PIPE, text=True)

@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 
 def command_words(job: Job) -> list[str]:
     """Return the job's command, run by this module where the job has uploads: to a folder of the job's name in each."""
-    pairs = [word for each in job.uploads for word in (each.source, f"{each.to.rstrip('/')}/{job.name}")]
+    pairs = []
+    for each in job.uploads:
+        pairs += [str(Path(job.checkout, each.source)), f"{each.to.rstrip('/')}/{job.name}"]
     return [job.python, "-m", __name__, *pairs, "--", *job.command] if pairs else list(job.command)
 
 

@@ -276,7 +276,11 @@ def _disk(node: Node) -> Iterator[Result]:
     fault = fault_of(require_output_folder, node.run)
     yield Result(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
     fault = fault_of(require_lasting_folders, node.run)
-    todo = "" if fault is None else "down.sh, add volumes to the job file, render it again, up.sh (docs/cluster.md#volumes)"
+    todo = (
+        ""
+        if fault is None
+        else "down.sh, add volumes to the job file, render it again, up.sh (docs/cluster.md#volumes)"
+    )
     yield Result(fault is None, fault or "yes", "outlives the container", todo, "run, lasting")
 
 
