@@ -167,6 +167,11 @@ class Nodes:
         self._sshd[number].kill()
         self._sshd[number].wait()
 
+    def drop_connections(self, number):
+        """Connections of a node that are open end."""
+        for process in psutil.Process(self._sshd[number].pid).children():
+            process.kill()
+
     def cut(self, number):
         """A node loses its network."""
         ip("-n", self.name(number), "link", "set", "eth0", "down")

@@ -108,7 +108,8 @@ for rank, node in enumerate(nodes):
     tasks[-1].stdin.close()
 code = tasks[0].wait()
 tasks[1].terminate()
-sys.exit(code or tasks[1].wait())
+other = tasks[1].wait()
+sys.exit(code or other)
 """
 # of Debian's installer: a node's own name is its loopback
 HOSTS_FILE = "127.0.0.1 localhost\n127.0.1.1 slurm-node-01\n{} slurm-node-02\n"

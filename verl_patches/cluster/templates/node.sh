@@ -150,7 +150,9 @@ run() { # TOKEN
         echo "$words" > "$file.words"
         setsid bash -c 'file=$1; shift; "$@"; echo $? > "$file.new"; mv "$file.new" "$file"' \
             command "$file.exit" "${command[@]}" < /dev/null > "$file.log" 2>&1 9>&- &
-        echo "$number $1 $!" > "$folder/command"
+        pid=$!
+        echo "$number $1 $pid" > "$folder/command"
+        until command_runs || [ -e "$file.exit" ] || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done # its mark is there
     fi
     unlock
 }
