@@ -233,7 +233,9 @@ def test_the_commands_output_from_any_byte_its_code_and_its_environment(stand_in
     code, out, _ = node(shown, "follow", "0", "0")
     assert code == 137 and out.startswith(f"{BEGINS_LINE}{ROOT}:/u:/outer \n")
     gate.unlink()
-    node(job, "run", "0", "d")
+    npu = {**job, "env": {**job["env"], "GREETING": "a b"}, "device": "NPU"}
+    assert node(npu, "run", "0", "d", LD_PRELOAD="/m/libjemalloc.so")[0] == 0
+    assert any(each.environ().get("LD_PRELOAD") == "/m/libjemalloc.so" for each in marked(job))
     shells = [process for process in marked(job) if process.name() == "bash"]
     for process in shells:
         process.kill()

@@ -74,18 +74,24 @@ check() { # [HEAD]; sets head, address and is_up
     tool ports "$address" "${ports[@]}" || exit 2
 }
 
-environment() { # of Ray and of the job's command
+start() { # COMMAND...: in the environment of Ray and the job, in a session of its own; nothing outside it has the mark
     unset "${dropped[@]}"
     if [ -n "$interface" ]; then
         export HCCL_SOCKET_IFNAME="=$interface" GLOO_SOCKET_IFNAME="$interface" TP_SOCKET_IFNAME="$interface"
     fi
-    export "${variables[@]}" CLUSTER_NODE_MARK="$mark"
-    if [ "$device" = NPU ] && [[ " ${variables[*]} " != *" LD_PRELOAD="* ]]; then
-        LD_PRELOAD=$(tool preload)
-        export LD_PRELOAD
-    fi
+    [ ${#variables[@]} = 0 ] || export "${variables[@]}"
+    [ -z "$preload" ] || export LD_PRELOAD="$preload"
     PATH=$(dirname "$(command -v "$python")"):$PATH
     export PYTHONPATH=$paths${PYTHONPATH:+:$PYTHONPATH}
+    cd "$checkout" || exit
+    exec setsid env CLUSTER_NODE_MARK="$mark" "$@" < /dev/null 9>&-
+}
+
+find_preload() { # jemalloc for Ray of NPUs, unless the job says otherwise; says what would stop or slow it
+    preload=''
+    if [ "$device" = NPU ] && [[ " ${variables[*]} " != *" LD_PRELOAD="* ]]; then
+        preload=$([ ${#variables[@]} = 0 ] || export "${variables[@]}" && tool preload)
+    fi
 }
 
 reach_head() { timeout 3 bash -c 'exec 3<> "/dev/tcp/$0/$1"' "$head" "$gcs" 2>&1; }
@@ -110,11 +116,11 @@ up() { # [HEAD]
         echo "$job $digest $rank $address $mark" > "$folder/started"
         local options=("${head_options[@]}")
         [ "$rank" = 0 ] || { options=("--address=$head:$gcs" "${node_options[@]}"); wait_for_head; }
-        environment
+        options+=("--node-ip-address=$address" "--labels={\"verl_patches/job\": \"$job\", \"verl_patches/rank\": \"$rank\"}")
+        find_preload
         say "starting Ray at $address, head $head:$gcs"
-        if ! setsid --wait timeout "$start_s" "$python" -m ray.scripts.scripts start "${options[@]}" \
-            --node-ip-address="$address" --labels="{\"verl_patches/job\": \"$job\", \"verl_patches/rank\": \"$rank\"}" \
-            < /dev/null > "$folder/ray_start.log" 2>&1 9>&-; then
+        if ! (start timeout "$start_s" "$python" -m ray.scripts.scripts start "${options[@]}") > "$folder/ray_start.log" 2>&1
+        then
             say "Ray could not be started: $(grep . "$folder/ray_start.log" | tail -n 3)"
             end
             exit 1
@@ -145,11 +151,10 @@ run() { # TOKEN
     elif [ "${token:-}" != "$1" ]; then
         number=$((${number:-0} + 1))
         local file=$folder/command-$number
-        environment
-        cd "$checkout"
+        find_preload
         echo "$words" > "$file.words"
-        setsid bash -c 'file=$1; shift; "$@"; echo $? > "$file.new"; mv "$file.new" "$file"' \
-            command "$file.exit" "${command[@]}" < /dev/null > "$file.log" 2>&1 9>&- &
+        (start bash -c 'file=$1; shift; "$@"; echo $? > "$file.new"; mv "$file.new" "$file"' \
+            command "$file.exit" "${command[@]}") > "$file.log" 2>&1 &
         pid=$!
         echo "$number $1 $pid" > "$folder/command"
         until command_runs || [ -e "$file.exit" ] || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done # its mark is there
@@ -185,7 +190,7 @@ end() {
     fi
     if ! read_record "$folder/ended" || [ "$its_job" != "$job" ]; then return 0; fi
     local signal sessions living shared
-    sessions=$(sessions_of $(with_mark))
+    sessions=$(sessions_of $(with_mark) | grep -vx "$(sessions_of $$)" || true)
     shared=$(for pid in $(in_sessions $sessions); do
         grep -ho '/dev/shm/psm_[[:alnum:]_]*' "/proc/$pid/maps" || true
     done 2> /dev/null | sort -u)
@@ -205,7 +210,7 @@ logs() {
     local since=$folder/ended
     [ ! -e "$folder/started" ] || since=$folder/started
     if ! read_record "$since" || [ "$its_job" != "$job" ]; then return 0; fi
-    export "${variables[@]}" CLUSTER_NODE_MARK=
+    [ ${#variables[@]} = 0 ] || export "${variables[@]}"
     local plog=${ASCEND_PROCESS_LOG_PATH:-$HOME/ascend/log}
     # of files with one name, in two sessions of Ray, the newest counts
     {
