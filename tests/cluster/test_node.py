@@ -235,8 +235,8 @@ def test_the_commands_output_from_any_byte_its_code_and_its_environment(stand_in
     gate.unlink()
     npu = {**job, "env": {**job["env"], "GREETING": "a b"}, "device": "NPU"}
     assert node(npu, "run", "0", "d", LD_PRELOAD="/m/libjemalloc.so")[0] == 0
-    assert any(each.environ().get("LD_PRELOAD") == "/m/libjemalloc.so" for each in marked(job))
     shells = [process for process in marked(job) if process.name() == "bash"]
+    assert {process.environ()["LD_PRELOAD"] for process in shells} == {"/m/libjemalloc.so"}
     for process in shells:
         process.kill()
     psutil.wait_procs(shells)

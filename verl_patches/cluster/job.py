@@ -186,10 +186,6 @@ class Job(_Strict):
                 raise ValueError(f"ports: those of {name} and {other} overlap at {first}")
         return self
 
-    def is_mounted(self, path: str) -> bool:
-        """Whether a path of the container lies in one of its volumes."""
-        return any(PurePosixPath(path).is_relative_to(folder) for folder in self.volumes.values())
-
     @property
     def port_plan(self) -> RayPorts:
         """The ports of each node."""
@@ -200,6 +196,12 @@ class Job(_Strict):
         """Twelve hex digits: two jobs are the same if everything but waiting and logs is."""
         text = self.model_dump_json(exclude={"wait_s", "logs", "command", "interface", "uploads", "env_file"})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def written_folders(self) -> list[str]:
+        """Where the job's runs write, relative to the checkout; what a shell puts in later ($X) the run looks at."""
+        given = [match[1] for word in self.command for match in _OUTPUT_ROOT.finditer(word)]
+        return [folder for folder in given or ["outputs"] if "$" not in folder]
 
     @property
     def logs_folder(self) -> str:
@@ -296,13 +298,12 @@ def require_volumes(job: Job) -> None:
     """ConfigError where what the job's containers write, results or logs, would be deleted with them."""
     if not job.image or job.provider == "nodes":
         return
-    given = [match[1] for word in job.command for match in _OUTPUT_ROOT.finditer(word)]
-    needed = {folder: "runs write" for folder in given or ["outputs"] if "$" not in folder}  # else the run looks itself
+    needed = dict.fromkeys(job.written_folders, "runs write")
     if job.provider != "ssh":  # each node writes its logs itself, in its container
         needed[job.logs_folder] = "logs are written"
     for folder, why in needed.items():
         place = str(PurePosixPath(job.checkout, folder))
-        if not job.is_mounted(place):
+        if not any(PurePosixPath(place).is_relative_to(volume) for volume in job.volumes.values()):
             raise ConfigError(
                 f"job {job.name}: volumes: expected a folder of the hosts at {place}, where {why}, found "
                 f"{', '.join(job.volumes.values()) or 'none'}: it would be deleted with the containers. Add "

@@ -24,13 +24,14 @@ from verl_patches.processes import taken_by
 from verl_patches.ray_nodes import CALL_S, ask_nodes
 
 CONNECT_S = 3.0
+LOOPBACK = ("127.0.0.1", "127.0.1.1")  # what /etc/hosts gives a machine's own name, the second on Debian and Ubuntu
 
 
 def place(rank: int, nodes: int, head: str, interface: str, port: int, hosts: Sequence[str]) -> tuple[str, str]:
     """Return (address of this node, address of Ray's head), as other nodes reach them.
 
-    A node's own name may be its loopback (127.0.1.1 on Debian and Ubuntu); then its address is that of the interface,
-    else the one that the route to another node takes. ConfigError where that is not enough or is not of this node.
+    A node's own name may be its loopback; then its address is that of the interface, else the one that the route to
+    another node takes. ConfigError where that is not enough or is not of this node.
     """
     if not head:
         if nodes > 1:
@@ -45,7 +46,7 @@ def place(rank: int, nodes: int, head: str, interface: str, port: int, hosts: Se
             )
         return address, address
     found = _resolved(head)
-    if _is_loopback(found):
+    if found in LOOPBACK:
         raise ConfigError(f"Ray's head is {head}, here the loopback, which is not node 0: give its IP address")
     if hosts:
         address = _reachable(hosts[rank], interface, found, port)
@@ -61,7 +62,7 @@ def place(rank: int, nodes: int, head: str, interface: str, port: int, hosts: Se
 def _reachable(name: str, interface: str, other: str, port: int) -> str:
     """Return the address of this node's own name, or where that is the loopback another of its addresses."""
     address = _resolved(name)
-    if not _is_loopback(address):
+    if address not in LOOPBACK:
         return address
     if interface:
         return _address_of(interface)
@@ -70,11 +71,6 @@ def _reachable(name: str, interface: str, other: str, port: int) -> str:
             f"{name} is here the loopback ({address}), which no other node reaches: give `interface`, or an IP address"
         )
     return _towards(_resolved(other), port)
-
-
-def _is_loopback(address: str) -> bool:
-    """Return whether an address is one that Debian's and others' /etc/hosts give the machine's own name."""
-    return address in ("127.0.0.1", "127.0.1.1")
 
 
 def _resolved(host: str) -> str:

@@ -27,7 +27,6 @@ START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
 BEGINS = "verl_patches: output begins"
 START_S = 120  # the longest `ray start` of a node
 RECONNECT_S, RETRY_S = 900, 10  # how long and how often a connection that is lost is tried again
-QUEUE_GROUP = "scheduling.k8s.io/group-name"  # Volcano's annotation: all pods of a PodGroup start, or none
 HOSTS_OWN = ("/usr/local/dcmi", "/usr/local/bin/npu-smi", "/usr/local/Ascend/driver", "/etc/ascend_install.info")
 
 
@@ -63,7 +62,6 @@ def job_values(job: Job, source: str) -> str:
     head, node = (_ray_options(job, is_head) for is_head in (True, False))
     spans = {head: job.port_plan.spans(head).items() for head in (True, False)}
     ports = {head: [f"{first}={name}" for name, (first, last) in spans[head] if first == last] for head in spans}
-    written = re.findall(r"recipe\.output_root=([^\s'\"$]+)", " ".join(job.command)) or ["outputs"]
     logs = str(REPOSITORY / job.logs_folder) if job.provider == "ssh" else job.logs_folder
     srun = list(job.slurm.srun_options)
     if job.image and job.provider == "slurm":  # of the plugin pyxis
@@ -83,7 +81,7 @@ def job_values(job: Job, source: str) -> str:
         "python": job.python,
         "paths": job.python_path,
         "folder": job.folder,
-        "written": str(Path(job.checkout, written[0])),
+        "written": [str(Path(job.checkout, folder)) for folder in job.written_folders],
         "logs": logs,
         "wait_s": job.wait_s,
         "start_s": START_S,
@@ -173,7 +171,7 @@ def kubernetes_objects(job: Job, scripts: Mapping[str, str]) -> list[dict[str, A
         group = {"minMember": job.nodes, "queue": kubernetes.queue}
         kind = {"apiVersion": "scheduling.volcano.sh/v1beta1", "kind": "PodGroup"}
         objects.append({**kind, "metadata": meta, "spec": group})
-        template["metadata"]["annotations"] = {QUEUE_GROUP: name}
+        template["metadata"]["annotations"] = {"scheduling.k8s.io/group-name": name}  # all of its pods start, or none
         pod["schedulerName"] = "volcano"
     indexed = {"completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes, "backoffLimit": 0}
     spec = {**indexed, "template": template}

@@ -55,10 +55,11 @@ check() { # [HEAD]; sets head, address and is_up
     is_up=free head=${1:-${MASTER_ADDR:-${hosts[0]:-}}}
     cd "$checkout" || exit 2
     command -v "$python" > /dev/null || fail 2 "no program $python (python)"
-    if [ -n "$written" ] && [ -d "$written" ] && ! probe=$(mktemp "$written/.writable.XXXXXX" 2> /dev/null); then
-        fail 2 "$written: this user cannot write there (NFS with root_squash?): export it with no_root_squash"
-    fi
-    [ -z "${probe:-}" ] || rm -f "$probe"
+    local place probe to
+    for to in "${written[@]}"; do # what does not exist the run makes
+        [ ! -d "$to" ] || { probe=$(mktemp "$to/.writable.XXXXXX" 2> /dev/null) && rm "$probe"; } || fail 2 \
+            "$to: this user cannot write there (NFS with root_squash?): export it with no_root_squash"
+    done
     if read_record "$folder/started" && [ -n "$(with_mark)" ]; then
         [ "$its_job $its_digest $its_rank" = "$job $digest $rank" ] || fail 2 "node $its_rank of job $its_job\
  ($its_digest) is up in $folder, and this is node $rank of job $job ($digest): down.sh, or another folder and ports"
@@ -67,7 +68,7 @@ check() { # [HEAD]; sets head, address and is_up
         [ "$rank" != 0 ] || head=$address
         return
     fi
-    local place; place=$(tool place "$rank" "$nodes" "$head" "$interface" "$gcs" "${hosts[@]}") || exit 2
+    place=$(tool place "$rank" "$nodes" "$head" "$interface" "$gcs" "${hosts[@]}") || exit 2
     read -r address head <<< "$place"
     local ports=("${node_ports[@]}")
     [ "$rank" != 0 ] || ports=("${head_ports[@]}")
@@ -135,9 +136,9 @@ wait_for_all() {
     tool wait "$address:$gcs" "$job" "$nodes" "$wait_s" "$first_port" "${hosts[@]}"
 }
 
-# The command's files in the folder: `command` has the number, token and pid of the newest start, command-N.log its
-# output, command-N.words its words, command-N.exit its exit code once it has ended.
-newest() { [ -e "$folder/command" ] && read -r number token pid < "$folder/command"; }
+# The command's files in the folder: `command` has the number, token and pid of the newest start and the mark of this Ray,
+# command-N.log its output, command-N.words its words, command-N.exit its exit code once it has ended.
+newest() { [ -e "$folder/command" ] && read -r number token pid its_mark < "$folder/command" && [ "$its_mark" = "$mark" ]; }
 command_runs() { grep -qszxF "CLUSTER_NODE_MARK=$mark" "/proc/$pid/environ"; }
 
 run() { # TOKEN
@@ -156,7 +157,7 @@ run() { # TOKEN
         (start bash -c 'file=$1; shift; "$@"; echo $? > "$file.new"; mv "$file.new" "$file"' \
             command "$file.exit" "${command[@]}") > "$file.log" 2>&1 &
         pid=$!
-        echo "$number $1 $pid" > "$folder/command"
+        echo "$number $1 $pid $mark" > "$folder/command"
         until command_runs || [ -e "$file.exit" ] || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done # its mark is there
     fi
     unlock
@@ -189,16 +190,16 @@ end() {
         mv "$folder/started" "$folder/ended" # an up that waits for the head ends when it sees this
     fi
     if ! read_record "$folder/ended" || [ "$its_job" != "$job" ]; then return 0; fi
-    local signal sessions living shared
-    sessions=$(sessions_of $(with_mark) | grep -vx "$(sessions_of $$)" || true)
-    shared=$(for pid in $(in_sessions $sessions); do
-        grep -ho '/dev/shm/psm_[[:alnum:]_]*' "/proc/$pid/maps" || true
-    done 2> /dev/null | sort -u)
+    local signal sessions='' living shared='' own; own=$(sessions_of $$)
     for signal in TERM KILL; do
-        for ((i = 0; i < 50; i++)); do
+        for ((i = 0; i < 50; i++)); do # 10 s each
+            sessions=$(sort -u <(printf '%s\n' $sessions) <(sessions_of $(with_mark)) | grep -vxE "0|$own|" || true)
             living=$(in_sessions $sessions)
             [ -n "$living" ] || break 2
-            [ $i != 0 ] || kill -s $signal $living 2> /dev/null || true
+            if [ $i = 0 ]; then
+                shared+=" $(grep -hos '/dev/shm/psm_[[:alnum:]_]*' $(printf '/proc/%s/maps ' $living) | sort -u || true)"
+                kill -s $signal $living 2> /dev/null || true
+            fi
             sleep 0.2
         done
     done

@@ -18,4 +18,5 @@ until code=0 && { on 0 run "$token" || code=$?; } && [ $code != $lost ]; do
     sleep "$retry_s"
 done
 [ $code = 0 ] || exit $code
+rm -rf "$answers" # exec leaves no trap
 exec bash "$here/follow.sh"

@@ -17,7 +17,7 @@ for host in "${hosts[@]}"; do
 done
 
 remote() { # RANK LINE: a line of a shell on a node's host, with this standard input; its output behind the line $begins
-    timeout --foreground "$limit" "${ssh[@]}" "${user:+$user@}${hosts[$1]}" "$2" | {
+    timeout --foreground "$limit" "${ssh[@]}" "${user:+$user@}${hosts[$1]}" "$2" 8>&- | { # 8: up.sh's lock
         while IFS= read -r line; do [[ $line != *"$begins" ]] || break; done # byte by byte: nothing behind it is read
         exec cat
     }
