@@ -63,9 +63,9 @@ def test_the_memory_of_a_pod_holds_pinned_bytes_the_object_store_and_the_workers
 
 def test_text_is_quoted_where_kubernetes_would_read_a_bool_or_a_number():
     """By the rules of its reader (gopkg.in/yaml.v2, resolve.go). The control are words and numbers themselves."""
-    texts = "y Y n N 1e-6 0o17 -0o7 0O17 0X1F 0B1 08 +09 0_8 -.5 +.5e1 yes 0x1f .5 1:30".split()
+    texts = "y Y n N 1e-6 0o17 -0o7 0O17 0X1F 0B1 08 +09 0_8 -.5 +.5e1 yes true null 0x1f .5 1:30".split()
     assert [text for text in texts if as_yaml({"value": text}) != f"value: '{text}'\n"] == []
-    plain = ["yy", "no-op", "v0", ".py", "-x", "0.1.2", "registry/a3:1", True, 0, -8, 0.5, -0.5, 1e-6]
+    plain = ["yy", "no-op", "v0", "/data", "registry/a3:1", True, 0, -8, 0.5, -0.5, 1e-6]
     assert as_yaml(plain).count("'") == as_yaml(plain).count("!") == 0 and yaml.safe_load(as_yaml(plain)) == plain
 
 

@@ -59,9 +59,6 @@ def render(job: Job, folder: Path, source: str) -> str:
 
 def job_values(job: Job, source: str) -> str:
     """Return the text of job.sh. It has the names of secrets, and no value of one."""
-    head, node = (_ray_options(job, is_head) for is_head in (True, False))
-    spans = {head: job.port_plan.spans(head).items() for head in (True, False)}
-    ports = {head: [f"{first}={name}" for name, (first, last) in spans[head] if first == last] for head in spans}
     logs = str(REPOSITORY / job.logs_folder) if job.provider == "ssh" else job.logs_folder
     srun = list(job.slurm.srun_options)
     if job.image and job.provider == "slurm":  # of the plugin pyxis
@@ -97,10 +94,10 @@ def job_values(job: Job, source: str) -> str:
         "dropped": sorted({*DROPPED} - {VARIABLE}),
         "gcs": job.ports.gcs,
         "first_port": job.ports.first,
-        "head_ports": ports[True],
-        "node_ports": ports[False],
-        "head_options": head,
-        "node_options": node,
+        "head_ports": _services(job, is_head=True),
+        "node_ports": _services(job, is_head=False),
+        "head_options": _ray_options(job, is_head=True),
+        "node_options": _ray_options(job, is_head=False),
         "command": command_words(job),
     }
     text = "".join(f"{name}={_quoted(value)}\n" for name, value in values.items())
@@ -116,6 +113,12 @@ def _quoted(value: str | int | list[str]) -> str:
         return f"({' '.join(map(_quoted, value))})"
     text = str(value)
     return f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
+
+
+def _services(job: Job, is_head: bool) -> list[str]:
+    """Return PORT=NAME of each service of Ray on a node; its workers take what is free of their ports."""
+    spans = job.port_plan.spans(is_head).items()
+    return [f"{first}={name}" for name, (first, last) in spans if first == last]
 
 
 def _ray_options(job: Job, is_head: bool) -> list[str]:
@@ -221,19 +224,16 @@ def _pod(job: Job) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around 1e-6, 08, 0o17, -.5 and y, which other readers take for numbers and bools."""
+    """Puts quotes around what other readers take for numbers or bools, such as 1e-6 and y; keeps lines as they are."""
 
 
-_TAKEN = r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$"
-_TAKEN += r"|[-+]?(?:0[oOxXbB]?[0-9a-fA-F_]+|\.[0-9_]+)$|[yYnN]$"
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_TAKEN), list("-+.0123456789yYnN"))
+def _add_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    is_word = len(text) > 1 and (text[0].isalpha() or text[0] == "/")
+    style = "|" if "\n" in text else None if is_word else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-def _add_block(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _add_block)
+_Dumper.add_representer(str, _add_text)
 
 
 def as_yaml(*documents: Any) -> str:

@@ -99,8 +99,7 @@ def _sent(source: Path, to: str) -> Iterator[int]:
 
 def _modified(store: fsspec.AbstractFileSystem, name: str, copy: Mapping[str, Any]) -> float:
     """Seconds since 1970 when a copy was written; of a listing where it has them (ossfs.modified gives local time)."""
-    found = copy.get("LastModified") or store.modified(name)
-    return found if isinstance(found, int | float) else found.timestamp()
+    return (copy.get("LastModified") or store.modified(name)).timestamp()
 
 
 def _without_secrets(error: Exception) -> str:
