@@ -23,7 +23,6 @@ from verl_patches.platform.npu.machine import preload, start_notes
 from verl_patches.processes import taken_by
 from verl_patches.ray_nodes import CALL_S, ask_nodes
 
-CONNECT_S = 3.0
 LOOPBACK = ("127.0.0.1", "127.0.1.1")  # what /etc/hosts gives a machine's own name, the second on Debian and Ubuntu
 
 
@@ -153,7 +152,7 @@ def missing_nodes(
 def _unreachable(host: str, port: int) -> str:
     """Return why no connection can be made; empty where one can."""
     try:
-        with socket.create_connection((host, port), timeout=CONNECT_S):
+        with socket.create_connection((host, port), timeout=3.0):
             return ""
     except OSError as error:
         return error.strerror or str(error) or type(error).__name__

@@ -25,8 +25,7 @@ from verl_patches.ray_nodes import ray_start
 TEMPLATES = Path(__file__).parent / "templates"
 START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
 BEGINS = "verl_patches: output begins"
-START_S = 120  # the longest `ray start` of a node
-RECONNECT_S, RETRY_S = 900, 10  # how long and how often a connection that is lost is tried again
+START_S, RECONNECT_S, RETRY_S = 120, 900, 10  # the longest `ray start`; how long, how often a lost connection is tried
 HOSTS_OWN = ("/usr/local/dcmi", "/usr/local/bin/npu-smi", "/usr/local/Ascend/driver", "/etc/ascend_install.info")
 
 

@@ -98,7 +98,7 @@ def _sent(source: Path, to: str) -> Iterator[int]:
 
 
 def _modified(store: fsspec.AbstractFileSystem, name: str, copy: Mapping[str, Any]) -> float:
-    """Seconds since 1970 when a copy was written; of a listing where it has them (ossfs.modified gives local time)."""
+    """Return when a copy was written, s since 1970; of a listing where it says so (ossfs.modified gives local time)."""
     return (copy.get("LastModified") or store.modified(name)).timestamp()
 
 
