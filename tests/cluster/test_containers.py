@@ -60,9 +60,7 @@ def digest(scripts):
 def test_a_container_is_started_with_its_labels_and_goes_after_its_logs_and_its_diff(
     job, scripts, call, program, docker
 ):
-    docker(
-        "diff*) echo 'A /home/me/notes'; echo 'C /tmp/verl_patches_cluster/ray/x.parquet'; echo 'A /x/__pycache__/y'"
-    )
+    docker("diff*) echo 'A /home/me/notes'; echo 'C /tmp/verl_patches_cluster/ray/x.parquet'; echo 'A /x/.cache/y.pt'")
     made = scripts(job)
     code, _, err = ended(call(made / "up.sh"))
     assert code == 0 and "1 containers of registry/a3:1 run, 1 of them new" in err, err
@@ -71,12 +69,12 @@ def test_a_container_is_started_with_its_labels_and_goes_after_its_logs_and_its_
     assert f"--volume {next(iter(job['volumes']))}:/c/outputs " in started and "/data:/data" not in started
     count = len(program.docker())
     code, _, err = ended(call(made / "down.sh"))
-    assert code == 0 and "node 0 (10.0.0.1): A /home/me/notes" in err and "__pycache__" not in err, err
+    assert code == 0 and "node 0 (10.0.0.1): A /home/me/notes" in err and ".cache" not in err, err
     calls = [line for line in program.docker()[count:] if " ps " not in line and " start " not in line]
     verbs = [line.partition("bash -s -- ")[2].rstrip("'") if " exec " in line else line for line in calls]
     assert verbs == ["end 0 ", "logs 0 ", "clean 0 ", "docker diff 1f", "docker rm --force 1f"]
     logs = REPOSITORY / job["logs"] / "node-0-10.0.0.1"
-    assert (logs / "ray" / "a.log").exists() and "__pycache__" in (logs / "docker_diff.txt").read_text()
+    assert (logs / "ray" / "a.log").exists() and ".cache" in (logs / "docker_diff.txt").read_text()
 
 
 def test_secrets_come_before_the_scripts_on_standard_input_alone(job, scripts, call, program, tmp_path):

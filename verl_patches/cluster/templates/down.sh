@@ -12,8 +12,8 @@ source "$here/ssh.sh"
 logs=${1:-$logs}
 goes_on="down.sh again ends the rest"
 
-# files of a run, which nobody shall lose with a container
-of_runs='(\.(safetensors|parquet|pt|jsonl)|/(summary|manifest)\.json)$'
+# files of a run, which nobody shall lose with a container; those in hidden folders are caches
+of_runs='^[AC] (/[^./][^/]*)*(\.(safetensors|parquet|pt|jsonl)|/(summary|manifest)\.json)$'
 
 remove_container() { # RANK: print what it holds beside its image and its volumes (docker diff), then delete it
     local changes kept to
@@ -25,7 +25,7 @@ remove_container() { # RANK: print what it holds beside its image and its volume
         mkdir -p "$to" && echo "$changes" > "$to/docker_diff.txt" || return
         grep -Ev '/(__pycache__|\.cache)(/|$)' "$to/docker_diff.txt" | sed 20q >&2
     fi
-    if kept=$(grep -E "^[AC] .*$of_runs" <<< "$changes"); then
+    if kept=$(grep -E "$of_runs" <<< "$changes"); then
         say "container $job is not deleted: outside its volumes it holds files of runs, such as ${kept%%$'\n'*}"
         fail 1 "save what you need (docker cp $job:PATH FOLDER), then docker rm --force $job"
     fi
