@@ -179,16 +179,12 @@ def test_render_says_what_starts_the_job_and_writes_over_no_other_files(tmp_path
     assert "found other files" in str(CliRunner().invoke(app, words).exception)
 
 
-def test_ports_are_given_to_every_service_of_ray_start_and_the_dashboard_to_the_loopback():
+def test_ray_start_gives_every_service_a_port_of_its_own_and_the_dashboard_the_loopback():
     ports = RayPorts(gcs=7000, first=7001, workers=(7100, 7199))
     head = ray_start("10.0.0.1", "10.0.0.1", True, {"NPU": 16}, ports, dashboard=True)
-    other = ray_start("10.0.0.1", "10.0.0.2", False, {"NPU": 16}, ports)
-    assert "--port=7000" in head and "--dashboard-host=127.0.0.1" in head and "--include-dashboard=true" in head
-    assert "--address=10.0.0.1:7000" in other and not any("dashboard-host" in word for word in other)
-    given = {int(word.rpartition("=")[2]) for word in head if word.rpartition("=")[2].isdigit()}
-    spans = ports.spans().values()
-    assert given == {port for span in spans for port in span}
-    assert len({first for first, _ in spans}) == len(spans)
+    given = [int(word.rpartition("=")[2]) for word in head if word.rpartition("=")[2].isdigit()]
+    assert sorted(given) == sorted({port for span in ports.spans().values() for port in span})
+    assert "--dashboard-host=127.0.0.1" in head
 
 
 def test_ray_has_every_option_of_the_commands():

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from verl_patches.cluster import upload
@@ -19,37 +19,25 @@ from verl_patches.config.environment import REPOSITORY
 JOB = {"name": "j", "nodes": 1, "dies": 1}
 
 
-class Store(MemoryFileSystem):
-    """A store that counts what it is sent, and fails where `faults` says so."""
-
-    protocol = "counted"
-    store, pseudo_dirs, cachable = {}, [""], False
-    sent, faults, deleted = [], {}, []
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return super()._strip_protocol(str(path).replace("counted://", "/"))
-
-    def put_file(self, lpath, rpath, callback=None, **kwargs):
-        name = rpath.rpartition("/")[2]
-        if fault := self.faults.get(name, self.faults.get("*")):
-            raise fault
-        self.sent.append(name)
-        super().put_file(lpath, rpath, **kwargs)
-
-    def rm_file(self, path):
-        self.deleted.append(path)
-
-    rm = _rm = rmdir = rm_file
-
-
 @pytest.fixture
-def store():
-    fsspec.register_implementation("counted", Store, clobber=True)
-    Store.store.clear()
-    Store.sent, Store.faults, Store.deleted = [], {}, []
-    yield Store
-    assert Store.deleted == []
+def store(monkeypatch):
+    """fsspec's store in memory; `sent` has the names that it was sent, and it fails where `faults` says so."""
+    made = MemoryFileSystem()
+    made.store.clear()
+    made.sent, made.faults, put = [], {}, MemoryFileSystem.put_file
+
+    def put_file(self, source, to, **options):
+        name = to.rpartition("/")[2]
+        if fault := made.faults.get(name):
+            raise fault
+        made.sent.append(name)
+        put(self, source, to, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    for name in ("rm", "_rm"):
+        monkeypatch.setattr(MemoryFileSystem, name, lambda *_, **__: pytest.fail("something was deleted there"))
+    yield made
+    made.store.clear()
 
 
 ALL_SENT = ["run.log", "rank_0.safetensors", "manifest.json", "manifest.json"]
@@ -76,7 +64,7 @@ def logged(caplog):
 
 @pytest.fixture
 def sent(logged):
-    def sent(folder, to="counted://t/j"):
+    def sent(folder, to="memory://t/j"):
         """(whether all is there, what was logged) of an upload."""
         logged.clear()
         return upload.send(folder, to), logged.text.partition("/j: ")[2]
@@ -96,17 +84,17 @@ def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent)
     later = time.time() + 60
     (results / "run.log").write_text("RUN.LOG")  # the same size
     os.utime(results / "run.log", (later, later))
-    assert sent(results)[1].startswith("1 files") and store().cat_file("/t/j/run.log") == b"RUN.LOG"
+    assert sent(results)[1].startswith("1 files") and store.cat_file("/t/j/run.log") == b"RUN.LOG"
 
 
 def test_a_copy_that_is_cut_or_gone_is_sent_again_and_nothing_is_removed_there(store, results, sent):
     sent(results)
-    store().pipe_file("/t/j/run.log", b"half")
+    store.pipe_file("/t/j/run.log", b"half")
     del store.store["/t/j/global_step_1/rank_0.safetensors"]
-    assert sent(results)[1].startswith("2 files") and store().cat_file("/t/j/run.log") == b"run.log"
+    assert sent(results)[1].startswith("2 files") and store.cat_file("/t/j/run.log") == b"run.log"
     (results / "run.log").unlink()
     sent(results)
-    assert store().cat_file("/t/j/run.log") == b"run.log"
+    assert store.cat_file("/t/j/run.log") == b"run.log"
 
 
 def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the_rest(
@@ -119,7 +107,7 @@ def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the
     assert "NOT ALL: PermissionError: denied to $AWS_SECRET_ACCESS_KEY here" in found
     store.faults = {}
     assert sent(results)[0] and store.sent == ALL_SENT
-    assert "absent: expected a file or a folder" in sent(results / "absent", "counted://t/x/j")[1]
+    assert "absent: expected a file or a folder" in sent(results / "absent", "memory://t/x/j")[1]
 
 
 def test_files_that_another_put_there_are_refused_and_kept(results, tmp_path, sent):
@@ -134,32 +122,21 @@ def test_files_that_another_put_there_are_refused_and_kept(results, tmp_path, se
     assert not whole and f"files without {upload.MARK}" in found and copy.read_text() == "other"
 
 
-SLOW = """
-import sys, time
-from fsspec.implementations.local import LocalFileSystem
-put = LocalFileSystem.put_file
-def slow(self, lpath, rpath, **kwargs):
-    if "3.bin" in rpath:
-        open(rpath, "wb").write(b"half")
-        print("sending", flush=True)
-        time.sleep(600)
-    put(self, lpath, rpath, **kwargs)
-LocalFileSystem.put_file = slow
-from verl_patches.cluster import upload
-upload.send(upload.Path(sys.argv[1]), sys.argv[2])
-"""
-
-
-def test_a_killed_upload_leaves_whole_files_and_goes_on(tmp_path, sent):
-    source, target = tmp_path / "from", tmp_path / "to" / "j"
+def test_an_upload_that_is_cut_off_leaves_whole_files_and_goes_on(tmp_path, sent, monkeypatch):
+    source, target, put = tmp_path / "from", tmp_path / "to" / "j", LocalFileSystem.put_file
     source.mkdir()
     for number in range(5):
         (source / f"{number}.bin").write_text(str(number) * 1000)
-    words = [sys.executable, "-c", SLOW, str(source), f"file://{target}"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
-    assert process.stdout.readline() == b"sending\n"
-    process.kill()
-    process.wait()
+
+    def cut_off(self, path, to, **options):
+        if "3.bin" in to:
+            Path(to).write_text("half")
+            raise SystemExit(143)
+        put(self, path, to, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(LocalFileSystem, "put_file", cut_off)
+        sent(source, f"file://{target}")
     there = {path.name for path in target.iterdir() if not path.name.endswith(".partial")}
     assert there == {"0.bin", "1.bin", "2.bin", upload.MARK}  # the half of 3.bin has another name
     before = (target / "1.bin").stat().st_mtime_ns

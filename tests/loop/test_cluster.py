@@ -26,7 +26,7 @@ NODES = 4
 @pytest.fixture(scope="module")
 def nodes():
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        with Nodes(NODES, Path(folder)) as made:
+        with Nodes(NODES, Path(folder), real_ssh=True) as made:
             yield made
 
 
