@@ -145,39 +145,36 @@ def kubernetes_objects(job: Job, scripts: Mapping[str, str]) -> list[dict[str, A
     Pods have addresses of their own, and the NetworkPolicy lets only pods of the job call them: Ray's ports ask nobody
     who calls. Fields of batch/v1, v1, networking.k8s.io/v1 and, with a queue, Volcano's scheduling.volcano.sh/v1beta1.
     """
-    name, kubernetes = job.name, job.kubernetes
-    labels = {"verl-patches/job": name}
-    meta = {"name": name, "namespace": kubernetes.namespace, "labels": labels}
-    pod = _pod(job)
-    template: dict[str, Any] = {"metadata": {"labels": labels}, "spec": pod}
-    objects: list[dict[str, Any]] = [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": dict(scripts)},
-        {  # gives each pod the name NAME-RANK.NAME
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": meta,
-            "spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True},
-        },
-        {
-            "apiVersion": "networking.k8s.io/v1",
-            "kind": "NetworkPolicy",
-            "metadata": meta,
-            "spec": {
-                "podSelector": {"matchLabels": labels},
-                "policyTypes": ["Ingress"],
-                "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}],
-            },
-        },
+    name, queue, pod = job.name, job.kubernetes.queue, _pod(job)
+    template: dict[str, Any] = {"metadata": {"labels": _labels(job)}, "spec": pod}
+    service = {
+        "clusterIP": "None",
+        "selector": _labels(job),
+        "publishNotReadyAddresses": True,
+    }  # a pod is NAME-RANK.NAME
+    policy: dict[str, Any] = {"podSelector": {"matchLabels": _labels(job)}, "policyTypes": ["Ingress"]}
+    policy["ingress"] = [{"from": [{"podSelector": {"matchLabels": _labels(job)}}]}]
+    objects = [
+        _object(job, "v1", "ConfigMap", data=dict(scripts)),
+        _object(job, "v1", "Service", spec=service),
+        _object(job, "networking.k8s.io/v1", "NetworkPolicy", spec=policy),
     ]
-    if kubernetes.queue:
-        group = {"minMember": job.nodes, "queue": kubernetes.queue}
-        kind = {"apiVersion": "scheduling.volcano.sh/v1beta1", "kind": "PodGroup"}
-        objects.append({**kind, "metadata": meta, "spec": group})
+    if queue:
+        group = {"minMember": job.nodes, "queue": queue}
+        objects.append(_object(job, "scheduling.volcano.sh/v1beta1", "PodGroup", spec=group))
         template["metadata"]["annotations"] = {"scheduling.k8s.io/group-name": name}  # all of its pods start, or none
         pod["schedulerName"] = "volcano"
     indexed = {"completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes, "backoffLimit": 0}
-    spec = {**indexed, "template": template}
-    return [*objects, {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec}]
+    return [*objects, _object(job, "batch/v1", "Job", spec={**indexed, "template": template})]
+
+
+def _labels(job: Job) -> dict[str, str]:
+    return {"verl-patches/job": job.name}
+
+
+def _object(job: Job, version: str, kind: str, **fields: Any) -> dict[str, Any]:
+    meta = {"name": job.name, "namespace": job.kubernetes.namespace, "labels": _labels(job)}
+    return {"apiVersion": version, "kind": kind, "metadata": meta, **fields}
 
 
 def _pod(job: Job) -> dict[str, Any]:
