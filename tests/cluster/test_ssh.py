@@ -32,7 +32,7 @@ def nodes():
 @pytest.fixture
 def job(nodes, tmp_path):
     return {
-        "name": "over-ssh",  # the tests beside this one look for the processes of jobs by name
+        "name": "over-ssh",
         "provider": "ssh",
         "nodes": 2,
         "dies": 1,
