@@ -2,7 +2,7 @@
 # Start a container of the image of configs/Dockerfile.a3 on one Atlas A3 node, detached, with all 16 dies.
 #
 #   bash scripts/start_container.sh [further options of docker run]     then: docker exec -it deepseekv3-a3 bash
-#   NAME=run1 IMAGE=registry/deepseekv3-a3:1 bash scripts/start_container.sh     `cluster up` calls it so on each host
+#   NAME=run1 IMAGE=registry/deepseekv3-a3:1 bash scripts/start_container.sh     up.sh of a job calls it so on each host
 #
 # Folders of the host are mounted as VOLUMES lists them, HOST:CONTAINER; whatever else is written is deleted with the
 # container. Every device is named, as in vllm-ascend's installation guide; for a driver that refuses otherwise give
@@ -18,7 +18,8 @@ options=(--init --name "$name" --network host
     --ulimit memlock=-1 --ulimit nofile=1048576:1048576)
 for device in davinci{0..15} davinci_manager devmm_svm hisi_hdc; do options+=(--device "/dev/$device"); done
 # neither /home, which holds keys, nor the host's /dev/shm, which holds files of ended runs
-for path in /usr/local/dcmi /usr/local/bin/npu-smi /usr/local/sbin /usr/local/Ascend/driver /etc/localtime; do
+npu_smi=$(command -v npu-smi) || npu_smi=/usr/local/bin/npu-smi
+for path in /usr/local/dcmi "$npu_smi" /usr/local/sbin /usr/local/Ascend/driver /etc/localtime; do
     options+=(--volume "$path:$path:ro")
 done
 for volume in /var/log/npu/slog/slogd:/var/log/npu/slog/slogd $volumes; do options+=(--volume "$volume"); done

@@ -7,7 +7,7 @@ address of a Ray from `answering_address`.
 whose client ends its process where the head goes away. JSON is {address} and one of
 
     {}                          the living nodes are listed, nothing runs on them
-    {job, nodes, limit_s}       joins no Ray either: waits until nodes of so many ranks of a job of `cluster` are alive,
+    {job, nodes, limit_s}       joins no Ray either: waits until nodes of so many ranks of a job are alive,
                                 for limit_s at most, and lists all nodes as `_of_gcs`
     {command, cwd, limit_s, probes}
                                 each node runs `python COMMAND --head HOST:PORT` in the folder `cwd` and in the
@@ -33,7 +33,7 @@ from typing import Any
 from verl_patches.errors import ConfigError, RecipeError
 
 ANSWER = "NODES"
-JOB, RANK_LABEL = "verl_patches/job", "verl_patches/rank"  # labels that `cluster up` gives a node
+JOB, RANK_LABEL = "verl_patches/job", "verl_patches/rank"  # labels that node.sh gives a node
 POLL_S = 1.0
 CLOCK_CALLS = 5  # the quickest counts
 CALL_S = 30  # of a call that returns at once, and beyond a command's own limit

@@ -9,7 +9,6 @@ import time
 
 import psutil
 import pytest
-import yaml
 
 from tests.ranks import HANG_S
 from verl_patches.config.environment import REPOSITORY
@@ -41,42 +40,17 @@ def started(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def an_up(tmp_path, job):
-    """A node that waits for Ray's head."""
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**job, "hosts": ["127.0.0.2", "127.0.0.3"]}))
-    return ["cluster", "up", str(tmp_path / "job.yaml"), "--node-rank", "1"]
-
-
-def an_up_over_ssh(tmp_path, job):
-    (tmp_path / "program").write_text("#!/bin/bash\nexec sleep 600\n")
-    (tmp_path / "program").chmod(0o755)
-    reached = {"provider": "ssh", "hosts": ["a", "b"], "ssh": {"command": [str(tmp_path / "program")]}}
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**job, **reached}))
-    return ["cluster", "up", str(tmp_path / "job.yaml")]
-
-
 SILENT = socket.create_server(("127.0.0.1", 0))
+ADDRESS = f"127.0.0.1:{SILENT.getsockname()[1]}"
+# a doctor that asks a Ray which does not answer
+DOCTOR = ("doctor", "deepseekv3_tiny_cpu", f"recipe.ray_address={ADDRESS}", "trainer.nnodes=1")
 
 
-def a_doctor(tmp_path, job):
-    """A doctor that asks a Ray which does not answer."""
-    address = f"127.0.0.1:{SILENT.getsockname()[1]}"
-    return ["doctor", "deepseekv3_tiny_cpu", f"recipe.ray_address={address}", "trainer.nnodes=1"]
-
-
-@pytest.mark.parametrize(
-    ("command", "sign"),
-    [(an_up, "waiting for Ray's head"), (an_up_over_ssh, None), (a_doctor, None)],
-    ids=["up", "up over ssh", "doctor"],
-)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_what_a_user_ended_is_said_to_be_ended_by_the_user(started, tmp_path, command, sign, number):
-    """sign: what the command prints while it waits; None: it waits for a process that it has started."""
-    job = {"name": "j", "nodes": 2, "dies": 1, "device": "GPU", "folder": str(tmp_path / "folder")}
-    job["ports"] = {"gcs": 1024, "first": 1025}
+def test_what_a_user_ended_is_said_to_be_ended_by_the_user(started, tmp_path, number):
     output = tmp_path / "output"
-    process = started(*command(tmp_path, job))
-    while not (sign in output.read_text() if sign else psutil.Process(process.pid).children()):
+    process = started(*DOCTOR)
+    while not psutil.Process(process.pid).children():  # it waits for one that it has started
         assert process.poll() is None, output.read_text()
         time.sleep(0.2)
     children = psutil.Process(process.pid).children(recursive=True)

@@ -1,8 +1,8 @@
-"""Nodes of one machine: network namespaces on a bridge, each with its own sshd, and one that the tests call from.
+"""Nodes of one machine: network namespaces on a bridge, with an sshd each where asked for, and one to call them from.
 
-Tests that use them are skipped, with the reason, where there is no root, `ip` or network namespace. A script stands in
-for ssh, unless the test asks for the real one, with OpenSSH's server. A node's own folder is bound over
-`Nodes.shared` in its mount namespace, so nodes do not share the folder of a job; all other files they share.
+Tests that use them are skipped, with the reason, where there is no root, `ip`, network namespace or, if it is asked
+for, OpenSSH's server. A node's own folder is bound over `Nodes.shared` in its mount namespace, so nodes do not share
+the folder of a job; all other files they share.
 """
 
 import os
@@ -32,14 +32,9 @@ IdentityFile {folder}/key
 IdentitiesOnly yes
 UserKnownHostsFile {folder}/known_hosts
 StrictHostKeyChecking yes
+LogLevel ERROR
 BatchMode yes
 ConnectTimeout 15
-"""
-STAND_IN = """#!/bin/bash
-# ssh HOST LINE
-enter='mount --bind "$0" "$1" && exec bash -c "$2"'
-number=$((${{1##*.}} - 1))
-exec ip netns exec {prefix}-$number bash -c "$enter" {folder}/$number {folder}/job "$2"
 """
 
 
@@ -74,9 +69,6 @@ class Nodes:
                 (self.folder / str(name)).mkdir()
             if self._real:
                 self._start_sshd()
-            else:
-                (self.folder / "ssh").write_text(STAND_IN.format(prefix=self._prefix, folder=self.folder))
-                (self.folder / "ssh").chmod(0o755)
         except BaseException:  # pytest's skip too
             self.__exit__()
             raise
@@ -147,8 +139,6 @@ class Nodes:
     @property
     def ssh(self):
         """The words before a host: ssh from the desk."""
-        if not self._real:
-            return [str(self.folder / "ssh")]
         return ["ip", "netns", "exec", self._desk, "ssh", "-F", str(self.folder / "ssh_config")]
 
     def start(self, number, *command, **options):
@@ -166,9 +156,18 @@ class Nodes:
         self._sshd[number].kill()
         self._sshd[number].wait()
 
+    def drop_connections(self, number):
+        """Connections of a node that are open end."""
+        for process in psutil.Process(self._sshd[number].pid).children():
+            process.kill()
+
     def cut(self, number):
         """A node loses its network."""
         ip("-n", self.name(number), "link", "set", "eth0", "down")
+
+    def join(self, number):
+        """A node that was cut off has its network again."""
+        ip("-n", self.name(number), "link", "set", "eth0", "up")
 
     def processes(self, number):
         """The processes in a node's namespace, without sshd's."""

@@ -1,31 +1,33 @@
-"""Drills on one machine: each ends within its bound, names the culprit in one sentence, and leaves nothing behind."""
+"""node.sh on one machine: each call ends within its bound, names the culprit, and leaves nothing behind.
+
+The quick tests have two programs with the names of Ray's in place of it; the slow ones have Ray.
+"""
 
 import ctypes
-import dataclasses
-import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
-from verl_patches.cluster import gather, node
-from verl_patches.cluster.job import Job, read_job
-from verl_patches.cluster.place import Place, place_of
-from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.platform.npu import machine
-from verl_patches.processes import started_at
+from tests.cluster.conftest import ended
+from verl_patches.cluster.job import Job
+from verl_patches.cluster.node import missing_nodes, place, require_free_ports
+from verl_patches.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 CLONE_NEWNET = 0x40000000  # sched.h
 HOST = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's address
+ON = 'echo "on $TOKEN"; while [ ! -e "$GATE" ]; do sleep 0.02; done; echo off; exit 3'
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,297 +44,281 @@ def own_network():
             assert libc.setns(before.fileno(), CLONE_NEWNET) == 0
 
 
-@pytest.fixture(scope="module")
-def folder():
+@pytest.fixture
+def job():
+    """A job of this machine; its folder's name is short, for the names of Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp") as made:
-        yield Path(made)
+        named = {"folder": f"{made}/f", "logs": f"{made}/logs", "python": sys.executable, "checkout": str(ROOT)}
+        env = {"GATE": f"{made}/gate", "ASCEND_PROCESS_LOG_PATH": f"{made}/plog"}
+        yield {
+            "name": "drill",
+            "nodes": 1,
+            "dies": 1,
+            "device": "GPU",
+            "hosts": [HOST],
+            "wait_s": 300,
+            "env": env,
+            "command": ["bash", "-c", ON],
+            **named,
+        }
 
 
-@pytest.fixture(scope="module")
-def job(folder):
-    named = {"folder": str(folder / "f"), "logs": str(folder / "logs"), "python": sys.executable, "checkout": str(ROOT)}
-    return Job(name="drill", nodes=1, dies=1, device="GPU", hosts=[HOST], wait_s=300.0, **named)
+@pytest.fixture
+def node(scripts, call):
+    """node(job, verb, *arguments): (exit code, output without its first line, errors) of node.sh."""
+
+    def answer(job, verb, *arguments, **environ):
+        return ended(begin(job, verb, *arguments, **environ))
+
+    def begin(job, verb, *arguments, **environ):
+        words = [verb, *(arguments or ("0",))]
+        return call(scripts(job) / "node.sh", *words, **environ)
+
+    answer.begin = begin
+    return answer
 
 
-def changed(job, **changes):
-    return read_job(yaml.safe_dump({**json.loads(job.model_dump_json()), **changes}), "job", {})[0]
-
-
-def cluster(job, verb, *options, environ=None, stdout=subprocess.PIPE):
-    command = [sys.executable, "-m", "verl_patches", "cluster", verb, "-", *options]
-    text = yaml.safe_dump(json.loads(job.model_dump_json()))
-    env = {**os.environ, **(environ or {})}
-    streams = {"input": text, "text": True, "stdout": stdout, "stderr": subprocess.PIPE}
-    return subprocess.run(command, **streams, cwd=ROOT, env=env, timeout=600)
-
-
-def status(job):
-    """(exit code of status, {name: row})"""
-    done = cluster(job, "status", "--json")
-    return done.returncode, {row["name"]: row for row in json.loads(done.stdout)["rows"]}
-
-
-def of_job(job):
-    """Processes with the job's folder in their command, or its mark."""
+def marked(job):
+    """The processes of a job."""
     found = []
     for process in psutil.process_iter():
         try:
-            marked = process.environ().get(node.MARK, "").startswith(f"{job.name}-")
-            if marked or f"{job.folder}/ray" in " ".join(process.cmdline()):
+            if process.environ().get("CLUSTER_NODE_MARK", "").startswith(f"{job['name']}-"):
                 found.append(process)
         except (psutil.Error, OSError):
             continue
     return found
 
 
-def test_the_place_of_a_node_comes_from_options_the_environment_or_the_hosts(job):
-    several = changed(job, nodes=3, hosts=[HOST, "127.0.0.3", "192.0.2.77"])
-    assert place_of(several, {}, rank=1) == Place(1, HOST, "127.0.0.3")
-    assert place_of(changed(job, hosts=[]), {"MASTER_ADDR": "127.0.0.4"}).head == "127.0.0.4"
-    named = place_of(changed(job, nodes=2, hosts=[], interface="lo"), {"NODE_RANK": "1", "MASTER_ADDR": HOST})
-    assert named == Place(1, HOST, "127.0.0.1")
-    for environ, rank, text in (
-        ({}, None, "which node of job drill is this"),  # two of the hosts are this machine
-        ({"NODE_RANK": "x"}, None, "NODE_RANK is 'x'"),
-        ({}, 3, "expected 0 to 2"),
-        ({}, 2, "node 2 .192.0.2.77. is none of this machine's addresses"),
-        ({"MASTER_ADDR": "192.0.2.77"}, 0, "its address 192.0.2.77 is none of this machine"),
-        ({"MASTER_ADDR": "127.0.0.1"}, 0, "the loopback, which other nodes cannot reach"),
-        ({"MASTER_ADDR": "no.such.host.invalid"}, 0, "no.such.host.invalid cannot be resolved"),
+@pytest.fixture
+def stand_in(job, tmp_path):
+    """A job whose `ray start` starts two programs with the names of Ray's."""
+    for name in ("raylet", "gcs_server"):
+        shutil.copy("/bin/sleep", tmp_path / name)
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\n[[ "$*" = *ray.scripts.scripts* ]] || exec {sys.executable} "$@"\n'
+        f"{tmp_path}/raylet 600 & {tmp_path}/gcs_server 600 &\n"
+    )
+    python.chmod(0o755)
+    yield {**job, "python": str(python)}
+    for process in marked(job):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def test_a_nodes_address_is_its_entry_of_hosts_its_interfaces_or_its_routes():
+    hosts = [HOST, "127.0.0.3", "192.0.2.77"]
+    assert place(1, 3, HOST, "", 6379, hosts) == ("127.0.0.3", HOST)
+    assert place(0, 1, "127.0.0.4", "", 6379, []) == ("127.0.0.4", "127.0.0.4")
+    assert place(1, 2, HOST, "lo", 6379, []) == ("127.0.0.1", HOST)
+    assert place(0, 1, "", "", 6379, []) == ("127.0.0.1", "127.0.0.1")
+    for words, text in (
+        ((2, 3, HOST, "", 6379, hosts), "192.0.2.77 is none of this machine's addresses"),
+        ((0, 3, "192.0.2.77", "", 6379, hosts), "its address 192.0.2.77 is none of this machine"),
+        ((1, 3, "127.0.0.1", "", 6379, hosts), "here the loopback, which is not node 0"),
+        ((0, 3, "127.0.0.1", "", 6379, []), "give `interface`, or an IP address"),
+        ((1, 3, "no.such.host.invalid", "", 6379, hosts), "no.such.host.invalid cannot be resolved"),
+        ((1, 2, HOST, "odd0", 6379, []), "interface odd0"),
+        ((1, 2, "", "", 6379, []), "the address of Ray's head is unknown"),
     ):
         with pytest.raises(ConfigError, match=text):
-            place_of(several, environ, rank)
-    with pytest.raises(ConfigError, match="interface odd0"):
-        place_of(changed(job, nodes=2, hosts=[], interface="odd0"), {"MASTER_ADDR": HOST}, 1)
-    with pytest.raises(ConfigError, match="the address of Ray's head is unknown"):
-        place_of(changed(job, nodes=2, hosts=[]), {"NODE_RANK": "1"})
+            place(*words)
 
 
-def test_a_head_that_is_not_there_is_named_after_the_wait(job):
-    lost = changed(job, name="lost", nodes=2, hosts=[HOST, "127.0.0.3"], wait_s=2.0)
-    done = cluster(lost, "up", "--node-rank", "1")
-    assert done.returncode == 1, done.stderr
-    address = f"{HOST}:{job.ports.gcs}"
-    assert f"node 1 (127.0.0.3): Ray's head {address} did not answer within 2 s (Connection refused)" in done.stderr
-    assert of_job(lost) == [] and node.records(Path(job.folder)) == []
+def test_a_node_whose_own_name_is_its_loopback_has_the_address_of_its_interface_or_of_a_route(tmp_path):
+    """In a network of its own, with an interface, and /etc/hosts as Debian's installer writes it."""
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 node-01\n10.1.0.12 node-02\n")
+    code = "from verl_patches.cluster.node import place\n"
+    code += "for name in ('eth0', ''): print(place(0, 2, 'node-01', name, 6379, ['node-01', 'node-02']))\n"
+    code += "print(place(1, 2, '10.1.0.12', '', 6379, ['node-02', 'node-01']))"
+    line = (
+        f"mount --bind {tmp_path}/hosts /etc/hosts && ip link add eth0 type veth peer name p0 && ip link set eth0 up &&"
+    )
+    line += ' ip address add 10.1.0.11/24 dev eth0 && exec "$0" -c "$1"'
+    words = ["unshare", "--net", "--mount", "bash", "-c", line, sys.executable, code]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    head = "('10.1.0.11', '10.1.0.11')\n"
+    assert done.stdout == f"{head}{head}('10.1.0.11', '10.1.0.12')\n", done.stderr
 
 
-def test_a_port_that_is_taken_is_named_with_its_process(job):
-    with socket.create_server((HOST, job.ports.first)):
-        done = cluster(job, "up")
-    text = f"port {job.ports.first} (Ray's node manager) by pid {os.getpid()}"
-    assert done.returncode == 2 and text in done.stderr, done.stderr
-    assert of_job(job) == [] and node.records(Path(job.folder)) == []
+def test_a_port_that_is_taken_is_named_with_its_process():
+    with socket.create_server((HOST, 6380)), pytest.raises(ConfigError) as raised:
+        require_free_ports(HOST, {6379: "Ray's GCS", 6380: "Ray's node manager"})
+    assert f"port 6380 (Ray's node manager) is taken by pid {os.getpid()}" in str(raised.value)
+    assert "6379" not in str(raised.value)
+    require_free_ports(HOST, {6380: "Ray's node manager"})  # the control
 
 
-def test_missing_nodes_are_named_each_with_the_reason(job):
-    several = changed(job, nodes=5, hosts=[HOST, "127.0.0.3", "127.0.0.4", "127.0.0.5", "127.0.0.6"])
+def test_missing_nodes_are_named_each_with_the_reason():
+    hosts = [HOST, "127.0.0.3", "127.0.0.4", "127.0.0.5", "127.0.0.6"]
 
     def member(rank, alive=True, name="drill"):
         return {"rank": rank, "address": f"127.0.0.{rank + 2}", "job": name, "alive": alive}
 
-    with socket.create_server(("127.0.0.5", job.ports.first)):
+    with socket.create_server(("127.0.0.5", 6380)):
         nodes = [member(0), member(1, alive=False), member(4, name="other")]
-        found = node.missing_nodes(several, nodes)
-    assert sorted(found) == [1, 2, 3, 4]
-    assert "raylet ended" in found[1] and "another head" in found[3]
-    assert f"node 2 (127.0.0.4): port {job.ports.first} of its raylet: Connection refused" == found[2]
-    assert node.missing_nodes(several, [*nodes, member(1)]).keys() == {2, 3, 4}  # it came back
-    assert "never joined" in node.missing_nodes(changed(several, hosts=[]), nodes)[2]
+        found = missing_nodes("drill", 5, 6380, hosts, nodes)
+    assert sorted(found) == [1, 2, 3, 4] and "raylet ended" in found[1] and "another head" in found[3]
+    assert found[2] == "node 2 (127.0.0.4): port 6380 of its raylet: Connection refused"
+    assert missing_nodes("drill", 5, 6380, hosts, [*nodes, member(1)]).keys() == {2, 3, 4}  # it came back
+    assert "never joined" in missing_nodes("drill", 5, 6380, [], nodes)[2]
 
 
-@pytest.mark.slow
-def test_a_head_whose_node_is_missing_names_it_and_ends_what_it_started(job):
-    two = changed(job, name="two", nodes=2, hosts=[HOST, "127.0.0.3"], wait_s=15.0)
-    done = cluster(two, "up", "--node-rank", "0")
-    assert done.returncode == 1, done.stderr
-    assert "1 of 2 nodes of job two are not in Ray after 15 s: node 1 (127.0.0.3): port" in done.stderr
-    assert "cluster down copies them" in done.stderr and of_job(two) == []
-    down = cluster(two, "down")
-    assert down.returncode == 0 and (Path(job.logs) / f"node-0-{HOST}" / "ray" / "gcs_server.out").is_file()
-    assert node.records(Path(job.folder)) == [] and not (Path(job.folder) / "ray").exists()
+def test_a_head_that_is_not_there_is_named_after_the_wait(job, node):
+    lost = {**job, "nodes": 2, "hosts": [HOST, "127.0.0.3"], "wait_s": 2}
+    code, _, err = node(lost, "up", "1")
+    assert code == 1 and f"Ray's head {HOST}:6379 did not answer within 2 s (Connection refused)" in err
+    assert marked(job) == [] and not (Path(job["folder"]) / "started").exists()
 
 
-@pytest.fixture(scope="module")
-def running(job):
-    done = cluster(job, "up")
+def test_an_up_that_waits_for_its_head_is_ended(job, node):
+    waiting = node.begin({**job, "nodes": 2, "hosts": [HOST, "127.0.0.3"]}, "up", "1")
+    while "waiting for Ray's head" not in (line := waiting.stderr.readline()):
+        assert line, ended(waiting)
+    assert node({**job, "nodes": 2, "hosts": [HOST, "127.0.0.3"]}, "end", "1")[0] == 0
+    code, _, err = ended(waiting)
+    assert code == 1 and "this start was ended by down.sh" in err
+
+
+def test_a_rank_that_is_none_is_refused(job, node):
+    for rank, found in (("", "none"), ("2", "2"), ("x", "x")):
+        code, _, err = node({**job, "nodes": 2, "hosts": []}, "check", rank, MASTER_ADDR=HOST, NODE_RANK="")
+        assert code == 2 and f"Expected a rank, 0 to 1, found {found}" in err
+
+
+def test_a_second_call_joins_or_refuses(stand_in, node):
+    job = stand_in
+    assert node(job, "check") == (0, f"{BEGINS_LINE}free {HOST}\n", "")
+    assert node(job, "up", "0", HOST, MASTER_ADDR="10.9.9.9")[0] == 0  # that of an image does not count
+    code, _, err = node(job, "up")
+    assert code == 0 and f"is up already at {HOST}" in err
+    assert node(job, "check")[1] == f"{BEGINS_LINE}up {HOST}\n" and len(marked(job)) == 2
+    for changes in ({"name": "other"}, {"dies": 2}):
+        code, _, err = node({**job, **changes}, "up")
+        assert code == 2 and "node 0 of job drill" in err and "is up in" in err, err
+    assert node({**job, "name": "other"}, "end")[0] == 0 and len(marked(job)) == 2
+    next(process for process in marked(job) if process.name() == "raylet").kill()
+    code, _, err = node(job, "up")
+    assert code == 2 and "its raylet or GCS has ended" in err
+    holder = subprocess.Popen(["flock", f"{job['folder']}/.lock", "sleep", "600"])
+    while subprocess.run(["flock", "--nonblock", f"{job['folder']}/.lock", "true"]).returncode == 0:
+        assert holder.poll() is None
+    assert "another call of node.sh is at work" in node(job, "up")[2]
+    psutil.Process(holder.pid).children()[0].kill()
+    holder.wait()
+
+
+BEGINS_LINE = "verl_patches: output begins\n"
+
+
+def test_the_commands_output_from_any_byte_its_code_and_its_environment(stand_in, node, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKEN", "t")
+    job, gate = stand_in, Path(stand_in["env"]["GATE"])
+    assert node(job, "run", "0", "a")[0] == 1 and "is not up here" in node(job, "run", "0", "a")[2]
+    node(job, "up")
+    assert node(job, "state")[1] == f"{BEGINS_LINE}none\n"
+    assert "no command of job drill was started on this node: run.sh starts it" in node(job, "follow", "0", "0")[2]
+    assert node(job, "run", "0", "a")[0] == 0 and node(job, "state")[1] == f"{BEGINS_LINE}running\n"
+    assert "runs already" in node(job, "run", "0", "b")[2]
+    code, _, err = node({**job, "command": ["true"]}, "run", "0", "b")
+    assert code == 2 and "another command of job drill runs" in err
+    follower = node.begin(job, "follow", "0", "0")
+    assert [follower.stdout.readline() for _ in range(2)] == [BEGINS_LINE, "on t\n"]
+    gate.touch()
+    assert ended(follower)[:2] == (3, "off\n") and node(job, "state")[1] == f"{BEGINS_LINE}3\n"
+    assert node(job, "follow", "0", "5")[:2] == (3, f"{BEGINS_LINE}off\n")
+    node(job, "run", "0", "a")  # a call that was lost, made again: the command is not started twice
+    assert not (Path(job["folder"]) / "command-2.log").exists()
+    shown = {**job, "upstream": ["/u"], "command": ["bash", "-c", 'echo "$PYTHONPATH $RAY_ADDRESS"; kill -9 $$']}
+    node(shown, "run", "0", "c", PYTHONPATH="/outer", RAY_ADDRESS="x")
+    code, out, _ = node(shown, "follow", "0", "0")
+    assert code == 137 and out.startswith(f"{BEGINS_LINE}{ROOT}:/u:/outer \n")
+    gate.unlink()
+    npu = {**job, "env": {**job["env"], "GREETING": "a b"}, "device": "NPU"}
+    assert node(npu, "run", "0", "d", LD_PRELOAD="/m/libjemalloc.so")[0] == 0
+    shell = psutil.Process(int((Path(job["folder"]) / "command").read_text().split()[2]))
+    assert shell.environ()["LD_PRELOAD"] == "/m/libjemalloc.so"
+    os.killpg(shell.pid, signal.SIGKILL)
+    psutil.wait_procs([shell])
+    assert node(job, "state")[1] == f"{BEGINS_LINE}killed\n"
+    assert "was killed; it has no exit code" in node(job, "follow", "0", "0")[2]
+
+
+def test_end_ends_its_own_alone_and_clean_leaves_nothing(stand_in, node, tmp_path):
+    job = stand_in
+    other = subprocess.Popen([tmp_path / "raylet", "600"])  # of another Ray
     try:
-        assert done.returncode == 0, done.stderr
-        yield node.records(Path(job.folder))[0]
+        node(job, "up")
+        node(job, "run", "0", "a")
+        hard = {**os.environ, "CLUSTER_NODE_MARK": marked(job)[0].environ()["CLUSTER_NODE_MARK"]}
+        deaf = subprocess.Popen(
+            ["bash", "-c", 'trap "" TERM; while :; do sleep 0.1; done'], env=hard, start_new_session=True
+        )
+        assert node(job, "end") == (0, BEGINS_LINE, "")
+        assert marked(job) == [] and other.poll() is None and deaf.wait(60) == -signal.SIGKILL
+        assert node(job, "end")[0] == 0  # idempotent
+        node(job, "clean")
+        assert {path.name for path in Path(job["folder"]).iterdir()} == {".lock"}
+        assert Path(job["folder"]).stat().st_mode & 0o777 == 0o700
     finally:
-        cluster(job, "down")
+        other.kill()
+        other.wait()
 
 
-@pytest.mark.slow
-def test_a_node_listens_where_the_docs_say(job, running):
-    """Docs name ports by the plan; Ray's metrics have ports of their own."""
-    found = {}
-    for process in node.living(running):
-        for each in (process, *process.children(recursive=True)):
-            found |= {c.laddr.port: c.laddr.ip for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-    first, last = job.ports.workers
-    others = {port for port in found if not first <= port <= last}
-    planned = {span[0] for name, span in job.port_plan.spans().items() if name != "Ray's workers"}
-    assert others - {44217, 44227} <= planned and len(others) >= 9, (others, planned)
-    folder = Path(job.folder)
-    assert folder.stat().st_mode & 0o777 == 0o700 and (folder / node.RAY_TEMP).stat().st_uid == os.getuid()
-
-
-@pytest.mark.slow
-def test_a_second_up_joins_or_refuses(job, running):
-    again = cluster(job, "up", "--run")
-    assert again.returncode == 2 and "has no command" in again.stderr
-    again = cluster(changed(job, command=["sh", "-c", 'echo "$A $HF_TOKEN"; exit 5'], secrets=["HF_TOKEN"]), "up")
-    assert again.returncode == 2 and "needs HF_TOKEN" in again.stderr
-    again = cluster(changed(job, command=["sh", "-c", "echo ran; exit 5"]), "up", "--run")
-    assert again.returncode == 5 and "is up already: nothing was started" in again.stderr and again.stdout == "ran\n"
-    code, rows = status(job)
-    assert code == 1 and rows["command"]["found"] == "ended with exit code 5"
-    assert cluster(job, "follow", "--skip", "2").stdout == "n\n"
-    start = time.monotonic()
-    assert [found["job"] for found in node.members(changed(job, name="other"), HOST, 1, 2.0)] == ["drill"]
-    assert time.monotonic() - start >= 2  # a node of another job is not one that it waits for
-    assert node.records(Path(job.folder)) == [running] and node.ended(running) == []
-    for changes, name in (({"name": "other"}, "other"), ({"image": "other"}, "drill")):
-        other = cluster(changed(job, **changes), "up")
-        assert other.returncode == 2 and f"node 0 ({HOST}) of job drill" in other.stderr
-        assert f"this is job {name}" in other.stderr
-    assert cluster(changed(job, name="other"), "down").returncode == 0 and node.ended(running) == []
-
-
-@pytest.mark.slow
-def test_a_killed_raylet_is_a_problem_of_status_and_down_ends_its_own_alone(job, running, folder):
-    assert [row["state"] for name, row in status(job)[1].items() if name != "command"] == ["fine", "fine"]
-    (raylet,) = (entry for entry in running.processes if entry["name"] == "raylet")
-    alike = ["raylet", f"--raylet_socket_name={job.folder}/ray/session_x/sockets/raylet", "3600"]
-    foreign = subprocess.Popen(["bash", "-c", f"exec -a '{' '.join(alike)}' sleep 3600"])
-    plog = folder / "plog" / "debug" / "plog"
-    plog.mkdir(parents=True)
-    (plog / "plog-1.log").write_text("[ERROR] HCCL\n")
-    (plog / "old.log").write_text("of another run\n")
+def test_logs_are_those_since_up_and_of_two_sessions_the_newest(stand_in, node, tmp_path):
+    job, folder = stand_in, Path(stand_in["folder"])
+    node(job, "up")
+    plog = folder.parent / "plog" / "debug"
+    for path, text in (
+        (folder / "ray/session_2026-01-01/logs/raylet.out", "old"),
+        (folder / "ray/session_2026-01-02/logs/raylet.out", "new"),
+        (folder / "ray/session_2026-01-02/logs/gone.log", ""),
+        (plog / "plog-1.log", "[ERROR] HCCL"),
+        (plog / "old.log", "of another run"),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     os.utime(plog / "old.log", (1, 1))
-    try:
-        os.kill(raylet["pid"], signal.SIGKILL)
-        while node.recorded_process(raylet):
-            time.sleep(0.1)
-        code, rows = status(job)
-        assert code == 1 and f"raylet (pid {raylet['pid']})" in rows[f"node 0 ({HOST})"]["found"]
-        again = cluster(job, "up")
-        assert again.returncode == 1 and "lost raylet" in again.stderr
-        down = cluster(job, "down", environ={gather.PLOG_VARIABLE: str(folder / "plog")})
-        assert down.returncode == 0 and f"ended: node 0 ({HOST})" in down.stderr
-        assert foreign.poll() is None and [process.pid for process in of_job(job)] == [foreign.pid]
-    finally:
-        foreign.kill()
-        foreign.wait()
-    logs = Path(job.logs) / f"node-0-{HOST}"
-    assert (logs / "ray" / "gcs_server.out").is_file()
-    assert [path.name for path in (logs / "plog").glob("**/*.log")] == ["plog-1.log"]
-    assert not (Path(job.folder) / "ray").exists()
-    done = cluster(job, "down")
-    assert done.returncode == 0 and "nothing of job drill ran here" in done.stderr
-    assert cluster(job, "status").returncode == 1
+    (plog / "link.log").symlink_to("/nonexistent")
+    words = ["bash", str(tmp_path / "scripts" / "node.sh"), "logs", "0"]
+    done = subprocess.run(words, capture_output=True, check=True)
+    (tmp_path / "a.tar.gz").write_bytes(done.stdout.removeprefix(BEGINS_LINE.encode()))
+    with tarfile.open(tmp_path / "a.tar.gz") as archive:
+        archive.extractall(tmp_path / "to", filter="data")
+    found = {str(path.relative_to(tmp_path / "to")) for path in (tmp_path / "to").rglob("*") if path.is_file()}
+    assert found == {"ray/raylet.out", "plog/debug/plog-1.log", "ray_start.log"}
+    assert (tmp_path / "to/ray/raylet.out").read_text() == "new" and done.stderr == b""
 
 
-def test_a_process_with_a_recorded_number_but_another_start_is_not_the_nodes(job):
-    entry = {"pid": os.getpid(), "started": started_at(os.getpid()), "name": "x"}
-    started = node.Started("drill", "d", 0, HOST, HOST, "no-mark", 0.0, [entry])
-    assert node.ended(started) == []
-    other = dataclasses.replace(started, processes=[{**entry, "started": entry["started"] + 1}])
-    assert node.ended(other) == [f"x (pid {os.getpid()})"] and node.living(other) == []
+@pytest.mark.slow
+def test_serve_runs_the_command_and_ends_with_its_code_its_logs_and_nothing_left(job, node):
+    process = node.begin({**job, "secrets": ["TOKEN"]}, "serve", TOKEN="t", NODE_RANK="0")
+    assert process.stdout.readline() == "on t\n"
+    Path(job["env"]["GATE"]).touch()
+    code, out, err = ended(process)
+    assert (code, out) == (3, "off\n") and f"node 0: starting Ray at {HOST}" in err
+    assert (Path(job["logs"]) / f"node-0-{HOST}" / "command-1.log").read_text() == "on t\noff\n"
+    assert marked(job) == [] and {path.name for path in Path(job["folder"]).iterdir()} == {".lock"}
 
 
-def test_a_step_of_the_clock_ends_no_node(job, monkeypatch):
-    """The kernel's boot time moves with the clock; psutil adds it to a process's start (the control)."""
-    entry = {"pid": os.getpid(), "started": started_at(os.getpid()), "name": "x"}
-    before, boot = psutil.Process().create_time(), psutil.boot_time()
-    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot + 2)
-    # psutil 5's copy of it: Ray brings that version, and it is the one here where Ray was imported first
-    monkeypatch.setattr("psutil._pslinux.BOOT_TIME", boot + 2, raising=False)
-    assert psutil.Process().create_time() - before > 1
-    assert node.ended(node.Started("drill", "d", 0, HOST, HOST, "no-mark", 0.0, [entry])) == []
-
-
-def test_another_command_at_work_is_named_and_the_node_left_alone(job):
-    """ConfigError is exit code 2, for which `up` over ssh ends nothing on that host."""
-    with node.one_command_in(node._folder(job)), pytest.raises(ConfigError, match="another `cluster` command"):
-        node.up(job, Place(0, HOST, HOST), {}, lambda text: None)
-
-
-def test_a_holder_of_the_lock_that_does_not_end_is_named(job, monkeypatch):
-    """It is this process, which is not a `cluster` command and so is not ended. Control: it lets the lock go."""
-    monkeypatch.setattr(node, "END_HOLDER_S", 0.3)
-    with node.one_command_in(node._folder(job)):
-        with pytest.raises(RecipeError, match="could not be ended within 0.3 s"):
-            node.down(job)
-    assert node.down(job) == []
-
-
-def test_logs_travel_as_an_archive_and_anything_else_is_refused(tmp_path):
-    for data in (b"no archive", b""):
-        with pytest.raises(RecipeError, match=f"expected a tar archive, found {len(data)} bytes"):
-            gather.unpack(data, tmp_path)
-
-
-@pytest.fixture
-def logged(job, tmp_path):
-    """A job with a record and logs in a folder of its own, without processes; Ray was started twice."""
-    folder, plog = tmp_path / "f", tmp_path / "plog"
-    sessions = folder / "ray" / "session_2" / "logs", folder / "ray" / "session_1" / "logs"
-    for path, text in ((sessions[0], "text"), (sessions[1], "of the first start"), (plog, "text")):
-        path.mkdir(parents=True)
-        (path / "raylet.out.log").write_text(text)
-    record = node.Started("drill", "d", 0, HOST, HOST, "no-mark", 0.0)
-    (folder / "node-0.json").write_text(json.dumps(dataclasses.asdict(record)))
-    return changed(job, folder=str(folder), env={gather.PLOG_VARIABLE: str(plog)}, logs=str(tmp_path / "logs"))
-
-
-def test_a_log_that_was_rotated_away_loses_no_other(logged, tmp_path, monkeypatch):
-    monkeypatch.setenv(gather.PLOG_VARIABLE, "/nonexistent")  # the job's counts
-    for folder in (tmp_path / "plog", tmp_path / "f" / "ray" / "session_2" / "logs"):
-        (folder / "gone.log").symlink_to("/nonexistent")
-    (made,) = gather.gather(logged, tmp_path / "to")
-    assert {path.relative_to(made).as_posix() for path in made.glob("**/*.log")} == {
-        "ray/raylet.out.log",
-        "plog/raylet.out.log",
-    }
-
-
-def test_logs_that_could_not_be_copied_stay_for_another_down(logged, tmp_path):
-    (tmp_path / "logs").write_text("a file where the folder should be")
-    first = cluster(logged, "down")
-    assert first.returncode == 1 and "logs could not be gathered" in first.stderr
-    with Path("/dev/full").open("w") as full:  # as a disk without space, or a caller who has gone
-        done = cluster(logged, "down", "--logs", "-", stdout=full)
-    assert done.returncode == 1 and "another cluster down (--logs FOLDER) gathers them" in done.stderr
-    with (tmp_path / "archive").open("wb") as archive:
-        done = cluster(logged, "down", "--logs", "-", stdout=archive)
-    gather.unpack((tmp_path / "archive").read_bytes(), tmp_path / "unpacked")  # the receiver may yet lose it
-    assert done.returncode == 0 and (tmp_path / "unpacked" / f"node-0-{HOST}").is_dir()
-    assert cluster(logged, "down", "--logs", str(tmp_path / "other")).returncode == 0
-    assert (tmp_path / "other" / f"node-0-{HOST}" / "ray" / "raylet.out.log").read_text() == "text"
-    assert not (tmp_path / "f" / "ray").exists() and node.records(tmp_path / "f") == []
-
-
-def test_logs_that_nobody_wants_are_not_copied(logged, tmp_path):
-    assert cluster(logged, "down", "--logs", "none").returncode == 0
-    assert not (tmp_path / "logs").exists() and not (tmp_path / "f" / "ray").exists()
-
-
-def test_a_jobs_own_paths_come_behind_its_checkout(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "/outer")
-    for env, paths in (({}, "/outer"), ({"PYTHONPATH": "/mine"}, "/mine")):
-        job = Job(name="j", nodes=1, dies=1, checkout="/c", env=env)
-        assert node.node_environment(job, {}, "m")["PYTHONPATH"] == f"/c:{paths}"
-
-
-def test_ray_of_npus_gets_jemalloc_unless_the_job_says_otherwise(tmp_path, monkeypatch):
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    monkeypatch.setattr(machine, "JEMALLOC", (str(tmp_path),))
-    npu, gpu = (Job(name="j", nodes=1, dies=1, device=device) for device in ("NPU", "GPU"))
-    assert "LD_PRELOAD" not in node.node_environment(npu, {}, "m")
-    (tmp_path / "libjemalloc.so.2").touch()
-    assert node.node_environment(npu, {}, "m")["LD_PRELOAD"] == f"{tmp_path}/libjemalloc.so.2"
-    assert "LD_PRELOAD" not in node.node_environment(gpu, {}, "m")
-    own = npu.model_copy(update={"env": {"LD_PRELOAD": ""}})
-    assert node.node_environment(own, {}, "m")["LD_PRELOAD"] == ""
+@pytest.mark.slow
+def test_ray_listens_where_the_docs_say_and_all_of_it_ends(job, node):
+    """Docs name ports by the plan; Ray's metrics have ports of their own. A signal ends serve, and what it started."""
+    process = node.begin(job, "serve")
+    assert process.stdout.readline() == "on \n"
+    (raylet,) = (each for each in marked(job) if each.name() == "raylet")
+    while not (children := raylet.children(recursive=True)):
+        time.sleep(0.1)
+    found = {}
+    for each in {*marked(job), *children}:
+        found |= {c.laddr.port: c.laddr.ip for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    planned = Job(**job).port_plan.spans()
+    first, last = planned.pop("Ray's workers")
+    others = {port for port in found if not first <= port <= last}
+    assert others - {44217, 44227} <= {span[0] for span in planned.values()} and len(others) >= 9, others
+    of_job = {*marked(job), *children}
+    os.kill(process.pid, signal.SIGTERM)
+    code, _, err = ended(process)
+    assert code == 143 and psutil.wait_procs(of_job, timeout=60)[1] == [], err
+    assert (Path(job["logs"]) / f"node-0-{HOST}" / "ray" / "gcs_server.out").is_file()

@@ -1,4 +1,4 @@
-"""Four nodes in network namespaces, reached as hosts over ssh: cluster up, doctor, a smoke over all four, cluster down.
+"""Four nodes in network namespaces, as hosts of the rendered scripts: up.sh, doctor and a smoke over all four, down.sh.
 
 No process is warm (tests/warm): forks of a warm interpreter are in its namespaces, not in those of a node.
 """
@@ -16,6 +16,8 @@ import yaml
 from loop_runs import ROOT, STREAMS
 
 from tests.cluster.namespaces import Nodes
+from verl_patches.cluster.job import load_job
+from verl_patches.cluster.render import render
 
 pytestmark = pytest.mark.nightly
 NODES = 4
@@ -24,7 +26,7 @@ NODES = 4
 @pytest.fixture(scope="module")
 def nodes():
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        with Nodes(NODES, Path(folder)) as made:
+        with Nodes(NODES, Path(folder), real_ssh=True) as made:
             yield made
 
 
@@ -35,7 +37,7 @@ def timed(name, command):
     return done
 
 
-def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(nodes, tmp_path):
+def test_four_nodes_from_up_to_a_training_step_and_down_again(nodes, tmp_path):
     overrides = ["trainer.nnodes=4", "trainer.n_gpus_per_node=1", f"recipe.ray_address={nodes.hosts[0]}:6379"]
     program = [sys.executable, "-m", "verl_patches"]
     doctor = [*program, "doctor", "deepseekv3_tiny_cpu", *overrides, "--json"]
@@ -54,28 +56,30 @@ def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(nodes, tmp
         "python": sys.executable,
         "folder": str(nodes.shared),
         "logs": str(tmp_path / "logs"),
-        "wait_s": 900.0,
+        "wait_s": 900,
         "command": ["bash", "-c", line],
         "ssh": {"command": nodes.ssh},
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    render(load_job(tmp_path / "job.yaml", {}), tmp_path / "scripts", "job.yaml")
 
-    def cluster(verb, *options):
-        command = [sys.executable, "-m", "verl_patches", "cluster", verb, str(tmp_path / "job.yaml"), *options]
-        return timed(verb, command)
+    def call(script):
+        return timed(script, ["bash", str(tmp_path / "scripts" / script)])
 
     try:
-        up = cluster("up", "--run")
+        up = call("up.sh")
         assert up.returncode == 0 and "all 4 nodes of job four are in Ray" in up.stdout, up.stdout[-6000:]
+        ran = call("run.sh")
+        assert ran.returncode == 0, ran.stdout[-6000:]
         report = json.loads((tmp_path / "doctor.json").read_text())
         rows = {row["name"]: row["state"] for row in report["rows"]}
         assert len(report["nodes"]) == NODES and rows["nodes"] == rows["gloo, all nodes"] == "fine", rows
         summary = json.loads((tmp_path / "r" / "latest" / "summary.json").read_text())
         assert summary["exit"] == "ok" and summary["steps"][0]["logprob_delta"]["max"] < 1e-5
-        looked = cluster("status", "--json")
-        assert looked.returncode == 0 and json.loads(looked.stdout)["counts"]["fine"] == NODES + 2
+        again = call("up.sh")
+        assert again.returncode == 0 and again.stdout.count("is up already") == NODES, again.stdout
     finally:
-        down = cluster("down")
+        down = call("down.sh")
     assert down.returncode == 0, down.stdout
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {
         f"node-{n}-{host}" for n, host in enumerate(nodes.hosts)

@@ -40,12 +40,13 @@ CLASSES = {
     "run with sources": (rf"({TRAIN}--dry-run|{OURS}(plan|explain)) .*--upstream upstream",),  # as run, with clones
     "run": (  # here; the exit code is 0, or N where the comment says "exits N"
         rf"{OURS}(status|explain|digest|report|compare|config|reshard-plan|fingerprint|versions|plan|check(?!.*--upstream))\b",
-        rf"{OURS}cluster up \S+ --render",
+        rf"{OURS}cluster render ",
         rf"{TRAIN}--dry-run",
         rf"{OURS}data build data/sample\.yaml(?! input=mine)",
         r"python (-c|scripts/readme_tables\.py)",
         r"export \w+=|source ",
     ),
+    "of a job": (r"bash outputs/job/(up|run|follow|logs|down)\.sh",),  # tests/cluster runs them
     "start": (r"bash scripts/smoke\.sh", TRAIN[:-1]),  # a run, as tests/loop does: all checks of the config hold
     "parse": (
         r"(python|bash) ",
@@ -224,7 +225,7 @@ def test_commands_of_a_page_have_a_class_and_can_be_read(page, copy, monkeypatch
     assert [command for command, kind in found.items() if kind is None] == []
     faults = {c: wrong for c in inline_commands(text) if (wrong := fault(words_of(c), whole=False))}
     for command, kind in found.items():
-        if re.match("(python|bash) ", plain(command)) and kind != "example":
+        if re.match("(python|bash) ", plain(command)) and kind not in ("example", "of a job"):
             words = words_of(command)
             if wrong := fault(words) or (kind == "start" and page in ENGLISH and fault_of_start(words)):
                 faults[command] = wrong

@@ -1,25 +1,23 @@
-"""The job file of `cluster`: which nodes, which image, which command; `cluster` starts it, or renders it."""
+"""The job file of `cluster render`: which nodes, which image, which command."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError
 from verl_patches.ray_nodes import HEAD_PORT, RayPorts
-from verl_patches.values import is_secret_value, is_secret_variable, parse_yaml, printable, secret_options
+from verl_patches.values import is_secret_value, is_secret_variable, printable, read_yaml, secret_options
 
 MAX_NODES, MAX_DIES = 16_384, 1024  # of a job; of a node
-MAX_WAIT_S = 7 * 86_400.0
+MAX_WAIT_S = 7 * 86_400
 # of Kubernetes names, which are also names of containers and Slurm jobs
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -27,7 +25,7 @@ Address = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9:][-A-Za-z0-9.:]
 PortNumber = Annotated[int, Field(ge=1024, le=65535)]
 Size = Annotated[int, Field(ge=1, le=2**20)]  # of a pod: CPUs, GiB
 User = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][-A-Za-z0-9_.]*$")]
-Interface = Annotated[str, StringConstraints(pattern=r"^[!^=A-Za-z0-9][-A-Za-z0-9_.:,@=]*$")]  # "^=docker": HCCL's
+Interface = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_.:@]*$")]
 Partition = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][-A-Za-z0-9_.,]*$")]
 Time = Annotated[str, StringConstraints(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")]  # Slurm's
 Resource = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./]*$")]  # of Kubernetes
@@ -47,12 +45,10 @@ Word = Annotated[str, _expect(lambda text: "\0" not in text, "text without NUL")
 Line = Annotated[str, _expect(lambda text: text and text.isprintable(), "one line of text without control characters")]
 PlainPath = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
 Option = Annotated[Line, _expect(lambda text: text[0] == "-", "an option, such as --account=NAME")]
-Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,\s]+$")]  # docker and Slurm separate by : and ,
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
+Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate by : and ,
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "LogLevel=ERROR")
 # what the scripts of public samples export: {variable: field}
 FROM_ENVIRONMENT = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
-PLACEHOLDER = ".example"  # no host has a name in it (RFC 2606)
-MASTER, RANK = "MASTER_ADDR", "NODE_RANK"
 # fields in which ${NAME} is the value of a variable
 EXPANDED = ("image", "volumes", "env", "env_file", "checkout", "upstream", "python", "folder", "logs", "uploads")
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
@@ -80,15 +76,21 @@ class Ssh(_Strict):
 
 
 class Kubernetes(_Strict):
-    """Of the RayJob. `secret`: the Secret that has the job's secrets as keys."""
+    """The pods of a job. `secret`: the Secret that has the job's secrets as keys.
+
+    The memory of a pod holds pinned_gib (what `plan` says of the fullest node; the default is that of the 256-die
+    runs), shared_memory_gib (Ray's object store lies there) and worker_gib for each die, unless memory_gib is given.
+    """
 
     namespace: Name = "default"
     queue: Resource | None = None
     secret: Resource | None = None
     device: Resource = "huawei.com/Ascend910"
     cpus: Size = 64
-    memory_gib: Size = 1024
+    pinned_gib: Size = 719
     shared_memory_gib: Size = 256
+    worker_gib: Size = 10
+    memory_gib: Size | None = None
 
 
 class Slurm(_Strict):
@@ -101,7 +103,7 @@ class Slurm(_Strict):
 
 
 class Upload(_Strict):
-    """`from`: a file or folder, relative to the checkout; `to`: where it is copied (cluster/upload.py)."""
+    """A copy of results. `from`: a file or folder, relative to the checkout; `to`: where it is sent (upload.py)."""
 
     source: PlainPath = Field(alias="from")
     to: Annotated[Line, StringConstraints(pattern=r"^[a-z][a-z0-9+]*://[^\s]+$")]
@@ -110,13 +112,13 @@ class Upload(_Strict):
 class Job(_Strict):
     """One job file, completed from the environment of the seeds' scripts; unknown keys are refused.
 
-    provider: how nodes are reached. volumes: {folder of the host: folder of the container}, with an image; nothing else
-    outlives a container. nodes, dies: how many, and how many dies each. device: Ray's name of a die.
-    hosts: addresses in the order of ranks (ssh), the first has Ray's head. command: words, run on the head's node.
-    env: variables of Ray and the command. secrets: names of variables, whose values are in the caller's environment or
-    its env_file. uploads: of the command's results.
+    provider: what starts node.sh on the nodes; with `nodes` the user does. volumes: {folder of the host: folder of the
+    container}, with an image; nothing else outlives a container. nodes, dies: how many, and how many dies each.
+    device: Ray's name of a die. hosts: addresses in the order of ranks (ssh), the first has Ray's head. command: words,
+    run on the head's node. env: variables of Ray and the command. secrets: names of variables, whose values are in the
+    environment of up.sh and run.sh or in env_file. uploads: of the command's results.
     checkout, upstream, python: the same paths on every node, in the image where there is one. folder: of sockets, logs
-    and the record of what was started, on each node. wait_s: the longest wait for nodes.
+    and the record of what was started, on each node's own disk. wait_s: the longest wait for nodes.
     """
 
     name: Name
@@ -130,6 +132,7 @@ class Job(_Strict):
     command: list[Word] = []
     env: dict[Variable, Word] = {}
     secrets: list[Variable] = []
+    env_file: PlainPath | None = None
     uploads: list[Upload] = []
     interface: Interface | None = None
     checkout: PlainPath = str(REPOSITORY)
@@ -137,7 +140,7 @@ class Job(_Strict):
     python: PlainPath = "python"
     folder: PlainPath = "/tmp/verl_patches_cluster"
     logs: PlainPath | None = None
-    wait_s: Annotated[float, Field(gt=0, le=MAX_WAIT_S)] = 900.0
+    wait_s: Annotated[int, Field(gt=0, le=MAX_WAIT_S)] = 900
     dashboard: bool = False
     ports: Ports = Ports()
     ssh: Ssh = Ssh()
@@ -156,6 +159,8 @@ class Job(_Strict):
             raise ValueError("kubernetes.secret is missing: the name of the Secret that has the job's secrets as keys")
         if self.provider in ("kubernetes", "slurm") and not self.command:
             raise ValueError(f"command is missing, which provider {self.provider} starts")
+        if self.provider == "slurm" and self.env_file and self.secrets:
+            raise ValueError("secrets of env_file do not reach Slurm: export them where sbatch is called")
         if self.volumes and not self.image:
             raise ValueError("volumes are folders of containers, but the job has no image")
         if len(set(self.volumes.values())) != len(self.volumes):
@@ -181,10 +186,6 @@ class Job(_Strict):
                 raise ValueError(f"ports: those of {name} and {other} overlap at {first}")
         return self
 
-    def is_mounted(self, path: str) -> bool:
-        """Whether a path of the container lies in one of its volumes."""
-        return any(PurePosixPath(path).is_relative_to(folder) for folder in self.volumes.values())
-
     @property
     def port_plan(self) -> RayPorts:
         """The ports of each node."""
@@ -193,50 +194,43 @@ class Job(_Strict):
     @property
     def digest(self) -> str:
         """Twelve hex digits: two jobs are the same if everything but waiting and logs is."""
-        text = self.model_dump_json(exclude={"wait_s", "logs", "command", "interface", "uploads"})
+        text = self.model_dump_json(exclude={"wait_s", "logs", "command", "interface", "uploads", "env_file"})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def written_folders(self) -> list[str]:
+        """Where the job's runs write, relative to the checkout; what a shell puts in later ($X) the run looks at."""
+        given = [match[1] for word in self.command for match in _OUTPUT_ROOT.finditer(word)]
+        return [folder for folder in given or ["outputs"] if "$" not in folder]
+
+    @property
+    def logs_folder(self) -> str:
+        """Where the logs of all nodes go, relative to the checkout; by default where the job's runs write."""
+        return self.logs or f"outputs/{self.name}/cluster"
 
     @property
     def python_path(self) -> str:
         """What stands before a node's own PYTHONPATH."""
         return os.pathsep.join([self.checkout, *self.upstream])
 
-    def host_of(self, rank: int) -> str:
-        """ "node 3 (10.0.0.4)", or without the address where the job has none."""
-        return f"node {rank} ({self.hosts[rank]})" if rank < len(self.hosts) else f"node {rank}"
 
-
-def read_job(
-    text: str | bytes, source: str, environ: Mapping[str, str], documents: int = 1
-) -> tuple[Job, dict[str, str]]:
-    """(the job, values of its secrets) of a job file's text; ConfigError, naming `source`, for anything else.
-
-    Where `documents` is 2, a second one may have the secrets, {secrets: {name: value}}: so they reach other nodes
-    without a command line or a file. Else they are in `environ`.
-    """
-    parsed = parse_yaml(text, source)
-    if not 1 <= len(parsed) <= documents or not isinstance(parsed[0], dict):
-        raise ConfigError(
-            f"{source}: expected a job file with name, nodes and dies; configs/cluster_256die.yaml is one"
-        )
-    given = dict(parsed[0])
-    environ = _completed(given, source, environ)
+def load_job(path: Path, environ: Mapping[str, str]) -> Job:
+    """Read a job file; ConfigError for anything else, which names the file."""
+    given = dict(read_yaml(path))
+    source = str(path)
+    environ = _completed(given, path, environ)
     for variable, field in FROM_ENVIRONMENT.items():
         if environ.get(variable):
             _take(given, field, variable, environ[variable], source)
     try:
-        job = Job.model_validate(given)
+        return Job.model_validate(given)
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc'])) or 'job'}: {fault['msg']}" for fault in error.errors())
         raise ConfigError(f"{source}: {printable('; '.join(faults))}") from None
-    sent = parsed[1].get("secrets") if len(parsed) > 1 and isinstance(parsed[1], dict) else {}
-    if not isinstance(sent, dict) or not all(isinstance(value, str) for value in sent.values()):
-        raise ConfigError(f"{source}: expected {{secrets: {{name: text}}}} as the second document, found other values")
-    return job, {name: sent.get(name, environ.get(name, "")) for name in job.secrets}
 
 
-def _completed(given: dict[str, Any], source: str, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Take env_file and replica_count out of the file, and put values for ${NAME}; the environment with env_file's.
+def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Put values for ${NAME}, and nodes for replica_count; return the environment with that of env_file.
 
     A variable of the caller's own environment takes precedence. ConfigError where one is unset or a secret.
     """
@@ -260,10 +254,12 @@ def _completed(given: dict[str, Any], source: str, environ: Mapping[str, str]) -
         return value
 
     if "env_file" in given:
-        path = put(given.pop("env_file"), "env_file")
-        if not isinstance(path, str):
-            raise ConfigError(f"{source}: env_file: expected a path, found {path!r}")
-        environ = {**_read_env_file(Path(source).parent / path), **{k: v for k, v in environ.items() if v}}
+        named = put(given["env_file"], "env_file")
+        if not isinstance(named, str):
+            raise ConfigError(f"{source}: env_file: expected a path, found {named!r}")
+        path = source.absolute().parent / named
+        given["env_file"] = str(path)
+        environ = {**_read_env_file(path), **{k: v for k, v in environ.items() if v}}
     given.update({key: put(given[key], key) for key in EXPANDED if key in given})
     return environ
 
@@ -271,7 +267,11 @@ def _completed(given: dict[str, Any], source: str, environ: Mapping[str, str]) -
 def _read_env_file(path: Path) -> dict[str, str]:
     """{name: value} of lines NAME=VALUE, as docker's --env-file reads them: values as they are, # begins a comment."""
     found = {}
-    for number, line in enumerate(_read(path, "a file of NAME=VALUE lines").decode(errors="replace").splitlines(), 1):
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a file of NAME=VALUE lines, found: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
         name, equals, value = line.strip().partition("=")
         if name[:1] == "#" or not line.strip():
             continue
@@ -294,72 +294,16 @@ def _take(given: dict[str, Any], field: str, variable: str, value: str, source: 
         raise ConfigError(f"{source} has {field}: {given[field]!r}, but {variable} is {value}; remove one of them")
 
 
-def load_job(path: str, stdin: str | bytes, environ: Mapping[str, str]) -> tuple[Job, dict[str, str]]:
-    """As read_job, of a file or, where `path` is -, of `stdin`."""
-    if path == "-":
-        return read_job(stdin, "the job file on standard input", environ, documents=2)
-    return read_job(_read(Path(path), "a job file"), path, environ)
-
-
-def _read(path: Path, expected: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: expected {expected}, found: {error.strerror}") from None
-
-
-def as_text(job: Job, secrets: Mapping[str, str] | None = None) -> str:
-    """The job as text for the standard input of another node."""
-    documents = [json.loads(job.model_dump_json(by_alias=True)), *([{"secrets": dict(secrets)}] if secrets else [])]
-    return as_yaml(*documents)
-
-
-class _Dumper(yaml.SafeDumper):
-    """With quotes around 1e-6, 08, 0o17, -.5 and y, which other readers take for numbers and bools."""
-
-
-_TAKEN = r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$"
-_TAKEN += r"|[-+]?(?:0[oOxXbB]?[0-9a-fA-F_]+|\.[0-9_]+)$|[yYnN]$"
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_TAKEN), list("-+.0123456789yYnN"))
-
-
-def as_yaml(*documents: Any) -> str:
-    """The text of documents, which Kubernetes and OmegaConf read as they are."""
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False)
-
-
-def of_a_node(job: Job) -> Job:
-    """The job as its nodes get it: each starts its own Ray."""
-    return job.model_copy(update={"provider": "nodes"})
-
-
-def require_hosts(job: Job) -> None:
-    """ConfigError where hosts are still those of the example."""
-    if placeholders := [host for host in job.hosts if host.endswith(PLACEHOLDER)]:
-        raise ConfigError(
-            f"job {job.name}: hosts: expected addresses of your nodes, found {placeholders[0]}, a placeholder; nothing "
-            "was started. Write the addresses into the job file, in the order of ranks"
-        )
-
-
-def require_secrets(job: Job, secrets: Mapping[str, str]) -> None:
-    """ConfigError that names the secrets without a value."""
-    missing = [name for name in job.secrets if not secrets.get(name)]
-    if missing:
-        raise ConfigError(f"job {job.name} needs {', '.join(missing)} (secrets:), unset here; export them first")
-
-
 def require_volumes(job: Job) -> None:
     """ConfigError where what the job's containers write, results or logs, would be deleted with them."""
     if not job.image or job.provider == "nodes":
         return
-    given = [match[1] for word in job.command for match in _OUTPUT_ROOT.finditer(word)]
-    needed = {folder: "runs write" for folder in given or ["outputs"] if "$" not in folder}  # else the run looks itself
-    if job.provider == "slurm":  # its tasks gather logs in their own containers
-        needed[job.logs or f"outputs/{job.name}/cluster"] = "logs are gathered"
+    needed = dict.fromkeys(job.written_folders, "runs write")
+    if job.provider != "ssh":  # each node writes its logs itself, in its container
+        needed[job.logs_folder] = "logs are written"
     for folder, why in needed.items():
         place = str(PurePosixPath(job.checkout, folder))
-        if not job.is_mounted(place):
+        if not any(PurePosixPath(place).is_relative_to(volume) for volume in job.volumes.values()):
             raise ConfigError(
                 f"job {job.name}: volumes: expected a folder of the hosts at {place}, where {why}, found "
                 f"{', '.join(job.volumes.values()) or 'none'}: it would be deleted with the containers. Add "
