@@ -1,4 +1,4 @@
-"""Megatron's checkpoints of others: those of MindSpeed-LLM's own converters, of training, and pickles that would harm."""
+"""Megatron's checkpoints of others: of MindSpeed-LLM's converters, of training, and pickles that would harm."""
 
 import argparse
 import importlib.util
@@ -80,7 +80,7 @@ def test_mindspeeds_converters_and_ours_read_and_write_the_same(tmp_path, conver
         ours = torch.load(tmp_path / "ours" / file, weights_only=True)
         models = [key for key in theirs if key.startswith("model")]
         assert models and all(is_same(ours[key], theirs[key]) for key in models)
-        with pytest.raises(pickle.UnpicklingError, match="defaultdict"):  # why they are read in another way
+        with pytest.raises(pickle.UnpicklingError):  # why they are read in another way
             torch.load(tmp_path / "theirs" / file, weights_only=True)
     with_small_files(tmp_path / "theirs", hf)
     run(tmp_path / "theirs", tmp_path / "back", expert_split=SPLIT[sizes.get("moe_tp_extend_ep")])
@@ -94,7 +94,7 @@ def test_layers_that_do_nothing_and_those_of_mtp_are_left_out(tmp_path, converte
     """MindSpeed's recipe for 671B: noop layers make stages equal, and the last stage has a layer of MTP."""
     plain, layer = make_folder(tmp_path / "plain", CONFIG), CONFIG["num_hidden_layers"]
     of_last = f"model.layers.{layer - 1}."
-    more = {n.replace(of_last, f"model.layers.{layer}."): t for n, t in plain.items() if n.startswith(of_last)}
+    more = {n.replace(of_last, f"model.layers.{layer}."): t.clone() for n, t in plain.items() if n.startswith(of_last)}
     hidden, head = CONFIG["hidden_size"], plain["lm_head.weight"]
     for name, tensor in (
         ("enorm", torch.ones(hidden)), ("hnorm", torch.ones(hidden)), ("eh_proj", torch.ones(hidden, 2 * hidden)),
@@ -150,7 +150,7 @@ def test_a_folder_that_training_wrote_is_read_by_its_arguments(tmp_path, folder)
     run(folder, tmp_path / "back")
     assert is_same(read_folder(tmp_path / "back"), read_folder(tmp_path / "hf"))
     found = read_rank_file(next(folder.rglob(FILE)))
-    assert isinstance(found.more["args"].params_dtype, Inert)
+    assert issubclass(found.more["args"].params_dtype, Inert)
     assert isinstance(found.more["rng_state"][0]["np_rng_state"][1], Inert)  # control: was a numpy array
 
 
@@ -177,11 +177,10 @@ class Touch:
 def test_a_pickle_that_would_run_code_runs_nothing_and_is_refused_as_a_model(tmp_path, folder):
     marks = [tmp_path / name for name in ("control", "argument", "model")]
     pickle.loads(pickle.dumps(Touch(marks[0])))
-    resave(folder, lambda state: {**state, "args": Touch(marks[1])})
-    run(folder, tmp_path / "back")
-    resave(folder, lambda state: None)
     path = next(folder.rglob(FILE))
     state = torch.load(path, weights_only=True)
+    torch.save({**state, "args": Touch(marks[1])}, path)
+    run(folder, tmp_path / "back")
     torch.save({**state, "model": {**state["model"], "a": Touch(marks[2])}}, path)
     with pytest.raises(ConfigError, match=f"{path.parent.name}/{FILE}: model: 'a': expected a tensor, found mkdir"):
         open_source(folder)
