@@ -95,7 +95,7 @@ class WeightReader:
         self._handles: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._data_of = functools.lru_cache(maxsize=None)(self._record_data)
-        self._stack = functools.lru_cache(maxsize=_STACKS)(self._read_stack)
+        self._lines = functools.lru_cache(maxsize=_STACKS)(self._read_lines)
         self._state_region = functools.lru_cache(maxsize=_REGIONS)(self._read_state_region)
 
     def __enter__(self) -> WeightReader:
@@ -104,7 +104,7 @@ class WeightReader:
     def __exit__(self, *exc: object) -> None:
         self._open.close()
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        for kept in (self._stack, self._state_region):
+        for kept in (self._lines, self._state_region):
             kept.cache_clear()
 
     # ---- weights
@@ -198,10 +198,10 @@ class WeightReader:
         """[rows, columns] of a window, FP8 decoded to bf16, else a view of the bytes that are read."""
         part, columns = window.part, window.read[1]
         if part.line:
-            stack = self._stack(part.file, part.offset, part.header, window.width, part.line, tensor.dtype)
-            return stack.t()[
-                part.first + rows.start : part.first + rows.stop, window.columns.start : window.columns.stop
-            ]
+            wanted, item = window.columns, ITEM_BYTES[tensor.dtype]
+            at = part.offset + wanted.start * part.line * item
+            lines = self._lines(part.file, at, part.header, len(wanted), part.line, tensor.dtype)
+            return lines[:, part.first + rows.start : part.first + rows.stop].t()
         size = len(rows) * len(columns) * ITEM_BYTES[tensor.dtype]
         if self._buffer.numel() < size:
             self._buffer = torch.empty(max(size, BAND_BYTES), dtype=torch.uint8)
@@ -229,10 +229,10 @@ class WeightReader:
         if window.digest is not None:
             window.digest.update(view)
 
-    def _read_stack(
+    def _read_lines(
         self, file: str, offset: int, header: int | None, count: int, line: int, dtype: str
     ) -> torch.Tensor:
-        """`count` lines of a stack of experts: gate and up are read once for both."""
+        """`count` lines of a stack of experts [count, line]: gate and up are read once for both."""
         stored = torch.empty(count * line, dtype=TORCH_DTYPES[dtype])
         self._read_into(tensor_bytes(stored), file, offset, header)
         return stored.view(count, line)

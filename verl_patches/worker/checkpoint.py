@@ -219,10 +219,9 @@ class WorkerCheckpoint:
         saved: dict[str, Any] = {}
 
         def read() -> list[str]:
-            written = require_checkpoint(folder).layout
             if problems := checkpoint_files.problems_of_share(folder, rank, dist.get_world_size()):
                 return problems
-            saved["layout"] = written
+            written = saved["layout"] = require_checkpoint(folder).layout
             saved["rest"] = checkpoint_files.read_state(folder, rank if written == str(state.layout) else 0)
             count = heartbeat.here().count_bytes
             with self._on_device(), WeightReader(open_source(folder), count, verify=True) as reader:
