@@ -155,9 +155,8 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
 
     from tests.reshard.cases import TINY
     from verl_patches.memory.host_backed import HostBackedStorage, copy_storages_to_host
-    from verl_patches.weights.checkpoint_files import write_rank
+    from verl_patches.weights.checkpoint_files import Place, StoredTensor, write_rank
     from verl_patches.weights.manifest import Manifest, rank_files, whole_tensor
-    from verl_patches.weights.train_state import Place, StoredTensor
     from verl_patches.weights.writer import begin, complete
 
     tensors = [torch.randn((mib << 20) // 4 // TENSORS) for _ in range(TENSORS)]

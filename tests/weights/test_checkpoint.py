@@ -28,7 +28,10 @@ from verl_patches.weights import checkpoint_files
 from verl_patches.weights import source as source_module
 from verl_patches.weights.checkpoint_files import (
     CheckpointError,
+    TrainState,
+    Walk,
     load_state,
+    optimizer_shards,
     problems_of_share,
     read_state,
     set_step_counts,
@@ -38,7 +41,6 @@ from verl_patches.weights.checkpoint_files import (
 from verl_patches.weights.manifest import Manifest, rank_files, read_manifest, state_of_rank, tensors_of_rank
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
-from verl_patches.weights.train_state import TrainState, Walk, optimizer_shards
 from verl_patches.weights.writer import FileWriter, begin, complete
 from verl_patches.worker import checkpoint as worker_checkpoint
 from verl_patches.worker.checkpoint import WorkerCheckpoint, generators, set_generators
@@ -206,7 +208,7 @@ def test_a_damaged_file_without_tensors_is_named_by_one_rank(small):
 
 
 @pytest.mark.parametrize(("lost", "message"), [
-    (("weight", "model.layers.1.mlp.experts.8.gate_proj.weight"), "1 tensors are missing, as model.layers.1.mlp.experts.8"),
+    (("weight", "model.layers.1.mlp.experts.8.gate_proj.weight"), "1 tensors are missing, as model.layers.1.mlp"),
     (("exp_avg", "model.embed_tokens.weight"), r"embed_tokens.weight\[0:512\]: elements from \d+ are in"),
 ])  # fmt: skip
 def test_tensors_that_are_missing_are_named(small, whole, lost, message):

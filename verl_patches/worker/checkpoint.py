@@ -38,12 +38,11 @@ from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
 from verl_patches.watch import heartbeat
 from verl_patches.weights import checkpoint_files
-from verl_patches.weights.checkpoint_files import CheckpointError
+from verl_patches.weights.checkpoint_files import CheckpointError, StoredTensor, TrainState
 from verl_patches.weights.load import wait_for_ranks
 from verl_patches.weights.manifest import require_checkpoint
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
-from verl_patches.weights.train_state import StoredTensor, TrainState
 from verl_patches.worker.memory import Trained, device_type
 
 log = logging.getLogger(__name__)
