@@ -103,7 +103,7 @@ def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
             more = f" and {len(late) - _SHOWN} more" if len(late) > _SHOWN else ""
             raise RecipeError(
                 f"{what}: rank {dist.get_rank()} has read it and waited {limit_s:.0f} s; {arrived} of {ranks} ranks "
-                f"have, rank {', '.join(late[:_SHOWN])}{more} has not. Look at their nodes' disks and logs, or raise "
+                f"have arrived, not rank {', '.join(late[:_SHOWN])}{more}. Look at their nodes' disks, or raise "
                 "recipe.timeouts.load_s"
             )
         time.sleep(pause)
