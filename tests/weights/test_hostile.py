@@ -73,7 +73,6 @@ def place_of(folder, key):
     ("kind", "layout", "key"),
     [
         ("hf", SMALL_LAYOUT, ROUTER),
-        ("hf", SMALL_LAYOUT, "model.layers.1.self_attn.o_proj.weight"),  # cut by columns
         ("fp8", SMALL_LAYOUT, DOWN),
         ("fp8", None, SCALES),
         ("checkpoint", SMALL_LAYOUT, f"weight/{NORM}"),

@@ -159,8 +159,13 @@ def _check_small_files(source: Source, names: Iterable[str]) -> None:
 def _run(job: _Job, files: list[OutFile], processes: int) -> Iterator[tuple[OutFile, int]]:
     """Write `files`, each in one of `processes` processes; (file, bytes read) as they end. An error ends the rest."""
     if processes == 1 or len(files) < 2:
-        for file in files:
-            yield file, _write(job, file)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in each of several processes
+        try:
+            for file in files:
+                yield file, _write(job, file)
+        finally:
+            torch.set_num_threads(threads)
         return
     fork = multiprocessing.get_context("fork")  # the plan of 671B is not pickled
     with ProcessPoolExecutor(processes, fork, _enter, (job,)) as pool:

@@ -2,7 +2,7 @@
 
 By pread, because host memory then does not depend on tensors or files, and a file that is cut off meanwhile is an error
 with a name, not a bus error: weights are read through one buffer of BAND_BYTES, and for FP8 twice that for the decoded
-band (65 MB measured, with tables; a row of more bytes than the buffer makes it longer).
+band (a row of more bytes than the buffer makes it longer).
 
 FP8 is decoded to bf16, as DeepSeek's own converter does, so a folder in FP8 and its conversion to bf16 give equal
 parameters in any dtype.
@@ -27,9 +27,9 @@ from verl_patches.weights import fp8
 from verl_patches.weights.manifest import DIGITS, ITEM_BYTES, MANIFEST, StoredPart, StoredState, TensorEntry
 from verl_patches.weights.source import Source, SourceTensor, scale_shape
 
-BAND_BYTES = 16 << 20  # of stored values that are read at once
+BAND_BYTES = 4 << 20  # of stored values that are read at once
 _LEAST_BYTES = 1024  # columns of fewer bytes a row are not read one by one: whole rows are
-_STACKS, _REGIONS = 8, 4  # experts of a stack, and regions of states, that are kept for who reads next of them
+_REGIONS = 4  # of states that are kept for who reads next of them
 _ZIP_HEADER = struct.Struct("<4s22xHH")  # of a zip's record: signature, bytes of its name, of what follows the name
 COPY_AGAIN = (
     "the source is damaged: copy the file again, or take an older checkpoint; `weights verify` names all faults"
@@ -49,8 +49,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def require_finite(value: torch.Tensor, name: str) -> None:
-    """RecipeError where a floating tensor holds NaN or infinity. A sum is finite only if all is, and costs one read."""
-    if value.sum(dtype=torch.float32).isfinite() or value.isfinite().all():  # the sum alone may be too large
+    """RecipeError where a floating tensor holds NaN or infinity; the least and the largest value are NaN if any is."""
+    if not value.numel() or torch.stack(torch.aminmax(value)).isfinite().all():
         return
     raise RecipeError(
         f"{name}: holds NaN or infinity: the weights are damaged, or the run that wrote them was; download the folder "
@@ -78,9 +78,10 @@ class _Window(NamedTuple):
 class WeightReader:
     """Weights of `source`, and the optimizer's states of a checkpoint; a context manager: files stay open inside.
 
-    `progress` gets the bytes of each read. `sequential`: files are read from start to end. `verify`: tensors that have
-    a digest in a manifest are read whole, and compared with it. Raises RecipeError for bytes of another digest, where a
-    file has become shorter since `source` was opened, for NaN in FP8, and for scales that no finite values have.
+    `progress` gets the bytes of each read. `sequential`: files are read from start to end. `verify`: stored tensors
+    that are read whole are compared with the digests of a manifest; `widen`: all are read whole for that. Raises
+    RecipeError for bytes of another digest, where a file has become shorter since `source` was opened, for NaN in FP8,
+    and for scales that no finite values have.
     """
 
     def __init__(
@@ -89,13 +90,15 @@ class WeightReader:
         progress: Callable[[int], None] = lambda _: None,
         sequential: bool = False,
         verify: bool = False,
+        widen: bool = False,
     ):
-        self.source, self.progress, self.sequential, self.verify = source, progress, sequential, verify
+        self.source, self.progress, self.sequential = source, progress, sequential
+        self.verify, self.widen = verify, widen
         self._open = ExitStack()
         self._handles: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._data_of = functools.lru_cache(maxsize=None)(self._record_data)
-        self._lines = functools.lru_cache(maxsize=_STACKS)(self._read_lines)
+        self._stacks: dict[tuple[str, int], tuple[range, torch.Tensor]] = {}  # of the tensor that was read last
         self._state_region = functools.lru_cache(maxsize=_REGIONS)(self._read_state_region)
 
     def __enter__(self) -> WeightReader:
@@ -104,8 +107,8 @@ class WeightReader:
     def __exit__(self, *exc: object) -> None:
         self._open.close()
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        for kept in (self._lines, self._state_region):
-            kept.cache_clear()
+        self._stacks.clear()
+        self._state_region.cache_clear()
 
     # ---- weights
 
@@ -130,6 +133,8 @@ class WeightReader:
         """
         tensor = self.source.tensors[region.name]
         scales = self._scales(tensor)
+        places = {(part.file, part.offset + (part.header or 0)) for part in tensor.parts if part.line}
+        self._stacks = {place: stack for place, stack in self._stacks.items() if place in places}
         target = target.unsqueeze(1) if target.dim() == 1 else target
         for window in self._windows(tensor, region):
             columns = slice(window.column, window.column + len(window.columns))
@@ -140,7 +145,7 @@ class WeightReader:
                 first, last = max(rows.start, window.rows.start), min(rows.stop, window.rows.stop)
                 if first < last:
                     to = slice(window.row + first - window.rows.start, window.row + last - window.rows.start)
-                    target[to, columns].copy_(value[first - rows.start : last - rows.start])
+                    _place(target[to, columns], value[first - rows.start : last - rows.start])
                 del value  # before the next band is decoded
             self._compare(window.part, window.digest)
 
@@ -161,8 +166,9 @@ class WeightReader:
             if first[0] >= last[0] or first[1] >= last[1]:
                 continue
             rows, columns = (range(first[i] - held[i].start, last[i] - held[i].start) for i in (0, 1))
-            digest = hashlib.sha256() if self.verify and part.sha256 else None
-            width, read_rows = len(held[1]), range(len(held[0])) if digest else rows
+            width, whole = len(held[1]), self.widen or (len(rows), len(columns)) == (len(held[0]), len(held[1]))
+            digest = hashlib.sha256() if self.verify and whole and part.sha256 else None
+            read_rows = range(len(held[0])) if digest else rows
             read = range(columns.start - (columns.start % self.source.block[1] if tensor.scale else 0), columns.stop)
             if digest or len(read) * ITEM_BYTES[tensor.dtype] < _LEAST_BYTES:
                 read = range(width)
@@ -198,9 +204,7 @@ class WeightReader:
         """[rows, columns] of a window, FP8 decoded to bf16, else a view of the bytes that are read."""
         part, columns = window.part, window.read[1]
         if part.line:
-            wanted, item = window.columns, ITEM_BYTES[tensor.dtype]
-            at = part.offset + wanted.start * part.line * item
-            lines = self._lines(part.file, at, part.header, len(wanted), part.line, tensor.dtype)
+            lines = self._lines(part, window.columns, tensor.dtype)
             return lines[:, part.first + rows.start : part.first + rows.stop].t()
         size = len(rows) * len(columns) * ITEM_BYTES[tensor.dtype]
         if self._buffer.numel() < size:
@@ -229,13 +233,16 @@ class WeightReader:
         if window.digest is not None:
             window.digest.update(view)
 
-    def _read_lines(
-        self, file: str, offset: int, header: int | None, count: int, line: int, dtype: str
-    ) -> torch.Tensor:
-        """`count` lines of a stack of experts [count, line]: gate and up are read once for both."""
-        stored = torch.empty(count * line, dtype=TORCH_DTYPES[dtype])
-        self._read_into(tensor_bytes(stored), file, offset, header)
-        return stored.view(count, line)
+    def _lines(self, part: StoredPart, wanted: range, dtype: str) -> torch.Tensor:
+        """Lines `wanted` of a stack of experts [lines, line]; gate and up, which share them, read them once."""
+        place = part.file, part.offset + (part.header or 0)
+        kept, lines = self._stacks.get(place, (None, torch.empty(0)))
+        if kept != wanted:
+            lines = torch.empty(len(wanted), part.line, dtype=TORCH_DTYPES[dtype])
+            at = part.offset + wanted.start * lines.stride(0) * lines.itemsize
+            self._read_into(tensor_bytes(lines), part.file, at, part.header)
+            self._stacks[place] = wanted, lines
+        return lines
 
     def _compare(self, part: StoredPart, digest: Any) -> None:
         """RecipeError unless the bytes of a part have the digest of the manifest; None was not read whole."""
@@ -314,7 +321,8 @@ class WeightReader:
 
     def _range(self, stored: StoredState, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flat range; the whole of it is read where its digest is compared."""
-        entry, whole = stored.entry, self.verify and stored.entry.sha256 is not None
+        entry = stored.entry
+        whole = self.verify and entry.sha256 is not None and (self.widen or (start, stop) == (0, entry.shape[0]))
         low, high = (0, entry.shape[0]) if whole else (start, stop)
         values = torch.empty(high - low, dtype=TORCH_DTYPES[entry.dtype])
         view = tensor_bytes(values)
@@ -360,6 +368,13 @@ def _sides(region: Region, shape: Sequence[int]) -> list[range]:
     sides = [range(shape[0]), range(math.prod(shape[1:]))]
     sides[region.axis] = range(region.start, region.stop)
     return sides
+
+
+def _place(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy `value` to `target` [R, C], either of which may be transposed: several times as fast as one copy."""
+    if target.stride(0) < target.stride(1):
+        target, value = target.t(), value.t()
+    target.copy_(value.contiguous())
 
 
 def _inside(part: range, whole: range) -> slice:

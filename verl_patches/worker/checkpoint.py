@@ -223,7 +223,7 @@ class WorkerCheckpoint:
             written = saved["layout"] = require_checkpoint(folder).layout
             saved["rest"] = checkpoint_files.read_state(folder, rank if written == str(state.layout) else 0)
             count = heartbeat.here().count_bytes
-            with self._on_device(), WeightReader(open_source(folder), count, verify=True) as reader:
+            with self._on_device(), WeightReader(open_source(folder), count, verify=True, widen=True) as reader:
                 checkpoint_files.load_state(state, reader)
             return []
 
