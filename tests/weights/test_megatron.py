@@ -96,10 +96,9 @@ def test_layers_that_do_nothing_and_those_of_mtp_are_left_out(tmp_path, converte
     of_last = f"model.layers.{layer - 1}."
     more = {n.replace(of_last, f"model.layers.{layer}."): t.clone() for n, t in plain.items() if n.startswith(of_last)}
     hidden, head = CONFIG["hidden_size"], plain["lm_head.weight"]
-    for name, tensor in (
-        ("enorm", torch.ones(hidden)), ("hnorm", torch.ones(hidden)), ("eh_proj", torch.ones(hidden, 2 * hidden)),
-        ("embed_tokens", head), ("shared_head.norm", torch.ones(hidden)), ("shared_head.head", head),
-    ):  # fmt: skip
+    norms = {name: torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    matrices = {"eh_proj": torch.ones(hidden, 2 * hidden), "embed_tokens": head, "shared_head.head": head}
+    for name, tensor in (norms | matrices).items():
         more[f"model.layers.{layer}.{name}.weight"] = tensor.bfloat16().clone()
     make_folder(tmp_path / "hf", CONFIG | {MTP_LAYERS: 1}, tensors=plain | more)
     sizes = options(layer + 2, pp_size=2, ep_size=2, noop_layers="2,5", num_nextn_predict_layers=1)
