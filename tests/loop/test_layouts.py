@@ -9,6 +9,7 @@ import pytest
 from loop_runs import ACTOR, REF, TP2EP2, VERIFY, assert_weights_arrive, hook, metrics_of, resume
 from safetensors.torch import load_file
 
+from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import make_tiny_model
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
@@ -104,3 +105,13 @@ def test_memory_as_in_production_changes_no_update(a3):
     assert metrics_of(saving, "grad_norm") == metrics_of(plain, "grad_norm")
     resumed = a3(*production, *resume(saving, 1))
     assert metrics_of(resumed, "grad_norm", "reward") == metrics_of(saving, "grad_norm", "reward")[1:]
+
+
+def test_a_run_starts_from_megatrons_checkpoint_of_another_layout(smoke, tiny_model, tmp_path):
+    """As from the HF folder that it was made of: the same responses, and the same gradient."""
+    folder = tmp_path / "megatron"
+    convert(plan_conversion(open_source(tiny_model), parse_layout("tp2 ep4 etp1 @4"), "keep"), folder)
+    run, other = smoke("--steps", "1", VERIFY, f"actor_rollout_ref.model.path={folder}"), smoke()
+    assert_weights_arrive(run, verified=True)
+    assert run.steps[0]["grad_norm"] == pytest.approx(other.steps[0]["grad_norm"], rel=1e-6)
+    assert run.steps[0]["reward"] == other.steps[0]["reward"]

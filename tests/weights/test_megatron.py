@@ -158,6 +158,10 @@ def test_a_folder_that_does_not_say_how_it_holds_experts_is_not_guessed(tmp_path
     with pytest.raises(ConfigError, match="how TP2 ranks share experts: expected --expert-split tp_extend_ep"):
         open_source(folder)
     run(folder, tmp_path / "back", expert_split="tp_extend_ep")
+    sorted(folder.rglob(FILE))[-1].rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match="expected 12 files of TP2 PP2 EP3, found 11"):
+        open_source(folder, expert_split="tp_extend_ep")
+    (tmp_path / "away").rename(folder / ITERATION / "mp_rank_01_001_002" / FILE)
     run(folder, tmp_path / "other", expert_split="etp")  # of equal shapes, but another model
     tensors = read_folder(tmp_path / "hf")
     assert is_same(read_folder(tmp_path / "back"), tensors) and not is_same(read_folder(tmp_path / "other"), tensors)

@@ -123,18 +123,18 @@ class Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for `module`.`name`."""
-        if module in ("torch", "torch.storage") and name in _STORAGES:
+        if module == "torch" and name in _STORAGES:
             return type(name, (Inert,), {"dtype": _STORAGES[name]})
-        # new classes: a pickle may set attributes of what it is given
-        found = {
-            ("torch._utils", "_rebuild_tensor_v2"): lambda: self._tensor,
-            ("torch._utils", "_rebuild_parameter"): lambda: self._parameter,
-            ("collections", "OrderedDict"): lambda: OrderedDict,
-            ("collections", "defaultdict"): lambda: defaultdict,
-            ("builtins", "dict"): lambda: dict,
-            ("argparse", "Namespace"): lambda: type("Namespace", (argparse.Namespace,), {}),
-        }.get((module, name))
-        return type(name, (Inert,), {}) if found is None else found()
+        if (module, name) == ("argparse", "Namespace"):
+            return type(name, (argparse.Namespace,), {})  # a new class: a pickle may set attributes of what it is given
+        built = {
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_parameter"): self._parameter,
+            ("collections", "OrderedDict"): OrderedDict,
+            ("collections", "defaultdict"): defaultdict,
+            ("builtins", "dict"): dict,
+        }
+        return built.get((module, name)) or type(name, (Inert,), {})
 
     def persistent_load(self, pid: Any) -> Any:
         """Return (record, dtype) of a storage."""
@@ -173,8 +173,8 @@ def read_rank_file(path: Path) -> RankFile:
         raise ConfigError(
             f"{path}: not a whole file of torch.save ({type(error).__name__}: {error}); copy or convert it again"
         ) from error
-    keys = ["model"] if "model" in state else sorted((k for k in state if re.fullmatch(r"model\d+", str(k))), key=_last)
-    if not keys or keys not in (["model"], [f"model{n}" for n in range(len(keys))]):
+    keys = ["model"] if "model" in state else [f"model{n}" for n in range(len(state)) if f"model{n}" in state]
+    if not keys:
         raise ConfigError(f"{path}: expected model, or model0, model1, ..., found {', '.join(map(str, state))}")
     chunks = []
     for key in keys:
@@ -186,10 +186,6 @@ def read_rank_file(path: Path) -> RankFile:
                 raise ConfigError(f"{path}: {key}: {name!r}: expected a tensor, found {type(tensor).__name__}")
             _check_tensor(path, name, tensor, records)
     return RankFile(chunks, state, records)
-
-
-def _last(key: str) -> int:
-    return int(key.removeprefix("model"))
 
 
 def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[str, zipfile.ZipInfo]) -> None:
@@ -237,7 +233,7 @@ def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) ->
         if unlike:
             raise ConfigError(f"{place}: {len(unlike)} files are {what}, as {min(unlike)}; copy or convert them again")
     found: dict[Any, Stored] = {}  # by region: replicas of a tensor are in many files
-    left_out = set()
+    left_out: set[str] = set()
     for name, rank in expected.items():
         chunks = [_of_model(chunk, left_out) for chunk in files[name].chunks]
         shaped = [{n: _like(n, saved, inventory, library) for n, saved in chunk.items()} for chunk in chunks]
@@ -315,16 +311,23 @@ def _layout_of(folder: Path, files: Mapping[str, RankFile], library: str, split:
     if len({len(each) for each in numbers.values()}) != 1 or len(next(iter(numbers.values()))) > 3:
         raise ConfigError(f"{folder}: {', '.join(sorted(files)[:3])}, ...: expected mp_rank_TT[_PPP[_EEE]] alike")
     both = all({_EMBEDDING, _HEAD} <= {n for chunk in file.chunks for n in chunk} for file in files.values())
-    places = {}
-    for name, (tp, *others) in numbers.items():
-        pp, ep = others if len(others) == 2 else ([0, *others] if both else [*others, 0])[-2:] if others else (0, 0)
-        places[tp, pp, ep] = files[name]
+    places: dict[tuple[int, ...], RankFile] = {}
+    for name, place in numbers.items():
+        tp, *others = place
+        if len(others) < 2:
+            other = others[0] if others else 0
+            others = [0, other] if both else [other, 0]
+        places[(tp, *others)] = files[name]
     tp, pp, ep = (1 + max(place[axis] for place in places) for axis in range(3))
-    if tp == 1:
+    if len(places) != tp * pp * ep:
+        raise ConfigError(
+            f"{folder}: expected {tp * pp * ep} files of TP{tp} PP{pp} EP{ep}, found {len(places)}; copy the rest"
+        )
+    trained = getattr(next(iter(files.values())).more.get("args"), "moe_tp_extend_ep", None)
+    if tp == 1 or trained is False:
         split = CUT_EXPERTS
-    else:
-        trained = getattr(next(iter(files.values())).more.get("args"), "moe_tp_extend_ep", None)
-        split = split or {True: WHOLE_EXPERTS, False: CUT_EXPERTS}.get(trained)
+    elif trained:
+        split = WHOLE_EXPERTS
     if split not in (WHOLE_EXPERTS, CUT_EXPERTS):
         raise ConfigError(
             f"{folder}: its files do not say how TP{tp} ranks share experts: expected --expert-split {WHOLE_EXPERTS} "

@@ -156,7 +156,10 @@ def open_source(folder: str | Path, only_plan: bool = False, expert_split: str |
     config, inventory = read_json_object(folder / "config.json"), build_inventory(model)
     block = _block_of(folder, config)
     index = None if manifest or of_megatron else _read_index(folder)
-    layout, states, left_out = None, {}, ()
+    layout: str | None = None
+    left_out: tuple[str, ...] = ()
+    states: dict[tuple[str, str], list[StoredState]] = {}
+    stored: Iterable[Stored]
     if of_megatron:
         found = read_folder(folder, inventory, expert_split)
         stored, identity, layout, left_out = found.stored, found.identity, str(found.layout), found.left_out
@@ -237,9 +240,10 @@ def _tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[st
 def _of_manifest(folder: Path, manifest: Manifest) -> tuple[list[Stored], dict[tuple[str, str], list[StoredState]]]:
     """Return the parts of weights, and the flat ranges of all else."""
     check_headers(folder, manifest)
-    weights, states = [], {}
-    for file in manifest.files:
-        header = _Header(folder / file.name) if file.tensors else None
+    weights: list[Stored] = []
+    states: dict[tuple[str, str], list[StoredState]] = {}
+    for file in (file for file in manifest.files if file.tensors):
+        header = _Header(folder / file.name)
         for tensor in file.tensors:
             offset = header.offset(tensor.key)
             if tensor.role != WEIGHT:
