@@ -183,6 +183,8 @@ def test_a_killed_conversion_goes_on_with_the_files_that_are_missing(tmp_path, s
     assert digests(out) == digests(tmp_path / "whole")
     again = run(tmp_path / "hf", out, layout)
     assert (again.written, again.read_bytes) == (0, 0) and again.kept == result.kept + result.written
+    min(file for file in (*out.rglob(FILE), *out.glob("*.safetensors"))).unlink()
+    assert run(tmp_path / "hf", out, layout).written == 1 and not (out / "manifest.d").exists()
     run(out, tmp_path / "back")
     assert is_same(read_folder(tmp_path / "back"), tensors)
 

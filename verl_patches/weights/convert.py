@@ -68,7 +68,8 @@ def convert(
     folder = Path(folder)
     _check_space(folder, plan.files)
     _check_small_files(plan.source, ["config.json", *plan.texts, *plan.copies])
-    kept = _begin(plan, folder)
+    there = _begin(plan, folder)
+    kept = [file for file in plan.files if file.name in there]
     for file in kept:
         progress(file.size_bytes)
     todo = [file for file in plan.files if file not in kept]
@@ -76,29 +77,28 @@ def convert(
     for file, size in _run(_Job(plan, folder), todo, processes or processes_of(plan)):
         read += size
         progress(file.size_bytes)
-    manifest = _finish(plan, folder)
+    manifest = _finish(plan, folder, there)
     return Done(read, sum(file.size_bytes for file in todo), len(kept), len(todo), manifest)
 
 
-def _begin(plan: ConversionPlan, folder: Path) -> list[OutFile]:
-    """Make the folder, or check that it is of this conversion; the files that are there and whole."""
+def _begin(plan: ConversionPlan, folder: Path) -> set[str]:
+    """Make the folder, or check that it is of this conversion; the names of files that are there and whole."""
     if plan.manifest is not None:
         recorded = begin(folder, plan.manifest)
-        there = {name for name, entry in recorded.items() if _size(folder / name) == entry.size_bytes}
-        return [file for file in plan.files if file.name in there]
+        return {name for name, entry in recorded.items() if _size(folder / name) == entry.size_bytes}
     if folder.exists() and not (folder.is_dir() and set(_names(folder)) <= {ITERATION} or _is_begun(folder)):
         raise ConfigError(f"{folder}: exists and is no folder of this command; expected an empty or a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    kept = [file for file in plan.files if (folder / file.name).exists()]
-    others = set(folder.glob(f"*/*/{FILE}")) - {folder / file.name for file in plan.files}
-    for path in [*others, *(folder / file.name for file in kept)]:
-        found = read_rank_file(path).more
-        if path in others or found.get("conversion") != plan.identity:
+    names = {file.name for file in plan.files}
+    there = {str(path.relative_to(folder)) for path in folder.glob(f"*/*/{FILE}")}
+    for name in sorted(there):
+        found = read_rank_file(folder / name).more
+        if name not in names or found.get("conversion") != plan.identity:
             raise ConfigError(
-                f"{folder}: {path.relative_to(folder)} is of another conversion or layout ({found.get('layout')}), "
+                f"{folder}: {name} is of another conversion or layout ({found.get('layout')}), "
                 f"expected {plan.layout} of {plan.source.folder}; choose another folder or remove this one"
             )
-    return kept
+    return there
 
 
 def _names(folder: Path) -> Iterator[str]:
@@ -114,9 +114,9 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _finish(plan: ConversionPlan, folder: Path) -> Manifest | None:
-    """Write the small files, and last the one that makes the folder complete."""
-    for name in (*plan.texts, *plan.copies):
+def _finish(plan: ConversionPlan, folder: Path, there: set[str]) -> Manifest | None:
+    """Write the small files that are not `there`, and last the one that makes the folder complete."""
+    for name in (name for name in (*plan.texts, *plan.copies) if name not in there):
         content = plan.texts[name].encode() if name in plan.texts else (plan.source.folder / name).read_bytes()
         if plan.manifest is None:
             with writing(folder / name, AGAIN):

@@ -83,7 +83,10 @@ def record(folder: str | Path, entry: FileEntry) -> None:
 def complete(folder: str | Path) -> Manifest | None:
     """Write the complete manifest if every expected file is recorded, and return it; None while some are missing."""
     manifest = read_manifest(folder, complete=False)
-    return manifest if manifest.complete else complete_as(Path(folder), manifest)
+    if manifest.complete:  # a file of it was written again
+        shutil.rmtree(Path(folder) / ENTRIES, ignore_errors=True)
+        return manifest
+    return complete_as(Path(folder), manifest)
 
 
 def complete_as(folder: Path, manifest: Manifest) -> Manifest | None:
