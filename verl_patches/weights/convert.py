@@ -204,7 +204,7 @@ def _write(job: _Job, file: OutFile) -> int:
 def _write_hf(job: _Job, file: OutFile) -> int:
     """Write a file of a HF folder, a tensor at a time; the bytes read."""
     read: list[int] = []
-    tensors, scales = job.plan.source.tensors, {}
+    tensors, scales = job.plan.source.tensors, dict[str, torch.Tensor]()
     with (
         WeightReader(job.plan.source, read.append, sequential=True, verify=True) as reader,
         FileWriter(job.folder, file.name, file.tensors) as writer,
@@ -261,7 +261,8 @@ def write_rank(
 
     `inventory`: in the dtypes that are written. `more`: further entries. The parameters are in memory meanwhile.
     """
-    chunks, read = empty_chunks(inventory, layout, rank, library), []
+    chunks = empty_chunks(inventory, layout, rank, library)
+    read: list[int] = []
     with WeightReader(source, read.append, verify=True) as reader:
         views = views_of(chunks, inventory, layout, rank, library).values()
         for held in sorted(views, key=lambda each: reader.position(each.region)):

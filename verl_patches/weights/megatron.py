@@ -313,11 +313,10 @@ def _layout_of(folder: Path, files: Mapping[str, RankFile], library: str, split:
     both = all({_EMBEDDING, _HEAD} <= {n for chunk in file.chunks for n in chunk} for file in files.values())
     places: dict[tuple[int, ...], RankFile] = {}
     for name, place in numbers.items():
-        tp, *others = place
-        if len(others) < 2:
-            other = others[0] if others else 0
-            others = [0, other] if both else [other, 0]
-        places[(tp, *others)] = files[name]
+        if len(place) < 3:
+            other = place[1] if len(place) == 2 else 0
+            place = [place[0], 0, other] if both else [place[0], other, 0]
+        places[tuple(place)] = files[name]
     tp, pp, ep = (1 + max(place[axis] for place in places) for axis in range(3))
     if len(places) != tp * pp * ep:
         raise ConfigError(
