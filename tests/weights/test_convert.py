@@ -30,6 +30,7 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.model_folder import MTP_LAYERS
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
+from verl_patches.shared_files import lock_file
 from verl_patches.weights import convert as convert_module
 from verl_patches.weights.convert import convert
 from verl_patches.weights.manifest import TRACKER, file_problems, folder_problems, read_manifest
@@ -240,6 +241,16 @@ def test_the_space_of_files_that_are_written_again_is_free(tmp_path, small, monk
         convert(plan, out)
     free(size - reused)
     assert convert(plan, out, processes=1).manifest is not None
+
+
+def test_a_file_that_another_process_writes_is_left_to_it(tmp_path, small):
+    file = tmp_path / "out" / ITERATION / "mp_rank_00_000_000" / f"{FILE}.partial"
+    file.parent.mkdir(parents=True)
+    with lock_file(file), pytest.raises(RecipeError, match="another process writes this file"):
+        run(small, tmp_path / "out", SMALL_LAYOUT)
+    assert file.exists()
+    run(small, tmp_path / "out", SMALL_LAYOUT)
+    assert not file.exists()
 
 
 def test_a_source_that_is_cut_off_meanwhile_is_named(tmp_path, small):

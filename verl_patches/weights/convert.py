@@ -273,15 +273,17 @@ def write_rank(
     with writing(path, AGAIN):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with lock_file(partial):
+            lock = lock_file(partial)
+        except BlockingIOError:
+            raise RecipeError(f"{partial}: another process writes this file; wait for it") from None
+        with lock:
+            try:
                 torch.save(state, partial)
                 sync(partial)
                 os.replace(partial, path)
-        except BlockingIOError:
-            raise RecipeError(f"{partial}: another process writes this file; wait for it") from None
-        except RuntimeError as error:  # torch's writer of zips, at a write that fails
-            raise OSError(errno.ENOSPC, str(error).splitlines()[0]) from error
-        finally:
-            partial.unlink(missing_ok=True)
+            except RuntimeError as error:  # torch's writer of zips, at a write that fails
+                raise OSError(errno.ENOSPC, str(error).splitlines()[0]) from error
+            finally:
+                partial.unlink(missing_ok=True)
     sync(path.parent)
     return sum(read)

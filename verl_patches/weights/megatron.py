@@ -143,7 +143,8 @@ class Unpickler(pickle.Unpickler):
 
     @staticmethod
     def _tensor(storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> SavedTensor:
-        return SavedTensor(*storage, offset, tuple(shape), tuple(stride))
+        record, dtype = storage
+        return SavedTensor(record, dtype, offset, tuple(shape), tuple(stride))
 
     @staticmethod
     def _parameter(tensor: Any, *_: Any) -> Any:
