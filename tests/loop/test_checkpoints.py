@@ -159,4 +159,4 @@ def test_a_flipped_byte_is_refused_before_the_first_step(smoke, runs, tmp_path):
     run = smoke("--steps", "3", *given, ok=False)
     reason = run.summary["exit"]
     assert run.code == 1 and run.steps == [] and "CheckpointError" in reason, reason
-    assert f"{path.name}, {entry.key}: expected sha256 {entry.sha256}" in reason
+    assert f"{path.name}: {entry.key}: expected sha256 {entry.sha256}" in reason

@@ -147,7 +147,7 @@ class WeightReader:
                     to = slice(window.row + first - window.rows.start, window.row + last - window.rows.start)
                     _place(target[to, columns], value[first - rows.start : last - rows.start])
                 del value  # before the next band is decoded
-            self._compare(window.part, window.digest)
+            self._compare(window.part.file, window.part.region, window.part.sha256, window.digest)
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor; FP8 is decoded to bf16, else it has the stored dtype."""
@@ -196,7 +196,8 @@ class WeightReader:
         scales, part = torch.empty(scale_shape(tensor.shape, self.source.block)), tensor.scale
         view = tensor_bytes(scales)
         self._read_into(view, part.file, part.offset)
-        self._compare(part, hashlib.sha256(view) if self.verify and part.sha256 else None)
+        digest = hashlib.sha256(view) if self.verify and part.sha256 else None
+        self._compare(part.file, part.region, part.sha256, digest)
         fp8.require_scales(scales, part.region.name)
         return scales
 
@@ -244,13 +245,13 @@ class WeightReader:
             self._stacks[place] = wanted, lines
         return lines
 
-    def _compare(self, part: StoredPart, digest: Any) -> None:
-        """RecipeError unless the bytes of a part have the digest of the manifest; None was not read whole."""
+    def _compare(self, file: str, what: Any, expected: str | None, digest: Any) -> None:
+        """RecipeError unless the bytes of `what` have the digest of the manifest; None was not read whole."""
         found = None if digest is None else digest.hexdigest()[:DIGITS]
-        if found not in (None, part.sha256):
+        if found not in (None, expected):
             raise RecipeError(
-                f"{self.source.folder / part.file}: {part.region}: expected sha256 {part.sha256} ({MANIFEST}), "
-                f"found {found}; {COPY_AGAIN}"
+                f"{self.source.folder / file}: {what}: expected sha256 {expected} ({MANIFEST}), found {found}; "
+                f"{COPY_AGAIN}"
             )
 
     # ---- states of an optimizer
@@ -328,8 +329,7 @@ class WeightReader:
         view = tensor_bytes(values)
         self._read_into(view, stored.file, stored.offset + low * values.itemsize)
         if whole:
-            part = StoredPart(stored.file, stored.offset, entry.region, entry.sha256)
-            self._compare(part, hashlib.sha256(view))
+            self._compare(stored.file, entry.key, entry.sha256, hashlib.sha256(view))
         return values[start - low : stop - low]
 
     # ---- bytes
