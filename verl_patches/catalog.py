@@ -215,7 +215,7 @@ MODEL: tuple[PatchSpec, ...] = (
          "verl_patches.worker.models:load_deepseekv3",
          "verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), "
          "through a whole HF model on every rank (verl/utils/model.py:350), and once for the reference and once for "
-         "the actor. This loader takes folders in bf16, in FP8 and of shards.",
+         "the actor. This loader takes folders in bf16, in FP8 and of Megatron.",
          exit="verl loads DeepSeek-V3 safetensors into Megatron", lines=_PYPI,
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",

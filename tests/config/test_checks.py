@@ -210,10 +210,10 @@ def test_ranks_that_cannot_be_split_as_the_config_says_are_no_run(override, side
 
 @pytest.fixture
 def folders(tmp_path):
-    """The override that names a folder of the tiny model: in bf16, in FP8, in shards."""
+    """The override that names a folder of the tiny model: in bf16, in FP8, of Megatron."""
     make_fp8_folder(tmp_path, tiny_config() | {"torch_dtype": "bfloat16"})
-    convert(plan_conversion(open_source(tmp_path / "fp8"), parse_layout("tp2 @2")), tmp_path / "shards")
-    return {name: [f"actor_rollout_ref.model.path={tmp_path / name}"] for name in ("plain", "fp8", "shards")}
+    convert(plan_conversion(open_source(tmp_path / "fp8"), parse_layout("tp2 @2")), tmp_path / "megatron")
+    return {name: [f"actor_rollout_ref.model.path={tmp_path / name}"] for name in ("plain", "fp8", "megatron")}
 
 
 def weights_check(*overrides):
@@ -223,7 +223,11 @@ def weights_check(*overrides):
 
 def test_fp8_and_sharded_weights_are_refused_only_where_vllm_would_read_them(folders, tmp_path):
     auto, init = f"{SAMPLING}.load_format=auto", "actor_rollout_ref.actor.load_weight=false"
-    kinds = {"plain": "a HF folder", "fp8": r"a HF folder in FP8 \(blocks of 128 x 128\)", "shards": "sharded weights"}
+    kinds = {
+        "plain": "a HF folder",
+        "fp8": r"a HF folder in FP8 \(blocks of 128 x 128\)",
+        "megatron": "a Megatron folder",
+    }
     for name, words in kinds.items():
         ok, detail = weights_check(*folders[name])
         assert ok and re.fullmatch(f"whole files: {words}", detail)

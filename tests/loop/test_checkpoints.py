@@ -148,7 +148,7 @@ def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
 
 @pytest.mark.slow
 def test_a_flipped_byte_is_refused_before_the_first_step(smoke, runs, tmp_path):
-    """In the last tensor of rank 1, whose file another rank reads and compares."""
+    """In the last tensor that rank 1 wrote, which is compared as it is read."""
     damaged = shutil.copytree(checkpoints_of(runs[1])[2], tmp_path / "global_step_2")
     path = damaged / "rank_00001.safetensors"
     data = bytearray(path.read_bytes())
@@ -159,4 +159,4 @@ def test_a_flipped_byte_is_refused_before_the_first_step(smoke, runs, tmp_path):
     run = smoke("--steps", "3", *given, ok=False)
     reason = run.summary["exit"]
     assert run.code == 1 and run.steps == [] and "CheckpointError" in reason, reason
-    assert f"{path.name}, {entry.key}: expected sha256 {entry.sha256}" in reason
+    assert f"{path.name}: {entry.key}: expected sha256 {entry.sha256}" in reason

@@ -37,7 +37,7 @@ from verl_patches.memory.measure import optimizer_full_bytes
 from verl_patches.memory.offload import Grads, Optimizer, Params, training_handlers
 from verl_patches.memory.schedule import CRITIC, MEMORY_GROUPS, SCHEDULE
 from verl_patches.patching.row import subclass_of
-from verl_patches.weights.train_state import Place, StoredTensor, optimizer_shards
+from verl_patches.weights.checkpoint_files import Place, StoredTensor, optimizer_shards
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained

@@ -27,7 +27,7 @@ def run_rollout(run_ranks):
 
 @pytest.fixture(scope="session")
 def public_folder(tiny_model, tmp_path_factory) -> Path:
-    """The same model, exported from shards of a layout, in a folder as DeepSeek publishes it, with weights in bf16."""
+    """The same model, exported from Megatron's files of a layout, as DeepSeek publishes it, with weights in bf16."""
     from verl_patches.layout.parallel import parse_layout
     from verl_patches.weights.convert import convert  # imports torch
     from verl_patches.weights.plan import plan_conversion
@@ -35,8 +35,8 @@ def public_folder(tiny_model, tmp_path_factory) -> Path:
 
     made = tmp_path_factory.mktemp("public")
     folder, layout = made / "tiny", parse_layout("tp2 pp2 ep4 etp1 @8 layers=1,3")
-    convert(plan_conversion(open_source(tiny_model), layout), made / "shards")
-    convert(plan_conversion(open_source(made / "shards"), file_bytes=1_000_000), folder)
+    convert(plan_conversion(open_source(tiny_model), layout), made / "megatron")
+    convert(plan_conversion(open_source(made / "megatron"), file_bytes=1_000_000), folder)
     return as_published(folder, json.loads(PUBLIC.read_text()))
 
 

@@ -47,7 +47,7 @@ def test_tp1_prefill_and_decode(reference, one_rank):
 
 
 def test_an_exported_folder_as_published_with_weights_in_bf16_is_the_same_model(one_rank):
-    """vLLM's own loader reads what was converted to shards and exported; the logits are equal bit for bit.
+    """vLLM's own loader reads what was converted to Megatron's files and exported; the logits are equal bit for bit.
 
     config.json says fp8 and has an MTP layer, whose tensors are there: row rollout.llm_arguments.
     """

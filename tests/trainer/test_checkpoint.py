@@ -9,11 +9,13 @@ import random
 import shutil
 import signal
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
@@ -22,23 +24,21 @@ from tests.ranks import HANG_S
 from tests.reshard.cases import TINY
 from tests.runs import config_of, tiny
 from verl_patches.errors import ConfigError
-from verl_patches.reshard.region import Region
 from verl_patches.spec import NextStart
 from verl_patches.trainer import checkpoint
 from verl_patches.trainer.checkpoint import Checkpoints, data_state
 from verl_patches.weights import writer
-from verl_patches.weights.checkpoint_files import CheckpointError, write_rank
+from verl_patches.weights.checkpoint_files import CheckpointError, Place, StoredTensor, write_rank
 from verl_patches.weights.manifest import (
     Manifest,
     content_digest,
     folder_problems,
     rank_files,
     read_manifest,
+    tensors_of_rank,
     whole_tensor,
 )
-from verl_patches.weights.reader import CheckpointReader
 from verl_patches.weights.run_folders import take_start
-from verl_patches.weights.train_state import Place, StoredTensor
 
 KILLS = 10
 
@@ -66,8 +66,8 @@ class Workers:
     def load_checkpoint(self, folder, remote, remove):
         if self.fault:
             raise CheckpointError(self.fault)
-        with CheckpointReader(folder) as reader:
-            self.loaded = [reader.read(Region(f"t{rank}", 0, 0, 64))[0].item() for rank in range(2)]
+        files = [load_file(Path(folder) / tensors_of_rank(rank)) for rank in range(2)]
+        self.loaded = [file[f"weight/{rank}"][0].item() for rank, file in enumerate(files)]
 
 
 class Saves(Checkpoints):

@@ -93,6 +93,10 @@ def test_how_far_a_start_is_until_the_controller_is_in_a_step():
     assert start_of([constructing, begun], 2) == (1, "1 of 2 ranks have started: 1 in the worker's constructor")
     ranks = [rank(number, 3, at=("init_model", "")) for number in range(3)] + [rank(3, 3, at=("", ""))]
     assert start_of([*ranks, begun], 4)[1].endswith(": 3 building the models, 1 waiting")
+    for number, seen in enumerate(ranks[:2]):
+        seen.beat.read_bytes = (3 - number) * 10**9
+    said = start_of([*ranks, begun], 4)[1]
+    assert said.endswith("; 5.0 GB of weights read, by rank 1 (pid 101 on host0) 2.0 GB")
     assert start_of([*ranks, controller(0, step=1)], 4) == (4, "")
 
 

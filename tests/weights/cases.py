@@ -25,7 +25,7 @@ from verl_patches.weights.writer import FileWriter, begin, complete
 NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # of DeepSeek's own folder
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SMALL = tiny_config() | {"num_hidden_layers": 2, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
-SMALL_LAYOUT = parse_layout("tp2 pp2 ep3 etp1 @12 layers=1,1")
+SMALL_LAYOUT = parse_layout("tp2 pp2 ep6 etp1 @12 layers=1,1")
 
 
 def as_value_model(model, folder, word):
@@ -45,15 +45,17 @@ def as_value_model(model, folder, word):
     return score
 
 
-def run(source, destination, layout=None, dtype=None, file_bytes=100_000, **more):
-    """Convert a folder to shards of a layout, or to a HF folder."""
-    return convert(plan_conversion(open_source(source), layout, dtype, file_bytes), destination, **more)
+def run(source, destination, layout=None, dtype=None, file_bytes=100_000, line="a3", expert_split=None, **more):
+    """Convert a folder to Megatron's checkpoint of a layout, or to a HF folder."""
+    plan = plan_conversion(open_source(source, expert_split=expert_split), layout, dtype, file_bytes, line)
+    return convert(plan, destination, **{"processes": 1, **more})
 
 
 def random_case(seed):
     """(config, layout, another layout): uneven layers, any number of experts, with or without q_lora, bias, shared."""
     draw = random.Random(seed)
-    tp, etp = draw.choice([1, 2, 4]), draw.choice([1, 2])
+    tp = draw.choice([1, 2, 4])
+    etp = draw.choice([1, tp])
     heads, experts = tp * draw.choice([1, 2, 3]), draw.choice([4, 6, 10, 12])
     layers = draw.randint(2, 5)
     config = tiny_config() | {

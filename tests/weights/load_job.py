@@ -10,59 +10,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import RecipeError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.reshard.region import Region
 from verl_patches.weights import load
-from verl_patches.weights.load import LoadProgress
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
-TOTAL = 5 << 30
-
-
-def _progress(key: str) -> LoadProgress:
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    return LoadProgress("FOLDER", TOTAL, store, key, rank, dist.get_world_size())
-
-
-def _until(key: str) -> None:
-    store = dist.distributed_c10d._get_default_store()
-    while not store.check([key]):
-        time.sleep(0.02)
-
 
 def wait_job() -> dict[str, object]:
-    """Rank 0's error while rank 1 has read a third and rank 2 nothing; what all do if rank 1 fails, or is late."""
+    """Rank 0's error while the others have not arrived, and whether all wait for a late one."""
     rank, found, store = dist.get_rank(), {}, dist.distributed_c10d._get_default_store()
-    load.PUBLISH_S = load.LOG_S = 0.0
-    if rank == 1:
-        _progress("late").add(TOTAL // 3)
-        store.set("rank 1 has read", "")
-    elif rank == 0:
-        progress = _progress("late")
-        progress.add(TOTAL)
-        _until("rank 1 has read")
+    if rank == 0:
         try:
-            progress.wait(0.1)
+            load.wait_for_ranks("FOLDER", "late", 0.1)
         except RecipeError as error:
             found["late"] = str(error)
-        store.set("late is over", "")
-    _until("late is over")  # a rank that ended would be named for another reason
-    progress = _progress("failed")
-    if rank == 1:
-        progress.fail(ConfigError("no such file"))
-    else:
-        try:
-            progress.wait(300)
-        except RecipeError as error:
-            found["failed"] = str(error)
-    progress = _progress("all")
-    progress.add(TOTAL)
     if rank == 1:
         time.sleep(0.5)
         store.set("the last rank arrives", "")
-    progress.wait(300)
+    load.wait_for_ranks("FOLDER", "all", 300)
     found["waited"] = store.check(["the last rank arrives"])
     return found
 

@@ -21,22 +21,27 @@ import torch.distributed as dist
 
 from tests.layout.native_parameters import STORAGES, pack
 from tests.reshard.test_train_tensors import INVENTORY
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.weights import checkpoint_files
+from verl_patches.weights import source as source_module
 from verl_patches.weights.checkpoint_files import (
     CheckpointError,
+    TrainState,
+    Walk,
     load_state,
+    optimizer_shards,
     problems_of_share,
+    read_state,
     set_step_counts,
     step_counts,
     write_rank,
 )
-from verl_patches.weights.manifest import Manifest, rank_files, read_manifest, tensors_of_rank
-from verl_patches.weights.reader import CheckpointReader
-from verl_patches.weights.train_state import TrainState, Walk, optimizer_shards
-from verl_patches.weights.writer import begin, complete
+from verl_patches.weights.manifest import Manifest, rank_files, read_manifest, state_of_rank, tensors_of_rank
+from verl_patches.weights.reader import WeightReader
+from verl_patches.weights.source import open_source
+from verl_patches.weights.writer import FileWriter, begin, complete
 from verl_patches.worker import checkpoint as worker_checkpoint
 from verl_patches.worker.checkpoint import WorkerCheckpoint, generators, set_generators
 
@@ -132,7 +137,11 @@ def save(folder, whole, storage, text, half):
     layout = parse_layout(text)
     files = tuple(rank_files(layout.world_size))
     model = BF16.model if half else INVENTORY.model
+    files = (*files, "config.json")
     begin(folder, Manifest("checkpoint", model, text, "bf16" if half else "fp32", "x", files, facts={"step": 1}))
+    with FileWriter(folder, "config.json") as file:
+        file.write(json.dumps({"model_type": "deepseek_v3", **dataclasses.asdict(model)}).encode())
+        file.finish()
     for rank in range(layout.world_size):
         state, *_ = rank_state(whole, text, rank, storage, half, filled=True)
         write_rank(folder, rank, state.written(), live, {"step_counts": step_counts(state.optimizer)})
@@ -148,11 +157,11 @@ def test_any_layout_reads_what_another_wrote(tmp_path, whole, storage, saved, re
     trained = sum(p.count for p in INVENTORY.parameters if p.trainable)
     every = sum(p.count for p in INVENTORY.parameters)
     assert elements == {"weight": every, **({"main": trained} if half else {}), **dict.fromkeys(MOMENTS, trained)}
-    with CheckpointReader(tmp_path / "c") as reader:
+    with reader_of(tmp_path / "c") as reader:
         for rank in range(parse_layout(resumed).world_size):
             state, weights, expected, names = rank_state(whole, resumed, rank, storage, half, filled=False)
             load_state(state, reader)
-            set_step_counts(state.optimizer, reader.state(0)["step_counts"])
+            set_step_counts(state.optimizer, read_state(tmp_path / "c", 0)["step_counts"])
             for number, chunk in enumerate(weights):
                 assert all(torch.equal(state._native[number][name], tensor) for name, tensor in chunk.items())
             for shard in optimizer_shards(state.optimizer):
@@ -162,34 +171,65 @@ def test_any_layout_reads_what_another_wrote(tmp_path, whole, storage, saved, re
                 assert state.optimizer.optimizer.state[shard.key]["step"] == 3.0
 
 
+def reader_of(folder):
+    return WeightReader(open_source(folder), verify=True, widen=True)
+
+
 @pytest.fixture
 def small(tmp_path, whole):
     save(tmp_path / "c", whole, "local", "ep2 @2", "")
     return tmp_path / "c"
 
 
-def test_a_flipped_byte_is_named_by_the_rank_that_verifies_the_file(small):
+@pytest.mark.parametrize("text", ["ep2 @2", "tp2 etp1 ep2 @2"])
+@pytest.mark.parametrize("place", [-1, 0.4, 0.7])
+def test_a_flipped_byte_is_named_by_a_rank_that_reads_the_tensor(small, whole, text, place):
+    """In one read: in the layout that wrote, and in another, where ranks need parts of the stored tensors."""
     path = small / tensors_of_rank(1)
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[int(place * len(data)) if place > 0 else -1] ^= 1
     path.write_bytes(data)
-    last = read_manifest(small).files[2].tensors[-1].key
+    errors = []
+    for rank in range(2):
+        state, *_ = rank_state(whole, text, rank, "local", "", filled=False)
+        try:
+            with reader_of(small) as reader:
+                load_state(state, reader)
+        except RecipeError as error:
+            errors.append(str(error))
+    assert errors and all(path.name in error and "expected sha256" in error for error in errors), errors
+
+
+def test_a_damaged_file_without_tensors_is_named_by_one_rank(small):
+    path = small / state_of_rank(1)
+    path.write_text(path.read_text() + " ")
     found = [problems_of_share(small, rank, 2) for rank in range(2)]
-    assert found[1] == [] and f"{path.name}, {last}: expected sha256 " in found[0][0], found
+    assert sorted(map(len, found)) == [0, 1] and path.name in "".join(sum(found, []))
 
 
 @pytest.mark.parametrize(("lost", "message"), [
-    (("weight", "model.layers.1.mlp.experts.8.gate_proj.weight"), "no weight of 'model.layers.1.mlp.experts.8.gate"),
+    (("weight", "model.layers.1.mlp.experts.8.gate_proj.weight"), "1 tensors are missing, as model.layers.1.mlp"),
     (("exp_avg", "model.embed_tokens.weight"), r"embed_tokens.weight\[0:512\]: elements from \d+ are in"),
 ])  # fmt: skip
 def test_tensors_that_are_missing_are_named(small, whole, lost, message):
     """One of the other expert-parallel rank, as in a checkpoint of data-parallel rank 0 only; and one rank's range."""
-    with CheckpointReader(small) as reader:
-        reader._held[lost] = [part for part in reader._held[lost] if part[0] == tensors_of_rank(0)]
-        if not reader._held[lost]:
-            del reader._held[lost]
-        state, *_ = rank_state(whole, "ep2 @2", 1, "local", "", filled=False)
-        with pytest.raises(ConfigError, match=message):
+    manifest = read_manifest(small)
+    files = [
+        dataclasses.replace(
+            file,
+            tensors=tuple(
+                t for t in file.tensors if (t.role, t.region.name) != lost or file.name == tensors_of_rank(0)
+            ),
+        )
+        for file in manifest.files
+    ]
+    with (
+        mock.patch.object(source_module, "read_manifest", lambda _: dataclasses.replace(manifest, files=tuple(files))),
+        mock.patch.object(source_module, "check_headers"),
+        pytest.raises(ConfigError, match=message),
+    ):
+        with reader_of(small) as reader:
+            state, *_ = rank_state(whole, "ep2 @2", 1, "local", "", filled=False)
             load_state(state, reader)
 
 
@@ -247,8 +287,7 @@ def arrived_at_each_collective(folder):
 
     def collective(*given):
         found.append(store.add(f"{folder}/ended", 0))
-        if len(found) == 2:
-            raise StopIteration
+        raise StopIteration
 
     checkpoint = WorkerCheckpoint(SimpleNamespace(recipe=RECIPE))
     checkpoint._state = SimpleNamespace(layout="ep4 @4")
@@ -263,7 +302,7 @@ def arrived_at_each_collective(folder):
 
 def test_ranks_of_slow_disks_are_not_waited_for_in_a_collective(ranks4):
     """HCCL would end it: its limit does not know recipe.timeouts.load_s."""
-    assert ranks4.run(arrived_at_each_collective, "/c/global_step_3") == [[4, 4]] * 4
+    assert ranks4.run(arrived_at_each_collective, "/c/global_step_3") == [[4]] * 4
 
 
 @pytest.mark.parametrize("platform", ["cpu", "npu_emulated"])

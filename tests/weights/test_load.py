@@ -1,19 +1,12 @@
 """Loading into Megatron models: every kind of folder bit for bit, one read for two models, the wait for the slowest."""
 
-import re
-
 import pytest
 import torch
 
-from tests.weights.cases import make_folder, make_fp8_folder
+from tests.weights.cases import make_folder, make_fp8_folder, run
 from verl_patches.layout.model_folder import MTP_LAYERS
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.model.tiny import tiny_config
-from verl_patches.weights import load
-from verl_patches.weights.convert import convert
-from verl_patches.weights.load import LoadProgress
-from verl_patches.weights.plan import plan_conversion
-from verl_patches.weights.source import open_source
 
 WORKER = {"patches": "line=pypi,platform=cpu", "backend": "nccl", "size": 2}
 LAYOUTS = ["pp2 @2", "tp2 @2", "tp2 ep2 etp1 @2"]  # pipelines first, as in tests/model/test_load.py
@@ -31,14 +24,14 @@ def folders(tmp_path_factory):
     more = make_folder(base / "more", deeper) | {f"model.layers.{deeper['num_hidden_layers']}.x": torch.ones(1)}
     make_folder(base / "deeper", deeper | {MTP_LAYERS: 1}, tensors=more | values)
     for name, source, layout in (
-        ("shards", "bf16", "tp2 pp2 ep4 etp1 @8 layers=1,3"),
-        ("shards of fp8", "fp8", "tp4 ep2 etp2 @8"),
-        ("shards of one rank", "shards", "@1"),
+        ("megatron", "bf16", "tp2 pp2 ep4 etp1 @8 layers=1,3"),
+        ("megatron of fp8", "fp8", "tp4 ep2 @8"),
+        ("megatron of one rank", "megatron", "@1"),
     ):
-        convert(plan_conversion(open_source(base / source), parse_layout(layout)), base / name)
+        run(base / source, base / name, parse_layout(layout))
     values["model.layers.1.mlp.experts.3.up_proj.weight"][-1, -1] += 1
     make_folder(base / "control", CONFIG, tensors=values)
-    names = ("bf16", "deeper", "fp8", "shards", "shards of fp8", "shards of one rank", "control")
+    names = ("bf16", "deeper", "fp8", "megatron", "megatron of fp8", "megatron of one rank", "control")
     return {name: base / name for name in names}
 
 
@@ -53,7 +46,7 @@ def test_every_folder_gives_the_same_parameters_at_every_layout(folders, run_ran
             assert rank[layout]["deeper"] == rank[layout]["bf16"]  # recipe.num_hidden_layers: nothing more is read
             sizes = {name: size for name, (_, size) in rank[layout].items()}
             assert sizes["fp8"] < 0.75 * sizes["bf16"]  # the embedding, the head and this tiny router are bf16
-            assert sizes["shards"] == pytest.approx(sizes["bf16"], rel=0.15)  # narrow columns are read as whole rows
+            assert sizes["megatron"] < 1.3 * sizes["bf16"]  # where TP cuts experts, whole lines of gate and up are read
 
 
 @pytest.mark.slow
@@ -73,27 +66,9 @@ def test_the_actor_copies_the_reference_and_reads_nothing(folders, run_ranks):
         assert found["after verl's offload"] == found["control"]
 
 
-def test_the_wait_names_late_ranks_and_ends_where_one_failed(run_ranks):
+def test_the_wait_names_late_ranks(run_ranks):
     ranks = run_ranks("tests.weights.load_job:wait_job", size=3)
-    late = ranks[0]["late"]
-    assert re.search(r"rank 0 has loaded FOLDER and waited 0 s; 1 of 3 ranks have arrived", late), late
-    assert re.search(r"rank 1 on \S+ has read 1.67 of 5.00 GiB .*; rank 2 has not begun to read", late), late
-    assert "rank 0 on" not in late and "recipe.timeouts.load_s" in late
-    for rank in (0, 2):
-        assert "rank 1: ConfigError: no such file" in ranks[rank]["failed"]  # not that the wait of 300 s is over
-    assert all(rank["waited"] for rank in ranks)
-
-
-def test_progress_says_bytes_rate_and_the_rest(monkeypatch, caplog):
-    caplog.set_level("INFO")
-    clock = [100.0]
-    monkeypatch.setattr(load.time, "monotonic", lambda: clock[0])
-    progress = LoadProgress("FOLDER", 8 << 30)
-    for _ in range(8):
-        clock[0] += 4
-        progress.add(1 << 30)
-    progress.wait(1)
-    first, second, last = [record.message for record in caplog.records]
-    assert "weights: 3.00 of 8.00 GiB" in first and "weights: 6.00 of 8.00 GiB" in second
-    assert "0.25 GiB/s, about 20 s left; 0 ranks are done" in first
-    assert f"({8 << 30} bytes) read by 1 ranks from FOLDER in 32.0 s" in last
+    assert ranks[0]["late"].startswith(
+        "FOLDER: rank 0 has read it and waited 0 s; 1 of 3 ranks have arrived, not rank 1, 2."
+    )
+    assert "recipe.timeouts.load_s" in ranks[0]["late"] and all(rank["waited"] for rank in ranks)

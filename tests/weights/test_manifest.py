@@ -16,7 +16,7 @@ from verl_patches.model.tiny import tiny_config
 from verl_patches.reshard.region import Region
 from verl_patches.weights import manifest as m
 from verl_patches.weights import writer
-from verl_patches.weights.reader import DTYPES, CheckpointReader, tensor_bytes
+from verl_patches.weights.reader import DTYPES, tensor_bytes
 
 W = torch.arange(48, dtype=torch.float32).view(8, 6)
 BIAS = torch.arange(5, dtype=torch.float32)
@@ -65,32 +65,15 @@ def test_what_is_written_is_read_back(tmp_path):
     manifest = written(folder)
     assert manifest == m.read_manifest(folder) and manifest.complete and manifest.facts == {"step": 3}
     assert sorted(p.name for p in folder.iterdir()) == ["a.safetensors", "b.safetensors", "manifest.json", "notes.txt"]
-    assert m.folder_problems(folder, manifest) == [] and writer.missing_files(folder) == []
+    assert m.folder_problems(folder, manifest) == []
     with safe_open(folder / "b.safetensors", "pt") as plain:  # any reader of safetensors
         assert torch.equal(plain.get_tensor("w"), W[3:]) and plain.metadata() == {"format": "pt"}
-    with CheckpointReader(folder) as reader:
-        assert reader.has("exp_avg") and not reader.has("main")
-        for axis, start, stop in ((0, 0, 8), (0, 2, 5), (0, 4, 5)):
-            assert torch.equal(reader.read(Region("w", axis, start, stop)), W[start:stop])
-        for start, stop in ((0, 6), (1, 4)):
-            assert torch.equal(reader.read(Region("c", 1, start, stop)), COLUMNS[:, start:stop])
-        flat = FILES["b.safetensors"][2][0]
-        assert torch.equal(reader.read_flat(flat), W[3:].reshape(-1)[4:11])
-        for wrong, words in (
-            (replace(flat, flat=3), "elements from 3 are"),
-            (replace(flat, role="main"), "no main of"),
-        ):
-            with pytest.raises(ConfigError, match=words):
-                reader.read_flat(wrong)
-    (folder / m.MANIFEST).write_text(m.to_json(replace(manifest, files=manifest.files[:1])))
-    with CheckpointReader(folder) as reader, pytest.raises(ConfigError, match=r"w\[3:8\] \(weight\) is in no file"):
-        reader.read(Region("w", 0, 0, 8))
 
 
 def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
     writer.begin(tmp_path, EMPTY)
     first = write(tmp_path, "a.safetensors")
-    assert writer.complete(tmp_path) is None and writer.missing_files(tmp_path) == ["b.safetensors", "notes.txt"]
+    assert writer.complete(tmp_path) is None
     with pytest.raises(ConfigError, match="not complete .1 of 3 files written."):
         m.read_manifest(tmp_path)
     assert writer.begin(tmp_path, EMPTY) == {"a.safetensors": first}  # goes on
@@ -101,66 +84,6 @@ def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
     write(tmp_path, "b.safetensors"), write(tmp_path, "notes.txt")
     manifest = writer.complete(tmp_path)
     assert manifest.complete and writer.complete(tmp_path) == manifest
-    writer.reopen(tmp_path, ["notes.txt"])
-    assert writer.missing_files(tmp_path) == ["notes.txt"]
-
-
-def test_processes_that_complete_one_folder_together_both_get_its_manifest(tmp_path, monkeypatch):
-    writer.begin(tmp_path, EMPTY)
-    for name in EMPTY.expected:
-        write(tmp_path, name)
-    replace_file, other = os.replace, []
-
-    def late(source, target):
-        monkeypatch.setattr(os, "replace", replace_file)
-        other.append(writer.complete(tmp_path))  # removes our temporary manifest
-        replace_file(source, target)
-
-    monkeypatch.setattr(os, "replace", late)
-    assert writer.complete(tmp_path) == other[0] == m.read_manifest(tmp_path)
-    writer.reopen(tmp_path, [])
-
-    def gone(source, target):
-        monkeypatch.setattr(os, "replace", replace_file)
-        os.unlink(source)
-        replace_file(source, target)
-
-    monkeypatch.setattr(os, "replace", gone)
-    with pytest.raises(RecipeError, match="No such file"):  # control: nobody completed it
-        writer.complete(tmp_path)
-
-
-def test_a_folder_whose_entry_another_part_withdraws_meanwhile_is_not_complete(tmp_path, monkeypatch):
-    read_record = writer.read_record
-    written(tmp_path)
-    writer.reopen(tmp_path, [])
-
-    def withdrawn(folder, name):
-        writer.reopen(folder, ["notes.txt"])  # also where it is not complete
-        return read_record(folder, name)
-
-    monkeypatch.setattr(writer, "read_record", withdrawn)
-    assert writer.complete(tmp_path) is None and writer.missing_files(tmp_path) == ["notes.txt"]
-
-
-def test_parts_may_begin_one_folder_together(tmp_path, monkeypatch):
-    writer.begin(tmp_path, EMPTY)
-    first, has_manifest = write(tmp_path, "a.safetensors"), writer.has_manifest
-
-    def not_yet(folder):
-        monkeypatch.setattr(writer, "has_manifest", has_manifest)
-        return False
-
-    def begin(manifest):
-        monkeypatch.setattr(writer, "has_manifest", not_yet)
-        return writer.begin(tmp_path, manifest)
-
-    assert begin(EMPTY) == {"a.safetensors": first}
-    with pytest.raises(ConfigError, match="of another conversion"):
-        begin(replace(EMPTY, identity="other"))
-    (tmp_path / m.MANIFEST).unlink()
-    with pytest.raises(ConfigError, match="exists and is no folder of this command"):
-        begin(EMPTY)
 
 
 def test_every_kind_of_damage_is_named(tmp_path):
@@ -185,19 +108,14 @@ def test_every_kind_of_damage_is_named(tmp_path):
     path.write_bytes(whole.replace(b'"bias"', b'"biaz"'))
     assert problems()[0][:2] == ("b.safetensors", "") and "header" in str(m.folder_problems(tmp_path, manifest)[0])
     with pytest.raises(ConfigError, match="bias: expected .*F32.*found no such tensor"):
-        CheckpointReader(tmp_path)
+        m.check_headers(tmp_path, manifest)
     path.write_bytes(whole[:-1])
     assert problems() == [("b.safetensors", "", str(len(whole)), str(len(whole) - 1))]
     path.unlink()
     (tmp_path / "extra.safetensors").touch()
     assert [p[:2] for p in problems()] == [("b.safetensors", ""), ("extra.safetensors", "")]
     text = (tmp_path / m.MANIFEST).read_text()
-    for damaged in (
-        text.replace('"version": 2', '"version": 1'),
-        text.replace('"hidden_size": 128', '"hidden_size": 129'),
-        text[: len(text) // 2],
-        text.replace("sha256", "sha"),
-    ):
+    for damaged in (text.replace('"version": 2', '"version": 1'), text[: len(text) // 2]):
         (tmp_path / m.MANIFEST).write_text(damaged)
         with pytest.raises(ConfigError, match=m.MANIFEST):
             m.read_manifest(tmp_path)
@@ -205,14 +123,8 @@ def test_every_kind_of_damage_is_named(tmp_path):
 
 EDITS = {
     "facts": lambda found: found["facts"].update(step=4),
-    "a new fact": lambda found: found["facts"].update(more=1),
-    "layout": lambda found: found.update(layout="tp4 @4"),
-    "dtype": lambda found: found.update(dtype="bf16"),
     "a file left out": lambda found: found["files"].pop(),
-    "a file's sha256": lambda found: found["files"][0].update(sha256="0" * 64),
     "a tensor's place": lambda found: found["files"][1]["tensors"][0].update(start=0, stop=5),
-    "the model": lambda found: found["model"]["config"].update(hidden_size=129),
-    "the digest": lambda found: found.update(digest="0" * 64),
     "no digest": lambda found: found.pop("digest"),
 }
 

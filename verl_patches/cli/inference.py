@@ -31,7 +31,7 @@ from verl_patches.values import printable
 
 CONVERSATION = 8192  # most tokens of one, where the model takes more
 SHOWN_WRONG = 5
-Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or shards.")]
+Given = Annotated[Path, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a HF folder or a Megatron folder.")]
 ConfigName = Annotated[str | None, typer.Option(help=f"A file of configs/, for weights of no run [{CONFIG_NAME}].")]
 Seed = Annotated[int, typer.Option(min=0, help="Of sampling.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]

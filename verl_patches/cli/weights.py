@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,7 @@ from verl_patches.weights.manifest import (
     CRITIC,
     MANIFEST,
     SAVED,
+    TRACKER,
     folder_problems,
     has_manifest,
     holds_critic_alone,
@@ -24,44 +25,55 @@ from verl_patches.weights.manifest import (
     read_manifest,
     recorded,
 )
-from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, costs, parse_part, plan_conversion
+from verl_patches.weights.megatron import folder_problems as folder_problems_of_megatron
+from verl_patches.weights.plan import FILE_BYTES, ConversionPlan, costs, plan_conversion
 from verl_patches.weights.run_folders import chain_of_start, find_start, read_start
 from verl_patches.weights.source import INDEX, Source, open_source
 
 GB = 1e9
-LAYOUT_HELP = 'Write shards of this layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
+LAYOUT_HELP = 'Write Megatron\'s checkpoint for this layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
+LINE_HELP = "Whose Megatron has the parameters: a3 (MindSpeed-LLM) or pypi."
 DTYPE_HELP = "bf16, fp8 (with --hf) or keep.  [default: bf16 of a source in FP8, else keep]"
-EXPORT_HELP = "A run (its newest checkpoint), a checkpoint, or shards."
-PART_HELP = "Write only part I of N, such as 0/16 on the first of 16 nodes; DST may be shared."
+EXPORT_HELP = "A run (its newest checkpoint), a checkpoint, or a folder of Megatron's checkpoint."
+SPLIT_HELP = "How a Megatron folder that does not say so holds experts: tp_extend_ep (whole) or etp (each cut over TP)."
+PROCESSES_HELP = "Files that are written at a time.  [default: one a core, as many as memory is free for]"
 FILE_HELP = "Most that a HF file holds, in GB."
 
 app = typer.Typer(no_args_is_help=True, help="Convert, export, verify and show weights on disk.")
-Folder = Annotated[Path, typer.Argument(help="A HF folder or one that this project wrote.", show_default=False)]
+Folder = Annotated[Path, typer.Argument(help="A HF folder, a Megatron folder or a checkpoint.", show_default=False)]
+
+
+Split = Annotated[Literal["tp_extend_ep", "etp"] | None, typer.Option("--expert-split", help=SPLIT_HELP)]
+Processes = Annotated[int | None, typer.Option(help=PROCESSES_HELP, min=1)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print bytes, memory and time (modelled); write nothing.")]
 
 
 @app.command("convert")
 def convert_command(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A HF folder, shards or a checkpoint.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A HF folder, a Megatron folder or a checkpoint.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to go on.")],
     layout: Annotated[str | None, typer.Option(help=LAYOUT_HELP)] = None,
     hf: Annotated[bool, typer.Option("--hf", help="Write a HF folder.")] = False,
+    line: Annotated[Literal["a3", "pypi"], typer.Option(help=LINE_HELP)] = "a3",
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
-    part: Annotated[str, typer.Option(help=PART_HELP)] = "0/1",
     file_gb: Annotated[float, typer.Option(help=FILE_HELP)] = FILE_BYTES / GB,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan of every part; write nothing.")] = False,
+    expert_split: Split = None,
+    processes: Processes = None,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Convert weights between a HF folder (bf16 or FP8) and shards of a layout, in one pass that can be resumed."""
+    """Convert weights between a HF folder (bf16 or FP8) and Megatron's checkpoint; goes on where it was ended."""
     start = time.perf_counter()
     if hf == (layout is not None):
         raise ConfigError("weights convert: expected one of --hf and --layout TEXT")
     if not 0 < file_gb < math.inf:
         raise ConfigError(f"weights convert: --file-gb {file_gb}: expected a finite number above 0")
-    number, parts = parse_part(part)
-    opened = open_source(source, only_plan=dry_run)
-    plan = plan_conversion(opened, None if layout is None else parse_layout(layout), dtype, int(file_gb * GB))
+    opened = open_source(source, only_plan=dry_run, expert_split=expert_split)
+    to_layout = None if layout is None else parse_layout(layout)
+    plan = plan_conversion(opened, to_layout, dtype, int(file_gb * GB), line)
+    result = _summary(plan) | costs(plan)
     if dry_run:
-        result = {**_summary(plan), "parts": costs(plan, parts), "planning_s": round(time.perf_counter() - start, 2)}
+        result["planning_s"] = round(time.perf_counter() - start, 2)
         if as_json:
             print_json(result)
         else:
@@ -69,11 +81,10 @@ def convert_command(
         return
     from verl_patches.weights.convert import convert  # imports torch
 
-    size = sum(group.write_bytes for group in plan.share(number, parts))
-    with progress_bar("convert", size) as advance:
-        done = convert(plan, destination, number, parts, advance)
-    result = {**_summary(plan), **done._asdict(), "seconds": round(time.perf_counter() - start, 1)}
-    result["manifest"] = None if done.manifest is None else str(destination / "manifest.json")
+    with progress_bar("convert", result["write_bytes"]) as advance:
+        done = convert(plan, destination, processes, advance)
+    result = _summary(plan) | done._asdict() | {"seconds": round(time.perf_counter() - start, 1)}
+    result["manifest"] = None if done.manifest is None else str(destination / MANIFEST)
     if as_json:
         print_json(result)
         return
@@ -82,8 +93,6 @@ def convert_command(
         f"{destination}: {done.written} files written, {done.kept} kept; {done.read_bytes / GB:.3f} GB read, "
         f"{done.write_bytes / GB:.3f} GB written in {result['seconds']} s{left_out}"
     )
-    if done.missing:
-        typer.echo(f"not complete: {len(done.missing)} files of other parts are missing, as {done.missing[0]}")
 
 
 @app.command("export")
@@ -91,38 +100,39 @@ def export_command(
     source: Annotated[Path, typer.Argument(metavar="CKPT", help=EXPORT_HELP)],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to go on.")],
     fp8: Annotated[bool, typer.Option("--fp8", help="In FP8 with block scales.")] = False,
-    part: Annotated[str, typer.Option(help=PART_HELP)] = "0/1",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan of every part; write nothing.")] = False,
+    expert_split: Split = None,
+    processes: Processes = None,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Write the weights of a checkpoint as a HF folder: `convert --hf`, with FP8 as a switch."""
-    if not has_manifest(source):
+    """Write the weights of a checkpoint or of a Megatron folder as a HF folder, as `convert --hf` does."""
+    if not has_manifest(source) and not (source / TRACKER).is_file():
         source = _newest_of_run(source)
-    convert_command(
-        source, destination, hf=True, dtype="fp8" if fp8 else None, part=part, dry_run=dry_run, as_json=as_json
-    )
+    dtype = "fp8" if fp8 else None
+    options = {"expert_split": expert_split, "processes": processes, "dry_run": dry_run, "as_json": as_json}
+    convert_command(source, destination, hf=True, dtype=dtype, **options)
 
 
 def _newest_of_run(given: Path) -> Path:
     """Return the newest checkpoint of a run or of a start; ConfigError for anything else."""
     if SAVED.fullmatch(given.name):
         raise ConfigError(f"weights export: {given}: no {MANIFEST}, so it is no complete checkpoint; give another one")
-    run = find_start(given, output_root(), ", or a checkpoint (global_step_N) or shards, with manifest.json")
+    run = find_start(given, output_root(), ", or a checkpoint (global_step_N) with manifest.json, or a Megatron folder")
     if (newest := chain_of_start(read_start(run)).newest()) is None:
         raise ConfigError(f"weights export: {run} and the starts that it came from have no complete checkpoint")
     return newest
 
 
 def _summary(plan: ConversionPlan) -> dict[str, Any]:
-    source, target = plan.source, plan.manifest
+    source, names = plan.source, [file.name for file in plan.files]
     return {
         "source": str(source.folder),
         "from": f"{source.kind}, {_dtype_of(source)}",
-        "to": f"{target.kind}, {target.dtype}",
-        "layout": target.layout,
+        "to": f"{plan.kind}, {plan.dtype}",
+        "layout": None if plan.layout is None else str(plan.layout),
         "tensors": len(source.tensors),
         "left_out": len(source.left_out),
-        "files": len(target.expected),
+        "files": len([*names, *plan.texts, *plan.copies]),
     }
 
 
@@ -131,29 +141,24 @@ def _dtype_of(source: Source) -> str:
 
 
 def _show_plan(result: dict[str, Any], destination: Path) -> None:
-    rows = []
-    for part in result["parts"]:
-        low, high = part["seconds_modelled"]
-        sizes = [f"{part[key] / GB:.2f}" for key in ("read_bytes", "write_bytes", "host_bytes_modelled")]
-        rows.append((part["part"], str(part["files"]), *sizes, f"{low / 60:.1f} to {high / 60:.1f}"))
-    title = f"{result['source']} ({result['from']}) to {destination} ({result['to']})"
-    columns = ("part", "files", "reads, GB", "writes, GB", "host memory, GB (modelled)", "minutes (modelled)")
-    table(title, columns, rows)
-    read, written = (sum(part[key] for part in result["parts"]) / GB for key in ("read_bytes", "write_bytes"))
+    low, high = (f"{seconds / 60:.1f}" for seconds in result["seconds_modelled"])
     typer.echo(
-        f"{result['tensors']} tensors, {result['left_out']} left out; {read:.2f} GB read, {written:.2f} GB written; "
-        f"planned in {result['planning_s']} s; nothing was written"
+        f"{result['source']} ({result['from']}) to {destination} ({result['to']}): {result['tensors']} tensors, "
+        f"{result['left_out']} left out; {result['weight_files']} files, {result['read_bytes'] / GB:.2f} GB read, "
+        f"{result['write_bytes'] / GB:.2f} GB written; modelled: {low} to {high} minutes, "
+        f"{result['host_bytes_of_a_process_modelled'] / GB:.2f} GB of host memory for each process; planned in "
+        f"{result['planning_s']} s; nothing was written"
     )
 
 
 @app.command("verify")
-def verify_command(folder: Folder, as_json: Json = False) -> None:
-    """Check every byte of a folder against its manifest; a HF folder without one by headers, index and config."""
+def verify_command(folder: Folder, expert_split: Split = None, as_json: Json = False) -> None:
+    """Check every byte of a folder against its manifest or zips; a HF folder without one by headers and index."""
     start = time.perf_counter()
     if not folder.is_dir():
         raise ConfigError(
-            f"weights verify: {folder}: no such folder, so nothing was checked; expected a HF model folder, shards or "
-            "a checkpoint: give its path, or download or convert the weights first (docs/weights.md)"
+            f"weights verify: {folder}: no such folder, so nothing was checked; expected a HF model folder, a "
+            "Megatron folder or a checkpoint: give its path, or download or convert the weights first (docs/weights.md)"
         )
     manifests, opened, problems = {}, [folder], []
     if has_manifest(folder):
@@ -175,12 +180,15 @@ def verify_command(folder: Folder, as_json: Json = False) -> None:
                 problems += [f"{name}{problem}" for problem in folder_problems(folder / name, manifest, advance)]
         count = sum(len(manifest.files) for manifest in manifests.values())
         checked = f"{count} files, {size / GB:.3f} GB: sizes and sha256"
+    elif (folder / TRACKER).is_file():
+        problems += folder_problems_of_megatron(folder)
+        checked = "names, shapes, sizes, and the CRC-32 of every record"
     else:
         checked = f"names, shapes, sizes and {INDEX}; a folder without manifest.json has no checksums"
     if not problems:
         try:
             for each in opened:
-                open_source(each)
+                open_source(each, expert_split=expert_split)
         except ConfigError as error:
             problems = [str(error)]
     seconds = round(time.perf_counter() - start, 1)
@@ -197,13 +205,14 @@ def verify_command(folder: Folder, as_json: Json = False) -> None:
 def show_command(
     folder: Folder,
     tensor: Annotated[str | None, typer.Option(help="A HF name: print where its parts are.")] = None,
+    expert_split: Split = None,
     as_json: Json = False,
 ) -> None:
     """Print what a folder of weights holds, without reading the weights."""
     if has_manifest(folder) and not (manifest := read_manifest(folder, complete=False)).complete:
         result = _head(manifest) | {"state": "writing", "written": len(recorded(folder)), "of": len(manifest.expected)}
     else:
-        source = open_source(folder)
+        source = open_source(folder, expert_split=expert_split)
         if tensor is not None and tensor not in source.tensors:
             raise ConfigError(f"{folder}: holds no tensor {tensor!r}; expected a name as {next(iter(source.tensors))}")
         result = _contents(folder, source) if tensor is None else _places(source, tensor)
@@ -222,7 +231,8 @@ def _head(manifest: Any) -> dict[str, Any]:
 
 
 def _contents(folder: Path, source: Source) -> dict[str, Any]:
-    head = {"kind": "hf", "model": model_digest(source.inventory.model)[:12], "checksums": "none (no manifest.json)"}
+    head = {"kind": source.kind, "layout": source.layout, "model": model_digest(source.inventory.model)[:12]}
+    head["checksums"] = "CRC-32 of each record" if source.layout else "none (no manifest.json)"
     if has_manifest(folder):
         head = {**_head(read_manifest(folder)), "state": "complete"}
     model, sizes = source.inventory.model, {}

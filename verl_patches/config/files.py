@@ -31,7 +31,7 @@ from verl_patches.shared_files import disk_folder, free_bytes
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins
 from verl_patches.values import size_text
-from verl_patches.weights.manifest import read_manifest
+from verl_patches.weights.manifest import TRACKER, read_manifest
 from verl_patches.weights.run_folders import value_model_in
 from verl_patches.weights.source import open_source
 
@@ -75,13 +75,13 @@ def folder_checks(run: RunSpec) -> Iterator[Check]:
 def _weights_check(run: RunSpec, folder: Path) -> Check:
     """The folder's files are whole and hold every tensor once, and each framework that reads them can."""
     name, load_format = "model weights", run.verl.actor_rollout_ref.rollout.load_format
-    if not weight_files(folder):
-        return Check(name, True, f"{folder} has no safetensors file: its weights were not checked", note=True)
+    if not weight_files(folder) and not (folder / TRACKER).exists():
+        return Check(name, True, f"{folder} has no file of weights: they were not checked", note=True)
     try:
-        source = open_source(folder)
+        source = open_source(folder, expert_split=run.recipe.train.expert_split)
     except ConfigError as error:
         return Check(name, False, str(error))
-    how = {"hf": "a HF folder", "shards": "sharded weights", "checkpoint": "a checkpoint"}[source.kind]
+    how = {"hf": "a HF folder", "megatron": "a Megatron folder", "checkpoint": "a checkpoint"}[source.kind]
     how += f" in FP8 (blocks of {source.block[0]} x {source.block[1]})" if source.block else ""
     fault = (
         f"actor_rollout_ref.rollout.load_format is {load_format}, with which vLLM would read {folder}, {how}; expected "

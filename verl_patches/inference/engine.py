@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
 
 class SourceLoader(BaseModelLoader):
-    """vLLM's model loader over the reader of all formats: HF in bf16 or FP8, shards, checkpoints."""
+    """vLLM's model loader over the reader of all formats: HF in bf16 or FP8, Megatron's, checkpoints."""
 
     def download_model(self, model_config: Any) -> None:
         """The folder is here."""
@@ -56,10 +56,10 @@ def experts_elsewhere(model: torch.nn.Module) -> set[str]:
 
 def _tensors(source: Source, left_out: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor), FP8 decoded to bf16; bytes are compared with a manifest's digests. `left_out`: experts."""
-    with WeightReader(source, sequential=True) as reader:
-        for name, stored in source.tensors.items():
+    with WeightReader(source, sequential=True, verify=True) as reader:
+        for name in source.tensors:
             if name.rsplit(".", 2)[0] not in left_out:
-                yield name, torch.cat([rows for _, rows in reader.blocks(stored)]).view(stored.shape)
+                yield name, reader.read(name)
 
 
 def sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:

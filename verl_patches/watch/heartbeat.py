@@ -46,7 +46,8 @@ class Beat:
     /proc/<pid>/stat; call: the method that the trainer called, "" between calls; phase: the phase inside; since_s: when
     that began, at_s: when this was written, on the host's monotonic clock; step: of the controller; longest_s:
     {"call phase": seconds} of those that ended; groups: {"name ranks": operations begun} of process groups, moved_s:
-    when one of these numbers changed last, and groups_before: the numbers at the beginning of the call.
+    when one of these numbers changed last, and groups_before: the numbers at the beginning of the call; read_bytes: of
+    weights and checkpoints that were read in the call.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Beat:
     longest_s: dict[str, float] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     groups_before: dict[str, int] = field(default_factory=dict)
+    read_bytes: int = 0
 
     @property
     def place(self) -> str:
@@ -116,7 +118,7 @@ class Heartbeat:
     def in_call(self, name: str) -> Iterator[None]:
         """A call of the trainer to this process; `phase` names its parts."""
         self._count()
-        self._beat.groups_before = self._beat.groups
+        self._beat.groups_before, self._beat.read_bytes = self._beat.groups, 0
         self._move(name, "")
         try:
             yield
@@ -127,6 +129,10 @@ class Heartbeat:
     def phase(self, name: str) -> None:
         """Phase `name` of the call begins and the one before ends; "" for none."""
         self._move(self._beat.call, name)
+
+    def count_bytes(self, size: int) -> None:
+        """Count bytes of weights or of a checkpoint that were read; the next beat says how many."""
+        self._beat.read_bytes += size
 
     def controller_is_at(self, step: int, name: str) -> None:
         """The controller begins `name` of `step`."""

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 from verl_patches.errors import RecipeError
 from verl_patches.layout.phases import LAST_CHECKPOINT, PROFILE, START, VALIDATE
+from verl_patches.values import size_text
 from verl_patches.watch.heartbeat import Beat, ranks_text
 from verl_patches.watch.node import STOPPED, Seen
 
@@ -170,6 +171,10 @@ def start_of(processes: Sequence[Seen], world: int) -> tuple[int, str]:
     doing = Counter(_STARTING.get(seen.beat.call, seen.beat.place) for seen in processes if seen.beat.rank is not None)
     begun = f"{doing.total()} of {world} ranks have started"
     places = ", ".join(f"{count} {place}" for place, count in doing.items())
+    if reading := [seen for seen in processes if seen.beat.read_bytes]:
+        last = min(reading, key=lambda seen: seen.beat.read_bytes)
+        total = size_text(sum(seen.beat.read_bytes for seen in reading))
+        places += f"; {total} of weights read, by {last.where} {size_text(last.beat.read_bytes)}"
     return doing.total(), f"{begun}: {places}" if places else begun
 
 
@@ -247,7 +252,9 @@ def _place(seen: Seen) -> str:
     beat = seen.beat
     if not beat.call:
         return "no call"
-    return f"{beat.call} ({beat.phase})" if beat.phase else beat.call
+    inside = [beat.phase] if beat.phase else []
+    inside += [f"{size_text(beat.read_bytes)} read"] if beat.read_bytes else []
+    return f"{beat.call} ({', '.join(inside)})" if inside else beat.call
 
 
 def _verb(several: Sequence[Seen]) -> str:

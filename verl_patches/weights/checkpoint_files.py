@@ -1,7 +1,7 @@
 """One checkpoint of a training run on disk: every rank writes what it alone holds, any layout reads it.
 
     global_step_N/manifest.json       format of weights/manifest.py; facts: step, run, start, line, data, recipe
-                  rank_R.safetensors  pieces of weights and optimizer states of rank R (train_state.py)
+                  rank_R.safetensors  pieces of weights and optimizer states of rank R (TrainState)
                   rank_R.json         generators of random numbers, step counts, learning-rate schedule of rank R
                   trainer.json        position in the data, sampler, the trainer's generators, an adaptive KL
                   trainer.safetensors tensors of these (trainer/checkpoint.py)
@@ -13,33 +13,289 @@ manifest.json is written once all other files are complete; before, the folder i
 safetensors with a manifest rather than torch.distributed.checkpoint: it is read without the job, its process groups or
 pickle; names and regions are those of the HF model, so export is a conversion and another layout needs only regions;
 each file has a sha256. torch.distributed.checkpoint names what Megatron names, and its index is a pickle.
+
+What a rank writes, in the coordinates of a checkpoint: parts of HF tensors, each on one rank.
+
+    role         dtype        of                                  stored as
+    weight       the model's  parameters and correction biases    regions
+    main         fp32         main copies of 16-bit parameters    flat ranges of regions
+    exp_avg      fp32         Adam's first moment                 flat ranges of regions
+    exp_avg_sq   fp32         Adam's second moment                flat ranges of regions
+
+fp32 parameters have no main copy: the optimizer's shards are views of them. Each rank writes what it alone holds.
+Replicas of a weight share its tensors out among them by size. A distributed optimizer has cut the states by flat ranges
+of the rank's own parameters; of parameters that tensor parallelism does not cut, TP rank 0 writes.
+
+A native parameter may join several HF tensors (gate and up) or stack experts in another order of memory, so its flat
+range [a, b) is translated into one flat range of each HF region in it: elements of a region lie in the parameter in the
+region's own order, row by row or column by column (`Walk`), so those inside [a, b) are consecutive there too. Another
+layout therefore needs nothing but regions. TrainState reads no data: tensors may be offloaded (torch refuses even views
+of them), so places in a tensor are plain numbers.
 """
 
 from __future__ import annotations
 
 import base64
+import heapq
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from verl_patches.errors import RecipeError
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.layout.inventory import Inventory, Parameter
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.sharding import local_parameters
+from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.measure import MOMENTS
-from verl_patches.weights.manifest import file_problems, in_data_order, read_manifest, state_of_rank, tensors_of_rank
-from verl_patches.weights.reader import CheckpointReader, tensor_bytes
-from verl_patches.weights.train_state import OptimizerShard, StoredTensor, TrainState, optimizer_shards
+from verl_patches.reshard.train_tensors import Native, TrainTensor, views_of
+from verl_patches.weights.manifest import (
+    WEIGHT,
+    TensorEntry,
+    file_problems,
+    in_data_order,
+    read_manifest,
+    state_of_rank,
+    tensors_of_rank,
+)
+from verl_patches.weights.reader import DTYPES, WeightReader, tensor_bytes
 from verl_patches.weights.writer import FileWriter
+
+MAIN = "main"
 
 
 class CheckpointError(RecipeError):
     """A checkpoint cannot be written, or is not what was written: the message names file, rank, expected and found."""
 
     what = "checkpoint"
+
+
+# ---- what a rank holds
+
+
+class Place(NamedTuple):
+    """Elements of a contiguous tensor, by arguments of `as_strided`; `offset` from the tensor's own first element."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of `tensor`."""
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """One stored tensor: its entry, and the places of live tensor `base` whose elements, in order, are stored."""
+
+    entry: TensorEntry
+    base: torch.Tensor
+    places: tuple[Place, ...]
+
+
+class Walk(NamedTuple):
+    """How the elements of one HF region follow each other in its native parameter.
+
+    Element k of the region, row by row (column by column if `columns`), is at `offset + k // width * step + k % width`.
+    """
+
+    offset: int
+    width: int
+    step: int
+    count: int
+    columns: bool
+
+    def before(self, at: int) -> int:
+        """How many elements of the region lie before element `at` of the parameter."""
+        line, place = divmod(max(0, at - self.offset), self.step)
+        return min(self.count, line * self.width + min(place, self.width))
+
+    def places(self, start: int, stop: int, first: int) -> tuple[Place, ...]:
+        """Elements [start, stop) of the region in a tensor that has the parameter's elements from `first` on."""
+        if self.step == self.width:
+            return (Place((stop - start,), (1,), self.offset + start - first),)
+        begin = min(stop, -(-start // self.width) * self.width)  # of the whole lines
+        end = max(begin, stop // self.width * self.width)
+        found = []
+        for low, high in ((start, begin), (begin, end), (end, stop)):
+            if low < high:
+                lines = max(1, (high - low) // self.width)
+                at = self.offset + low // self.width * self.step + low % self.width - first
+                found.append(Place((lines, (high - low) // lines), (self.step, 1), at))
+        return tuple(found)
+
+
+def walk_of(held: TrainTensor) -> Walk:
+    """The walk of a held tensor through its native parameter."""
+    view, offset = held.tensor, held.tensor.storage_offset()  # `native` begins at 0: see TrainState
+    if view.dim() == 1:
+        return Walk(offset, view.numel(), view.numel(), view.numel(), False)
+    rows, columns = view.shape
+    if view.stride(1) == 1 or columns == 1:
+        return Walk(offset, columns, view.stride(0) if rows > 1 else columns, view.numel(), False)
+    return Walk(offset, rows, view.stride(1), view.numel(), True)
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerShard:
+    """The part of one native parameter that this rank's optimizer steps: elements [start, stop), by role.
+
+    `key`: what the inner optimizer's state is found by. `states`: 1-D tensors [stop - start], of the roles that exist.
+    """
+
+    parameter: torch.Tensor
+    start: int
+    stop: int
+    key: torch.Tensor
+    optimizer: Any
+    states: Mapping[str, torch.Tensor]
+
+
+def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
+    """The shards of Megatron's distributed optimizer, or of a chain of them; ConfigError for another optimizer."""
+    for one in single_optimizers(optimizer):
+        if not hasattr(one, "model_param_gbuf_map"):
+            raise ConfigError(
+                f"checkpoint: {type(one).__name__} keeps the states of all replicas; expected Megatron's distributed "
+                "optimizer: set actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"
+            )
+        pairs = (
+            (one.model_float16_groups, one.shard_fp32_from_float16_groups, True),
+            (one.model_fp32_groups, one.shard_fp32_groups, False),
+        )
+        for models, mains, has_main in pairs:
+            for model, main in (
+                (m, s) for groups in zip(models, mains, strict=True) for m, s in zip(*groups, strict=True)
+            ):
+                held = one._get_model_param_range_map(model)["param"]
+                yield OptimizerShard(model, held.start, held.end, main, one, _states(one, main, has_main))
+
+
+def swapped_on_host(one: Any, main: torch.Tensor) -> Mapping[str, torch.Tensor] | None:
+    """What MindSpeed's swap optimizer holds of `main` on the host, in tensors of its own; None for other optimizers."""
+    return getattr(type(one), "param_to_cpu_states_map", {}).get(main)
+
+
+def _states(one: Any, main: torch.Tensor, has_main: bool) -> dict[str, torch.Tensor]:
+    swapped = swapped_on_host(one, main)
+    if swapped is not None:
+        return {MAIN: swapped["param"], **{role: swapped[role] for role in MOMENTS}}
+    state = one.optimizer.state.get(main, {})
+    return {**({MAIN: main} if has_main else {}), **{role: state[role] for role in MOMENTS if role in state}}
+
+
+class TrainState:
+    """The training state of `rank` in `layout`: parameters of each model chunk by name, and Megatron's optimizer.
+
+    `native`: the objects that the optimizer has, of reshard/train_tensors.py, `native_tensors`. `inventory` in
+    training's dtypes; `library`: a key of layout.sharding.LIBRARIES. ConfigError where layout and model disagree.
+    """
+
+    def __init__(
+        self,
+        native: Sequence[Native],
+        optimizer: Any,
+        inventory: Inventory,
+        layout: ParallelLayout,
+        rank: int,
+        library: str,
+    ):
+        self.inventory, self.layout, self.rank, self.library = inventory, layout, rank, library
+        self.optimizer, self._native = optimizer, native
+        self.held = views_of([_without_data(each) for each in native], inventory, layout, rank, library)
+        shards = local_parameters(inventory, layout, rank, library).shards
+        self._whole = {name for name, shard in shards.items() if shard.axis is None}
+        self._inside: dict[int, list[TrainTensor]] = {}
+        for held in self.held.values():
+            self._inside.setdefault(id(native[held.chunk][held.parameter]), []).append(held)
+
+    def written(self) -> list[StoredTensor]:
+        """What this rank writes of the state: with the other ranks' pieces every byte once."""
+        found = [
+            self._weight(self.held[name])
+            for name in written_weights(
+                [held.region.name for held in self.held.values()], self._whole, self.inventory, self.layout, self.rank
+            )
+        ]
+        for shard in optimizer_shards(self.optimizer):
+            found += [piece for piece in self.of_shard(shard) if self._writes_states_of(piece.entry.region.name)]
+        return found
+
+    def weights(self) -> list[StoredTensor]:
+        """All weights that this rank holds."""
+        return [self._weight(held) for held in self.held.values()]
+
+    def of_shard(self, shard: OptimizerShard) -> Iterator[StoredTensor]:
+        """The pieces of one shard's states."""
+        for held in self._inside[id(shard.parameter)]:
+            walk = walk_of(held)
+            start, stop = walk.before(shard.start), walk.before(shard.stop)
+            for role, tensor in shard.states.items() if start < stop else ():
+                entry = TensorEntry(
+                    f"{role}/{held.region}",
+                    DTYPES[tensor.dtype],
+                    (stop - start,),
+                    held.region,
+                    held.shape,
+                    role,
+                    flat=start,
+                    columns=walk.columns,
+                )
+                yield StoredTensor(entry, tensor.detach(), walk.places(start, stop, shard.start))
+
+    def _weight(self, held: TrainTensor) -> StoredTensor:
+        view, base = held.tensor, self._native[held.chunk][held.parameter].detach()
+        entry = TensorEntry(f"{WEIGHT}/{held.region}", DTYPES[view.dtype], tuple(view.shape), held.region, held.shape)
+        return StoredTensor(entry, base, (Place(tuple(view.shape), view.stride(), view.storage_offset()),))
+
+    def _writes_states_of(self, name: str) -> bool:
+        return name not in self._whole or self.layout.coordinates(self.rank).tp == 0
+
+
+def _without_data(native: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in native.items()}
+
+
+def written_weights(
+    held: Sequence[str], whole: set[str], inventory: Inventory, layout: ParallelLayout, rank: int
+) -> list[str]:
+    """Those of the `held` tensors of `rank` that it writes; replicas of a tensor decide alike.
+
+    `whole`: tensors that tensor parallelism does not cut.
+    """
+    at, shared = layout.coordinates(rank), {}
+    for parameter in map(inventory.by_name.__getitem__, held):
+        shared.setdefault(_axes(parameter, whole), []).append(parameter)
+    found = []
+    for axes, parameters in shared.items():
+        replicas = [r for r in range(layout.world_size) if _same(layout.coordinates(r), at, axes)]
+        loads = [(0, replica) for replica in replicas]
+        for parameter in sorted(parameters, key=lambda p: (-p.count, p.name)):
+            load, replica = heapq.heappop(loads)
+            heapq.heappush(loads, (load + parameter.count, replica))
+            if replica == rank:
+                found.append(parameter.name)
+    return found
+
+
+def _axes(parameter: Parameter, whole: set[str]) -> tuple[str, ...]:
+    """The axes of a layout along which ranks hold different parts of `parameter`."""
+    if parameter.expert is not None:
+        return "pp", "etp", "ep"
+    return ("pp",) if parameter.name in whole else ("pp", "tp")
+
+
+def _same(one: Any, other: Any, axes: tuple[str, ...]) -> bool:
+    return all(getattr(one, axis) == getattr(other, axis) for axis in axes)
+
+
+# ---- files
 
 
 def write_rank(
@@ -66,21 +322,26 @@ def write_rank(
 
 
 def problems_of_share(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """The faults of this rank's share of the files: each file is read and compared by one rank."""
-    files = read_manifest(folder).files[rank::world_size]
-    return [str(problem) for entry in files for problem in file_problems(folder, entry)]
+    """The faults of this rank's share of the files without tensors, whose bytes `load_state` does not compare."""
+    files = [file for file in read_manifest(folder).files if not file.tensors]
+    return [str(problem) for entry in files[rank::world_size] for problem in file_problems(folder, entry)]
+
+
+def read_state(folder: str | Path, rank: int) -> dict[str, Any]:
+    """What `state_of_rank` holds of a rank of the layout that wrote."""
+    return json.loads((Path(folder) / state_of_rank(rank)).read_text())
 
 
 @torch.no_grad()
-def load_state(state: TrainState, reader: CheckpointReader) -> None:
+def load_state(state: TrainState, reader: WeightReader) -> None:
     """Fill this rank's weights, main parameters and moments, which must be on the device; makes moments if needed."""
     for piece in state.weights():
-        piece.places[0].of(piece.base).copy_(reader.read(piece.entry.region))
+        reader.copy(piece.entry.region, piece.places[0].of(piece.base))
     for shard in optimizer_shards(state.optimizer):
         if reader.has(MOMENTS[0]):
             shard = _with_moments(shard)
         for piece in state.of_shard(shard):
-            elements, at = reader.read_flat(piece.entry), 0
+            elements, at = reader.state(piece.entry), 0
             for place in piece.places:
                 view = place.of(piece.base)
                 view.copy_(elements[at : at + view.numel()].view(view.shape))

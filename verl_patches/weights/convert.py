@@ -1,108 +1,147 @@
-"""Run a planned conversion (plan.py): one pass, a few blocks of rows in memory, resumable, a share of the files a node.
+"""Run a planned conversion (plan.py): a file is written by one process, as a whole, and has its name once it is whole.
 
-Groups of files are written several at a time, each by a thread: reads, changes of dtype, checksums, writes and fsync of
-different groups overlap. A thread holds a few blocks of rows whatever the files' size. What is read is compared with
-the sha256 that the source's manifest has of it, in the same pass; a HF folder that was downloaded has none.
+A conversion that was ended goes on with the files that are missing. What is read is compared with the sha256 that the
+source's manifest has of it, in the same pass; a HF folder that was downloaded has none, and Megatron's has none.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import multiprocessing
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from verl_patches.errors import RecipeError
-from verl_patches.reshard.region import Region, overlap
-from verl_patches.shared_files import PARTIAL
+from verl_patches.current import Current
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.layout.inventory import Inventory
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.sharding import Shard, local_parameters
+from verl_patches.model.weights import NAMES
+from verl_patches.reshard.train_tensors import storage_of, views_of
+from verl_patches.shared_files import PARTIAL, lock_file, sync, write_whole, writing
 from verl_patches.weights import fp8
-from verl_patches.weights.manifest import FileEntry, Manifest, TensorEntry, file_problems
-from verl_patches.weights.plan import MOST_THREADS, ConversionPlan, Group, OutFile
+from verl_patches.weights.manifest import TRACKER, Manifest, file_problems
+from verl_patches.weights.megatron import FILE, ITERATION, read_rank_file
+from verl_patches.weights.plan import ConversionPlan, OutFile, processes_of
 from verl_patches.weights.reader import COPY_AGAIN, TORCH_DTYPES, WeightReader, require_finite, tensor_bytes
 from verl_patches.weights.source import BLOCK, FP8, Source, scale_name
-from verl_patches.weights.writer import FileWriter, begin, complete, missing_files, reopen
+from verl_patches.weights.writer import AGAIN, FileWriter, begin, complete
 
-Progress = Callable[[int], None]  # gets the bytes of tensors, or of files that are there already, since its last call
+Progress = Callable[[int], None]  # gets the bytes of a file that is written, or was there
 
 
 class Done(NamedTuple):
-    """What a conversion did: bytes read and written, files kept and written, files that other parts still write.
-
-    `manifest`: that of the complete folder; None while files are missing.
-    """
+    """What a conversion did: bytes read and written, files of weights kept and written; a HF folder's manifest."""
 
     read_bytes: int
     write_bytes: int
     kept: int
     written: int
-    missing: tuple[str, ...]
     manifest: Manifest | None
 
 
+class _Job(NamedTuple):
+    """What the processes of a conversion inherit."""
+
+    plan: ConversionPlan
+    folder: Path
+
+
+_job: Current[_Job] = Current()
+
+
 def convert(
-    plan: ConversionPlan, folder: str | Path, part: int = 0, parts: int = 1, progress: Progress = lambda _: None
+    plan: ConversionPlan, folder: str | Path, processes: int | None = None, progress: Progress = lambda _: None
 ) -> Done:
-    """Write `plan`'s share `part` of `parts` to `folder`; finished files that are there and right stay.
+    """Write `plan` to `folder`, with `processes` files at a time (None: `processes_of`); finished files stay.
 
     Raises ConfigError for a folder that holds something else, RecipeError for a full disk, a source that changes
     meanwhile or is damaged, NaN and infinity. Whatever happens, the folder is complete or says that it is not.
     """
-    folder, groups = Path(folder), plan.share(part, parts)
-    small = [*plan.texts, *plan.copies] if part == 0 else []
-    mine = {file.name: file for group in groups for file in group.files}
-    _check_space(folder, mine.values())
-    _check_small_files(plan.source, ["config.json", *small])
-    recorded = begin(folder, plan.manifest)
-    finished = _finished(folder, plan, recorded, [*mine, *small], progress)
-    todo = [group for group in (_without(group, finished) for group in groups) if group.files]
-    written = sum(group.write_bytes for group in todo)
-    for name in small:
-        if name not in finished:
-            content = plan.texts[name].encode() if name in plan.texts else (plan.source.folder / name).read_bytes()
+    folder = Path(folder)
+    _check_space(folder, plan.files)
+    _check_small_files(plan.source, ["config.json", *plan.texts, *plan.copies])
+    there = _begin(plan, folder)
+    kept = [file for file in plan.files if file.name in there]
+    for file in kept:
+        progress(file.size_bytes)
+    todo = [file for file in plan.files if file not in kept]
+    read = 0
+    for file, size in _run(_Job(plan, folder), todo, processes or processes_of(plan)):
+        read += size
+        progress(file.size_bytes)
+    manifest = _finish(plan, folder, there)
+    return Done(read, sum(file.size_bytes for file in todo), len(kept), len(todo), manifest)
+
+
+def _begin(plan: ConversionPlan, folder: Path) -> set[str]:
+    """Make the folder, or check that it is of this conversion; the names of files that are there and whole."""
+    if plan.manifest is not None:
+        recorded = begin(folder, plan.manifest)
+        return {name for name, entry in recorded.items() if _size(folder / name) == entry.size_bytes}
+    if folder.exists() and not (folder.is_dir() and set(_names(folder)) <= {ITERATION} or _is_begun(folder)):
+        raise ConfigError(f"{folder}: exists and is no folder of this command; expected an empty or a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {file.name for file in plan.files}
+    there = {str(path.relative_to(folder)) for path in folder.glob(f"*/*/{FILE}")}
+    for name in sorted(there):
+        found = read_rank_file(folder / name).more
+        if name not in names or found.get("conversion") != plan.identity:
+            raise ConfigError(
+                f"{folder}: {name} is of another conversion or layout ({found.get('layout')}), "
+                f"expected {plan.layout} of {plan.source.folder}; choose another folder or remove this one"
+            )
+    return there
+
+
+def _names(folder: Path) -> Iterator[str]:
+    return (path.name for path in folder.iterdir())
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether a file of Megatron's checkpoint is in the folder."""
+    return any(folder.glob(f"{ITERATION}/*/{FILE}"))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _finish(plan: ConversionPlan, folder: Path, there: set[str]) -> Manifest | None:
+    """Write the small files that are not `there`, and last the one that makes the folder complete."""
+    for name in (name for name in (*plan.texts, *plan.copies) if name not in there):
+        content = plan.texts[name].encode() if name in plan.texts else (plan.source.folder / name).read_bytes()
+        if plan.manifest is None:
+            with writing(folder / name, AGAIN):
+                write_whole(folder / name, content, durable=True)
+        else:
             with FileWriter(folder, name) as file:
                 file.write(content)
                 file.finish()
-            written += len(content)
-    read = _write_groups(folder, plan, todo, progress)
-    manifest = complete(folder)
-    missing = () if manifest else tuple(missing_files(folder))
-    return Done(read, written, len(finished), len(mine) + len(small) - len(finished), missing, manifest)
-
-
-def _finished(
-    folder: Path, plan: ConversionPlan, recorded: dict[str, FileEntry], names: Sequence[str], progress: Progress
-) -> set[str]:
-    """Those of `names` that are recorded and have the size and the sha256 of their entries; the rest lose theirs."""
-    finished = {n for n in names if n in recorded and not file_problems(folder, recorded[n], progress)}
-    if again := set(names) - finished:
-        reopen(folder, again)
-    return finished
-
-
-def _without(group: Group, finished: set[str]) -> Group:
-    """What is left to do of a group: without the finished files, and the tensors that only those need."""
-    files = tuple(file for file in group.files if file.name not in finished)
-    needed = {tensor.key for file in files for tensor in file.tensors}
-    return group._replace(files=files, names=tuple(name for name in group.names if name in needed))
+    if plan.manifest is not None:
+        return complete(folder)
+    with writing(folder / TRACKER, AGAIN):
+        write_whole(folder / TRACKER, str(int(ITERATION.removeprefix("iter_"))), durable=True)
+    return None
 
 
 def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
     """RecipeError where the disk has no room for the files that are not there yet; what a kill left of them is free."""
-    there = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
-    todo = [file for file in files if there.get(file.name) != file.size_bytes]
+    todo = [file for file in files if not (folder / file.name).exists()]
     size, left = sum(file.size_bytes for file in todo), [folder / f"{file.name}{PARTIAL}" for file in todo]
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(disk).free + sum(path.stat().st_blocks * 512 for path in left if path.exists())
     if size > free:
         raise RecipeError(
-            f"{folder}: {size} bytes are to be written, {free} are free. Free space, choose another folder, or share "
-            "the work between nodes with --part; then run the same command again, finished files are kept"
+            f"{folder}: {size} bytes are to be written, {free} are free. Free space or choose another folder; then run "
+            "the same command again, finished files are kept"
         )
 
 
@@ -114,102 +153,137 @@ def _check_small_files(source: Source, names: Iterable[str]) -> None:
             raise RecipeError(f"{source.folder / name}: {problems[0]}; {COPY_AGAIN}")
 
 
-# ---- groups
+# ---- files
 
 
-def _write_groups(folder: Path, plan: ConversionPlan, groups: Sequence[Group], progress: Progress) -> int:
-    """Write `groups`, as many at a time as there are cores; the bytes read. The first error ends the other groups."""
-    stop, lock = threading.Event(), threading.Lock()
-
-    def count(size: int) -> None:
-        with lock:
-            progress(size)
-
-    def work(group: Group) -> int:
+def _run(job: _Job, files: list[OutFile], processes: int) -> Iterator[tuple[OutFile, int]]:
+    """Write `files`, each in one of `processes` processes; (file, bytes read) as they end. An error ends the rest."""
+    if processes == 1 or len(files) < 2:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in each of several processes
         try:
-            sizes: list[int] = []
-            with WeightReader(plan.source, sizes.append, sequential=True) as reader:
-                _write_group(folder, plan, group, reader, count, stop)
-            return sum(sizes)
-        except BaseException:
-            stop.set()
-            raise
-
-    with _one_thread_each(), ThreadPoolExecutor(_threads()) as pool:
+            for file in files:
+                yield file, _write(job, file)
+        finally:
+            torch.set_num_threads(threads)
+        return
+    fork = multiprocessing.get_context("fork")  # the plan of 671B is not pickled
+    with ProcessPoolExecutor(processes, fork, _enter, (job,)) as pool:
+        futures = {pool.submit(_write_in_process, file): file for file in files}
         try:
-            return sum(pool.map(work, groups))
-        except BaseException:  # also an interrupt of this thread
-            stop.set()
-            raise
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BrokenProcessPool:
+            raise RecipeError(
+                f"{job.folder}: a process of the conversion was killed, as by a lack of memory; run the same command "
+                "again with fewer --processes, finished files are kept"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _threads() -> int:
-    """Groups at a time: one for each core of this process, and one more, as a group waits for its fsync."""
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)) + 1)
+def _enter(job: _Job) -> None:
+    torch.set_num_threads(1)  # the other cores are other files'; threads of OpenMP do not survive a fork
+    _job.value = job
 
 
-@contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """One thread for each of torch's operations: OpenMP's waiting threads would take the cores of other groups."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _write_in_process(file: OutFile) -> int:
+    return _write(_job.value, file)
 
 
-def _write_group(
-    folder: Path, plan: ConversionPlan, group: Group, reader: WeightReader, progress: Progress, stop: threading.Event
-) -> None:
-    """Write all files of a group in one pass over its tensors; they get their names together at the end.
-
-    Nothing is left of them after an error, or once `stop` is set.
-    """
-    with contextlib.ExitStack() as stack:
-        writers = [(file, stack.enter_context(FileWriter(folder, file.name, file.tensors))) for file in group.files]
-        entries = [({tensor.key: tensor for tensor in file.tensors}, writer) for file, writer in writers]
-        # made before the blocks: small tensors that outlive blocks would keep freed memory from being used again
-        made = [tensor for file in group.files for tensor in file.tensors if tensor.key not in group.names]
-        scales = {tensor.key: torch.empty(tensor.shape) for tensor in made}
-        for name in group.names:
-            wanted = [(held[name], writer) for held, writer in entries if name in held]
-            for start, value in reader.blocks(plan.source.tensors[name]):
-                if stop.is_set():
-                    return
-                progress(_write_block(name, start, value, wanted, scales))
-        for file, writer in writers:
-            for tensor in file.tensors:
-                if tensor.key not in group.names:  # block scales
-                    writer.write(tensor_bytes(scales[tensor.key]))
-                    progress(tensor.size_bytes)
-        for _, writer in writers:
-            writer.finish()
+def _write(job: _Job, file: OutFile) -> int:
+    """Write one file; the bytes read."""
+    plan = job.plan
+    if plan.layout is None:
+        return _write_hf(job, file)
+    more = {"layout": str(plan.layout), "conversion": plan.identity}
+    path = job.folder / file.name
+    return write_rank(path, plan.source, plan.inventory, plan.layout, file.rank, plan.library, more)
 
 
-def _write_block(name: str, start: int, value: torch.Tensor, wanted, scales) -> int:
-    """Cut rows [start, ...) of a tensor as each file wants them, and write them; the bytes written."""
-    rows, size = Region(name, 0, start, start + value.shape[0]), 0
-    for entry, writer in wanted:
-        dtype = TORCH_DTYPES[entry.dtype]
-        if entry.dtype == FP8 and value.dtype != dtype:
-            stored, scale = fp8.encode(value, BLOCK, name)
-            scales[scale_name(name)][start // BLOCK[0] :][: len(scale)] = scale
+def _write_hf(job: _Job, file: OutFile) -> int:
+    """Write a file of a HF folder, a tensor at a time; the bytes read."""
+    read: list[int] = []
+    tensors, scales = job.plan.source.tensors, dict[str, torch.Tensor]()
+    with (
+        WeightReader(job.plan.source, read.append, sequential=True, verify=True) as reader,
+        FileWriter(job.folder, file.name, file.tensors) as writer,
+    ):
+        for entry in file.tensors:
+            if entry.key in scales:
+                value = scales.pop(entry.key)
+            elif entry.dtype == FP8 and tensors[entry.key].dtype != FP8:
+                value, scales[scale_name(entry.key)] = fp8.encode(reader.read(entry.key), BLOCK, entry.key)
+            else:
+                value = reader.read(entry.key)
+                if value.dtype != TORCH_DTYPES[entry.dtype]:
+                    value = value.to(TORCH_DTYPES[entry.dtype])
+                    require_finite(value, entry.key)
+            writer.write(tensor_bytes(value))
+        writer.finish()
+    return sum(read)
+
+
+# ---- a file of Megatron's checkpoint
+
+
+def empty_chunks(
+    inventory: Inventory, layout: ParallelLayout, rank: int, library: str
+) -> list[dict[str, torch.Tensor]]:
+    """Return uninitialised parameters of `rank` by Megatron's names, for each of its model chunks."""
+    names, experts = NAMES[library][0], layout.local_experts(rank, inventory.model.n_routed_experts)
+    layers = layout.chunk_layers(inventory.model.num_hidden_layers)[layout.coordinates(rank).pp :: layout.pp]
+    joined: list[dict[str, list[Shard]]] = [{} for _ in layers]
+    for shard in local_parameters(inventory, layout, rank, library).shards.values():
+        kind, layer, expert = shard.parameter.kind, shard.parameter.layer, shard.parameter.expert
+        if layer is None:
+            chunk, number = (0 if kind == "embedding" else len(layers) - 1), 0
         else:
-            cut = _cut(value, rows, entry)
-            if cut is None:
-                continue
-            stored = cut.to(dtype)
-            require_finite(stored, name)
-        writer.write(tensor_bytes(stored))
-        size += stored.nbytes
-    return size
+            chunk = next(n for n, held in enumerate(layers) if layer in held)
+            number = layer - layers[chunk].start
+        name = names[kind].format(layer=number, expert=None if expert is None else expert - experts.start)
+        joined[chunk].setdefault(name, []).append(shard)
+    return [{name: _empty(name, shards, library) for name, shards in chunk.items()} for chunk in joined]
 
 
-def _cut(value: torch.Tensor, rows: Region, entry: TensorEntry) -> torch.Tensor | None:
-    """The elements of `entry` in a block of rows; None if it has none of them."""
-    region = entry.region
-    if region.axis == 1:
-        return value[:, region.start : region.stop]
-    shared = overlap(region, rows, entry.whole)
-    return None if shared is None else value[shared.start - rows.start : shared.stop - rows.start]
+def _empty(name: str, shards: list[Shard], library: str) -> torch.Tensor:
+    """Return the parameter that holds these shards."""
+    experts = len({shard.parameter.expert for shard in shards})
+    rows = sum(shard.shape[0] for shard in shards) // experts
+    shape = storage_of(name, library).shape((rows, *shards[0].shape[1:]), experts)
+    return torch.empty(shape, dtype=getattr(torch, shards[0].dtype))
+
+
+def write_rank(
+    path: Path, source: Source, inventory: Inventory, layout: ParallelLayout, rank: int, library: str, more: dict
+) -> int:
+    """Write the file of `rank` under another name, and give it its own once it is whole; return the bytes read.
+
+    `inventory`: in the dtypes that are written. `more`: further entries. The parameters are in memory meanwhile.
+    """
+    chunks = empty_chunks(inventory, layout, rank, library)
+    read: list[int] = []
+    with WeightReader(source, read.append, verify=True) as reader:
+        views = views_of(chunks, inventory, layout, rank, library).values()
+        for held in sorted(views, key=lambda each: reader.position(each.region)):
+            reader.copy(held.region, held.tensor)
+    keys = ["model"] if layout.vpp == 1 else [f"model{n}" for n in range(layout.vpp)]
+    state = {**dict(zip(keys, chunks, strict=True)), "checkpoint_version": 3.0, "iteration": 1, **more}
+    partial = path.with_name(FILE + PARTIAL)
+    with writing(path, AGAIN):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = lock_file(partial)
+        except BlockingIOError:
+            raise RecipeError(f"{partial}: another process writes this file; wait for it") from None
+        with lock:
+            try:
+                torch.save(state, partial)
+                sync(partial)
+                os.replace(partial, path)
+            except RuntimeError as error:  # torch's writer of zips, at a write that fails
+                raise OSError(errno.ENOSPC, str(error).splitlines()[0]) from error
+            finally:
+                partial.unlink(missing_ok=True)
+    sync(path.parent)
+    return sum(read)

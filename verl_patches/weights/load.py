@@ -5,27 +5,18 @@ the whole HF model on every rank. Here each rank reads only the regions that it 
 that a weight sync reads too (reshard/train_tensors.py), in the order in which they lie in the files.
 
 Ranks read at different speeds (disks, caches, the embedding's stage), and the first collective after loading would end
-in a connect or collective timeout that names no rank. So each rank publishes its progress in torch.distributed's store
-and waits there, with a limit of its own, before the next collective. Keys of one load, below `key`:
-
-    total, read, begun, arrived    counters over all ranks: bytes to read, bytes read, ranks
-    rank/N                         "BYTES_READ BYTES_TO_READ HOST" of rank N
-    failed                         the first error of a rank, for all others
-
-Only operations that return at once are used (add, set, check; get of a key that is there): a store's own wait blocks
-every other thread of the process that uses the store, such as the watchdog of a process group.
+in a connect or collective timeout that names no rank. So each rank says in torch.distributed's store that it has
+loaded, and waits there for the others, with a limit of its own (`wait_for_ranks`). Its heartbeat says how far it is.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,125 +30,9 @@ from verl_patches.reshard.train_tensors import layout_of_model, library_of, trai
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import open_source
 
-log = logging.getLogger(__name__)
-LOG_S, PUBLISH_S, POLL_S = 10.0, 2.0, 1.0
-_GIB = 1 << 30
+POLL_S = 0.5
 _SHOWN = 8  # ranks that a message names
 _HEAD = "output_layer."  # in the names of the head's parameters
-
-
-class LoadProgress:
-    """Progress of one rank with `total_bytes` to read from `what`; it begins now.
-
-    store: torch.distributed's; None outside of it, where there is one rank. key: of this load, equal on every rank.
-    """
-
-    def __init__(
-        self, what: str, total_bytes: int, store: Any = None, key: str = "load", rank: int = 0, ranks: int = 1
-    ):
-        self.what, self.total_bytes, self.rank, self.ranks = what, total_bytes, rank, ranks
-        self.read_bytes, self._published = 0, 0
-        self._store, self._key = store or dist.HashStore(), key
-        self._begun = self._logged = self._published_at = time.monotonic()
-        self._store.add(f"{key}/total", total_bytes)
-        self._store.add(f"{key}/begun", 1)
-        self._publish()
-
-    def add(self, size_bytes: int) -> None:
-        """Bytes that were read since the last call."""
-        self.read_bytes += size_bytes
-        now = time.monotonic()
-        if now - self._published_at >= PUBLISH_S:
-            self._published_at = now
-            self._publish()
-            self._log(now)
-
-    def fail(self, error: BaseException) -> None:
-        """This rank cannot load: the others end their wait with its error."""
-        self._store.set(f"{self._key}/failed", f"rank {self.rank}: {type(error).__name__}: {error}")
-
-    def wait(self, limit_s: float) -> None:
-        """Return once every rank is here; logs the total on rank 0.
-
-        RecipeError after `limit_s`, with the ranks that have not arrived and how far each is, and at once where a rank
-        has failed.
-        """
-        self._publish()
-        self._store.add(f"{self._key}/arrived", 1)
-        started, pause = time.monotonic(), 0.005
-        while self._count("arrived") < self.ranks:
-            if self._store.check([f"{self._key}/failed"]):
-                raise RecipeError(f"weights: {self.what}: {self._get('failed')}")
-            now = time.monotonic()
-            if now - started > limit_s:
-                raise RecipeError(self._late_ranks(limit_s))
-            self._log(now)
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_S)
-        self._log_total(time.monotonic() - self._begun, time.monotonic() - started)
-
-    def _publish(self) -> None:
-        self._store.add(f"{self._key}/read", self.read_bytes - self._published)
-        self._published = self.read_bytes
-        text = f"{self.read_bytes} {self.total_bytes} {socket.gethostname()}"
-        self._store.set(f"{self._key}/rank/{self.rank}", text)
-
-    def _count(self, name: str) -> int:
-        return self._store.add(f"{self._key}/{name}", 0)
-
-    def _get(self, name: str) -> str:
-        return self._store.get(f"{self._key}/{name}").decode()
-
-    def _log(self, now: float) -> None:
-        if self.rank or now - self._logged < LOG_S:
-            return
-        self._logged = now
-        read, total, begun = self._count("read"), self._count("total"), self._count("begun")
-        rate = read / (now - self._begun)
-        left = f"about {(total - read) / rate:.0f} s left" if rate else "nothing read yet"
-        log.info(
-            "weights: %.2f of %.2f GiB read by %d of %d ranks, %.2f GiB/s, %s; %d ranks are done",
-            read / _GIB,
-            total / _GIB,
-            begun,
-            self.ranks,
-            rate / _GIB,
-            left,
-            self._count("arrived"),
-        )
-
-    def _log_total(self, seconds: float, waited_s: float) -> None:
-        if self.rank == 0:
-            read = self._count("read")
-            log.info(
-                "weights: %.3f GiB (%d bytes) read by %d ranks from %s in %.1f s, %.2f GiB/s; rank 0 waited %.1f s",
-                read / _GIB,
-                read,
-                self.ranks,
-                self.what,
-                seconds,
-                read / _GIB / max(seconds, 1e-9),
-                waited_s,
-            )
-
-    def _late_ranks(self, limit_s: float) -> str:
-        late = []
-        for rank in range(self.ranks):
-            if not self._store.check([f"{self._key}/rank/{rank}"]):
-                late.append(f"rank {rank} has not begun to read")
-                continue
-            read, total, host = self._get(f"rank/{rank}").split(" ", 2)
-            if read != total:
-                share = f"{int(read) / _GIB:.2f} of {int(total) / _GIB:.2f} GiB ({read} of {total} bytes)"
-                late.append(f"rank {rank} on {host} has read {share}")
-        shown = "; ".join([*late[:_SHOWN], *([f"and {len(late) - _SHOWN} more"] if len(late) > _SHOWN else [])])
-        return (
-            f"weights: rank {self.rank} has loaded {self.what} and waited {limit_s:.0f} s; "
-            f"{self._count('arrived')} of {self.ranks} ranks have arrived. {shown or 'All have read everything'}. "
-            "Look at these nodes' disks and logs, or raise recipe.timeouts.load_s"
-        )
-
-
 WAIT_S = 3600.0  # without recipe.timeouts.load_s
 
 
@@ -176,6 +51,7 @@ def load_weights(
     wait_s: float = WAIT_S,
     layout: ParallelLayout | None = None,
     head: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Loaded:
     """Fill the parameters and correction biases of `chunks` (GPTModel, wrapped or not) from `folder`.
 
@@ -183,32 +59,55 @@ def load_weights(
     the ranks of a pipeline ask each other (`layout_of_model`), a collective whose time-out names no rank. Values are
     converted to each parameter's dtype; correction biases stay fp32, whatever a bf16 wrapper made of them. A value
     model takes its head from a folder that has one, else it is drawn (`draw_head`). `head`: only the head is loaded.
-    Needs Megatron's process groups. Every rank of torch.distributed must call it, with the same `key`, which no other
-    load has used: it returns once all have loaded, and raises RecipeError after `wait_s` (`LoadProgress`). Raises
-    ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
+    `progress` gets the bytes of each read. Needs Megatron's process groups. Every rank of torch.distributed must call
+    it, with the same `key`, which no other load has used: it returns once all have loaded, and raises RecipeError after
+    `wait_s`. Raises ConfigError as `open_source` does, and for a parameter that is not of config.json's model.
     """
-    progress = None
-    try:
-        for chunk in unwrapped(chunks):
-            keep_bias_fp32(chunk)
-        layout = layout or layout_of_model(chunks)  # collective: before what can fail on one rank alone
-        source = open_source(folder)
-        regions = _regions(chunks, source.inventory, layout, line, head)
-        with WeightReader(source) as reader, torch.no_grad():
-            for region, view in regions:
-                if region.name not in source.tensors:
-                    draw_head(region.name, view, folder)
-            regions = [each for each in regions if each[0].name in source.tensors]
-            regions.sort(key=lambda item: reader.position(item[0]))
-            progress = load_progress(str(folder), sum(reader.read_bytes(region) for region, _ in regions), key)
-            reader.progress = progress.add
-            for region, view in regions:
-                reader.copy(region, view)
-    except Exception as error:
-        (progress or load_progress(str(folder), 0, key)).fail(error)
-        raise
-    progress.wait(wait_s)
-    return Loaded(sum(1 for _ in _weights_of(chunks)), progress.read_bytes)
+    for chunk in unwrapped(chunks):
+        keep_bias_fp32(chunk)
+    layout = layout or layout_of_model(chunks)
+    source = open_source(folder, expert_split="tp_extend_ep" if layout.etp == 1 else "etp")
+    regions = _regions(chunks, source.inventory, layout, line, head)
+    sizes: list[int] = []
+
+    def count(size: int) -> None:
+        sizes.append(size)
+        progress(size)
+
+    with WeightReader(source, count) as reader, torch.no_grad():
+        for region, view in regions:
+            if region.name not in source.tensors:
+                draw_head(region.name, view, folder)
+        regions = [each for each in regions if each[0].name in source.tensors]
+        for region, view in sorted(regions, key=lambda item: reader.position(item[0])):
+            reader.copy(region, view)
+    wait_for_ranks(str(folder), key, wait_s)
+    return Loaded(sum(1 for _ in _weights_of(chunks)), sum(sizes))
+
+
+def wait_for_ranks(what: str, key: str, limit_s: float) -> None:
+    """Return once every rank of torch.distributed is here; RecipeError after `limit_s`, with the ranks that are not.
+
+    Only operations that return at once are used: a store's own wait blocks every other thread of the process that uses
+    the store, such as the watchdog of a process group.
+    """
+    if not dist.is_initialized():
+        return
+    store, ranks, started = dist.distributed_c10d._get_default_store(), dist.get_world_size(), time.monotonic()
+    store.set(f"{key}/rank/{dist.get_rank()}", "")
+    store.add(f"{key}/arrived", 1)
+    pause = 0.005
+    while (arrived := store.add(f"{key}/arrived", 0)) < ranks:
+        if time.monotonic() - started > limit_s:
+            late = [str(rank) for rank in range(ranks) if not store.check([f"{key}/rank/{rank}"])]
+            more = f" and {len(late) - _SHOWN} more" if len(late) > _SHOWN else ""
+            raise RecipeError(
+                f"{what}: rank {dist.get_rank()} has read it and waited {limit_s:.0f} s; {arrived} of {ranks} ranks "
+                f"have arrived, not rank {', '.join(late[:_SHOWN])}{more}. Look at their nodes' disks, or raise "
+                "recipe.timeouts.load_s"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_S)
 
 
 def difference(chunks: Sequence[torch.nn.Module], others: Sequence[torch.nn.Module], head: bool = True) -> str:
@@ -271,11 +170,3 @@ def draw_head(name: str, target: torch.Tensor, folder: str | Path) -> None:
     if name == SCORE:
         drawn = torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
         target.copy_(drawn / math.sqrt(target.shape[-1] + 1))
-
-
-def load_progress(what: str, total_bytes: int, key: str) -> LoadProgress:
-    """The progress of this rank in torch.distributed's store; without it, of one rank."""
-    if not dist.is_initialized():
-        return LoadProgress(what, total_bytes)
-    store = dist.distributed_c10d._get_default_store()
-    return LoadProgress(what, total_bytes, store, key, dist.get_rank(), dist.get_world_size())

@@ -1,4 +1,4 @@
-"""The one on-disk format of this project for sharded weights: safetensors files and a manifest.json.
+"""The format of checkpoints of training, and of HF folders that are converted: safetensors files and a manifest.json.
 
 A folder holds plain safetensors files, which any reader of that format opens, other files (config.json, a tokenizer),
 and manifest.json. The manifest says of each file its bytes and sha256, and of each tensor of it which part of which
@@ -24,8 +24,8 @@ A folder is written in this order (writer.py), so that no state of it looks comp
     FileWriter    each file as NAME.partial, then fsync, rename; its entry in manifest.d/NAME.json the same way
     complete      manifest.json with state "complete" and all entries, by rename; manifest.d/ is removed
 
-Several processes may write different files of one folder; each calls `complete`, and the one that finds every entry
-writes the manifest. No torch here: tensors are bytes (reader.py reads them as tensors).
+Several processes may write different files of one folder; one of them begins and completes it. No torch here: tensors
+are bytes (reader.py reads them as tensors).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape
@@ -115,9 +115,10 @@ class Beside:
 FORMAT, VERSION = "verl_patches weights", 2
 SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES = "manifest.json", "manifest.d"
+TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron's own checkpoint (megatron.py)
 CHECKPOINT = "checkpoint"
 CRITIC = "critic"  # folder of the critic's part of a checkpoint; the fact of that name is its manifest's identity
-KINDS = ("hf", "shards", CHECKPOINT)
+KINDS = ("hf", CHECKPOINT)
 WEIGHT = "weight"
 OF_RANK, OF_TRAINER = "rank_", "trainer."  # names of files of one rank of a checkpoint, and of its trainer, begin so
 # safetensors' names of dtypes -> bytes of an element
@@ -220,6 +221,39 @@ class Manifest:
         return sum(file.size_bytes for file in self.files)
 
 
+class StoredPart(NamedTuple):
+    """Where a region of a tensor is: `offset` is that of its first byte in `file`, and its rows follow each other.
+
+    `sha256`: first digits of that of its bytes, None where none was recorded. `header`: of the record of a zip that
+    `offset` counts from, None for the file. `line`: None, or the elements of each of the lines that begin at `offset`,
+    one for each column of the region: its rows are the elements from `first` on of each line (a stack of experts).
+    """
+
+    file: str
+    offset: int
+    region: Region
+    sha256: str | None = None
+    header: int | None = None
+    line: int | None = None
+    first: int = 0
+
+
+class StoredState(NamedTuple):
+    """Where a flat range of a region is that the optimizer has of a parameter."""
+
+    file: str
+    offset: int
+    entry: TensorEntry
+
+
+class Stored(NamedTuple):
+    """One part of a tensor of dtype `dtype` and shape `whole`, as a folder says; `part.region` names the tensor."""
+
+    part: StoredPart
+    dtype: str
+    whole: tuple[int, ...]
+
+
 def model_digest(model: ModelShape) -> str:
     """Hex digest of the sizes of a model."""
     return hashlib.sha256(json.dumps(asdict(model), sort_keys=True).encode()).hexdigest()
@@ -288,7 +322,7 @@ def has_manifest(folder: str | Path) -> bool:
 
 def small_files(folder: Path) -> list[Path]:
     """Files that are copied beside new weights: the tokenizer, generation_config.json, the model's own Python files."""
-    made = {"config.json", INDEX, MANIFEST}
+    made = {"config.json", INDEX, MANIFEST, TRACKER}
     files = (path for path in sorted(folder.iterdir()) if path.is_file() and path.stat().st_size < _SMALL_BYTES)
     own = (".", OF_RANK, OF_TRAINER)
     return [p for p in files if p.name not in made and p.suffix not in _WEIGHTS and not p.name.startswith(own)]
@@ -305,7 +339,7 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from error
     if not there:
-        raise ConfigError(f"{folder}: no {MANIFEST}; expected a folder of sharded weights")
+        raise ConfigError(f"{folder}: no {MANIFEST}; expected a checkpoint, or a folder of weights convert")
     found = read_json_object(path, LARGEST_BYTES)
     if found.get("format") != FORMAT or found.get("version") != VERSION:
         raise ConfigError(

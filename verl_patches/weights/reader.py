@@ -1,12 +1,8 @@
-"""Read tensors of a folder of weights; every file of tensors is read here, whatever wrote it.
+"""Read tensors of a folder of weights; every tensor is read here, whatever wrote it: HF, Megatron or a checkpoint.
 
-WeightReader        weights of any folder (source.py), by pread: regions into live parameters, or blocks of rows
-CheckpointReader    weights and optimizer states of a checkpoint, by safetensors' memory maps
-
-pread, because host memory then does not depend on tensors or files, and a file that is cut off meanwhile is an error
-with a name, not a bus error: regions are read through one buffer of BAND_BYTES, and for FP8 twice that for the decoded
-band (65 MB measured, with tables; a row of more bytes than the buffer makes it longer). Memory maps for checkpoints,
-whose states a rank reads in full and once, and which are 6/7 of one: a copy through a buffer made that slower.
+By pread, because host memory then does not depend on tensors or files, and a file that is cut off meanwhile is an error
+with a name, not a bus error: weights are read through one buffer of BAND_BYTES, and for FP8 twice that for the decoded
+band (a row of more bytes than the buffer makes it longer).
 
 FP8 is decoded to bf16, as DeepSeek's own converter does, so a folder in FP8 and its conversion to bf16 give equal
 parameters in any dtype.
@@ -16,37 +12,25 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import math
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.reshard.region import Region, cover, overlap, part_of
+from verl_patches.reshard.region import Region
 from verl_patches.weights import fp8
-from verl_patches.weights.manifest import (
-    DIGITS,
-    ITEM_BYTES,
-    MANIFEST,
-    WEIGHT,
-    Beside,
-    Manifest,
-    TensorEntry,
-    check_headers,
-    require_checkpoint,
-    state_of_rank,
-)
-from verl_patches.weights.plan import block_rows
-from verl_patches.weights.source import BLOCK, Source, SourceTensor, StoredPart, scale_shape
+from verl_patches.weights.manifest import DIGITS, ITEM_BYTES, MANIFEST, StoredPart, StoredState, TensorEntry
+from verl_patches.weights.source import Source, SourceTensor, scale_shape
 
-BAND_BYTES = 16 << 20  # of stored values that are read at once
-_LEAST_BYTES = 4096  # columns of fewer bytes a row are not read one by one: whole rows are
+BAND_BYTES = 4 << 20  # of stored values that are read at once
+_LEAST_BYTES = 1024  # columns of fewer bytes a row are not read one by one: whole rows are
+_REGIONS = 4  # of states that are kept for who reads next of them
+_ZIP_HEADER = struct.Struct("<4s22xHH")  # of a zip's record: signature, bytes of its name, of what follows the name
 COPY_AGAIN = (
     "the source is damaged: copy the file again, or take an older checkpoint; `weights verify` names all faults"
 )
@@ -65,8 +49,8 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def require_finite(value: torch.Tensor, name: str) -> None:
-    """RecipeError where a floating tensor holds NaN or infinity. A sum is finite only if all is, and costs one read."""
-    if value.sum(dtype=torch.float32).isfinite() or value.isfinite().all():  # the sum alone may be too large
+    """RecipeError where a floating tensor holds NaN or infinity; the least and the largest value are NaN if any is."""
+    if not value.numel() or torch.stack(torch.aminmax(value)).isfinite().all():
         return
     raise RecipeError(
         f"{name}: holds NaN or infinity: the weights are damaged, or the run that wrote them was; download the folder "
@@ -74,59 +58,73 @@ def require_finite(value: torch.Tensor, name: str) -> None:
     )
 
 
-# ---- weights of any folder, by pread
-
-
 class _Window(NamedTuple):
     """What a stored part and a region of one tensor share; a tensor [R] is taken for [R, 1].
 
-    rows, columns: in the part. `read`: the columns that are read for them. `width`: all columns of the part.
-    row, column: where the region has the first of them.
+    rows, columns: in the part. `read`: (rows, columns) that are read for them. `width`: all columns of the part.
+    row, column: where the region has the first of them. `digest`: of the bytes of the part, where they are compared.
     """
 
     part: StoredPart
     rows: range
     columns: range
-    read: range
+    read: tuple[range, range]
     width: int
     row: int = 0
     column: int = 0
+    digest: Any = None
 
 
 class WeightReader:
-    """Weights of `source`; a context manager: files stay open inside.
+    """Weights of `source`, and the optimizer's states of a checkpoint; a context manager: files stay open inside.
 
-    `progress` gets the bytes of each read. `sequential`: files are read from start to end. Raises RecipeError where a
-    file has become shorter since `source` was opened, for NaN in FP8, and for scales that no finite values have.
+    `progress` gets the bytes of each read. `sequential`: files are read from start to end. `verify`: stored tensors
+    that are read whole are compared with the digests of a manifest; `widen`: all are read whole for that. Raises
+    RecipeError for bytes of another digest, where a file has become shorter since `source` was opened, for NaN in FP8,
+    and for scales that no finite values have.
     """
 
-    def __init__(self, source: Source, progress: Callable[[int], None] = lambda _: None, sequential: bool = False):
+    def __init__(
+        self,
+        source: Source,
+        progress: Callable[[int], None] = lambda _: None,
+        sequential: bool = False,
+        verify: bool = False,
+        widen: bool = False,
+    ):
         self.source, self.progress, self.sequential = source, progress, sequential
-        self._open, self._beside = ExitStack(), Beside()
+        self.verify, self.widen = verify, widen
+        self._open = ExitStack()
         self._handles: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._digests: dict[StoredPart, Any] = {}
+        self._data_of = functools.lru_cache(maxsize=None)(self._record_data)
+        self._stacks: dict[tuple[str, int], tuple[range, torch.Tensor]] = {}  # of the tensor that was read last
+        self._state_region = functools.lru_cache(maxsize=_REGIONS)(self._read_state_region)
 
     def __enter__(self) -> WeightReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._beside.close()
         self._open.close()
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._stacks.clear()
+        self._state_region.cache_clear()
+
+    # ---- weights
 
     def read_bytes(self, region: Region) -> int:
         """Bytes that `copy` reads for the region, scales included."""
         tensor = self.source.tensors[region.name]
         scales = math.prod(scale_shape(tensor.shape, self.source.block)) * ITEM_BYTES["F32"] if tensor.scale else 0
         windows = self._windows(tensor, region)
-        return scales + sum(len(w.rows) * len(w.read) for w in windows) * ITEM_BYTES[tensor.dtype]
+        return scales + sum(len(w.read[0]) * len(w.read[1]) for w in windows) * ITEM_BYTES[tensor.dtype]
 
     def position(self, region: Region) -> tuple[str, int]:
         """(file, offset) of the first part of the region: in this order files are read from start to end."""
         tensor = self.source.tensors[region.name]
         window = next(self._windows(tensor, region))
-        return window.part.file, window.part.offset + window.rows.start * window.width * ITEM_BYTES[tensor.dtype]
+        start = window.part.offset + window.rows.start * window.width * ITEM_BYTES[tensor.dtype]
+        return window.part.file, start + (window.part.header or 0)
 
     def copy(self, region: Region, target: torch.Tensor) -> None:
         """Fill `target`, which has the region's shape, in its own dtype on its own device; it may be strided.
@@ -135,49 +133,29 @@ class WeightReader:
         """
         tensor = self.source.tensors[region.name]
         scales = self._scales(tensor)
+        places = {(part.file, part.offset + (part.header or 0)) for part in tensor.parts if part.line}
+        self._stacks = {place: stack for place, stack in self._stacks.items() if place in places}
         target = target.unsqueeze(1) if target.dim() == 1 else target
         for window in self._windows(tensor, region):
             columns = slice(window.column, window.column + len(window.columns))
             for rows in self._bands(tensor, window):
-                size = len(rows) * len(window.read) * ITEM_BYTES[tensor.dtype]
-                if self._buffer.numel() < size:
-                    self._buffer = torch.empty(max(size, BAND_BYTES), dtype=torch.uint8)
-                value = self._values(tensor, window, rows, scales, self._buffer[:size])
+                value = self._values(tensor, window, rows, scales)
                 if scales is None:
                     require_finite(value, tensor.name)
-                row = window.row + rows.start - window.rows.start
-                target[row : row + len(rows), columns].copy_(value)
+                first, last = max(rows.start, window.rows.start), min(rows.stop, window.rows.stop)
+                if first < last:
+                    to = slice(window.row + first - window.rows.start, window.row + last - window.rows.start)
+                    _place(target[to, columns], value[first - rows.start : last - rows.start])
                 del value  # before the next band is decoded
+            self._compare(window.part.file, window.part.region, window.part.sha256, window.digest)
 
-    def blocks(self, tensor: SourceTensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, values [rows, columns]) of `tensor`, a block of rows at a time, each in memory of its own.
-
-        FP8 is decoded to bf16, else the stored dtype. Raises RecipeError, once the last block was taken, for bytes that
-        are not those of the manifest.
-        """
-        step = block_rows(tensor, (self.source.block or BLOCK)[0])
-        self._digests = {part: hashlib.sha256() for part in tensor.stored if part.sha256 is not None}
-        scales, columns = self._scales(tensor), math.prod(tensor.shape[1:])
-        for start in range(0, tensor.shape[0], step):
-            pieces = []
-            for window in self._windows(tensor, Region(tensor.name, 0, start, min(start + step, tensor.shape[0]))):
-                size = len(window.rows) * len(window.read) * ITEM_BYTES[tensor.dtype]
-                stored = torch.empty(size, dtype=torch.uint8)
-                pieces.append(self._values(tensor, window, window.rows, scales, stored))
-            yield start, pieces[0] if len(pieces) == 1 else torch.cat(pieces, int(pieces[0].shape[1] < columns))
-        self._compare()
-
-    def _compare(self) -> None:
-        """RecipeError unless the parts that were read have the digests of the manifest."""
-        self._beside.wait()
-        digests, self._digests = self._digests, {}
-        for part, digest in digests.items():
-            found = digest.hexdigest()[:DIGITS]
-            if found != part.sha256:
-                raise RecipeError(
-                    f"{self.source.folder / part.file}: {part.region}: expected sha256 {part.sha256} ({MANIFEST}), "
-                    f"found {found}; {COPY_AGAIN}"
-                )
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole tensor; FP8 is decoded to bf16, else it has the stored dtype."""
+        tensor = self.source.tensors[name]
+        dtype = torch.bfloat16 if tensor.scale else TORCH_DTYPES[tensor.dtype]
+        value = torch.empty(tensor.shape, dtype=dtype)
+        self.copy(Region(name, 0, 0, tensor.shape[0]), value)
+        return value
 
     def _windows(self, tensor: SourceTensor, region: Region) -> Iterator[_Window]:
         wanted = _sides(region, tensor.shape)
@@ -188,70 +166,193 @@ class WeightReader:
             if first[0] >= last[0] or first[1] >= last[1]:
                 continue
             rows, columns = (range(first[i] - held[i].start, last[i] - held[i].start) for i in (0, 1))
-            width = len(held[1])
+            width, whole = len(held[1]), self.widen or (len(rows), len(columns)) == (len(held[0]), len(held[1]))
+            digest = hashlib.sha256() if self.verify and whole and part.sha256 else None
+            read_rows = range(len(held[0])) if digest else rows
             read = range(columns.start - (columns.start % self.source.block[1] if tensor.scale else 0), columns.stop)
-            if len(read) * ITEM_BYTES[tensor.dtype] < _LEAST_BYTES:
+            if digest or len(read) * ITEM_BYTES[tensor.dtype] < _LEAST_BYTES:
                 read = range(width)
-            yield _Window(part, rows, columns, read, width, first[0] - wanted[0].start, first[1] - wanted[1].start)
+            at = first[0] - wanted[0].start, first[1] - wanted[1].start
+            yield _Window(part, rows, columns, (read_rows, read), width, *at, digest)
 
     def _bands(self, tensor: SourceTensor, window: _Window) -> Iterator[range]:
         """The rows of a window in bands; for FP8 each begins with a block, or lies in one."""
-        step = max(1, BAND_BYTES // (len(window.read) * ITEM_BYTES[tensor.dtype]))
+        rows, columns = window.read
+        if window.part.line:
+            yield rows
+            return
+        step = max(1, BAND_BYTES // (len(columns) * ITEM_BYTES[tensor.dtype]))
         height = self.source.block[0] if tensor.scale else 1
         step = max(height, step // height * height)
-        start = window.rows.start
-        while start < window.rows.stop:
+        start = rows.start
+        while start < rows.stop:
             stop = start + height - start % height if start % height else start + step
-            yield range(start, min(stop, window.rows.stop))
+            yield range(start, min(stop, rows.stop))
             start = stop
 
     def _scales(self, tensor: SourceTensor) -> torch.Tensor | None:
         if tensor.scale is None:
             return None
-        scales = torch.empty(scale_shape(tensor.shape, self.source.block))
-        rows, columns = map(range, scales.shape)
-        self._read(_Window(tensor.scale, rows, columns, columns, len(columns)), rows, tensor_bytes(scales))
-        fp8.require_scales(scales, tensor.scale.region.name)
+        scales, part = torch.empty(scale_shape(tensor.shape, self.source.block)), tensor.scale
+        view = tensor_bytes(scales)
+        self._read_into(view, part.file, part.offset)
+        digest = hashlib.sha256(view) if self.verify and part.sha256 else None
+        self._compare(part.file, part.region, part.sha256, digest)
+        fp8.require_scales(scales, part.region.name)
         return scales
 
-    def _values(
-        self, tensor: SourceTensor, window: _Window, rows: range, scales: torch.Tensor | None, stored: torch.Tensor
-    ) -> torch.Tensor:
-        """[rows, columns] of a window, FP8 decoded to bf16, else a view of `stored`, the bytes that are read."""
+    def _values(self, tensor: SourceTensor, window: _Window, rows: range, scales: torch.Tensor | None) -> torch.Tensor:
+        """[rows, columns] of a window, FP8 decoded to bf16, else a view of the bytes that are read."""
+        part, columns = window.part, window.read[1]
+        if part.line:
+            lines = self._lines(part, window.columns, tensor.dtype)
+            return lines[:, part.first + rows.start : part.first + rows.stop].t()
+        size = len(rows) * len(columns) * ITEM_BYTES[tensor.dtype]
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(max(size, BAND_BYTES), dtype=torch.uint8)
+        stored = self._buffer[:size]
         self._read(window, rows, tensor_bytes(stored))
-        value = stored.view(TORCH_DTYPES[tensor.dtype]).view(len(rows), len(window.read))
+        value = stored.view(TORCH_DTYPES[tensor.dtype]).view(len(rows), len(columns))
         if scales is not None:
             height, width = self.source.block
-            of_rows = scales[rows.start // height :, window.read.start // width :]
+            of_rows = scales[rows.start // height :, columns.start // width :]
             value = fp8.decode(value, of_rows, self.source.block, torch.bfloat16, tensor.name)
-        first = window.columns.start - window.read.start
+        first = window.columns.start - columns.start
         return value[:, first : first + len(window.columns)]
 
     def _read(self, window: _Window, rows: range, view: memoryview) -> None:
         """Fill `view` with `rows` of the columns that a window reads, as they are stored."""
-        length, part = len(view) // len(rows), window.part
-        item = length // len(window.read)
-        row, at = window.width * item, part.offset + rows.start * window.width * item + window.read.start * item
+        length, part, columns = len(view) // len(rows), window.part, window.read[1]
+        item = length // len(columns)
+        row, at = window.width * item, part.offset + rows.start * window.width * item + columns.start * item
         if length == row:
-            self._read_into(view, part, at)
+            self._read_into(view, part.file, at, part.header)
         else:
             for number in range(len(rows)):
-                self._read_into(view[number * length : (number + 1) * length], part, at + number * row)
-        if part in self._digests:
-            self._beside.add(self._digests[part].update, view)
-        self.progress(len(view))
+                of_row = view[number * length : (number + 1) * length]
+                self._read_into(of_row, part.file, at + number * row, part.header)
+        if window.digest is not None:
+            window.digest.update(view)
 
-    def _read_into(self, view: memoryview, part: StoredPart, offset: int) -> None:
-        """Fill `view` with the bytes from `offset` on of the file that has `part`."""
-        done = 0
+    def _lines(self, part: StoredPart, wanted: range, dtype: str) -> torch.Tensor:
+        """Lines `wanted` of a stack of experts [lines, line]; gate and up, which share them, read them once."""
+        place = part.file, part.offset + (part.header or 0)
+        kept, lines = self._stacks.get(place, (None, torch.empty(0)))
+        if kept != wanted:
+            lines = torch.empty(len(wanted), part.line, dtype=TORCH_DTYPES[dtype])
+            at = part.offset + wanted.start * lines.stride(0) * lines.itemsize
+            self._read_into(tensor_bytes(lines), part.file, at, part.header)
+            self._stacks[place] = wanted, lines
+        return lines
+
+    def _compare(self, file: str, what: Any, expected: str | None, digest: Any) -> None:
+        """RecipeError unless the bytes of `what` have the digest of the manifest; None was not read whole."""
+        found = None if digest is None else digest.hexdigest()[:DIGITS]
+        if found not in (None, expected):
+            raise RecipeError(
+                f"{self.source.folder / file}: {what}: expected sha256 {expected} ({MANIFEST}), found {found}; "
+                f"{COPY_AGAIN}"
+            )
+
+    # ---- states of an optimizer
+
+    def has(self, role: str) -> bool:
+        """Whether there are states of this role."""
+        return any(held == role for held, _ in self.source.states)
+
+    def state(self, wanted: TensorEntry) -> torch.Tensor:
+        """The elements [n] of a flat range, from the same region's ranges or from all regions that overlap it."""
+        start, stop = wanted.flat, wanted.flat + wanted.shape[0]
+        states = [
+            each
+            for each in self._states(wanted.role, wanted.region.name)
+            if each.entry.region == wanted.region and each.entry.columns == wanted.columns
+        ]
+        if states:
+            return self._elements(states, start, stop)
+        region = self._state_region(wanted.region, wanted.role)
+        return (region.t() if wanted.columns else region).reshape(-1)[start:stop]
+
+    def _states(self, role: str, name: str) -> list[StoredState]:
+        found = self.source.states.get((role, name))
+        if not found:
+            raise ConfigError(f"{self.source.folder}: holds no {role} of {name!r}")
+        return found
+
+    def _read_state_region(self, region: Region, role: str) -> torch.Tensor:
+        """A region of states in HF's orientation, joined from flat ranges of all regions that overlap it."""
+        held = self._states(role, region.name)
+        whole = held[0].entry.whole
+        wanted, left = _sides(region, whole), math.prod(region.shape_in(whole))
+        out = torch.empty([len(side) for side in wanted], dtype=TORCH_DTYPES[held[0].entry.dtype])
+        for other in dict.fromkeys(each.entry.region for each in held):
+            sides = _sides(other, whole)
+            shared = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(sides, wanted, strict=True)]
+            if not all(shared):
+                continue
+            columns = next(each.entry.columns for each in held if each.entry.region == other)
+            states = [e for e in held if e.entry.region == other and e.entry.columns == columns]
+            stored = self._elements(states, 0, math.prod(map(len, sides)))
+            shape = [len(side) for side in sides]
+            stored = stored.view(shape[::-1]).t() if columns else stored.view(shape)
+            part = stored[_inside(shared[0], sides[0]), _inside(shared[1], sides[1])]
+            out[_inside(shared[0], wanted[0]), _inside(shared[1], wanted[1])] = part
+            left -= part.numel()
+        if left:
+            raise ConfigError(f"{self.source.folder}: {left} elements of {region} ({role}) are in no file")
+        return out.view(region.shape_in(whole))
+
+    def _elements(self, states: list[StoredState], start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a region from flat ranges of it."""
+        pieces, reached = [], start
+        for stored in sorted(states, key=lambda each: each.entry.flat):
+            first = stored.entry.flat
+            low, high = max(reached, first), min(stop, first + stored.entry.shape[0])
+            if low < high:
+                if low > reached:
+                    break
+                pieces.append(self._range(stored, low - first, high - first))
+                reached = high
+        if reached < stop:
+            entry = states[0].entry
+            raise ConfigError(
+                f"{self.source.folder}: {entry.role} of {entry.region}: elements from {reached} are in no file"
+            )
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _range(self, stored: StoredState, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flat range; the whole of it is read where its digest is compared."""
+        entry = stored.entry
+        whole = self.verify and entry.sha256 is not None and (self.widen or (start, stop) == (0, entry.shape[0]))
+        low, high = (0, entry.shape[0]) if whole else (start, stop)
+        values = torch.empty(high - low, dtype=TORCH_DTYPES[entry.dtype])
+        view = tensor_bytes(values)
+        self._read_into(view, stored.file, stored.offset + low * values.itemsize)
+        if whole:
+            self._compare(stored.file, entry.key, entry.sha256, hashlib.sha256(view))
+        return values[start - low : stop - low]
+
+    # ---- bytes
+
+    def _read_into(self, view: memoryview, file: str, offset: int, header: int | None = None) -> None:
+        """Fill `view` with the bytes of `file` from `offset` on, in the record of a zip if `header` is its place."""
+        done, offset = 0, offset + (0 if header is None else self._data_of(file, header))
         while done < len(view):
-            count = os.preadv(self._handle(part.file), [view[done:]], offset + done)
+            count = os.preadv(self._handle(file), [view[done:]], offset + done)
             if not count:
                 raise RecipeError(
-                    f"{self.source.folder / part.file}: ends inside {part.region.name}: it has changed since the "
+                    f"{self.source.folder / file}: ends before byte {offset + len(view)}: it has changed since the "
                     "start; check the file and start again"
                 )
             done += count
+        self.progress(len(view))
+
+    def _record_data(self, file: str, header: int) -> int:
+        """Where the data of a zip's record begins: its own header says how long it is."""
+        mark, name, more = _ZIP_HEADER.unpack(os.pread(self._handle(file), _ZIP_HEADER.size, header))
+        if mark != b"PK\3\4":
+            raise RecipeError(f"{self.source.folder / file}: has changed since the start; check it and start again")
+        return header + _ZIP_HEADER.size + name + more
 
     def _handle(self, file: str) -> int:
         if file not in self._handles:
@@ -269,110 +370,13 @@ def _sides(region: Region, shape: Sequence[int]) -> list[range]:
     return sides
 
 
-# ---- checkpoints, by memory maps
+def _place(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy `value` to `target` [R, C], either of which may be transposed: several times as fast as one copy."""
+    if target.stride(0) < target.stride(1):
+        target, value = target.t(), value.t()
+    target.copy_(value.contiguous())
 
 
-class CheckpointReader:
-    """The tensors of a complete checkpoint, in whatever parts another layout wants them, as they are stored.
-
-    A context manager: files stay open inside. Raises ConfigError for a folder that is not a complete checkpoint, and
-    for files that are missing, cut off or not the manifest's.
-    """
-
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        self.manifest: Manifest = require_checkpoint(folder)
-        check_headers(folder, self.manifest)
-        self._held: dict[tuple[str, str], list[tuple[str, TensorEntry]]] = {}
-        for file in self.manifest.files:
-            for entry in file.tensors:
-                self._held.setdefault((entry.role, entry.region.name), []).append((file.name, entry))
-        self._open = ExitStack()
-        self._handles: dict[str, Any] = {}
-        self._last = functools.lru_cache(maxsize=4)(self.read)
-
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._open.close()
-        self._handles.clear()
-
-    def has(self, role: str) -> bool:
-        """Whether there are tensors of this role."""
-        return any(held == role for held, _ in self._held)
-
-    def state(self, rank: int) -> dict[str, Any]:
-        """What `state_of_rank` holds of a rank of the layout that wrote."""
-        return json.loads((self.folder / state_of_rank(rank)).read_text())
-
-    def read(self, region: Region, role: str = WEIGHT) -> torch.Tensor:
-        """A region, in its stored dtype, on the CPU: a view of the file, or joined from parts.
-
-        Raises ConfigError where parts are missing.
-        """
-        held = self._parts(region.name, role)
-        whole, regions = held[0][1].whole, dict.fromkeys(entry.region for _, entry in held)
-        missing, _ = cover(region, regions, whole)
-        if missing:
-            raise ConfigError(f"{self.folder}: {missing[0]} ({role}) is in no file")
-        pieces = []
-        for other in regions:
-            shared = overlap(region, other, whole)
-            if shared is not None:
-                stored = self._region([part for part in held if part[1].region == other])
-                pieces.append((shared, part_of(stored, other, shared, whole)))
-        if len(pieces) == 1:
-            return pieces[0][1]
-        out = torch.empty(region.shape_in(whole), dtype=pieces[0][1].dtype)
-        for shared, piece in pieces:
-            part_of(out, region, shared, whole).copy_(piece)
-        return out
-
-    def read_flat(self, wanted: TensorEntry) -> torch.Tensor:
-        """The elements [n] of a flat range, from the same region's ranges or from all regions that overlap it."""
-        start, stop = wanted.flat, wanted.flat + wanted.shape[0]
-        parts = [
-            (file, entry)
-            for file, entry in self._parts(wanted.region.name, wanted.role)
-            if entry.region == wanted.region and entry.columns == wanted.columns
-        ]
-        if parts:
-            return self._elements(parts, start, stop)
-        region = self._last(wanted.region, wanted.role)
-        return (region.t() if wanted.columns else region).reshape(-1)[start:stop]
-
-    def _parts(self, name: str, role: str) -> list[tuple[str, TensorEntry]]:
-        """(file, entry) of each part of the tensor `name`."""
-        if (role, name) not in self._held:
-            raise ConfigError(f"{self.folder}: holds no {role} of {name!r}")
-        return self._held[role, name]
-
-    def _region(self, parts: list[tuple[str, TensorEntry]]) -> torch.Tensor:
-        """A stored region in HF's orientation, from the tensor that holds it or from flat ranges of it."""
-        file, entry = parts[0]
-        if entry.flat is None:
-            return self._handle(file).get_tensor(entry.key)
-        shape = entry.region.shape_in(entry.whole)
-        joined = self._elements(parts, 0, math.prod(shape))
-        return joined.view(shape[::-1]).t() if entry.columns else joined.view(shape)
-
-    def _elements(self, parts: list[tuple[str, TensorEntry]], start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a region from flat ranges of it."""
-        pieces, reached = [], start
-        for file, entry in sorted(parts, key=lambda part: part[1].flat):
-            low, high = max(reached, entry.flat), min(stop, entry.flat + entry.shape[0])
-            if low < high:
-                if low > reached:
-                    break
-                pieces.append(self._handle(file).get_slice(entry.key)[low - entry.flat : high - entry.flat])
-                reached = high
-        if reached < stop:
-            entry = parts[0][1]
-            raise ConfigError(f"{self.folder}: {entry.role} of {entry.region}: elements from {reached} are in no file")
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._handles:
-            self._handles[file] = self._open.enter_context(safe_open(self.folder / file, "pt"))
-        return self._handles[file]
+def _inside(part: range, whole: range) -> slice:
+    """Where `part` is in `whole`."""
+    return slice(part.start - whole.start, part.stop - whole.start)

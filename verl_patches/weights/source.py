@@ -1,11 +1,10 @@
 """What a conversion reads: every tensor of a folder of weights, with the bytes of its parts, checked before it starts.
 
-A folder is a HF model folder (bf16, fp16, fp32, or FP8 with block scales), or one of this project's (manifest.py: a
-layout's shards, or a checkpoint, of which the weights are read). Only headers, indices and a few KB of each file are
-read here; the digests that a folder of this project has of its tensors are compared where the bytes are read
-(WeightReader.blocks).
+A folder is a HF model folder (bf16, fp16, fp32, or FP8 with block scales), Megatron's own checkpoint (megatron.py), or
+a checkpoint of training (manifest.py), which has states of the optimizer too. Only headers, indices and a few KB of
+each file are read here; digests that a manifest has of tensors are compared where the bytes are read (reader.py).
 Tensors of layers that config.json does not count (multi-token prediction) are left out. A folder with `score.weight`
-[1, H] is of a value model, which has that in the place of lm_head.weight. No torch.
+[1, H] is of a value model, which has that in the place of lm_head.weight. No torch, but for Megatron's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,14 +39,19 @@ from verl_patches.weights.manifest import (
     ITEM_BYTES,
     MANIFEST,
     OF_RANK,
+    TRACKER,
     WEIGHT,
     FileEntry,
     Manifest,
+    Stored,
+    StoredPart,
+    StoredState,
     check_headers,
     has_manifest,
     holds_critic_alone,
     read_manifest,
 )
+from verl_patches.weights.megatron import read_folder
 
 FP8 = "F8_E4M3"
 FLOATS = ("F32", "BF16", "F16")
@@ -67,20 +71,8 @@ QUANTIZATION_CONFIG = {
     "weight_block_size": [*BLOCK],
 }
 _SAMPLE_BYTES = 4096  # of the start and the end of each file's tensors, for its identity
-_SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+SAFETENSORS_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SHOWN = 3
-
-
-class StoredPart(NamedTuple):
-    """Where a region of a tensor is: `offset` is that of its first byte in `file`, and its rows follow each other.
-
-    `sha256`: first digits of that of its bytes, None where none was recorded.
-    """
-
-    file: str
-    offset: int
-    region: Region
-    sha256: str | None = None
 
 
 class SourceTensor(NamedTuple):
@@ -107,9 +99,10 @@ class SourceTensor(NamedTuple):
 class Source:
     """All tensors of a folder, by HF name, in the inventory's order.
 
-    `kind`: "hf", "shards" or "checkpoint". `config`: config.json as it is. `block`: the FP8 block, None without FP8.
+    `kind`: "hf", "megatron" or "checkpoint". `config`: config.json as it is. `block`: the FP8 block, None without FP8.
     `left_out`: names of tensors beyond the counted layers. `identity`: digest of what the files are, from their sizes,
-    headers and a sample of their bytes, or from their sha256 where a manifest has them. `files`: that manifest's.
+    headers and a sample of their bytes, or from digests where a manifest or a zip has them. `files`: the manifest's.
+    `layout`: text of what a Megatron folder was split by. `states`: of the optimizer, by role and HF name.
     """
 
     folder: Path
@@ -121,6 +114,8 @@ class Source:
     left_out: tuple[str, ...]
     identity: str
     files: tuple[FileEntry, ...] = ()
+    layout: str | None = None
+    states: dict[tuple[str, str], list[StoredState]] = field(default_factory=dict)
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
@@ -133,16 +128,10 @@ def scale_name(name: str) -> str:
     return name.removesuffix("weight") + SCALE
 
 
-class _Stored(NamedTuple):
-    """One part of a tensor of dtype `dtype` and shape `whole`, as a folder says; `part.region` names the tensor."""
-
-    part: StoredPart
-    dtype: str
-    whole: tuple[int, ...]
-
-
-def open_source(folder: str | Path, only_plan: bool = False) -> Source:
+def open_source(folder: str | Path, only_plan: bool = False, expert_split: str | None = None) -> Source:
     """Read and check what `folder` holds. With `only_plan` a HF folder may be config.json and the index alone.
+
+    `expert_split`: recipe.train.expert_split, for a Megatron folder that does not say how it holds experts.
 
     Raises ConfigError that names the file or tensor: a missing or unknown tensor, one in two files, an index that does
     not match the files, a file that is cut off, another shape or dtype, a missing scale, an unsupported config, a link
@@ -152,6 +141,11 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
     if folder.is_dir():
         require_files(folder)
     manifest = read_manifest(folder) if has_manifest(folder) else None
+    of_megatron = (folder / TRACKER).is_file()
+    if of_megatron and not (folder / "config.json").exists():
+        raise ConfigError(
+            f"{folder}: no config.json beside {TRACKER}; copy the HF model's config.json and tokenizer to it"
+        )
     if manifest is None and ((folder / ENTRIES).is_dir() or any(folder.glob(f"{OF_RANK}*"))):
         raise ConfigError(f"{folder}: no {MANIFEST}, so this checkpoint is not complete; give another one")
     if manifest and holds_critic_alone(manifest):
@@ -161,22 +155,30 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
     model = read_model_shape(read_config(folder))
     config, inventory = read_json_object(folder / "config.json"), build_inventory(model)
     block = _block_of(folder, config)
-    index = None if manifest else _read_index(folder)
-    if manifest:
+    index = None if manifest or of_megatron else _read_index(folder)
+    layout: str | None = None
+    left_out: tuple[str, ...] = ()
+    states: dict[tuple[str, str], list[StoredState]] = {}
+    stored: Iterable[Stored]
+    if of_megatron:
+        found = read_folder(folder, inventory, expert_split)
+        stored, identity, layout, left_out = found.stored, found.identity, str(found.layout), found.left_out
+    elif manifest:
         if unlike := differences(model, manifest.model):
             raise ConfigError(f"{folder}: config.json is not of the model in {MANIFEST}: {unlike}; copy both again")
-        stored, identity = _of_manifest(folder, manifest), [(file.name, file.sha256) for file in manifest.files]
+        stored, states = _of_manifest(folder, manifest)
+        identity = [(file.name, file.sha256) for file in manifest.files]
     elif only_plan and index and not weight_files(folder):
         stored, identity = _of_index(index, inventory, block), [repr(asdict(model))]
     else:
         headers = [_Header(folder / name) for name in _files_of(folder, index)]
         _check_index(folder, index, headers)
         stored, identity = _of_headers(headers), [header.identity() for header in headers]
-    by_name: dict[str, list[_Stored]] = {}
+    by_name: dict[str, list[Stored]] = {}
     for each in stored:
         by_name.setdefault(each.part.region.name, []).append(each)
-    left_out = tuple(sorted(name for name in by_name if _is_beyond(name, model.num_hidden_layers)))
-    for name in left_out:
+    beyond = sorted(name for name in by_name if _is_beyond(name, model.num_hidden_layers))
+    for name in beyond:
         del by_name[name]
     if SCORE in by_name:
         inventory = build_inventory(model, value=True)
@@ -185,12 +187,13 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
     tensors = _tensors(folder, inventory, block, by_name)
     if not any(tensor.dtype == FP8 for tensor in tensors.values()):
         block = None
-    kind, files = (manifest.kind, manifest.files) if manifest else ("hf", ())
-    return Source(folder, kind, config, inventory, tensors, block, left_out, _digest(identity), files)
+    kind, files = (manifest.kind, manifest.files) if manifest else ("megatron" if of_megatron else "hf", ())
+    left_out = (*left_out, *beyond)
+    return Source(folder, kind, config, inventory, tensors, block, left_out, _digest(identity), files, layout, states)
 
 
 def _tensors(
-    folder: Path, inventory: Inventory, block: tuple[int, int] | None, stored: dict[str, list[_Stored]]
+    folder: Path, inventory: Inventory, block: tuple[int, int] | None, stored: dict[str, list[Stored]]
 ) -> dict[str, SourceTensor]:
     """The inventory's tensors, each from its `stored` parts; ConfigError for what is not as config.json says."""
     scales = {name for name in stored if name.endswith(SCALE)}
@@ -214,7 +217,7 @@ def _tensors(
     return tensors
 
 
-def _tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[str], stored: list[_Stored]):
+def _tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[str], stored: list[Stored]):
     """The tensor of these parts; ConfigError unless they are of one of `dtypes`, of `shape`, and cover it once."""
     dtype = stored[0].dtype
     for each in stored:
@@ -234,36 +237,43 @@ def _tensor(folder: Path, name: str, shape: tuple[int, ...], dtypes: Sequence[st
 # ---- what a folder says of its tensors
 
 
-def _of_manifest(folder: Path, manifest: Manifest) -> Iterator[_Stored]:
+def _of_manifest(folder: Path, manifest: Manifest) -> tuple[list[Stored], dict[tuple[str, str], list[StoredState]]]:
+    """Return the parts of weights, and the flat ranges of all else."""
     check_headers(folder, manifest)
-    for file in manifest.files:
-        header = _Header(folder / file.name) if file.tensors else None
+    weights: list[Stored] = []
+    states: dict[tuple[str, str], list[StoredState]] = {}
+    for file in (file for file in manifest.files if file.tensors):
+        header = _Header(folder / file.name)
         for tensor in file.tensors:
+            offset = header.offset(tensor.key)
             if tensor.role != WEIGHT:
+                state = StoredState(file.name, offset, tensor)
+                states.setdefault((tensor.role, tensor.region.name), []).append(state)
                 continue
             if tensor.flat is not None:
                 raise ConfigError(f"{folder / file.name}: {tensor.key}: expected a region, found a flat range of it")
-            part = StoredPart(file.name, header.offset(tensor.key), tensor.region, tensor.sha256)
-            yield _Stored(part, tensor.dtype, tensor.whole)
+            part = StoredPart(file.name, offset, tensor.region, tensor.sha256)
+            weights.append(Stored(part, tensor.dtype, tensor.whole))
+    return weights, states
 
 
-def _of_headers(headers: Iterable[_Header]) -> Iterator[_Stored]:
+def _of_headers(headers: Iterable[_Header]) -> Iterator[Stored]:
     for header in headers:
         for name, tensor in header.tensors.items():
             shape = tuple(tensor["shape"])
             region = Region(name, 0, 0, math.prod(shape[:1]))
-            yield _Stored(StoredPart(header.path.name, header.offset(name), region), tensor["dtype"], shape)
+            yield Stored(StoredPart(header.path.name, header.offset(name), region), tensor["dtype"], shape)
 
 
-def _of_index(index: Mapping[str, str], inventory: Inventory, block: tuple[int, int] | None) -> Iterator[_Stored]:
+def _of_index(index: Mapping[str, str], inventory: Inventory, block: tuple[int, int] | None) -> Iterator[Stored]:
     """To plan with before the files are there: dtypes and shapes as config.json gives them; offsets are not known."""
     for name, file in index.items():
         parameter = inventory.by_name.get(name.replace(SCALE, "weight"))
-        dtype, shape = ("F32", (1,)) if parameter is None else (_SAFETENSORS_NAMES[parameter.dtype], parameter.shape)
+        dtype, shape = ("F32", (1,)) if parameter is None else (SAFETENSORS_NAMES[parameter.dtype], parameter.shape)
         if block and parameter is not None and scale_name(parameter.name) in index and parameter.kind in FP8_KINDS:
             is_scale = name.endswith(SCALE)
             dtype, shape = ("F32", scale_shape(shape, block)) if is_scale else (FP8, shape)
-        yield _Stored(StoredPart(file, 0, Region(name, 0, 0, shape[0])), dtype, shape)
+        yield Stored(StoredPart(file, 0, Region(name, 0, 0, shape[0])), dtype, shape)
 
 
 class _Header:

@@ -1,6 +1,6 @@
 """Write a folder of sharded weights (format: manifest.py): files in one pass each, complete by one rename at the end.
 
-`begin`, then for each file a `FileWriter`, then `complete`; each may run in a process of its own. No torch.
+`begin`, then for each file a `FileWriter`, which may run in a process of its own, then `complete`. No torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,12 @@ from verl_patches.weights.manifest import (
     to_json,
 )
 
-_AGAIN = "Free space and run the same command again: finished files are kept"
+AGAIN = "Free space and run the same command again: finished files are kept"
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
     """`write_whole`; RecipeError that names the file where the disk is full."""
-    with writing(path, _AGAIN):
+    with writing(path, AGAIN):
         write_whole(path, text, durable)
 
 
@@ -49,11 +49,6 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
     that has another identity.
     """
     folder = Path(folder)
-    if not has_manifest(folder):
-        other = folder.exists() and (not folder.is_dir() or any(p.suffix != PARTIAL for p in folder.iterdir()))
-        if other and not has_manifest(folder):  # another part may have begun it meanwhile
-            raise ConfigError(f"{folder}: exists and is no folder of this command; expected an empty or a new folder")
-        folder.mkdir(parents=True, exist_ok=True)
     if has_manifest(folder):
         found = read_manifest(folder, complete=False)
         if found.identity != manifest.identity:
@@ -66,6 +61,9 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
         if found.complete:
             return {file.name: file for file in found.files}
     else:
+        if folder.exists() and (not folder.is_dir() or any(p.suffix != PARTIAL for p in folder.iterdir())):
+            raise ConfigError(f"{folder}: exists and is no folder of this command; expected an empty or a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / MANIFEST, to_json(replace(manifest, files=(), complete=False)))
     entries = {}
     for name in recorded(folder):
@@ -73,23 +71,6 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
             with contextlib.suppress(ConfigError):  # unreadable after a loss of power: its file is written again
                 entries[name] = read_record(folder, name)
     return entries
-
-
-def reopen(folder: str | Path, again: Collection[str]) -> None:
-    """Withdraw the entries of files that are written `again`: until then nobody completes the folder.
-
-    A complete folder becomes one that is being written; another part may have done so meanwhile. There is no lock: a
-    part that has just completed the folder, and still removes manifest.d/, may remove new entries, whose files are then
-    written again, or a file that this part is writing, which ends it with an error: run the same command again.
-    """
-    folder, manifest = Path(folder), read_manifest(folder, complete=False)
-    if manifest.complete:
-        for entry in manifest.files:
-            if entry.name not in again:
-                record(folder, entry)
-        write_text(folder / MANIFEST, to_json(replace(manifest, files=(), complete=False)))
-    for name in again:
-        (folder / ENTRIES / f"{name}.json").unlink(missing_ok=True)
 
 
 def record(folder: str | Path, entry: FileEntry) -> None:
@@ -100,23 +81,12 @@ def record(folder: str | Path, entry: FileEntry) -> None:
 
 
 def complete(folder: str | Path) -> Manifest | None:
-    """Write the complete manifest if every expected file is recorded, and return it; None while some are missing.
-
-    May be called by several processes, and again.
-    """
-    folder = Path(folder)
+    """Write the complete manifest if every expected file is recorded, and return it; None while some are missing."""
     manifest = read_manifest(folder, complete=False)
-    if manifest.complete:
+    if manifest.complete:  # a file of it was written again
+        shutil.rmtree(Path(folder) / ENTRIES, ignore_errors=True)
         return manifest
-    try:
-        return complete_as(folder, manifest)
-    except (ConfigError, RecipeError, FileNotFoundError):  # another process completed it, and removed what this needs
-        found = read_manifest(folder, complete=False)
-        if found.complete:
-            return found
-        if set(found.expected) - set(recorded(folder)):  # or withdrew an entry
-            return None
-        raise
+    return complete_as(Path(folder), manifest)
 
 
 def complete_as(folder: Path, manifest: Manifest) -> Manifest | None:
@@ -134,12 +104,6 @@ def complete_as(folder: Path, manifest: Manifest) -> Manifest | None:
     for left in folder.glob(f"{MANIFEST}.*{PARTIAL}"):  # of a process that was killed
         left.unlink(missing_ok=True)
     return manifest
-
-
-def missing_files(folder: str | Path) -> list[str]:
-    """Expected files of a folder that are not recorded yet."""
-    manifest = read_manifest(folder, complete=False)
-    return [] if manifest.complete else sorted(set(manifest.expected) - set(recorded(Path(folder))))
 
 
 class FileWriter:
@@ -160,9 +124,7 @@ class FileWriter:
         try:
             self._file = lock_file(self.partial)
         except BlockingIOError:
-            raise RecipeError(
-                f"{self.partial}: another process writes this file; wait for it, or give each process its own --part"
-            ) from None
+            raise RecipeError(f"{self.partial}: another process writes this file; wait for it") from None
         self._file.truncate(0)
         self._digest, self._beside = FileDigest(head, [tensor.size_bytes for tensor in self.tensors]), Beside()
         try:
@@ -182,7 +144,7 @@ class FileWriter:
         self._put(view)
 
     def _put(self, view: Any) -> None:
-        with writing(self.path, _AGAIN):
+        with writing(self.path, AGAIN):
             done = 0
             while done < len(view):
                 done += self._file.write(view[done:])
@@ -198,7 +160,7 @@ class FileWriter:
         if missing := self._digest.missing:
             name = self.tensors[len(self._digest.tensors)].key
             raise RecipeError(f"{self.path}: {missing} bytes are missing, from {name} on")
-        with writing(self.path, _AGAIN):
+        with writing(self.path, AGAIN):
             os.fsync(self._file.fileno())
         os.replace(self.partial, self.path)
         self._finished = True

@@ -2,7 +2,7 @@
 
     save    wait for the part before; make the host copies current; write them in a thread
     wait    before an update, which changes what the host copies hold, before the next save, and at the end of a run
-    load    verify the files, each on one rank; read weights, states, counts and generators
+    load    read weights, states, counts and generators, and compare them with the digests of the manifest
 
 Where the memory schedule has a group on the host there is nothing to copy (memory/host_backed.py); weights that are
 on the device are copied once, for the save and for their next offload. Errors of the thread are raised by the next call
@@ -38,11 +38,11 @@ from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
 from verl_patches.watch import heartbeat
 from verl_patches.weights import checkpoint_files
-from verl_patches.weights.checkpoint_files import CheckpointError
-from verl_patches.weights.load import load_progress
-from verl_patches.weights.reader import CheckpointReader
-from verl_patches.weights.run_folders import size_bytes
-from verl_patches.weights.train_state import StoredTensor, TrainState
+from verl_patches.weights.checkpoint_files import CheckpointError, StoredTensor, TrainState
+from verl_patches.weights.load import wait_for_ranks
+from verl_patches.weights.manifest import require_checkpoint
+from verl_patches.weights.reader import WeightReader
+from verl_patches.weights.source import open_source
 from verl_patches.worker.memory import Trained, device_type
 
 log = logging.getLogger(__name__)
@@ -217,23 +217,22 @@ class WorkerCheckpoint:
         state, rank = self.state(), dist.get_rank()
         saved: dict[str, Any] = {}
 
-        def verify() -> list[str]:
-            return checkpoint_files.problems_of_share(folder, rank, dist.get_world_size())
-
-        def read() -> None:
-            with self._on_device(), CheckpointReader(folder) as reader:
-                saved["layout"] = reader.manifest.layout
-                saved["rest"] = reader.state(rank if reader.manifest.layout == str(state.layout) else 0)
+        def read() -> list[str]:
+            if problems := checkpoint_files.problems_of_share(folder, rank, dist.get_world_size()):
+                return problems
+            written = saved["layout"] = require_checkpoint(folder).layout
+            saved["rest"] = checkpoint_files.read_state(folder, rank if written == str(state.layout) else 0)
+            count = heartbeat.here().count_bytes
+            with self._on_device(), WeightReader(open_source(folder), count, verify=True, widen=True) as reader:
                 checkpoint_files.load_state(state, reader)
+            return []
 
         device, todo = device_type(self.recipe.platform), f"{folder} cannot be resumed from; choose another checkpoint"
-        share_bytes, self._loads = size_bytes(Path(folder)) // dist.get_world_size(), self._loads + 1
-        for work in (verify, read):  # ranks' disks differ: nobody waits for another's in a collective
-            progress = load_progress(folder, share_bytes, f"verl_patches/{folder}/{self._loads}/{work.__name__}")
-            problems = catch_errors(work)
-            progress.add(share_bytes)
-            progress.wait(self.recipe.timeouts.load_s)
-            raise_on_any_rank(problems, None, device, todo, CheckpointError)
+        self._loads += 1
+        problems = catch_errors(read)
+        # ranks' disks differ: nobody waits for another's in a collective
+        wait_for_ranks(folder, f"verl_patches/{folder}/{self._loads}", self.recipe.timeouts.load_s)
+        raise_on_any_rank(problems, None, device, todo, CheckpointError)
         rest, same_layout = saved["rest"], saved["layout"] == str(state.layout)
         checkpoint_files.set_step_counts(self.worker.trained.optimizer, rest["step_counts"])
         if rest["lr_schedule_steps"] is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,12 +28,13 @@ from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, part_of
 from verl_patches.reshard.train_tensors import inventory_and_library, layout_of_model, train_tensors
 from verl_patches.spec import RUN, run_of
+from verl_patches.watch import heartbeat
 from verl_patches.weights.load import WAIT_S, Loaded, copy_weights, difference, load_weights
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory
 from verl_patches.worker.step_guard import StepGuard
 
-log = logging.getLogger("verl_patches.weights")  # its child in weights/load.py too
+log = logging.getLogger("verl_patches.weights")
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 reads: Current[int] = Current(0)  # how often this process has read a model's folder
 # folder and chunks of the model whose parameters others copy, and whether it is a value model
@@ -99,7 +101,11 @@ def load_model(
                 return copied
     reads.value += 1
     key = f"verl_patches/load/{reads.value}"
-    loaded = load_weights(folder, chunks, line, key, wait_s, layout, head=copied is not None)
+    started, head = time.perf_counter(), copied is not None
+    loaded = load_weights(folder, chunks, line, key, wait_s, layout, head, heartbeat.here().count_bytes)
+    if rank == 0:
+        seconds = time.perf_counter() - started
+        log.info("weights: all ranks have read %s in %.1f s, this one %d bytes", folder, seconds, loaded.read_bytes)
     if not scores and (
         _is_reference(chunks) or (value and is_on("memory.order"))
     ):  # verl's own offload leaves no storage to copy from

@@ -1,0 +1,358 @@
+"""Megatron's own checkpoint of a model's weights: which file holds what, and how a file is read.
+
+    latest_checkpointed_iteration.txt                         the iteration's number, written last
+    iter_0000001/mp_rank_TT[_PPP[_EEE]]/model_optim_rng.pt    one file for each place in Megatron's TP, PP and EP groups
+    config.json, tokenizer.json, ...                          of the HF model; Megatron does not look at them
+
+A file is torch.save's zip of {"model": {parameter: tensor}, "checkpoint_version": 3.0, "iteration": 1}, with model0,
+model1, ... of virtual stages. Names of folders follow `get_checkpoint_name` in megatron/training/checkpointing.py
+(core_r0.8.0): PPP and EEE stand where there is more than one. With moe_tp_extend_ep MindSpeed's EP counts groups of TP
+ranks: at TP4 EP8 a layout says ep=32, and the file TT, EEE holds chunk EEE * TP + TT of the experts. Ours hold two
+texts more, "layout" and "conversion", and torch.load(weights_only=True) reads them.
+
+Files of others, as MindSpeed-LLM's converter and Megatron's training write them, hold a defaultdict, arguments and
+generators. They are read without running anything that a pickle names (`Unpickler`): tensors become places in the file,
+which the reader of all weights then reads (reader.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pickle
+import re
+import zipfile
+import zlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import Inventory
+from verl_patches.layout.model_folder import LONGEST_JSON, require_file
+from verl_patches.layout.parallel import ParallelLayout, parse_layout
+from verl_patches.weights.manifest import ITEM_BYTES, TRACKER, Stored, StoredPart
+
+FILE, ITERATION = "model_optim_rng.pt", "iter_0000001"
+WHOLE_EXPERTS, CUT_EXPERTS = "tp_extend_ep", "etp"  # values of recipe.train.expert_split
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_MTP, _MTP_NORM, _EXTRA = "mtp_layers.", "final_layernorm.weight", "_extra_state"
+
+
+# ---- which rank's parameters are in which file
+
+
+def rank_files(layout: ParallelLayout, library: str) -> dict[str, int]:
+    """{file of Megatron's checkpoint, below the iteration's folder: the first rank whose parameters it holds}.
+
+    ConfigError for a layout that MindSpeed cannot have, and where two ranks of one name hold different experts.
+    """
+    whole = library == "mindspeed" and layout.tp > 1 and layout.etp == 1
+    if library == "mindspeed" and (layout.ep % layout.tp if whole else layout.etp != layout.tp):
+        raise ConfigError(
+            f"layout {layout}: MindSpeed holds whole experts on TP x EP ranks (etp1, ep a multiple of tp) or cuts each "
+            "over TP (etp equal to tp); expected one of the two"
+        )
+    found: dict[str, tuple[int, tuple[int, int]]] = {}
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        ep, count = (at.ep // layout.tp, layout.ep // layout.tp) if whole else (at.ep, layout.ep)
+        name = f"mp_rank_{at.tp:02d}"
+        name += f"_{at.pp:03d}" if layout.pp > 1 else ""
+        name += f"_{ep:03d}" if count > 1 else ""
+        if found.setdefault(f"{name}/{FILE}", (rank, (at.etp, at.ep)))[1] != (at.etp, at.ep):
+            raise ConfigError(
+                f"layout {layout}: ranks with different experts have one name in Megatron's checkpoint, {name}; "
+                "expected an etp of 1 or of tp"
+            )
+    return {name: rank for name, (rank, _) in found.items()}
+
+
+# ---- what a file holds, without running it
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a pickle: elements from `offset` on of the zip's record `record`."""
+
+    record: str
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Inert:
+    """Stand for an object of any class that is not built: it takes what a pickle gives it, and does nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any):
+        """Take the arguments of any class."""
+
+    def __setstate__(self, _: Any) -> None:
+        """Take the state of any object."""
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        """Take the items of any mapping."""
+
+    def __call__(self, *_: Any, **__: Any) -> Inert:
+        return Inert()
+
+    def append(self, _: Any) -> None:
+        """Take an item of any list."""
+
+    extend = add = append
+
+
+_STORAGES = {
+    f"{name}Storage": dtype
+    for name, dtype in {
+        "BFloat16": "BF16", "Half": "F16", "Float": "F32", "Double": "F64", "Long": "I64", "Int": "I32",
+        "Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL",
+    }.items()
+}  # fmt: skip
+
+
+class Unpickler(pickle.Unpickler):
+    """Build dict, OrderedDict, defaultdict and argparse.Namespace, and a SavedTensor for each tensor.
+
+    Every other class or function that the pickle names is Inert, so that nothing of it is imported or called.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for `module`.`name`."""
+        if module == "torch" and name in _STORAGES:
+            return type(name, (Inert,), {"dtype": _STORAGES[name]})
+        if (module, name) == ("argparse", "Namespace"):
+            return type(name, (argparse.Namespace,), {})  # a new class: a pickle may set attributes of what it is given
+        built = {
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
+            ("torch._utils", "_rebuild_parameter"): self._parameter,
+            ("collections", "OrderedDict"): OrderedDict,
+            ("collections", "defaultdict"): defaultdict,
+            ("builtins", "dict"): dict,
+        }
+        return built.get((module, name)) or type(name, (Inert,), {})
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return (record, dtype) of a storage."""
+        _, storage, key, *_ = pid
+        return f"data/{key}", getattr(storage, "dtype", "")
+
+    @staticmethod
+    def _tensor(storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> SavedTensor:
+        record, dtype = storage
+        return SavedTensor(record, dtype, offset, tuple(shape), tuple(stride))
+
+    @staticmethod
+    def _parameter(tensor: Any, *_: Any) -> Any:
+        return tensor
+
+
+class RankFile(NamedTuple):
+    """What a file holds: tensors of each model chunk, all other entries, and the zip's records by name."""
+
+    chunks: list[dict[str, SavedTensor]]
+    more: dict[str, Any]
+    records: dict[str, zipfile.ZipInfo]
+
+
+def read_rank_file(path: Path) -> RankFile:
+    """Read which tensors a file holds; ConfigError for one that is not whole, and for models that are no tensors."""
+    require_file(path)
+    try:
+        with zipfile.ZipFile(path) as file:
+            records = {info.filename.partition("/")[2]: info for info in file.infolist()}
+            head = records["data.pkl"]
+            if head.file_size > LONGEST_JSON or any(info.compress_type for info in records.values()):
+                raise ValueError("not as torch.save writes it")
+            with file.open(head) as pickled:
+                state = dict(Unpickler(pickled).load())
+    except Exception as error:  # a pickle may raise anything
+        raise ConfigError(
+            f"{path}: not a whole file of torch.save ({type(error).__name__}: {error}); copy or convert it again"
+        ) from error
+    keys = ["model"] if "model" in state else [f"model{n}" for n in range(len(state)) if f"model{n}" in state]
+    if not keys:
+        raise ConfigError(f"{path}: expected model, or model0, model1, ..., found {', '.join(map(str, state))}")
+    chunks = []
+    for key in keys:
+        chunk = state.pop(key)
+        held = chunk if isinstance(chunk, dict) else {"": chunk}
+        chunks.append({name: tensor for name, tensor in held.items() if not str(name).endswith(_EXTRA)})
+        for name, tensor in chunks[-1].items():
+            if not isinstance(tensor, SavedTensor):
+                raise ConfigError(f"{path}: {key}: {name!r}: expected a tensor, found {type(tensor).__name__}")
+            _check_tensor(path, name, tensor, records)
+    return RankFile(chunks, state, records)
+
+
+def _check_tensor(path: Path, name: str, tensor: SavedTensor, records: Mapping[str, zipfile.ZipInfo]) -> None:
+    """ConfigError unless the tensor's elements follow each other, and all of them are in its record."""
+    contiguous = [math.prod(tensor.shape[n + 1 :]) for n in range(len(tensor.shape))]
+    there = records[tensor.record].file_size if tensor.record in records else 0
+    needed = (tensor.offset + math.prod(tensor.shape)) * ITEM_BYTES.get(tensor.dtype, 0)
+    if list(tensor.stride) != contiguous or not 0 < needed <= there:
+        raise ConfigError(
+            f"{path}: {name}: {tensor.dtype} {tensor.shape} with strides {tensor.stride}: expected {needed} bytes, one "
+            f"row after the other, found {there}; save it again with contiguous tensors"
+        )
+
+
+# ---- a folder
+
+
+class Checkpoint(NamedTuple):
+    """What a Megatron folder holds: `stored` as open_source takes it; `identity`: of what its files are."""
+
+    layout: ParallelLayout
+    stored: list[Stored]
+    identity: list[Any]
+    left_out: tuple[str, ...]
+
+
+def read_folder(folder: Path, inventory: Inventory, expert_split: str | None) -> Checkpoint:
+    """Read which file of a folder holds which part of which HF tensor, from the heads of all its files.
+
+    `expert_split`: how experts were split, for a folder that does not say (`_layout_of`). ConfigError as open_source.
+    """
+    from verl_patches.reshard.train_tensors import views_of  # imports torch
+
+    place = _iteration(folder)
+    files = {str(path.relative_to(place)): read_rank_file(path) for path in sorted(place.glob(f"mp_rank_*/{FILE}"))}
+    if not files:
+        raise ConfigError(f"{place}: expected mp_rank_TT.../{FILE}, found none; copy or convert the folder again")
+    first = next(iter(files.values()))
+    names = [name for file in files.values() for chunk in file.chunks for name in chunk]
+    library = "mindspeed" if any("linear_qkv" in name for name in names) else "megatron-local"
+    stated = first.more.get("layout")
+    layout = parse_layout(stated) if isinstance(stated, str) else _layout_of(folder, files, library, expert_split)
+    expected = rank_files(layout, library)
+    for what, unlike in (("missing", expected.keys() - files), (f"not of layout {layout}", files.keys() - expected)):
+        if unlike:
+            raise ConfigError(f"{place}: {len(unlike)} files are {what}, as {min(unlike)}; copy or convert them again")
+    found: dict[Any, Stored] = {}  # by region: replicas of a tensor are in many files
+    left_out: set[str] = set()
+    for name, rank in expected.items():
+        chunks = [_of_model(chunk, left_out) for chunk in files[name].chunks]
+        shaped = [{n: _like(n, saved, inventory, library) for n, saved in chunk.items()} for chunk in chunks]
+        for held in views_of(shaped, inventory, layout, rank, library).values():
+            if held.region not in found:
+                saved = chunks[held.chunk][held.parameter]
+                where = f"{place.name}/{name}", files[name].records[saved.record].header_offset
+                found[held.region] = Stored(_part(*where, saved, held), saved.dtype, held.shape)
+    identity = [(name, [(r, i.file_size, i.CRC) for r, i in file.records.items()]) for name, file in files.items()]
+    return Checkpoint(layout, list(found.values()), identity, tuple(sorted(left_out)))
+
+
+def _iteration(folder: Path) -> Path:
+    """Return the folder of the iteration that the tracker names."""
+    text = (folder / TRACKER).read_text(errors="replace").strip()
+    if not re.fullmatch(r"\d{1,9}|release", text):
+        raise ConfigError(f"{folder / TRACKER}: expected the number of an iteration, found {text!r:.40}")
+    return folder / (text if text == "release" else f"iter_{int(text):07d}")
+
+
+def _of_model(chunk: Mapping[str, SavedTensor], left_out: set[str]) -> dict[str, SavedTensor]:
+    """Return the tensors of the layers that count, numbered without gaps.
+
+    MindSpeed leaves numbers out (noop_layers), and names the last norm in another way beside layers of MTP.
+    """
+    left_out |= {name for name in chunk if name.startswith(_MTP)}
+    chunk = {name: tensor for name, tensor in chunk.items() if name not in left_out}
+    if _MTP_NORM in chunk:
+        chunk[f"decoder.{_MTP_NORM}"] = chunk.pop(_MTP_NORM)
+    numbers = {number: place for place, number in enumerate(_layers(chunk))}
+    return {
+        re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(numbers[int(match[0])]), name): tensor
+        for name, tensor in chunk.items()
+    }
+
+
+def _layers(chunk: Mapping[str, Any]) -> list[int]:
+    found = (re.match(r"decoder\.layers\.(\d+)\.", name) for name in chunk)
+    return sorted({int(match[1]) for match in found if match})
+
+
+def _like(name: str, saved: SavedTensor, inventory: Inventory, library: str) -> Any:
+    """Return a tensor without data of this shape, in the dtype that the model has of it."""
+    import torch
+
+    from verl_patches.reshard.train_tensors import storage_of
+
+    bias = "router_bias" in storage_of(name, library).kinds
+    dtype = torch.float32 if bias else getattr(torch, inventory.model.torch_dtype)
+    return torch.empty(saved.shape, dtype=dtype, device="meta")
+
+
+def _part(file: str, header: int, saved: SavedTensor, held: Any) -> StoredPart:
+    """Return where the bytes of `held` are: row after row, or column after column of a stack of experts."""
+    view, item = held.tensor, ITEM_BYTES[saved.dtype]
+    place = saved.offset + view.storage_offset()
+    if view.dim() == 1 or view.stride(1) == 1 or view.shape[1] == 1:
+        return StoredPart(file, place * item, held.region, header=header)
+    line = view.stride(1)
+    first = view.storage_offset() % line
+    return StoredPart(file, (place - first) * item, held.region, header=header, line=line, first=first)
+
+
+def _layout_of(folder: Path, files: Mapping[str, RankFile], library: str, split: str | None) -> ParallelLayout:
+    """Return the layout of a folder that states none, as MindSpeed-LLM writes it.
+
+    A second number is a stage, or an expert group where every file has the embedding and the head. Whole experts and
+    cut ones have equal shapes: `split`, or the arguments of the training that wrote the folder, tell them apart.
+    """
+    if library != "mindspeed":
+        raise ConfigError(
+            f"{folder}: expected parameters of MindSpeed-LLM (linear_qkv), or a folder of weights convert"
+        )
+    numbers = {name: [int(n) for n in re.findall(r"_(\d+)", name.partition("/")[0])] for name in files}
+    if len({len(each) for each in numbers.values()}) != 1 or len(next(iter(numbers.values()))) > 3:
+        raise ConfigError(f"{folder}: {', '.join(sorted(files)[:3])}, ...: expected mp_rank_TT[_PPP[_EEE]] alike")
+    both = all({_EMBEDDING, _HEAD} <= {n for chunk in file.chunks for n in chunk} for file in files.values())
+    places: dict[tuple[int, ...], RankFile] = {}
+    for name, place in numbers.items():
+        if len(place) < 3:
+            other = place[1] if len(place) == 2 else 0
+            place = [place[0], 0, other] if both else [place[0], other, 0]
+        places[tuple(place)] = files[name]
+    tp, pp, ep = (1 + max(place[axis] for place in places) for axis in range(3))
+    if len(places) != tp * pp * ep:
+        raise ConfigError(
+            f"{folder}: expected {tp * pp * ep} files of TP{tp} PP{pp} EP{ep}, found {len(places)}; copy the rest"
+        )
+    trained = getattr(next(iter(files.values())).more.get("args"), "moe_tp_extend_ep", None)
+    if tp == 1 or trained is False:
+        split = CUT_EXPERTS
+    elif trained:
+        split = WHOLE_EXPERTS
+    if split not in (WHOLE_EXPERTS, CUT_EXPERTS):
+        raise ConfigError(
+            f"{folder}: its files do not say how TP{tp} ranks share experts: expected --expert-split {WHOLE_EXPERTS} "
+            f"(whole experts, MindSpeed's --moe-tp-extend-ep) or {CUT_EXPERTS} (each cut over TP)"
+        )
+    stages = [[len(_layers(_of_model(chunk, set()))) for chunk in places[0, n, 0].chunks] for n in range(pp)]
+    return ParallelLayout(
+        tp * pp * ep,
+        tp=tp,
+        pp=pp,
+        vpp=len(stages[0]),
+        ep=ep * tp if split == WHOLE_EXPERTS else ep,
+        etp=1 if split == WHOLE_EXPERTS else tp,
+        layers_per_stage=tuple(stage[chunk] for chunk in range(len(stages[0])) for stage in stages),
+    )
+
+
+def folder_problems(folder: Path, progress: Callable[[int], None] = lambda _: None) -> Iterator[str]:
+    """Yield the records of a folder's files whose bytes have not the CRC-32 that the zip has of them."""
+    for path in sorted(_iteration(folder).glob(f"mp_rank_*/{FILE}")):
+        with zipfile.ZipFile(path) as file:
+            for info in file.infolist():
+                try:
+                    with file.open(info) as record:
+                        while block := record.read(1 << 22):
+                            progress(len(block))
+                except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+                    yield f"{path.relative_to(folder)}: {error}"
