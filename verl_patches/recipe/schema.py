@@ -419,11 +419,14 @@ class Objective:
     train the actor; rm and prm train the critic as a reward model of responses, or of steps.
     beta: of dpo, ipo and kto, the scale of the log-ratio to the reference model.
     label_smoothing: of dpo (cDPO), the share of pairs whose preference is taken to be the other way round.
+    desirable_weight, undesirable_weight: of kto, the weight of rows with label true, and of the others.
     """
 
     name: Annotated[str, one_of("rl", "sft", "dpo", "ipo", "kto", "rm", "prm")] = "rl"
     beta: Positive = 0.1
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    desirable_weight: NotNegative = 1.0
+    undesirable_weight: NotNegative = 1.0
 
 
 @dataclass
