@@ -162,15 +162,17 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _SECRET_NAME = re.compile(  # of a name's words in lower case, "_" before each, without numbers at its end
     r"_[a-z]*(?:secrets?|passwords?|passwd|passphrase|credentials?)(?:_|$)|_(?:authorization|bearer|cookies?)(?:_|$)"
     r"|_[a-z]*(?:api|auth|access|secret|private|signing)_?(?:keys?|token)(?:_|$)"
-    r"|_(?:license|hf|hub|wandb|account|encryption|ssh|bot|refresh|session)_?(?:keys?|token)(?:_|$)"
+    r"|_(?:hf|hub|wandb|swanlab|openai|github|gitlab|aws|db|ssh|license|account|encryption|bot|refresh|session)"
+    r"_?(?:keys?|token)(?:_|$)"
     r"|_(?:pass|o?auth|[a-z]*token)$|[a-z]_(?:pwd|pat)$"
 )
 _NO_SECRET_NAME = re.compile(  # where a secret is, whether there is one, tokens of text, and words that end like a key
     r"_(?:file|path|dir|sock|authentication)$|_(?:mon|tur|don|hot)key$"
     r"|_(?:eos|bos|pad|unk|sep|cls|mask|image|video|special|start|end|stop|max|min|num|n|new|per)_?token$"
 )
-_COUNT = re.compile(r"-?[0-9]{1,3}(\.[0-9]+)?")  # as the value of pass, auth or token no secret: n_pass=8
-_SWITCHES = {"yes", "no", "true", "false", "none", "null", "on", "off"}  # use_auth_token=true
+_HARMLESS = re.compile(  # NAME=value: a variable's, a switch's (use_auth_token=true) or a count (n_pass=8)
+    r"(?is)[^=]*=(?:\$.*|yes|no|true|false|none|null|on|off)|[^=]*(?:pass|auth|token)=-?[0-9]{1,3}(?:\.[0-9]+)?"
+)
 _SECRET_VALUE = re.compile(
     r"\bhf_[A-Za-z0-9]{20}|(?<![\w/.-])sk-[A-Za-z0-9_-]{20,}(?![\w/-])"  # no folder of a path: /data/sk-NAME/x
     r"|\bgh[pousr]_[A-Za-z0-9]{30}|\bgithub_pat_\w{20}|\bglpat-[\w-]{20}"
@@ -197,22 +199,17 @@ def is_secret_value(text: str) -> bool:
 
 def is_secret(key: str, value: Any) -> bool:
     """Return whether a key of a configuration, or an option, has a secret as its value; $NAME refers to one."""
-    is_text = isinstance(value, str) and bool(value.strip())
-    return is_text and (is_secret_value(value) or _is_secret_by_name(key, value))
-
-
-def _is_secret_by_name(name: str, value: str) -> bool:
-    if value[:1] == "$" or value.lower() in _SWITCHES:
+    if not isinstance(value, str) or not value.strip():
         return False
-    counts = _COUNT.fullmatch(value) and name.lower().endswith(("pass", "auth", "token"))
-    return not counts and is_secret_variable(name)
+    return is_secret_value(value) or (is_secret_variable(key) and not _HARMLESS.fullmatch(f"{key}={value}"))
 
 
 def secret_options(words: Sequence[str]) -> list[str]:
     """Return the names of secrets among the words of a command: NAME=value, --name=value, --name value."""
     pairs = [(given[1], given[2]) for word in words for given in _GIVEN.finditer(word)]
-    pairs += [(name, word) for name, word in zip(words, words[1:], strict=False) if name[:1] == "-" and word[:1] != "-"]
-    named = [name.strip("-") for name, value in pairs if "=" not in name and _is_secret_by_name(name, value)]
+    pairs += [(name, word) for name, word in zip(words, words[1:], strict=False) if re.match("-[^=]*$", name)]
+    secrets = [name for name, word in pairs if word[:1] != "-" and is_secret_variable(name) and is_secret(name, word)]
+    named = [name.strip("-") for name in secrets]
     return named or ["a word" for word in words if is_secret_value(word)]
 
 

@@ -34,6 +34,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ("recipe.train.layers_per_stage=[3,0]", r"layers_per_stage is \[3, 0\]"),
     ("recipe.run=é", "in quotes"),
     ("~trainer.n_gpus_per_node", "trainer.n_gpus_per_node is missing"),
+    (f"{ROLLOUT}.engine_kwargs=null", f"{ROLLOUT}.engine_kwargs is null; expected a section"),
     ("data.custom_cls.path=mine.py", "needs data.custom_cls.name"),
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_by_its_key(override, words):
@@ -56,6 +57,7 @@ def test_code_of_a_models_folder_runs_where_that_is_plainly_wanted():
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a/global_step_3"],
         [f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.val_kwargs.temperature=0"],
         [f"{ACTOR}.shuffle=true", f"{ACTOR}.data_loader_seed=1"],
+        [f"{ROLLOUT}.engine_kwargs.vllm=null"],
     ],
 )
 def test_the_alternatives_that_refusals_name_compose(overrides):

@@ -454,7 +454,7 @@ class Recipe:
     num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
     all. The model's folder stays as it is, with random init or weights. layers_per_stage for all layers is balanced
     again.
-    added_keys: keys that verl's own file does not list, given as +key=value, which code of the user's reads.
+    added_keys: keys, or sections, that verl's own file does not list, given as +key=value, which the user's code reads.
     resume_other_data: resume from a checkpoint whose data (number of rows, bytes of the files) were others.
     rewards: the parts of a response's reward; keys of each are those of recipe.rewards[] below. null:
     custom_reward_function, the short form of one entry of name python, or without its path verl's own scores by
