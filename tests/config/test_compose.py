@@ -116,13 +116,13 @@ def test_a_damaged_file_is_refused_by_name_and_line(configs, name):
 
 
 @pytest.mark.parametrize(("name", "old", "new", "words"), [
-    ("deepseekv3_tiny_cpu", b"defaults: [", b"defaults: [deepseekv3_tiny_cpu, ", "expected defaults that end"),
+    ("deepseekv3_tiny_cpu", b"defaults: [", b"defaults: [deepseekv3_tiny_cpu, ", "its defaults lead back"),
     ("algo/grpo", b"\n", b" caf\xe9\n", "'utf-8' codec can't decode"),
 ])  # fmt: skip
 def test_a_file_that_includes_itself_or_is_not_in_utf_8_is_refused_by_name(configs, name, old, new, words):
     file = configs / f"{name}.yaml"
     file.write_bytes(file.read_bytes().replace(old, new, 1))
-    with pytest.raises(ConfigError, match=f"^{file}: .*{words}"):
+    with pytest.raises(ConfigError, match=f"^{file}.*: .*{words}"):
         compose_config(TINY)
 
 

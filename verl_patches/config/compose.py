@@ -185,7 +185,8 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     if isinstance(error, YAMLError):
         return f"config {name}: {' '.join(str(error).split())}"
     if isinstance(error, RecursionError):
-        return f"{CONFIGS_DIR / name}.yaml: expected defaults that end, found a file that they name again, or itself"
+        fault = "defaults lead back to one of their own files, or an override has hundreds of brackets"
+        return f"{CONFIGS_DIR / name}.yaml is nested too deeply: its {fault}"
     if isinstance(error, UnicodeDecodeError):
         for file in CONFIGS_DIR.rglob("*.yaml"):
             read_yaml(file)  # its ConfigError names the file
