@@ -158,10 +158,20 @@ _TYPES |= {"null": "null", "object": "a section"}
 
 # -- secrets: what is never written to a file or a log, by the name of a key or variable and by the form of a value ----
 
-_SECRET_NAME = re.compile(  # at its end, with a number or not; in capitals, as variables are, also any key or token
-    r"(?:(?i:secrets?|passw(?:or)?d|passphrase|credentials?|authorization|^auth|^token"
-    r"|(?:api|auth|access|secret|private|signing)[_-]?key|(?:hf|hub|auth|access|refresh|session|bot)_?token)"
-    r"|TOKEN|(?:^|_)(?:KEY|PASS|AUTH)|_PWD|_PAT)_?\d*$"
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_SECRET_NAME = re.compile(  # of a name's words in lower case, "_" before each, without numbers at its end
+    r"_[a-z]*(?:secrets?|passwords?|passwd|passphrase|credentials?)(?:_|$)|_(?:authorization|bearer|cookies?)(?:_|$)"
+    r"|_[a-z]*(?:api|auth|access|secret|private|signing)_?(?:keys?|token)(?:_|$)"
+    r"|_(?:hf|hub|wandb|swanlab|openai|github|gitlab|aws|db|ssh|license|account|encryption|bot|refresh|session)"
+    r"_?(?:keys?|token)(?:_|$)"
+    r"|_(?:pass|o?auth|[a-z]*token)$|[a-z]_(?:pwd|pat)$"
+)
+_NO_SECRET_NAME = re.compile(  # where a secret is, whether there is one, tokens of text, and words that end like a key
+    r"_(?:file|path|dir|sock|authentication)$|_(?:mon|tur|don|hot)key$"
+    r"|_(?:eos|bos|pad|unk|sep|cls|mask|image|video|special|start|end|stop|max|min|num|n|new|per)_?token$"
+)
+_HARMLESS = re.compile(  # NAME=value: a variable's, a switch's (use_auth_token=true) or a count (n_pass=8)
+    r"(?is)[^=]*=(?:\$.*|yes|no|true|false|none|null|on|off)|[^=]*(?:pass|auth|token)=-?[0-9]{1,3}(?:\.[0-9]+)?"
 )
 _SECRET_VALUE = re.compile(
     r"\bhf_[A-Za-z0-9]{20}|(?<![\w/.-])sk-[A-Za-z0-9_-]{20,}(?![\w/-])"  # no folder of a path: /data/sk-NAME/x
@@ -173,8 +183,13 @@ _GIVEN = re.compile(r"([\w.-]+)=(?=([^,;\s]+))")  # --export=NAME=value is two o
 
 
 def is_secret_variable(name: str) -> bool:
-    """Return whether a name says that its value is a secret: HF_TOKEN, DB_PASS, api_key; not eos_token, prompt_key."""
-    return _SECRET_NAME.search(name) is not None
+    """Return whether a name says that its value is a secret: HF_TOKEN, DB_PASS, api_key; not eos_token, prompt_key.
+
+    In capitals, as variables are, any KEY is one: SSH_KEY, OPENAIKEY.
+    """
+    words = "".join(f"_{word.lower()}" for word in _WORD.findall(name)).rstrip("_0123456789")
+    found = _SECRET_NAME.search(words) or (name.isupper() and words.endswith("key"))
+    return bool(found) and not _NO_SECRET_NAME.search(words)
 
 
 def is_secret_value(text: str) -> bool:
@@ -184,15 +199,17 @@ def is_secret_value(text: str) -> bool:
 
 def is_secret(key: str, value: Any) -> bool:
     """Return whether a key of a configuration, or an option, has a secret as its value; $NAME refers to one."""
-    is_text = isinstance(value, str) and bool(value.strip())
-    return is_text and (is_secret_value(value) or (value[0] != "$" and is_secret_variable(key)))
+    if not isinstance(value, str) or not value.strip():
+        return False
+    return is_secret_value(value) or (is_secret_variable(key) and not _HARMLESS.fullmatch(f"{key}={value}"))
 
 
 def secret_options(words: Sequence[str]) -> list[str]:
     """Return the names of secrets among the words of a command: NAME=value, --name=value, --name value."""
     pairs = [(given[1], given[2]) for word in words for given in _GIVEN.finditer(word)]
-    pairs += [(name, word) for name, word in zip(words, words[1:], strict=False) if name[:1] == "-" and "=" not in word]
-    named = [name.strip("-") for name, value in pairs if value[:1] not in "$-" and is_secret_variable(name)]
+    pairs += [(name, word) for name, word in zip(words, words[1:], strict=False) if re.match("-[^=]*$", name)]
+    secrets = [name for name, word in pairs if word[:1] != "-" and is_secret_variable(name) and is_secret(name, word)]
+    named = [name.strip("-") for name in secrets]
     return named or ["a word" for word in words if is_secret_value(word)]
 
 

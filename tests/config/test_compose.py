@@ -115,6 +115,17 @@ def test_a_damaged_file_is_refused_by_name_and_line(configs, name):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "old", "new", "words"), [
+    ("deepseekv3_tiny_cpu", b"defaults: [", b"defaults: [deepseekv3_tiny_cpu, ", "its defaults lead back"),
+    ("algo/grpo", b"\n", b" caf\xe9\n", "'utf-8' codec can't decode"),
+])  # fmt: skip
+def test_a_file_that_includes_itself_or_is_not_in_utf_8_is_refused_by_name(configs, name, old, new, words):
+    file = configs / f"{name}.yaml"
+    file.write_bytes(file.read_bytes().replace(old, new, 1))
+    with pytest.raises(ConfigError, match=f"^{file}.*: .*{words}"):
+        compose_config(TINY)
+
+
 def test_a_key_of_ours_that_verl_does_not_have_is_refused(configs):
     text = (configs / "deepseekv3_tiny.yaml").read_text().replace("_self_]", "_self_, algo: grpo]")
     for key, wrong, full in (("train_batch_size", "train_batch_sice", "data.{}"), ("line", "lime", "recipe.{}")):
@@ -219,7 +230,10 @@ actor_rollout_ref.model.override_config.model_config.rope_theta
 def test_added_keys_that_are_read_pass(line):
     config = compose_config(TINY, [f"recipe.line={line}", *(f"+{key}=1" for key in ADDED.split())])
     assert [OmegaConf.select(config, key) for key in ADDED.split()] == [1] * 6
-    assert compose_config(TINY, ["recipe.added_keys=[trainer.own.key]", "+trainer.own.key=2"]).trainer.own.key == 2
+    for own in ("trainer.own.key", "trainer.own", "trainer.own.*"):
+        assert compose_config(TINY, [f"recipe.added_keys=[{own}]", "+trainer.own={key: 2}"]).trainer.own.key == 2
+    with pytest.raises(ConfigError, match="unknown key trainer.owner"):
+        compose_config(TINY, ["recipe.added_keys=[trainer.own]", "+trainer.owner=2"])
 
 
 def test_a_key_that_only_one_line_reads_is_refused_on_the_other():

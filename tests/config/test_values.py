@@ -34,6 +34,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ("recipe.train.layers_per_stage=[3,0]", r"layers_per_stage is \[3, 0\]"),
     ("recipe.run=é", "in quotes"),
     ("~trainer.n_gpus_per_node", "trainer.n_gpus_per_node is missing"),
+    (f"{ROLLOUT}.engine_kwargs=null", f"{ROLLOUT}.engine_kwargs is null; expected a section"),
     ("data.custom_cls.path=mine.py", "needs data.custom_cls.name"),
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_by_its_key(override, words):
@@ -56,6 +57,7 @@ def test_code_of_a_models_folder_runs_where_that_is_plainly_wanted():
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a/global_step_3"],
         [f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.val_kwargs.temperature=0"],
         [f"{ACTOR}.shuffle=true", f"{ACTOR}.data_loader_seed=1"],
+        [f"{ROLLOUT}.engine_kwargs.vllm=null"],
     ],
 )
 def test_the_alternatives_that_refusals_name_compose(overrides):
@@ -121,12 +123,14 @@ def test_any_of_many_values_is_refused_or_checked(key, value):
 SECRET_NAMES = """
 HF_TOKEN HFTOKEN TOKEN APIKEY WANDB_API_KEY KEY SSH_KEY BASIC_AUTH DB_PASS PASSWORD PGPASSWORD REGISTRY_PASSWD MYSQL_PWD
 GITHUB_PAT AWS_SECRET_ACCESS_KEY CLIENT_SECRET CREDENTIALS accessKey hfToken HF_TOKEN_2 SSH_KEY2 hf_token token auth
-api_key clientSecret
+api_key clientSecret AWS_ACCESS_KEY_ID WANDBKEY SESSION_COOKIE OPENAIKEY wandb_token wandb_key api_token bearer_token
+license_key hub_key hf_key db_pass db_pwd x_auth cookie passwords secret_value my_password_prod gitlab_token
+swanlab_token sas_token account_key encryption_key
 """
 OTHER_NAMES = """
 MAX_TOKEN_NUM KEY_CACHE_SIZE AUTH_MODE TOKENIZERS_PARALLELISM MAX_TOKENS PATH PWD COMPASS BYPASS AUTHOR MONKEY
 HF_TOKEN_PATH SSH_AUTH_SOCK KEY_FILE prompt_key reward_fn_key eos_token tokenizer num_key_value_heads key pass_at_k
-PasswordAuthentication
+PasswordAuthentication val_pass_k max_token pad_token num_tokens OLDPWD author
 """
 
 
@@ -134,6 +138,7 @@ def test_secrets_are_known_by_name():
     assert [name for name in SECRET_NAMES.split() if not is_secret_variable(name)] == []
     assert [name for name in OTHER_NAMES.split() if is_secret_variable(name)] == []
     assert is_secret("hf_token", "x") and not any(is_secret("hf_token", value) for value in ("", 3, None, "$HF_TOKEN"))
+    assert not is_secret("n_pass", "8") and not is_secret("use_auth_token", "true") and is_secret("password", "8")
 
 
 def test_secrets_are_known_by_their_form():
@@ -156,6 +161,12 @@ def test_secrets_are_found_among_the_words_of_a_command():
     assert sorted(secret_options(words.split())) == ["DB_PASS", "HFTOKEN", "api-key", "password"]
     assert secret_options(["bash", "-ec", "login --token hf_" + "a" * 24]) == ["a word"]
     assert secret_options(["-o", "PasswordAuthentication=no", "bash", "-c", "A_TOKEN=$(cat f) train --pass 8"]) == []
+
+
+@pytest.mark.parametrize("option", "token auth hf-token access-token pass db-pass wandb-key".split())
+def test_a_secret_option_of_a_command_is_found_in_both_forms(option):
+    assert secret_options(["run", f"--{option}", "abc="]) == secret_options([f"--{option}=abc"]) == [option]
+    assert secret_options(["run", f"--{option}", "$ABC", f"--{option}", "--other", f"--{option}=$ABC"]) == []
 
 
 @pytest.mark.parametrize(

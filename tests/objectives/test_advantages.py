@@ -46,7 +46,8 @@ def rows(objective, seed=0):
 
 
 def settings_of(objective, **more):
-    return SimpleNamespace(name=objective, **{"beta": 0.2, "label_smoothing": 0.0, **more})
+    kinds = {"beta": 0.2, "label_smoothing": 0.0, "desirable_weight": 1.3, "undesirable_weight": 0.7}
+    return SimpleNamespace(name=objective, **{**kinds, **more})
 
 
 class Model:
@@ -102,7 +103,7 @@ def direct_loss(settings, batch, uids, model):
         return losses.ipo(ratios[first], ratios[second], settings.beta)[0]
     if settings.name == "dpo":
         return losses.dpo(ratios[first], ratios[second], settings.beta, settings.label_smoothing)[0]
-    return losses.kto(ratios[first], ratios[second], batch[LABEL][first], settings.beta)[0]
+    return losses.kto(ratios[first], ratios[second], batch[LABEL][first], settings)[0]
 
 
 def gradient_of_update(batch, model, micro, of_values=False, mode="seq-mean-token-sum"):

@@ -56,15 +56,17 @@ def test_equal_policies_have_the_losses_of_no_preference():
     assert float(losses.ipo(zeros, zeros, 0.1)[0]) == pytest.approx(25)
 
 
-def trl_kto(beta, policy, reference, of_kl, desirable):
+def trl_kto(settings, policy, reference, of_kl, desirable):
     from trl import KTOTrainer
 
     accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda found: found)
-    weights = {"beta": beta, "desirable_weight": 1.0, "undesirable_weight": 1.0}
-    trainer = SimpleNamespace(calculate_KL=True, loss_type="kto", accelerator=accelerator, **weights)
+    trainer = SimpleNamespace(calculate_KL=True, loss_type="kto", accelerator=accelerator, **vars(settings))
     kinds = [side[of] for side in (policy, reference) for of in (desirable, ~desirable)]
     found, *_, kl = KTOTrainer.kto_loss(trainer, *kinds[:2], of_kl[0], *kinds[2:], of_kl[1])
     return found.nanmean(), kl
+
+
+SETTINGS = SimpleNamespace(beta=0.2, desirable_weight=1.3, undesirable_weight=0.7)
 
 
 @pytest.mark.parametrize("kl_sign", [1, -1])  # a negative estimate counts as 0
@@ -73,12 +75,12 @@ def test_kto_is_that_of_trl_with_the_kl_of_the_batch(kl_sign, kinds):
     policy, reference, *of_kl = log_probs(1)
     of_kl = sorted(of_kl, key=lambda each: -kl_sign * float(each.sum()))
     desirable = torch.tensor([True, False, True, True, False, False]) | (kinds == "desirable")
-    theirs, their_kl = trl_kto(0.2, policy, reference, of_kl, desirable)
-    loss, metrics = losses.kto(policy - reference, of_kl[0] - of_kl[1], desirable, 0.2)
+    theirs, their_kl = trl_kto(SETTINGS, policy, reference, of_kl, desirable)
+    loss, metrics = losses.kto(policy - reference, of_kl[0] - of_kl[1], desirable, SETTINGS)
     assert float(loss) == pytest.approx(float(theirs), rel=1e-14)
     assert float(metrics["kl"]) == pytest.approx(float(their_kl)) and (float(metrics["kl"]) > 0) == (kl_sign > 0)
     assert ("margin" in metrics) == (kinds == "both")
-    of_rows = losses.kto(policy - reference, policy - reference, desirable, 0.2)
+    of_rows = losses.kto(policy - reference, policy - reference, desirable, SETTINGS)
     assert of_rows[0] != loss or kl_sign < 0  # control: a KL of the rows themselves
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,12 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     """Hydra's error as one sentence that says what to change."""
     if isinstance(error, YAMLError):
         return f"config {name}: {' '.join(str(error).split())}"
+    if isinstance(error, RecursionError):
+        fault = "defaults lead back to one of their own files, or an override has hundreds of brackets"
+        return f"{CONFIGS_DIR / name}.yaml is nested too deeply: its {fault}"
+    if isinstance(error, UnicodeDecodeError):
+        for file in CONFIGS_DIR.rglob("*.yaml"):
+            read_yaml(file)  # its ConfigError names the file
     texts, cause = [], error
     while cause is not None:
         texts += [str(cause).strip()] if str(cause).strip() else []
@@ -215,7 +222,8 @@ def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
     hint = "verl's own file has no such key; recipe.added_keys=[KEY] passes one that your code reads"
     for key in _keys(config):
         above = any(other.startswith(f"{key}.") for other in known)
-        allowed = key in config.recipe.added_keys or key.startswith(free) or pins.may_be_added(key, line)
+        own = any(fnmatchcase(key, name) or key.startswith(f"{name}.") for name in config.recipe.added_keys)
+        allowed = own or key.startswith(free) or pins.may_be_added(key, line)
         if key not in known and not above and not allowed:
             faults.append(refusal_of(config, key) or f"nothing would act on {unknown_key(key, known, hint)}")
     if faults:

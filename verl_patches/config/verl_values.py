@@ -221,10 +221,18 @@ def check_verl_values(config: Mapping[str, Any], base: Mapping[str, Any]) -> Non
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(faults))
 
 
+_MAY_BE_NULL = "actor_rollout_ref.rollout.engine_kwargs.vllm"  # a section of verl's that may be null
+
+
 def _deleted(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
     """Keys of verl's configuration that an override has removed, by ~key or by another value of their section."""
-    left = [f"{key}." for key, _ in leaves(config)]
-    if gone := [key for key, _ in leaves(base) if not any(each.startswith(f"{key}.") for each in left)]:
+    left, required = dict(leaves(config)), [key for key, _ in leaves(base)]
+    if left.get(_MAY_BE_NULL, {}) is None:
+        required = [key for key in required if not key.startswith(f"{_MAY_BE_NULL}.")]
+    values = [key for key in left if left[key] != {} and any(name.startswith(f"{key}.") for name in required)]
+    if values:
+        return [f"{key} is {'null' if left[key] is None else left[key]}; expected a section" for key in values]
+    if gone := [key for key in required if not any(f"{each}.".startswith(f"{key}.") for each in left)]:
         keys = ", ".join(gone[:3])
         return [f"{keys} is missing; expected verl's own key, which an override ~key, or of its section, removes"]
     return []

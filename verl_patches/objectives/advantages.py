@@ -100,7 +100,7 @@ class FixedData:
             return losses.dpo(ratios[first], ratios[second], settings.beta, settings.label_smoothing)
         if settings.name == "ipo":
             return losses.ipo(ratios[first], ratios[second], settings.beta)
-        return losses.kto(ratios[first], ratios[second], batch[LABEL][first], settings.beta)
+        return losses.kto(ratios[first], ratios[second], batch[LABEL][first], settings)
 
     def _of_values(self, values: torch.Tensor, batch: Mapping[str, Any], mask: torch.Tensor, uids: Any) -> Any:
         if self.settings.name == "prm":

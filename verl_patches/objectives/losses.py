@@ -6,6 +6,8 @@ loss, a scalar with gradients, and {metric: scalar}. dpo, ipo and kto are those 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
@@ -30,21 +32,22 @@ def ipo(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> Loss:
     return losses.mean(), preference_metrics(beta * chosen, beta * rejected)
 
 
-def kto(log_ratios: torch.Tensor, of_kl: torch.Tensor, desirable: torch.Tensor, beta: float) -> Loss:
+def kto(log_ratios: torch.Tensor, of_kl: torch.Tensor, desirable: torch.Tensor, settings: Any) -> Loss:
     """KTO (arXiv:2402.01306) of unpaired rows, log-ratios and `desirable` (bool) [P].
 
     of_kl [P]: log-ratios of each prompt with another row's response; their mean, at least 0, is the KL, without
-    gradients. Both kinds of rows weigh equally.
+    gradients. settings: beta, desirable_weight, undesirable_weight.
     """
     kl = of_kl.detach().mean().clamp(min=0)
     signs = torch.where(desirable, 1.0, -1.0)
-    gains = beta * (log_ratios - kl) * signs
-    rewards, metrics = beta * log_ratios.detach(), {"kl": kl, "accuracy": (gains > 0).double().mean()}
+    gains = settings.beta * (log_ratios - kl) * signs
+    weights = log_ratios.new_tensor((settings.undesirable_weight, settings.desirable_weight))[desirable.long()]
+    rewards, metrics = settings.beta * log_ratios.detach(), {"kl": kl, "accuracy": (gains > 0).double().mean()}
     kinds = {"chosen_reward": rewards[desirable], "rejected_reward": rewards[~desirable]}
     metrics |= {name: found.mean() for name, found in kinds.items() if len(found)}  # a batch may lack one kind
     if len(metrics) == 4:
         metrics["margin"] = metrics["chosen_reward"] - metrics["rejected_reward"]
-    return (1 - torch.sigmoid(gains)).mean(), metrics
+    return (weights * (1 - torch.sigmoid(gains))).mean(), metrics
 
 
 def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor) -> Loss:

@@ -419,11 +419,14 @@ class Objective:
     train the actor; rm and prm train the critic as a reward model of responses, or of steps.
     beta: of dpo, ipo and kto, the scale of the log-ratio to the reference model.
     label_smoothing: of dpo (cDPO), the share of pairs whose preference is taken to be the other way round.
+    desirable_weight, undesirable_weight: of kto, the weight of rows with label true, and of the others.
     """
 
     name: Annotated[str, one_of("rl", "sft", "dpo", "ipo", "kto", "rm", "prm")] = "rl"
     beta: Positive = 0.1
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    desirable_weight: NotNegative = 1.0
+    undesirable_weight: NotNegative = 1.0
 
 
 @dataclass
@@ -451,7 +454,7 @@ class Recipe:
     num_hidden_layers: train and serve only the model's first N layers, with its embedding, final norm and head; null:
     all. The model's folder stays as it is, with random init or weights. layers_per_stage for all layers is balanced
     again.
-    added_keys: keys that verl's own file does not list, given as +key=value, which code of the user's reads.
+    added_keys: keys, or sections, that verl's own file does not list, given as +key=value, which the user's code reads.
     resume_other_data: resume from a checkpoint whose data (number of rows, bytes of the files) were others.
     rewards: the parts of a response's reward; keys of each are those of recipe.rewards[] below. null:
     custom_reward_function, the short form of one entry of name python, or without its path verl's own scores by
