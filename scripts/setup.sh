@@ -77,6 +77,9 @@ with_progress() { # run a command: its own progress on a terminal; else into the
 }
 
 pip_failed() {
+    ! grep -qs "DO NOT MATCH THE HASHES" "$log" ||
+        die "pip could not $1: a file of the index differs from the pinned one (its name and both hashes are in $log). Use another" \
+            "index (PIP_INDEX_URL); where the pinned file was replaced on purpose, run scripts/lock_hashes.py and review its diff"
     die "pip could not $1 (its words are above). Mostly this is the network, the index (PIP_INDEX_URL) or the disk: put that" \
         "right and run this again; what is done is kept"
 }
@@ -131,7 +134,7 @@ install_all() { # into an environment that runs; every step leaves alone what is
         torch=$(grep '^torch==' <<<"$damaged" || true)
         [ -z "$torch" ] || with_progress "${pip[@]}" "${index[@]}" --no-deps --ignore-installed "$torch" || pip_failed "put back torch"
         # shellcheck disable=SC2086 # one word each
-        with_hashes ${damaged/"$torch"/} >"$venv/setup-damaged.txt"
+        with_hashes $(sed '/^torch==/d; s/+.*//' <<<"$damaged") >"$venv/setup-damaged.txt"
         [ ! -s "$venv/setup-damaged.txt" ] ||
             with_progress "${pip[@]}" --no-deps --no-build-isolation --ignore-installed -r "$venv/setup-damaged.txt" ||
             pip_failed "put back damaged packages"
