@@ -307,7 +307,8 @@ HOST_ROWS = (
         "room for what the run writes", "free some, or take another folder: recipe.output_root, "
         "trainer.default_local_dir, TMPDIR", _disk),
     NodeCheck("memory", "size of /dev/shm, available memory and the container's limit",
-        "room for Ray's object store and the workers", "ps aux --sort -rss | head names the largest programs: end them", _memory),
+        "room for Ray's object store and the workers",
+        "ps aux --sort -rss | head names the largest programs: end them", _memory),
     NodeCheck("limits", "ulimit, and the container's pids.max", "large enough, by platform",
         "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",
         _limits),
