@@ -116,7 +116,7 @@ def test_lines_before_a_report_are_left_out_and_nodes_of_one_address_are_two(pro
     answer["nodes"][1]["answer"]["output"] = "a warning\n" + answer["nodes"][1]["answer"]["output"]
     across, own = compared(production, answer)
     assert "nodes: report" not in across and ray_nodes._interface(answer["nodes"][1]["answer"]["output"]) == "eth0"
-    assert [one.where for one in own if one.name == "disk"] == ["10.0.0.0 (0), 10.0.0.2", "10.0.0.0 (1)"]
+    assert [one.where for one in own if one.name == "disk"] == ["10.0.0.2, 10.0.0.0 (0)", "10.0.0.0 (1)"]
 
 
 def test_a_ray_that_does_not_answer_is_a_problem_and_this_node_is_checked():

@@ -73,7 +73,8 @@ def compared(node: Node, answer: Mapping[str, Any]) -> Examined:
 def _by_place(answer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the nodes by address; where several nodes have one address, by address and Ray's id."""
     number = Counter(one["address"] for one in answer["nodes"])
-    return {one["address"] + f" ({one['id']})" * (number[one["address"]] > 1): one for one in answer["nodes"]}
+    unique = {one["address"]: one for one in answer["nodes"] if number[one["address"]] == 1}
+    return unique | {f"{one['address']} ({one['id']})": one for one in answer["nodes"] if number[one["address"]] > 1}
 
 
 def _report(node: Mapping[str, Any]) -> tuple[list[Finding], dict[str, Any]] | None:

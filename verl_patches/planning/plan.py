@@ -91,12 +91,8 @@ def plan_without_layout(
     lists: dict[str, list] = {"patches": [], "environment": [], "commands": []}
     checks, given = [Check(error.side, False, error.reason)], [config_name, *trees.option, *workload.option, *overrides]
     plan = {"config": config_name, "ok": False, "checks": [asdict(check) for check in checks]}
-    return {
-        **plan,
-        **dict.fromkeys(nothing),
-        **lists,
-        **_verdict(checks, None, [], _search_command(error.config, given)),
-    }
+    verdict = _verdict(checks, None, [], _search_command(error.config, given))
+    return {**plan, **dict.fromkeys(nothing), **lists, **verdict}
 
 
 def figures_of(run: RunSpec, checks: Iterable[Check], workload: Workload) -> tuple[list[Check], dict[str, Any]]:
