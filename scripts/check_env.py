@@ -68,7 +68,7 @@ def package_findings(pins: dict[str, str], dists: dict[str, metadata.Distributio
             yield f"missing {pin}"
         elif is_damaged(dist):
             local = "+" in dist.version  # then the same build again
-            yield f"damaged {name}=={dist.version}" if local else f"damaged {pin}"
+            yield f"damaged {pin.partition('==')[0]}=={dist.version}" if local else f"damaged {pin}"
 
 
 def project_findings(root: Path, dists: dict[str, metadata.Distribution]) -> Iterator[str]:

@@ -61,9 +61,9 @@ find_python() { # a Python 3.11 that runs and that is not the environment to be 
 }
 
 job=''
-with_progress() { # run a command: its own progress on a terminal; else into the log, with a line every 15 s
+with_progress() { # run a command: its own progress on a terminal, errors also into the log; else all there, a line every 15 s
     local status=0 waited=0
-    if [ -t 1 ]; then "$@" || status=$?; return "$status"; fi
+    if [ -t 1 ]; then { "$@" 2>&1 >&3 | tee "$log" >&2; } 3>&1 || status=$?; return "$status"; fi
     "$@" >"$log" 2>&1 &
     job=$!
     while kill -0 "$job" 2>/dev/null; do
@@ -77,6 +77,9 @@ with_progress() { # run a command: its own progress on a terminal; else into the
 }
 
 pip_failed() {
+    ! grep -qs "DO NOT MATCH THE HASHES" "$log" ||
+        die "pip could not $1: a file of the index differs from the pinned one (its name and both hashes are in $log). Use another" \
+            "index (PIP_INDEX_URL); where the pinned file was replaced on purpose, run scripts/lock_hashes.py and review its diff"
     die "pip could not $1 (its words are above). Mostly this is the network, the index (PIP_INDEX_URL) or the disk: put that" \
         "right and run this again; what is done is kept"
 }
@@ -119,7 +122,8 @@ install_torch() { # the CPU build if an index offers it; no other package gets t
 install_all() { # into an environment that runs; every step leaves alone what is right already
     local setuptools damaged torch
     setuptools=$(pin_of setuptools)
-    [ -z "$setuptools" ] || with_hashes "$setuptools" | "${pip[@]}" -q --no-deps -r /dev/stdin || pip_failed "install $setuptools"
+    [ -z "$setuptools" ] || with_hashes "$setuptools" | "${pip[@]}" -q --no-deps -r /dev/stdin 2>&1 | tee "$log" >&2 ||
+        pip_failed "install $setuptools"
     install_torch
     say "$(cat "$main_pins" "$nodeps_pins" | grep -c '^[^#]*==') pinned packages"
     # --no-deps: the two files are the whole list, nothing unpinned comes along; build with the pinned setuptools. Their hashes make
@@ -130,8 +134,8 @@ install_all() { # into an environment that runs; every step leaves alone what is
         say "putting back what is damaged: $(paste -sd' ' <<<"$damaged" | cut -c1-90)"
         torch=$(grep '^torch==' <<<"$damaged" || true)
         [ -z "$torch" ] || with_progress "${pip[@]}" "${index[@]}" --no-deps --ignore-installed "$torch" || pip_failed "put back torch"
-        # shellcheck disable=SC2086 # one word each
-        with_hashes ${damaged/"$torch"/} >"$venv/setup-damaged.txt"
+        # shellcheck disable=SC2046 # one word each; pins have no local version part
+        with_hashes $(sed '/^torch==/d; s/+.*//' <<<"$damaged") >"$venv/setup-damaged.txt"
         [ ! -s "$venv/setup-damaged.txt" ] ||
             with_progress "${pip[@]}" --no-deps --no-build-isolation --ignore-installed -r "$venv/setup-damaged.txt" ||
             pip_failed "put back damaged packages"

@@ -21,6 +21,7 @@ ahead of this node's, and how exactly that is known. `probes`: {name: {measured,
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -373,10 +374,16 @@ def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str
     return {"measured": measured, "world": world}
 
 
+def read_report(output: str) -> dict[str, Any]:
+    """Return the JSON object that begins with the first line that begins with `{`; ValueError where there is none."""
+    lines = output.splitlines(keepends=True)
+    return json.loads("".join(itertools.dropwhile(lambda line: not line.startswith("{"), lines)))
+
+
 def _interface(output: str) -> str | None:
     """Return the interface of the one node in a report of `doctor --this-node --json`; None where there is none."""
     try:
-        return json.loads(output)["nodes"][0]["interface"]
+        return read_report(output)["nodes"][0]["interface"]
     except (ValueError, LookupError, TypeError):
         return None
 

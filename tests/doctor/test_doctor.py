@@ -10,6 +10,7 @@ from dataclasses import asdict
 import pytest
 
 from tests.runs import composed
+from verl_patches import ray_nodes
 from verl_patches.cli import doctor as command
 from verl_patches.doctor import doctor
 from verl_patches.doctor.node_checks import Node
@@ -101,6 +102,21 @@ def test_one_node_that_differs_is_named(production, changes, name, text):
     across, _ = compared(production, answer_of(**changes))
     wrong = {key: one for key, one in across.items() if one.state == "problem"}
     assert list(wrong) == [name] and text in wrong[name].found and wrong[name].todo
+
+
+@pytest.mark.parametrize("output", ['{"rows": []} {}', '{"rows": [{"name": "disk"}], "nodes": [{}]}', '{"rows": 1}'])
+def test_output_that_is_no_report_of_this_checkout_is_a_problem_of_its_node(production, output):
+    across, own = compared(production, answer_of(answer={"code": 0, "output": output, "error": ""}))
+    assert across["nodes: report"].where == "10.0.0.1" and "no report" in across["nodes: report"].found
+    assert {one.where for one in own} == {"all 2 nodes"}
+
+
+def test_lines_before_a_report_are_left_out_and_nodes_of_one_address_are_two(production):
+    answer = answer_of(found="full", address="10.0.0.0")
+    answer["nodes"][1]["answer"]["output"] = "a warning\n" + answer["nodes"][1]["answer"]["output"]
+    across, own = compared(production, answer)
+    assert "nodes: report" not in across and ray_nodes._interface(answer["nodes"][1]["answer"]["output"]) == "eth0"
+    assert [one.where for one in own if one.name == "disk"] == ["10.0.0.2, 10.0.0.0 (0)", "10.0.0.0 (1)"]
 
 
 def test_a_ray_that_does_not_answer_is_a_problem_and_this_node_is_checked():

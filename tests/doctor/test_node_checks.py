@@ -181,6 +181,20 @@ def test_limits_and_memory(make_node, tmp_path, monkeypatch):
     assert memory.state == "problem" and "771.5 by the workers" in memory.expected  # docs/256-die-runbook.md
 
 
+@pytest.mark.parametrize(("folder", "names"), [
+    (".", ("memory.max", "memory.current", "inactive_file")),
+    ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+])  # fmt: skip
+def test_the_limit_of_a_container_bounds_the_memory(tmp_path, folder, names):
+    limit, used, cache = names
+    (tmp_path / folder).mkdir(exist_ok=True)
+    for name, text in {limit: 6 << 20, used: 5 << 20, "memory.stat": f"anon 1\n{cache} {2 << 20}"}.items():
+        (tmp_path / folder / name).write_text(f"{text}\n")
+    assert node_checks.available_bytes(tmp_path) == 3 << 20
+    (tmp_path / folder / limit).write_text(f"{'max' if folder == '.' else 1 << 62}\n")
+    assert node_checks.available_bytes(tmp_path) > 3 << 20
+
+
 def test_a_tool_that_does_not_end_costs_its_own_rows_and_is_not_asked_again(make_node, monkeypatch, tmp_path):
     asked = []
 
@@ -265,6 +279,11 @@ def test_disk_holds_the_checkpoints_of_the_model_and_is_measured(make_node, prod
     assert found["disk"].state == "problem"
     (rate,) = (one for name, one in found.items() if name.startswith("disk: rate in"))
     assert rate.state == "fine" and rate.found.startswith("writes ") and list(tmp_path.iterdir()) == []
+
+
+def test_the_rates_of_a_disk_are_positive_and_no_file_stays(tmp_path):
+    rates = node_checks.disk_rates(tmp_path, 1 << 20)
+    assert len(rates) == 2 and min(rates) > 0 and list(tmp_path.iterdir()) == []
 
 
 def test_a_check_that_could_not_be_made_is_a_problem_on_npu_only():

@@ -10,9 +10,11 @@ from tests.runs import composed
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS
 from verl_patches.config.resolve import CONFIGS_DIR
+from verl_patches.errors import ConfigError
 from verl_patches.planning.calibration import FITTED
 from verl_patches.planning.memory_plan import LAYERS, MARGIN_BYTES
 from verl_patches.planning.plan import build_plan
+from verl_patches.planning.search import ANY_LAYOUT, as_overrides, search
 from verl_patches.planning.step_plan import ENGINE_RATIO, Workload
 from verl_patches.rules import RULES
 
@@ -135,12 +137,33 @@ def command(*words):
     return CliRunner().invoke(app, list(words))
 
 
-@pytest.mark.parametrize("override", ["trainer.nnodes=3", "recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]"])
-def test_a_refused_layout_names_a_search_and_the_verdict_comes_last(override):
+@pytest.mark.parametrize(
+    ("override", "dies"),
+    [
+        ("trainer.nnodes=3", "48"),
+        ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", "256"),
+        ("trainer.n_gpus_per_node=1", "16"),  # no whole nodes
+    ],
+)
+def test_a_refused_layout_names_a_search_and_the_verdict_comes_last(override, dies):
     done = command("plan", TRUE_WEIGHT, override)
-    search = shlex.join(["python", "-m", "verl_patches", "plan", TRUE_WEIGHT, override, "--search"])
+    search = shlex.join(["python", "-m", "verl_patches", "plan", TRUE_WEIGHT, override, "--search", "--dies", dies])
     last = done.output.splitlines()[-1]
     assert done.exit_code == 1 and last.startswith("does not fit: ") and last.endswith(f"; next: {search}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("deepseekv3_tiny_cpu", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=7"),
+        (TRUE_WEIGHT, "recipe.train.expert_split=etp", "trainer.nnodes=3"),
+    ],
+)
+def test_no_search_is_named_that_would_be_refused(words):
+    done = command("plan", *words)
+    assert done.exit_code == 1 and "--search" not in done.output
+    with pytest.raises(ConfigError, match="expected recipe.platform=npu and recipe.train.expert_split=tp_extend_ep"):
+        search(composed(words[0], [*words[1:], *as_overrides(ANY_LAYOUT)]), RULES.sizes, 16, Workload())
 
 
 def test_no_search_is_named_where_no_layout_would_help():

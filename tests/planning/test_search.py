@@ -1,9 +1,12 @@
 """Search of layouts: what is listed passes an ordinary plan with the same figures, and nothing else is listed."""
 
+import json
+
 import pytest
 
 from tests.runs import composed
 from verl_patches.catalog import ROWS
+from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.planning import search as search_module
@@ -115,6 +118,13 @@ def test_an_illegal_or_too_large_layout_is_never_listed(monkeypatch):
 def test_a_search_without_a_result_names_the_reason(dies, override, message):
     with pytest.raises(ConfigError, match=message):
         search(composed(BIG, [override]), SIZES, dies, Workload())
+
+
+def test_experts_that_no_number_of_ranks_divides_are_refused(tmp_path):
+    shape = json.loads((CONFIGS_DIR / "model" / "deepseekv3_671b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "n_routed_experts": 255, "n_group": 1, "topk_group": 1}))
+    with pytest.raises(ConfigError, match="no number of ranks from 2 on divides both it and the 255 experts"):
+        listed(BIG, f"recipe.model_shape={tmp_path / 'config.json'}", dies=16)
 
 
 @pytest.mark.parametrize(("gib", "fits"), [(512, False), (800, True)])  # the workers of a node pin 771.5 GB

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -99,6 +100,29 @@ def test_the_requirement_files_have_the_pins_of_line_pypi_and_its_python():
     assert not [n for n in pinned if re.match(r"nvidia-|triton$|cuda-", n)]
     (version,) = line.python
     assert f"Python {version}" in MAIN.read_text() and version in (ROOT / "scripts" / "setup.sh").read_text()
+
+
+def unmet(name: str, pinned: dict[str, str]) -> list[str]:
+    """Requirements of one installed package that the pins do not meet (as `pip check`, but for the files)."""
+    problems = []
+    for requirement in map(Requirement, metadata.distribution(name).requires or ()):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = pinned.get(canonicalize_name(requirement.name))
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f"{name} {metadata.version(name)} wants {requirement}, pinned is {version}")
+    return problems
+
+
+@pytest.mark.slow
+def test_the_main_pin_file_is_closed_under_dependencies():
+    pinned = pins(MAIN)
+    installed = {canonicalize_name(dist.metadata["Name"]) for dist in metadata.distributions()}
+    if absent := sorted(set(pinned) - installed):
+        pytest.skip(f"not the environment of scripts/setup.sh: {', '.join(absent[:3])} not installed")
+    cuda = re.compile(r"wants (nvidia-|triton|cuda-)")  # dependencies of a CUDA build of torch
+    assert not [p for name in pinned for p in unmet(name, pinned) if not cuda.search(p)]
+    assert unmet("hydra-core", {}) != []  # negative control
 
 
 def test_the_project_declares_its_plugin_python_and_version():

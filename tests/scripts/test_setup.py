@@ -1,6 +1,8 @@
 """scripts/setup.sh and check_env.py: wrong use is refused, a broken environment is found; CI runs the whole set-up."""
 
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -52,6 +54,25 @@ def test_a_folder_that_is_not_an_environment_is_never_deleted(tmp_path):
     done = run_setup("--venv", tmp_path, "--python", sys.executable)
     assert done.returncode == 1 and "is not a Python environment" in done.stderr
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_file_that_is_not_the_pinned_one_is_named_and_a_damaged_local_build_is_put_back(tmp_path):
+    package(tmp_path / "site", "a_b", "2.0+cpu")
+    wheel = tmp_path / "a_b-2.0+cpu-py3-none-any.whl"
+    Path(shutil.make_archive(str(tmp_path / "a"), "zip", tmp_path / "site")).rename(wheel)
+    pins, venv = tmp_path / "requirements-pypi.txt", tmp_path / "venv"
+    (tmp_path / "requirements-pypi-nodeps.txt").write_text("")
+    words = ("--venv", venv, "--python", sys.executable, "--pins", tmp_path, "--no-project")
+    pins.write_text(f"a_b==2.0 \\\n    --hash=sha256:{'0' * 64}\n")
+    refused = run_setup(*words, PIP_FIND_LINKS=tmp_path)
+    assert refused.returncode == 1 and "differs from the pinned one" in refused.stderr, refused.stderr
+    assert "Mostly this is the network" not in refused.stderr
+    pins.write_text(f"a_b==2.0 \\\n    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
+    assert run_setup(*words, PIP_FIND_LINKS=tmp_path).returncode == 0
+    (data,) = venv.glob("lib/*/site-packages/a_b/data.txt")
+    data.write_text("")
+    repaired = run_setup(*words, PIP_FIND_LINKS=tmp_path)
+    assert repaired.returncode == 0 and data.read_text() == "data\n" and "making" not in repaired.stdout
 
 
 def test_check_env_finds_missing_damaged_and_cuda_packages(tmp_path):

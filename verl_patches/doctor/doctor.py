@@ -6,9 +6,9 @@ several nodes become one row, so a node that differs stands in a row of its own.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_high
@@ -20,11 +20,13 @@ from verl_patches.errors import ConfigError, fault_of
 from verl_patches.launch import ray_cluster
 from verl_patches.patching.report import Finding, Report
 from verl_patches.platform.all_reduce_probe import MIB, PROBE_S, REPEAT, speed
+from verl_patches.ray_nodes import read_report
 
 COMMAND = "doctor"
 NODE_ROWS = (*HOST_ROWS, *npu_checks.NPU_ROWS)
 NODE_S = 600  # for all checks of a node
 NO_REPORT = {"error": "no node gave a report"}  # and so none took part in an all-reduce
+_KEYS = ("name", "state", "where", "expected", "found", "todo")  # of a finding in a node's report
 CLOCK_S = 1.0  # Ray's heartbeats and the time stamps of logs of several nodes
 
 
@@ -63,24 +65,34 @@ def all_nodes(node: Node, words: Sequence[str]) -> Examined:
 def compared(node: Node, answer: Mapping[str, Any]) -> Examined:
     """Make the checks of ALL_ROWS on what ray_nodes.py answered, and join the nodes' findings, equal ones to one."""
     findings = [finding for row in ALL_ROWS for finding in row.findings(node, answer, npu=node.npu)]
-    reports = {one["address"]: report for one in answer["nodes"] if (report := _report(one))}
-    known = [{**report["nodes"][0], "address": address} for address, report in reports.items()]
-    return Report(COMMAND, node.run.line, (*findings, *_joined(reports))), known
+    reports = {place: report for place, one in _by_place(answer).items() if (report := _report(one))}
+    joined = _joined({place: found for place, (found, _) in reports.items()})
+    return Report(COMMAND, node.run.line, (*findings, *joined)), [known for _, known in reports.values()]
 
 
-def _report(node: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the report of a node; None where it gave none."""
-    output = (node["answer"] or {"output": ""})["output"].strip()
-    return json.loads(output) if output.startswith("{") and output.endswith("}") else None
+def _by_place(answer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the nodes by address; where several nodes have one address, by address and Ray's id."""
+    number = Counter(one["address"] for one in answer["nodes"])
+    unique = {one["address"]: one for one in answer["nodes"] if number[one["address"]] == 1}
+    return unique | {f"{one['address']} ({one['id']})": one for one in answer["nodes"] if number[one["address"]] > 1}
 
 
-def _joined(reports: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
+def _report(node: Mapping[str, Any]) -> tuple[list[Finding], dict[str, Any]] | None:
+    """Return the findings of a node and its {address, interface}; None where it gave no report of this checkout."""
+    try:
+        report = read_report((node["answer"] or {"output": ""})["output"])
+        findings = [Finding(*map(row.__getitem__, _KEYS)) for row in report["rows"]]
+        return findings, {**report["nodes"][0], "address": node["address"]}
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def _joined(reports: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
     """Yield the findings of all nodes in order, with "all N nodes" or the nodes' addresses as their places."""
     places: dict[Finding, list[str]] = {}
-    for address, report in reports.items():
-        for row in report["rows"]:
-            finding = Finding(*(row[key] for key in ("name", "state", "where", "expected", "found", "todo")))
-            places.setdefault(finding, []).append(address)
+    for place, findings in reports.items():
+        for finding in findings:
+            places.setdefault(finding, []).append(place)
     order = {row.name: number for number, row in enumerate(NODE_ROWS)}  # a node with another checkout may have others
     ordered = sorted(places.items(), key=lambda entry: order.get(entry[0].name.partition(":")[0], len(order)))
     for finding, named in ordered:
@@ -91,16 +103,16 @@ def _joined(reports: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
 def _number(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
     fault = fault_of(ray_cluster.check_nodes, node.run, answer["nodes"])
     yield Result(fault is None, fault or f"{len(answer['nodes'])} nodes")
-    for one in answer["nodes"]:
+    for place, one in _by_place(answer).items():
         if _report(one) is None:
             given = one["answer"] or {"code": "none", "error": f"no answer within {NODE_S} s"}
-            lines = given["error"].strip().splitlines() or ["no message"]
+            lines = given["error"].strip().splitlines() or ["its output is no report of this checkout"]
             todo = "run it on that node: python -m verl_patches doctor CONFIG --this-node"
-            yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report", todo, "report", one["address"])
+            yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report", todo, "report", place)
 
 
 def _clocks(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
-    clocks = {one["address"]: one["clock"] for one in answer["nodes"] if one["clock"]}
+    clocks = {place: one["clock"] for place, one in _by_place(answer).items() if one["clock"]}
     if not clocks:
         raise NotRunError("no node answered about its time")
     middle = median_high(clock["ahead_s"] for clock in clocks.values())

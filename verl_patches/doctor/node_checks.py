@@ -31,6 +31,7 @@ from verl_patches.planning.plan import host_bytes
 from verl_patches.platform import all_reduce_probe
 from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
 from verl_patches.processes import taken_by
+from verl_patches.shared_files import disk_folder
 from verl_patches.spec import A3, RunSpec
 from verl_patches.upstream import versions
 from verl_patches.upstream.pins import load_pins
@@ -193,7 +194,7 @@ def _disk(node: Node) -> Iterator[Result]:
     own = Need("temporary", Path(tempfile.gettempdir()), FREE_BYTES[node.npu], "Ray's sockets and logs", "TMPDIR")
     fault = disk_fault([*needs, own])
     yield Result(fault is None, fault or disk_detail([*needs, own]))
-    places = [next(place for place in (need.folder, *need.folder.parents) if place.is_dir()) for need in needs]
+    places = [disk_folder(need.folder) for need in needs]
     for place in {place.stat().st_dev: place for place in places}.values():
         written, read = disk_rates(place, RATE_BYTES[node.npu])
         rates = f"writes {written / GB:.2f} GB/s, reads {read / GB:.2f} GB/s"
@@ -220,9 +221,26 @@ def disk_rates(folder: Path, size_bytes: int) -> tuple[float, float]:
         return size_bytes / (written - start), size_bytes / (time.perf_counter() - written)
 
 
+_MEMORY_FILES = (  # limit, use, its parts and the one that is page cache: control groups v2 and v1
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+
+
+def available_bytes(cgroup: Path) -> int:
+    """Return the bytes of memory that this node has left, under the limit of its container where it has one."""
+    available = psutil.virtual_memory().available
+    for limit, used, parts, cache in _MEMORY_FILES:
+        if (cgroup / limit).is_file() and (most := (cgroup / limit).read_text().strip()) != "max":
+            sizes = dict(line.split() for line in (cgroup / parts).read_text().splitlines())
+            left = int(most) - int((cgroup / used).read_text()) + int(sizes[cache])  # cache is given back when needed
+            return min(available, left)
+    return available
+
+
 def _memory(node: Node) -> Iterator[Result]:
     states, store = host_bytes(node.run), object_store_bytes(node.run)
-    shared, left = shutil.disk_usage("/dev/shm"), psutil.virtual_memory().available
+    shared, left = shutil.disk_usage("/dev/shm"), available_bytes(node.machine.cgroup)
     found = f"{shared.total / GB:.1f} GB, {shared.free / GB:.1f} GB free"
     todo = "docker run --shm-size 256g, as scripts/start_container.sh sets"
     yield Result(shared.total >= store, found, f"{store / GB:.1f} GB for Ray's object store", todo, "/dev/shm")
@@ -288,7 +306,8 @@ HOST_ROWS = (
     NodeCheck("disk", "free space, and the rate of a nameless file that is written, synced and read in each folder",
         "room for what the run writes", "free some, or take another folder: recipe.output_root, "
         "trainer.default_local_dir, TMPDIR", _disk),
-    NodeCheck("memory", "size of /dev/shm, available memory", "room for Ray's object store and the workers",
+    NodeCheck("memory", "size of /dev/shm, available memory and the container's limit",
+        "room for Ray's object store and the workers",
         "ps aux --sort -rss | head names the largest programs: end them", _memory),
     NodeCheck("limits", "ulimit, and the container's pids.max", "large enough, by platform",
         "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",

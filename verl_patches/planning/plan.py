@@ -5,6 +5,7 @@ Starts nothing and writes nothing; torch and verl are not imported.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -12,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from omegaconf import DictConfig
 
 from verl_patches.config import environment
 from verl_patches.config.resolve import ROLLOUT, TRAIN, LayoutError
@@ -30,6 +33,7 @@ from verl_patches.planning.memory_plan import (
 from verl_patches.planning.serving import serving_plan
 from verl_patches.planning.step_plan import Workload, step_sections
 from verl_patches.platform import NO_DEVICE
+from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.ray_nodes import ray_start
 from verl_patches.spec import RunSpec, Trees
 
@@ -75,7 +79,7 @@ def build_plan(
         "patches": patch_table(run, catalogue),
         "environment": [asdict(variable) for variable in environment.derive(run)],
         "commands": todo,
-        **_verdict(checks, figures["memory"], todo, given),
+        **_verdict(checks, figures["memory"], todo, _search_command(run.verl, given)),
     }
 
 
@@ -87,7 +91,8 @@ def plan_without_layout(
     lists: dict[str, list] = {"patches": [], "environment": [], "commands": []}
     checks, given = [Check(error.side, False, error.reason)], [config_name, *trees.option, *workload.option, *overrides]
     plan = {"config": config_name, "ok": False, "checks": [asdict(check) for check in checks]}
-    return {**plan, **dict.fromkeys(nothing), **lists, **_verdict(checks, None, [], given)}
+    verdict = _verdict(checks, None, [], _search_command(error.config, given))
+    return {**plan, **dict.fromkeys(nothing), **lists, **verdict}
 
 
 def figures_of(run: RunSpec, checks: Iterable[Check], workload: Workload) -> tuple[list[Check], dict[str, Any]]:
@@ -108,21 +113,20 @@ def figures_of(run: RunSpec, checks: Iterable[Check], workload: Workload) -> tup
 
 
 def _verdict(
-    checks: Sequence[Check], memory: dict[str, Any] | None, todo: list[dict[str, str]], given: Sequence[str]
+    checks: Sequence[Check], memory: dict[str, Any] | None, todo: list[dict[str, str]], search: str | None
 ) -> dict[str, Any]:
     """Return {verdict, next: [{what, command}]}: how a plan ends, and the commands that lead on from it.
 
-    todo: the commands of a run. given: words of the command line that gave the plan, for a search of layouts.
+    todo: the commands of a run. search: the command that searches layouts, None where there is none.
     """
     if failed := [check.name for check in checks if not check.ok]:
         text = f"does not fit: {len(failed)} of {len(checks)} checks failed: {', '.join(dict.fromkeys(failed))}"
-        if _OF_LAYOUT.isdisjoint(failed):
+        if search is None or _OF_LAYOUT.isdisjoint(failed):
             return {
                 "verdict": f"{text}; next: change what {'it names' if len(failed) == 1 else 'they name'}",
                 "next": [],
             }
-        command = shlex.join(["python", "-m", "verl_patches", "plan", *given, "--search"])
-        return {"verdict": text, "next": [{"what": "a search lists layouts that fit", "command": command}]}
+        return {"verdict": text, "next": [{"what": "a search lists layouts that fit", "command": search}]}
     text = f"fits: all {len(checks)} checks hold"
     for check in checks:
         if check.detail.startswith("a start is refused"):
@@ -133,6 +137,19 @@ def _verdict(
     typed = [each for each in todo if "not to be typed" not in each["where"]]
     text += f"; next: the {len(typed)} commands above" if len(typed) > 1 else "; next: the command above"
     return {"verdict": text, "next": [{"what": each["where"], "command": each["command"]} for each in typed]}
+
+
+def _search_command(config: DictConfig, given: Sequence[str]) -> str | None:
+    """Return the command that searches layouts on whole nodes; None for what `search.search` refuses.
+
+    given: words of the command line that gave the plan.
+    """
+    recipe, trainer = config.recipe, config.trainer
+    if recipe.platform != "npu" or recipe.train.expert_split != "tp_extend_ep":
+        return None
+    node = HARDWARE[recipe.hardware].node_dies
+    dies = math.ceil(trainer.nnodes * trainer.n_gpus_per_node / node) * node
+    return shlex.join(["python", "-m", "verl_patches", "plan", *given, "--search", "--dies", str(dies)])
 
 
 def _train(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
