@@ -172,6 +172,13 @@ def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
     assert make(tmp_path, twice, refuse_above={"repeated": 0.5}, out="b")[0] == 0
 
 
+def test_half_a_surrogate_pair_as_a_key_is_a_bad_row(tmp_path):
+    """Its sentence names the key, which is no text of UTF-8."""
+    code, report = make(tmp_path, [*MATHS, {"\ud83dx": 1}], refuse_above={"bad": 1})
+    assert (code, report["bad"]["rows"], report["train"]) == (0, 1, 36)
+    assert r"found \ud83dx" in next(iter(report["bad"]["shown"]))
+
+
 def test_the_manifest_has_the_hashes_of_inputs_and_files(tmp_path):
     make(tmp_path, MATHS, workers=1, seed=3)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())

@@ -25,6 +25,7 @@ from verl_patches.data.settings import REASONS, Settings
 from verl_patches.data.sources import Source, file_facts, prompt_tokens, read_tokenizer, sources_of
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.shared_files import short_temp_parent
+from verl_patches.values import printable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -59,7 +60,7 @@ def _make(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
         tokens = _tokens(tokenizer, row) if tokenizer else (0, 0)
         text = json.dumps(row)
     except (ValueError, RecursionError) as error:
-        return {**made, "reason": "bad", "sentence": str(error)}
+        return {**made, "reason": "bad", "sentence": printable(str(error))}
     if settings.seq_length and sum(tokens) > settings.seq_length:
         return {**made, "reason": "too_long", "sentence": f"more than {settings.seq_length} tokens"}
     if handler.ability == "math" and len(_WORD.findall(row["reward_model"]["ground_truth"])) > MAX_GOLD_WORDS:
