@@ -291,6 +291,28 @@ def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, worker
     assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_signal_while_workers_start_or_work_ends_all_with_a_sentence(tmp_path, number):
+    """The signal goes to the group of the command, as of a terminal or `timeout`."""
+    source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(60_000)])
+    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": 2}
+    (tmp_path / "build.yaml").write_text(json.dumps(keys))
+    command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml")]
+    for lines in (0, 1, 5):  # of progress
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stderr=log, start_new_session=True)
+        children = []
+        while process.poll() is None and (not children or (tmp_path / "log").read_text().count("Making") < lines):
+            children = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.001)
+        os.killpg(process.pid, number)
+        assert process.wait(HANG_S) == 128 + number
+        text = (tmp_path / "log").read_text()
+        assert "verl_patches: interrupted by" in text and "Traceback" not in text and "Exception ignored" not in text
+        assert not psutil.wait_procs(children, timeout=HANG_S)[1]
+        assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "build.yaml", "log"}
+
+
 def bytes_below(folder):
     """Of files that come and go."""
     sizes = []
