@@ -26,6 +26,7 @@ import psutil
 
 log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+END_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 TERM_S, KILL_S = 5.0, 5.0  # how long to wait for processes after SIGTERM, and after SIGKILL
 
 
@@ -61,7 +62,7 @@ def on_end_signals(act: Callable[[int], None]) -> dict[int, Any]:
         act(number)
 
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    numbers = (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = END_SIGNALS[:2] if ignored else END_SIGNALS
     return {number: signal.signal(number, received) for number in numbers}
 
 

@@ -172,6 +172,13 @@ def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
     assert make(tmp_path, twice, refuse_above={"repeated": 0.5}, out="b")[0] == 0
 
 
+def test_half_a_surrogate_pair_as_a_key_is_a_bad_row(tmp_path):
+    """Its sentence names the key, which is no text of UTF-8."""
+    code, report = make(tmp_path, [*MATHS, {"\ud83dx": 1}], refuse_above={"bad": 1})
+    assert (code, report["bad"]["rows"], report["train"]) == (0, 1, 36)
+    assert r"found \ud83dx" in next(iter(report["bad"]["shown"]))
+
+
 def test_the_manifest_has_the_hashes_of_inputs_and_files(tmp_path):
     make(tmp_path, MATHS, workers=1, seed=3)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -282,6 +289,28 @@ def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, worker
     assert done.returncode == 0, done.stderr
     assert len(read(tmp_path / "out")) == 5400
     assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_signal_while_workers_start_or_work_ends_all_with_a_sentence(tmp_path, number):
+    """The signal goes to the group of the command, as of a terminal or `timeout`."""
+    source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(60_000)])
+    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": 2}
+    (tmp_path / "build.yaml").write_text(json.dumps(keys))
+    command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml")]
+    for lines in (0, 1, 5):  # of progress
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stderr=log, start_new_session=True)
+        children = []
+        while process.poll() is None and (not children or (tmp_path / "log").read_text().count("Making") < lines):
+            children = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.001)
+        os.killpg(process.pid, number)
+        assert process.wait(HANG_S) == 128 + number
+        text = (tmp_path / "log").read_text()
+        assert "verl_patches: interrupted by" in text and "Traceback" not in text and "Exception ignored" not in text
+        assert not psutil.wait_procs(children, timeout=HANG_S)[1]
+        assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "build.yaml", "log"}
 
 
 def bytes_below(folder):

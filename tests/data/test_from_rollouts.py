@@ -268,6 +268,15 @@ def test_a_run_that_recorded_nothing_says_what_to_set_and_its_bytes(run, tmp_pat
         made(run, tmp_path)
 
 
+def test_a_run_of_an_earlier_version_is_one_sentence(run, tmp_path):
+    facts = json.loads((run / FACTS).read_text())
+    facts.pop("recipe")
+    (run / FACTS).write_text(json.dumps(facts))
+    with pytest.raises(ConfigError, match="was recorded by an earlier version: use that version, or record") as error:
+        made(run, tmp_path)
+    assert "\n" not in str(error.value) and "validation error" not in str(error.value)
+
+
 def test_steps_without_scores_are_left_out(run, tmp_path):
     """A recording of an earlier version, or a run that ended between a rollout and its update."""
     remove(run, "scores_2.safetensors")

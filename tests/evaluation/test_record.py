@@ -38,6 +38,20 @@ def test_a_damaged_file_is_one_sentence_of_every_command(call, tmp_path, content
     assert not (folder / "report.md").exists()
 
 
+OTHERS = [{"exit": None}, {"steps": 5}, {"steps": [{"loss": 1}]}, {"steps": [[1]]}, {"steps": [{"step": "1"}]}]
+
+
+@pytest.mark.parametrize("content", OTHERS)
+def test_the_summary_of_another_program_is_one_sentence_of_every_command(call, tmp_path, content):
+    home = tmp_path / "r"
+    folder = written(home, content)
+    later = written(home, run_of(), parent=("0001", 1))
+    for command in ("status", "report", "status --run"):
+        for given in (folder, later):
+            code, out, err = call([*command.split(), str(given)])
+            assert code == 2 and not out and err.startswith(f"verl_patches: {folder}/summary.json: expected the record")
+
+
 def test_texts_of_a_run_are_shown_as_text(call, tmp_path):
     """Rich's markup, escapes of a terminal, Markdown and TeX."""
     folder = written(tmp_path / "r", run_of(r"a[red]$\frac|b", exit=HOSTILE))

@@ -11,10 +11,14 @@ import json
 import os
 import pickle
 import re
-import tempfile
+import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -24,7 +28,8 @@ from verl_patches.data.output import MANIFEST, TEST, TRAIN, whole_folder, write_
 from verl_patches.data.settings import REASONS, Settings
 from verl_patches.data.sources import Source, file_facts, prompt_tokens, read_tokenizer, sources_of
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.shared_files import short_temp_parent
+from verl_patches.processes import END_SIGNALS
+from verl_patches.values import printable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,7 +38,7 @@ SHOWN, PLACES = 20, 3  # sentences of a reason in the report, and places of each
 MAX_GOLD_WORDS = 4  # the reward compares what has more, like any phrase, as text alone
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _BATCH_ROWS = 256
-_MANAGER_SOCKET = "/pymp-xxxxxxxx/listener-xxxxxxxx"  # of multiprocess, which datasets uses
+_BATCHES_OF_A_WORKER = 4  # between two writes
 _UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
 # what a record becomes: the row as JSON unless it is left out, and why it is left out or doubted; digests of its prompt
 # and of all that makes two rows repeated ones; tokens of its prompt and of its longest response
@@ -59,7 +64,7 @@ def _make(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
         tokens = _tokens(tokenizer, row) if tokenizer else (0, 0)
         text = json.dumps(row)
     except (ValueError, RecursionError) as error:
-        return {**made, "reason": "bad", "sentence": str(error)}
+        return {**made, "reason": "bad", "sentence": printable(str(error))}
     if settings.seq_length and sum(tokens) > settings.seq_length:
         return {**made, "reason": "too_long", "sentence": f"more than {settings.seq_length} tokens"}
     if handler.ability == "math" and len(_WORD.findall(row["reward_model"]["ground_truth"])) > MAX_GOLD_WORDS:
@@ -99,11 +104,48 @@ def _records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
             yield {"origin": f"{source.name}:{line}", "record": pickle.dumps(record)}
 
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent is gone: the processes of datasets would outlive a kill -9.
+@contextmanager
+def _rows_by_workers(settings: Settings, workers: int) -> Iterator[Callable[..., dict[str, list[Any]]]]:
+    """Yield make_rows, with more than one worker in that many processes."""
+    if workers < 2:
+        yield functools.partial(make_rows, settings)
+        return
+    executor = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (os.getpid(),))
 
-    PR_SET_PDEATHSIG is of the thread that forked: it would kill workers that the pool replaces.
+    def make(origins: Sequence[str], records: Sequence[bytes]) -> dict[str, list[Any]]:
+        parts = [slice(first, first + _BATCH_ROWS) for first in range(0, len(origins), _BATCH_ROWS)]
+        futures = [executor.submit(make_rows, settings, origins[part], records[part]) for part in parts]
+        made = [future.result() for future in futures]
+        return {name: [value for columns in made for value in columns[name]] for name in MADE}
+
+    try:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        try:
+            executor.submit(os.getpid)  # the first submit forks all workers
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        yield make
+    except BrokenProcessPool as error:
+        text = "a worker of data build was killed; lower workers, or give the machine more memory"
+        raise RecipeError(text) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _begin_worker(parent: int) -> None:
+    """Begin a worker, which is forked with the end signals blocked: the handlers of the command are not its own.
+
+    In its own session it gets no signal of a terminal: the command alone does, and ends its workers.
     """
+    os.setsid()
+    for number in END_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone: a worker would outlive a kill -9."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -113,7 +155,6 @@ def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> D
     """Return the dataset of MADE, a row for each record. ConfigError where there is none."""
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
-    from multiprocess.util import register_after_fork
 
     if all(next(source.rows(), None) is None for source in sources):  # datasets has an error of its own then
         raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
@@ -123,27 +164,19 @@ def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> D
         records = Dataset.from_generator(_records, features, **given)
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-    watch = functools.partial(threading.Thread, target=_end_with, args=(os.getpid(),), daemon=True)
-    register_after_fork(records, lambda _: watch().start())  # in each process that map starts
     workers = min(settings.workers, len(records))
-    tempfile.tempdir = str(short_temp_parent(_MANAGER_SOCKET, "the processes of data build"))
-    try:
+    with _rows_by_workers(settings, workers) as make:
         return records.map(
-            functools.partial(make_rows, settings),
+            make,
             input_columns=["origin", "record"],
             batched=True,
-            batch_size=_BATCH_ROWS,
-            num_proc=workers if workers > 1 else None,
+            batch_size=_BATCH_ROWS * (_BATCHES_OF_A_WORKER * workers if workers > 1 else 1),
             remove_columns=["record"],
             features=Features({name: Value(kind) for name, kind in MADE.items()}),
             cache_file_name=str(scratch / "rows.arrow"),
+            new_fingerprint="rows",  # a function that holds processes has none
             desc="Making rows",
         )
-    except RuntimeError as error:
-        if "abruptly died" not in str(error):
-            raise
-        text = "a worker of data build was killed; lower workers, or give the machine more memory"
-        raise RecipeError(text) from error
 
 
 def _columns(made: Dataset, *names: str) -> Iterator[dict[str, Any]]:

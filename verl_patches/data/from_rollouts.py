@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import FiniteFloat
+from pydantic import FiniteFloat, ValidationError
 
 from verl_patches.config.environment import COMPOSED, FACTS
 from verl_patches.config.files import recorded_bytes
@@ -77,7 +77,12 @@ def from_rollouts(
     RecipeError where no row is left. Then nothing is written.
     """
     with load(f"{run}: expected a run, with {COMPOSED} and {FACTS}"):
-        spec = read_run((run / FACTS).read_text(), OmegaConf.create(read_yaml(run / COMPOSED)))
+        try:
+            spec = read_run((run / FACTS).read_text(), OmegaConf.create(read_yaml(run / COMPOSED)))
+        except ValidationError:
+            text = f"{run / FACTS}: expected the facts of a run as this version writes them; {run} was recorded by an"
+            text = f"{text} earlier version: use that version, or record the run again"
+            raise ConfigError(text) from None
     steps, tokenizer = scored_steps(run, spec), _tokenizer(spec)
     report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
     left_out: Counter[str] = Counter()

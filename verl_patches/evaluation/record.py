@@ -20,16 +20,14 @@ SUMMARY, PROGRESS = "summary.json", "progress.log"
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """Return what summary.json of a start says, with the steps of the starts that it came from before its own."""
-    start, own = read_start(folder), read_object(folder / SUMMARY)
-    if "exit" in own:
-        own["exit"] = printable(own["exit"], keep="\n\t")  # the message of any library
+    start, own = read_start(folder), _read_own_summary(folder)
     links = chain_of(start) if start else []
     if len(links) < 2:
         return own
     steps: list[dict[str, Any]] = []
     val_before = None
     for link in links:
-        part = own if link.folder == folder else read_object(link.folder / SUMMARY)
+        part = own if link.folder == folder else _read_own_summary(link.folder)
         val = part.get("val_before")
         if val and steps and steps[-1]["step"] == val["step"]:
             steps[-1]["val"] = val["val"]
@@ -37,6 +35,20 @@ def read_summary(folder: Path) -> dict[str, Any]:
             val_before = val_before or val
         steps += [step for step in part.get("steps", ()) if link.holds(step["step"])]
     return {**own, "steps": steps, "val_before": val_before, "logprob_delta": delta_of_steps(steps)}
+
+
+def _read_own_summary(folder: Path) -> dict[str, Any]:
+    found = read_object(folder / SUMMARY)
+    steps, reason = found.get("steps", []), found.get("exit", "")
+    whole = isinstance(reason, str) and isinstance(steps, list)
+    if not whole or not all(isinstance(step, dict) and isinstance(step.get("step"), int) for step in steps):
+        raise ConfigError(
+            f"{folder / SUMMARY}: expected the record of a run, exit as text and steps as objects with a whole step; "
+            "found another program's, or an edited one; see driver.log beside it"
+        )
+    if reason:
+        found["exit"] = printable(reason, keep="\n\t")  # the message of any library
+    return found
 
 
 def read_doing(folder: Path) -> dict[str, Any]:
