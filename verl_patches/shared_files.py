@@ -9,17 +9,15 @@ import secrets
 import shutil
 import stat
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import RecipeError
 
 PARTIAL = ".partial"  # suffix of a file that is being written
 LOCK = ".lock"  # of a folder
-SOCKET_PATH_BYTES = 107  # of a Unix socket on Linux
 _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 _FLOCK = "hhqqi"  # struct flock: type, whence, start, length, pid
 
@@ -69,20 +67,6 @@ def disk_folder(path: Path) -> Path:
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the disk that a file or folder is on, or will be."""
     return shutil.disk_usage(disk_folder(path)).free
-
-
-def short_temp_parent(socket: str, of: str) -> Path:
-    """Return the folder of temporary files, or /tmp where `socket`, a path below it, would be too long for a socket.
-
-    of: whose sockets they are, for the ConfigError where neither folder is short enough and writable.
-    """
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(os.fsencode(parent)) + len(socket) <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
-            return Path(parent)
-    raise ConfigError(
-        f"no folder is short enough for the sockets of {of} ({SOCKET_PATH_BYTES} bytes): "
-        f"TMPDIR is {tempfile.gettempdir()}; set TMPDIR to a writable folder with a short path"
-    )
 
 
 def sync(path: Path) -> None:

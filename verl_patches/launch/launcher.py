@@ -30,7 +30,7 @@ from verl_patches.planning.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals
 from verl_patches.recipe.schema import Timeouts
-from verl_patches.shared_files import GrowingFile, lock_file, short_temp_parent
+from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress, write_json
 from verl_patches.upstream.checkouts import commit_of
@@ -38,6 +38,7 @@ from verl_patches.upstream.modified import files_text
 
 POLL_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)
+SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = f"/{environment.RAY_FOLDER}/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 _TEMP = "vr-"  # "vp-" was that of launchers that held their folder by another kind of lock
 _OWNER = "owner"  # in a run's temporary folder; its launcher holds the lock of this file
@@ -232,7 +233,7 @@ class _NewLines:
 @contextmanager
 def short_temp_dir() -> Iterator[Path]:
     """A folder for a run's sockets and temporary files, removed at the end; a socket's path may have 107 bytes."""
-    parent = short_temp_parent(f"/{_TEMP}xxxxxxxx{_RAY_SOCKET}", "Ray")
+    parent = _short_parent()
     _remove_abandoned(parent)
     temp = Path(tempfile.mkdtemp(prefix=_TEMP, dir=parent))
     try:
@@ -241,6 +242,17 @@ def short_temp_dir() -> Iterator[Path]:
             yield temp
     finally:
         shutil.rmtree(temp, ignore_errors=True)
+
+
+def _short_parent() -> Path:
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        longest = len(os.fsencode(parent)) + len(f"/{_TEMP}xxxxxxxx") + len(_RAY_SOCKET)
+        if longest <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
+            return Path(parent)
+    raise ConfigError(
+        f"no folder is short enough for Ray's sockets ({SOCKET_PATH_BYTES} bytes): "
+        f"TMPDIR is {tempfile.gettempdir()}; set TMPDIR to a writable folder with a short path"
+    )
 
 
 def _remove_abandoned(parent: Path) -> None:
