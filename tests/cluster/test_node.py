@@ -312,7 +312,9 @@ def test_ray_listens_where_the_docs_say_and_all_of_it_ends(job, node):
         time.sleep(0.1)
     found = {}
     for each in {*marked(job), *children}:
-        found |= {c.laddr.port: c.laddr.ip for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        with suppress(psutil.NoSuchProcess):  # such as a `sleep` between two looks
+            connections = each.net_connections("inet")
+            found |= {c.laddr.port: c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
     planned = Job(**job).port_plan.spans()
     first, last = planned.pop("Ray's workers")
     others = {port for port in found if not first <= port <= last}
