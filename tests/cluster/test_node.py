@@ -50,7 +50,7 @@ def job():
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp") as made:
         named = {"folder": f"{made}/f", "logs": f"{made}/logs", "python": sys.executable, "checkout": str(ROOT)}
         env = {"GATE": f"{made}/gate", "ASCEND_PROCESS_LOG_PATH": f"{made}/plog"}
-        yield {
+        of_job = {
             "name": "drill",
             "nodes": 1,
             "dies": 1,
@@ -61,6 +61,10 @@ def job():
             "command": ["bash", "-c", ON],
             **named,
         }
+        yield of_job
+        for process in marked(of_job):  # of a test that failed
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @pytest.fixture
@@ -101,10 +105,7 @@ def stand_in(job, tmp_path):
         f"{tmp_path}/raylet 600 & {tmp_path}/gcs_server 600 &\n"
     )
     python.chmod(0o755)
-    yield {**job, "python": str(python)}
-    for process in marked(job):
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    return {**job, "python": str(python)}
 
 
 def test_a_nodes_address_is_its_entry_of_hosts_its_interfaces_or_its_routes():
@@ -302,23 +303,39 @@ def test_serve_runs_the_command_and_ends_with_its_code_its_logs_and_nothing_left
     assert marked(job) == [] and {path.name for path in Path(job["folder"]).iterdir()} == {".lock"}
 
 
+def first_named(job, name):
+    """The oldest process of this name in a job: what it has just forked has its name too."""
+    found = []
+    for each in marked(job):
+        with suppress(psutil.NoSuchProcess):
+            if each.name() == name:
+                found.append(each)
+    return min(found, key=psutil.Process.create_time)
+
+
 @pytest.mark.slow
 def test_ray_listens_where_the_docs_say_and_all_of_it_ends(job, node):
     """Docs name ports by the plan; Ray's metrics have ports of their own. A signal ends serve, and what it started."""
     process = node.begin(job, "serve")
     assert process.stdout.readline() == "on \n"
-    (raylet,) = (each for each in marked(job) if each.name() == "raylet")
-    while not (children := raylet.children(recursive=True)):
-        time.sleep(0.1)
-    found = {}
-    for each in {*marked(job), *children}:
-        with suppress(psutil.NoSuchProcess):  # such as a `sleep` between two looks
-            connections = each.net_connections("inet")
-            found |= {c.laddr.port: c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
     planned = Job(**job).port_plan.spans()
     first, last = planned.pop("Ray's workers")
-    others = {port for port in found if not first <= port <= last}
-    assert others - {44217, 44227} <= {span[0] for span in planned.values()} and len(others) >= 9, others
+    raylet = first_named(job, "raylet")
+
+    def others():
+        """Ports of Ray's services, without those of workers."""
+        found = set()
+        for each in {*marked(job), *raylet.children(recursive=True)}:
+            with suppress(psutil.NoSuchProcess):  # such as a `sleep` between two looks
+                connections = each.net_connections("inet")
+                found |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+        return {port for port in found if not first <= port <= last}
+
+    while len(others()) < 9:
+        assert process.poll() is None
+        time.sleep(0.2)
+    assert others() - {44217, 44227} <= {span[0] for span in planned.values()}, others()
+    children = raylet.children(recursive=True)
     of_job = {*marked(job), *children}
     os.kill(process.pid, signal.SIGTERM)
     code, _, err = ended(process)
