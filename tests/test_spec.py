@@ -22,7 +22,7 @@ REF_MICRO_BATCH = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
 OF_CONTROLLER = {"verl", "no_start", "given", "trees"}  # workers have their section of verl's configuration, from verl
 ROOMS = "trainer worker batches memory planning rewards reshard replay log_probs".split()
 # of a configuration that is no run: its ranks cannot be split as it says, or only one rollout instance of it is made
-WITHOUT_RUN = {"planning/serving.py:instance_of"}
+WITHOUT_RUN = {"planning/serving.py:instance_of", "planning/plan.py:_search_command"}
 
 
 @pytest.mark.parametrize(

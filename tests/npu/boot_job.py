@@ -36,6 +36,7 @@ WORKER = {
     "WG_BACKEND": "ray", "DISABLE_WORKER_INIT": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
 }  # fmt: skip
 # chosen where rollout.name is sglang (verl/workers/megatron_workers.py:261)
+SERVERS: list[Any] = []  # as long as the process lives
 NOT_CHOSEN = ("verl.workers.rollout.sglang_rollout", "verl.workers.sharding_manager.megatron_sglang")
 
 
@@ -48,24 +49,43 @@ def stop(*args: Any, **kwargs: Any) -> Any:
     raise Reached(*args)
 
 
-def overrides(folder: Path) -> list[str]:
+def head() -> str:
+    """HOST:PORT of what answers as the head of a Ray that lives, and has no nodes."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import grpc
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    class Head(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
+        def CheckAlive(self, request: Any, context: Any) -> Any:
+            return gcs_service_pb2.CheckAliveReply()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(Head(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    SERVERS.append(server)
+    return f"127.0.0.1:{port}"
+
+
+def overrides(folder: Path, address: str = "127.0.0.1:6379") -> list[str]:
     """Hydra overrides that name what is in `folder`; no Ray of this machine is looked for."""
     files = [f"data.{kind}_files={folder / 'data.parquet'}" for kind in ("train", "val")]
     return [
         f"actor_rollout_ref.model.path={folder / 'model'}",
         *files,
         f"recipe.output_root={folder / 'outputs'}",
-        "recipe.ray_address=127.0.0.1:6379",
+        f"recipe.ray_address={address}",
     ]
 
 
-def composed(name: str, folder: Path) -> RunSpec:
+def composed(name: str, folder: Path, **more: str) -> RunSpec:
     """Return the facts of one configuration, as the commands hand them to the driver."""
     from verl_patches.catalog import rows_of
     from verl_patches.config.compose import compose
     from verl_patches.planning.memory_plan import with_recompute
 
-    return with_recompute(compose(name, overrides(folder), rows_of))
+    return with_recompute(compose(name, overrides(folder, **more), rows_of))
 
 
 def driver(folder: Path, found: dict[str, Any]) -> None:
@@ -74,7 +94,7 @@ def driver(folder: Path, found: dict[str, Any]) -> None:
         driver = importlib.import_module("verl_patches.main")
         import ray
 
-        run = composed(CONFIG, folder)
+        run = composed(CONFIG, folder, address=head())
         OmegaConf.save(run.verl, folder / driver.COMPOSED)
         (folder / driver.FACTS).write_text(run.text())
         config = driver.read_run(run.text(), OmegaConf.load(folder / driver.COMPOSED)).verl
