@@ -41,7 +41,7 @@ def check_command(
     only: Annotated[list[str] | None, typer.Option(help=ONLY_HELP)] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare upstream's files with their pins, and every row's target, body, signature and bindings with them."""
+    """Compare upstream's files with their pins, and every row's target, body and bindings with them."""
     if upstream is not None and installed:
         raise ConfigError("check: --upstream and --installed exclude each other; give one")
     if only and upstream is None:
