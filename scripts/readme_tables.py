@@ -30,8 +30,7 @@ from verl_patches.doctor.doctor import ALL_ROWS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402
-from verl_patches.recipe.rewards import Reward  # noqa: E402
-from verl_patches.recipe.schema import Recipe  # noqa: E402
+from verl_patches.recipe import Recipe, Reward  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import types_of, value_words  # noqa: E402
 

@@ -14,7 +14,7 @@ from verl_patches.import_alone import fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import parse
-from verl_patches.recipe.schema import Recipe, Watch
+from verl_patches.recipe import Recipe, Watch
 from verl_patches.spec import give_run, run_of
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 

@@ -545,7 +545,7 @@ DISPATCH: tuple[PatchSpec, ...] = (
          exit="verl puts every large argument into Ray's store once, before it calls the first worker",
          processes=_CONTROLLER, role="speed"),
     _row("dispatch.note_starts", "wrap", "verl.single_controller.base.decorator:register",
-         "verl_patches.trainer.dispatch:record_starts",
+         "verl_patches.watch.calls:record_starts",
          "How far apart workers start is known in the workers only, and verl does not look.",
          bindings=("verl.single_controller.base.worker:register", f"{_WORKERS}:register",
                    "verl.workers.fsdp_workers:register"), role="observe"),

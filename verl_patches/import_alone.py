@@ -21,7 +21,7 @@ from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.launch.run_folder import begin_without_launcher
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
-from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, check_recipe
+from verl_patches.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.rules import RULES
 from verl_patches.spec import RUN, RunSpec, give_run
 from verl_patches.trainer.ray_start import unless_start_fails
@@ -118,7 +118,7 @@ def _merged_recipe(config: DictConfig, switches: Switches) -> dict[str, Any]:
         merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), given, decided))
     except OmegaConfBaseException as error:
         text = str(error).splitlines()[0]
-        raise ConfigError(f"recipe: {text}; the keys are those of verl_patches/recipe/schema.py") from error
+        raise ConfigError(f"recipe: {text}; the keys are those of verl_patches/recipe.py") from error
     check_recipe(merged)
     merged["watch"]["action"] = "off"  # the launcher's driver reads the heartbeats
     return merged | {"run": given.get("run"), "output_root": str(output_root(merged["output_root"]))}

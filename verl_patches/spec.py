@@ -23,8 +23,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.switches import Switches
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu.machine import HARDWARE, Hardware
-from verl_patches.recipe.rewards import Part, Reward
-from verl_patches.recipe.schema import VLLM_DTYPES, Recipe
+from verl_patches.recipe import VLLM_DTYPES, Part, Recipe, Reward
 
 RUN = "run"  # key of verl's configuration, and of its sections that workers get, which holds `RunSpec.text`
 A3 = "a3"  # the line of Atlas A3, with MindSpeed

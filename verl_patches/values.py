@@ -7,6 +7,7 @@ import functools
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -103,9 +104,7 @@ def value_words(kind: Any) -> str:
     return _words(_adapter(kind).json_schema())
 
 
-def unknown_key(
-    key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/recipe/schema.py"
-) -> str:
+def unknown_key(key: str, known: Mapping[str, Any], hint: str = "the keys are those of verl_patches/recipe.py") -> str:
     """One sentence about a key that does not exist, with the nearest ones that do; `hint` where none is near."""
     leaf = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
@@ -226,3 +225,15 @@ def leaves(
             yield from leaves(value, f"{key}.", ends)
         else:
             yield key, value
+
+
+@contextmanager
+def load(expected: str) -> Iterator[None]:
+    """ConfigError, "EXPECTED; found ...", for whatever error a library has with what a user named."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers, datasets and each store have their own
+        text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
+        raise ConfigError(f"{expected}; found {text:.300}") from error

@@ -39,9 +39,9 @@ class Echo:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_starts(self):
-        from verl_patches.trainer import dispatch
+        from verl_patches.watch.calls import take_starts
 
-        return dispatch.take_starts()
+        return take_starts()
 
 
 def digest(value):

@@ -4,7 +4,8 @@ import pytest
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.trainer import dispatch
-from verl_patches.trainer.dispatch import record_starts, start_skew
+from verl_patches.trainer.dispatch import start_skew
+from verl_patches.watch.calls import record_starts
 
 # objects above 1 MB that the controller serialises: with the row, without it
 LARGE = {
@@ -60,7 +61,7 @@ def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew_between_the_same_call
     assert start_skew([first, second]) == {"f": 0.5}
     assert start_skew([]) == {} and start_skew([first, []]) == {}
     dispatch.take_calls()
-    dispatch.calls.value.sent.update(calls=2, puts=3, put_bytes=150, inline_bytes=3)
+    dispatch._sent.update(calls=2, puts=3, put_bytes=150, inline_bytes=3)
     step = dispatch.dispatch_of_step([first, second[:3]])
     skew = {"max": 1.0, "by_call": {"f": 0.5, "g": 1.0}}
     assert step == {"calls": 2, "puts": 3, "put_bytes": 150, "inline_bytes": 3, "start_skew_s": skew}

@@ -10,7 +10,7 @@ from verl_patches.config.compose import compose_config
 from verl_patches.config.engine_options import ASCEND, OPTIONS, PLACES, ROLLOUT
 from verl_patches.config.environment import worker_environment
 from verl_patches.errors import ConfigError
-from verl_patches.recipe.schema import RolloutAscend, recipe_keys
+from verl_patches.recipe import RolloutAscend, recipe_keys
 
 TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
 NPU = ["recipe.line=a3", "recipe.platform=npu_emulated"]

@@ -13,7 +13,7 @@ from verl_patches.config.compose import compose_config
 from verl_patches.config.resolve import resolve
 from verl_patches.config.verl_values import check_verl_values, verl_types
 from verl_patches.errors import ConfigError
-from verl_patches.recipe.schema import check_recipe, recipe_keys
+from verl_patches.recipe import check_recipe, recipe_keys
 from verl_patches.rules import RULES
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 from verl_patches.values import is_secret, is_secret_value, is_secret_variable, parse_yaml, read_yaml, secret_options

@@ -16,7 +16,7 @@ from verl_patches.log_probs import on_policy_update, rollout_correction
 from verl_patches.log_probs.on_policy import on_policy_checks
 from verl_patches.log_probs.rollout_correction import LogProbError
 from verl_patches.patching.row import subclass_of
-from verl_patches.recipe.schema import Objective, RolloutCorrection
+from verl_patches.recipe import Objective, RolloutCorrection
 from verl_patches.rules import RULES
 from verl_patches.worker import recipe_worker
 from verl_patches.worker.recipe_worker import RecipeWorker

@@ -22,7 +22,7 @@ from verl_patches.memory.schedule import (
     schedule_of,
     simulate,
 )
-from verl_patches.recipe.schema import Recipe, Train, WeightSync
+from verl_patches.recipe import Recipe, Train, WeightSync
 
 VARIANTS = (in_sleep_mode(copied=True), in_sleep_mode(copied=False))
 SCHEDULES = (SCHEDULE, *VERL.values(), *VARIANTS)

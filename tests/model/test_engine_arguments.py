@@ -15,7 +15,7 @@ from verl_patches.layout.model_folder import REQUIRED
 from verl_patches.model.mindspeed.arguments import IGNORED, SIZES, TABLE, arguments_of, explain, model_settings
 from verl_patches.model.tiny import CONFIG_FILE
 from verl_patches.planning.memory_plan import LAYERS, recompute_keys
-from verl_patches.recipe.schema import recipe_keys
+from verl_patches.recipe import recipe_keys
 
 ACTOR, OPTIM = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
 REF = "actor_rollout_ref.ref.megatron."

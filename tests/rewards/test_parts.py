@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.runs import composed
 from verl_patches.errors import ConfigError
-from verl_patches.recipe.rewards import Reward
+from verl_patches.recipe import Reward
 from verl_patches.rewards.parts import length_penalty
 from verl_patches.rules import RULES
 

@@ -24,7 +24,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.evaluation.compare import write_baseline
 from verl_patches.evaluation.curves import read_curves
 from verl_patches.launch.smoke import SmokeOptions, overrides_of
-from verl_patches.recipe.schema import recipe_keys
+from verl_patches.recipe import recipe_keys
 from verl_patches.rules import RULES
 from verl_patches.weights.run_folders import take_start
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from verl_patches.recipe.schema import Alarms
+from verl_patches.recipe import Alarms
 from verl_patches.trainer.alarms import alarms_of
 
 

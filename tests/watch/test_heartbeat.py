@@ -13,8 +13,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.ranks import HANG_S
 from verl_patches.processes import started_at, state_of
-from verl_patches.trainer.dispatch import record_and_call
 from verl_patches.watch import heartbeat, node
+from verl_patches.watch.calls import record_and_call
 from verl_patches.watch.heartbeat import BEAT, Beat, Heartbeat, ranks_text, read
 from verl_patches.watch.node import close, read_processes, stacks
 

@@ -25,8 +25,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import first_layers, read_model_shape
 from verl_patches.patching.spec import LINES, PatchSpec
-from verl_patches.recipe.rewards import reward_parts
-from verl_patches.recipe.schema import VLLM_DTYPES, Recipe, check_recipe, recipe_from, recipe_keys
+from verl_patches.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe_from, recipe_keys, reward_parts
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, for_platform, verl_config_dir
 from verl_patches.upstream.pins import load_pins

@@ -26,7 +26,7 @@ from verl_patches.layout.inventory import SCORE, build_inventory, differences, f
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
 from verl_patches.model.checks import value_model_differences
 from verl_patches.objectives.settings import columns_of
-from verl_patches.recipe.rewards import SHORT_FORM
+from verl_patches.recipe import SHORT_FORM
 from verl_patches.shared_files import disk_folder, free_bytes
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.pins import load_pins

@@ -14,7 +14,7 @@ from verl_patches.errors import Check, ConfigError, either
 from verl_patches.platform.npu import MC2_FROM_RANKS
 from verl_patches.platform.npu.groups import EXPERTS_IN_ROLLOUT, EXPERTS_IN_TRAINING
 from verl_patches.ray_nodes import RayPorts
-from verl_patches.recipe.schema import HCCL_PORTS
+from verl_patches.recipe import HCCL_PORTS
 from verl_patches.spec import RunSpec
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default

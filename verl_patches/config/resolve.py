@@ -19,8 +19,7 @@ from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
-from verl_patches.recipe.rewards import reward_parts
-from verl_patches.recipe.schema import Recipe, recipe_from
+from verl_patches.recipe import Recipe, recipe_from, reward_parts
 from verl_patches.spec import RunSpec, Trees
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"

@@ -27,11 +27,11 @@ from verl_patches.config.environment import COMPOSED, FACTS
 from verl_patches.config.files import recorded_bytes
 from verl_patches.data.handlers import EXTRA, digest_of, schema_of
 from verl_patches.data.output import MANIFEST, TRAIN, whole_folder, write_rows
-from verl_patches.data.sources import file_facts, load, prompt_tokens, read_rows, read_tokenizer
+from verl_patches.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.replay.recording import recording_in
 from verl_patches.spec import RunSpec, read_run
-from verl_patches.values import Count, NotNegative, read_yaml, size_text, types_of, value_faults
+from verl_patches.values import Count, NotNegative, load, read_yaml, size_text, types_of, value_faults
 
 if TYPE_CHECKING:
     import torch

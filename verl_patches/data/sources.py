@@ -9,12 +9,11 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.values import is_secret_value, printable
+from verl_patches.values import is_secret_value, load, printable
 
 if TYPE_CHECKING:
     from verl_patches.data.settings import Settings
@@ -31,18 +30,6 @@ class Source(NamedTuple):
     name: str
     rows: Callable[[], Rows]
     facts: dict[str, Any]
-
-
-@contextmanager
-def load(expected: str) -> Iterator[None]:
-    """ConfigError, "EXPECTED; found ...", for whatever error a library has with what a user named."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:  # transformers, datasets and each store have their own
-        text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
-        raise ConfigError(f"{expected}; found {text:.300}") from error
 
 
 def sources_of(settings: Settings, scratch: Path) -> Iterator[Source]:

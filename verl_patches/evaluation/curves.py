@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_patches.data.sources import load
 from verl_patches.errors import ConfigError
+from verl_patches.values import load
 from verl_patches.weights.run_folders import chain_of, find_start, read_start, starts_in
 
 LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")

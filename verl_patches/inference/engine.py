@@ -18,9 +18,9 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.sampling_params import RequestOutputKind
 
-from verl_patches.data.sources import load
 from verl_patches.errors import RecipeError
 from verl_patches.spec import RunSpec
+from verl_patches.values import load
 from verl_patches.weights.reader import WeightReader
 from verl_patches.weights.source import Source, open_source
 

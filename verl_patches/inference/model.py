@@ -20,16 +20,15 @@ from verl_patches.config.engine_options import ROLLOUT, check_engine_options, re
 from verl_patches.config.environment import COMPOSED, derive, process_environment
 from verl_patches.config.resolve import resolve
 from verl_patches.config.verl_values import check_verl_values
-from verl_patches.data.sources import load
 from verl_patches.errors import ConfigError, require
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.inventory import SCORE
 from verl_patches.planning.serving import instance_checks, instance_of
 from verl_patches.platform import require as require_platform
-from verl_patches.recipe.schema import VLLM_DTYPES, check_recipe
+from verl_patches.recipe import VLLM_DTYPES, check_recipe
 from verl_patches.spec import OF_VALUES, RunSpec, Trees
 from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
-from verl_patches.values import read_yaml
+from verl_patches.values import load, read_yaml
 from verl_patches.weights.manifest import SAVED, has_manifest
 from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, read_start
 from verl_patches.weights.source import Source, open_source

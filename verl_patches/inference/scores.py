@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from verl_patches.data.sources import file_facts, load
+from verl_patches.data.sources import file_facts
 from verl_patches.errors import ConfigError
 from verl_patches.spec import RunSpec, give_run
 from verl_patches.trainer.validation import pass_at_k
+from verl_patches.values import load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,7 +29,7 @@ from verl_patches.launch.run_folder import begin, held_run
 from verl_patches.planning.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals
-from verl_patches.recipe.schema import Timeouts
+from verl_patches.recipe import Timeouts
 from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress, write_json

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from verl_patches.recipe.schema import Recipe
+from verl_patches.recipe import Recipe
 from verl_patches.spec import RunSpec
 
 MEMORY_GROUPS = {

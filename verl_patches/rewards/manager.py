@@ -17,7 +17,7 @@ import torch
 from verl import DataProto
 
 from verl_patches.errors import RecipeError, place_in
-from verl_patches.recipe.rewards import TAKES, Part, reward_parts
+from verl_patches.recipe import TAKES, Part, reward_parts
 from verl_patches.rewards import by_source, learnable, maths
 from verl_patches.rewards.parts import METRIC, RM_SCORES, length_penalty
 

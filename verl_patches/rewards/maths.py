@@ -17,7 +17,7 @@ import re
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.recipe.rewards import CPU_LIMIT_S, FORMAT_WEIGHT, MAX_FORMAT_WEIGHT
+from verl_patches.recipe import CPU_LIMIT_S, FORMAT_WEIGHT, MAX_FORMAT_WEIGHT
 from verl_patches.rewards.helper_process import CallError, HelperProcess
 
 TAIL_CHARS = 65_536  # a box further from the end than this is not an answer; it also bounds the time

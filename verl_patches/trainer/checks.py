@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from verl_patches.errors import Check, either
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.memory.schedule import OF_ROLLOUT
-from verl_patches.recipe.schema import PROFILED
+from verl_patches.recipe import PROFILED
 from verl_patches.rewards.parts import METRIC
 from verl_patches.spec import RunSpec
 

@@ -1,22 +1,18 @@
-"""Calls to all workers: each argument is serialised once; bytes are counted here, starts in the workers.
+"""Calls to all workers: each argument is serialised once; bytes are counted.
 
 verl hands each worker its arguments in that worker's own `.remote` (verl/single_controller/ray/base.py,
 execute_all_async), where Ray serialises them again, so the last worker starts only after all others. verl
 0.4.0 puts the batches of Megatron calls into Ray's store itself, one a DP rank, but not other arguments; 54c9b736
 puts none. Workers receive the same values: Ray resolves references that are top-level arguments.
 
-A worker records its wall clock when a dispatched method starts, after its arguments have been fetched. Between nodes
-the start skew is as exact as their clocks (NTP: milliseconds).
+The starts that workers record (heartbeat/calls.py) give the skew of each call.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import threading
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
@@ -26,10 +22,6 @@ import torch
 from ray.experimental.locations import get_local_object_locations
 from verl.protocol import DataProto
 
-from verl_patches.current import Current
-from verl_patches.layout.phases import VALIDATE
-from verl_patches.watch import heartbeat
-
 # arguments whose sum over all workers is smaller are passed inline. Ray 2.42.1, 32 calls with 16 KB each: 35 ms in the
 # driver inline, 15 ms with one object in the store, the same as without an argument
 INLINE_BYTES = 128 << 10
@@ -37,20 +29,7 @@ INLINE_BYTES = 128 << 10
 SENT = ("calls", "puts", "put_bytes", "inline_bytes")  # names of what is counted
 
 
-class CallRecord:
-    """The counts of dispatched calls in this process.
-
-    sent: the trainer's, by names of SENT; starts: a worker's, (method, seconds since the epoch), bounded, as a trainer
-    may never take them; thread: `running` while the thread is inside a dispatched method.
-    """
-
-    def __init__(self) -> None:
-        self.sent: Counter[str] = Counter()
-        self.starts: deque[tuple[str, float]] = deque(maxlen=4096)
-        self.thread = threading.local()
-
-
-calls: Current[CallRecord] = Current(CallRecord())
+_sent: Counter[str] = Counter()  # in this process, by names of SENT
 
 
 def take_calls() -> dict[str, int]:
@@ -58,15 +37,9 @@ def take_calls() -> dict[str, int]:
 
     Of this process since the last take_calls().
     """
-    counted, calls.value.sent = calls.value.sent, Counter()
-    return {name: counted[name] for name in SENT}
-
-
-def take_starts() -> list[tuple[str, float]]:
-    """(method, seconds since the epoch) of this process since the last take_starts(), in order."""
-    taken = list(calls.value.starts)
-    calls.value.starts.clear()
-    return taken
+    counted = {name: _sent[name] for name in SENT}
+    _sent.clear()
+    return counted
 
 
 def put_before_calling(execute_all_async: Callable) -> Callable:
@@ -81,7 +54,7 @@ def put_before_calling(execute_all_async: Callable) -> Callable:
         args = tuple(call.each(arg) if split else call.to_all(arg, workers) for arg in args)
         kwargs = {name: call.each(arg) if split else call.to_all(arg, workers) for name, arg in kwargs.items()}
         answers = execute_all_async(self, method_name, *args, **kwargs)
-        calls.value.sent.update(call.counts())
+        _sent.update(call.counts())
         return answers
 
     return execute
@@ -162,70 +135,6 @@ def _sizes(value: Any) -> Iterator[int]:
         yield from _sizes(vars(value))
     else:
         yield INLINE_BYTES + 1
-
-
-def record_starts(register: Callable) -> Callable:
-    """Row provider for verl's `register`: methods record their start, unless another dispatched method calls them.
-
-    Not recorded: coroutines and DIRECT_ROLLOUT_METHOD, which vLLM's executor calls at every token.
-    """
-
-    @functools.wraps(register)
-    def with_starts(*args: Any, **kwargs: Any) -> Callable:
-        from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
-
-        decorate = register(*args, **kwargs)
-
-        @functools.wraps(decorate)
-        def decorate_recorded(func: Callable) -> Callable:
-            method = decorate(func)
-            direct = getattr(method, MAGIC_ATTR)["dispatch_mode"] == Dispatch.DIRECT_ROLLOUT_METHOD
-            return method if direct or inspect.iscoroutinefunction(method) else _recording(method)
-
-        return decorate_recorded
-
-    return with_starts
-
-
-def _recording(method: Callable) -> Callable:
-    @functools.wraps(method)
-    def start(*args: Any, **kwargs: Any) -> Any:
-        return record_and_call(method, args, kwargs)
-
-    return start
-
-
-def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A module-level function, so that a worker class that Ray pickles by value refers to no deque or lock."""
-    thread = calls.value.thread
-    if getattr(thread, "running", False):
-        return method(*args, **kwargs)
-    name = _name(method, type(args[0]) if args else None)
-    calls.value.starts.append((name, time.time()))
-    thread.running = True
-    try:
-        with heartbeat.here().in_call(VALIDATE if _validates(name, args) else name):
-            return method(*args, **kwargs)
-    finally:
-        thread.running = False
-
-
-def _validates(name: str, args: Sequence[Any]) -> bool:
-    """Whether this is a call of verl's _validate, which marks its prompts: other prompts, and more of them."""
-    prompts = args[1] if len(args) > 1 else None
-    return name == "generate_sequences" and bool(getattr(prompts, "meta_info", {}).get("validate"))
-
-
-@functools.cache
-def _name(method: Callable, cls: type | None) -> str:
-    """The attribute name of `method`: verl's own decorators name several methods of a worker `f`."""
-    for name in dir(cls) if cls else ():
-        attribute = inspect.getattr_static(cls, name)
-        while attribute is not None and attribute is not method:
-            attribute = getattr(attribute, "__wrapped__", None)
-        if attribute is method:
-            return name
-    return method.__name__
 
 
 def start_skew(workers: Sequence[Sequence[tuple[str, float]]]) -> dict[str, float]:

@@ -54,8 +54,8 @@ from verl_patches.replay.routing_replay import RoutingReplay
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.spec import run_of
-from verl_patches.trainer.dispatch import take_starts
 from verl_patches.watch import heartbeat
+from verl_patches.watch.calls import take_starts
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory, device_type

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import REQUIRED
-from verl_patches.recipe.schema import Recipe
+from verl_patches.recipe import Recipe
 from verl_patches.values import leaves
 
 

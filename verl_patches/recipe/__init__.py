@@ -1,1 +1,0 @@
-"""The recipe: the settings of a run that verl's own configuration does not have, as dataclasses."""
