@@ -16,11 +16,11 @@ from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from verl_patches.data.handlers import schema_of
-from verl_patches.data.output import TEST, TRAIN, whole_folder, write_rows
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.learnable import DATA_SOURCE, KINDS
 from verl_patches.shared_files import write_whole
+from verl_patches.tools.data.handlers import schema_of
+from verl_patches.tools.data.output import TEST, TRAIN, whole_folder, write_rows
 
 Row = dict[str, Any]
 ANSWERS = ("response", "chosen", "rejected", "label", "steps", "labels")
@@ -35,9 +35,9 @@ def make_rows(count: int, seed: int = 0, answers: str | None = None) -> list[Row
 
     Any three neighbours (rows 0-2, 3-5, ...) ask for the three kinds, in a drawn order, so every batch of a multiple
     of three rows is balanced if the data is not shuffled again. `answers` adds the columns of fixed data
-    (verl_patches/objectives/settings.py): chosen and rejected are answers in the prompt's kind and in another, response
-    is the chosen one (paired), or every second time the rejected one (unpaired), and label says which; steps are of
-    either kind, with their labels. Raises ConfigError for fewer than three rows, or more than MAX_ROWS.
+    (verl_patches/step/objectives/settings.py): chosen and rejected are answers in the prompt's kind and in another,
+    response is the chosen one (paired), or every second time the rejected one (unpaired), and label says which; steps
+    are of either kind, with their labels. Raises ConfigError for fewer than three rows, or more than MAX_ROWS.
     """
     if not len(KINDS) <= count <= MAX_ROWS:
         raise ConfigError(

@@ -118,7 +118,7 @@ done
 "$python" -m verl_patches check --line "$line" --upstream "$dest" "${only[@]/#/--only=}"
 [ -z "$has_verl" ] || "$python" - "$dest/verl" <<'END'
 import sys
-from verl_patches.boot.install_prelude import insert_line
+from verl_patches.patching.boot.install_prelude import insert_line
 line = insert_line(sys.argv[1])
 print(f"prelude line: {line.state}, {line.file}:{line.line}")
 END

@@ -5,7 +5,7 @@
 `pins` comes from configs/upstream.yaml (some rows of it in the READMEs and docs/support.md), `machines` from
 verl_patches/platform/npu/machine.py, `patches` from the catalogue without the
 emulation, `recipe` from the docstrings of verl_patches/recipe/, `checks` from the rows of
-verl_patches/doctor/doctor.py, and `recipes` from configs/algo and docs/recipes.json (scripts/recipe_runs.py).
+verl_patches/launch/doctor/doctor.py, and `recipes` from configs/algo and docs/recipes.json (scripts/recipe_runs.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import recipe_runs  # noqa: E402
 
 from verl_patches.catalog import ROWS  # noqa: E402
-from verl_patches.doctor.doctor import ALL_ROWS, NODE_ROWS  # noqa: E402
+from verl_patches.launch.doctor.doctor import ALL_ROWS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.spec import PatchSpec  # noqa: E402
 from verl_patches.patching.switches import Switches  # noqa: E402
 from verl_patches.platform.npu.machine import HARDWARE  # noqa: E402

@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     # the longest first: scripts/test.sh keeps the order
-    items[:] = sorted(run, key=lambda item: item.path.parent.name not in ("loop", "watch"))
+    items[:] = sorted(run, key=lambda item: item.path.parent.name not in ("loop", "supervise"))
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def warm() -> Iterator[Callable[[Mapping[str, str]], dict[str, str]]]:
 
 def python_with_prelude(folder: Path) -> Path:
     """The interpreter of a new environment in `folder`, over this one, whose site-packages have the prelude's .pth."""
-    from verl_patches.boot import install_prelude
+    from verl_patches.patching.boot import install_prelude
 
     subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", folder / "venv"], check=True)
     site = next((folder / "venv" / "lib").glob("python*/site-packages"))

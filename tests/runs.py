@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.catalog import rows_of
-from verl_patches.config.compose import compose
-from verl_patches.planning.memory_plan import with_recompute
+from verl_patches.plan.memory_plan import with_recompute
+from verl_patches.run.compose import compose
 from verl_patches.spec import RunSpec, Trees, give_run
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from verl_patches.catalog import FUNCTIONAL, ROWS, all_rows, rows_of
 from verl_patches.cli.patches import engine_of
-from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import LINES
 from verl_patches.patching.switches import Switches, parse
+from verl_patches.run.compose import compose
 
 ROOT = Path(__file__).resolve().parent.parent
 STAND_INS = [row for row in all_rows() if row not in ROWS]

@@ -10,23 +10,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
-FLOORS = (
-    {"current", "errors", "processes", "ray_nodes", "shared_files", "values"},
-    {"patching", "layout"},
-    {"platform"},
-    {"recipe"},
-    {"spec"},
-    {"model", "reshard", "memory", "weights", "watch"},
-    {"boot", "rollout"},
-    {"batches", "replay", "log_probs", "rewards", "objectives"},
-    {"trainer", "worker"},
-    {"config", "features", "planning", "upstream"},
-    {"launch", "cluster", "doctor", "evaluation", "data", "inference"},
-    {"cli", "catalog", "rules", "prelude_patch", "main", "import_alone", "__main__", "__init__"},
-    {"emulation"},  # test equipment: loaded by name, on a platform without a device
+FLOORS = (  # modules beside the packages too
+    ("current", "errors", "processes", "shared_files", "values"),
+    ("patching", "layout", "platform", "upstream", "recipe", "spec"),
+    ("heartbeat",),
+    ("model", "reshard", "weights", "memory", "rollout", "rewards"),
+    ("step",),
+    ("worker", "trainer"),
+    ("run",),
+    ("plan", "launch"),
+    ("tools",),
+    ("cli", "catalog", "rules", "prelude_patch", "main", "import_alone", "__main__", "__init__"),
 )
+APART = "emulation"  # test equipment: loaded by name, on a platform without a device
+MAX_FLOORS, MAX_PACKAGES = 10, 20
 MAX_FILES = 12
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR = {room: number for number, rooms in enumerate((*FLOORS, (APART,))) for room in rooms}
 
 
 def room_of(path):
@@ -89,7 +88,7 @@ def test_upper_floors_import_only_lower_ones(trees):
 def test_one_line_loads_the_emulation():
     """Outside of it no file names the package but platform/__init__.py, once; so no run on a device imports it."""
     named = re.compile(r"verl_patches[./]emulation")
-    texts = {file: file.read_text() for file in PACKAGE.rglob("*.py") if room_of(file) != "emulation"}
+    texts = {file: file.read_text() for file in PACKAGE.rglob("*.py") if room_of(file) != APART}
     found = {file: len(named.findall(text)) for file, text in texts.items() if named.search(text)}
     assert found == {PACKAGE / "platform/__init__.py": 1}
 
@@ -109,11 +108,27 @@ def test_no_rooms_and_no_files_import_each_other(trees):
     files = {module_of(file): imported_modules(file, tree, modules) for file, tree in trees.items()}
     assert cycles(rooms) == cycles(files) == set()
     assert len(files["verl_patches.patching.engine"]) > 3
-    planning = {*rooms["config"], "planning"}  # the control: config imports planning, which imports it
-    assert cycles({**rooms, "config": planning}) == {("config", "planning")}
+    control = {**rooms, "run": {*rooms["run"], "plan"}}  # plan imports run
+    assert cycles(control) == {("plan", "run")}
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {("a", "b", "c")}
     of_types = ast.parse("if TYPE_CHECKING:\n    from verl_patches.trainer.run import Run")
     assert {room for room, _ in imported_rooms(of_types)} == {"trainer"}
+
+
+def floors_text(packages):
+    """The packages of each floor as a reader of README sees them."""
+    floors = ([room for room in floor if room in packages] for floor in FLOORS)
+    return " | ".join(f"`{' '.join(floor)}`" for floor in floors if floor)
+
+
+def test_the_top_level_is_few_rooms_on_few_floors(trees):
+    packages = {room_of(file) for file in trees if file.parent != PACKAGE}
+    assert len(packages) <= MAX_PACKAGES and len(FLOORS) <= MAX_FLOORS
+    assert len(packages) > 1
+    drawn = floors_text(packages)
+    assert drawn.startswith("`patching layout") and drawn.endswith("| `cli`")
+    for page in ("README.md", "README_zh.md"):
+        assert drawn in (ROOT / page).read_text(), f"{page}: expected the floors as they are: {drawn}"
 
 
 def crowded(sizes):
@@ -133,8 +148,8 @@ def test_no_room_has_more_files_than_a_reader_can_name():
 
 @pytest.mark.parametrize(
     "module",
-    "prelude_patch catalog __main__ layout.inventory planning.plan memory.ledger doctor.doctor weights.manifest "
-    "watch.watcher".split(),
+    "prelude_patch catalog __main__ layout.inventory plan.plan memory.ledger launch.doctor.doctor weights.manifest "
+    "heartbeat.heartbeat launch.supervise.watcher run.compose run.record.report".split(),
 )
 def test_torch_free_rooms_do_not_import_torch(module, run_python):
     code = f"import sys, verl_patches.{module}\nassert not {{'torch', 'verl', 'vllm', 'megatron'}} & set(sys.modules)"

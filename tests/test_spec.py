@@ -9,20 +9,20 @@ from omegaconf.errors import ReadonlyConfigError
 
 from tests.conftest import ROOT
 from tests.runs import composed, config_of, section_of
-from verl_patches.config.resolve import CONFIGS_DIR, LayoutError, changed
 from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
-from verl_patches.planning.memory_plan import recompute_keys
-from verl_patches.planning.search import GRAPHS, MINI_BATCH, SEATS, as_overrides, rollout_keys, train_keys
+from verl_patches.plan.memory_plan import recompute_keys
+from verl_patches.plan.search import GRAPHS, MINI_BATCH, SEATS, as_overrides, rollout_keys, train_keys
+from verl_patches.run.resolve import CONFIGS_DIR, LayoutError, changed
 from verl_patches.spec import RunSpec, run_of
 
 TINY, BIG, TRUE_WEIGHT = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight"
 RUNS = sorted(path.stem for path in CONFIGS_DIR.glob("deepseekv3_*.yaml") if "algo: " in path.read_text())
 REF_MICRO_BATCH = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
 OF_CONTROLLER = {"verl", "no_start", "given", "trees"}  # workers have their section of verl's configuration, from verl
-ROOMS = "trainer worker batches memory planning rewards reshard replay log_probs".split()
+ROOMS = "trainer worker step memory plan rewards reshard".split()
 # of a configuration that is no run: its ranks cannot be split as it says, or only one rollout instance of it is made
-WITHOUT_RUN = {"planning/serving.py:instance_of", "planning/plan.py:_search_command"}
+WITHOUT_RUN = {"plan/serving.py:instance_of", "plan/plan.py:_search_command"}
 
 
 @pytest.mark.parametrize(

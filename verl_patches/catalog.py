@@ -147,15 +147,15 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "them the EP group where MC2 has its own.", exit="vLLM takes options of groups", bindings=_HOLD_GROUPS,
             needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name"), feature="small_groups"),
     _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
-            "verl_patches.replay.expert_load:count_experts",
+            "verl_patches.step.replay.expert_load:count_experts",
             "Balanced routing takes the place of the router's choice inside of apply (fused_moe.py:945), so expert ids "
             "are seen where they are handed on: recipe.expert_load records max / mean tokens of experts.",
             exit="vllm-ascend reports the load of its experts", role="observe", feature="expert_load"),
     _ascend("rollout.count_alltoall", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_all2all",
-            "verl_patches.replay.expert_load:count_experts",
+            "verl_patches.step.replay.expert_load:count_experts",
             "as rollout.count_mc2, with prompts", exit="as rollout.count_mc2", role="observe", feature="expert_load"),
     _ascend("rollout.count_local", "wrap", "vllm_ascend.ops.fused_moe:fused_experts",
-            "verl_patches.replay.expert_load:count_experts",
+            "verl_patches.step.replay.expert_load:count_experts",
             "as rollout.count_mc2, where experts are not split", exit="as rollout.count_mc2",
             bindings=("vllm_ascend.ops.common_fused_moe:fused_experts",), role="observe", feature="expert_load"),
     _ascend("rollout.rebalance", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.step",
@@ -194,7 +194,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             exit="vLLM schedules what has changed since the last step", role="speed"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
-         "verl_patches.log_probs.of_rollout:keep_rollout_log_probs",
+         "verl_patches.step.log_probs.of_rollout:keep_rollout_log_probs",
          "verl 54c9b736 has vLLM compute the log-probs of sampled tokens (vllm_rollout_spmd.py:173) and drops them; "
          "the truth check compares them with the actor's, on both lines with recipe.logprob_check.every those of "
          "sequences that are sampled for it while vLLM is awake.", role="observe"),
@@ -259,7 +259,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.model:initializers",
         "verl builds Megatron's own attention; MLA is MindSpeed-LLM's (deepseek_spec.py)", exit=_VERL_HAS_IT),
     _a3("model.packed_forward", "register", f"{_REGISTRY}:MODEL_FORWARD_REGISTRY",
-        "verl_patches.batches.packed_forward:forwards",
+        "verl_patches.step.batches.packed_forward:forwards",
         "verl cuts packed sequences for Transformer Engine's ring attention, which MindSpeed-LLM's MLA does not have "
         "(verl/models/mcore/util.py:46), gathers log-probs without their gradient's factor (:95), and has no "
         "log-probs of padded sequences (verl/models/mcore/model_forward.py:54).",
@@ -315,7 +315,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
 
 CONTROLLER: tuple[PatchSpec, ...] = (
     _row("dispatch.send_switches", "wrap", "ray._private.worker:init",
-         "verl_patches.boot.worker_settings:send_switches",
+         "verl_patches.worker.worker_settings:send_switches",
          "Variables of the driver's shell do not reach nodes where `ray start` ran without them: their workers would "
          "run other patches than the driver means.", processes=_CONTROLLER, bindings=("ray:init",)),
     _row("update.recipe_by_default", "wrap", f"{_TRAINER}:RayPPOTrainer.__init__",
@@ -329,7 +329,7 @@ CONTROLLER: tuple[PatchSpec, ...] = (
          "One place sees every step's metrics: phase table, summary.json and the log-prob check.",
          processes=_CONTROLLER, role="observe"),
     _row("logprob.truth_check", "wrap", "verl.trainer.ppo.metric_utils:compute_data_metrics",
-         "verl_patches.log_probs.rollout_correction:add_to_metrics",
+         "verl_patches.step.log_probs.rollout_correction:add_to_metrics",
          "verl compares probabilities, which hides errors of rare tokens; log-probs show a wrong weight at once.",
          exit="verl reports |log-prob delta| of rollout and actor (0.5 and later: rollout correction metrics)",
          processes=_CONTROLLER, bindings=(f"{_TRAINER}:compute_data_metrics",), role="observe"),
@@ -375,7 +375,7 @@ LOG_PROB: tuple[PatchSpec, ...] = (
 
 ADVANTAGE: tuple[PatchSpec, ...] = (
     _row("advantage.objective", "wrap", f"{_TRAINER}:compute_advantage",
-         "verl_patches.objectives.advantages:advantages_of_objective",
+         "verl_patches.step.objectives.advantages:advantages_of_objective",
          "verl's Megatron trainer has no loss of fixed responses; with these advantages its own update has the "
          "gradient of each of them (docs/own-data-and-reward.md).", processes=_CONTROLLER, feature="fixed_data"),
 )  # fmt: skip
@@ -401,19 +401,19 @@ UPDATE: tuple[PatchSpec, ...] = (
               "(verl 3996)",
          needs=("update.recipe_worker", "update.loss_on_policy"), feature="on_policy"),
     _row("update.loss_on_policy", "wrap", "verl.trainer.ppo.core_algos:compute_policy_loss",
-         "verl_patches.log_probs.on_policy_update:loss_on_policy",
+         "verl_patches.step.log_probs.on_policy_update:loss_on_policy",
          "The only place where an update's own log-probs can take the place of old ones.",
          exit="as update.on_policy",
          bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
                    "verl.workers.actor.dp_actor:compute_policy_loss"), feature="on_policy"),
     _row("update.routing_samples", "wrap", "verl.models.mcore.util:preprocess_packed_seqs",
-         "verl_patches.replay.routing_replay:note_samples",
+         "verl_patches.step.replay.routing_replay:note_samples",
          "Layers get packed tokens and never which samples they are of; PackedSeqParams reach each layer, also when it "
          "is recomputed (megatron/core/transformer/transformer_block.py).",
          exit="verl has routing replay for Megatron (0.6 and later has)",
          bindings=("verl.models.mcore.model_forward:preprocess_packed_seqs",), feature="routing_replay"),
     _row("update.routing_replay", "wrap", "megatron.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
-         "verl_patches.replay.routing_replay:replay_experts",
+         "verl_patches.step.replay.routing_replay:replay_experts",
          "The experts of a token in the update are those that the new weights choose, not those of the pass "
          "whose log-probs it is compared with. The function is the only place that selects "
          "(megatron/core/transformer/moe/moe_utils.py:478).",
@@ -422,7 +422,7 @@ UPDATE: tuple[PatchSpec, ...] = (
          bindings=("megatron.core.transformer.moe.router:topk_softmax_with_capacity",), feature="routing_replay"),
     _a3("update.routing_replay_mindspeed", "wrap",
         "mindspeed_llm.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
-        "verl_patches.replay.routing_replay:replay_experts",
+        "verl_patches.step.replay.routing_replay:replay_experts",
         "As update.routing_replay; MindSpeed-LLM has a selection of its own "
         "(mindspeed_llm/core/transformer/moe/moe_utils.py:76).",
         exit="MindSpeed-LLM replays recorded experts", needs=("update.routing_samples",),
@@ -442,26 +442,26 @@ UPDATE: tuple[PatchSpec, ...] = (
          exit="verl's stages leave their tensors on the workers for the next",
          needs=("update.sharding_manager", "update.recipe_worker"), feature="tensor_cache"),
     _a3("update.dynamic_batches", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.forward_backward_batch",
-        "verl_patches.batches.micro_batches:packing",
+        "verl_patches.step.batches.micro_batches:packing",
         "verl 54c9b736's Megatron actor knows micro batches of a fixed number of samples only (megatron_actor.py:271), "
         "and returns log-probs in their order.", feature="dynamic_batches",
         exit="the pins move to verl 0.4.0 or later", needs=("update.dynamic_split", "update.recipe_worker")),
     _a3("update.dynamic_split", "wrap", "verl.utils.torch_functional:split_dict_tensor_into_batches",
-        "verl_patches.batches.micro_batches:by_tokens",
+        "verl_patches.step.batches.micro_batches:by_tokens",
         "Where the actor cuts a batch (megatron_actor.py:275); equal parts only.",
         exit="as update.dynamic_batches", feature="dynamic_batches",
         bindings=("verl.workers.actor.megatron_actor:split_dict_tensor_into_batches",
                   "verl.workers.critic.megatron_critic:split_dict_tensor_into_batches",
                   "verl.workers.reward_model.megatron.reward_model:split_dict_tensor_into_batches")),
     _row("update.mini_batches", "wrap", "verl.utils.megatron.pipeline_parallel:make_batch_generator",
-         "verl_patches.batches.micro_batches:in_mini_batch",
+         "verl_patches.step.batches.micro_batches:in_mini_batch",
          "The one place where the actor has all micro batches of a mini batch (megatron_actor.py:410; :444 in 0.4.0).",
          exit="as update.sample_weights", needs=("update.recipe_worker",),
          bindings=("verl.workers.actor.megatron_actor:make_batch_generator",
                    "verl.workers.critic.megatron_critic:make_batch_generator",
                    "verl.workers.reward_model.megatron.reward_model:make_batch_generator")),
     _row("update.sample_weights", "wrap", "verl.trainer.ppo.core_algos:agg_loss",
-         "verl_patches.batches.micro_batches:by_mini_batch",
+         "verl_patches.step.batches.micro_batches:by_mini_batch",
          "The loss of each micro batch is an average of its own, and Megatron averages those (schedules.py:283): the "
          "gradient depends on the micro batches where they hold unequally many samples or, with token-mean, tokens.",
          exit="the pins move to a verl whose agg_loss divides by the tokens of the mini batch",
@@ -469,7 +469,7 @@ UPDATE: tuple[PatchSpec, ...] = (
          bindings=("verl.workers.actor.megatron_actor:agg_loss", "verl.workers.actor.dp_actor:agg_loss",
                    f"{_TRAINER}:agg_loss")),
     _row("update.micro_batches_as_planned", "wrap", "verl.utils.seqlen_balancing:rearrange_micro_batches",
-         "verl_patches.batches.micro_batches:as_planned",
+         "verl_patches.step.batches.micro_batches:as_planned",
          "Dynamic batch size: verl packs rank by rank, above the token budget at times, and the n-th micro batches of "
          "two replicas are not equally long (verl/utils/seqlen_balancing.py).",
          exit="verl plans dynamic micro batches for all replicas together, within the budget", feature="tensor_cache",
@@ -545,7 +545,7 @@ DISPATCH: tuple[PatchSpec, ...] = (
          exit="verl puts every large argument into Ray's store once, before it calls the first worker",
          processes=_CONTROLLER, role="speed"),
     _row("dispatch.note_starts", "wrap", "verl.single_controller.base.decorator:register",
-         "verl_patches.watch.calls:record_starts",
+         "verl_patches.heartbeat.calls:record_starts",
          "How far apart workers start is known in the workers only, and verl does not look.",
          bindings=("verl.single_controller.base.worker:register", f"{_WORKERS}:register",
                    "verl.workers.fsdp_workers:register"), role="observe"),

@@ -13,19 +13,19 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_patches.boot.worker_settings import send_settings
-from verl_patches.config.compose import output_root, write_reward_models
-from verl_patches.config.resolve import resolve
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
-from verl_patches.launch.run_folder import begin_without_launcher
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.rules import RULES
+from verl_patches.run.compose import output_root, write_reward_models
+from verl_patches.run.resolve import resolve
+from verl_patches.run.run_folder import begin_without_launcher
 from verl_patches.spec import RUN, RunSpec, give_run
 from verl_patches.trainer.ray_start import unless_start_fails
 from verl_patches.upstream.modified import files_text, refuse_modified
+from verl_patches.worker.worker_settings import send_settings
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _BY_LAUNCHER = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
     "model_shape num_hidden_layers watch restart start"
 ).split()
-_FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (config/environment.py)
+_FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (run/environment.py)
 
 
 def recipe_by_default(original: Callable) -> Callable:

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from verl_patches.config import hccl
-from verl_patches.config.environment import COMPOSED, FACTS
+from verl_patches.heartbeat import heartbeat
+from verl_patches.launch.supervise.stall import WAIT_SHARE, Bounds
+from verl_patches.launch.supervise.watcher import Watcher
 from verl_patches.layout.phases import START
+from verl_patches.run import hccl
+from verl_patches.run.environment import COMPOSED, FACTS
 from verl_patches.spec import read_run, run_of
 from verl_patches.trainer import ray_start
 from verl_patches.trainer.record import Progress
-from verl_patches.watch import heartbeat
-from verl_patches.watch.stall import WAIT_SHARE, Bounds
-from verl_patches.watch.watcher import Watcher
 
 ENDED = "the controller has ended"
 _FORWARDED_S = 5

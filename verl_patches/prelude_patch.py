@@ -4,13 +4,13 @@ It must come before upstream is imported where that is possible; rows on a modul
 until it is whole. Importing it again, in any way, changes nothing.
 """
 
-from verl_patches.boot.worker_settings import prepare_from_controller
 from verl_patches.catalog import rows_of
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import start
 from verl_patches.patching.hooks import after_import
 from verl_patches.patching.switches import from_environment
 from verl_patches.platform import emulation, require
+from verl_patches.worker.worker_settings import prepare_from_controller
 
 _switches = from_environment()
 require(_switches.platform)

@@ -71,13 +71,13 @@ class Train:
     expert_split: what verl's expert sizes mean. etp takes expert_tensor_parallel_size as it is; tp_extend_ep splits
     whole experts over TP x EP ranks, which expert_model_parallel_size counts (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
-    left out. Refused unless the update is one mini batch and one epoch (log_probs/on_policy.py).
+    left out. Refused unless the update is one mini batch and one epoch (step/log_probs/on_policy.py).
     importance_ratio: what the update clips: the ratio of each token's new and old probability, or that of its sequence,
-    by their geometric mean (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean (log_probs/on_policy.py).
+    by their geometric mean (GSPO). sequence needs loss_agg_mode=seq-mean-token-mean (step/log_probs/on_policy.py).
     use_remove_padding: pack the sequences of a micro batch without padding. false pads them to the longest, for
-    comparison, with the same gradients at more work (batches/packed_forward.py). Line pypi always packs.
+    comparison, with the same gradients at more work (step/batches/packed_forward.py). Line pypi always packs.
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
-    selects them again (replay/routing_replay.py); null: each pass routes by itself.
+    selects them again (step/replay/routing_replay.py); null: each pass routes by itself.
     max_skipped_steps: the run ends at this many optimizer steps in a row that were skipped because a gradient is NaN
     or infinite (worker/step_guard.py).
 
@@ -138,7 +138,7 @@ class Train:
 
 @dataclass
 class RolloutAscend:
-    """Options of vllm-ascend, on platform npu only; config/engine_options.py writes them where the engine reads them.
+    """Options of vllm-ascend, on platform npu only; run/engine_options.py writes them where the engine reads them.
 
     Names of files are those of vllm-ascend f20869ef. Defaults are the pin's, unless a reason is given.
 
@@ -266,7 +266,7 @@ class TensorCache:
 
     enabled: keep what rollout, log-prob and reference produce on the workers, in the order of the update. The trainer
     receives lengths and unpadded ids, and returns advantages. With trainer.balance_batch the micro batches of all
-    train replicas have about equal lengths, in the same mini batches (batches/batch_plan.py); with use_dynamic_bsz
+    train replicas have about equal lengths, in the same mini batches (step/batches/batch_plan.py); with use_dynamic_bsz
     they are packed within the token budget. Without balance_batch micro batches are verl's.
     """
 
@@ -307,7 +307,7 @@ class LogprobCheck:
 
 @dataclass
 class Hccl:
-    """Ascend's collectives, on platform npu only (config/hccl.py).
+    """Ascend's collectives, on platform npu only (run/hccl.py).
 
     interface: network interface of every node for rendezvous and host traffic; null: each node uses the one towards
     Ray's head. HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment override both.

@@ -1,6 +1,6 @@
 """`RunSpec`: the facts of one run, resolved once from its configuration and handed on.
 
-config/resolve.py makes it. Commands, plans, rules and the launcher take it, or the values that they need. verl hands a
+run/resolve.py makes it. Commands, plans, rules and the launcher take it, or the values that they need. verl hands a
 worker only a section of its configuration: the controller writes the facts there as JSON text (`give_run`), and code
 in the controller and in workers reads them back with `run_of`. Nothing derives them from the configuration again.
 """

@@ -5,7 +5,7 @@
 Prints JSON: a list of figures, each with `value`, `bound` (null: reported only) and `peer` (other ways in the
 same run). Exits 1 where a bound is missed. verl's real RayWorkerGroup, Megatron dispatch and DataProto; the workers
 answer with what verl's would (shapes and dtypes), without a model. `prompts` x 16 responses, prompt <= 1024 and
-response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/batches/lengths.py). Ways of sending:
+response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/step/batches/lengths.py). Ways of sending:
 
     own dispatch     the imported verl's: 0.4.0 puts a Megatron batch into Ray's store once a DP rank. With
                      PYTHONPATH=<verl 54c9b736> it is that one's, which serialises a copy for each worker
@@ -38,12 +38,12 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray.base import RayWorkerGroup
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from tests.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
-from tests.batches.logical_group import group_of, serialised_sizes
 from tests.runs import composed, config_of
-from verl_patches.batches.exchange import Ragged, model_inputs, packed_ids
-from verl_patches.batches.limits import trainer_bytes
-from verl_patches.batches.payloads import ExchangeReport, LogProbs, ResponseIds
+from tests.step.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
+from tests.step.batches.logical_group import group_of, serialised_sizes
+from verl_patches.step.batches.exchange import Ragged, model_inputs, packed_ids
+from verl_patches.step.batches.limits import trainer_bytes
+from verl_patches.step.batches.payloads import ExchangeReport, LogProbs, ResponseIds
 from verl_patches.trainer import worker_group
 from verl_patches.trainer.dispatch import put_before_calling
 

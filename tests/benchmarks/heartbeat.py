@@ -22,11 +22,11 @@ PHASES, CALLS = 20, 10
 
 def main() -> int:
     """Measure and print."""
-    from verl_patches.watch.heartbeat import BEAT_S
+    from verl_patches.heartbeat.heartbeat import BEAT_S
 
     given = parser_of(__doc__, groups=25, step=300).parse_args()
     with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
-        costs = ranks.run("tests.watch.heartbeat_job:measure", given.groups, folder)[0]
+        costs = ranks.run("tests.heartbeat.heartbeat_job:measure", given.groups, folder)[0]
     spent = given.step / BEAT_S * costs["beat"] + PHASES * costs["phase"] + CALLS * costs["call"]
     peer = {f"{name} us": round(1e6 * seconds, 1) for name, seconds in costs.items()}
     return print_report("heartbeat", [figure("share of a step", round(spent / given.step, 6), "", BOUND, peer)])

@@ -4,7 +4,7 @@
 
 Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is reported only) and
 `peer` (other ways on the same lengths, in the same run). Exits 1 where a bound is exceeded. `prompts` x 16 responses,
-prompt <= 1024 and response <= 3072 tokens, lengths lognormal (tests/batches/lengths.py); figures are the worst of
+prompt <= 1024 and response <= 3072 tokens, lengths lognormal (tests/step/batches/lengths.py); figures are the worst of
 `seeds` draws. A value is sum(max over replicas) / sum(mean over replicas) of the tokens of each micro batch; where
 expert groups have 8 of 64 replicas, the maximum is over these 8, and of the 8 groups the highest sum counts.
 
@@ -24,8 +24,8 @@ from report import figure, parser_of, print_report
 from tqdm import tqdm
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from tests.batches.lengths import lognormal_lengths
-from verl_patches.batches.batch_plan import Replicas, arrival, balanced, mini_batches, packed, steps_cost
+from tests.step.batches.lengths import lognormal_lengths
+from verl_patches.step.batches.batch_plan import Replicas, arrival, balanced, mini_batches, packed, steps_cost
 
 WORLD, BUDGET = 256, 8192
 CVS = (0.4, 0.55, 0.7)

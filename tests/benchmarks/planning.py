@@ -23,17 +23,17 @@ BOUNDS = {  # seconds
 
 def measure(name: str) -> float:
     """CPU seconds of one measurement on one core."""
-    from tests.batches.lengths import lognormal_lengths
     from tests.runs import composed
-    from verl_patches.batches.batch_plan import plan_batch, train_replicas
+    from tests.step.batches.lengths import lognormal_lengths
     from verl_patches.catalog import ROWS
     from verl_patches.layout.inventory import build_inventory
     from verl_patches.layout.parallel import ParallelLayout, parse_layout
     from verl_patches.layout.sharding import local_parameters
-    from verl_patches.planning.plan import build_plan
-    from verl_patches.planning.search import search
-    from verl_patches.planning.step_plan import Workload
+    from verl_patches.plan.plan import build_plan
+    from verl_patches.plan.search import search
+    from verl_patches.plan.step_plan import Workload
     from verl_patches.rules import RULES
+    from verl_patches.step.batches.batch_plan import plan_batch, train_replicas
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     run, inventory = composed(BIG), build_inventory(ROOT / "configs" / "model" / "deepseekv3_671b.json")

@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.config.compose import compose_config
 from verl_patches.errors import ConfigError
+from verl_patches.run.compose import compose_config
 
 TINY, RUNS = "deepseekv3_tiny_cpu", ("deepseekv3_256die_random_init", "deepseekv3_256die_true_weight")
 STACKED = "recipe.train.grouped_gemm=false"

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.ranks import HANG_S
-from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import interrupted
+from verl_patches.run.environment import REPOSITORY
 
 
 def heed_hang_ups():

@@ -14,8 +14,8 @@ from verl_patches import shared_files
 from verl_patches.__main__ import app
 from verl_patches.cli.live import live
 from verl_patches.errors import ConfigError, interrupted
-from verl_patches.evaluation.report import figures
 from verl_patches.layout.phases import CALLS
+from verl_patches.run.record.report import figures
 from verl_patches.shared_files import lock_file
 from verl_patches.trainer.record import Progress, write_json
 from verl_patches.trainer.run import Run

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.planning.step_plan import Workload
-from verl_patches.replay.recording import save_step
+from verl_patches.plan.step_plan import Workload
+from verl_patches.step.replay.recording import save_step
 from verl_patches.weights.run_folders import take_start
 
 TINY, NODE = "deepseekv3_tiny_cpu", "deepseekv3_16die"

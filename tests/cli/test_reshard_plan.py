@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError
+from verl_patches.run.resolve import CONFIGS_DIR
 
 TINY = ("--model", str(CONFIGS_DIR / "model" / "deepseekv3_tiny.json"))
 LAYOUTS = ("--train", "tp2 pp2 ep4 etp1 @8 layers=1,3", "--rollout", "tp2 ep4 etp1 @8")

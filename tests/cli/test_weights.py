@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from tests.weights.cases import SMALL, make_folder, write_checkpoint
 from verl_patches.__main__ import app
-from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.model_folder import INDEX, QUANTIZATION
+from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.weights.manifest import CRITIC
 from verl_patches.weights.source import FP8_KINDS, QUANTIZATION_CONFIG, open_source, scale_name
 

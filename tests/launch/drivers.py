@@ -1,7 +1,7 @@
 """Drivers of the tests: code that stands in the place of verl's, and the configuration that they get."""
 
 from tests.runs import composed
-from verl_patches.config.resolve import changed
+from verl_patches.run.resolve import changed
 from verl_patches.spec import RunSpec
 
 NAME = "deepseekv3_tiny_cpu"

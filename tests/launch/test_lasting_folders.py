@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from tests.runs import composed
 from verl_patches.__main__ import app
-from verl_patches.cluster.job import load_job
-from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.errors import ConfigError
-from verl_patches.launch.run_folder import require_lasting_folders
+from verl_patches.launch.jobs.job import load_job
+from verl_patches.run.compose import CONFIGS_DIR
+from verl_patches.run.run_folder import require_lasting_folders
 
 ROOT = CONFIGS_DIR.parent
 OWN = "overlay / overlay rw 0 0\nproc /proc proc rw 0 0\ntmpfs /dev tmpfs rw 0 0\n"
@@ -81,7 +81,7 @@ IN_CONTAINER = """
 import sys
 from tests.runs import composed
 from verl_patches.errors import ConfigError
-from verl_patches.launch.run_folder import require_lasting_folders
+from verl_patches.run.run_folder import require_lasting_folders
 for folder in sys.argv[1:]:
     run = composed("deepseekv3_256die_true_weight", [f"recipe.output_root={folder}/x"])
     try:

@@ -20,9 +20,9 @@ from tests.launch.drivers import DETACHED, FOLDER, MEASURED, NAME, SLEEP, STEP, 
 from tests.ranks import HANG_S
 from tests.weights.cases import make_start
 from verl_patches.__main__ import app
-from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import interrupted
 from verl_patches.launch import launcher
+from verl_patches.run.environment import REPOSITORY
 
 pytestmark = pytest.mark.slow  # each starts processes
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.runs import composed
-from verl_patches import ray_nodes
-from verl_patches.config.environment import worker_environment
-from verl_patches.config.resolve import changed
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import check_nodes, list_nodes, ray_options, require_nodes, worker_settings
+from verl_patches.run import ray_nodes
+from verl_patches.run.environment import worker_environment
+from verl_patches.run.resolve import changed
 
 NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
 

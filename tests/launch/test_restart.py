@@ -7,15 +7,15 @@ import pytest
 from tests.launch.drivers import FOLDER, run_named_t
 from tests.runs import composed
 from tests.weights.cases import make_start
-from verl_patches.evaluation.record import read_summary
 from verl_patches.launch import restart
 from verl_patches.launch.restart import Restarts, may_help
-from verl_patches.watch.watcher import fault_in
+from verl_patches.launch.supervise.watcher import fault_in
+from verl_patches.run.record.record import read_summary
 from verl_patches.weights.run_folders import starts_in
 
 WORTH = [
-    "verl_patches.watch.stall.StallError: step 2: rank 1 (pid 5 on h) is stopped",
-    "verl_patches.watch.stall.LostNodeError: node 10.0.0.7 with rank 3 is lost",
+    "verl_patches.launch.supervise.stall.StallError: step 2: rank 1 (pid 5 on h) is stopped",
+    "verl_patches.launch.supervise.stall.LostNodeError: node 10.0.0.7 with rank 3 is lost",
     "a worker process died in step 3, by a signal or out of memory: rank 1 (pid 5 on h); look at dmesg there",
     "driver ended by SIGKILL",
     "no output for 180 s (recipe.timeouts.quiet_s)",
@@ -26,7 +26,7 @@ NOT_WORTH = [
     "verl_patches.errors.ConfigError: a worker process died of it",
     "interrupted by SIGINT",
     "rank 1 (pid 5 on h) in step 3: ValueError: expected 2, found 3",
-    "verl_patches.log_probs.truth_check.WeightSyncError: step 3: differ",
+    "verl_patches.step.log_probs.truth_check.WeightSyncError: step 3: differ",
     "torch.OutOfMemoryError: NPU out of memory. Tried to allocate 2.00 GiB",
 ]
 

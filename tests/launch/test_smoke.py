@@ -6,12 +6,12 @@ from typer.testing import CliRunner
 
 from tests import runs
 from verl_patches.__main__ import app
-from verl_patches.config.files import all_must_exist
-from verl_patches.config.resolve import LayoutError, changed
 from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
 from verl_patches.launch.smoke import SmokeOptions, overrides_of
 from verl_patches.rules import RULES
+from verl_patches.run.files import all_must_exist
+from verl_patches.run.resolve import LayoutError, changed
 
 # {line: {layout: workers, tp, ep, etp, pp, what ep means, layers of the stages}}; line a3 keeps experts whole
 LAYOUTS = {

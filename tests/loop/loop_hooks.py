@@ -12,9 +12,9 @@ import os
 import signal
 import time
 
+from verl_patches.heartbeat import heartbeat
 from verl_patches.patching import engine, fingerprint
 from verl_patches.patching.hooks import after_import
-from verl_patches.watch import heartbeat
 
 ROLLOUT = "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd"
 MODELS = {  # vLLM's and vllm-ascend's, of which a process makes one

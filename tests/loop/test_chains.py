@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 from pyarrow import parquet
 from safetensors.torch import load_file
 
-from tests.inference.reference import greedy_texts
 from tests.near_ties import near_ties
+from tests.tools.inference.reference import greedy_texts
 from verl_patches.rewards.learnable import DATA_SOURCE
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion

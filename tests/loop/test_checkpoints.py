@@ -19,7 +19,7 @@ from loop_runs import hook, metrics_of, resume
 from safetensors.torch import load_file
 
 from tests.near_ties import model_of, near_ties
-from verl_patches.evaluation.record import read_summary
+from verl_patches.run.record.record import read_summary
 from verl_patches.weights.manifest import folder_problems, read_manifest
 from verl_patches.weights.run_folders import chain_of_start, read_start
 

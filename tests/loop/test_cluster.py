@@ -15,9 +15,9 @@ import pytest
 import yaml
 from loop_runs import ROOT, STREAMS
 
-from tests.cluster.namespaces import Nodes
-from verl_patches.cluster.job import load_job
-from verl_patches.cluster.render import render
+from tests.launch.jobs.namespaces import Nodes
+from verl_patches.launch.jobs.job import load_job
+from verl_patches.launch.jobs.render import render
 
 pytestmark = pytest.mark.nightly
 NODES = 4

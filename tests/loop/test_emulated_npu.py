@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.near_ties import norm_tolerance
-from verl_patches.config import hccl
-from verl_patches.config.environment import COMPOSED, FACTS
 from verl_patches.launch.smoke import PROVED
-from verl_patches.planning.memory_plan import recompute_keys
-from verl_patches.planning.search import as_overrides
+from verl_patches.plan.memory_plan import recompute_keys
+from verl_patches.plan.search import as_overrides
+from verl_patches.run import hccl
+from verl_patches.run.environment import COMPOSED, FACTS
 from verl_patches.spec import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]

@@ -21,7 +21,7 @@ from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
-SHELL = {  # what the launcher sets for a CPU (config/environment.py)
+SHELL = {  # what the launcher sets for a CPU (run/environment.py)
     "VLLM_USE_V1": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     "TORCHDYNAMO_DISABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "COLUMNS": "200",

@@ -4,7 +4,7 @@ from statistics import mean, median
 
 import pytest
 
-from verl_patches.evaluation.plots import run_figure, save
+from verl_patches.run.record.plots import run_figure, save
 
 pytestmark = pytest.mark.nightly
 

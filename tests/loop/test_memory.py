@@ -9,12 +9,12 @@ import pytest
 from loop_runs import OFFLOAD, ROOT, hook, metrics_of
 
 from tests.memory.test_schedule import moves_of_a_step
-from verl_patches.evaluation.plots import memory_figure
 from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.memory.schedule import SCHEDULE, make_schedule, residency, simulate
-from verl_patches.planning.expected import Setting, group_bytes
+from verl_patches.plan.expected import Setting, group_bytes
+from verl_patches.run.record.plots import memory_figure
 
 pytestmark = pytest.mark.slow
 LEDGER = "recipe.memory.ledger=strict"

@@ -43,7 +43,7 @@ def clipped(run):
 
 @pytest.mark.nightly
 def test_gspo_clips_whole_sequences(smoke):
-    """8 sequences a step; tests/log_probs has the formula. The control clips tokens, on the same first responses."""
+    """8 sequences a step; the formula: tests/step/log_probs. The control clips tokens, on the same first responses."""
     run = smoke(*GSPO)
     assert_weights_arrive(run)
     assert max(clipped(run)) > 0

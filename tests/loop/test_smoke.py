@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from tests.ranks import HANG_S
 from verl_patches.catalog import NO_BUILD, all_rows  # NO_BUILD: off where flash_attn is installed, or never imported
 from verl_patches.cli.live import live
-from verl_patches.data.from_rollouts import Choice, from_rollouts
 from verl_patches.errors import interrupted
-from verl_patches.evaluation.plots import memory_figure, run_figure, save
-from verl_patches.evaluation.report import figures
+from verl_patches.run.record.plots import memory_figure, run_figure, save
+from verl_patches.run.record.report import figures
+from verl_patches.tools.data.from_rollouts import Choice, from_rollouts
 
 pytestmark = pytest.mark.slow
 PHASES = {"rollout", "reward", "ref", "update", "reshard", "offload"}
@@ -50,7 +50,7 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
     assert {int(n) for n in re.findall(r"step:(\d+) - ", run.log)} >= {1, 2, 3}  # verl's own lines, the last step's too
     peaks = summary["peak_pss_bytes"]
     assert 0 < peaks["total"] <= 12e9 and len(peaks) > 3
-    for draw, name in ((run_figure, "training.png"), (memory_figure, "memory.png")):  # tests/evaluation/test_plots.py
+    for draw, name in ((run_figure, "training.png"), (memory_figure, "memory.png")):  # tests/run/record/test_plots.py
         assert (run.folder / name).read_bytes() == save(draw(summary), tmp_path / name).read_bytes()
     assert any((run.folder / "tensorboard").rglob("events.out.tfevents*"))
     metrics = [json.loads(text) for text in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -77,7 +77,7 @@ def test_weights_are_right_and_every_process_proved_the_rows_of_its_line(line, s
 
 
 def test_recorded_rollouts_have_their_rewards_and_become_data(smoke, tmp_path):
-    """tests/data/test_from_rollouts.py has what is chosen; here are verl's balanced batches and the run's own data."""
+    """What is chosen: tests/tools/data/test_from_rollouts.py; here, balanced batches and the run's own data."""
     run = smoke()
     for step in run.steps:
         responses = load_file(run.folder / "rollouts" / f"step_{step['step']}.safetensors")

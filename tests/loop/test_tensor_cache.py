@@ -8,7 +8,7 @@ from loop_runs import ARRIVAL, PPO, hook, metrics_of
 from safetensors.torch import load_file
 
 from tests.near_ties import norm_tolerance
-from verl_patches.batches.limits import trainer_bytes
+from verl_patches.step.batches.limits import trainer_bytes
 
 pytestmark = pytest.mark.slow
 ON = "recipe.tensor_cache.enabled=true"

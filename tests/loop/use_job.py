@@ -11,7 +11,7 @@ import sys
 from unittest import mock
 
 from verl_patches.__main__ import app
-from verl_patches.inference.rows import Lines
+from verl_patches.tools.inference.rows import Lines
 
 add = Lines.add
 

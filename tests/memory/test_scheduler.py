@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.memory.conftest import SIZES
-from verl_patches.memory import counters
+from verl_patches.heartbeat import counters
 from verl_patches.memory.ledger import MemoryLedgerError
 from verl_patches.memory.schedule import SCHEDULE, simulate
 from verl_patches.worker.context import WorkerContext
@@ -113,7 +113,7 @@ def test_a_second_generation_and_a_step_without_an_update(made):
     for phase in "reshard wake_kv rollout sleep old_log_prob ref".split():
         scheduler.begin(phase)
     scheduler.end()
-    handlers["tensor_cache"].free()  # closed at the end of the step (batches/cached_step.py, end_step)
+    handlers["tensor_cache"].free()  # closed at the end of the step (step/batches/cached_step.py, end_step)
     log.clear()
     step(scheduler)
     assert "load actor_params" in log and log.index("offload actor_params") < log.index("alloc kv_cache")

@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 from tests.ranks import init_group
 from tests.runs import section_of
 from verl_patches import catalog
-from verl_patches.config.compose import compose
 from verl_patches.emulation import rows as cpu_rows
 from verl_patches.patching import engine
 from verl_patches.patching.switches import from_environment
+from verl_patches.run.compose import compose
 from verl_patches.spec import Trees, run_of
 
 # MindSpeed goes over Tensor.type itself; emulation/rows.py has this line's stand-in

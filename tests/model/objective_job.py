@@ -13,9 +13,9 @@ from tests.model.megatron_model import start_parallel
 from tests.model.parity import FROM, SAMPLES
 from tests.model.value_job import samples
 from tests.runs import composed, section_of
-from verl_patches.objectives import losses
-from verl_patches.objectives.advantages import PREFIX, ROLE, FixedData
 from verl_patches.spec import run_of
+from verl_patches.step.objectives import losses
+from verl_patches.step.objectives.advantages import PREFIX, ROLE, FixedData
 from verl_patches.worker.context import context
 from verl_patches.worker.models import reference_weights
 

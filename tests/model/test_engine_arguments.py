@@ -9,13 +9,13 @@ from omegaconf import OmegaConf
 
 from tests.runs import composed, section_of
 from verl_patches.catalog import rows_of
-from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import REQUIRED
 from verl_patches.model.mindspeed.arguments import IGNORED, SIZES, TABLE, arguments_of, explain, model_settings
 from verl_patches.model.tiny import CONFIG_FILE
-from verl_patches.planning.memory_plan import LAYERS, recompute_keys
+from verl_patches.plan.memory_plan import LAYERS, recompute_keys
 from verl_patches.recipe import recipe_keys
+from verl_patches.run.compose import compose
 
 ACTOR, OPTIM = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
 REF = "actor_rollout_ref.ref.megatron."

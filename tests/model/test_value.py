@@ -14,7 +14,7 @@ from tests.runs import composed
 from tests.weights.cases import as_value_model
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS
-from verl_patches.planning.memory_plan import recompute_keys
+from verl_patches.plan.memory_plan import recompute_keys
 from verl_patches.reshard.region import Region
 from verl_patches.weights.load import draw_head
 from verl_patches.weights.reader import WeightReader

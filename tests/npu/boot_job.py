@@ -82,8 +82,8 @@ def overrides(folder: Path, address: str = "127.0.0.1:6379") -> list[str]:
 def composed(name: str, folder: Path, **more: str) -> RunSpec:
     """Return the facts of one configuration, as the commands hand them to the driver."""
     from verl_patches.catalog import rows_of
-    from verl_patches.config.compose import compose
-    from verl_patches.planning.memory_plan import with_recompute
+    from verl_patches.plan.memory_plan import with_recompute
+    from verl_patches.run.compose import compose
 
     return with_recompute(compose(name, overrides(folder, **more), rows_of))
 

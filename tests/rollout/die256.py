@@ -157,7 +157,7 @@ def prompts_for(config: Any) -> list[list[int]]:
 def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
     """The configuration, with its variables set in this process, and its rollout."""
     from tests.runs import composed, config_of
-    from verl_patches.config.environment import worker_environment
+    from verl_patches.run.environment import worker_environment
 
     run = composed(name, overrides)
     config = config_of(run)
@@ -168,7 +168,7 @@ def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
 
 def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
     """What is generated with the weights of `model`, with those of `other` after a sync, and with the first again."""
-    from verl_patches.replay.expert_load import of_rollout
+    from verl_patches.step.replay.expert_load import of_rollout
 
     config, made = start(model, TRUE_WEIGHT, overrides)
     load = of_rollout(worker_of(made.inference_engine).model_runner.model)
@@ -203,7 +203,7 @@ def random_init(model: str, overrides: list[str]) -> dict[str, Any]:
     """What is generated with balanced routing: another model, so only what holds for any."""
     config, made = start(model, "deepseekv3_256die_random_init", overrides)
     read = options_read(made)
-    from verl_patches.replay.expert_load import of_rollout
+    from verl_patches.step.replay.expert_load import of_rollout
 
     counted = of_rollout(worker_of(made.inference_engine).model_runner.model)
     loads, seen = loads_of_experts(), batches_of(made)

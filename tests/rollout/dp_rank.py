@@ -8,8 +8,8 @@ import torch
 
 from tests.emulation.emulated_engine import record, worker_of
 from tests.rollout import engine_rank
-from verl_patches.watch import heartbeat
-from verl_patches.watch.node import read_processes
+from verl_patches.heartbeat import heartbeat
+from verl_patches.heartbeat.node import read_processes
 
 
 def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:

@@ -21,11 +21,11 @@ from tests.scripts.test_docs import CODE, FENCE, PAGES, ROOT
 from verl_patches.__main__ import app
 from verl_patches.cli.run import check_switches
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.compare import write_baseline
-from verl_patches.evaluation.curves import read_curves
 from verl_patches.launch.smoke import SmokeOptions, overrides_of
 from verl_patches.recipe import recipe_keys
 from verl_patches.rules import RULES
+from verl_patches.run.record.compare import write_baseline
+from verl_patches.run.record.curves import read_curves
 from verl_patches.weights.run_folders import take_start
 
 ENGLISH = [page for page in PAGES if "zh" not in (page.parent.name, page.stem[-2:])]  # Chinese pages have the same
@@ -46,7 +46,7 @@ CLASSES = {
         r"python (-c|scripts/readme_tables\.py)",
         r"export \w+=|source ",
     ),
-    "of a job": (r"bash outputs/job/(up|run|follow|logs|down)\.sh",),  # tests/cluster runs them
+    "of a job": (r"bash outputs/job/(up|run|follow|logs|down)\.sh",),  # tests/launch/jobs runs them
     "start": (r"bash scripts/smoke\.sh", TRAIN[:-1]),  # a run, as tests/loop does: all checks of the config hold
     "parse": (
         r"(python|bash) ",

@@ -128,6 +128,6 @@ def test_the_main_pin_file_is_closed_under_dependencies():
 def test_the_project_declares_its_plugin_python_and_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.10" and project["version"] == verl_patches.__version__
-    plugin = "verl_patches.boot.vllm_plugin"
+    plugin = "verl_patches.patching.boot.vllm_plugin"
     assert project["entry-points"]["vllm.general_plugins"] == {"verl_patches": f"{plugin}:register"}
     assert importlib.util.find_spec(plugin) is not None

@@ -122,5 +122,5 @@ def test_pass_k_moves_the_best_response_by_what_it_adds(trainer):
     assert near(advantages(trainer, "pass_k"), by_response([2, 0, 0, 7]))
     scaled = advantages(trainer, "pass_k", "algorithm.norm_adv_by_std_in_grpo=true")
     assert near(scaled, by_response([2**0.5, 0, 0, 2**0.5]))
-    with pytest.raises(ValueError, match="at least 2"):  # which objectives/checks.py refuses before a start
+    with pytest.raises(ValueError, match="at least 2"):  # which step/objectives/checks.py refuses before a start
         advantages(trainer, "pass_k", uid=np.array(list("abcd"), dtype=object))

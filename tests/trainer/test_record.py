@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from verl_patches.evaluation.report import validations
+from verl_patches.run.record.report import validations
 from verl_patches.trainer.record import Progress, Summary
 
 

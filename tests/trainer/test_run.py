@@ -8,11 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.runs import tiny
-from verl_patches.objectives.advantages import FixedData
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 from verl_patches.recipe import Alarms, Objective, Recipe, Train
+from verl_patches.step.objectives.advantages import FixedData
 from verl_patches.trainer import run
 from verl_patches.trainer.alarms import AlarmError, SkippedStepsError
 from verl_patches.trainer.record import Progress, Summary

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.runs import composed
-from verl_patches.config.resolve import changed
 from verl_patches.layout.flops import forward_flops_of
 from verl_patches.layout.inventory import read_model_shape
+from verl_patches.run.resolve import changed
 from verl_patches.trainer import step_record
 from verl_patches.trainer.step_record import NARROW, WIDE, Rates, header, row
 

@@ -9,7 +9,7 @@ import pytest
 from verl import DataProto
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 
-from verl_patches.batches import payloads
+from verl_patches.step.batches import payloads
 from verl_patches.trainer import worker_group
 from verl_patches.trainer.worker_group import WorkerCalls
 from verl_patches.worker.recipe_worker import RecipeWorker

@@ -18,15 +18,15 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
 from tests.runs import composed, config_of
-from verl_patches.config.resolve import changed
 from verl_patches.errors import ConfigError
+from verl_patches.heartbeat import heartbeat
+from verl_patches.heartbeat.heartbeat import read
 from verl_patches.layout.phases import VALIDATE
-from verl_patches.log_probs import truth_check
-from verl_patches.log_probs.of_rollout import CheckedSamples, CheckRequest
-from verl_patches.replay.recording import find_recording
+from verl_patches.run.resolve import changed
+from verl_patches.step.log_probs import truth_check
+from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
+from verl_patches.step.replay.recording import find_recording
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
-from verl_patches.watch import heartbeat
-from verl_patches.watch.heartbeat import read
 from verl_patches.weights.run_folders import take_start
 
 LENGTH = 2

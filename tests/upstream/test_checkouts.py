@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from tests.runs import composed
-from verl_patches.config.environment import REPOSITORY, derive
 from verl_patches.errors import ConfigError
-from verl_patches.planning.plan import commands
+from verl_patches.plan.plan import commands
+from verl_patches.run.environment import REPOSITORY, derive
 from verl_patches.spec import Trees
 from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of, verl_check, verl_config_dir
 

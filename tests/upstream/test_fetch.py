@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.upstream.small_upstream import WORKER, commit, git
-from verl_patches.boot.install_prelude import LINE
+from verl_patches.patching.boot.install_prelude import LINE
 
 pytestmark = pytest.mark.slow  # each starts processes
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.runs import composed
 from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install, line_of
-from verl_patches.boot.install_prelude import LINE
 from verl_patches.errors import ConfigError
+from verl_patches.patching.boot.install_prelude import LINE
 from verl_patches.patching.contract import installed_root
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import trees_of

@@ -4,9 +4,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from verl_patches.config.compose import compose_config
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import LINES
+from verl_patches.run.compose import compose_config
 from verl_patches.upstream.pins import PIN_FILE, load_pins, same_version
 
 PINS = load_pins()

@@ -6,11 +6,11 @@ import pytest
 
 from tests.runs import composed
 from verl_patches.cli.run import _refuse_without_effect
-from verl_patches.config.compose import compose_config
-from verl_patches.config.environment import environment_checks
 from verl_patches.errors import ConfigError
-from verl_patches.planning.memory_plan import LAYERS
+from verl_patches.plan.memory_plan import LAYERS
 from verl_patches.recipe import recipe_keys
+from verl_patches.run.compose import compose_config
+from verl_patches.run.environment import environment_checks
 from verl_patches.upstream.checkouts import verl_config_dir
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import refused_keys, shell_findings, support_checks

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from verl_patches.cli.output import Json, print_json
-from verl_patches.cluster.job import load_job, require_volumes
-from verl_patches.cluster.render import render
 from verl_patches.errors import ConfigError
+from verl_patches.launch.jobs.job import load_job, require_volumes
+from verl_patches.launch.jobs.render import render
 
 app = typer.Typer(no_args_is_help=True, help="Scripts that start Ray and a run on all nodes, from one job file.")
 JOB_HELP = "A job file; configs/cluster_256die.yaml is one."

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches import catalog
-from verl_patches.boot.install_prelude import PLACES
 from verl_patches.cli.output import Json, leave_with, print_json, say, table
 from verl_patches.cli.patches import Switch, engine_of, switches_here
 from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
+from verl_patches.patching.boot.install_prelude import PLACES
 from verl_patches.patching.contract import PACKAGES, Sources, check
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report

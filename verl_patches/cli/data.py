@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches.cli.output import Json, print_json, progress_bar, say
-from verl_patches.config.compose import output_root
-from verl_patches.data.from_rollouts import COLUMNS, Choice, from_rollouts
+from verl_patches.run.compose import output_root
+from verl_patches.tools.data.from_rollouts import COLUMNS, Choice, from_rollouts
 from verl_patches.weights.run_folders import find_start
 
 app = typer.Typer(no_args_is_help=True, help="Make data that runs read.")
@@ -26,8 +26,8 @@ def build_command(
     as_json: Json = False,
 ) -> None:
     """Make train.parquet and test.parquet, in verl's columns, of files, folders, HF datasets or s3:// and hf://."""
-    from verl_patches.data.build import build
-    from verl_patches.data.settings import read_settings
+    from verl_patches.tools.data.build import build
+    from verl_patches.tools.data.settings import read_settings
 
     settings = read_settings(file, overrides or (), output)
     if not sys.stderr.isatty():  # of tqdm, which datasets has: a line every so many records

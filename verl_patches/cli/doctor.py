@@ -10,14 +10,14 @@ import typer
 from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, print_json, show
 from verl_patches.cli.run import Upstream
-from verl_patches.config.compose import compose
-from verl_patches.doctor import doctor
-from verl_patches.doctor.node_checks import Node
 from verl_patches.errors import ConfigError
+from verl_patches.launch.doctor import doctor
+from verl_patches.launch.doctor.node_checks import Node
 from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.patching.switches import VARIABLE, parse
-from verl_patches.planning.memory_plan import with_recompute
+from verl_patches.plan.memory_plan import with_recompute
 from verl_patches.platform import NO_DEVICE
+from verl_patches.run.compose import compose
 from verl_patches.upstream.checkouts import trees_of
 
 PRODUCTION = "deepseekv3_256die_true_weight"

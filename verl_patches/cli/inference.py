@@ -13,19 +13,19 @@ from typing import Annotated, Any
 
 import typer
 
-from verl_patches.boot.before_import import PRELUDE
 from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, print_json, progress_bar, say, table
 from verl_patches.cli.run import Overrides, Upstream, check_switches
-from verl_patches.config.compose import output_root
-from verl_patches.data.sources import prompt_tokens, read_tokenizer, render
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.evaluation.plots import save
-from verl_patches.inference import rows, scores
-from verl_patches.inference.model import Model, find_model, restart_in_environment, validation_sampling
 from verl_patches.launch.smoke import CONFIG_NAME
+from verl_patches.patching.boot.before_import import PRELUDE
+from verl_patches.run.compose import output_root
+from verl_patches.run.record.plots import save
 from verl_patches.shared_files import write_whole
 from verl_patches.spec import RunSpec
+from verl_patches.tools.data.sources import prompt_tokens, read_tokenizer, render
+from verl_patches.tools.inference import rows, scores
+from verl_patches.tools.inference.model import Model, find_model, restart_in_environment, validation_sampling
 from verl_patches.upstream.checkouts import trees_of
 from verl_patches.values import printable
 
@@ -94,7 +94,7 @@ def chat_command(
             template = render(tokenizer, [{"role": "user", "content": "MESSAGE"}])
         except (ValueError, RecipeError) as error:
             raise ConfigError(f"{source.folder}: {error}") from None
-        from verl_patches.inference import engine as engines  # imports vllm
+        from verl_patches.tools.inference import engine as engines  # imports vllm
 
         params = engines.sampling_params(sampling)
         engine = context.with_resource(_engine(chosen.run, source.folder, length))
@@ -219,7 +219,7 @@ def _outputs(
     chosen: Model, prompts: list[rows.Prompt], sampling: dict[str, Any], done: int
 ) -> Iterator[tuple[int, rows.Prompt, Any]]:
     """(step, prompt, vLLM's responses) of each checkpoint and prompt but the first `done`."""
-    from verl_patches.inference import engine as engines  # imports vllm
+    from verl_patches.tools.inference import engine as engines  # imports vllm
 
     params = engines.sampling_params({**sampling, "detokenize": False})
     tokens = [prompt.tokens for prompt in prompts]
@@ -240,10 +240,10 @@ def _outputs(
 def _engine(run: RunSpec, folder: Path, length: int) -> AbstractContextManager[Any]:
     """The engine of a configuration of one rank in this process, else those of its ranks on Ray."""
     if run.platform != "npu" and run.world_size == 1:
-        from verl_patches.inference.engine import Engine
+        from verl_patches.tools.inference.engine import Engine
 
         return nullcontext(Engine(folder, run, length))
-    from verl_patches.inference.ranks import on_ray
+    from verl_patches.tools.inference.ranks import on_ray
 
     return on_ray(folder, run, length)
 

@@ -10,21 +10,21 @@ from typing import Annotated, Any
 import typer
 from omegaconf import OmegaConf
 
-from verl_patches.boot.install_prelude import PLACES
 from verl_patches.cli.output import Json, print_json, say, table
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath, composed
-from verl_patches.config.compose import output_root
-from verl_patches.config.files import hook_checks
-from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError, require
-from verl_patches.evaluation import compare, report
-from verl_patches.evaluation.curves import METRICS, Curves, read_curves
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting
 from verl_patches.model.mindspeed.arguments import explain as explain_engine
+from verl_patches.patching.boot.install_prelude import PLACES
 from verl_patches.reshard.check import check_plan, figures, path_of
 from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
+from verl_patches.run.compose import output_root
+from verl_patches.run.files import hook_checks
+from verl_patches.run.record import compare, report
+from verl_patches.run.record.curves import METRICS, Curves, read_curves
+from verl_patches.run.resolve import CONFIGS_DIR
 from verl_patches.spec import RunSpec
 from verl_patches.upstream.checkouts import LINE, trees_of, verl_check
 from verl_patches.values import printable
@@ -137,7 +137,7 @@ def reshard_plan_command(
         return
     check_plan(plan)
     if png is not None:
-        from verl_patches.evaluation.plots import plan_figure, save
+        from verl_patches.run.record.plots import plan_figure, save
 
         save(plan_figure(plan), png)
     result = {**figures(plan), "proven": True, "planning_s": round(seconds, 2), "png": png and str(png)}
@@ -236,7 +236,7 @@ def _pictures(summaries: list[dict[str, Any]], path: Path) -> list[str]:
     """Names of the pictures beside the report: of one run those that it made, of several the one that is drawn now."""
     if len(summaries) == 1:
         return [name for name in ("training.png", "memory.png") if (path.parent / name).is_file()]
-    from verl_patches.evaluation.plots import runs_figure, save
+    from verl_patches.run.record.plots import runs_figure, save
 
     return [save(runs_figure(summaries), path.with_suffix(".png")).name]
 
@@ -280,7 +280,7 @@ def compare_command(
     limits = limits or compare.limits_for(errors)
     checks = compare.judge(errors, limits, formula)
     if png is not None:
-        from verl_patches.evaluation.plots import errors_figure, save
+        from verl_patches.run.record.plots import errors_figure, save
 
         save(errors_figure(of_a, of_b, errors, limits), png)
     ok = all(check.ok for check in checks)

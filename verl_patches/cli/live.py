@@ -25,12 +25,12 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from verl_patches.cli.output import console, grid, print_json
-from verl_patches.config.compose import output_root
 from verl_patches.errors import INTERRUPTED
-from verl_patches.evaluation.record import PROGRESS, SUMMARY, last_lines, read_doing, read_summary
-from verl_patches.evaluation.report import in_step, medians, resumed
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.patching.switches import recorded_off, said_off
+from verl_patches.run.compose import output_root
+from verl_patches.run.record.record import PROGRESS, SUMMARY, last_lines, read_doing, read_summary
+from verl_patches.run.record.report import in_step, medians, resumed
 from verl_patches.shared_files import LOCK, is_locked
 from verl_patches.values import printable
 from verl_patches.weights.run_folders import find_start, starts_in
@@ -72,7 +72,7 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     step, steps: the one in progress, or the last one, of how many. resumed: after which steps, as text. off: the rows
     that the user switched off, once they are proven. phase, phase_s, phase_last_s: the call in progress, its seconds so
     far, and those of the last step. eta_s: of the run's end, by the median of `step s`. figures: {name: {last step,
-    median}} as evaluation/report.py has them. quiet_s: since anything was written. Between nodes seconds are as exact
+    median}} as run/record/report.py has them. quiet_s: since anything was written. Between nodes seconds are as exact
     as their clocks. ConfigError for a damaged file (record.py).
     """
     now = time.time() if now is None else now

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verl_patches.boot.install_prelude import PLACES
+from verl_patches.heartbeat.heartbeat import ranks_text
+from verl_patches.patching.boot.install_prelude import PLACES
 from verl_patches.patching.report import NOT_RUN, Report
-from verl_patches.planning.serving import serving_text
+from verl_patches.plan.serving import serving_text
 from verl_patches.spec import RunSpec
 from verl_patches.values import printable, size_text
-from verl_patches.watch.heartbeat import ranks_text
 
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
 PIPE_COLUMNS = 120  # of tables in pipes and files
@@ -145,7 +145,7 @@ def progress_bar(what: str, total: int | None, unit: str = "B", every: int = 0) 
 
 
 def show_plan(plan: dict[str, Any], run: RunSpec) -> None:
-    """Print a plan (planning/plan.py); of one that failed only the phases that do not fit: its checks come below."""
+    """Print a plan (plan/plan.py); of one that failed only the phases that do not fit: its checks come below."""
     trainer, memory = run.verl.trainer, plan["memory"]
     nodes = f"{run.world_size} ranks on {trainer.nnodes} node(s) x {trainer.n_gpus_per_node}"
     say(f"{plan['config']}: {nodes}; line {run.line}, platform {run.platform}", "bold")

@@ -11,18 +11,18 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from verl_patches import catalog
-from verl_patches.boot import install_prelude
 from verl_patches.cli.live import show_live
 from verl_patches.cli.output import Json, print_json, table
-from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.evaluation.record import read_summary
+from verl_patches.heartbeat.heartbeat import ranks_text
+from verl_patches.patching.boot import install_prelude
 from verl_patches.patching.contract import installed_root
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import ROLES
 from verl_patches.patching.switches import VARIABLE, Switches, from_environment, parse
+from verl_patches.run.compose import output_root
+from verl_patches.run.record.record import read_summary
 from verl_patches.upstream.versions import installed_line
-from verl_patches.watch.heartbeat import ranks_text
 from verl_patches.weights.run_folders import find_start
 
 Switch = Annotated[str | None, typer.Option("--switches", help="In place of VERL_PATCHES; else of the installed line.")]

@@ -20,23 +20,24 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_patches.catalog import rows_of
 from verl_patches.cli.output import Json, print_json, say, show_plan, table
-from verl_patches.config.compose import compose, keys_of, output_root
-from verl_patches.config.files import all_must_exist, disk_checks
-from verl_patches.config.resolve import LayoutError
 from verl_patches.errors import INTERRUPTED, Check, ConfigError, RecipeError, require
-from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
-from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
+from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.restart import last_step_is_saved
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse, said_off
-from verl_patches.planning.memory_plan import with_recompute
-from verl_patches.planning.plan import build_plan, plan_without_layout
-from verl_patches.planning.search import ANY_LAYOUT, as_overrides, search
-from verl_patches.planning.step_plan import DISK_GB_S, Workload
+from verl_patches.plan.memory_plan import with_recompute
+from verl_patches.plan.plan import build_plan, plan_without_layout
+from verl_patches.plan.search import ANY_LAYOUT, as_overrides, search
+from verl_patches.plan.step_plan import DISK_GB_S, Workload
 from verl_patches.platform import require as require_platform
-from verl_patches.replay.recording import recorded_lengths
 from verl_patches.rules import RULES
+from verl_patches.run import run_folder
+from verl_patches.run.compose import compose, keys_of, output_root
+from verl_patches.run.files import all_must_exist, disk_checks
+from verl_patches.run.record.record import SUMMARY, read_object, read_summary
+from verl_patches.run.resolve import LayoutError
 from verl_patches.spec import RunSpec, Trees
+from verl_patches.step.replay.recording import recorded_lengths
 from verl_patches.trainer.record import STEP
 from verl_patches.upstream.checkouts import require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified

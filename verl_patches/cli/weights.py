@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from verl_patches.cli.output import Json, print_json, progress_bar, table
-from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
+from verl_patches.run.compose import output_root
 from verl_patches.weights.manifest import (
     CRITIC,
     MANIFEST,

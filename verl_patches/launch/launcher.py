@@ -19,17 +19,17 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_patches.config import environment
-from verl_patches.config.run_start import next_start, started
 from verl_patches.errors import ConfigError, RecipeError, interrupted
-from verl_patches.evaluation.plots import memory_figure, run_figure, save
-from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
-from verl_patches.launch.run_folder import begin, held_run
-from verl_patches.planning.plan import driver_command
+from verl_patches.plan.plan import driver_command
 from verl_patches.platform.npu.machine import start_notes
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent, on_end_signals
 from verl_patches.recipe import Timeouts
+from verl_patches.run import environment
+from verl_patches.run.record.plots import memory_figure, run_figure, save
+from verl_patches.run.record.record import SUMMARY, read_object, read_summary
+from verl_patches.run.run_folder import begin, held_run
+from verl_patches.run.run_start import next_start, started
 from verl_patches.shared_files import GrowingFile, lock_file
 from verl_patches.spec import NextStart, RunSpec
 from verl_patches.trainer.record import Progress, write_json

@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 from omegaconf import OmegaConf
 
-from verl_patches import ray_nodes
-from verl_patches.config.environment import worker_environment
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.platform import NO_DEVICE
 from verl_patches.processes import taken_by
+from verl_patches.run import ray_nodes
+from verl_patches.run.environment import worker_environment
 from verl_patches.spec import A3, RUN, RunSpec
 from verl_patches.trainer.ray_start import HOOK
 

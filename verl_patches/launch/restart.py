@@ -1,6 +1,6 @@
 """Starting a run again after a failure that another start may survive (recipe.restart).
 
-Each start goes on from the newest checkpoint, in a folder of its own (config/run_start.py). Here: which failures are
+Each start goes on from the newest checkpoint, in a folder of its own (run/run_start.py). Here: which failures are
 worth another, which nodes are left out of it, and the reason and culprits of each.
 """
 
@@ -12,13 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl_patches.config.files import steps_of
-from verl_patches.config.resolve import changed
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.record import read_doing, read_object
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
+from verl_patches.launch.supervise.watcher import COLLECTIVE, RECORD, fault_in
+from verl_patches.run.files import steps_of
+from verl_patches.run.record.record import read_doing, read_object
+from verl_patches.run.resolve import changed
 from verl_patches.spec import RunSpec
-from verl_patches.watch.watcher import COLLECTIVE, RECORD, fault_in
 from verl_patches.weights.run_folders import chain_of_start, read_start
 
 _NO_USE = re.compile(

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_patches.config.compose import check_choice
-from verl_patches.config.resolve import CONFIGS_DIR
 from verl_patches.errors import ConfigError
-from verl_patches.objectives.settings import COLUMNS
+from verl_patches.run.compose import check_choice
+from verl_patches.run.resolve import CONFIGS_DIR
+from verl_patches.step.objectives.settings import COLUMNS
 
 CONFIG_NAME, LEARN_CONFIG_NAME = "deepseekv3_tiny_cpu", "deepseekv3_tiny_cpu_learn"
 DEFAULTS = {"algo": "grpo", "layout": "ep2", "rollout": "tp1"}  # as in the defaults of the two configs
@@ -172,7 +172,7 @@ def inputs_of(options: SmokeOptions, cache: Path) -> Inputs:
     tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
     if algorithm in COLUMNS:
         tasks = {"learnable": [*LEARN_TASK, "--answers", "unpaired" if algorithm == "kto" else "paired"]}
-    folders = ("data/*.py", "data/*.yaml", "verl_patches/data/*.py", "verl_patches/rewards/*.py")
+    folders = ("data/*.py", "data/*.yaml", "verl_patches/tools/data/*.py", "verl_patches/rewards/*.py")
     sources += [SAMPLE, *(file for folder in folders for file in sorted(REPOSITORY.glob(folder)))]
     folders = {cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}": task for name, task in tasks.items()}
     return Inputs(options, model, folders)

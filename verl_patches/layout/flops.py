@@ -1,6 +1,6 @@
 """FLOPs of DeepSeek-V3 by tokens, and what a step of GRPO needs of them (MFU). No torch.
 
-The one place of these formulas: planning/step_model.py takes them for seconds, trainer/step_record.py for MFU.
+The one place of these formulas: plan/step_model.py takes them for seconds, trainer/step_record.py for MFU.
 
     forward of a token    2 FLOPs for each parameter that it passes (of the routed experts top-k, the head and not the
                           embedding), and 2 for each product of causal attention: a sequence of L tokens has L^2/2

@@ -8,7 +8,7 @@ orders ranks as instance x dp x tp, tp fastest (pipeline stages are not used), a
 of one instance. So an instance is an expert-data-parallel replica: `instances == edp`, and the instance of a rank is
 its `edp` coordinate. See `rollout_layout`.
 
-config/resolve.py reads the layouts of a configuration. No torch.
+run/resolve.py reads the layouts of a configuration. No torch.
 """
 
 from __future__ import annotations

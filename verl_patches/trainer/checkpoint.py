@@ -8,7 +8,7 @@ verl's trainer calls `_save_checkpoint` after the update of each trainer.save_fr
             trainer.max_actor_ckpt_to_keep
     wait    before an update, for all ranks' files
     finish  before the next save, and at the end of the run
-    load    the checkpoint that the launcher found (config/run_start.py) or trainer.resume_from_path names; without the
+    load    the checkpoint that the launcher found (run/run_start.py) or trainer.resume_from_path names; without the
             launcher trainer.resume_mode=auto is the newest complete one in trainer.default_local_dir
 
 A start of the launcher writes to its own folder, and its chain decides what belongs to the run
@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 
 STATE, TENSORS = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors"
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
-_WAIT_SHARE = 0.6  # below watch/stall.py's WAIT_SHARE
+_WAIT_SHARE = 0.6  # below launch/supervise/stall.py's WAIT_SHARE
 # keys of recipe that change no step
 _NOT_COMPARED = ("run", "start", "output_root", "timeouts", "ray_address", "ray_port", "memory", "resume_other_data")
 

@@ -69,7 +69,7 @@ class Progress:
 class Summary:
     """The record of one start; `write` stores it after every change, and does nothing without a folder.
 
-    Readers join it with those of the starts that it came from (evaluation/record.py). Its first step has
+    Readers join it with those of the starts that it came from (run/record/record.py). Its first step has
     `resumed_after`, the step before it, unless that is step 1.
     """
 

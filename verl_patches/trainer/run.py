@@ -16,10 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_patches.current import Current
+from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import CALLS
-from verl_patches.log_probs import rollout_correction, truth_check
-from verl_patches.log_probs.on_policy import correction_of
-from verl_patches.objectives.advantages import FixedData, current_fixed_data
 from verl_patches.patching import engine
 from verl_patches.patching.handshake import (
     not_as_reviewed,
@@ -30,8 +28,11 @@ from verl_patches.patching.handshake import (
     workers_proofs,
 )
 from verl_patches.platform import emulation
-from verl_patches.replay.recording import ROLLOUTS
 from verl_patches.spec import run_of
+from verl_patches.step.log_probs import rollout_correction, truth_check
+from verl_patches.step.log_probs.on_policy import correction_of
+from verl_patches.step.objectives.advantages import FixedData, current_fixed_data
+from verl_patches.step.replay.recording import ROLLOUTS
 from verl_patches.trainer import alarms, step_record
 from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
@@ -39,7 +40,6 @@ from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.record import NOW, STEP, Progress, Summary, write_json
 from verl_patches.trainer.step_record import Rates, start_of_workers
 from verl_patches.trainer.validation import validation_of
-from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
 DEAD_SHOWN = 16  # dead workers that an error names

@@ -12,8 +12,8 @@
     logger.log                take_report, by trainer/run.py, which ends the step
 
 `WorkerCalls` has a method for each call of workers, and the workers' classes (worker/recipe_worker.py, value_worker.py)
-have one of the same name and payload. With the tensor cache batches/cached_step.py makes the payloads, and verl's batch
-from the answers.
+have one of the same name and payload. With the tensor cache step/batches/cached_step.py makes the payloads, and verl's
+batch from the answers.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import Any, TypeVar
 import torch
 from verl import DataProto
 
-from verl_patches.batches import payloads
-from verl_patches.batches.cached_step import SAMPLE, CachedStep
+from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import VALIDATE
-from verl_patches.log_probs.of_rollout import CheckedSamples, CheckRequest
-from verl_patches.log_probs.sampled_check import SampledCheck
-from verl_patches.log_probs.truth_check import not_compared
-from verl_patches.objectives.advantages import given_responses
 from verl_patches.patching.engine import is_on
-from verl_patches.replay.recording import find_recording, load_step, save_scores, save_step
 from verl_patches.rewards.parts import METRIC, part_means
 from verl_patches.spec import run_of
+from verl_patches.step.batches import payloads
+from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
+from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
+from verl_patches.step.log_probs.sampled_check import SampledCheck
+from verl_patches.step.log_probs.truth_check import not_compared
+from verl_patches.step.objectives.advantages import given_responses
+from verl_patches.step.replay.recording import find_recording, load_step, save_scores, save_step
 from verl_patches.trainer.keep_groups import KeptGroups
-from verl_patches.watch import heartbeat
 
 T = TypeVar("T")
 _ROLLOUT = "rollout_log_probs"
@@ -216,7 +216,8 @@ class RecipeWorkerGroup:
         """Return old_log_probs and entropys [B, S_response]; no old_log_probs where the update takes its own.
 
         A use of them in the trainer is then a KeyError. verl's fit() makes one metric of entropys, which it demands and
-        drops: NaN here, and with_workers_metrics (log_probs/rollout_correction.py) leaves the metric out of the step's.
+        drops: NaN here, and with_workers_metrics (step/log_probs/rollout_correction.py) leaves the metric out of the
+        step's.
         """
         if self._skip_old_log_prob:
             return DataProto.from_dict(tensors={"entropys": torch.full(batch.batch["responses"].shape, math.nan)})

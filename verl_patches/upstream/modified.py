@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from verl_patches.boot import install_prelude
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.patching.boot import install_prelude
 from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding
 from verl_patches.spec import RunSpec, Trees

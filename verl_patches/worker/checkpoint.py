@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
 
+from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import LAST_CHECKPOINT
 from verl_patches.memory.host_backed import (
     HostBackedStorage,
@@ -36,7 +37,6 @@ from verl_patches.patching.engine import is_on
 from verl_patches.platform import NO_DEVICE
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
-from verl_patches.watch import heartbeat
 from verl_patches.weights import checkpoint_files
 from verl_patches.weights.checkpoint_files import CheckpointError, StoredTensor, TrainState
 from verl_patches.weights.load import wait_for_ranks

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl_patches.watch import heartbeat
+from verl_patches.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from verl_patches.memory.ledger import Ledger

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.current import Current
+from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.offload import parameters_loaded
@@ -28,7 +29,6 @@ from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, part_of
 from verl_patches.reshard.train_tensors import inventory_and_library, layout_of_model, train_tensors
 from verl_patches.spec import RUN, run_of
-from verl_patches.watch import heartbeat
 from verl_patches.weights.load import WAIT_S, Loaded, copy_weights, difference, load_weights
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory

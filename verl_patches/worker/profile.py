@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
+from verl_patches.heartbeat import heartbeat
 from verl_patches.layout.phases import PROFILE
 from verl_patches.memory.ledger import Ledger
 from verl_patches.platform import as_npu
-from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
 HISTORY_ENTRIES = 100_000  # of the allocator's last calls, each with its stack

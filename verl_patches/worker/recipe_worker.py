@@ -11,8 +11,8 @@
     take_report               counters of the step
 
 With recipe.tensor_cache the trainer calls generate_cached, place_cached, log_prob_cached, ref_log_prob_cached and
-update_cached: the methods above on tensors that stay in this process (batches/cached_batch.py). trainer/worker_group.py
-has the same methods in the order of the step.
+update_cached: the methods above on tensors that stay in this process (step/batches/cached_batch.py).
+trainer/worker_group.py has the same methods in the order of the step.
 
 Row update.recipe_worker installs the class. Rows that name one of its methods are features with a switch of their own.
 """
@@ -32,30 +32,29 @@ import torch.distributed as dist
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.batches import payloads
-from verl_patches.batches.cached_batch import CachedBatch, cached_batch, padded_prompts
-from verl_patches.batches.exchange import is_metrics_rank
-from verl_patches.batches.limits import token_budget
-from verl_patches.batches.micro_batches import PlannedSplits, Stage, Update, in_stage
-from verl_patches.batches.packed_forward import pads_sequences
 from verl_patches.errors import ConfigError
+from verl_patches.heartbeat import counters, heartbeat
+from verl_patches.heartbeat.calls import take_starts
 from verl_patches.layout.phases import START
-from verl_patches.log_probs.of_rollout import CheckedSamples, CheckRequest
-from verl_patches.log_probs.on_policy_update import OnPolicyUpdate
-from verl_patches.log_probs.rollout_correction import moments
-from verl_patches.memory import counters
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.platform import as_npu, emulation
-from verl_patches.replay.expert_load import ExpertLoad, of_rollout, of_training
-from verl_patches.replay.routing_replay import RoutingReplay
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.spec import run_of
-from verl_patches.watch import heartbeat
-from verl_patches.watch.calls import take_starts
+from verl_patches.step.batches import payloads
+from verl_patches.step.batches.cached_batch import CachedBatch, cached_batch, padded_prompts
+from verl_patches.step.batches.exchange import is_metrics_rank
+from verl_patches.step.batches.limits import token_budget
+from verl_patches.step.batches.micro_batches import PlannedSplits, Stage, Update, in_stage
+from verl_patches.step.batches.packed_forward import pads_sequences
+from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
+from verl_patches.step.log_probs.on_policy_update import OnPolicyUpdate
+from verl_patches.step.log_probs.rollout_correction import moments
+from verl_patches.step.replay.expert_load import ExpertLoad, of_rollout, of_training
+from verl_patches.step.replay.routing_replay import RoutingReplay
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import Trained, WorkerMemory, device_type
@@ -170,7 +169,7 @@ class RecipeWorker(TrainingWorker):
     def begin_rollout(self, keep_awake: bool, check: CheckRequest | None) -> None:
         """Prepare generate_sequences up to end_rollout.
 
-        keep_awake: the engine stays awake from the first on; check: the first samples for log_probs/sampled_check.py.
+        keep_awake: the engine stays awake from the first on; check: the first samples for sampled_check.py.
         """
         self.rollout.check_request = check
         if keep_awake and isinstance(self.sharding_manager, RecipeShardingManager):
@@ -222,7 +221,7 @@ class RecipeWorker(TrainingWorker):
         return output
 
     def _token_budget(self, stage: str) -> int | None:
-        """Line a3: tokens of a micro batch where they are dynamic in `stage` (batches/micro_batches.py), else None."""
+        """Line a3: tokens of a dynamic micro batch in `stage` (step/batches/micro_batches.py), else None."""
         ours = is_on("update.dynamic_batches")
         a3 = ours or self.recipe.line == "a3"  # verl 0.4.0 has dynamic batches of its own
         budget = token_budget(self.config, stage) if a3 else None

@@ -13,13 +13,13 @@ import torch.distributed as dist
 import wrapt
 
 from verl_patches.current import Current
+from verl_patches.heartbeat import heartbeat
 from verl_patches.memory.schedule import direct_sync
 from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, SleepMode, freeing
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
 from verl_patches.rollout.engine import dp_ranks, engine_arguments
-from verl_patches.watch import heartbeat
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import checked_device, device_type, rollout_groups
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from verl_patches.batches.cached_batch import cached_batch
-from verl_patches.memory.counters import timed
+from verl_patches.heartbeat.counters import timed
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.weight_sync import Settings, WorkerReshard
+from verl_patches.step.batches.cached_batch import cached_batch
 from verl_patches.worker.context import context
 
 log = logging.getLogger(__name__)

@@ -19,14 +19,14 @@ from omegaconf import OmegaConf, open_dict
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.batches.micro_batches import Stage, Update, in_stage
-from verl_patches.memory import counters
+from verl_patches.heartbeat import counters
 from verl_patches.memory.offload import Params
 from verl_patches.memory.schedule import ACTOR, CRITIC
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching.engine import is_on
 from verl_patches.rewards.parts import RM_SCORES
 from verl_patches.spec import run_of
+from verl_patches.step.batches.micro_batches import Stage, Update, in_stage
 from verl_patches.weights.run_folders import value_model_in
 from verl_patches.worker.checkpoint import TrainingWorker
 from verl_patches.worker.context import context
@@ -140,7 +140,7 @@ class RecipeRewardModelWorker:
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """`rm_scores` [B, M] fp32: of each model the output of its head at the last token of the response.
 
-        That token's output is the value that algo=rm trains behind the end token (objectives/dataset.py, RewardData).
+        That token's output is the value that algo=rm trains behind the end token (RewardData).
         """
         scores = []
         for model in self.reward_models:

@@ -1,0 +1,168 @@
+"""Heartbeats of real processes, and what their node sees of those that are stopped, hang, or have died."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.ranks import HANG_S
+from verl_patches.heartbeat import heartbeat, node
+from verl_patches.heartbeat.calls import record_and_call
+from verl_patches.heartbeat.heartbeat import BEAT, Beat, Heartbeat, ranks_text, read
+from verl_patches.heartbeat.node import close, read_processes, stacks
+from verl_patches.processes import started_at, state_of
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start(rank, work) -> pid of a process in phase update of update_actor; all are killed at the end."""
+    monkeypatch.setattr(node, "STACK_S", HANG_S)  # a busy machine may need longer than a run allows
+    started = []
+
+    def run(rank, work):
+        command = [sys.executable, "-m", "tests.launch.supervise.processes", str(tmp_path), str(rank), work]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=ROOT, **streams))
+        started[-1].stdout.readline()
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def until(true):
+    """Wait until `true()` is true."""
+    deadline = time.monotonic() + HANG_S
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.1)
+
+
+def only(folder):
+    (seen,) = read_processes(folder)
+    return seen
+
+
+def test_a_process_says_where_it_is_and_goes_on_beating(start, tmp_path):
+    process = start(3, "waits")
+    seen = only(tmp_path)
+    assert (seen.beat.name, seen.beat.rank, seen.beat.pid) == ("rank 3", 3, process.pid)
+    assert (seen.beat.call, seen.beat.phase, seen.beat.place) == ("update_actor", "update", "update_actor update")
+    assert seen.beat.longest_s.keys() == {"compute_log_prob", "compute_log_prob old_log_prob", "update_actor"}
+    assert seen.state in "SRD" and seen.where.startswith(f"rank 3 (pid {process.pid} on ")
+    until(lambda: only(tmp_path).beat.at_s > seen.beat.at_s + heartbeat.BEAT_S)
+    assert only(tmp_path).in_place_s > heartbeat.BEAT_S
+
+
+def test_a_process_that_holds_the_gil_is_silent_and_gives_its_stacks(start, tmp_path):
+    start(1, "holds_the_gil")
+    until(lambda: only(tmp_path).silent_s > 3 * heartbeat.BEAT_S)
+    assert only(tmp_path).state == "S" and "in holds_the_gil" in stacks(tmp_path, ["rank 1"])["rank 1"]
+
+
+@pytest.mark.parametrize(("work", "number"), [("waits", signal.SIGKILL), ("raises", None)])
+def test_a_process_that_has_died_is_gone(start, tmp_path, work, number):
+    process = start(1, work)
+    if number:
+        os.kill(process.pid, number)
+    until(lambda: only(tmp_path).state == "gone")
+    assert "has ended" in stacks(tmp_path, ["rank 1"])["rank 1"] and close(tmp_path, failed=True) == []
+    assert state_of(os.getpid(), started_at(os.getpid()) + 1) == "gone"  # another process of the same pid
+
+
+def test_the_end_kills_stopped_processes_too_and_no_others(start, tmp_path):
+    first, second, other = start(0, "waits"), start(1, "waits"), start(2, "waits")
+    os.kill(second.pid, signal.SIGSTOP)
+    until(lambda: "T" in [seen.state for seen in read_processes(tmp_path)])
+    (tmp_path / "rank_2.beat").unlink()  # as that of a process of another run, which has its beat elsewhere
+    assert close(tmp_path, failed=True) == ["rank 0", "rank 1"]
+    assert {first.wait(HANG_S), second.wait(HANG_S)} == {-signal.SIGKILL} and other.poll() is None
+    assert not tmp_path.exists()
+
+
+def test_the_end_of_a_run_that_went_well_kills_nothing(start, tmp_path):
+    process = start(0, "waits")
+    assert close(tmp_path, failed=False) == [] and process.poll() is None and not tmp_path.exists()
+
+
+def test_a_late_stack_signal_does_not_end_a_process_whose_heartbeat_has_ended(tmp_path, run_python):
+    code = """
+import os, sys
+from pathlib import Path
+from verl_patches.heartbeat import heartbeat
+heartbeat.here().start(Path(sys.argv[1]), "rank 0", 0)
+heartbeat.here().stop()
+os.kill(os.getpid(), heartbeat.STACK_SIGNAL)
+print("goes on")
+"""
+    assert run_python(code, str(tmp_path)).check().out == "goes on\n"
+    assert "most recent call first" in (tmp_path / "rank_0.stack").read_text()
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from verl_patches.heartbeat import heartbeat
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # of a file: allocation fails as on a full disk
+heartbeat.here().start(Path(sys.argv[1]), "rank 8", 8)
+with heartbeat.here().in_call("update_actor"):
+    print("goes on")
+"""
+
+
+def test_with_a_full_disk_there_is_no_heartbeat_and_the_process_goes_on(tmp_path, run_python):
+    done = run_python(FULL_DISK, str(tmp_path)).check()
+    assert done.out == "goes on\n" and "rank 8 has no heartbeat" in done.err and str(tmp_path) in done.err
+
+
+def test_a_damaged_record_is_none(tmp_path, monkeypatch):
+    beat = Heartbeat()
+    beat.start(tmp_path, "rank 0", 0)
+    beat.stop()
+    (file,) = tmp_path.glob(f"*{BEAT}")
+    assert isinstance(read(file), Beat)
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"pid"', b'"pie"'))
+    assert read(file) is None and read(tmp_path / "none") is None
+    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: file.write_bytes(data))
+    assert isinstance(read(file), Beat)  # its writer needed some time more
+    assert file.stat().st_size == heartbeat.FILE_BYTES  # its blocks are there before the disk fills
+
+
+@pytest.mark.parametrize(("method", "meta", "place"), [
+    ("generate_sequences", {"validate": True}, "validate"),
+    ("generate_sequences", {"do_sample": False}, "generate_sequences"),  # a greedy baseline, as long as a rollout
+    ("update_actor", {"validate": True}, "update_actor"),
+])  # fmt: skip
+def test_a_rank_that_validates_is_in_a_place_of_its_own(tmp_path, method, meta, place):
+    def called(self, prompts):
+        return only(tmp_path).beat.place
+
+    worker = type("Worker", (), {method: called})()
+    heartbeat.here().start(tmp_path, "rank 0", 0)
+    try:
+        assert record_and_call(called, (worker, SimpleNamespace(meta_info=meta)), {}) == place
+        assert only(tmp_path).beat.longest_s.keys() == {place}
+    finally:
+        heartbeat.here().stop()
+
+
+def test_ranks_of_a_group_are_short():
+    texts = {"0-255": range(256), "3-227:32": range(3, 256, 32), "1,5": [5, 1], "0,1,3": [0, 1, 3], "4": [4]}
+    assert [ranks_text(ranks) for ranks in texts.values()] == list(texts)
+
+
+def test_without_a_heartbeat_nothing_happens(caplog):
+    with caplog.at_level(logging.WARNING), heartbeat.here().in_call("x"):
+        heartbeat.here().phase("y")
+        heartbeat.here().controller_is_at(1, "z")
+    heartbeat.here().stop()
+    assert not caplog.records

@@ -1,0 +1,174 @@
+"""`doctor` on this machine, across nodes with one thing changed, and over a real Ray and one that has gone."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from tests.runs import composed
+from verl_patches.cli import doctor as command
+from verl_patches.launch import ray_cluster
+from verl_patches.launch.doctor import doctor
+from verl_patches.launch.doctor.node_checks import Node
+from verl_patches.launch.smoke import CONFIG_NAME
+from verl_patches.patching.report import Finding
+from verl_patches.platform.all_reduce_probe import REPEAT
+from verl_patches.run import ray_nodes
+
+MEASURED = {"measured": {"seconds": 0.1, "bus_bytes_per_s": 1e9}, "world": 3}
+PROBED = {"gloo": MEASURED, "hccl": MEASURED}
+
+
+def run(*words):
+    environ = {**os.environ, "VERL_PATCHES": "line=pypi,platform=cpu"}
+    arguments = [sys.executable, "-m", "verl_patches", "doctor", *words]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=600, env=environ)
+
+
+@pytest.fixture(scope="module")
+def smoke():
+    two = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "recipe.ray_address=auto"]
+    return Node(composed(CONFIG_NAME, two).with_verl({"trainer.nnodes": 3}))
+
+
+@pytest.fixture(scope="module")
+def production():
+    return Node(composed("deepseekv3_256die_true_weight").with_verl({"trainer.nnodes": 3}))
+
+
+def answer_of(probes=PROBED, found="fine there", **changes):
+    """What ray_nodes.py answers of three nodes; `changes` are of the second one, `found` is what its disk row says."""
+    nodes = []
+    for number in range(3):
+        rows = [Finding("disk", "fine", found=found if number == 1 else "fine there"), Finding("gloo", "fine")]
+        report = {"rows": list(map(asdict, rows)), "nodes": [{"address": "host", "interface": "eth0"}]}
+        node = {"id": str(number), "address": f"10.0.0.{number}", "resources": {"GPU": 1, "NPU": 16}}
+        node["clock"] = {"ahead_s": 0.0, "within_s": 0.001}
+        node["answer"] = {"code": 0, "output": json.dumps(report), "error": ""}
+        nodes.append(node | (changes if number == 1 else {}))
+    return {"nodes": nodes, "probes": probes}
+
+
+def compared(node, answer):
+    """({name: finding} of the rows of all nodes, the findings of the nodes themselves)."""
+    report, _ = doctor.compared(node, answer)
+    own = {row.name for row in doctor.NODE_ROWS}
+    across = {one.name: one for one in report.findings if one.name not in own}
+    return across, [one for one in report.findings if one.name in own]
+
+
+def test_this_machine_is_fine_and_says_what_it_cannot_check():
+    done = run("--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["command"] == "doctor" and found["state"] == "fine" and found["nodes"][0]["interface"] == "lo"
+    states = {row["name"].partition(":")[0]: row["state"] for row in found["rows"]}
+    assert list(states) == [row.name for row in doctor.NODE_ROWS]
+    without = {name for name, state in states.items() if state == "not run"}
+    assert without == {"npu health", "npu memory", "npu firmware", "npu links", "hccl"}
+    gloo = next(row for row in found["rows"] if row["name"] == "gloo")
+    assert "2 processes, 16 MiB, lo" in gloo["found"] and "GB/s" in gloo["found"]
+
+
+def test_nodes_that_are_fine_pass_and_equal_findings_are_one_row(smoke, production):
+    across, own = compared(production, answer_of(clock={"ahead_s": 0.9, "within_s": 0.002}))
+    assert {one.state for one in across.values()} == {"fine"}
+    assert [(one.name, one.where) for one in own] == [("disk", "all 3 nodes"), ("gloo", "all 3 nodes")]
+    across, own = compared(smoke, answer_of(found="full"))
+    assert [name for name, one in across.items() if one.state == "not run"] == ["hccl, all nodes"]
+    assert [one.where for one in own if one.name == "disk"] == ["10.0.0.0, 10.0.0.2", "10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "text"),
+    [
+        ({"clock": {"ahead_s": -1.4, "within_s": 0.002}}, "clocks", "1.4 s behind most nodes"),
+        ({"answer": None}, "nodes: report", "no answer within"),
+        ({"answer": {"code": 1, "output": "", "error": "x\nno disk"}}, "nodes: report", "exit code 1: no disk"),
+        ({"resources": {"NPU": 8}}, "nodes", "10.0.0.1: 8"),
+        (
+            {"probes": {"gloo": MEASURED, "hccl": {"error": "10.0.0.1: refused"}}},
+            "hccl, all nodes",
+            "10.0.0.1: refused",
+        ),
+        ({"probes": {"gloo": MEASURED}}, "hccl, all nodes", "no node gave a report"),
+    ],
+)
+def test_one_node_that_differs_is_named(production, changes, name, text):
+    across, _ = compared(production, answer_of(**changes))
+    wrong = {key: one for key, one in across.items() if one.state == "problem"}
+    assert list(wrong) == [name] and text in wrong[name].found and wrong[name].todo
+
+
+@pytest.mark.parametrize("output", ['{"rows": []} {}', '{"rows": [{"name": "disk"}], "nodes": [{}]}', '{"rows": 1}'])
+def test_output_that_is_no_report_of_this_checkout_is_a_problem_of_its_node(production, output):
+    across, own = compared(production, answer_of(answer={"code": 0, "output": output, "error": ""}))
+    assert across["nodes: report"].where == "10.0.0.1" and "no report" in across["nodes: report"].found
+    assert {one.where for one in own} == {"all 2 nodes"}
+
+
+def test_lines_before_a_report_are_left_out_and_nodes_of_one_address_are_two(production):
+    answer = answer_of(found="full", address="10.0.0.0")
+    answer["nodes"][1]["answer"]["output"] = "a warning\n" + answer["nodes"][1]["answer"]["output"]
+    across, own = compared(production, answer)
+    assert "nodes: report" not in across and ray_nodes._interface(answer["nodes"][1]["answer"]["output"]) == "eth0"
+    assert [one.where for one in own if one.name == "disk"] == ["10.0.0.2, 10.0.0.0 (0)", "10.0.0.0 (1)"]
+
+
+def test_a_ray_that_does_not_answer_is_a_problem_and_this_node_is_checked():
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))  # held, and not listened on
+        address = f"127.0.0.1:{refusing.getsockname()[1]}"
+        done = run(CONFIG_NAME, f"recipe.ray_address={address}", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and [row["name"] for row in found["rows"] if row["state"] == "problem"] == ["nodes"]
+    assert f"no Ray answers at {address}" in found["rows"][0]["found"]
+    assert found["counts"]["fine"] >= len(doctor.NODE_ROWS) - 5
+
+
+def test_wrong_use_ends_with_2():
+    assert run("no_such_config").returncode == 2
+    done = run(CONFIG_NAME, "trainer.nnodes=2", "trainer.n_gpus_per_node=1")
+    assert done.returncode == 2 and "give --this-node" in done.stderr
+
+
+def test_without_a_config_the_platform_decides(monkeypatch):
+    monkeypatch.setenv("VERL_PATCHES", "line=pypi,platform=cpu")
+    assert command._default() == CONFIG_NAME
+    monkeypatch.delenv("VERL_PATCHES")
+    assert command._default() == command.PRODUCTION
+
+
+@pytest.mark.slow
+def test_two_nodes_of_a_real_ray_report_and_sum(smoke):
+    """Two raylets of this machine; in place of `doctor` each node runs a program that prints a report."""
+    from ray.cluster_utils import Cluster
+
+    code = (
+        "import json, os, sys; print(json.dumps({'rows': [], 'nodes': [{'interface': 'lo', 'head': sys.argv[2], "
+        "'preload': os.environ.get('LD_PRELOAD'), 'dies': os.environ.get('ASCEND_RT_VISIBLE_DEVICES')}]}))"
+    )
+    settings = {"backend": "gloo", "local": 1, "mib": 1, "repeat": REPEAT, "limit_s": 600}
+    started = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={**started, "include_dashboard": False})
+    try:
+        cluster.add_node(**started)
+        address = cluster.address  # None after the end
+        nodes = ray_cluster.list_nodes(address)
+        assert [node["resources"]["GPU"] for node in nodes] == [1.0, 1.0]
+        probes = {"gloo": settings, "broken": {**settings, "backend": "none"}}
+        request = {"address": address, "command": ["-c", code], "limit_s": 600, "probes": probes}
+        answer = ray_cluster.ask_nodes(request, 600)
+    finally:
+        cluster.shutdown()
+    for node in answer["nodes"]:  # head, and the environment that a worker has
+        known = json.loads(node["answer"]["output"])["nodes"][0]
+        assert (known["head"], known["preload"], known["dies"]) == (address, None, None)
+    across, _ = compared(smoke, answer)
+    assert across["clocks"].state == across["gloo, all nodes"].state == "fine"
+    assert "2 ranks" in across["gloo, all nodes"].found and "none" in answer["probes"]["broken"]["error"]
+    assert across["nodes"].state == "problem" and "nodes: report" not in across  # the config has three

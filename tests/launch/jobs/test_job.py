@@ -1,0 +1,198 @@
+"""The job file: strict, secrets by name only, completed by the variables of public samples; and the port plan."""
+
+import json
+import subprocess
+from contextlib import nullcontext
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from verl_patches.__main__ import app
+from verl_patches.errors import ConfigError
+from verl_patches.launch.jobs.job import MAX_NODES, Job, load_job, require_volumes
+from verl_patches.launch.jobs.render import START_CONTAINER
+from verl_patches.run.compose import CONFIGS_DIR
+from verl_patches.run.ray_nodes import RayPorts, ray_start
+
+SMALL = {"name": "j", "nodes": 2, "dies": 16}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """read(environment, **keys): the job of a file beside `tmp_path`'s others; a key with None is left out."""
+
+    def made(environ=None, **changes):
+        given = {key: value for key, value in {**SMALL, **changes}.items() if value is not None}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(given))
+        return load_job(tmp_path / "job.yaml", environ or {})
+
+    return made
+
+
+def test_the_example_is_a_job_of_256_dies():
+    job = load_job(CONFIGS_DIR / "cluster_256die.yaml", {})
+    assert job.nodes * job.dies == 256 and len(job.hosts) == job.nodes and job.secrets == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"colour": 1}, "colour"),
+        ({"provider": "ssh", "hosts": ["10.0.0.1"]}, "hosts has 1 addresses, expected one of each of the 2 nodes"),
+        ({"provider": "kubernetes"}, "image is missing"),
+        ({"image": "a", "volumes": {"/d": "/d,/e"}}, "volumes./d"),
+        ({"env": {"MODEL": "hf_" + "x" * 30}}, "env has the value of MODEL"),
+        ({"nodes": 20_000_000}, f"nodes: .* less than or equal to {MAX_NODES}"),
+        ({"slurm": {"partition": "a\n#SBATCH --uid=0"}}, "slurm.partition"),
+        ({"ssh": {"user": "-oProxyCommand=x"}}, "ssh.user"),
+        ({"image": "-v /:/host"}, "image: .*does not begin with -"),
+        ({"ports": {"gcs": 6380}}, "overlap at 6380"),
+        ({"command": ["a"], "uploads": [{"from": "o", "to": "b"}]}, "uploads.0.to"),
+        ({"command": ["a"], "uploads": [{"from": "o", "to": "ftp://u:pass@b/x"}]}, "has a password"),
+        ({"image": "${NONE}"}, "image: .*NONE.* is unset; give it in env_file or export it"),
+        ({"folder": "/x/${HF_TOKEN}"}, "folder: .*HF_TOKEN.* is a secret"),
+        ({"env_file": "no.env"}, "no.env: expected a file of NAME=VALUE lines, found: No such file"),
+    ],
+)
+def test_a_wrong_job_is_refused_by_name(read, changes, text):
+    environ = {"HF_TOKEN": "t"}
+    with pytest.raises(ConfigError, match=text) as error:
+        read(environ, **{"checkout": "/c", **changes})
+    assert "xxxxx" not in str(error.value)
+
+
+IN_DATA = {"provider": "kubernetes", "volumes": {"/data": "/data"}, "logs": "/data/logs"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"volumes": {"/d": "/c/outputs"}}, None),
+        ({"provider": "nodes"}, None),  # somebody else has started the containers, whose volumes are theirs
+        ({}, "at /c/outputs, where runs write, found none"),
+        ({"volumes": {"/d": "/c/outputs"}, "logs": "/l"}, "at /l, where logs are written, found /c/outputs"),
+        ({"volumes": {"/d": "/c/outputs"}, "command": ["train", "recipe.output_root=/r/x"]}, "at /r/x, "),
+        ({**IN_DATA, "command": ["train", "recipe.output_root=/data/x"]}, None),
+        ({**IN_DATA, "command": ["train", "recipe.output_root=$X"]}, None),  # the run looks itself
+    ],
+)
+def test_a_job_with_containers_has_a_volume_for_results_and_logs(read, changes, fault):
+    job = read(**{"checkout": "/c", "provider": "slurm", "image": "a", "command": ["a"], **changes})
+    with pytest.raises(ConfigError, match=fault) if fault else nullcontext():
+        require_volumes(job)
+
+
+def test_a_container_that_is_started_by_hand_has_the_volumes_of_the_example(program):
+    program("docker", "")
+    subprocess.run(["bash", START_CONTAINER], check=True)
+    words = program.calls().split()
+    given = [value for option, value in zip(words, words[1:], strict=False) if option == "--volume"]
+    volumes = load_job(CONFIGS_DIR / "cluster_256die.yaml", {}).volumes
+    own = ("/usr/local/", "/etc/localtime", "/var/log/npu/")  # of the host's driver
+    assert [value for value in given if not value.startswith(own)] == [":".join(pair) for pair in volumes.items()]
+
+
+def test_values_within_the_bounds_are_taken(read):
+    slurm = {"partition": "a,b", "time": "1-12:30:00", "options": ["--account=a b"], "srun_options": ["--mpi", "none"]}
+    job = read(nodes=MAX_NODES, ssh={"user": "ma_1.x"}, slurm=slurm, command=["bash", "-c", "a\nb"], wait_s=1000)
+    assert job.slurm.time == "1-12:30:00" and job.command[2] == "a\nb" and job.nodes == MAX_NODES
+    assert read(interface="bond0.100").interface == "bond0.100"
+    names = {"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/run/secrets/hf"}  # which only look like secrets
+    assert read(env=names, command=["train", "data.prompt_key=prompt", "+data.x=$HF_TOKEN"]).env == names
+
+
+def test_variables_of_public_samples_fill_what_the_file_leaves_out(read):
+    environ = {"NNODES": "4", "DIES_PER_NODE": "8", "SOCKET_IFNAME": "eth1"}
+    job = read(environ, nodes=None, dies=None)
+    assert (job.nodes, job.dies, job.interface) == (4, 8, "eth1")
+    with pytest.raises(ConfigError, match="has nodes: 2, but NNODES is 4"):
+        read(environ)
+    assert read({"SOCKET_IFNAME": "eth1"}, interface="eth0").interface == "eth1"  # as the node says
+    for wrong in ("many", "²", "-1", "9" * 5000):
+        with pytest.raises(ConfigError, match="NNODES is .*expected a whole number"):
+            read({"NNODES": wrong}, nodes=None)
+
+
+ENV_FILE = """
+# build values
+MODELS_ROOT=/models
+image=registry/a3:1
+WANDB=w4 #ndb
+EMPTY=
+"""
+SEED = """
+name: test-ppo-training
+image: ${image}
+replica_count: 1
+dies: 8
+env_file: values.env
+volumes: {"${MODELS_ROOT}": /models, /o: /c/outputs}
+checkout: /c
+command: [bash, scripts/smoke.sh, "$HOME/${MODELS_ROOT}"]
+env: {HF_HOME: "${MODELS_ROOT}/hub"}
+secrets: [WANDB]
+uploads: [{from: "outputs/${RUN}", to: "s3://b/${RUN}"}]
+"""
+
+
+def test_a_job_takes_values_from_its_env_file(tmp_path):
+    """The file is read beside the job; the caller's environment takes precedence; a command keeps its own ${...}."""
+    (tmp_path / "values.env").write_text(ENV_FILE)
+    (tmp_path / "job.yaml").write_text(SEED)
+    job = load_job(tmp_path / "job.yaml", {"RUN": "r1", "image": ""})
+    assert (job.image, job.nodes, job.command[2]) == ("registry/a3:1", 1, "$HOME/${MODELS_ROOT}")
+    assert job.env == {"HF_HOME": "/models/hub"} and job.env_file == str(tmp_path / "values.env")
+    assert job.volumes == {"/models": "/models", "/o": "/c/outputs"} and job.uploads[0].to == "s3://b/r1"
+    assert job.uploads[0].source == "outputs/r1" and "w4 #ndb" not in job.model_dump_json()
+    other = load_job(tmp_path / "job.yaml", {"RUN": "r2", "image": "mine"})
+    assert other.image == "mine" and other.digest != job.digest
+
+
+@pytest.mark.parametrize("line", ["A", "export A=b"])
+def test_a_line_of_an_env_file_that_is_none_is_named_without_its_value(read, tmp_path, line):
+    (tmp_path / "v.env").write_text(f"B=secretvalue\n{line} secretvalue\n")
+    with pytest.raises(ConfigError, match=r"v.env:2: expected NAME=VALUE") as error:
+        read(env_file=str(tmp_path / "v.env"))
+    assert "secretvalue" not in str(error.value)
+
+
+def test_the_job_of_another_image_is_another_job(read):
+    assert read().digest == read(wait_s=5, logs="x").digest != read(image="other").digest
+
+
+@pytest.mark.parametrize(
+    ("verb", "script"), [("up", "up.sh"), ("status", "up.sh"), ("follow", "follow.sh"), ("down", "down.sh")]
+)
+def test_the_old_subcommands_are_refused_in_one_sentence_that_names_the_script(verb, script):
+    done = CliRunner().invoke(app, ["cluster", verb, "job.yaml", "--run", "--logs", "none"])
+    assert isinstance(done.exception, ConfigError) and f"bash DIR/{script}" in str(done.exception)
+    assert "cluster render JOB -o DIR" in str(done.exception) and "\n" not in str(done.exception)
+
+
+def test_render_says_what_starts_the_job_and_writes_over_no_other_files(tmp_path):
+    words = ["cluster", "render", str(CONFIGS_DIR / "cluster_256die.yaml"), "-o", str(tmp_path / "made"), "--json"]
+    for _ in range(2):
+        done = CliRunner().invoke(app, words)
+        assert json.loads(done.stdout)["start"].startswith(f"bash {tmp_path}/made/up.sh")
+    (tmp_path / "made" / "job.sh").unlink()
+    assert "found other files" in str(CliRunner().invoke(app, words).exception)
+
+
+def test_ray_start_gives_every_service_a_port_of_its_own_and_the_dashboard_the_loopback():
+    ports = RayPorts(gcs=7000, first=7001, workers=(7100, 7199))
+    head = ray_start("10.0.0.1", "10.0.0.1", True, {"NPU": 16}, ports, dashboard=True)
+    given = [int(word.rpartition("=")[2]) for word in head if word.rpartition("=")[2].isdigit()]
+    assert sorted(given) == sorted({port for span in ports.spans().values() for port in span})
+    assert "--dashboard-host=127.0.0.1" in head
+
+
+def test_ray_has_every_option_of_the_commands():
+    from ray.scripts.scripts import start
+
+    options = {name for parameter in start.params for name in parameter.opts}
+    words = ray_start("a", "a", True, {"NPU": 1}, labels={"a": "b"}, temp_dir="/tmp/x")
+    words += [*ray_start("a", "b", False, {"GPU": 1}), "--no-such-option=1"]
+    unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in options]
+    assert unknown == ["--no-such-option=1"]
+    assert Job(**SMALL).port_plan == RayPorts()

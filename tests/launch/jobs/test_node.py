@@ -1,0 +1,343 @@
+"""node.sh on one machine: each call ends within its bound, names the culprit, and leaves nothing behind.
+
+The quick tests have two programs with the names of Ray's in place of it; the slow ones have Ray.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.jobs.conftest import ended
+from verl_patches.errors import ConfigError
+from verl_patches.launch.jobs.job import Job
+from verl_patches.launch.jobs.node import missing_nodes, place, require_free_ports
+
+ROOT = Path(__file__).resolve().parents[3]
+CLONE_NEWNET = 0x40000000  # sched.h
+HOST = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's address
+ON = 'echo "on $TOKEN"; while [ ! -e "$GATE" ]; do sleep 0.02; done; echo off; exit 3'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_network():
+    """A network namespace of these tests, with a loopback alone: no other process has one of its ports."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net") as before:
+        if libc.unshare(CLONE_NEWNET):
+            pytest.skip(f"network namespaces cannot be made here: {os.strerror(ctypes.get_errno())}")
+        try:
+            subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+            yield
+        finally:
+            assert libc.setns(before.fileno(), CLONE_NEWNET) == 0
+
+
+@pytest.fixture
+def job():
+    """A job of this machine; its folder's name is short, for the names of Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp") as made:
+        named = {"folder": f"{made}/f", "logs": f"{made}/logs", "python": sys.executable, "checkout": str(ROOT)}
+        env = {"GATE": f"{made}/gate", "ASCEND_PROCESS_LOG_PATH": f"{made}/plog"}
+        of_job = {
+            "name": "drill",
+            "nodes": 1,
+            "dies": 1,
+            "device": "GPU",
+            "hosts": [HOST],
+            "wait_s": 300,
+            "env": env,
+            "command": ["bash", "-c", ON],
+            **named,
+        }
+        yield of_job
+        for process in marked(of_job):  # of a test that failed
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.fixture
+def node(scripts, call):
+    """node(job, verb, *arguments): (exit code, output without its first line, errors) of node.sh."""
+
+    def answer(job, verb, *arguments, **environ):
+        return ended(begin(job, verb, *arguments, **environ))
+
+    def begin(job, verb, *arguments, **environ):
+        words = [verb, *(arguments or ("0",))]
+        return call(scripts(job) / "node.sh", *words, **environ)
+
+    answer.begin = begin
+    return answer
+
+
+def marked(job):
+    """The processes of a job."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("CLUSTER_NODE_MARK", "").startswith(f"{job['name']}-"):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+@pytest.fixture
+def stand_in(job, tmp_path):
+    """A job whose `ray start` starts two programs with the names of Ray's."""
+    for name in ("raylet", "gcs_server"):
+        shutil.copy("/bin/sleep", tmp_path / name)
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\n[[ "$*" = *ray.scripts.scripts* ]] || exec {sys.executable} "$@"\n'
+        f"{tmp_path}/raylet 600 & {tmp_path}/gcs_server 600 &\n"
+    )
+    python.chmod(0o755)
+    return {**job, "python": str(python)}
+
+
+def test_a_nodes_address_is_its_entry_of_hosts_its_interfaces_or_its_routes():
+    hosts = [HOST, "127.0.0.3", "192.0.2.77"]
+    assert place(1, 3, HOST, "", 6379, hosts) == ("127.0.0.3", HOST)
+    assert place(0, 1, "127.0.0.4", "", 6379, []) == ("127.0.0.4", "127.0.0.4")
+    assert place(1, 2, HOST, "lo", 6379, []) == ("127.0.0.1", HOST)
+    assert place(0, 1, "", "", 6379, []) == ("127.0.0.1", "127.0.0.1")
+    for words, text in (
+        ((2, 3, HOST, "", 6379, hosts), "192.0.2.77 is none of this machine's addresses"),
+        ((0, 3, "192.0.2.77", "", 6379, hosts), "its address 192.0.2.77 is none of this machine"),
+        ((1, 3, "127.0.0.1", "", 6379, hosts), "here the loopback, which is not node 0"),
+        ((0, 3, "127.0.0.1", "", 6379, []), "give `interface`, or an IP address"),
+        ((1, 3, "no.such.host.invalid", "", 6379, hosts), "no.such.host.invalid cannot be resolved"),
+        ((1, 2, HOST, "odd0", 6379, []), "interface odd0"),
+        ((1, 2, "", "", 6379, []), "the address of Ray's head is unknown"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            place(*words)
+
+
+def test_a_node_whose_own_name_is_its_loopback_has_the_address_of_its_interface_or_of_a_route(tmp_path):
+    """In a network of its own, with an interface, and /etc/hosts as Debian's installer writes it."""
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 node-01\n10.1.0.12 node-02\n")
+    code = "from verl_patches.launch.jobs.node import place\n"
+    code += "for name in ('eth0', ''): print(place(0, 2, 'node-01', name, 6379, ['node-01', 'node-02']))\n"
+    code += "print(place(1, 2, '10.1.0.12', '', 6379, ['node-02', 'node-01']))"
+    line = (
+        f"mount --bind {tmp_path}/hosts /etc/hosts && ip link add eth0 type veth peer name p0 && ip link set eth0 up &&"
+    )
+    line += ' ip address add 10.1.0.11/24 dev eth0 && exec "$0" -c "$1"'
+    words = ["unshare", "--net", "--mount", "bash", "-c", line, sys.executable, code]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    head = "('10.1.0.11', '10.1.0.11')\n"
+    assert done.stdout == f"{head}{head}('10.1.0.11', '10.1.0.12')\n", done.stderr
+
+
+def test_a_port_that_is_taken_is_named_with_its_process():
+    with socket.create_server((HOST, 6380)), pytest.raises(ConfigError) as raised:
+        require_free_ports(HOST, {6379: "Ray's GCS", 6380: "Ray's node manager"})
+    assert f"port 6380 (Ray's node manager) is taken by pid {os.getpid()}" in str(raised.value)
+    assert "6379" not in str(raised.value)
+    require_free_ports(HOST, {6380: "Ray's node manager"})  # the control
+
+
+def test_missing_nodes_are_named_each_with_the_reason():
+    hosts = [HOST, "127.0.0.3", "127.0.0.4", "127.0.0.5", "127.0.0.6"]
+
+    def member(rank, alive=True, name="drill"):
+        return {"rank": rank, "address": f"127.0.0.{rank + 2}", "job": name, "alive": alive}
+
+    with socket.create_server(("127.0.0.5", 6380)):
+        nodes = [member(0), member(1, alive=False), member(4, name="other")]
+        found = missing_nodes("drill", 5, 6380, hosts, nodes)
+    assert sorted(found) == [1, 2, 3, 4] and "raylet ended" in found[1] and "another head" in found[3]
+    assert found[2] == "node 2 (127.0.0.4): port 6380 of its raylet: Connection refused"
+    assert missing_nodes("drill", 5, 6380, hosts, [*nodes, member(1)]).keys() == {2, 3, 4}  # it came back
+    assert "never joined" in missing_nodes("drill", 5, 6380, [], nodes)[2]
+
+
+def test_a_head_that_is_not_there_is_named_after_the_wait(job, node):
+    lost = {**job, "nodes": 2, "hosts": [HOST, "127.0.0.3"], "wait_s": 2}
+    code, _, err = node(lost, "up", "1")
+    assert code == 1 and f"Ray's head {HOST}:6379 did not answer within 2 s (Connection refused)" in err
+    assert marked(job) == [] and not (Path(job["folder"]) / "started").exists()
+
+
+def test_an_up_that_waits_for_its_head_is_ended(job, node):
+    waiting = node.begin({**job, "nodes": 2, "hosts": [HOST, "127.0.0.3"]}, "up", "1")
+    while "waiting for Ray's head" not in (line := waiting.stderr.readline()):
+        assert line, ended(waiting)
+    assert node({**job, "nodes": 2, "hosts": [HOST, "127.0.0.3"]}, "end", "1")[0] == 0
+    code, _, err = ended(waiting)
+    assert code == 1 and "this start was ended by down.sh" in err
+
+
+def test_a_rank_that_is_none_is_refused(job, node):
+    for rank, found in (("", "none"), ("2", "2"), ("x", "x")):
+        code, _, err = node({**job, "nodes": 2, "hosts": []}, "check", rank, MASTER_ADDR=HOST, NODE_RANK="")
+        assert code == 2 and f"Expected a rank, 0 to 1, found {found}" in err
+
+
+def test_a_second_call_joins_or_refuses(stand_in, node):
+    job = stand_in
+    assert node(job, "check") == (0, f"{BEGINS_LINE}free {HOST}\n", "")
+    assert node(job, "up", "0", HOST, MASTER_ADDR="10.9.9.9")[0] == 0  # that of an image does not count
+    code, _, err = node(job, "up")
+    assert code == 0 and f"is up already at {HOST}" in err
+    assert node(job, "check")[1] == f"{BEGINS_LINE}up {HOST}\n" and len(marked(job)) == 2
+    for changes in ({"name": "other"}, {"dies": 2}):
+        code, _, err = node({**job, **changes}, "up")
+        assert code == 2 and "node 0 of job drill" in err and "is up in" in err, err
+    assert node({**job, "name": "other"}, "end")[0] == 0 and len(marked(job)) == 2
+    next(process for process in marked(job) if process.name() == "raylet").kill()
+    code, _, err = node(job, "up")
+    assert code == 2 and "its raylet or GCS has ended" in err
+    holder = subprocess.Popen(["flock", f"{job['folder']}/.lock", "sleep", "600"])
+    while subprocess.run(["flock", "--nonblock", f"{job['folder']}/.lock", "true"]).returncode == 0:
+        assert holder.poll() is None
+    assert "another call of node.sh is at work" in node(job, "up")[2]
+    psutil.Process(holder.pid).children()[0].kill()
+    holder.wait()
+
+
+BEGINS_LINE = "verl_patches: output begins\n"
+
+
+def test_the_commands_output_from_any_byte_its_code_and_its_environment(stand_in, node, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOKEN", "t")
+    job, gate = stand_in, Path(stand_in["env"]["GATE"])
+    assert node(job, "run", "0", "a")[0] == 1 and "is not up here" in node(job, "run", "0", "a")[2]
+    node(job, "up")
+    assert node(job, "state")[1] == f"{BEGINS_LINE}none\n"
+    assert "no command of job drill was started on this node: run.sh starts it" in node(job, "follow", "0", "0")[2]
+    assert node(job, "run", "0", "a")[0] == 0 and node(job, "state")[1] == f"{BEGINS_LINE}running\n"
+    assert "runs already" in node(job, "run", "0", "b")[2]
+    code, _, err = node({**job, "command": ["true"]}, "run", "0", "b")
+    assert code == 2 and "another command of job drill runs" in err
+    follower = node.begin(job, "follow", "0", "0")
+    assert [follower.stdout.readline() for _ in range(2)] == [BEGINS_LINE, "on t\n"]
+    gate.touch()
+    assert ended(follower)[:2] == (3, "off\n") and node(job, "state")[1] == f"{BEGINS_LINE}3\n"
+    assert node(job, "follow", "0", "5")[:2] == (3, f"{BEGINS_LINE}off\n")
+    node(job, "run", "0", "a")  # a call that was lost, made again: the command is not started twice
+    assert not (Path(job["folder"]) / "command-2.log").exists()
+    shown = {**job, "upstream": ["/u"], "command": ["bash", "-c", 'echo "$PYTHONPATH $RAY_ADDRESS"; kill -9 $$']}
+    node(shown, "run", "0", "c", PYTHONPATH="/outer", RAY_ADDRESS="x")
+    code, out, _ = node(shown, "follow", "0", "0")
+    assert code == 137 and out.startswith(f"{BEGINS_LINE}{ROOT}:/u:/outer \n")
+    gate.unlink()
+    npu = {**job, "env": {**job["env"], "GREETING": "a b"}, "device": "NPU"}
+    assert node(npu, "run", "0", "d", LD_PRELOAD="/m/libjemalloc.so")[0] == 0
+    shell = psutil.Process(int((Path(job["folder"]) / "command").read_text().split()[2]))
+    assert shell.environ()["LD_PRELOAD"] == "/m/libjemalloc.so"
+    os.killpg(shell.pid, signal.SIGKILL)
+    psutil.wait_procs([shell])
+    assert node(job, "state")[1] == f"{BEGINS_LINE}killed\n"
+    assert "was killed; it has no exit code" in node(job, "follow", "0", "0")[2]
+
+
+def test_end_ends_its_own_alone_and_clean_leaves_nothing(stand_in, node, tmp_path):
+    job = stand_in
+    other = subprocess.Popen([tmp_path / "raylet", "600"])  # of another Ray
+    try:
+        node(job, "up")
+        node(job, "run", "0", "a")
+        hard = {**os.environ, "CLUSTER_NODE_MARK": marked(job)[0].environ()["CLUSTER_NODE_MARK"]}
+        deaf = subprocess.Popen(
+            ["bash", "-c", 'trap "" TERM; while :; do sleep 0.1; done'], env=hard, start_new_session=True
+        )
+        assert node(job, "end") == (0, BEGINS_LINE, "")
+        assert marked(job) == [] and other.poll() is None and deaf.wait(60) == -signal.SIGKILL
+        assert node(job, "end")[0] == 0  # idempotent
+        node(job, "clean")
+        assert {path.name for path in Path(job["folder"]).iterdir()} == {".lock"}
+        assert Path(job["folder"]).stat().st_mode & 0o777 == 0o700
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_logs_are_those_since_up_and_of_two_sessions_the_newest(stand_in, node, tmp_path):
+    job, folder = stand_in, Path(stand_in["folder"])
+    node(job, "up")
+    plog = folder.parent / "plog" / "debug"
+    for path, text in (
+        (folder / "ray/session_2026-01-01/logs/raylet.out", "old"),
+        (folder / "ray/session_2026-01-02/logs/raylet.out", "new"),
+        (folder / "ray/session_2026-01-02/logs/gone.log", ""),
+        (plog / "plog-1.log", "[ERROR] HCCL"),
+        (plog / "old.log", "of another run"),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    os.utime(plog / "old.log", (1, 1))
+    (plog / "link.log").symlink_to("/nonexistent")
+    words = ["bash", str(tmp_path / "scripts" / "node.sh"), "logs", "0"]
+    done = subprocess.run(words, capture_output=True, check=True)
+    (tmp_path / "a.tar.gz").write_bytes(done.stdout.removeprefix(BEGINS_LINE.encode()))
+    with tarfile.open(tmp_path / "a.tar.gz") as archive:
+        archive.extractall(tmp_path / "to", filter="data")
+    found = {str(path.relative_to(tmp_path / "to")) for path in (tmp_path / "to").rglob("*") if path.is_file()}
+    assert found == {"ray/raylet.out", "plog/debug/plog-1.log", "ray_start.log"}
+    assert (tmp_path / "to/ray/raylet.out").read_text() == "new" and done.stderr == b""
+
+
+@pytest.mark.slow
+def test_serve_runs_the_command_and_ends_with_its_code_its_logs_and_nothing_left(job, node):
+    process = node.begin({**job, "secrets": ["TOKEN"]}, "serve", TOKEN="t", NODE_RANK="0")
+    assert process.stdout.readline() == "on t\n"
+    Path(job["env"]["GATE"]).touch()
+    code, out, err = ended(process)
+    assert (code, out) == (3, "off\n") and f"node 0: starting Ray at {HOST}" in err
+    assert (Path(job["logs"]) / f"node-0-{HOST}" / "command-1.log").read_text() == "on t\noff\n"
+    assert marked(job) == [] and {path.name for path in Path(job["folder"]).iterdir()} == {".lock"}
+
+
+def first_named(job, name):
+    """The oldest process of this name in a job: what it has just forked has its name too."""
+    found = []
+    for each in marked(job):
+        with suppress(psutil.NoSuchProcess):
+            if each.name() == name:
+                found.append(each)
+    return min(found, key=psutil.Process.create_time)
+
+
+@pytest.mark.slow
+def test_ray_listens_where_the_docs_say_and_all_of_it_ends(job, node):
+    """Docs name ports by the plan; Ray's metrics have ports of their own. A signal ends serve, and what it started."""
+    process = node.begin(job, "serve")
+    assert process.stdout.readline() == "on \n"
+    planned = Job(**job).port_plan.spans()
+    first, last = planned.pop("Ray's workers")
+    raylet = first_named(job, "raylet")
+
+    def others():
+        """Ports of Ray's services, without those of workers."""
+        found = set()
+        for each in {*marked(job), *raylet.children(recursive=True)}:
+            with suppress(psutil.NoSuchProcess):  # such as a `sleep` between two looks
+                connections = each.net_connections("inet")
+                found |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+        return {port for port in found if not first <= port <= last}
+
+    while len(others()) < 9:
+        assert process.poll() is None
+        time.sleep(0.2)
+    assert others() - {44217, 44227} <= {span[0] for span in planned.values()}, others()
+    children = raylet.children(recursive=True)
+    of_job = {*marked(job), *children}
+    os.kill(process.pid, signal.SIGTERM)
+    code, _, err = ended(process)
+    assert code == 143 and psutil.wait_procs(of_job, timeout=60)[1] == [], err
+    assert (Path(job["logs"]) / f"node-0-{HOST}" / "ray" / "gcs_server.out").is_file()

@@ -1,0 +1,200 @@
+"""Uploads: what is sent, what is not sent again, what a kill or a failing store leaves; on file systems of fsspec."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from verl_patches.launch.jobs import upload
+from verl_patches.launch.jobs.job import Job
+from verl_patches.run.environment import REPOSITORY
+
+JOB = {"name": "j", "nodes": 1, "dies": 1}
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """fsspec's store in memory; `sent` has the names that it was sent, and it fails where `faults` says so."""
+    made = MemoryFileSystem()
+    made.store.clear()
+    made.sent, made.faults, put = [], {}, MemoryFileSystem.put_file
+
+    def put_file(self, source, to, **options):
+        name = to.rpartition("/")[2]
+        if fault := made.faults.get(name):
+            raise fault
+        made.sent.append(name)
+        put(self, source, to, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    for name in ("rm", "_rm"):
+        monkeypatch.setattr(MemoryFileSystem, name, lambda *_, **__: pytest.fail("something was deleted there"))
+    yield made
+    made.store.clear()
+
+
+ALL_SENT = ["run.log", "rank_0.safetensors", "manifest.json", "manifest.json"]
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A run's folder: a complete checkpoint, one that is being written, a log, and what is never sent."""
+    folder = tmp_path / "outputs"
+    whole = ("manifest.json", "critic/manifest.json", "rank_0.safetensors")
+    for name in (*(f"global_step_1/{name}" for name in whole), "global_step_2/rank_0.safetensors", "run.log", ".lock"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "b.json.0a0a0a0a.partial").write_text("half")
+    (folder / "link").symlink_to("/etc/hostname")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog):
+    caplog.set_level("INFO")
+    return caplog
+
+
+@pytest.fixture
+def sent(logged):
+    def sent(folder, to="memory://t/j"):
+        """(whether all is there, what was logged) of an upload."""
+        logged.clear()
+        return upload.send(folder, to), logged.text.partition("/j: ")[2]
+
+    return sent
+
+
+def test_whole_files_are_sent_once_and_a_changed_one_again(store, results, sent):
+    """The manifest of a checkpoint makes its copy complete: it comes last."""
+    assert sent(results) == (True, "4 files sent (0.0 MB)\n")
+    assert store.sent == ALL_SENT
+    names = ("rank_0.safetensors", "critic/manifest.json", "manifest.json")
+    copies = [f"/t/j/global_step_1/{name}" for name in names]
+    assert set(store.store) == {*copies, "/t/j/run.log", f"/t/j/{upload.MARK}"}
+    assert [name for name in store.store if name in copies] == copies
+    assert "0 files sent" in sent(results)[1] and len(store.sent) == 4
+    later = time.time() + 60
+    (results / "run.log").write_text("RUN.LOG")  # the same size
+    os.utime(results / "run.log", (later, later))
+    assert sent(results)[1].startswith("1 files") and store.cat_file("/t/j/run.log") == b"RUN.LOG"
+
+
+def test_a_copy_that_is_cut_or_gone_is_sent_again_and_nothing_is_removed_there(store, results, sent):
+    sent(results)
+    store.pipe_file("/t/j/run.log", b"half")
+    del store.store["/t/j/global_step_1/rank_0.safetensors"]
+    assert sent(results)[1].startswith("2 files") and store.cat_file("/t/j/run.log") == b"run.log"
+    (results / "run.log").unlink()
+    sent(results)
+    assert store.cat_file("/t/j/run.log") == b"run.log"
+
+
+def test_a_store_that_fails_is_named_without_secrets_and_the_next_call_sends_the_rest(
+    store, results, monkeypatch, sent
+):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret-value")
+    store.faults = {"manifest.json": PermissionError("denied to s3cret-value\n here")}
+    whole, found = sent(results)
+    assert (whole, found[:12]) == (False, "2 files sent")
+    assert "NOT ALL: PermissionError: denied to $AWS_SECRET_ACCESS_KEY here" in found
+    store.faults = {}
+    assert sent(results)[0] and store.sent == ALL_SENT
+    assert "absent: expected a file or a folder" in sent(results / "absent", "memory://t/x/j")[1]
+
+
+def test_files_that_another_put_there_are_refused_and_kept(results, tmp_path, sent):
+    to, other, copy = f"file://{tmp_path}/u/j", tmp_path / "other", tmp_path / "u" / "j" / "run.log"
+    other.mkdir()
+    (other / "run.log").write_text("other")
+    assert sent(other, to)[0] and sent(other, to)[0]
+    whole, found = sent(results, to)
+    assert not whole and f"copies of {results}, found {other}" in found and copy.read_text() == "other"
+    (tmp_path / "u" / "j" / upload.MARK).unlink()
+    whole, found = sent(other, to)
+    assert not whole and f"files without {upload.MARK}" in found and copy.read_text() == "other"
+
+
+def test_an_upload_that_is_cut_off_leaves_whole_files_and_goes_on(tmp_path, sent, monkeypatch):
+    source, target, put = tmp_path / "from", tmp_path / "to" / "j", LocalFileSystem.put_file
+    source.mkdir()
+    for number in range(5):
+        (source / f"{number}.bin").write_text(str(number) * 1000)
+
+    def cut_off(self, path, to, **options):
+        if "3.bin" in to:
+            Path(to).write_text("half")
+            raise SystemExit(143)
+        put(self, path, to, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(LocalFileSystem, "put_file", cut_off)
+        sent(source, f"file://{target}")
+    there = {path.name for path in target.iterdir() if not path.name.endswith(".partial")}
+    assert there == {"0.bin", "1.bin", "2.bin", upload.MARK}  # the half of 3.bin has another name
+    before = (target / "1.bin").stat().st_mtime_ns
+    assert sent(source, f"file://{target}")[1].startswith("2 files") and (target / "1.bin").stat().st_mtime_ns == before
+    assert all((target / f"{number}.bin").read_text() == str(number) * 1000 for number in range(5))
+
+
+def test_a_store_without_its_package_is_refused_in_one_sentence_before_the_command_starts(tmp_path, logged):
+    to, made = "nosuch://x", tmp_path / "made"
+    assert upload.main(["outputs", to, "--", "touch", str(made)]) == 2 and not made.exists()
+    assert f"this machine can write, found {to}" in logged.text and logged.text.count("\n") == 1
+
+
+def job_of(tmp_path, line, to, **more):
+    given = {"checkout": str(tmp_path), "command": ["bash", "-c", line], **more}
+    return Job(**JOB, **given, python=sys.executable, uploads=[{"from": "outputs", "to": to}])
+
+
+def run(job):
+    """(exit code, output) of the job's command, as node.sh runs it."""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(upload.command_words(job), cwd=job.checkout, env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+WORK = "mkdir -p outputs/saved; echo w > outputs/saved/w; echo l > outputs/log; echo ended; exit {}"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_results_are_sent_when_the_command_has_ended_to_a_folder_of_the_job(tmp_path, code):
+    found, out = run(job_of(tmp_path, WORK.format(code), f"file://{tmp_path}/to/"))
+    assert found == code and out.index("ended") < out.index("2 files sent")
+    assert (tmp_path / "to/j/log").read_text() == "l\n" and (tmp_path / "to/j/saved/w").exists()
+
+
+@pytest.mark.parametrize(("code", "seen"), [(0, 1), (7, 7)])
+def test_a_failed_upload_does_not_end_the_command_and_is_its_exit_code(tmp_path, code, seen):
+    (tmp_path / "to").write_text("no folder")
+    job = job_of(tmp_path, WORK.format(code), f"file://{tmp_path}/to")
+    found, out = run(job)
+    assert found == seen and "NOT ALL" in out and f"the command ended with {code}" in out
+    (tmp_path / "to").unlink()
+    again = shlex.split(out.partition("To send the rest: ")[2].splitlines()[0])
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(again, capture_output=True, text=True, cwd=tmp_path, env=env, check=True)
+    assert "2 files sent" in done.stdout
+    assert (tmp_path / "to/j/saved/w").exists()
+
+
+def test_the_command_ends_by_a_signal_with_its_code_and_with_its_uploader(tmp_path):
+    words = upload.command_words(job_of(tmp_path, "echo $$ > pid; sleep 600 & wait", f"file://{tmp_path}/to"))
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
+        (tmp_path / "pid").unlink(missing_ok=True)
+        process = subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait() == code
+        pid = int((tmp_path / "pid").read_text())
+        while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.05)

@@ -1,0 +1,45 @@
+"""Processes with a real heartbeat that stop, hang or die where a test says.
+
+Run as `python -m tests.launch.supervise.processes`.
+"""
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+
+from verl_patches.heartbeat import heartbeat
+
+
+def is_there():
+    print(os.getpid(), flush=True)
+
+
+def waits():
+    is_there()
+    time.sleep(600)
+
+
+def holds_the_gil():
+    is_there()
+    ctypes.PyDLL(None).sleep(600)
+
+
+def raises():
+    is_there()
+    raise ValueError("expected 2, found 3")
+
+
+def main():
+    folder, rank, work = Path(sys.argv[1]), int(sys.argv[2]), globals()[sys.argv[3]]
+    heartbeat.here().start(folder, f"rank {rank}", rank)
+    with heartbeat.here().in_call("compute_log_prob"):
+        heartbeat.here().phase("old_log_prob")
+    with heartbeat.here().in_call("update_actor"):
+        heartbeat.here().phase("update")
+        work()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Drills on three raylets of this machine; `main` prints what the watch says, as JSON."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tests.runs import tiny
+from verl_patches.heartbeat import heartbeat
+from verl_patches.launch.ray_cluster import leave_out
+from verl_patches.launch.supervise.stall import Bounds, LostNodeError, StallError
+from verl_patches.launch.supervise.watcher import Watcher
+from verl_patches.run.resolve import changed
+from verl_patches.trainer.run import Run, reason_of
+
+NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 << 20}
+
+
+class Rank:
+    def __init__(self, rank):
+        heartbeat.here().start(heartbeat.folder_of_run(), f"rank {rank}", rank)
+
+    def pid(self):
+        return os.getpid()
+
+    def raises(self):
+        raise ValueError("expected 2, found 3")
+
+    def raises_of_its_device(self):
+        raise RuntimeError("NPU function error: aclrtSynchronizeStream\nERR00100 PTA call acl api failed")
+
+    def update_actor(self):
+        with heartbeat.here().in_call("update_actor"):
+            heartbeat.here().phase("update")
+            time.sleep(600)
+
+
+def until(true):
+    """What `true()` returns once it is true; the test ends a drill that hangs."""
+    while not (found := true()):
+        time.sleep(0.2)
+    return found
+
+
+def raised(watcher, error):
+    """The words of this error of a look, if there is one."""
+    try:
+        watcher.check()
+    except error as found:
+        return str(found)
+
+
+def at(node_id):
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+
+
+def folder_on(node_id):
+    """Of the run's heartbeats on one of the raylets, which share a file system."""
+    own = heartbeat.folder_of_run()
+    return own.with_name(own.name.replace(ray.get_runtime_context().get_node_id(), node_id))
+
+
+def main():
+    folder, found = Path(sys.argv[1]), {}
+    head = {**NODE, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
+    second, third = cluster.add_node(**NODE, node_ip_address="127.0.0.2"), cluster.add_node(**NODE)
+    own = ray.get_runtime_context().get_node_id()
+
+    without = {"recipe.restart.without_nodes": ["127.0.0.2", "no such node"]}
+    before = ray.available_resources()["GPU"]
+    leave_out(changed(tiny(), without))
+    until(lambda: not ray._private.state.available_resources_per_node()[second.node_id].get("GPU", 0))
+    found["free"] = [before, ray.available_resources()["GPU"]]
+
+    nodes = [own, third.node_id, second.node_id]
+    actors = [ray.remote(num_cpus=0)(Rank).options(**at(node)).remote(rank) for rank, node in enumerate(nodes)]
+    pids = ray.get([actor.pid.remote() for actor in actors])
+    run = object.__new__(Run)
+    run.group, run.places = SimpleNamespace(step=7, _workers=actors), {1: "pid 5 on there"}
+    try:
+        ray.get(actors[1].raises.remote())
+    except ray.exceptions.RayTaskError as error:
+        found["raised"] = reason_of(error, run.raised_by(error))
+        run.group._workers = [actors[0], actors[2]]
+        found["raised elsewhere"] = run.raised_by(error)
+    watcher = Watcher(folder, Bounds(first_s=45, least_s=45, factor=1), world=3)
+    watcher.check()
+    try:
+        ray.get(actors[2].raises_of_its_device.remote())
+    except ray.exceptions.RayTaskError as error:
+        watcher.explain(error)
+    found["device"] = json.loads((folder / "watch.json").read_text())
+    calls = [actor.update_actor.remote() for actor in actors]
+    in_calls = ["update_actor"] * 3
+    until(lambda: watcher.check() or [seen.beat.call for seen in watcher.processes()] == in_calls)
+    os.kill(pids[1], signal.SIGSTOP)
+    found["stall"] = until(lambda: raised(watcher, StallError))
+    found["record"] = json.loads((folder / "watch.json").read_text())
+    found["stacks"] = {path.name: path.read_text() for path in (folder / "stacks").iterdir()}
+    found["third"], found["second"] = third.node_id, second.node_id
+    found["folders"] = [node_id for node_id in nodes if folder_on(node_id).is_dir()]
+
+    cluster.remove_node(third, allow_graceful=False)  # SIGKILL
+    found["lost"] = until(lambda: raised(watcher, LostNodeError))
+    try:
+        watcher.explain(ValueError("a worker's error that follows from it"))
+    except LostNodeError as error:
+        found["explained"] = str(error)
+    watcher.close(failed=True)
+    until(lambda: not any(map(psutil.pid_exists, pids)))  # nothing is left
+    found["folders_left"] = [node_id for node_id in nodes if folder_on(node_id).is_dir()]
+    del calls
+    ray.shutdown()
+    cluster.shutdown()
+    print("FOUND" + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

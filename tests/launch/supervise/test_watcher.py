@@ -1,0 +1,74 @@
+"""The watch on several nodes: raylets of this machine, of which one is killed."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from verl_patches.launch.supervise.stall import StallError
+from verl_patches.launch.supervise.watcher import Watcher, _raylets_end
+
+pytestmark = pytest.mark.slow
+DRILLS = "from tests.launch.supervise.ray_job import main; main()"
+
+
+@pytest.mark.nightly
+def test_a_stopped_rank_and_a_lost_node_of_a_real_ray_are_named_and_nothing_is_left(tmp_path, run_python, ray_folder):
+    """Rank 1 runs on the third node, where an agent sees it; a second one is left out by its address."""
+    env = {"RAY_TMPDIR": ray_folder}
+    done = run_python(DRILLS, str(tmp_path), patches="line=pypi,platform=cpu", env=env).check()
+    found = json.loads(done.out[done.out.index("FOUND") + len("FOUND") :].splitlines()[0])
+    assert found["raised"] == "rank 1 (pid 5 on there) in step 7: ValueError: expected 2, found 3"
+    assert found["raised elsewhere"] == ""  # negative control: not by an actor of the group
+    assert found["free"] == [3.0, 2.0]
+    assert found["stall"].startswith("rank 1 (pid ") and "is stopped (state T" in found["stall"], found["stall"]
+    (raised,) = found["device"]["culprits"]
+    assert (raised["name"], raised["node"], found["device"]["raised"]) == ("rank 2", found["second"], "device")
+    (culprit,) = found["record"]["culprits"]
+    assert (culprit["name"], culprit["node"]) == ("rank 1", found["third"])
+    assert found["record"]["sentence"] == found["stall"]
+    assert set(found["stacks"]) == {"rank_1.txt", "rank_0.txt"}
+    assert all("in update_actor" in text for text in found["stacks"].values())
+    for text in (found["lost"], found["explained"]):
+        assert re.match(r"node [\d.]+ with rank 1 is lost: Ray's head has lost it", text), text
+    assert len(found["folders"]) == 3 and found["folders_left"] == [found["third"]]
+
+
+def test_how_the_raylet_of_this_node_has_ended(tmp_path, monkeypatch):
+    """One that this process has started, by its exit; one of a Ray that it joined, by its socket."""
+    import ray
+
+    dead, path = [], "raylet"  # a socket's path may have 107 bytes
+    monkeypatch.chdir(tmp_path)
+    here = SimpleNamespace(dead_processes=lambda: dead, raylet_socket_name=path)
+    monkeypatch.setattr(ray._private.worker.global_worker, "node", here)
+    with socket.socket(socket.AF_UNIX) as raylet:
+        raylet.bind(path)
+        raylet.listen()
+        assert _raylets_end() is None
+    assert _raylets_end() == "its raylet has ended"
+    for end, text in ((signal.SIGKILL, "was killed by SIGKILL"), (0, "exited with 0")):
+        process = subprocess.Popen(["sleep", "60" if end else "0"])
+        process.send_signal(end)
+        process.wait()
+        dead[:] = [("gcs_server", process), ("raylet", process)]
+        assert _raylets_end() == f"its raylet (pid {process.pid}) {text}"
+
+
+@pytest.mark.parametrize(("stops", "asked"), [(True, ["stopped", "waits"]), (False, ["waits"])])
+def test_a_stopped_process_of_a_run_that_goes_on_is_not_asked_for_stacks(stops, asked):
+    """It would be continued (node.stacks)."""
+    watcher, found = object.__new__(Watcher), []
+    watcher._stops, watcher._record = stops, lambda *of: None
+    watcher._write_stacks = lambda seen: found.extend(seen) or []
+    stopped, waits = (SimpleNamespace(state=state) for state in ("T (stopped)", "S"))
+    names = {id(stopped): "stopped", id(waits): "waits"}
+    stall = SimpleNamespace(culprits=[stopped], waiting=[waits], sentence="stalls")
+    with pytest.raises(StallError) if stops else nullcontext():
+        watcher._end_at(stall)
+    assert [names[id(seen)] for seen in found] == asked

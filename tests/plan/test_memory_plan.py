@@ -1,0 +1,241 @@
+"""The plan's section about memory: both orders of the 256-die runs against a die, and the tiny run's bytes."""
+
+from dataclasses import replace
+
+import psutil
+import pytest
+from omegaconf import OmegaConf
+
+from verl_patches.catalog import rows_of
+from verl_patches.cli.output import memory_rows
+from verl_patches.errors import ConfigError
+from verl_patches.plan import activations
+from verl_patches.plan import memory_plan as memory_plan_module
+from verl_patches.plan.memory_plan import (
+    CHECKPOINTING,
+    LAYERS,
+    MARGIN_BYTES,
+    exceeding,
+    followed_peaks,
+    host_limit,
+    memory_plan,
+    recomputation,
+    recompute_keys,
+    run_memory,
+    with_recompute,
+)
+from verl_patches.platform.npu.machine import HARDWARE
+from verl_patches.run.compose import compose
+from verl_patches.run.resolve import changed
+
+pytestmark = pytest.mark.slow
+
+A3_SEEN_BYTES = HARDWARE["a3"].seen_bytes
+BIG, TINY = "deepseekv3_256die_random_init", "deepseekv3_tiny_cpu"
+ON = ("reshard.direct", "memory.order")
+BY_VLLM = "recipe.rollout.ascend.vllm_sleep_mode=true"
+ACTOR = "actor_rollout_ref.actor."
+
+
+@pytest.fixture(scope="module")
+def big():
+    """The random-init configuration, with a pass for old log-probs."""
+    return run_of(BIG)
+
+
+def undecided(name, *overrides, skip=False):
+    """Return a run as it is composed, with the word `auto` where the configuration has it."""
+    return compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides], rows_of)
+
+
+def run_of(name, *overrides, rows=None, skip=False):
+    """Return a run with its own rows on, or with these."""
+    run = undecided(name, *overrides, skip=skip)
+    return with_recompute(run if rows is None else replace(run, rows=frozenset(rows)))
+
+
+def plan(name, *overrides, rows=ON, skip=False):
+    return planned(run_of(name, *overrides, rows=rows, skip=skip))
+
+
+def planned(run):
+    return memory_plan(run, run_memory(run))
+
+
+def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
+    found = plan(BIG)
+    peaks = {schedule["order"]: schedule["peak_bytes"] for schedule in found["orders"]}
+    assert list(peaks) == ["ours", "verl 54c9b736", "ours, with vLLM's sleep mode"]
+    assert found["followed"] == "ours, with vLLM's sleep mode" and found["modelled"] and found["swapped"]
+    assert peaks["ours"] == peaks[found["followed"]] <= found["hbm_bytes"] == A3_SEEN_BYTES < peaks["verl 54c9b736"]
+    _, columns, rows = memory_rows(found)
+    assert columns[1:4] == ("ours,\nwith vLLM's sleep mode", "ours", "verl 54c9b736")
+    wake = next(row for row in rows if row[0] == "wake_kv")
+    assert len(wake) == len(columns) and wake[1] == "54.4 GB" and wake[3] == "74.7 GB TOO MUCH"
+
+
+def test_the_order_and_its_buffers_depend_on_the_rows_that_are_on():
+    assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
+    gathered, direct = (plan(BIG, rows=rows)["orders"][2]["phases"][0]["bytes"] for rows in (("memory.order",), ON))
+    assert gathered["reshard_buffers"] != direct["reshard_buffers"]
+    own = plan(BIG, rows=(*ON, "memory.sleep_mode"))
+    assert own["followed"] == "ours" and len(own["orders"]) == 2
+
+
+def test_a_die_has_one_reward_model_at_a_time_and_a_node_a_host_copy_of_each():
+    entries = "{name: reward_model, path: a},{name: reward_model, path: b}"
+    one, two = (plan(BIG, f"recipe.rewards=[{text}]") for text in (entries[: len(entries) // 2], entries))
+    for found in (one, two):
+        assert all(order["order"].endswith("with reward models") for order in found["orders"])
+    (of_one, of_two) = (found["orders"][0]["phases"] for found in (one, two))
+    assert of_one == of_two
+    (scoring,) = (phase["bytes"] for phase in of_one if phase["phase"] == "rm_scores")
+    assert scoring["reward_params"] > 0 < scoring["working_activations"]
+    host = [found["host"]["bytes"]["reward_params"] for found in (one, two)]
+    loaded = [found["orders"][0]["to_device_bytes"]["max"] for found in (one, two)]
+    assert host[1] == 2 * host[0] > 0 and loaded[1] - loaded[0] == scoring["reward_params"]
+
+
+def bytes_of(group, *overrides, **options):
+    """{phase: bytes of a memory group} in our order."""
+    return {p["phase"]: p["bytes"].get(group) for p in plan(BIG, *overrides, **options)["orders"][0]["phases"]}
+
+
+@pytest.mark.parametrize(
+    ("override", "group"),
+    [
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.7", "kv_cache"),
+        ("recipe.reshard.bucket_bytes=268435456", "reshard_buffers"),
+        ("recipe.train.swap_optimizer=false", "optimizer"),
+        ("recipe.tensor_cache.enabled=false", "tensor_cache"),
+        (f"{ACTOR}megatron.param_offload=false", "grads"),  # gradients stay with the parameters
+    ],
+)
+def test_keys_of_the_configuration_reach_the_bytes(override, group):
+    assert bytes_of(group, override) != bytes_of(group)
+
+
+def test_most_bytes_of_the_tensor_cache():
+    """512 prompts of 16 samples over 8 replicas: ids of 1024 + 3072, log-probs of 3072 twice, or three times."""
+
+    def cached(*overrides, skip=True):
+        return bytes_of("tensor_cache", "recipe.tensor_cache.enabled=true", *overrides, skip=skip)
+
+    assert cached()["ref"] == 512 * 16 // 8 * 4 * (1024 + 3072 * 3) and "old_log_prob" not in cached()
+    assert cached(skip=False)["ref"] == 512 * 16 // 8 * 4 * (1024 + 3072 * 4)
+    short = cached("data.max_response_length=1024", "actor_rollout_ref.actor.use_kl_loss=false")
+    assert short["ref"] == 1024 * 4 * 1024 * 3
+
+
+def test_a_cpu_has_no_die_to_compare_with():
+    planned = plan(TINY)
+    assert planned["hbm_bytes"] is None and planned["followed"] == "ours, with vLLM's sleep mode"
+    _, _, rows = memory_rows(planned)
+    assert " MB" in rows[0][1] and not any("TOO MUCH" in cell for row in rows for cell in row)
+
+
+def test_what_is_beside_the_memory_groups():
+    """HCCL: 6 groups of training, 2 of them large, 6 of the rollout with 3, two buffers of 300 or 64 MiB each; 771.5 GB
+    a node as the runbook."""
+    planned = plan(BIG, f"{LAYERS}=8", rows=None, skip=True)
+    phases = {phase["phase"]: phase["bytes"] for phase in planned["orders"][0]["phases"]}
+    rollout, update = phases["rollout"], phases["update"]
+    assert rollout["hccl_buffers"] == 2 * (2 * 300 + 4 * 64) << 20 and "cann_context" not in rollout
+    assert update["hccl_buffers"] == 2 * (5 * 300 + 7 * 64) << 20 and update["cann_context"] == 1 << 30
+    work = {"kept_activations", "working_activations"}
+    assert work <= update.keys() and "logits" in phases["ref"] and "weight_gradient" not in update
+    assert not work & (phases["reshard"].keys() | rollout.keys() | phases["reward"].keys())
+    apart = bytes_of("weight_gradient", "recipe.train.fused_expert_wgrad=false", rows=None)["update"]
+    assert apart == 2 * 8 * 7168 * 2 * 2048  # 8 experts of a die in bf16
+    assert round(planned["host"]["node_bytes"] / 1e9, 1) == 771.5 and planned["host"]["limit_bytes"] is None
+    assert set(planned["host"]["bytes"]) == {"actor_params", "ref_params", "optimizer"}
+    groups = {(each["group"], each["ranks"], each["buffer_mib"]) for each in planned["communicators"]}
+    assert {("vllm_dp", 128, 64), ("vllm_ep", 256, 64), ("vllm_mc2", 256, 300)} <= groups
+    stays = plan(BIG, f"{ACTOR}megatron.param_offload=false", "trainer.save_freq=1")["host"]["bytes"]
+    assert stays["checkpoint"] == planned["host"]["bytes"]["actor_params"] and "actor_params" not in stays
+
+
+LEFT = A3_SEEN_BYTES - MARGIN_BYTES
+
+
+def update_peak(run):
+    (update,) = (phase for phase in followed_peaks(run)["phases"] if phase["phase"] == "update")
+    return update["peak_bytes"]
+
+
+@pytest.mark.parametrize("name", [BIG, "deepseekv3_256die_true_weight"])
+def test_auto_recomputes_the_fewest_layers_of_each_stage_that_leave_the_margin(name):
+    run = compose(name, (), rows_of)
+    assert OmegaConf.select(run.verl, LAYERS) == "auto"
+    chosen = with_recompute(run)
+    layers, together = recomputation(chosen)
+    assert len(layers) == 8 and together == 1 and layers[-1] == 0 < max(layers) < 8
+    critics = OmegaConf.select(chosen.verl, LAYERS.replace("actor_rollout_ref", "critic"))
+    assert OmegaConf.select(chosen.verl, LAYERS) == critics
+    assert with_recompute(chosen) is chosen and OmegaConf.select(run.verl, LAYERS) == "auto"
+    assert update_peak(chosen) <= LEFT
+    for stage, number in enumerate(layers):  # control: one layer less of any stage does not leave it
+        if number:
+            less = [*layers[:stage], number - 1, *layers[stage + 1 :]]
+            assert update_peak(changed(chosen, recompute_keys(less))) > LEFT
+    kept = {key: OmegaConf.select(chosen.verl, key) for key in recompute_keys(layers)}
+    assert kept == recompute_keys(layers)
+
+
+def test_a_fixed_number_stays_and_0_is_none():
+    eight, none = (run_of(BIG, f"{LAYERS}={number}", skip=True) for number in (8, 0))
+    assert with_recompute(none) is none and recomputation(none) == (0, 1) and recomputation(eight) == (8, 1)
+    assert update_peak(none) > A3_SEEN_BYTES > LEFT > update_peak(eight)
+    assert update_peak(none) == update_peak(changed(none, {CHECKPOINTING: False}))
+    off = run_of(BIG, f"{CHECKPOINTING}=false")
+    assert recomputation(off) == (0, 1) and update_peak(off) == update_peak(none)
+    uniform = changed(eight, {LAYERS: 2, LAYERS.replace("num_layers", "method"): "uniform"})
+    assert recomputation(uniform) == (61, 2)
+
+
+def test_the_public_script_without_recomputation_fits_at_its_own_lengths_only(monkeypatch):
+    """Its run has 75 + 3040 tokens a sample; its layout BNSD pads values to 192 (docs/plan.md, Recompute)."""
+    own = ("data.max_prompt_length=75", "data.max_response_length=3040", f"{LAYERS}=0")
+    whole, short = (update_peak(run_of(BIG, *overrides, skip=True)) for overrides in (own[2:], own))
+    monkeypatch.setattr(activations, "_FLASH_WIDTH", 1)
+    narrow = update_peak(run_of(BIG, *own, skip=True))
+    assert [round(size / 1e9, 1) for size in (whole, short, narrow)] == [71.7, 61.4, 58.9]
+    assert narrow < short < A3_SEEN_BYTES < whole
+
+
+def test_auto_with_a_critic_leaves_the_margin_in_both_updates():
+    chosen = run_of(BIG, "algorithm.adv_estimator=gae", "critic.model.path=a")
+    peaks = {phase["phase"]: phase["peak_bytes"] for phase in followed_peaks(chosen)["phases"]}
+    assert max(peaks["update"], peaks["update_critic"]) <= LEFT
+    assert sum(recomputation(chosen)[0]) >= sum(recomputation(run_of(BIG))[0])
+
+
+def test_auto_is_refused_where_activations_are_not_counted_and_a_tiny_model_needs_none():
+    auto = f"++{LAYERS}=auto"
+    with pytest.raises(ConfigError, match="num_layers is auto; expected a number: .* line a3 only"):
+        run_of(TINY, auto, f"{CHECKPOINTING}=true")
+    for name, other in (("granularity", "selective"), ("method", "uniform")):
+        key = LAYERS.replace("num_layers", name)
+        with pytest.raises(ConfigError, match=f"{key} is {other}; expected .* with {LAYERS}=auto"):
+            run_of(BIG, f"{key}={other}")
+    with pytest.raises(ConfigError, match="activations_checkpoint_num_layers"):
+        run_of(TINY, auto.replace("auto", "some"))
+    assert recomputation(run_of(TINY, auto, f"{CHECKPOINTING}=true", "recipe.line=a3")) == (0, 1)
+
+
+def test_a_die_that_is_short_is_named_with_its_largest_terms(big):
+    run = changed(big, {"recipe.reshard.bucket_bytes": 1 << 34})
+    (said,) = exceeding(followed_peaks(run)["phases"], A3_SEEN_BYTES)
+    assert said.startswith("reshard: die ") and "GB of 65.79; largest: reshard_buffers 68.72" in said
+    assert exceeding(followed_peaks(big)["phases"], A3_SEEN_BYTES) == []
+
+
+def test_host_memory_is_compared_with_the_key_and_with_a_machine_that_has_dies(big, monkeypatch, tmp_path):
+    run = changed(big, {"recipe.memory.host_gib": 512})
+    assert host_limit(run) == 512 << 30
+    found = planned(run)
+    assert found["host"]["node_bytes"] > found["host"]["limit_bytes"] == 512 << 30
+    monkeypatch.setattr(memory_plan_module, "DEVICES", tmp_path)
+    assert host_limit(big) is None
+    (tmp_path / "davinci0").touch()
+    assert host_limit(big) == psutil.virtual_memory().total and host_limit(run_of(TINY)) is None

@@ -1,0 +1,178 @@
+"""What a plan says: its figures, what disks take, the presets, and how it ends."""
+
+import json
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.runs import composed
+from verl_patches.__main__ import app
+from verl_patches.catalog import ROWS
+from verl_patches.errors import ConfigError
+from verl_patches.plan.calibration import FITTED
+from verl_patches.plan.memory_plan import LAYERS, MARGIN_BYTES
+from verl_patches.plan.plan import build_plan
+from verl_patches.plan.search import ANY_LAYOUT, as_overrides, search
+from verl_patches.plan.step_plan import ENGINE_RATIO, Workload
+from verl_patches.rules import RULES
+from verl_patches.run.resolve import CONFIGS_DIR
+
+pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
+
+BIG, TRUE_WEIGHT, NODE = "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight", "deepseekv3_16die"
+PRESETS = {"16": (16, 8), "64": (64, 32), "128": (128, 61), "384": (384, 61)}  # name: dies, layers
+
+
+def plan_of(name, *overrides, workload=Workload()):  # noqa: B008 frozen
+    run = composed(name, overrides)
+    return build_plan(run, RULES.checks(run), name, overrides, ROWS, workload)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_pass_the_plan(name):
+    dies, layers = PRESETS[name]
+    plan = plan_of(f"deepseekv3_{name}die")
+    assert plan["ok"], [check for check in plan["checks"] if not check["ok"]]
+    assert len(plan["train"]["ranks"]) == dies and sum(map(len, plan["train"]["layers"])) == layers
+    seconds = [phase["seconds"] for phase in plan["step"]["phases"]]
+    assert plan["step"]["modelled"] and plan["step"]["total_s"] == pytest.approx(sum(seconds), abs=0.02)
+
+
+def test_a_plan_has_traffic_and_ports():
+    plan = plan_of(BIG)
+    sync = plan["traffic"]["weight_sync"]
+    assert sync["received_mean_bytes"] == pytest.approx(24.95e9, rel=1e-3)  # as `reshard-plan`
+    assert sync["sent_bytes"] == pytest.approx(32.87e9, rel=2e-3) and 60 <= sync["collectives"] <= 64
+    assert plan["ports"]["all"] == [61000, 61143]
+    sent, columns = plan["traffic"]["dispatch_bytes"], plan["traffic"]["dispatch_columns"]
+    assert sent == {stage: sum(columns[stage].values()) for stage in ("generate", "place", "update")}
+    assert sum(sent.values()) == pytest.approx(512 * 16 * 3072 * 3, rel=0.01)  # responses of full length
+    assert sum(plan_of(TRUE_WEIGHT)["traffic"]["dispatch_bytes"].values()) < 0.03e9  # 995 tokens in the mean
+    whole = plan_of(BIG, "recipe.tensor_cache.enabled=false")["traffic"]
+    assert set(whole["dispatch_bytes"]) == {"ref", "update"} and whole["dispatch_columns"] == {}
+
+
+def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
+    switches = "-reshard.*,-memory.order,-memory.ledger,-rollout.outputs_at_the_end,-rollout.steps_alike"
+    published = (
+        "recipe.tensor_cache.enabled=true",
+        f"recipe.patches=[{switches},-rollout.ascend_dp_sync]",
+        "recipe.rollout.ascend.vllm_sleep_mode=true",
+        "recipe.rollout.ascend.prefix_caching=false",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers=4",
+    )
+    step = plan_of(BIG, *published)["step"]
+    seconds = {phase["phase"]: phase["seconds"] for phase in step["phases"]}
+    quoted = {"rollout": 318.27, "ref": 104.7, "update": 328.8, "reshard": 11.18, "offload": 24.45}
+    assert all(seconds[phase] == pytest.approx(value, rel=0.03) for phase, value in quoted.items()), seconds
+    assert step["total_s"] == pytest.approx(801.29, rel=0.05)
+    one_sync = plan_of(BIG, *published, f"recipe.patches=[{switches}]")["step"]  # of 3 ms a decode step
+    assert step["total_s"] - one_sync["total_s"] == pytest.approx(0.003 * 3072, rel=0.01)
+    less_host = plan_of(BIG, *published, "recipe.patches=[-reshard.*,-memory.order,-memory.ledger]")["step"]
+    assert one_sync["total_s"] - less_host["total_s"] == pytest.approx(
+        (1 - ENGINE_RATIO) * FITTED.engine_step_s * 3072, rel=0.01
+    )
+    apart = {phase["phase"]: phase["seconds"] for phase in less_host["phases"]}["rollout"] * 0.136  # not in total_s
+    assert less_host["assumed"]["not_counted_s"] == pytest.approx(apart, rel=0.001)
+    of_ascend = plan_of(BIG, *published, "recipe.rollout.ascend.scheduler=ascend")["step"]  # it schedules by itself
+    assert less_host["assumed"]["engine_ratio"] == ENGINE_RATIO and of_ascend["assumed"]["engine_ratio"] == 1
+
+
+LONGER = Workload(response_tokens=1650.0)  # 1588 tokens in the mean after the cut
+
+
+@pytest.mark.parametrize(("name", "workload", "most_s"), [(BIG, Workload(), 740), (TRUE_WEIGHT, LONGER, 520)])
+def test_a_256_die_step_is_within_its_bound_and_each_phase_leaves_the_margin(name, workload, most_s):
+    """Controls: the bound rests on the assumed gain of the decode rows, and on recomputing few layers."""
+    plan = plan_of(name, workload=workload)
+    step, memory = plan["step"], plan["memory"]
+    assert step["total_s"] == pytest.approx(sum(phase["seconds"] for phase in step["phases"]), abs=0.02)
+    assert step["total_s"] <= most_s and step["assumed"]["engine_ratio"] == ENGINE_RATIO
+    (followed,) = (order for order in memory["orders"] if order["order"] == memory["followed"])
+    assert {phase["phase"] for phase in followed["phases"]} >= {"reshard", "rollout", "ref", "update"}
+    for phase in followed["phases"]:
+        assert phase["peak_bytes"] == sum(phase["bytes"].values()) <= memory["hbm_bytes"] - MARGIN_BYTES
+    for override in ("recipe.patches=[-rollout.steps_alike]", f"{LAYERS}=8"):
+        assert plan_of(name, override, workload=workload)["step"]["total_s"] > most_s
+
+
+def test_a_plan_says_where_less_than_the_margin_is_left():
+    """Control: auto leaves it."""
+    of = {}
+    for name, number in (("less", "[1,1,2,1,0,0,0,0]"), ("auto", "auto")):
+        (of[name],) = (check for check in plan_of(BIG, f"{LAYERS}={number}")["checks"] if check["name"] == "memory")
+    assert of["less"]["ok"] and of["less"]["note"] and "LESS THAN 5 GB" in of["less"]["detail"]
+    assert of["auto"]["ok"] and not of["auto"]["note"] and "LESS" not in of["auto"]["detail"]
+
+
+# disks
+
+
+def disk(name, *overrides, gb_s=10.0):
+    return {
+        each["part"]: each for each in plan_of(name, *overrides, workload=Workload(disk_gb_s=gb_s))["disk"]["parts"]
+    }
+
+
+def test_a_start_reads_the_weights_of_all_ranks_and_a_save_writes_each_once(tmp_path):
+    """1.63 TB in bf16 (docs/weights.md), half of it in FP8; random init reads none."""
+    save = "trainer.save_freq=10"
+    found, faster = disk(TRUE_WEIGHT, save), disk(TRUE_WEIGHT, save, gb_s=20.0)
+    assert found["first start"]["seconds"] == pytest.approx(163, abs=1) == 2 * faster["first start"]["seconds"]
+    assert found["save"]["bytes"] == pytest.approx(14 * 671e9, rel=1e-3)  # weights, main weights and two moments
+    assert found["load"]["bytes"] == pytest.approx(12 * 671e9 + found["first start"]["bytes"], rel=1e-3)
+    assert disk(BIG) == {} and disk(BIG, save).keys() == {"save", "load"}
+    shape = json.loads((CONFIGS_DIR / "model" / "deepseekv3_671b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "quantization_config": {"quant_method": "fp8"}}))
+    fp8 = disk(TRUE_WEIGHT, f"actor_rollout_ref.model.path={tmp_path}")
+    assert fp8["first start"]["bytes"] == pytest.approx(found["first start"]["bytes"] / 2, rel=1e-6)
+
+
+# how it ends
+
+
+def command(*words):
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.mark.parametrize(
+    ("override", "dies"),
+    [
+        ("trainer.nnodes=3", "48"),
+        ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", "256"),
+        ("trainer.n_gpus_per_node=1", "16"),  # no whole nodes
+    ],
+)
+def test_a_refused_layout_names_a_search_and_the_verdict_comes_last(override, dies):
+    done = command("plan", TRUE_WEIGHT, override)
+    search = shlex.join(["python", "-m", "verl_patches", "plan", TRUE_WEIGHT, override, "--search", "--dies", dies])
+    last = done.output.splitlines()[-1]
+    assert done.exit_code == 1 and last.startswith("does not fit: ") and last.endswith(f"; next: {search}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("deepseekv3_tiny_cpu", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=7"),
+        (TRUE_WEIGHT, "recipe.train.expert_split=etp", "trainer.nnodes=3"),
+    ],
+)
+def test_no_search_is_named_that_would_be_refused(words):
+    done = command("plan", *words)
+    assert done.exit_code == 1 and "--search" not in done.output
+    with pytest.raises(ConfigError, match="expected recipe.platform=npu and recipe.train.expert_split=tp_extend_ep"):
+        search(composed(words[0], [*words[1:], *as_overrides(ANY_LAYOUT)]), RULES.sizes, 16, Workload())
+
+
+def test_no_search_is_named_where_no_layout_would_help():
+    plan = plan_of(TRUE_WEIGHT, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7")
+    assert not plan["ok"] and plan["next"] == [] and plan["verdict"].endswith("; next: change what it names")
+
+
+def test_the_verdict_says_where_host_memory_is_not_compared():
+    plan, short = plan_of(NODE), plan_of(NODE, "recipe.memory.host_gib=64")
+    assert plan["verdict"].startswith("fits: all ") and "HOST MEMORY NOT COMPARED" in plan["verdict"]
+    assert "NOT COMPARED" not in plan_of(NODE, "recipe.memory.host_gib=4096")["verdict"]
+    assert [check["name"] for check in short["checks"] if not check["ok"]] == ["host memory"]

@@ -1,0 +1,136 @@
+"""Search of layouts: what is listed passes an ordinary plan with the same figures, and nothing else is listed."""
+
+import json
+
+import pytest
+
+from tests.runs import composed
+from verl_patches.catalog import ROWS
+from verl_patches.errors import ConfigError
+from verl_patches.layout.flops import balanced_layers
+from verl_patches.plan import search as search_module
+from verl_patches.plan.memory_plan import LAYERS, recomputation
+from verl_patches.plan.plan import build_plan
+from verl_patches.plan.search import ANY_LAYOUT, GRAPHS, as_overrides, rollout_keys, search, train_keys
+from verl_patches.plan.step_plan import Workload
+from verl_patches.rules import RULES, SIZES
+from verl_patches.run.resolve import CONFIGS_DIR
+
+pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks
+
+BIG, TRUE_WEIGHT, NODE = "deepseekv3_256die_random_init", "deepseekv3_256die_true_weight", "deepseekv3_16die"
+ACTOR = "actor_rollout_ref.actor.megatron"
+A2 = ("recipe.hardware=800t_a2", "recipe.hccl.expansion_mode=HOST")
+
+
+def plan_of(name, *overrides):
+    run = composed(name, overrides)
+    return build_plan(run, RULES.checks(run), name, overrides, ROWS)
+
+
+def listed(name, *overrides, dies, top=1):
+    """Rows of a search as the command starts it: over a layout that any number of ranks can be split in."""
+    return search(composed(name, [*overrides, *as_overrides(ANY_LAYOUT)]), SIZES, dies, Workload(), top)
+
+
+def test_balanced_layers_leave_room_for_the_head():
+    model = composed(BIG).model
+    assert balanced_layers(model, 8) == [8, 8, 8, 8, 8, 8, 7, 6]
+    assert all(sum(balanced_layers(model, stages)) == 61 for stages in range(1, 17))
+
+
+def test_what_is_listed_is_distinct_sorted_and_what_an_ordinary_plan_says():
+    found = listed(TRUE_WEIGHT, dies=256, top=4)
+    assert len({(row["train"], row["rollout"]) for row in found}) == len(found) == 4
+    seconds = [row["total_s"] for row in found]
+    assert seconds == sorted(seconds) and seconds[0] <= plan_of(TRUE_WEIGHT)["step"]["total_s"]
+    row = found[0]
+    plan, run = plan_of(TRUE_WEIGHT, *row["overrides"]), composed(TRUE_WEIGHT, row["overrides"])
+    assert plan["ok"] and plan["step"]["phases"] == row["phases"] and plan["train"]["layout"] == row["train"]
+    assert recomputation(run)[0] == row["recompute_layers"] and f"{GRAPHS}=[8,16,32,64,128]" in row["overrides"]
+    assert row["peak_bytes"] <= plan["memory"]["hbm_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("override", "changes"),
+    [
+        (f"{ACTOR}.pipeline_model_parallel_size=7", f"{ACTOR}.pipeline_model_parallel_size="),  # ranks are not split so
+        (f"{LAYERS}=0", f"{LAYERS}="),
+        ("data.train_batch_size=500", "data.train_batch_size=512"),
+    ],
+)
+def test_a_config_whose_own_layout_fails_is_searched_too(override, changes):
+    """Each override is refused in a plan; with what the search lists for the same command it passes."""
+    with pytest.raises(ConfigError):
+        assert not plan_of(TRUE_WEIGHT, override)["ok"]
+        raise ConfigError("the plan has a check that failed")
+    (row,) = listed(TRUE_WEIGHT, override, dies=256)
+    assert any(each.startswith(changes) for each in row["overrides"]), row["overrides"]
+    assert plan_of(TRUE_WEIGHT, override, *row["overrides"])["ok"]
+
+
+def test_a2_is_ordered_by_traffic_without_seconds_in_instances_that_its_exchange_of_experts_takes():
+    rows = listed(TRUE_WEIGHT, *A2, dies=256, top=3)
+    sent = [row["sent_bytes"] for row in rows]
+    assert sent == sorted(sent) and all(row["total_s"] is row["phases"] is None for row in rows)
+    assert rows[0]["rollout"].startswith("4 x (DP") and rows[0]["rollout"].endswith("EP64)")
+    plan = plan_of(TRUE_WEIGHT, *A2, *rows[0]["overrides"])
+    assert plan["ok"] and plan["step"] is None and sum(plan["traffic"]["sent"].values()) == sent[0]
+    assert "trainer.nnodes=32" in rows[0]["overrides"] and "trainer.n_gpus_per_node=8" in rows[0]["overrides"]
+
+
+def test_an_illegal_or_too_large_layout_is_never_listed(monkeypatch):
+    """The control: candidates that plan worse than they cost, in front of one that fits."""
+    run, layers = composed(BIG), [7, 7, 8, 8, 8, 8, 8, 7]
+    good = train_keys(4, 8, 32, layers)
+    bad = [
+        train_keys(4, 8, 24, layers),  # no layout
+        train_keys(4, 8, 32, [8] * 8),  # 64 layers
+        {**good, f"{ACTOR}.sequence_parallel": False},  # refused by the engine, also as the reference differs
+        {**good, "recipe.train.swap_optimizer": False},  # 89.65 GB in rollout
+    ]
+    monkeypatch.setattr(search_module, "_rollout_sides", lambda *_: [(0.0, rollout_keys(2, 256))])
+    monkeypatch.setattr(search_module, "_train_sides", lambda *_: list(enumerate([*bad, good])))
+    (row,) = search(run, SIZES, 256, Workload())
+    assert row["train"] == "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
+    monkeypatch.setattr(search_module, "_train_sides", lambda *_: list(enumerate(bad)))
+    with pytest.raises(ConfigError, match="no layout for 256 dies passes a plan; 1 of the 4 that were planned: "):
+        search(run, SIZES, 256, Workload())
+
+
+@pytest.mark.parametrize(
+    ("dies", "override", "message"),
+    [
+        (64, "recipe.run=r", "no layout for 64 dies passes a plan; .* memory.* take more --dies"),
+        (100, "recipe.run=r", "--dies is 100; expected a multiple of 16 from 16 to 1024"),
+        (
+            16,
+            "recipe.train.expert_split=etp",
+            "expected recipe.platform=npu and recipe.train.expert_split=tp_extend_ep",
+        ),
+        (
+            256,
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7",
+            "ref micro batch: .* is not a multiple of 7",
+        ),
+    ],
+)
+def test_a_search_without_a_result_names_the_reason(dies, override, message):
+    with pytest.raises(ConfigError, match=message):
+        search(composed(BIG, [override]), SIZES, dies, Workload())
+
+
+def test_experts_that_no_number_of_ranks_divides_are_refused(tmp_path):
+    shape = json.loads((CONFIGS_DIR / "model" / "deepseekv3_671b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "n_routed_experts": 255, "n_group": 1, "topk_group": 1}))
+    with pytest.raises(ConfigError, match="no number of ranks from 2 on divides both it and the 255 experts"):
+        listed(BIG, f"recipe.model_shape={tmp_path / 'config.json'}", dies=16)
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(512, False), (800, True)])  # the workers of a node pin 771.5 GB
+def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(gib, fits):
+    run = composed(BIG, [f"recipe.memory.host_gib={gib}"])
+    try:
+        assert search_module._planned(run, SIZES, Workload(), {"recipe.rollout.instances": None}) and fits
+    except ConfigError as error:
+        assert "host memory" in str(error) and not fits

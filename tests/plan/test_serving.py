@@ -1,0 +1,71 @@
+"""How many nodes hold one rollout instance, for generate, chat and eval."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.runs import composed
+from verl_patches.catalog import rows_of
+from verl_patches.errors import ConfigError, require
+from verl_patches.plan.expected import group_bytes
+from verl_patches.plan.memory_plan import run_memory
+from verl_patches.plan.serving import instance_checks, instance_of, serving_plan, serving_text
+from verl_patches.run.compose import compose_config
+from verl_patches.run.resolve import LayoutError, change_config, resolve
+
+BIG, TINY = "deepseekv3_256die_true_weight", "deepseekv3_tiny_cpu"
+TP, SHARE = "actor_rollout_ref.rollout.tensor_model_parallel_size", "actor_rollout_ref.rollout.gpu_memory_utilization"
+
+
+def instance(config):
+    return resolve(instance_of(config), rows_of(config.recipe.platform))
+
+
+def faults(*overrides):
+    checks = instance_checks(instance(compose_config(BIG, overrides)))
+    return [f"{check.name}: {check.detail}" for check in checks if not check.ok]
+
+
+def test_a_node_of_16_dies_does_not_hold_671b_and_four_do():
+    (fault,) = faults("recipe.rollout.dp=8")
+    assert "memory: modelled: a die needs 103.75 GB of vLLM's 52.63" in fault and "4 node(s) of 16 dies" in fault
+    assert "recipe.rollout.dp=32" in fault and faults("recipe.rollout.dp=32") == []
+    with pytest.raises(LayoutError, match="expected all 256"):  # of which no run on all dies has a layout
+        composed(BIG, ["recipe.rollout.dp=32"])
+    with pytest.raises(ConfigError, match="103.75 GB"):
+        require(instance_checks(instance(compose_config(BIG, ["recipe.rollout.dp=8"]))))
+    plan = serving_plan(composed(BIG))
+    assert (plan["nodes"], plan["dies"], plan["dp"]) == (4, 16, 32) and plan["die_bytes"] <= plan["share_bytes"]
+    assert serving_plan(composed(BIG, [f"{SHARE}=0.6"]))["nodes"] == 8
+
+
+def test_a_model_that_no_instance_holds_is_said():
+    plan = serving_plan(composed(BIG, [f"{SHARE}=0.2"]))
+    assert plan["nodes"] is plan["dp"] is None and "no number of nodes" in serving_text(plan)
+    assert "no number of nodes" in faults(f"{SHARE}=0.2")[0]
+
+
+def test_weights_are_those_of_the_runs_own_plan_with_the_kv_of_one_response():
+    run, one = composed(BIG), instance(compose_config(BIG))
+    planned = group_bytes(run_memory(run).setting, 255)["rollout_weights"]
+    *_, memory = instance_checks(one)
+    longest = (1024 + 3072) * (512 + 64) * 2 * 61
+    assert f"needs {(planned + longest) / 1e9:.2f} GB" in memory.detail
+    less = replace(one, model=replace(one.model, num_hidden_layers=6))
+    assert instance_checks(less)[-1].detail != memory.detail
+
+
+def test_an_instance_has_whole_nodes_and_the_rollout_of_any_run():
+    sizes = ["trainer.n_gpus_per_node=4", f"{TP}=2", "recipe.rollout.dp=4", "trainer.nnodes=4"]
+    config = compose_config(TINY, [*sizes, "recipe.rollout.expert_parallel=true", "algo=sft"])
+    one = instance(config)
+    assert (one.verl.trainer.nnodes, one.verl.trainer.n_gpus_per_node, one.world_size) == (2, 4, 8)
+    assert one.rollout.edp == 1 and one.samples and config.trainer.nnodes == 4
+    assert instance(compose_config(TINY)).world_size == 1
+    with pytest.raises(ConfigError, match=r"has 8 ranks .*n_gpus_per_node=3"):
+        instance(change_config(config, {"trainer.n_gpus_per_node": 3}))
+    with pytest.raises(ConfigError, match="expert_parallel"):
+        instance(change_config(config, {"recipe.rollout.expert_parallel": False}))
+    assert any("MC2" in fault for fault in faults("recipe.rollout.dp=24"))
+    small = faults("recipe.rollout.dp=32", "recipe.hccl.buffer_mib=200")
+    assert any("HCCL_BUFFSIZE" in fault for fault in small)

@@ -1,0 +1,279 @@
+"""The step model: its error on the published rows, what fixes its constants, and how its terms must move."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+from verl_patches.layout.sharding import local_parameters, static_bytes
+from verl_patches.plan import calibration, step_model
+from verl_patches.plan.calibration import FITTED, MEAN_PROMPT, ROWS, errors, published, without_cache
+from verl_patches.plan.step_model import (
+    PHASES,
+    Lengths,
+    decode_s,
+    driver_bytes,
+    memory_s,
+    network_s,
+    pipeline_s,
+    rollout_bytes,
+    rollout_s,
+    stage_elements,
+    stage_s,
+    step_time,
+    tokens_per_s_per_die,
+    train_bytes,
+    update_s,
+    verl_sync,
+)
+
+# the phases that each constant may move, and no others
+MOVES = {
+    "train_efficiency": {"ref", "update"},
+    "decode_layer_s": {"rollout"},
+    "engine_step_s": {"rollout"},
+    "driver_bytes_per_s": {"ref", "update"},
+    "collective_s": {"reshard"},
+    "empty_cache_s": {"offload"},
+    "reward_s": {"reward"},
+    "advantage_s": {"advantage"},
+}
+
+
+def total(run):
+    return sum(step_time(run, FITTED).values())
+
+
+# the published rows
+
+
+def test_every_published_row_is_predicted_within_5_percent_also_those_that_fix_nothing():
+    assert set(step_time(published(), FITTED)) == set(PHASES)
+    found = {row["row"]: row["error"] for row in errors()}
+    assert len(found) == len(ROWS) and max(abs(error) for error in found.values()) < 0.05
+    assert sum(row.fixes is None for row in ROWS) >= 10 and set(MOVES) == {field.name for field in fields(FITTED)}
+    wrong = replace(FITTED, train_efficiency=0.25)  # the control
+    assert max(abs(row["error"]) for row in errors(wrong)) > 0.1
+    assert tokens_per_s_per_die(published(), calibration.TOTAL_S) * 2 == pytest.approx(250.2, rel=1e-6)
+
+
+@pytest.mark.parametrize("constant", MOVES)
+def test_each_constant_is_fixed_by_one_row_and_moves_its_own_phases_only(constant):
+    (row,) = (row for row in ROWS if row.fixes == constant)
+    wrong = replace(FITTED, **{constant: 1.02 * getattr(FITTED, constant)})
+    assert row.predict(FITTED) == pytest.approx(row.quoted_s, rel=2e-4)
+    assert row.predict(wrong) != pytest.approx(row.quoted_s, rel=2e-4)  # the control
+    before, after = step_time(published(), FITTED), step_time(published(), wrong)
+    assert {phase for phase in PHASES if before[phase] != after[phase]} == MOVES[constant]
+
+
+def test_the_modelled_bytes_are_the_quoted_ones():
+    """50.5 GB through Ray for the update at 256 workers; 73.9 GB and about 3,100 collectives of verl's own sync."""
+    assert driver_bytes(without_cache(), 3) == pytest.approx(50.5e9, rel=0.002)
+    assert driver_bytes(replace(without_cache(), copies=1), 3) == pytest.approx(1.6e9, rel=0.02)
+    sync = verl_sync(published().model, published().train)
+    assert sync.received_bytes == pytest.approx(73.9e9, rel=0.02) and sync.collectives == pytest.approx(3100, rel=0.01)
+
+
+# sizes and FLOPs
+
+
+@pytest.mark.parametrize(("side", "library"), [("train", "mindspeed"), ("rollout", "vllm-ascend"), ("rollout", "vllm")])
+def test_elements_of_a_stage_are_those_of_the_sharding(side, library):
+    run = published()
+    layout, inventory = getattr(run, side), build_inventory(run.model)
+    for stage in {0, 1, layout.pp - 1} & set(range(layout.pp)):
+        dense, routed = stage_elements(run.model, layout, stage, library)
+        held = local_parameters(inventory, layout, stage * layout.world_size // layout.pp, library).shards.values()
+        trained = sum(shard.count for shard in held if shard.parameter.trainable)
+        assert dense + routed == pytest.approx(trained, rel=1e-5)  # but for the final norm
+    if side == "train":
+        assert 4 * (dense + routed) == pytest.approx(static_bytes(inventory, layout, 255).grad_bytes, rel=1e-5)
+
+
+# pipeline
+
+
+def bubble(stages, micro_batches, virtual=1):
+    """Share of the pipeline's time in which the slowest stage waits."""
+    return 1 - micro_batches * max(stages) / pipeline_s(stages, micro_batches, virtual)
+
+
+def test_pipeline_of_even_stages_has_the_textbook_bubble():
+    assert bubble([1.0] * 8, 56) == pytest.approx(7 / 63)
+    assert bubble([1.0] * 8, 56, virtual=2) == pytest.approx(3.5 / 59.5)
+    assert pipeline_s([1.0, 2.0, 1.0], 10) == 22  # the slowest stage decides
+
+
+def test_a_second_epoch_is_a_second_update_and_no_smaller_mini_batch():
+    """Control: two mini batches split the batch, and add one optimizer step and one fill of the pipeline."""
+    run = published()
+    once = update_s(run, FITTED)
+    sent = driver_bytes(run, 3) / FITTED.driver_bytes_per_s
+    assert update_s(replace(run, epochs=2), FITTED) == pytest.approx(2 * once - sent)
+    assert update_s(replace(run, mini_batches=2), FITTED) < 1.2 * once
+
+
+# how a step must move
+
+RUNS = st.builds(
+    lambda prompts, samples, micro, cached, overlap, swap, recompute, forced, mean: replace(
+        published(),
+        prompts=256 * prompts,
+        samples=samples,
+        micro_batch=micro,
+        tensor_cache=cached,
+        balanced_lengths=True,
+        alltoall_overlap=overlap,
+        swap_optimizer=swap,
+        recompute_layers=recompute,
+        lengths=Lengths(MEAN_PROMPT, 3072, None if forced else mean),
+    ),
+    st.integers(1, 4), st.sampled_from([8, 16]), st.sampled_from([1, 2]), st.booleans(), st.booleans(), st.booleans(),
+    st.integers(0, 8), st.booleans(), st.floats(200, 2500),
+)  # fmt: skip
+
+
+@settings(max_examples=25)
+@given(RUNS)
+def test_twice_the_dies_are_not_slower_at_the_same_batch(run):
+    train, rollout = (replace(layout, world_size=2 * layout.world_size) for layout in (run.train, run.rollout))
+    more = replace(run, train=train, rollout=rollout)
+    before, after = step_time(run, FITTED), step_time(more, FITTED)
+    assert all(after[phase] <= before[phase] * (1 + 1e-9) + 0.2 for phase in PHASES)  # 0.2: DP's gradients
+    assert sum(after.values()) < sum(before.values())
+
+
+@settings(max_examples=25)
+@given(RUNS)
+def test_what_is_switched_off_is_slower_or_equal(run):
+    on = replace(run, tensor_cache=True, alltoall_overlap=True, swap_optimizer=False, recompute_layers=0)
+    for name, off in (("tensor_cache", False), ("alltoall_overlap", False), ("swap_optimizer", True)):
+        assert total(replace(on, **{name: off})) >= total(on), name
+    assert total(replace(on, recompute_layers=4)) > total(on)
+    assert total(replace(on, shared_whole=False)) != total(on)
+    assert total(replace(on, old_micro_batch=1)) > total(on)
+
+
+def test_gloo_costs_the_quoted_difference_at_each_of_two_calls_of_a_step():
+    run = published()
+    slower = step_time(replace(run, dp_sync="gloo"), FITTED)["rollout"] - step_time(run, FITTED)["rollout"]
+    assert slower == pytest.approx(2 * 0.011 * 3072, rel=0.01)
+    two, one = (step_time(replace(run, dp_syncs=syncs), FITTED)["rollout"] for syncs in (2, 1))
+    assert two == step_time(run, FITTED)["rollout"] and two - one == pytest.approx(0.003 * 3072, rel=0.01)
+    alone = replace(run, rollout=rollout_layout(128, 1, 2))  # nothing to sync: instances of one replica
+    assert step_time(replace(alone, dp_sync="gloo"), FITTED) == step_time(alone, FITTED)
+
+
+# rollout
+
+
+def test_two_instances_read_one_expert_more_and_decode_slower():
+    one = published()
+    two = replace(one, rollout=rollout_layout(2, 64, 2))
+    more = decode_s(two, 64, 1600, 64, FITTED) - decode_s(one, 64, 1600, 64, FITTED)
+    assert more == pytest.approx(memory_s(5.11e9), rel=0.05)  # 5.11 GB of experts; a little less is sent
+
+
+def test_a_decode_step_grows_with_batch_context_and_the_padded_size():
+    def at(running, context, tier):
+        return decode_s(published(), running, context, tier, FITTED)
+
+    assert at(1, 0, 1) < at(1, 0, 64) < at(64, 0, 64) + 1e-12 < at(64, 3000, 64)
+    assert at(64, 2000, 64) - at(64, 1000, 64) == pytest.approx(memory_s(64 * 1000 * 1152 * 61))  # KV of MLA
+    eager = replace(published(), graph_sizes=())
+    assert decode_s(eager, 1, 0, 1, FITTED) > at(1, 0, 1)
+
+
+def test_responses_that_end_early_shorten_the_tail_but_the_longest_decides():
+    """Quoted: by arrival order 1.57 to 1.74 times, which is the longest of eight replicas' responses."""
+    forced, early = published(), replace(published(), lengths=Lengths(MEAN_PROMPT, 3072, 800.0))
+    seconds = [step_time(run, FITTED)["rollout"] for run in (forced, early)]
+    assert 0.8 * seconds[0] < seconds[1] < seconds[0]  # decode is fixed cost for most of its part
+    assert early.lengths.mean_of_longest() == pytest.approx(795, rel=0.02)
+    assert early.lengths.mean_of_longest(8192) > 3000
+    one, eight = (200 + Lengths(200, 3072, 1000.0).mean_of_longest(draws) for draws in (1, 8))
+    assert 1.5 < eight / one < 1.8
+
+
+def test_a_kv_cache_that_holds_few_responses_makes_the_rest_wait():
+    run = published()
+    token = 576 * 2 * 61
+    half = replace(run, kv_bytes=32 * token * (MEAN_PROMPT + 3072))
+    assert step_time(half, FITTED)["rollout"] > 1.5 * step_time(run, FITTED)["rollout"]
+    enough = replace(run, kv_bytes=64 * token * (MEAN_PROMPT + 3072))
+    assert step_time(enough, FITTED)["rollout"] == pytest.approx(step_time(run, FITTED)["rollout"], rel=1e-6)
+
+
+def test_context_parallel_ranks_share_a_layer_and_exchange_heads():
+    """Ulysses: 128 heads, q and k of 192, v and output of 128 elements; half of a rank's tokens go to the other."""
+    run = published()
+    both = replace(run, train=replace(run.train, world_size=512, cp=2))
+    alone, shared = (stage_s(each, 1, False, FITTED) for each in (run, both))
+    tokens = run.lengths.prompt + run.lengths.mean_of_longest()
+    exchanged = network_s(128 / 4 * (192 + 192 + 128 + 128) * 2 * tokens / 2 / 2)
+    assert shared[1] == pytest.approx(alone[1] / 2 + 7 * exchanged, rel=1e-9)
+    assert shared[7] == pytest.approx(alone[7] / 2 + 7 * exchanged, rel=1e-9)  # with the logits
+
+
+# the tail
+
+
+TAIL = replace(
+    published(),
+    rollout=rollout_layout(2, 64, 2),
+    lengths=Lengths(MEAN_PROMPT, 3072, 1000.0),
+    graph_sizes=(8, 16, 32, 64),
+)
+
+
+def test_a_rollout_is_as_long_as_its_steps_with_drawn_lengths():
+    """Each replica's 64 responses end at drawn lengths; a step has the graph of the fullest one of 64."""
+    draw, sigma = np.random.default_rng(1), np.log(1 + 0.55**2) ** 0.5
+    lengths = np.minimum(np.exp(np.log(1000) - sigma**2 / 2 + sigma * draw.standard_normal((64, 64))), 3072)
+    fixed = FITTED.engine_step_s + TAIL.dp_syncs * step_model.DP_SYNC_S["hccl"]
+    seconds = 0.0
+    for at in range(int(lengths.max())):
+        most = int((lengths > at).sum(1).max())
+        tier = next(size for size in TAIL.graph_sizes if size >= most)
+        seconds += decode_s(TAIL, most, MEAN_PROMPT + at, tier, FITTED) + fixed
+    modelled = rollout_s(TAIL, FITTED)
+    prefill = rollout_s(replace(TAIL, lengths=Lengths(MEAN_PROMPT, 1)), FITTED)
+    assert modelled - prefill == pytest.approx(seconds, rel=0.01)
+
+
+def test_rebalance_shortens_a_rollout_whose_responses_end_one_by_one_and_costs_its_exchanges_elsewhere():
+    rarely, never = (rollout_s(replace(TAIL, rebalance_every=every), FITTED) for every in (32, None))
+    assert 0.9 * never < rarely < never
+    assert rollout_s(replace(TAIL, rebalance_every=1), FITTED) > never  # an agreement before every step
+    for alone in (replace(TAIL, lengths=Lengths(MEAN_PROMPT, 3072)), replace(TAIL, rollout=rollout_layout(128, 1, 2))):
+        assert rollout_s(replace(alone, rebalance_every=32), FITTED) >= rollout_s(alone, FITTED)  # nothing to gain
+
+
+# uneven experts, traffic
+
+
+def test_uneven_experts_take_longer_in_their_phases_alone_and_fit_no_published_row():
+    run = published()
+    for name, load in (("rollout", (1.0, 2.0)), ("ref", (2.0, 1.0)), ("update", (2.0, 1.0))):
+        before, after = (step_time(each, FITTED) for each in (run, replace(run, expert_load=load)))
+        moved = {phase for phase in PHASES if before[phase] != after[phase]}
+        assert moved == ({"rollout"} if name == "rollout" else {"ref", "update"})
+        assert before[name] < after[name] < 2 * before[name]
+
+
+def test_bytes_that_a_die_sends_follow_the_layouts():
+    """Written out for TP1 EP8 on 8 ranks: all-to-alls of 58 layers, there and back, in each of three passes."""
+    one = replace(published(), train=ParallelLayout(8, tp=1, ep=8, etp=1), recompute_layers=0)
+    tokens = one.responses / 8 * (one.lengths.prompt + 3072)
+    gradients = one.model.vocab_size * 7168  # at least: tables are in all ranks
+    exchanged = 58 * 2 * 8 * 7168 * 2 * 7 / 8 * tokens
+    assert train_bytes(one) > 3 * exchanged + 7 / 8 * 2 * gradients * (4 + 2)
+    assert train_bytes(replace(one, ref_micro_batch=None)) == pytest.approx(train_bytes(one) - exchanged)
+    assert train_bytes(replace(one, recompute_layers=61)) == pytest.approx(train_bytes(one) + exchanged)
+    alone = replace(published(), rollout=rollout_layout(256, 1, 1, expert_parallel=False))
+    assert rollout_bytes(alone) == 0 < rollout_bytes(published())

@@ -1,0 +1,191 @@
+"""Mean errors against the formulas of the pages that define them, verdicts, baselines, and the command."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+
+from tests.run.record.test_curves import VERL, rows, written
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.run.record.compare import LIMITS, errors_of, judge, limits_for, write_baseline
+from verl_patches.run.record.curves import LOSSES_OF_POLICY, Curves, read_curves
+from verl_patches.run.record.plots import errors_figure
+from verl_patches.weights.run_folders import take_start
+
+
+def strictly(text):
+    """JSON as other programs read it: without NaN and Infinity."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+NUMBERS = st.floats(-1e6, 1e6)
+STEPS = st.dictionaries(st.integers(1, 50), st.tuples(NUMBERS, NUMBERS), min_size=1)
+
+
+def curves(name="a", **values):
+    values = {metric: dict(enumerate(v, 1)) if isinstance(v, list) else v for metric, v in values.items()}
+    return Curves(name, "JSONL", values, {metric: f"x/{metric}" for metric in values})
+
+
+def test_the_formula_of_the_pages():
+    """sum_i |loss_i of the NPU - loss_i of the GPU| / N x 100 %, N: the steps (OpenRLHF's README for Ascend)."""
+    npu, gpu = [2.00, 1.50, 1.25, 1.00], [2.02, 1.47, 1.25, 1.03]
+    (error,) = errors_of(curves(loss=npu), curves(loss=gpu))
+    assert error.absolute == pytest.approx((0.02 + 0.03 + 0 + 0.03) / 4) and error.steps == 4
+    assert error.relative == pytest.approx((0.02 / 2.02 + 0.03 / 1.47 + 0.03 / 1.03) / 4)
+    assert error.largest == pytest.approx(0.03) and error.at in (2, 4)
+    (check,) = judge([error], limits_for([error]))
+    assert check.ok and "2 %" in check.detail
+
+
+@given(STEPS, st.floats(0, 10), st.dictionaries(st.integers(51, 99), NUMBERS))
+def test_curves_of_a_known_error_have_it(pairs, error, alone):
+    """b is a moved by `error`, up or down, at each step; steps that one has alone do not count."""
+    a = {step: value for step, (value, _) in pairs.items()}
+    b = {step: value + (error if sign >= 0 else -error) for step, (value, sign) in pairs.items()}
+    (found,) = errors_of(curves(reward=a | alone), curves(reward=b))
+    assert found.steps == len(pairs) and (found.first, found.last) == (min(pairs), max(pairs))
+    assert found.absolute == pytest.approx(error, abs=1e-8) and found.largest == pytest.approx(error, abs=1e-8)
+    expected = sum(abs(a[s] - b[s]) / abs(b[s]) if b[s] else (math.inf if a[s] else 0) for s in pairs) / len(pairs)
+    assert found.relative == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("metric", LIMITS)
+@pytest.mark.parametrize(("share", "ok"), [(1.0, True), (0.99, True), (1.01, False)])
+def test_an_error_of_the_limit_is_within_it(metric, share, ok):
+    assert LIMITS == {"loss": 0.02, "reward": 0.04}  # verl's page for Ascend
+    b = [0.1, 0.2, 0.3, 0.7]
+    errors = errors_of(curves(**{metric: [value + share * LIMITS[metric] for value in b]}), curves(**{metric: b}))
+    (check,) = judge(errors, limits_for(errors))
+    assert check.ok is ok and check.name == metric
+
+
+def test_a_reward_is_judged_before_a_loss_and_what_is_named_alone():
+    a, b = curves(loss=[1.0], reward=[0.5], length=[9.0]), curves(loss=[2.0], reward=[0.52], length=[9.5])
+    errors = errors_of(a, b)
+    assert [check.ok for check in judge(errors, limits_for(errors))] == [True]
+    assert limits_for([e for e in errors if e.metric != "reward"]) == {"loss": 0.02}
+    assert [c.ok for c in judge(errors, {"length": 0.1, "reward": 0.02})] == [False, True]
+    assert [c.ok for c in judge(errors, {"length": 0.1}, "relative")] == [True]  # 0.5 / 9.5
+    with pytest.raises(ConfigError, match="--limit"):
+        limits_for([e for e in errors if e.metric == "length"])
+    with pytest.raises(ConfigError, match="expected entropy"):
+        judge(errors, {"entropy": 1.0})
+
+
+def test_a_loss_of_a_policy_is_judged_only_where_it_is_named():
+    a, b = curves(loss=[0.0]), curves(loss=[0.0])
+    assert limits_for(errors_of(a, b)) == {"loss": 0.02}  # control
+    a.names["loss"] = min(LOSSES_OF_POLICY)
+    with pytest.raises(ConfigError, match="name what is judged: --limit"):
+        limits_for(errors_of(a, b))
+    assert judge(errors_of(a, b), {"loss": 0.02})[0].ok
+
+
+def test_a_run_that_ended_before_its_reference_fails():
+    short, whole = curves(reward=[0.5]), curves(reward=[0.5] * 200)
+    (check,) = judge(errors_of(short, whole), {"reward": 0.04})
+    assert not check.ok and check.detail.endswith("expected step 200, found a's end at 1")
+    assert judge(errors_of(whole, short), {"reward": 0.04})[0].ok  # a longer one has all that is compared
+    assert judge(errors_of(whole, whole), {"reward": 0.04})[0].ok
+
+
+def test_a_value_that_is_not_finite_fails():
+    bad = math.nan
+    a, b = curves(reward=[0.5, bad, 0.5]), curves(reward=[0.5, 0.5, 0.51])
+    (error,) = errors_of(a, b)
+    assert error.not_finite == 2 and error.absolute == pytest.approx(0.005)
+    (check,) = judge([error], {"reward": 1.0})
+    assert not check.ok and "step 2" in check.detail
+    (error,) = errors_of(curves(reward=[bad]), curves(reward=[bad]))
+    assert error.absolute is None and not judge([error], {"reward": 1.0})[0].ok
+    strictly(json.dumps(error.as_dict()))
+
+
+def test_a_relative_error_of_a_zero_is_infinite_and_none_in_json():
+    (error,) = errors_of(curves(reward=[0.1, 0.0]), curves(reward=[0.0, 0.0]))
+    assert error.relative == math.inf and error.as_dict()["relative"] is None
+    assert not judge([error], {"reward": 1e9}, "relative")[0].ok
+
+
+def test_curves_without_common_steps_or_metrics_are_refused():
+    for b in (curves("b", reward={7: 1.0}), curves("b", loss=[1.0])):
+        with pytest.raises(ConfigError, match=r"reward at steps 1 to 2; b: "):
+            errors_of(curves(reward=[1.0, 2.0]), b)
+
+
+def test_a_baseline_is_read_as_it_was(tmp_path):
+    made = curves(str(tmp_path / "run"), reward=[0.1, 1 / 3], grad_norm=[1e-30, 2.5])
+    write_baseline(tmp_path / "new" / "b.json", made)
+    found = read_curves(tmp_path / "new" / "b.json", tmp_path, {m: (f"x/{m}",) for m in made.values})
+    assert (found.values, found.names) == (made.values, made.names)
+    assert str(tmp_path) not in (tmp_path / "new" / "b.json").read_text()  # a repository keeps no path of a machine
+    with pytest.raises(RecipeError, match="grad_norm is nan at step 2"):
+        write_baseline(tmp_path / "b.json", curves(reward=[1.0, 2.0], grad_norm=[1.0, math.nan]))
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_picture_has_both_curves_and_the_error():
+    a, b = curves("/runs/a$", reward=[0.5, 0.25, 1.0]), curves("b", reward={2: 0.5, 3: 0.5, 4: 9.0})
+    left, right = errors_figure(a, b, errors_of(a, b), {"reward": 0.04}).axes
+    assert [line.get_xydata().tolist() for line in left.lines] == [
+        [[1, 0.5], [2, 0.25], [3, 1.0]],
+        [[2, 0.5], [3, 0.5], [4, 9.0]],
+    ]
+    error, mean, limit = right.lines
+    assert error.get_xydata().tolist() == [[2, 0.25], [3, 0.5]]
+    assert mean.get_ydata()[0] == 0.375 and limit.get_ydata()[0] == 0.04
+
+
+# ---- the command
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Folders: a run, and a verl log whose rewards are 0.01 higher, and 0.1."""
+    run = tmp_path / "run"
+    written(run / take_start([run], None, None) / "metrics.jsonl", rows())
+    for name, more in (("near", 0.01), ("far", 0.1)):
+        lines = [(row["step"], row["actor/pg_loss"], row["critic/score/mean"] + more) for row in rows()]
+        (tmp_path / f"{name}.log").write_text("".join(VERL.format(step=n, loss=of, reward=r) for n, of, r in lines))
+    return tmp_path
+
+
+def test_the_command_says_what_it_read_and_fails_beyond_a_limit(call, sources):
+    code, out, err = call(["compare", str(sources / "run"), str(sources / "near.log")])
+    assert code == 0 and "ok: reward: mean of |a - b| over 3 common steps (1 to 3) is 1 %, at most 4 %" in out
+    code, out, _ = call(["compare", str(sources / "run"), str(sources / "far.log")])
+    assert code == 1 and "FAILED: reward: " in out and "found 10 %" in out
+    code, out, _ = call(["compare", str(sources / "run"), str(sources / "far.log"), "--limit", "reward=0.1", "--json"])
+    found = strictly(out)
+    assert code == 0 and found["ok"] and found["limits"] == {"reward": 0.1} and found["rule"] == "mean of |a - b|"
+    assert {e["metric"]: e["names"] for e in found["errors"]}["reward"] == ["critic/score/mean"] * 2
+    picture = ["--limit", "loss=0.02", "--png", str(sources / "new" / "a.png")]
+    assert call(["compare", str(sources / "run"), str(sources / "far.log"), *picture])[0] == 0
+    assert imread(sources / "new" / "a.png").ndim == 3
+
+
+def test_a_baseline_is_written_once_and_compared_with(call, sources):
+    file = str(sources / "nightly.json")
+    code, out, err = call(["compare", str(sources / "run"), "--baseline", file])
+    assert code == 2 and "--write" in err and not out
+    assert call(["compare", str(sources / "run"), "--baseline", file, "--write"])[0] == 0
+    assert call(["compare", str(sources / "near.log"), "--baseline", file])[0] == 0
+    before = (sources / "nightly.json").read_bytes()
+    assert call(["compare", str(sources / "far.log"), "--baseline", file])[0] == 1
+    assert (sources / "nightly.json").read_bytes() == before
+    assert call(["compare", str(sources / "run"), file])[0] == 0  # it is a source as any other
+
+
+@pytest.mark.parametrize("options", [[], ["{near}", "--limit", "reward=nan"], ["{gone}"]])
+def test_wrong_use_is_one_sentence(call, sources, options):
+    names = {"near": sources / "near.log", "gone": sources / "gone"}
+    code, out, err = call(["compare", str(sources / "run"), *(option.format(**names) for option in options)])
+    assert code == 2 and err.startswith("verl_patches: ") and err.count("\n") == 1 and "\x1b" not in err and not out

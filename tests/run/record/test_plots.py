@@ -1,0 +1,180 @@
+"""Figures of a run, of its memory records and of a reshard plan: what their axes hold; and the files made of them."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.image import imread
+
+from verl_patches.errors import ConfigError
+from verl_patches.memory.schedule import MEMORY_GROUPS
+from verl_patches.run.record.plots import GROUP_COLOURS, memory_figure, plan_figure, run_figure, runs_figure, save
+
+MB = 10**6
+
+
+def run_of(*rewards):
+    seconds = {"rollout": 1.0, "update": 2.0, "step": 9.0}
+    steps = [{"step": 4 + n, "reward": reward, "seconds": seconds} for n, reward in enumerate(rewards)]
+    return {"run": "a", "steps": steps}
+
+
+def areas(axes):
+    """{label: (bottoms, tops, first edge, last edge)} of everything drawn, in MB or GB."""
+    found = {}
+    for patch in axes.patches:
+        values, edges, baseline = patch.get_data()
+        bottoms = None if baseline is None else list(np.broadcast_to(baseline, len(values)))
+        found[patch.get_label()] = (bottoms, list(values), edges[0], edges[-1])
+    return found
+
+
+def test_a_run_has_its_rewards_and_stacked_seconds_by_step(tmp_path):
+    figure = run_figure(run_of(0.25, 0.5, 0.75))
+    left, right = figure.axes
+    assert np.array_equal(left.lines[0].get_xydata(), [[4, 0.25], [5, 0.5], [6, 0.75]])
+    found = areas(right)
+    assert found["rollout s"] == ([0] * 3, [1] * 3, 3.5, 6.5) and found["update s"][:2] == ([1] * 3, [3] * 3)
+    assert "step s" not in found and right.get_legend() and left.get_legend() is None
+    saved = imread(save(figure, tmp_path / "new" / "a.png"))
+    assert np.array_equal(imread(save(figure, tmp_path / "plain"), format="png"), saved)  # under that name
+    other = imread(save(run_figure(run_of(0, 0.5, 1)), tmp_path / "b.png"))
+    assert saved.shape != other.shape or not np.array_equal(saved, other)  # the control
+    with pytest.raises(ConfigError, match="new cannot be written"):
+        save(figure, tmp_path / "new")
+
+
+def test_each_of_several_parts_of_the_reward_has_a_line():
+    run = run_of(0.5, 0.25, 0.5)
+    run["steps"][0]["rewards"], run["steps"][2]["rewards"] = {"maths": 0.5, "length": -0.25}, {"maths": 0.5}
+    left, _ = run_figure(run).axes
+    assert [line.get_label() for line in left.lines[1:]] == ["maths", "length"] and left.get_legend()
+    assert np.array_equal(left.lines[2].get_ydata(), [-0.25, np.nan, np.nan], equal_nan=True)
+    del run["steps"][0]["rewards"]["length"]
+    assert len(run_figure(run).axes[0].lines) == 1  # one part is the reward
+
+
+def test_validations_are_a_dashed_curve_that_begins_before_the_first_step():
+    run = run_of(0.25, 0.5, 0.75)
+    run["steps"][1]["val"] = {"score": 0.6, "metrics": {}}
+    run["val_before"] = {"step": 3, "val": {"score": 0.1, "metrics": {}}}
+    for figure in (run_figure(run), runs_figure([run, run_of(0.25)])):
+        left = figure.axes[0]
+        reward, val = left.lines[:2]
+        assert np.array_equal(val.get_xydata(), [[3, 0.1], [5, 0.6]]) and val.get_linestyle() == "--"
+        assert val.get_color() == reward.get_color() and left.get_xlim()[0] <= 3
+
+
+def test_a_run_on_fixed_data_has_its_loss():
+    run = run_of(None, None)
+    for number, each in enumerate(run["steps"]):
+        each["objective"] = {"loss": 0.5 - number / 4}
+    for figure in (run_figure(run), runs_figure([run, run])):
+        left = figure.axes[0]
+        assert left.get_ylabel() == "loss" and np.array_equal(left.lines[0].get_ydata(), [0.5, 0.25])
+    left = runs_figure([run, run_of(1.0, 2.0)]).axes[0]  # one of them has a reward
+    assert left.get_ylabel() == "reward" and np.array_equal(left.lines[1].get_ydata(), [1, 2])
+
+
+def test_a_resumed_run_has_a_marked_seam():
+    run = run_of(0.25, 0.5, 0.75)
+    assert not any(axes.texts for axes in run_figure(run).axes)  # control
+    run["steps"][1]["resumed_after"] = 4
+    for axes in run_figure(run).axes:
+        assert [text.get_text() for text in axes.texts] == ["resumed after step 4"]
+        assert list(axes.lines[-1].get_xdata()) == [4.5, 4.5]
+
+
+@pytest.mark.filterwarnings("error")
+def test_each_of_many_runs_has_its_name_and_a_bar_of_the_reports_medians(tmp_path):
+    runs = [{**run_of(0.25, 0.5, 0.75), "run": f"run ${'x' * number}"} for number in range(40)]
+    for run in runs:
+        run["steps"][0]["seconds"] = {"rollout": 100.0}  # the first is left out of medians
+    figure = runs_figure(runs)
+    save(figure, tmp_path / "a.png")
+    left, right = figure.axes
+    assert areas(right)["rollout s"][:2] == ([0] * 40, [1] * 40) and len(left.lines) == 40
+    labels = right.get_yticklabels()
+    assert [label.get_color() for label in labels] == [line.get_color() for line in left.lines]
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(above.y0 >= below.y1 - 1 for above, below in itertools.pairwise(boxes))
+    assert len({label.get_color() for label in labels}) == 40 and all(len(label.get_text()) < 50 for label in labels)
+
+
+def phase(bytes_, peak=None, **measured):
+    sizes = {name: size * MB for name, size in bytes_.items()}
+    measured = {name: size * MB for name, size in measured.items()}
+    peak_bytes = sum(sizes.values()) if peak is None else peak * MB
+    return {"rank": 0, "peak_bytes": peak_bytes, "bytes": sizes, "measured": measured}
+
+
+def memory_run(*numbers, update=8, **measured):
+    """A run whose phase update has the highest peak: 4 MB of parameters and `update` MB of gradients."""
+    phases = {
+        "reshard": phase({"actor_params": 4, "grads": 0}, 5),
+        "update": phase({"actor_params": 4, "grads": update}, **measured),
+    }
+    return {"run": "r", "steps": [{"step": number, "memory": {"phases": phases}} for number in numbers]}
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_memory_of_all_steps_and_of_one_in_detail(count):
+    left, right = memory_figure(memory_run(*range(1, count + 1))).axes
+    whole = areas(left)
+    assert whole["actor_params"] == ([0] * count, [4] * count, 0.5, count + 0.5)
+    assert whole["grads"] == ([4] * count, [12] * count, 0.5, count + 0.5)
+    assert whole["held (peak)"][1] == [12] * count and left.get_xlabel() == "step"
+    assert all(tick == int(tick) for tick in left.get_xticks())
+    detail = areas(right)
+    assert detail["grads"][1] == [4, 12] and detail["held (peak)"][1] == [5, 12]
+    assert [label.get_text() for label in right.get_xticklabels()] == ["reshard", "update"]
+    assert f"step {count} " in right.get_title()  # the last of those with the highest peak
+    assert left.get_ylim()[0] == right.get_ylim()[0] == 0 and left.get_ylabel() == right.get_ylabel() == "MB"
+
+
+def test_a_step_without_a_ledger_is_a_gap():
+    run = memory_run(29, 31)
+    run["steps"].insert(1, {"step": 30, "memory": None})
+    run["steps"][0]["memory"] = memory_run(29, update=1996)["steps"][0]["memory"]
+    left, right = memory_figure(run).axes
+    _, tops, first, last = areas(left)["grads"]
+    assert (tops[0], tops[2], first, last) == (2.0, 0.012, 28.5, 31.5) and math.isnan(tops[1])
+    assert "step 29 " in right.get_title() and left.get_ylabel() == "GB"
+    (title,) = [text.get_text() for text in memory_figure({"run": "r", "steps": run["steps"][1:2]}).texts]
+    assert "no step" in title
+
+
+def test_a_group_has_the_colour_of_its_name_whatever_else_is_drawn():
+    assert GROUP_COLOURS.keys() == MEMORY_GROUPS.keys() and len(set(GROUP_COLOURS.values())) == len(MEMORY_GROUPS)
+    both, alone = memory_run(1), memory_run(1)
+    for found in alone["steps"][0]["memory"]["phases"].values():
+        del found["bytes"]["actor_params"]
+    for run in (both, alone):
+        for axes in memory_figure(run).axes:
+            colours = {patch.get_label(): to_hex(patch.get_facecolor()) for patch in axes.patches}
+            assert colours["grads"] == GROUP_COLOURS["grads"] and "optimizer" not in colours  # always empty
+    legend = [text.get_text() for text in memory_figure(both).legends[0].get_texts()]
+    assert legend == ["actor_params", "grads", "held (peak)"]
+
+
+def test_what_is_measured_on_the_device_is_a_line_and_rss_is_none():
+    for axes in memory_figure(memory_run(1, 2, used=14, rss=900)).axes:
+        found = areas(axes)
+        assert found["measured used"][1][-1] == 14 and found["measured used"][0] is None
+        assert not any("rss" in label for label in found) and axes.get_ylim()[1] < 20  # RSS is on no axis
+    figure = memory_figure(memory_run(1, rss=900))
+    assert not any("measured" in label for axes in figure.axes for label in areas(axes))
+
+
+def test_a_reshard_plan_has_its_traffic_and_bytes_by_rank():
+    names = {"train": "t", "train_library": "a", "rollout": "r", "rollout_library": "b", "stages": [0, 1]}
+    sizes = {"sent_bytes": [3e9, 1e9], "received_bytes": [1e9, 3e9], "lower_bound_bytes": [1e9, 2e9]}
+    plan = {"traffic": [[0, 3e6], [1e6, 0]], "world_size": 2, "bucket_count": 5, "bucket_bytes": 1 << 20}
+    left, right, *_ = plan_figure(SimpleNamespace(**plan, **names, **sizes)).axes
+    assert np.array_equal(left.images[0].get_array(), [[0, 3], [1, 0]])
+    lines = {line.get_label(): list(line.get_ydata()) for line in right.lines}
+    assert lines["sent"] == [3, 1] and lines["received"] == [1, 3] and lines["mean sent"] == [2, 2]
+    assert "5 collectives of at most 1 MiB" in right.get_title()

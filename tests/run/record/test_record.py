@@ -1,0 +1,63 @@
+"""The files of a run as commands read them: whole, damaged, and with texts that a terminal would act on."""
+
+import json
+
+import pytest
+
+from tests.run.record.test_report import run_of, written
+from verl_patches.errors import ConfigError
+from verl_patches.run.record import record
+
+HOSTILE = "a[red]b[/c]\x1b[31m\x07 $\\frac|<b>"
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    made = run_of(more=1)
+    folder = written(tmp_path / "r", made)
+    assert record.read_summary(folder) == made and record.read_doing(folder) == {}
+    (folder / "now.json").write_text('{"step": 3, "since": NaN}')
+    assert record.read_doing(folder) == {"step": 3, "since": None}
+    assert record.last_lines(folder, 5) == []
+    (folder / "progress.log").write_text("| proven\n- row\n| step 2: a \x1b[31mnote\n| three\n")
+    assert record.last_lines(folder, 2) == [r"step 2: a \x1b[31mnote", "three"]
+
+
+@pytest.mark.parametrize("content", ["", '{"steps": [', "[1]", None])
+def test_a_damaged_file_is_one_sentence_of_every_command(call, tmp_path, content):
+    folder = written(tmp_path / "r", run_of())
+    if content is None:
+        (folder / "summary.json").unlink()
+        (folder / "summary.json").mkdir()
+    else:
+        (folder / "summary.json").write_text(content)
+    with pytest.raises(ConfigError, match="summary.json: expected a JSON object as a run writes it, found "):
+        record.read_summary(folder)
+    for command in ("status", "report", "status --run"):
+        code, out, err = call([*command.split(), str(folder)])
+        assert code == 2 and not out and err.startswith("verl_patches: ") and err.count("\n") == 1
+    assert not (folder / "report.md").exists()
+
+
+OTHERS = [{"exit": None}, {"steps": 5}, {"steps": [{"loss": 1}]}, {"steps": [[1]]}, {"steps": [{"step": "1"}]}]
+
+
+@pytest.mark.parametrize("content", OTHERS)
+def test_the_summary_of_another_program_is_one_sentence_of_every_command(call, tmp_path, content):
+    home = tmp_path / "r"
+    folder = written(home, content)
+    later = written(home, run_of(), parent=("0001", 1))
+    for command in ("status", "report", "status --run"):
+        for given in (folder, later):
+            code, out, err = call([*command.split(), str(given)])
+            assert code == 2 and not out and err.startswith(f"verl_patches: {folder}/summary.json: expected the record")
+
+
+def test_texts_of_a_run_are_shown_as_text(call, tmp_path):
+    """Rich's markup, escapes of a terminal, Markdown and TeX."""
+    folder = written(tmp_path / "r", run_of(r"a[red]$\frac|b", exit=HOSTILE))
+    code, out, _ = call(["status", str(folder)])
+    assert code == 1 and r"a[red]b[/c]\x1b[31m\x07 $\frac|<b>" in out and "\x1b" not in out
+    assert call(["report", str(folder), str(folder)])[0] == 0
+    text = (folder / "report.md").read_text()
+    assert r"[31m\x07 $\frac&#124;" in text and "\x1b" not in text
+    assert json.loads(call(["status", str(folder), "--json"])[1])["exit"] == record.read_summary(folder)["exit"]

@@ -1,0 +1,84 @@
+"""recipe.rollout.ascend is written where vllm-ascend reads it, by one place, and is refused anywhere else."""
+
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.runs import composed
+from verl_patches.errors import ConfigError
+from verl_patches.recipe import RolloutAscend, recipe_keys
+from verl_patches.run.compose import compose_config
+from verl_patches.run.engine_options import ASCEND, OPTIONS, PLACES, ROLLOUT
+from verl_patches.run.environment import worker_environment
+
+TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_true_weight"
+NPU = ["recipe.line=a3", "recipe.platform=npu_emulated"]
+
+
+def options(name, *overrides):
+    return OmegaConf.select(compose_config(name, overrides), OPTIONS)
+
+
+def test_every_key_is_written_to_one_place_or_is_a_variable():
+    keys = {key.rpartition(".")[2] for key, _ in recipe_keys() if key.startswith(f"{ASCEND}.")}
+    assert keys == PLACES.keys() | {"top_k_optimize"} and len(set(PLACES.values())) == len(PLACES)
+    assert set(re.findall(r"^    ([a-z_]+): .*$", RolloutAscend.__doc__, re.MULTILINE)) >= keys
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "value"),
+    [
+        ("multistream_mla=false", "torchair_graph_config.enable_multistream_mla", False),
+        ("graph_batch_sizes=[32,64]", "torchair_graph_config.graph_batch_sizes", [32, 64]),
+        ("chunked_prefill_for_mla=false", "chunked_prefill_for_mla", False),
+        ("vllm_sleep_mode=true", "vllm_sleep_mode", True),
+    ],
+)
+def test_a_key_changes_its_own_place_only(override, place, value):
+    before, after = options(LARGE), options(LARGE, f"{ASCEND}.{override}")
+    assert OmegaConf.select(after, place) == value != OmegaConf.select(before, place)
+    OmegaConf.update(after, place, OmegaConf.select(before, place))
+    assert after == before
+
+
+def test_graphs_decide_verls_two_keys_and_the_default_sizes():
+    rollout = compose_config(LARGE).actor_rollout_ref.rollout
+    assert not rollout.enforce_eager and not rollout.free_cache_engine
+    assert options(LARGE).torchair_graph_config.graph_batch_sizes == [8, 16, 32, 64]
+    one = options(LARGE, f"{ASCEND}.graph_batch_sizes=null").torchair_graph_config.graph_batch_sizes
+    assert one == [rollout.engine_kwargs.vllm.max_num_seqs] == [64]
+    eager = compose_config(TINY, NPU).actor_rollout_ref.rollout
+    assert eager.enforce_eager and eager.free_cache_engine
+    assert eager.engine_kwargs.vllm.additional_config.torchair_graph_config.graph_batch_sizes == []
+    assert "additional_config" not in compose_config(TINY).actor_rollout_ref.rollout.engine_kwargs.vllm  # on a CPU
+
+
+def test_top_k_optimize_is_a_variable():
+    name = "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE"
+    off = worker_environment(composed(LARGE, [f"{ASCEND}.top_k_optimize=false"]))
+    assert worker_environment(composed(LARGE))[name] == "1" and off[name] == "0"
+
+
+def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
+    name, by_vllm, row_off = "PYTORCH_NPU_ALLOC_CONF", f"{ASCEND}.vllm_sleep_mode=true", "-memory.sleep_mode"
+    for overrides in ([by_vllm], [f"recipe.patches=[{row_off}]"]):
+        assert worker_environment(composed(LARGE, overrides))[name] == "expandable_segments:False"
+    assert worker_environment(composed(LARGE))[name] == "expandable_segments:True"
+    assert worker_environment(composed(TINY, NPU))[name] == "expandable_segments:True"  # eager
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    *((f"++{OPTIONS}.{place}=1", f"{place} .*{ASCEND}.{key}") for key, place in PLACES.items()),
+    (f"++{OPTIONS}.torchair_graph_config.enabled=null", f"enabled .*{ASCEND}.graphs"),  # given, though it is null
+    *((f"{ROLLOUT}.{key}=true", f"{key} is given.*{ASCEND}.graphs") for key in ("enforce_eager", "free_cache_engine")),
+])  # fmt: skip
+def test_the_same_option_elsewhere_is_refused_on_npu(override, words):
+    with pytest.raises(ConfigError, match=words):
+        compose_config(LARGE, [override])
+
+
+def test_other_options_of_vllm_ascend_and_those_of_a_cpu_pass():
+    found = options(LARGE, f"+{OPTIONS}.torchair_graph_config.use_cached_graph=true", f"+{OPTIONS}.refresh=true")
+    compose_config(TINY, [f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.free_cache_engine=true"])  # on a CPU
+    assert found.refresh and found.torchair_graph_config.use_cached_graph and found.torchair_graph_config.enabled

@@ -1,0 +1,119 @@
+import functools
+import re
+import subprocess
+
+import pytest
+
+from verl_patches.catalog import rows_of
+from verl_patches.patching.boot.install_prelude import LINE
+from verl_patches.patching.contract import installed_root
+from verl_patches.platform.npu import machine
+from verl_patches.run.compose import compose
+from verl_patches.run.environment import derive, process_environment, worker_environment
+from verl_patches.upstream.pins import load_pins
+
+TINY, LARGE = "deepseekv3_tiny_cpu", "deepseekv3_256die_random_init"
+WEIGHTS = "deepseekv3_256die_true_weight"
+
+
+@functools.cache
+def run_of(name, *overrides):
+    return compose(name, overrides, rows_of)
+
+
+def variables(name, *overrides):
+    return {v.name: v for v in derive(run_of(name, *overrides), temp_dir="/tmp/vp-x")}
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [(TINY, "pypi"), (TINY, "a3"), (LARGE, "a3"), (WEIGHTS, "a3"), (WEIGHTS, "pypi")]
+)
+def test_every_variable_is_one_of_the_pin_file_with_an_allowed_value(name, line):
+    pins = load_pins()
+    found = variables(name, f"recipe.line={line}")
+    unread = {name for name in found if not pins.environment[name].reads(line)}
+    assert not unread if (name, line) != (WEIGHTS, "pypi") else "VLLM_ENABLE_FIX_ROUTE" in unread
+    for variable in found.values():
+        assert variable.reason and pins.environment[variable.name].accepts(variable.value), variable
+        assert variable.read_by == pins.read_by(variable.name, line) and variable.read_by
+    assert not {*pins.read_nowhere, "ACL_OP_INIT_MODE"} & set(found) and len(found) > 12
+
+
+def lines_below(roots, skipped=0):
+    """Reads the lines of "package/file.py" below {package: folder}, the prelude line left out; None: not there."""
+
+    def read(file):
+        root = roots.get(file.partition("/")[0])
+        return [line for line in (root / file).read_text().splitlines() if line != LINE][skipped:] if root else None
+
+    return read
+
+
+def misplaced(line, read):
+    """(number of places compared, those whose source does not name the variable in that line) of one line's pins."""
+    compared, wrong = [], []
+    for name, variable in load_pins().environment.items():
+        for file, _, number in (place.partition(":") for place in variable.reads(line)):
+            lines = read(file) if number else None
+            if lines is not None:
+                compared.append(file)
+                if name not in lines[int(number) - 1]:
+                    wrong.append((name, file, number))
+    return len(compared), wrong
+
+
+def test_the_installed_line_reads_each_variable_where_the_pin_file_says():
+    roots = {name: installed_root(name) for name in "verl megatron vllm ray torch huggingface_hub".split()}
+    assert misplaced("pypi", lines_below(roots)) == (17, [])
+    assert len(misplaced("pypi", lines_below(roots, skipped=1))[1]) == 15  # the control; two more are named twice
+
+
+@pytest.mark.upstream
+def test_the_ascend_line_reads_each_variable_where_the_pin_file_says(pytestconfig):
+    folder, pins = pytestconfig.getoption("--upstream"), load_pins()
+    repositories = pins.line("a3").repositories
+    roots = {package: folder / name for name, pin in repositories.items() for package in pin.packages}
+    compared, wrong = misplaced("a3", lines_below({p: root for p, root in roots.items() if (root / p).is_dir()}))
+    assert compared > 12 and wrong == []
+    clones = [folder / name for name in pins.line("a3").repositories if (folder / name / ".git").exists()]
+    names = [*pins.read_nowhere, "VLLM_ENABLE_FIX_ROUTE"]
+    searches = {name: [subprocess.run(["git", "grep", "-q", name], cwd=c).returncode for c in clones] for name in names}
+    found = [name for name, codes in searches.items() if 0 in codes]
+    assert found == ["VLLM_ENABLE_FIX_ROUTE"] and len(clones) > 3  # no source names the others
+
+
+def test_switches_and_routing_follow_the_recipe():
+    patched = variables(TINY, "recipe.patches=[+model.config,-reshard.*]")["VERL_PATCHES"].value
+    own, rows = patched.split(",rows=")
+    assert own == "line=pypi,platform=cpu,+model.config,-reshard.*"
+    assert "model.config" in rows.split(":") and not re.search(r"reshard\.", rows)
+    routes = [variables(name)["VLLM_ENABLE_FIX_ROUTE"].value for name in (LARGE, WEIGHTS)]
+    assert routes == ["1", "0"]  # never unset: vllm-ascend takes int() of it
+    for shell in ({}, {"VLLM_ENABLE_FIX_ROUTE": "", "VLLM_ASCEND_MLA_PA": "0"}):  # nor by the shell
+        found = process_environment(derive(run_of(WEIGHTS), "/x"), shell)
+        assert (found["VLLM_ENABLE_FIX_ROUTE"], found["VLLM_ASCEND_MLA_PA"]) == ("0", "1")
+    assert {"VLLM_ENABLE_FIX_ROUTE", "VLLM_ASCEND_MLA_PA"} <= set(worker_environment(run_of(WEIGHTS)))
+    assert "VLLM_ENABLE_FIX_ROUTE" not in variables(TINY) and variables(TINY)["VLLM_USE_V1"].value == "0"
+
+
+def test_variables_of_workers_and_of_the_driver():
+    run = run_of(TINY)
+    shipped = set(worker_environment(run))
+    assert {"VERL_PATCHES", "VLLM_USE_V1", "OMP_NUM_THREADS"} <= shipped
+    assert not {"PYTHONPATH", "TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS"} & shipped
+    found = process_environment(derive(run, "/x"), {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"})
+    assert found["HOME"] == "/h" and "RAY_ADDRESS" not in found
+    assert found["VERL_PATCHES"] == run.process_switches.text() and found["RAY_TMPDIR"] == "/x/ray"
+    joined = process_environment(derive(run_of(LARGE), "/x"), {})
+    assert joined["RAY_ADDRESS"] == "auto" and "RAY_TMPDIR" not in joined
+
+
+def test_a_run_on_npus_preloads_jemalloc_in_its_driver_and_ray_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    monkeypatch.setattr(machine, "JEMALLOC", (str(tmp_path),))
+    run = run_of("deepseekv3_16die")
+    assert "LD_PRELOAD" not in {v.name for v in derive(run)}
+    (tmp_path / "libjemalloc.so.2").touch()
+    (found,) = (v for v in derive(run) if v.name == "LD_PRELOAD")
+    assert (found.value, found.where) == (f"{tmp_path}/libjemalloc.so.2", "driver")
+    assert "LD_PRELOAD" not in {v.name for v in derive(run_of(TINY))}

@@ -1,0 +1,183 @@
+"""HCCL settings: the buffer by the documented formula, timeouts, and ports that nothing else uses."""
+
+import functools
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.runs import composed
+from verl_patches.errors import ConfigError
+from verl_patches.run import hccl
+from verl_patches.run.environment import derive
+from verl_patches.run.resolve import changed
+
+CONFIGS = {name: f"deepseekv3_256die_{name}" for name in ("random_init", "true_weight")}
+VLLM = "actor_rollout_ref__rollout__engine_kwargs__vllm"
+SEATS, ASCEND = f"{VLLM}__max_num_seqs", "recipe__rollout__ascend"
+SIZE = "actor_rollout_ref__actor__megatron__{}_parallel_size".format
+ALONE = {"recipe__rollout__instances": 128, "recipe__rollout__dp": 1}
+NODE = {"trainer__nnodes": 1, "trainer__n_gpus_per_node": 8, "recipe__rollout__instances": 1, "recipe__rollout__dp": 4}
+NODE |= {SIZE("pipeline_model"): 2, SIZE("expert_model"): 4, "recipe__train__layers_per_stage": [31, 30]}
+
+
+composed_once = functools.cache(composed)
+
+
+def run_of(name="true_weight", **changes):
+    """One of the two runs, composed once; `changes` have two underscores for a dot."""
+    return changed(composed_once(CONFIGS[name]), {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def variables(**changes):
+    return {v.name: v.value for v in derive(run_of(**changes))}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_need_of_both_layouts_by_the_formula_written_out(name):
+    # 2^20 (B - 2) / 2 >= 32 tokens x 2 bytes x (7168 + 128) x (256 experts of the group + top 8 + 1), so B >= 238.02
+    assert 32 * 2 * (7168 + 128) * (256 + 8 + 1) == 123_740_160
+    run = run_of(name)
+    assert hccl.buffer_need_mib(run) == 239 and hccl.buffer_mib(run) == 300
+    # and above the plain size of the tokens in and out, ep x batch x hidden x 4 bytes x local experts
+    assert 32 * 256 * 7168 * 4 / 2**20 == 224
+
+
+@pytest.mark.parametrize(
+    ("overrides", "need"),
+    [
+        ({SEATS: 32}, 239),  # batches are padded to the largest graph
+        ({SEATS: None, f"{ASCEND}__graphs": False}, 947),
+        ({"recipe__rollout__expert_parallel": False, **ALONE}, 0),
+        (NODE, 0),  # no MC2 on fewer than 16
+    ],
+)
+def test_the_need_follows_the_largest_decode_batch(overrides, need):
+    assert hccl.buffer_need_mib(run_of(**overrides)) == need
+
+
+def test_a_buffer_below_the_need_is_refused_with_the_need_and_the_variable():
+    for given in (200, 238, 239, 300):
+        check = hccl.check_buffer(run_of(recipe__hccl__buffer_mib=given))
+        assert check.ok is (given >= 239) and "239" in check.detail and "HCCL_BUFFSIZE" in check.detail
+        assert check.ok or check.detail.startswith(f"recipe.hccl.buffer_mib is {given}")
+        assert variables(recipe__hccl__buffer_mib=given)["HCCL_BUFFSIZE"] == str(given)
+
+
+def test_the_groups_that_communicate_and_their_memory():
+    """Controls: with one size for all groups the sums differ, and without expert parallelism a group is idle."""
+    run = run_of()
+    used = {True: [], False: []}  # by whether their buffers are small
+    for group in hccl.groups(run):
+        if group.communicates:
+            used[group.small].append((group.side, group.name, group.ranks))
+    train = [("train", *group) for group in (("dp_cp", 8), ("mp", 32), ("tp", 4), ("pp", 8))]
+    assert used[True] == [*train, *(("rollout", f"vllm_{name}", n) for name, n in (("tp", 2), ("dp", 64), ("ep", 128)))]
+    train = [("train", "all ranks", 256), ("train", "tp_exp", 32)]
+    rollout = (("verl's mesh, tp", 2), ("vllm_mc2", 128), ("unfinished requests", 64))
+    assert used[False] == [*train, *(("rollout", *group) for group in rollout)]
+    mib = {"train": 2 * 300 + 4 * 64, "rollout": 3 * 300 + 3 * 64}
+    assert hccl.buffer_bytes(run) == {side: 2 * size * 2**20 for side, size in mib.items()}
+    alike = hccl.buffer_bytes(run_of(recipe__hccl__small_groups_mib=None))
+    assert alike == {"train": 2 * 6 * 300 * 2**20, "rollout": 2 * 6 * 300 * 2**20}
+    idle = hccl.groups(run_of(recipe__rollout__expert_parallel=False, **ALONE))
+    assert [group.communicates for group in idle if group.name == "vllm_ep"] == [False]
+
+
+@pytest.mark.parametrize(("name", "instance"), [("random_init", 256), ("true_weight", 128)])
+def test_mc2_has_a_group_of_its_own_beside_that_of_the_experts_of_an_instance(name, instance):
+    """Controls: none below 16 ranks or without expert parallelism, where the EP group keeps its buffer."""
+
+    def experts(**changes):
+        groups = hccl.groups(run_of(name, **changes))
+        return [(g.name, g.ranks, g.small) for g in groups if g.name in ("vllm_ep", "vllm_mc2")]
+
+    assert experts() == [("vllm_ep", instance, True), ("vllm_mc2", instance, False)]
+    assert experts(**ALONE, recipe__rollout__expert_parallel=False) == [("vllm_ep", 2, False)]
+    assert experts(**NODE) == [("vllm_ep", 8, False)]
+
+
+def test_groups_of_context_parallelism():
+    """MindSpeed and Megatron each make a second group for the experts' gradients where CP splits sequences."""
+    changes = {SIZE("context"): 2, SIZE("expert_model"): 16, SIZE("pipeline_model"): 4}
+    run = run_of(**changes, recipe__train__layers_per_stage=[15, 16, 15, 15])  # TP4 PP4 CP2 DP8
+    found = [(g.name, g.ranks, g.communicates) for g in hccl.groups(run) if g.name.startswith("dp_modulo")]
+    assert found == [
+        ("dp_modulo_exp", 8, False),
+        ("dp_modulo_exp_cp", 16, False),
+        ("dp_modulo_exp", 4, False),
+        ("dp_modulo_exp_cp", 4, True),
+    ]
+
+
+def test_experts_over_a_part_of_a_tp_group_are_refused():
+    with pytest.raises(ConfigError, match="expert_model_parallel_size is 2.* 4"):
+        hccl.groups(run_of(actor_rollout_ref__actor__megatron__expert_model_parallel_size=2))
+
+
+def test_the_timeout_of_a_collective_must_be_possible_in_the_expansion_mode():
+    assert variables()["HCCL_EXEC_TIMEOUT"] == "1080" and hccl.check_timeouts(run_of()).ok
+    half_an_hour = {"recipe__train__collective_timeout_minutes": 30}
+    check = hccl.check_timeouts(run_of(**half_an_hour))
+    assert not check.ok and "collective_timeout_minutes is 30" in check.detail and "1091 s" in check.detail
+    assert hccl.check_timeouts(run_of(**half_an_hour, recipe__hccl__expansion_mode="AI_CPU")).ok
+
+
+@pytest.mark.parametrize(
+    ("base", "kernel", "words"),
+    [
+        (61000, {}, None),
+        (60000, {}, "32768 to 60999 are this machine's ephemeral ports"),
+        (60900, {"reserved": "8080,60900-60999"}, None),
+        (19990, {}, "Ray's workers 10002 to 19999"),
+        (6300, {}, "Ray's GCS 6379"),
+    ],
+)
+def test_ports_are_those_that_nothing_else_uses(tmp_path, base, kernel, words):
+    (tmp_path / "ip_local_port_range").write_text(kernel.get("ports", "32768\t60999") + "\n")
+    (tmp_path / "ip_local_reserved_ports").write_text(kernel.get("reserved", "") + "\n")
+    check = hccl.check_ports(run_of(recipe__hccl__base_port=base), tmp_path)
+    assert check.ok is (words is None) and (words or f"ports {base} to {base + 143}") in check.detail
+    assert check.ok or "recipe.hccl.base_port" in check.detail
+
+
+ON_A2 = {"recipe__hccl__expansion_mode": "HOST", "recipe__rollout__dp": 32, "recipe__rollout__instances": None}
+OF_800T = {"recipe__hardware": "800t_a2", "trainer__nnodes": 32, "trainer__n_gpus_per_node": 8, **ON_A2}
+OF_BOX = {"recipe__hardware": "200t_a2_box16", **ON_A2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        (OF_800T, None),
+        ({**OF_800T, "trainer__nnodes": 16, "trainer__n_gpus_per_node": 16}, "is 16, expected at most 8: take .*=32 "),
+        ({**OF_BOX, "trainer__nnodes": 64, "trainer__n_gpus_per_node": 8}, None),  # one module of each
+        (
+            {**OF_BOX, "trainer__nnodes": 32, "trainer__n_gpus_per_node": 12, SIZE("expert_model"): 16},
+            "is 12, expected at most 8 or 16",
+        ),
+        ({**OF_800T, "recipe__hccl__expansion_mode": "AIV"}, "expansion_mode is AIV, expected HOST"),
+        ({"recipe__hccl__expansion_mode": "HOST"}, "expansion_mode is HOST, expected AIV or AI_CPU"),
+        ({**OF_800T, "recipe__rollout__dp": 64}, "has 128 ranks, MC2 takes 16, 32, 64: change recipe.rollout.dp"),
+        ({"recipe__rollout__dp": 64}, None),  # the control: A3 takes it
+        ({**OF_800T, SEATS: 1024}, "decodes 512 tokens, MC2 takes 256"),
+    ],
+)
+def test_the_machine_has_such_nodes_and_takes_what_is_asked_of_hccl_and_mc2(changes, fault):
+    check = hccl.check_machine(run_of(**changes))
+    assert check.ok == (fault is None) and re.search(fault or "dies of a node of", check.detail), check.detail
+
+
+def test_a_rank_of_a2_holds_at_most_24_experts_for_mc2():
+    run = run_of(**{**OF_800T, "recipe__rollout__dp": 8})
+    assert hccl.check_machine(run).ok  # 16 experts on each of 16 ranks
+    more = hccl.check_machine(replace(run, model=replace(run.model, n_routed_experts=512)))
+    assert not more.ok and "has 32 experts, MC2 takes 24" in more.detail
+
+
+def test_the_need_of_a2_by_its_own_formula():
+    # 2 x (32 tokens x 64 ranks x min(4 experts, top 8) x 7168 x 2 bytes + 2 MiB), in MiB
+    assert 2 * (32 * 64 * 4 * 7168 * 2 / 2**20 + 2) == 228
+    assert hccl.buffer_need_mib(run_of(**OF_800T)) == 228
+    assert hccl.buffer_need_mib(run_of(**{**OF_800T, "recipe__hardware": "a3"})) == 239

@@ -1,0 +1,111 @@
+"""verl's real RayWorkerGroup with rows dispatch.* and then without them; four workers (TP2 x DP2) in two actors."""
+
+import hashlib
+
+import numpy as np
+import ray
+import torch
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, register
+
+from tests.step.batches.logical_group import group_of, serialised_sizes
+from verl_patches import prelude_patch
+from verl_patches.trainer import dispatch, ray_start
+from verl_patches.trainer.dispatch import take_calls
+
+LARGE = 1 << 18  # int64 values: 2 MiB
+
+
+class Echo:
+    """A worker that returns digests of its arguments, or the argument itself."""
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def say(self, *args, **kwargs):
+        """[digest of each value, whether its arrays can be written to]."""
+        return [[digest(value), writable(value)] for value in (*args, *kwargs.values())]
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute(self, data):
+        self.say(data)  # another dispatched method
+        return data
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate(self, data):
+        return data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self, data):
+        raise ValueError(f"no {type(data).__name__}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_starts(self):
+        from verl_patches.heartbeat.calls import take_starts
+
+        return take_starts()
+
+
+def digest(value):
+    if isinstance(value, DataProto):
+        value = [value.batch["x"].numpy(), value.non_tensor_batch["n"], value.meta_info]
+    if isinstance(value, list):
+        return [digest(part) for part in value]
+    return hashlib.sha256(value.tobytes()).hexdigest() if isinstance(value, np.ndarray) else repr(value)
+
+
+def writable(value):
+    if isinstance(value, DataProto):
+        value.batch["x"] += 1  # the worker's own
+        return [True, value.non_tensor_batch["n"].flags.writeable]
+    return value.flags.writeable if isinstance(value, np.ndarray) else None
+
+
+def batch(seed):
+    """8 samples, 4 MiB."""
+    x = torch.arange(2 * LARGE).reshape(8, -1) + seed
+    return DataProto.from_dict({"x": x}, {"n": np.arange(8) + seed}, {"step": seed})
+
+
+def cases(group):
+    """{case: () -> answers}."""
+    array, (first, second) = np.arange(LARGE), batch(1).chunk(2)
+    each = [np.arange(LARGE) + n for n in range(4)]
+    return {
+        "shared by a replica": lambda: group.execute_all_sync("say", [first, first, second, second]),
+        "one a worker": lambda: group.execute_all_sync("say", each, name=[str(n) for n in range(4)]),
+        "one for all": lambda: group.execute_all_sync("say", array, [1, 2], name="x", same=array),
+        "small": lambda: group.execute_all_sync("say", [1, 2, 3, 4], [np.arange(9)] * 4),
+        "nothing": lambda: group.execute_all_sync("say"),
+        "verl's Megatron dispatch": lambda: digest(group.compute(batch(2))),
+        "verl's dispatch to all": lambda: digest(group.generate(batch(3))),
+    }
+
+
+def facts(group):
+    """{case: facts}, and how a worker's error arrives.
+
+    `large`: objects above 1 MB that this process serialised; `row`: the row's own counts.
+    """
+    found = {}
+    take_calls()
+    for name, call in cases(group).items():
+        with serialised_sizes() as sizes:
+            answers = call()
+        large = sum(size > 1e6 for size in sizes)
+        found[name] = {"answers": answers, "large": large, "bytes": sum(sizes), "row": take_calls()}
+    try:
+        group.fail(np.arange(LARGE))
+    except ValueError as error:
+        found["error"] = [type(error).__name__, "no ndarray" in str(error)]
+    return found
+
+
+def on_and_off():
+    """{"on"|"off": {case: facts}}, and the starts that the workers recorded."""
+    ray_start.start({}, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    group, actors = group_of(Echo, 2, 4)
+    group.lay_out(tp=2, dp=2, pp=1)
+    on = facts(group)
+    starts = ray.get([actor.take_starts.remote() for actor in actors])
+    prelude_patch.engine.revert()
+    names = [[name for name, _ in of_actor] for of_actor in starts]
+    return {"on": on, "off": facts(group), "starts": names, "skew": dispatch.start_skew(starts)}

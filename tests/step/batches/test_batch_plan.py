@@ -1,0 +1,60 @@
+"""The batch plan: every sample once, verl's mini batches, and sends that equal receives."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+
+from tests.step.batches.strategies import steps
+from verl_patches.errors import ConfigError
+from verl_patches.step.batches.batch_plan import plan_batch
+
+
+@given(arguments=steps())
+def test_every_sample_is_placed_once_in_the_mini_batch_that_verl_gives_it(arguments):
+    plan, again = plan_batch(**arguments), plan_batch(**arguments)
+    assert (plan, plan.digest) == (again, again.digest)
+    samples, replicas = len(arguments["lengths"]), max(arguments["replica_of"]) + 1
+    assert sorted(itertools.chain(*plan.placed)) == list(range(samples))
+    assert len({len(placed) for placed in plan.placed}) == 1
+    assert len({tuple(map(len, minis)) for minis in plan.schedule}) == 1  # as many micro batches on every replica
+    local, mini = samples // replicas, arguments["mini_batch_size"] // replicas
+    for number, of_replicas in enumerate(zip(*plan.schedule, strict=True)):
+        expected = {r * local + number * mini + i for r in range(replicas) for i in range(mini)}
+        assert {s for one in of_replicas for micro in one for s in micro} == expected
+
+
+@given(arguments=steps())
+def test_a_rank_sends_the_samples_that_its_peer_expects(arguments):
+    plan, world = plan_batch(**arguments), len(arguments["replica_of"])
+    assert [s for held in plan.held for s in held] == list(range(len(arguments["lengths"])))
+    sends, receives = ([way(rank) for rank in range(world)] for way in (plan.sends, plan.receives))
+    for a, b in itertools.product(range(world), repeat=2):
+        assert sends[a][b] == receives[b][a] and set(sends[a][b]) <= set(plan.held[a])
+    for rank in range(world):
+        assert sorted(itertools.chain(*receives[rank])) == sorted(plan.placed[plan.replica_of[rank]])
+
+
+def test_without_balance_each_replica_computes_its_own_share_in_order():
+    plan = plan_batch([0], [1] * 12, mini_batch_size=6, micro_batch_size=2, balance=False)
+    assert plan.schedule == ((((0, 1), (2, 3), (4, 5)), ((6, 7), (8, 9), (10, 11))),)
+    two = plan_batch([0, 1], [1] * 8, mini_batch_size=4, micro_batch_size=1, balance=False)
+    assert two.tokens([5, 1, 1, 1, 1, 2, 1, 1]) == (9, 6.5)  # the longer of two replicas in each step, and the mean
+    assert two.placed == ((0, 1, 2, 3), (4, 5, 6, 7)) and two.schedule[1] == (((4,), (5,)), ((6,), (7,)))
+
+
+def test_the_longest_samples_are_together_in_the_first_micro_batch():
+    fits = dict(replica_of=[0, 1], lengths=[1, 9, 2, 8, 3, 7, 4, 6], mini_batch_size=8)
+    assert plan_batch(**fits, micro_batch_size=2).schedule[0][0][0] == (1, 7)
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (dict(mini_batch_size=5), "8 samples in mini batches of 5 over 2 train replicas"),
+    (dict(mini_batch_size=1), "mini batches of 1 over 2"),
+    (dict(micro_batch_size=3), "multiple of the micro batch size 3"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused(change, says):
+    fits = dict(replica_of=[0, 1], lengths=[1] * 8, mini_batch_size=4, micro_batch_size=1)
+    plan_batch(**fits)
+    with pytest.raises(ConfigError, match=says):
+        plan_batch(**fits | change)

@@ -1,0 +1,71 @@
+"""Calls to all workers: which bytes are serialised, the values that arrive, and the recorded starts."""
+
+import pytest
+from verl.single_controller.base.decorator import Dispatch, register
+
+from verl_patches.heartbeat.calls import record_starts
+from verl_patches.trainer import dispatch
+from verl_patches.trainer.dispatch import start_skew
+
+# objects above 1 MB that the controller serialises: with the row, without it
+LARGE = {
+    "shared by a replica": (2, 4),
+    "one a worker": (4, 4),
+    "one for all": (1, 8),
+    "small": (0, 0),
+    "nothing": (0, 0),
+    "verl's Megatron dispatch": (2, 2),
+    "verl's dispatch to all": (4, 4),
+}
+
+
+@pytest.fixture(scope="module")
+def found(ray_folder, run_ranks):
+    """See dispatch_job.py."""
+    options = {"patches": "line=pypi,platform=cpu", "backend": None, "env": {"RAY_TMPDIR": ray_folder}}
+    return run_ranks("tests.step.batches.dispatch_job:on_and_off", **options)[0]
+
+
+@pytest.mark.slow
+def test_every_large_argument_is_serialised_once(found):
+    """Row dispatch.put_once, with and without it."""
+    for case, (large, without) in LARGE.items():
+        on, off = (found[way][case] for way in ("on", "off"))
+        assert (on["large"], off["large"], on["row"]["puts"]) == (large, without, large), case
+        assert on["row"]["put_bytes"] == pytest.approx(on["bytes"], rel=0.01) or not large
+    assert found["on"]["small"]["row"]["inline_bytes"] == 4 * (8 + 72)
+
+
+@pytest.mark.slow
+def test_values_and_errors_are_those_of_verl_without_the_row(found):
+    for case in LARGE:
+        assert found["on"][case]["answers"] == found["off"][case]["answers"]
+    each = found["on"]["one a worker"]["answers"]
+    assert len({answer[0][0] for answer in each}) == 4 and [answer[1][0] for answer in each] == list(map(repr, "0123"))
+    replica = found["on"]["shared by a replica"]["answers"]
+    first, same, second, also = (answer[0][0] for answer in replica)
+    assert first == same != second == also and replica[0][0][1] == [True, False]  # tensors are the worker's own
+    assert found["on"]["error"] == found["off"]["error"] == ["RayTaskError(ValueError)", True]
+
+
+@pytest.mark.slow
+def test_a_worker_records_the_trainers_calls_and_not_the_calls_inside_them(found):
+    """Row dispatch.note_starts."""
+    calls = ["say"] * 10 + ["compute"] * 2 + ["generate"] * 2 + ["fail"] * 2 + ["take_starts"]  # two a process
+    assert found["starts"] == [calls, calls] and set(found["skew"]) == set(calls)
+
+
+def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew_between_the_same_calls_of_all_workers():
+    first = [("f", 10.0), ("f", 20.0), ("g", 30.0), ("only here", 31.0)]
+    second = [("f", 10.5), ("f", 20.25), ("g", 29.0), ("g", 33.0)]
+    assert start_skew([first, second]) == {"f": 0.5}
+    assert start_skew([]) == {} and start_skew([first, []]) == {}
+    dispatch.take_calls()
+    dispatch._sent.update(calls=2, puts=3, put_bytes=150, inline_bytes=3)
+    step = dispatch.dispatch_of_step([first, second[:3]])
+    skew = {"max": 1.0, "by_call": {"f": 0.5, "g": 1.0}}
+    assert step == {"calls": 2, "puts": 3, "put_bytes": 150, "inline_bytes": 3, "start_skew_s": skew}
+    assert not any(dispatch.take_calls().values())
+
+
+recorded = record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,0 +1,35 @@
+"""Dynamic micro batches of line a3 without ranks: order of outputs, and when nothing is changed."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl_patches.errors import ConfigError
+from verl_patches.step.batches.micro_batches import Packing
+from verl_patches.worker import recipe_worker
+
+PACKINGS = [[[0], [1], [2], [3], [4]], [[3, 1], [4, 2, 0]], [[4, 3, 2, 1, 0]]]  # the second is not its own inverse
+
+
+@pytest.mark.parametrize("rows", PACKINGS)
+def test_outputs_come_back_in_the_order_of_the_batch(rows):
+    now, whole = Packing(100), torch.arange(10.0).view(5, 2)
+    now.rows = rows
+    (found,) = now.in_order([{"log_probs": whole[part]} for part in rows])
+    ((both, entropy),) = now.in_order([[{"log_probs": whole[part]}, -whole[part]] for part in rows])
+    assert found["log_probs"].equal(whole) and both["log_probs"].equal(whole) and entropy.equal(-whole)
+    assert now.in_order([]) == []  # not the last stage
+
+
+@pytest.mark.parametrize(("line", "on", "budget"), [("a3", True, 300), ("a3", False, None), ("pypi", False, 0)])
+def test_a_row_that_is_off_does_not_make_micro_batches_fixed_in_silence(monkeypatch, line, on, budget):
+    """Line pypi's verl has dynamic micro batches of its own."""
+    monkeypatch.setattr(recipe_worker, "is_on", lambda row: on)
+    worker = object.__new__(recipe_worker.RecipeWorker)
+    actor = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 300, "megatron": {"context_parallel_size": 1}}
+    worker.config, worker.recipe = OmegaConf.create({"actor": actor}), OmegaConf.create({"line": line})
+    if budget is None:
+        with pytest.raises(ConfigError, match="row update.dynamic_batches is off"):
+            worker._token_budget("update")
+        return
+    assert worker._token_budget("update") == (budget or None)

@@ -1,0 +1,167 @@
+"""Micro batches: complete, within size and budget, and equally long on all replicas."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.step.batches.lengths import lognormal_lengths
+from verl_patches.errors import ConfigError
+from verl_patches.layout.parallel import parse_layout
+from verl_patches.step.batches.batch_plan import (
+    arrival,
+    balanced,
+    mini_batches,
+    packed,
+    replicas_of_expert_group,
+    steps_cost,
+)
+
+ONE = st.just(1)
+
+
+def flat(replicas):
+    return [sample for batches in replicas for batch in batches for sample in batch]
+
+
+@st.composite
+def shares(draw, size=ONE):
+    """(share, lengths, micro batch size): one mini batch by replica."""
+    replicas, micro = draw(st.integers(1, 6)), draw(size)
+    each = micro * draw(st.integers(1, 8))
+    lengths = draw(st.lists(st.integers(1, 4096), min_size=replicas * each, max_size=replicas * each))
+    return [range(r * each, (r + 1) * each) for r in range(replicas)], lengths, micro
+
+
+@given(shares(size=st.integers(1, 4)))
+def test_every_sample_is_once_in_a_micro_batch_of_the_size(case):
+    share, lengths, micro = case
+    found = balanced(share, lengths, micro)
+    assert sorted(flat(found)) == list(range(len(lengths)))
+    assert [len(batches) for batches in found] == [len(share[0]) // micro] * len(share)
+    assert {len(batch) for batches in found for batch in batches} == {micro}
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 3), st.integers(2, 3), st.data())
+def test_no_assignment_of_single_samples_costs_less(replicas, steps, data):
+    steps = 2 if replicas * steps > 6 else steps
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=replicas * steps, max_size=replicas * steps))
+    share = [range(r * steps, (r + 1) * steps) for r in range(replicas)]
+    best = min(
+        sum(max(lengths[s] for s in order[at : at + replicas]) for at in range(0, len(order), replicas))
+        for order in itertools.permutations(range(len(lengths)))
+    )
+    assert steps_cost(balanced(share, lengths, 1), lengths) == (best, sum(lengths) / replicas)
+
+
+def lowest_cost(lengths, replicas, micro, sharing):
+    """Of all assignments, by trying each."""
+    each, best = len(lengths) // replicas, sum(lengths)
+    for order in itertools.permutations(range(len(lengths))):
+        share = [order[r * each : (r + 1) * each] for r in range(replicas)]
+        best = min(best, steps_cost(arrival(share, micro), lengths, sharing)[0])
+    return best
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=6, max_size=6), st.sampled_from([(2, 1), (3, 1), (2, 3), (3, 2)]))
+def test_several_expert_groups_and_larger_micro_batches_are_near_the_lowest_cost(lengths, shape):
+    """Two or three groups of one replica, or one group with micro batches of two or three samples: greedy."""
+    replicas, micro = shape
+    sharing = 1 if micro == 1 else replicas
+    share = [range(r * 6 // replicas, (r + 1) * 6 // replicas) for r in range(replicas)]
+    most, equal = steps_cost(balanced(share, lengths, micro, sharing), lengths, sharing)
+    best = lowest_cost(lengths, replicas, micro, sharing)
+    assert equal <= best <= most <= best + max(lengths) - min(lengths)
+
+
+# replicas, of an expert group, samples of a micro batch or None for a budget, cv: most tokens over their mean
+FACTORS = [
+    *((8, 8, 1, cv, 1.005) for cv in (0.4, 0.55, 0.7)),
+    *((64, 8, 1, cv, 1.005) for cv in (0.4, 0.55, 0.7)),
+    *((64, 64, 1, cv, 1.015) for cv in (0.4, 0.55, 0.7)),  # the lowest that there is
+    *((64, 64, None, cv, 1.006) for cv in (0.4, 0.55, 0.7)),
+    *((64, 8, None, cv, 1.005) for cv in (0.4, 0.55, 0.7)),
+    (64, 64, 4, 0.7, 1.005),
+]
+
+
+@pytest.mark.parametrize(("replicas", "sharing", "micro", "cv", "bound"), FACTORS)
+def test_at_the_256_die_batch_replicas_are_equal(replicas, sharing, micro, cv, bound):
+    lengths = lognormal_lengths(512 * 16, cv, seed=1)
+    (share,) = mini_batches(len(lengths), replicas, len(lengths))
+    if micro is None:
+        found = packed(share, lengths, 8192, sharing=sharing)
+    else:
+        found = balanced(share, lengths, micro, sharing)
+    most, equal = steps_cost(found, lengths, sharing)
+    totals = [sum(lengths[s] for batch in batches for s in batch) for batches in found]
+    assert most / equal <= bound and max(totals) - min(totals) < max(lengths)
+    most, _ = steps_cost(arrival(share, micro or 1), lengths, sharing)
+    assert most / equal > (1.2 if micro == 4 else 1.4)  # negative control
+    if sharing < replicas:  # as if all replicas shared experts
+        assert steps_cost(balanced(share, lengths, 1), lengths)[0] / equal > 1.01
+
+
+@pytest.mark.parametrize(("words", "replicas"), [
+    ("tp4 pp8 ep32 etp1 @256", 8),  # the 256-die runs
+    ("tp4 pp8 ep32 etp1 @2048", 8),
+    ("tp2 ep2 etp2 @8", 2),
+    ("tp4 ep2 etp1 @8", 1),
+    ("tp1 cp2 ep4 @8", 2),
+    ("tp1 cp4 ep2 @8", 1),
+])  # fmt: skip
+def test_an_expert_group_has_the_replicas_whose_ranks_hold_its_experts(words, replicas):
+    train = parse_layout(words)
+    groups = [{train.coordinates(rank).dp for rank in group} for group in train.groups("etp-ep")]
+    apart = [range(at, at + replicas) for at in range(0, train.dp, replicas)]
+    assert replicas_of_expert_group(train) == replicas
+    assert all(any(group <= set(own) for own in apart) for group in groups)
+    assert max(map(len, groups)) == replicas
+
+
+@given(shares(), st.integers(0, 4096), st.booleans())
+def test_packed_micro_batches_keep_the_budget_and_are_equally_many(case, room, balance):
+    share, lengths, _ = case
+    budget = max(lengths) + room
+    found = packed(share, lengths, budget, balance=balance)
+    assert sorted(flat(found)) == list(range(len(lengths)))
+    assert len({len(batches) for batches in found}) == len({sum(map(len, batches)) for batches in found}) == 1
+    tokens = [sum(lengths[s] for s in batch) for batches in found for batch in batches]
+    assert 0 < min(tokens) and max(tokens) <= budget
+    if not balance:
+        assert [sorted(s for batch in batches for s in batch) for batches in found] == [list(own) for own in share]
+
+
+@pytest.mark.parametrize("minis", [1, 8])
+def test_a_pass_over_balanced_mini_batches_is_as_equal_without_moving_samples(minis):
+    lengths = lognormal_lengths(8192, 0.7, seed=2)
+    dealt = [packed(share, lengths, 8192) for share in mini_batches(8192, 8, 8192 // minis)]
+    placed = [[s for mini in dealt for batch in mini[replica] for s in batch] for replica in range(8)]
+    (arrived,) = mini_batches(8192, 8, 8192)
+    for shares_of_replicas, fits in ((placed, True), (arrived, False)):
+        most, equal = steps_cost(packed(shares_of_replicas, lengths, 16384, balance=False), lengths)
+        assert (most / equal <= 1.02) == fits
+
+
+@pytest.mark.parametrize("budget", [4096, 16384])
+def test_packed_micro_batches_are_equal_and_few(budget):
+    lengths = lognormal_lengths(8192, 0.55, seed=2)
+    (share,) = mini_batches(8192, 8, 8192)
+    found = packed(share, lengths, budget)
+    most, equal = steps_cost(found, lengths)
+    assert most / equal <= 1.02 and len(found[0]) <= 1.2 * sum(lengths) / 8 / budget
+    assert steps_cost(packed(share, lengths, budget, balance=False), lengths)[0] > most
+
+
+def test_a_sample_longer_than_the_budget_is_refused():
+    with pytest.raises(ConfigError, match="a sample has 12 tokens, more than the budget of 11"):
+        packed([range(2)], [5, 12], 11)
+
+
+def test_samples_without_tokens_leave_no_micro_batch_empty():
+    """A replica with as many micro batches as another one computes something in each."""
+    batches = packed([range(2), range(2, 4)], [0, 0, 5, 5], 5, balance=False)
+    assert [[len(batch) for batch in own] for own in batches] == [[1, 1], [1, 1]]

@@ -1,0 +1,92 @@
+"""Dynamic batch size with tensors that stay: verl's split follows the plan, for every replica alike."""
+
+from itertools import chain
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.utils.seqlen_balancing import get_reverse_idx, rearrange_micro_batches
+
+from tests.step.batches.lengths import lognormal_lengths
+from verl_patches.errors import RecipeError
+from verl_patches.step.batches.batch_plan import plan_batch
+from verl_patches.step.batches.micro_batches import Stage, as_planned, in_stage, planned_splits
+
+BUDGET, REPLICAS, MINI = 4096, 4, 64
+LENGTHS = lognormal_lengths(128, 0.7, seed=4)
+split = as_planned(rearrange_micro_batches)
+
+
+def plan(lengths=LENGTHS):
+    return plan_batch(range(REPLICAS), lengths, mini_batch_size=MINI, token_budget=BUDGET)
+
+
+def rows(samples):
+    """What verl's actor splits: a row's values are its sample's number."""
+    mask = torch.arange(4096) < torch.tensor([LENGTHS[s] for s in samples])[:, None]
+    return TensorDict({"attention_mask": mask, "sample": torch.tensor(samples)[:, None]}, batch_size=len(samples))
+
+
+def run(stage, replica, batches, budget=BUDGET):
+    """[batch] -> (micro batches as lists of samples, places) that verl's actor would compute in one stage."""
+    with in_stage(Stage(planned=planned_splits(stage, budget, plan(), replica, LENGTHS))):
+        splits = [split(rows(samples), max_token_len=BUDGET) for samples in batches]
+    return [([micro["sample"].flatten().tolist() for micro in micros], places) for micros, places in splits]
+
+
+def minis_of(replica):
+    placed = plan().placed[replica]
+    return [placed[at : at + MINI // REPLICAS] for at in range(0, len(placed), MINI // REPLICAS)]
+
+
+def test_an_update_computes_the_plans_micro_batches_in_every_epoch():
+    for replica in range(REPLICAS):
+        two_epochs = [micros for micros, _ in run("update", replica, minis_of(replica) * 2)]
+        assert two_epochs == [[list(micro) for micro in mini] for mini in plan().schedule[replica]] * 2
+
+
+def test_replicas_run_equally_many_micro_batches_of_like_lengths_within_the_budget():
+    """In a pass for log-probs; those of an update are the plan's (test_micro_batches.py)."""
+    tokens = []
+    for replica in range(REPLICAS):
+        ((micros, _),) = run("log_prob", replica, [plan().placed[replica]])
+        tokens.append([sum(LENGTHS[s] for s in micro) for micro in micros])
+    assert len(set(map(len, tokens))) == 1
+    assert max(map(max, tokens)) <= BUDGET
+    assert sum(map(max, zip(*tokens, strict=True))) <= 1.1 * sum(map(sum, tokens)) / REPLICAS
+
+
+def test_a_pass_over_all_mini_batches_comes_back_in_order():
+    """As verl's actor puts it back: results of all micro batches joined, then taken by get_reverse_idx."""
+    placed = plan().placed[1]
+    ((micros, places),) = run("log_prob", 1, [placed])
+    joined = torch.tensor(list(chain.from_iterable(micros)))
+    assert joined.tolist() != list(placed)
+    assert joined[torch.tensor(get_reverse_idx(list(chain.from_iterable(places))))].tolist() == list(placed)
+
+
+def test_without_a_budget_the_split_is_verls():
+    samples = minis_of(2)[0]
+    ((micros, places),) = run("update", 2, [samples], None)
+    assert places == rearrange_micro_batches(rows(samples), max_token_len=BUDGET)[1]
+    assert micros != [list(micro) for micro in plan().schedule[2][0]]
+
+
+def test_other_rows_than_planned_are_refused_and_the_plan_ends_with_them():
+    with pytest.raises(RecipeError, match="batch 0 of this stage: 16 rows of"):
+        run("update", 0, [minis_of(0)[1]])
+    samples = minis_of(0)[0]
+    assert split(rows(samples), max_token_len=BUDGET)[1] == rearrange_micro_batches(rows(samples), BUDGET)[1]
+
+
+def test_an_actor_that_does_not_ask_is_refused():
+    with (
+        pytest.raises(RecipeError, match="row update.micro_batches_as_planned must reach"),
+        in_stage(Stage(planned=planned_splits("update", BUDGET, plan(), 0, LENGTHS))),
+    ):
+        pass
+
+
+def test_the_plan_of_a_pass_is_made_for_its_own_budget():
+    few, many = (len(run("log_prob", 0, [plan().placed[0]], budget)[0][1]) for budget in (4 * BUDGET, BUDGET))
+    assert few < many / 3

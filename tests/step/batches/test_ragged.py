@@ -1,0 +1,21 @@
+"""Ragged tensors and their padded form; the batch made of them: test_cached_step.py and tests/loop."""
+
+import pytest
+import torch
+
+from verl_patches.step.batches.exchange import Ragged, from_padded, mask_of, to_padded
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_and_back(left):
+    ragged = Ragged(torch.arange(1, 6, dtype=torch.int32), (3, 0, 2))
+    padded, mask = to_padded(ragged, 4, pad=-1, left=left, dtype=torch.int64), mask_of(ragged.lengths, 4, left=left)
+    assert torch.equal(padded == -1, ~mask)
+    back = from_padded(padded, mask.long(), left=left, dtype=torch.int32)
+    assert back.lengths == ragged.lengths and back.values.dtype == torch.int32
+    assert torch.equal(back.values, ragged.values)
+
+
+def test_a_mask_with_a_gap_is_refused():
+    with pytest.raises(ValueError, match="not one block that begins it"):
+        from_padded(torch.zeros(1, 3), torch.tensor([[1, 0, 1]]))

@@ -1,0 +1,121 @@
+"""The tensor cache at the 256-die runs' size: 256 logical ranks as threads, 512 prompts of 16 samples."""
+
+import functools
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.runs import composed
+from tests.step.batches.lengths import PROMPT, RESPONSE, lognormal_lengths
+from verl_patches.plan.memory_plan import cached_bytes
+from verl_patches.step.batches import exchange
+from verl_patches.step.batches.batch_plan import plan_batch, train_replicas
+from verl_patches.step.batches.cache import TensorCache
+from verl_patches.step.batches.exchange import Ragged, TensorSpec, wire_bytes
+
+SAMPLES, GROUP, SHORTER, WORLD = 512 * 16, 16, 8, 256  # lengths are an eighth, so that one process holds all ranks
+NAMES = ("prompts", "responses", "rollout_log_probs")
+
+
+@pytest.fixture(scope="module")
+def run():
+    return composed("deepseekv3_256die_true_weight")
+
+
+def step_of(run, prompts, responses):
+    """(plan, specs) of a step as stage place makes them."""
+    lengths = [a + b for a, b in zip(prompts, responses, strict=True)]
+    replicas = train_replicas(run.train)
+    plan = plan_batch(replicas, lengths, mini_batch_size=len(lengths), micro_batch_size=1)
+    specs = {name: TensorSpec(torch.int32, prompts if name == "prompts" else responses) for name in NAMES}
+    return plan, specs | {"rollout_log_probs": TensorSpec(torch.float32, responses)}
+
+
+def ragged_of(name, samples, spec):
+    """Values that follow from tensor, sample and place."""
+    counts = torch.tensor([spec.lengths[sample] for sample in samples])
+    place = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    values = torch.tensor(samples).repeat_interleave(counts) * 4099 + place * 3 + NAMES.index(name)
+    return Ragged((values % (1 << 23)).to(spec.dtype), tuple(counts.tolist()))
+
+
+class Hub:
+    """all_to_all_single between threads, the n-th of which is logical rank n; `calls` counts the collectives."""
+
+    def __init__(self):
+        self.thread, self.barrier = threading.local(), threading.Barrier(WORLD, self._exchange)
+        self.sides, self.calls = [None] * WORLD, 0
+
+    def all_to_all_single(self, out, given, out_splits, in_splits):
+        self.sides[self.thread.rank] = out.split(out_splits), given.split(in_splits)
+        self.barrier.wait()
+
+    def _exchange(self):
+        self.calls += 1
+        for rank, (outs, _) in enumerate(self.sides):
+            for out, (_, given) in zip(outs, self.sides, strict=True):
+                out.copy_(given[rank])
+
+
+@pytest.mark.slow
+def test_every_tensor_arrives_once_at_each_rank_that_computes_it(run, monkeypatch):
+    """Negative control in the same run: a sample whose holder has another value differs on 32 ranks, and nowhere."""
+    tokens = lognormal_lengths(SAMPLES, 0.7, seed=1, group=GROUP)
+    prompts = [-(-(1 + 97 * (sample // GROUP) % 199) // SHORTER) for sample in range(SAMPLES)]
+    responses = [-(-max(1, n - 200) // SHORTER) for n in tokens]
+    (plan, specs), wrong, hub = step_of(run, prompts, responses), 4711, Hub()
+    monkeypatch.setattr(exchange, "dist", hub)
+
+    @functools.cache
+    def expected_of(replica, name):
+        """Values of a tensor on a replica, and the sample of each."""
+        expected = ragged_of(name, plan.placed[replica], specs[name])
+        return expected.values, torch.tensor(plan.placed[replica]).repeat_interleave(torch.tensor(expected.lengths))
+
+    def of_rank(rank):
+        hub.thread.rank, cache = rank, TensorCache()
+        try:
+            cache.open(3)
+            for name in NAMES:
+                ragged = ragged_of(name, plan.held[rank], specs[name])
+                if wrong in plan.held[rank] and name == "prompts":
+                    ragged.parts()[plan.held[rank].index(wrong)].add_(1)
+                cache.put(3, name, plan.held[rank], ragged)
+            cache.redistribute(3, plan, rank, specs)
+        except BaseException:
+            hub.barrier.abort()  # the others would wait
+            raise
+        own, differ = plan.placed[plan.replica_of[rank]], set()
+        for name in NAMES:
+            expected, of = expected_of(plan.replica_of[rank], name)
+            differ |= set(of[cache.get(3, name, own).values != expected].tolist())
+        sent, received = wire_bytes(plan, rank, specs)
+        return SimpleNamespace(samples=own, differ=differ, sent=sent, received=received, held=cache.close())
+
+    with ThreadPoolExecutor(WORLD) as pool:
+        ranks = list(pool.map(of_rank, range(WORLD)))
+    assert hub.calls == 1 and all(rank.differ == ({wrong} & set(rank.samples)) for rank in ranks)
+    copies = Counter(sample for rank in ranks for sample in rank.samples)
+    assert copies == dict.fromkeys(range(SAMPLES), 4 * 8)  # TP4 x PP8 ranks of one replica
+    assert all(len(set(rank.samples)) == len(rank.samples) == SAMPLES // 8 for rank in ranks)
+    assert sum(rank.sent for rank in ranks) == sum(rank.received for rank in ranks)
+    held = 32 * 4 * (sum(prompts) + 2 * sum(responses))  # ids, and log-probs of responses
+    assert sum(rank.held for rank in ranks) == held
+    beside = 256 * 16 * (1 + 3)  # headers of 256 peers, alignment of three tensors of each
+    for rank in ranks:
+        assert rank.held <= rank.received <= rank.held + beside and rank.held <= cached_bytes(run) // 8
+
+
+def test_memory_of_a_die_at_full_length(run):
+    """Held, sent and received of a die by the plan: below what the memory plan counts, and a thousandth of a die."""
+    plan, specs = step_of(run, [PROMPT] * SAMPLES, [RESPONSE] * SAMPLES)
+    counted = cached_bytes(run) // 8
+    for rank in (0, 100, 255):
+        sent, received = wire_bytes(plan, rank, specs)
+        assert sent == 256 * 16 + 32 * 32 * 4 * (PROMPT + 2 * RESPONSE)  # 32 samples to the 32 ranks of a replica
+        assert received <= counted + 256 * 16 * 4
+        assert sent + 2 * received + counted < 65.79e9 / 500

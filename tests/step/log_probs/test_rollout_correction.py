@@ -1,0 +1,191 @@
+"""Metrics and weights against closed forms, brute force and numpy; what a weight does to PPO's loss."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from verl_patches.step.log_probs import rollout_correction as rc
+from verl_patches.step.log_probs.on_policy import Correction, correction_of
+
+LOG2 = math.log(2.0)
+TOKEN = Correction("token", 2.0, None, None)
+
+
+def sides(seed=0, rows=7, length=5, far=0.3, dtype=torch.float32):
+    """(rollout, actor, mask): right-padded responses, one without a token, NaN and infinity in the padding."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -3 * torch.rand(rows, length, generator=generator, dtype=dtype) - 0.1
+    actor = rollout + far * torch.randn(rows, length, generator=generator, dtype=dtype)
+    lengths = torch.randint(1, length + 1, (rows,), generator=generator)
+    lengths[0], lengths[1] = 0, length
+    mask = torch.arange(length) < lengths.unsqueeze(-1)
+    return rollout.masked_fill(~mask, float("nan")), actor.masked_fill(~mask, float("-inf")), mask
+
+
+def test_metrics_are_those_of_numpy_over_valid_tokens():
+    rollout, actor, mask = sides()
+    metrics = rc.metrics(rc.moments(rollout, actor, mask))
+    x, y = rollout[mask].double().numpy(), actor[mask].double().numpy()
+    of_sequence = [float((r - a)[m].double().mean()) for r, a, m in zip(rollout, actor, mask, strict=True) if m.any()]
+    far, far_probs = np.abs(y - x), np.abs(np.exp(y) - np.exp(x))
+    expected = {
+        "recipe/logprob_delta_mean": far.mean(),
+        "recipe/logprob_delta_max": far.max(),
+        "recipe/logprob_delta_std": far.std(ddof=1),
+        "recipe/logprob_pearson": np.corrcoef(x, y)[0, 1],
+        "rollout_corr/kl": (x - y).mean(),
+        "rollout_corr/k3_kl": (np.exp(y - x) - (y - x) - 1).mean(),
+        "training/rollout_probs_diff_mean": far_probs.mean(),
+        "training/rollout_probs_diff_max": far_probs.max(),
+        "training/rollout_probs_diff_std": far_probs.std(ddof=1),
+        "training/rollout_actor_probs_pearson_corr": np.corrcoef(np.exp(x), np.exp(y))[0, 1],
+        "rollout_corr/log_ppl_diff": np.mean(of_sequence),
+        "rollout_corr/log_ppl_abs_diff": np.abs(of_sequence).mean(),
+        "rollout_corr/log_ppl_diff_max": max(of_sequence),
+        "rollout_corr/log_ppl_diff_min": min(of_sequence),
+    }
+    assert metrics == pytest.approx(expected, rel=1e-6)  # sequences are subtracted in fp32 above
+
+
+def test_k3_is_right_where_both_sides_nearly_agree():
+    rollout = torch.full((1, 4), -1.0, dtype=torch.float64)
+    metrics = rc.metrics(rc.moments(rollout, rollout + 1e-7, torch.ones(1, 4)))
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(0.5e-14, rel=1e-5)
+    assert "recipe/logprob_pearson" not in metrics  # no spread, no correlation
+
+
+@pytest.mark.parametrize("correction", [None, TOKEN, Correction("sequence", 1.1, "seq_mean_k1", (0.8, 1.2))])
+def test_parts_of_a_batch_add_up_to_the_whole(correction, monkeypatch):
+    batch = sides(seed=3, rows=9)
+    whole = rc.metrics(rc.moments(*batch, correction), correction)
+    parts = [rc.moments(*(t[rows] for t in batch), correction) for rows in (slice(0, 1), slice(1, 4), slice(4, 9))]
+    assert rc.metrics(rc.merged([*parts, None]), correction) == pytest.approx(whole, rel=1e-12)
+    monkeypatch.setattr(rc, "_ROWS", 2)
+    assert rc.metrics(rc.moments(*batch, correction), correction) == pytest.approx(whole, rel=1e-12)
+    assert rc.metrics(rc.merged([parts[0]]), correction) == {}  # the response without a token
+    assert rc.metrics(rc.merged([parts[1]]), correction) != pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_log_prob_that_is_not_finite_is_reported_and_never_averaged_away(side, value):
+    batch = list(sides())
+    batch[side][1, 2] = value
+    metrics = rc.metrics(rc.merged([rc.moments(*batch), rc.moments(*sides(seed=1))]))
+    assert metrics["recipe/logprob_not_finite"] == 1 and math.isnan(metrics["recipe/logprob_delta_mean"])
+    words = rf"1 of {int(batch[2].sum())} .* in {('vLLM', 'the actor')[side]}; .* token 2 of response 1: "
+    with pytest.raises(rc.LogProbError, match=words):
+        rc.weigh(*batch, TOKEN)
+
+
+def test_weights_by_hand():
+    rollout = torch.tensor([[-2 * LOG2, -LOG2, -LOG2], [-LOG2, -LOG2, 9.0]])
+    actor = torch.tensor([[-LOG2, -2 * LOG2, -LOG2], [-0.5 * LOG2, -0.25 * LOG2, 7.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    a, b, c = 2**0.5, 2**0.75, 2**1.25
+    expected = {
+        ("token", 1.5, None): [[1.5, 0.5, 1.0], [a, 1.5, 0.0]],
+        ("token", 9.0, None): [[2.0, 0.5, 1.0], [a, b, 0.0]],
+        ("sequence", 9.0, None): [[1.0, 1.0, 1.0], [c, c, 0.0]],
+        ("sequence", 2.0, None): [[1.0, 1.0, 1.0], [2.0, 2.0, 0.0]],
+        (None, 2.0, "seq_sum_k1"): [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]],  # 2.38 is outside 0.5 to 2
+        (None, 2.0, "seq_mean_k1"): [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]],  # 2.38 ** (1 / 2) is inside
+        ("token", 9.0, "seq_sum_k1"): [[2.0, 0.5, 1.0], [0.0, 0.0, 0.0]],
+    }
+    for (level, cap, reject), rows in expected.items():
+        found = rc.weigh(rollout, actor, mask, Correction(level, cap, reject, (0.5, 2.0)))
+        torch.testing.assert_close(found.weights, torch.tensor(rows), rtol=1e-6, atol=0)
+        assert found.accepted.tolist() == [True, any(rows[1])]
+
+
+def test_ratios_are_bounded_before_they_overflow():
+    rollout, actor, ones = torch.tensor([[-900.0, -1.0]]), torch.tensor([[-1.0, -900.0]]), torch.ones(1, 2)
+    ratios = rc.weigh(rollout, actor, ones, Correction("token", 1e30, None, None)).weights
+    torch.testing.assert_close(ratios, torch.tensor([[20.0, -20.0]]).exp())
+    rollout, actor = torch.tensor([[-30.0, -0.1]]), torch.tensor([[-0.1, -20.0]])  # k1: -20, not -29.9, and 19.9
+    assert rc.weigh(rollout, actor, ones, Correction(None, 2.0, "seq_sum_k1", (0.8, 1.2))).accepted.tolist() == [True]
+
+
+def test_weights_of_bf16_sides_are_fp32():
+    rollout, actor = (torch.tensor([[value]], dtype=torch.bfloat16) for value in (-1.0, -1.0078125))
+    weights = rc.weigh(rollout, actor, torch.ones(1, 1), TOKEN).weights
+    assert weights.dtype is torch.float32 and weights.item() == pytest.approx(math.exp(-0.0078125), rel=1e-6)
+
+
+@pytest.mark.parametrize("bounds", [(0.5, 1.1), (0.9, 3.0)])
+@pytest.mark.parametrize("reject", ["seq_sum_k1", "seq_mean_k1"])
+def test_a_sequence_is_rejected_by_verls_k1(reject, bounds):
+    """verl: log(low) <= sum or mean of -clamp(log pi_actor - log pi_rollout, -20, 20) <= log(high)."""
+    rollout, actor, mask = sides(seed=2, rows=40, far=0.4, dtype=torch.float64)
+    rollout[2, 0], actor[2, 0] = -30.0, 0.0
+    found = rc.weigh(rollout, actor, mask, Correction(None, 2.0, reject, bounds)).accepted
+    low, high = np.log(bounds)
+    kept, other_way = [], []
+    for x, y, valid in zip(rollout.numpy(), actor.numpy(), mask.numpy(), strict=True):
+        k1 = -np.clip(y[valid] - x[valid], -20, 20)
+        statistic = k1.sum() / (max(len(k1), 1) if reject == "seq_mean_k1" else 1)
+        kept.append(low <= statistic <= high)
+        other_way.append(low <= -statistic <= high)
+    assert found.tolist() == kept != other_way
+    assert set(kept) == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("level", "ratios", "high"), [("token", [2.0, 0.5, 1.0, 0.25], 1 / 4), ("sequence", [2.0, 2.0, 0.25, 0.25], 1 / 2)]
+)
+def test_weight_metrics_are_verls(level, ratios, high):
+    """Mean, max and min before the cap; std and ESS of ratios held between 1 / cap and cap."""
+    rollout = torch.tensor([[-LOG2, -LOG2], [-LOG2, -LOG2]])
+    actor = torch.tensor([[0.0, -2 * LOG2], [-LOG2, -3 * LOG2]])  # ratios 2, 1/2 and 1, 1/4
+    if level == "sequence":
+        actor[0, 1] = -LOG2
+    correction = Correction(level, 1.5, "seq_sum_k1", (0.4, 2.0))  # pi_rollout / pi_actor of the second is 4
+    found = rc.metrics(rc.moments(rollout, actor, torch.ones(2, 2), correction), correction)
+    held = np.clip(ratios, 1 / 1.5, 1.5)
+    expected = {
+        "rollout_is_mean": np.mean(ratios),
+        "rollout_is_std": held.std(),
+        "rollout_is_max": 2.0,
+        "rollout_is_min": 0.25,
+        "rollout_is_eff_sample_size": 1 / np.mean((held / held.mean()) ** 2),
+        "rollout_is_ratio_fraction_high": high,
+        "rollout_rs_masked_fraction": 0.5,
+        "rollout_rs_seq_masked_fraction": 0.5,
+    }
+    assert {name: found[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("text", "bounds"), [("0.5_2.0", (0.5, 2.0)), ("4.0", (0.25, 4.0)), ("0.9_0.99", (0.9, 0.99))])
+def test_bounds_of_a_ratio(text, bounds):
+    section = SimpleNamespace(rollout_is=None, rollout_is_threshold=2.0, rollout_rs="seq_sum_k1")
+    section.rollout_rs_threshold = text
+    assert correction_of(section) == Correction(None, 2.0, "seq_sum_k1", bounds)
+
+
+def test_a_weight_of_the_advantage_is_a_weight_of_ppos_loss():
+    """verl's own loss token by token, clipped and at its lower bound: loss and gradient are w times as large."""
+    from verl.trainer.ppo.core_algos import compute_policy_loss
+
+    draw = {"generator": torch.Generator().manual_seed(5), "dtype": torch.float64}
+    old, weights = -torch.rand(400, 1, **draw), 3 * torch.rand(400, 1, **draw)
+    advantages, ratios = torch.randn(400, 1, **draw), torch.exp(1.5 * torch.randn(400, 1, **draw))
+    weights[::7] = 0.0
+
+    def run(advantage):
+        new = (old + ratios.log()).requires_grad_()
+        outputs = [
+            compute_policy_loss(*row, torch.ones(1, 1), 0.2, clip_ratio_c=3.0)
+            for row in zip(old.split(1), new.split(1), advantage.split(1), strict=True)
+        ]
+        losses = torch.stack([loss for loss, *_ in outputs])
+        losses.sum().backward()
+        return losses.detach(), new.grad, {(float(high), float(low)) for _, high, _, low in outputs}
+
+    (plain, plain_grad, branches), (weighed, weighed_grad, _) = run(advantages), run(weights * advantages)
+    assert branches == {(0, 0), (1, 0), (0, 1)}  # as it is, clipped, at the lower bound
+    torch.testing.assert_close(weighed, weights[:, 0] * plain, rtol=1e-14, atol=1e-300)
+    torch.testing.assert_close(weighed_grad, weights * plain_grad, rtol=1e-14, atol=1e-300)
+    assert not torch.allclose(weighed, plain)

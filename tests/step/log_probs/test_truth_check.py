@@ -1,0 +1,49 @@
+"""Which log-probs are compared, and when the comparison stops a run."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from verl_patches.step.log_probs import rollout_correction, truth_check
+
+
+def test_delta_is_of_valid_tokens_only():
+    """The values of other batches: tests/step/log_probs/test_rollout_correction.py."""
+    tensors = {
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0, -9.0]]),
+        "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0]]),
+        "response_mask": torch.tensor([[1, 1, 0]]),
+    }
+    compute = rollout_correction.add_to_metrics(lambda batch: {"of verl": 1.0})
+    metrics = compute(SimpleNamespace(batch=tensors))
+    delta = truth_check.logprob_delta(metrics)
+    assert metrics["of verl"] == 1.0 and (delta["mean"], delta["max"], delta["kl"]) == (0.25, 0.5, 0.25)
+    assert set(delta) == {"mean", "max", "std", "pearson", "kl", "k3_kl"}
+    del tensors["rollout_log_probs"]
+    assert compute(SimpleNamespace(batch=tensors)) == {"of verl": 1.0} and truth_check.logprob_delta({}) is None
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(("delta", "words"), [
+    (None, "gave no log-probs"),
+    ({"mean": NAN, "max": NAN}, "step 2"),
+    ({"mean": NAN, "max": NAN, "not_finite": 3.0}, "step 2: 3 sampled tokens have no finite log-prob"),
+    ({"mean": 0.5, "max": 1.0}, r"step 2: .* differ .* by 0\.5 .* at most 1e-05.*action=report"),
+])  # fmt: skip
+def test_the_check_stops_above_the_limit_with_a_remedy(delta, words):
+    truth_check.check(2, {"mean": 9e-6, "max": 1.0}, 1e-5)
+    with pytest.raises(truth_check.WeightSyncError, match=words):
+        truth_check.check(2, delta, 1e-5)
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k", "comparable"), [
+    (1.0, 1, -1, True), (1.0, 1.0, 0, True), (0.9, 1, -1, False), (1.0, 0.9, -1, False), (1.0, 1, 50, False),
+])  # fmt: skip
+def test_only_unchanged_distributions_are_compared(temperature, top_p, top_k, comparable):
+    rollout = SimpleNamespace(temperature=temperature, top_p=top_p, top_k=top_k)
+    assert truth_check.comparable(rollout) is comparable
+    assert (truth_check.why_not(rollout, replayed=False) is None) is comparable
+    assert truth_check.why_not(rollout, replayed=False, sampled=True) is None

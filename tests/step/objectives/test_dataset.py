@@ -1,0 +1,111 @@
+"""Fixed data as a dataset of verl: token ids of responses, truncation, rows that are refused by file and row."""
+
+import pyarrow as pa
+import pytest
+import torch
+from omegaconf import OmegaConf
+from pyarrow import parquet
+
+from verl_patches.errors import ConfigError
+from verl_patches.model.tiny import _make_tokenizer, tiny_config
+from verl_patches.step.objectives import dataset
+
+PROMPT = [{"role": "user", "content": "a b"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return _make_tokenizer(tiny_config())
+
+
+@pytest.fixture
+def make(tmp_path, tokenizer):
+    """make(class, rows, **data) -> the dataset of these rows, {column: values} in one file."""
+
+    def build(name, columns, **data):
+        columns = {"prompt": [PROMPT] * len([*columns.values()][-1]), **columns}
+        table = pa.table({name: values for name, values in columns.items() if values is not None})
+        parquet.write_table(table, tmp_path / "d.parquet")
+        config = {"max_prompt_length": 32, "max_response_length": 8, "truncation": "error", "cache_dir": str(tmp_path)}
+        config |= {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": 1, **data}
+        return getattr(dataset, name)(str(tmp_path / "d.parquet"), tokenizer, OmegaConf.create(config))
+
+    return build
+
+
+def test_responses_are_text_and_the_end_token(make, tokenizer):
+    rows = make("PairData", {"chosen": ["xyz", "q"], "rejected": ["1 2", "w"], "data_source": ["s", "s"]})
+    row = rows[0]
+    texts = [tokenizer.decode(ids) for ids in row["tools_kwargs"]["responses"]]
+    assert texts == [text + tokenizer.eos_token for text in ("xyz", "1 2")]
+    assert row["data_source"] == "s" and not {"chosen", "rejected", "prompt"} & row.keys()
+    whole = tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True)
+    assert row["input_ids"][row["attention_mask"].bool()].tolist() == whole == row["raw_prompt_ids"]
+    scored = make("RewardData", {"chosen": ["xyz"], "rejected": ["1 2"]})[0]["tools_kwargs"]["responses"]
+    assert scored == [[*ids, tokenizer.eos_token_id] for ids in row["tools_kwargs"]["responses"]]
+    found = make("KtoData", {"response": ["xy"], "label": [True]})[0]["tools_kwargs"]
+    assert found["label"] is True and len(found["responses"]) == 1
+
+
+@pytest.mark.parametrize("truncation", ["left", "right"])
+def test_raw_text_begins_with_its_first_token(make, tokenizer, truncation):
+    """Continued pre-training; a column that names the objective's own ones is not needed."""
+    text = "abcdefghijkl"
+    row = make("SftData", {"prompt": None, "text": [text, "z"]}, truncation=truncation)[0]
+    ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    kept = ids[-9:] if truncation == "left" else ids[:9]
+    assert len(ids) > 9
+    assert row["input_ids"][-1] == kept[0] and int(row["attention_mask"].sum()) == 1
+    assert row["tools_kwargs"]["responses"] == [kept[1:]]
+
+
+@pytest.mark.parametrize("truncation", ["left", "right"])
+def test_a_long_response_is_cut_on_the_side_of_the_key(make, tokenizer, truncation):
+    (ids,) = make("SftData", {"response": ["abcdefghijkl"]}, truncation=truncation)[0]["tools_kwargs"]["responses"]
+    whole = [*tokenizer.encode("abcdefghijkl", add_special_tokens=False), tokenizer.eos_token_id]
+    assert ids == (whole[-8:] if truncation == "left" else whole[:8]) and len(whole) > 8
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("right", {2: 1.0, 5: 0.0}), ("left", {1: 0.0, 7: 0.5})])
+def test_marks_of_steps_move_with_the_cut(make, tokenizer, truncation, kept):
+    """A mark is behind a step's last token: verl's value of a token is that of what comes before it."""
+    steps, labels = [["12", "345", "678901"]], [[1.0, 0.0, 0.5]]  # digits are tokens of their own
+    found = make("StepData", {"steps": steps, "labels": labels}, truncation=truncation)[0]["tools_kwargs"]
+    assert found["marks"] == kept
+    assert len(found["responses"][0]) == 8
+
+
+MISSING = "row 1: {} is None; expected {}"
+
+
+@pytest.mark.parametrize(("name", "columns", "words"), [
+    ("PairData", {"chosen": ["x"]}, "d.parquet: dpo needs the columns prompt, chosen, rejected; found prompt, chosen"),
+    ("SftData", {"answer": ["x"]}, "sft needs the columns prompt, response or text; found prompt, answer"),
+    ("SftData", {"response": ["x", None]}, MISSING.format("response", "text, not empty")),
+    ("SftData", {"response": ["x", ""]}, "row 1: response is ''; expected text, not empty"),
+    ("KtoData", {"response": ["x", "y"], "label": [1, 0]}, "row 0: label is 1; expected true or false"),
+    ("KtoData", {"response": ["x", "y"], "label": [True, None]}, MISSING.format("label", "true or false")),
+    ("StepData", {"steps": [["x"]], "labels": [[2.0]]}, r"row 0: labels is \[2.0\]; expected a list of true or false"),
+    ("StepData", {"steps": [["x", "y"]], "labels": [[1.0]]}, "row 0: found 2 steps and 1 labels; expected a label"),
+    ("SftData", {"response": ["x", "abcdefghijkl"]}, "row 1: a response has 1[0-9] tokens .*max_response_length, 8"),
+])  # fmt: skip
+def test_a_wrong_row_is_refused_by_file_and_row(make, name, columns, words):
+    with pytest.raises(ConfigError, match=words):
+        make(name, columns)
+
+
+def test_another_truncation_is_refused(make):
+    with pytest.raises(ConfigError, match="data.truncation is middle; expected error or left or right"):
+        make("SftData", {"response": ["x"]}, truncation="middle")
+
+
+def test_a_resumed_dataset_reads_its_files_again(make):
+    rows = make("SftData", {"response": ["x", "y"]})
+    state = rows.__getstate__()
+    assert "dataframe" not in state
+    copy = object.__new__(dataset.SftData)
+    copy.__dict__.update(state)
+    copy.resume_dataset_state()
+    assert copy[1]["tools_kwargs"] == rows[1]["tools_kwargs"] and torch.equal(
+        copy[1]["input_ids"], rows[1]["input_ids"]
+    )

@@ -1,0 +1,387 @@
+"""`data build`: the same bytes whatever the workers are, what is left out and why, and never half an output."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tests.conftest import ROOT
+from tests.ranks import HANG_S
+from tests.tools.data.cases import RECORDS, contents, make, read, write_lines
+from verl_patches.__main__ import app
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.tools.data import build as module
+from verl_patches.tools.data.output import whole_folder
+from verl_patches.tools.data.settings import read_settings
+
+SAMPLE = ROOT / "data" / "deepscaler_sample.json"
+MATHS = [RECORDS["maths"](n) for n in range(40)]
+
+
+def questions(folder):
+    return [[row["prompt"][-1]["content"] for row in read(folder, name)] for name in ("train", "test")]
+
+
+def test_the_sample_is_what_it_was(tmp_path):
+    """All problems once, with the instruction and their number in the file; the order is pinned."""
+    code, report = build_preset("sample", tmp_path / "out", input=SAMPLE)
+    assert (code, report["read"], report["train"], report["test"]) == (0, 312, 281, 31)
+    rows = read(tmp_path / "out") + read(tmp_path / "out", "test")
+    by_problem = {row["problem"]: row["answer"] for row in json.loads(SAMPLE.read_text())}
+    problems = [row["problem"] for row in json.loads(SAMPLE.read_text())]
+    for row in rows:
+        problem, _, rest = row["prompt"][0]["content"].partition(" Let's think step by step")
+        assert rest.endswith("\\boxed{}.") and row["data_source"] == "deepscaler"
+        assert row["reward_model"] == {"style": "rule", "ground_truth": by_problem.pop(problem)}
+        assert problem == problems[int(row["extra_info"]["origin"].removeprefix(f"{SAMPLE.name}:")) - 1]
+    assert not by_problem
+    order = list(range(312))
+    random.Random(0).shuffle(order)
+    assert [row["prompt"][0]["content"].partition(" Let's")[0] for row in rows[:3]] == [
+        problems[n] for n in order[31:34]
+    ]
+
+
+def build_preset(name, out, **keys):
+    given = [f"{key}={json.dumps(str(value))}" for key, value in keys.items()]
+    return module.build(read_settings(ROOT / "data" / f"{name}.yaml", given, out), False)
+
+
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(
+        st.integers(0, 30) | st.sampled_from([None, {"problem": 1}, {"problem": "\ud800", "answer": "1"}]), min_size=8
+    ),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([2, 3]),
+)
+def test_bytes_do_not_depend_on_the_workers(tmp_path_factory, numbers, seed, workers):
+    folder = tmp_path_factory.mktemp("workers")
+    records = [RECORDS["maths"](n) if isinstance(n, int) else n for n in [*range(31, 35), *numbers]] * 20
+    keys = {"seed": seed, "refuse_above": {"bad": 1}, "dataset_additional_keys": ["solution2"]}
+    records = [{**record, "solution2": ["x", 1]} if record else record for record in records]
+    made = []
+    for number, count in enumerate((1, workers)):
+        code, report = make(folder, records, out=f"out{number}", workers=count, log_interval=count, **keys)
+        made.append((code, {**report, "files": 0}, contents(folder / f"out{number}")))
+    assert made[0] == made[1] and made[0][0] == 0
+    assert make(folder, records, out="other", **{**keys, "seed": seed ^ 1})[0] == 0
+    if len({n for n in numbers if isinstance(n, int)}) > 6:  # the control: another seed is another order
+        assert contents(folder / "other")["train.parquet"] != made[0][2]["train.parquet"]
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.integers(0, 12), min_size=4), st.floats(0.01, 0.99) | st.integers(1, 6), st.booleans(), st.booleans()
+)
+def test_each_problem_is_on_one_side_once(tmp_path_factory, numbers, test_size, dedupe, shuffle):
+    folder, numbers = tmp_path_factory.mktemp("split"), [*range(13, 20), *numbers]
+    keys = {"test_size": test_size, "dedupe": dedupe, "shuffle": shuffle}
+    kept = list(dict.fromkeys(numbers)) if dedupe else numbers
+    least = test_size if isinstance(test_size, int) else max(1, round(test_size * len(kept)))
+    try:
+        _, report = make(folder, [RECORDS["maths"](n) for n in numbers], **keys)
+    except ConfigError as error:
+        assert "leave none to train on" in str(error) and (least >= len(kept) or not dedupe)
+        return
+    assert least < len(kept)
+    train, test = questions(folder / "out")
+    expected = [RECORDS["maths"](n)["problem"] for n in kept]
+    assert sorted(train + test) == sorted(expected) and len(test) == report["test"] >= least
+    assert not dedupe or len(test) == least
+    assert report["repeated"]["rows"] == len(numbers) - len(kept)
+    assert not {*train} & {*test}
+    assert shuffle or test[:least] == expected[:least]
+    assert [row["extra_info"]["index"] for row in read(folder / "out")] == list(range(len(train)))
+
+
+def test_a_repeated_problem_is_one_whatever_its_blanks_and_answers_of_one_prompt_are_two(tmp_path):
+    spaced = {**MATHS[3], "problem": MATHS[3]["problem"].replace(" ", " \n"), "answer": "other"}
+    _, report = make(tmp_path, [*MATHS, spaced])
+    assert report["repeated"]["rows"] == 1
+    assert [*report["repeated"]["shown"].values()] == [{"rows": 1, "places": ["rows.jsonl:41"]}]
+    rows = [{"prompt": "Say it.", "response": f"{n}"} for n in range(5)] + [{"prompt": "Go.", "response": "0"}]
+    assert make(tmp_path, [*rows, rows[0]], "instruction", out="sft")[1]["repeated"]["rows"] == 1
+
+
+def test_rows_of_one_prompt_are_on_one_side(tmp_path):
+    """Responses to a prompt of test.parquet are no training data; raw text has no prompts."""
+    rows = [{"prompt": f"Say {n // 4}.", "response": f"{n}"} for n in range(400)]
+    _, report = make(tmp_path, rows, "instruction", test_size=5)
+    train, test = questions(tmp_path / "out")
+    assert not {*train} & {*test} and len(train) + len(test) == 400
+    assert report["test"] == len(test) == 4 * len({*test}) >= 5
+    _, report = make(tmp_path, [RECORDS["text"](n) for n in range(40)], "text", test_size=5, out="text")
+    assert report["test"] == 5
+    with pytest.raises(ConfigError, match="test_size is 0.1: 400 of 400 rows leave none to train on"):
+        make(tmp_path, [{**row, "prompt": "p"} for row in rows], "instruction", out="one")
+
+
+@pytest.mark.parametrize("handler", ["maths", "gsm8k"])
+def test_sentences_as_gold_answers_are_kept_counted_shown_and_refused_above_a_tenth(tmp_path, handler):
+    rows, sign = [RECORDS[handler](n) for n in range(40)], "#### " if handler == "gsm8k" else ""
+    short = {"question": "Who?", "answer": rf"{sign}\text{{Ann}} and \frac{{1}}{{2}} + \sqrt{{xyz}} cm"}
+    wordy = [{"question": f"{n}?", "answer": f"{sign}Because he sold {n} apples to Ann"} for n in range(5)]
+    code, report = make(tmp_path, [*rows, short, *wordy[:4]], handler)
+    (found,) = report["sentences"]["shown"].values()
+    assert (code, report["sentences"]["rows"], report["train"] + report["test"]) == (0, 4, 45)
+    assert found == {"rows": 4, "places": ["rows.jsonl:42", "rows.jsonl:43", "rows.jsonl:44"]}
+    code, report = make(tmp_path, [*rows, *wordy], handler, out="b")
+    assert (code, report["refused"]) == (1, ["sentences"])
+    assert make(tmp_path, [*rows, *wordy], handler, out="b", refuse_above={"sentences": 0.2})[0] == 0
+    with pytest.raises(ConfigError, match=r"1 of 2 rows are left \(1 repeated\); expected 2"):  # sentences stay
+        make(tmp_path, [wordy[0]] * 2, handler, out="c", refuse_above={"sentences": 1})
+
+
+def test_bad_rows_are_counted_shown_and_refused_above_the_threshold(tmp_path):
+    bad = [
+        {"problem": "q"},
+        [1],
+        {"problem": "q", "answer": True},
+        *({"question": "", "answer": "1"} for _ in range(30)),
+        *({"problem": "q", "answer": "9" * (600 + n)} for n in range(30)),
+    ]
+    code, report = make(tmp_path, [*MATHS, *bad])
+    assert code == 1 and report["refused"] == ["bad"] and report["bad"]["rows"] == 63
+    assert len(report["bad"]["shown"]) == module.SHOWN and not (tmp_path / "out").exists()
+    first, second, third, empty = list(report["bad"]["shown"].items())[:4]
+    assert first[0] == "expected response in answer, found problem; map_keys={response: COLUMN} names another"
+    assert first[1] == {"rows": 1, "places": ["rows.jsonl:41"]}
+    assert (second[0], third[0]) == ("expected an object, found list", "expected the answer to be text, found True")
+    assert empty[1] == {"rows": 30, "places": ["rows.jsonl:44", "rows.jsonl:45", "rows.jsonl:46"]}
+    share = 63 / 103
+    assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share - 0.001})[0] == 1
+    assert make(tmp_path, [*MATHS, *bad], refuse_above={"bad": share + 0.001})[0] == 0
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["report"]["bad"]["rows"] == 63
+    twice = [*MATHS, *MATHS]
+    assert make(tmp_path, twice, refuse_above={"repeated": 0.49}, out="b")[1]["refused"] == ["repeated"]
+    assert make(tmp_path, twice, refuse_above={"repeated": 0.5}, out="b")[0] == 0
+
+
+def test_half_a_surrogate_pair_as_a_key_is_a_bad_row(tmp_path):
+    """Its sentence names the key, which is no text of UTF-8."""
+    code, report = make(tmp_path, [*MATHS, {"\ud83dx": 1}], refuse_above={"bad": 1})
+    assert (code, report["bad"]["rows"], report["train"]) == (0, 1, 36)
+    assert r"found \ud83dx" in next(iter(report["bad"]["shown"]))
+
+
+def test_the_manifest_has_the_hashes_of_inputs_and_files(tmp_path):
+    make(tmp_path, MATHS, workers=1, seed=3)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    for facts, folder in ((manifest["inputs"][0], tmp_path), *((one, tmp_path / "out") for one in manifest["files"])):
+        content = (folder / facts["name"]).read_bytes()
+        assert facts == {"name": facts["name"], "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert manifest["settings"]["seed"] == 3 and "workers" not in manifest["settings"]
+
+
+ROWS = st.lists(
+    st.integers() | st.dictionaries(st.sampled_from(["problem", "answer"]), st.text(max_size=9) | st.integers())
+)
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(ROWS.map(json.dumps).map(str.encode) | st.binary(max_size=60), st.sampled_from(["json", "jsonl", "parquet"]))
+def test_any_file_ends_with_a_code_or_a_sentence(tmp_path_factory, content, ending):
+    folder = tmp_path_factory.mktemp("any")
+    source = folder / f"rows.{ending}"
+    source.write_bytes(content)
+    try:
+        code = make(folder, source)[0]
+    except ConfigError:
+        code = 2
+    assert (folder / "out").exists() is (code == 0) and not (folder / ".out.partial").exists()
+
+
+# ---- the folder
+
+
+def test_an_output_is_replaced_only_with_overwrite_and_never_other_files(tmp_path):
+    make(tmp_path, MATHS)
+    before = contents(tmp_path / "out")
+    with pytest.raises(ConfigError, match="exists already: give --overwrite"):
+        make(tmp_path, MATHS[:20])
+    assert contents(tmp_path / "out") == before
+    make(tmp_path, MATHS[:20], overwrite=True)
+    assert len(read(tmp_path / "out")) == 18
+    (tmp_path / "out" / "mine.txt").write_text("x")
+    with pytest.raises(ConfigError, match="holds other files, such as 'mine.txt'"):
+        make(tmp_path, MATHS, overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
+
+
+@pytest.mark.parametrize("name", ["", "..", "file", "link"])
+def test_tricks_with_the_outputs_name_are_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_lines(tmp_path / "rows.jsonl", MATHS)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="output"), whole_folder(Path(name), overwrite=True) as work:
+        (work / "out" / "train.parquet").write_text("x")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_error_or_a_second_writer_leaves_the_output_alone(tmp_path):
+    target = tmp_path / "out"
+    with pytest.raises(ZeroDivisionError), whole_folder(target, overwrite=False) as work:
+        (work / "out" / "train.parquet").write_text("x")
+        raise ZeroDivisionError
+    with whole_folder(target, overwrite=False), pytest.raises(ConfigError, match="another process writes it"):
+        with whole_folder(target, overwrite=False):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])
+def test_an_end_between_the_two_renames_leaves_the_output_that_was(tmp_path, monkeypatch, error):
+    make(tmp_path, MATHS)
+    before, rename = contents(tmp_path / "out"), Path.rename
+
+    def fails(path, target):
+        if path == tmp_path / ".out.partial" / "scratch" / "out":
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(ConfigError if isinstance(error, OSError) else type(error)):
+        make(tmp_path, MATHS[:20], overwrite=True)
+    assert contents(tmp_path / "out") == before and not (tmp_path / ".out.partial").exists()
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_kill_at_any_moment_leaves_nothing_under_the_final_name(tmp_path, workers):
+    """SIGKILL after different times; then a second call writes all, and no process or file of the first is left."""
+    source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(6000)])
+    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": workers}
+    (tmp_path / "build.yaml").write_text(json.dumps(keys))
+    command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml"), "--json"]
+    kills = 0
+    for share in (0.0, 0.3, 0.6, 0.9):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        scratch = tmp_path / ".out.partial" / "scratch"
+        while process.poll() is None and bytes_below(scratch) <= share * 6_000_000:
+            time.sleep(0.005)
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not psutil.wait_procs(children, timeout=HANG_S)[1]
+        if (tmp_path / "out").exists():  # it was quicker: then the output is whole
+            assert len(read(tmp_path / "out")) == 5400
+            break
+        kills += 1
+    assert kills >= 1
+    done = subprocess.run([*command, "--overwrite"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(read(tmp_path / "out")) == 5400
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl", "build.yaml"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_signal_while_workers_start_or_work_ends_all_with_a_sentence(tmp_path, number):
+    """The signal goes to the group of the command, as of a terminal or `timeout`."""
+    source = write_lines(tmp_path / "rows.jsonl", [RECORDS["maths"](n) for n in range(60_000)])
+    keys = {"input": str(source), "handler_name": "maths", "output_prefix": str(tmp_path / "out"), "workers": 2}
+    (tmp_path / "build.yaml").write_text(json.dumps(keys))
+    command = [sys.executable, "-m", "verl_patches", "data", "build", str(tmp_path / "build.yaml")]
+    for lines in (0, 1, 5):  # of progress
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stderr=log, start_new_session=True)
+        children = []
+        while process.poll() is None and (not children or (tmp_path / "log").read_text().count("Making") < lines):
+            children = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.001)
+        os.killpg(process.pid, number)
+        assert process.wait(HANG_S) == 128 + number
+        text = (tmp_path / "log").read_text()
+        assert "verl_patches: interrupted by" in text and "Traceback" not in text and "Exception ignored" not in text
+        assert not psutil.wait_procs(children, timeout=HANG_S)[1]
+        assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "build.yaml", "log"}
+
+
+def bytes_below(folder):
+    """Of files that come and go."""
+    sizes = []
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(os.path.getsize(os.path.join(path, name)))
+    return sum(sizes)
+
+
+def test_nothing_is_written_but_the_output(tmp_path):
+    """Neither at home nor where the command runs; the input is a saved HF dataset, whose library has caches."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    datasets.Dataset.from_list(MATHS).save_to_disk(str(tmp_path / "saved"))
+    before = contents(tmp_path / "saved")
+    command = [sys.executable, "-m", "verl_patches", "data", "build", str(ROOT / "data" / "sample.yaml"), "workers=2"]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT), "TMPDIR": str(here)}
+    words = [f"input={tmp_path}/saved", "-o", str(tmp_path / "out")]
+    done = subprocess.run([*command, *words], cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [*home.rglob("*"), *here.rglob("*")] == [] and contents(tmp_path / "saved") == before
+    words = ["input=nobody/nothing", "-o", str(tmp_path / "hub")]  # the hub's libraries keep modules and downloads
+    environment["HF_HUB_OFFLINE"] = "1"
+    done = subprocess.run([*command, *words], cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "nobody/nothing" in done.stderr
+    assert [*home.rglob("*"), *here.rglob("*")] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "here", "saved", "out"}
+
+
+def test_a_killed_worker_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "make_rows", _die)
+    with pytest.raises(RecipeError, match="a worker of data build was killed"):
+        make(tmp_path, MATHS, workers=2)
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
+
+
+def _die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- the command line
+
+
+def run(*arguments):
+    done = CliRunner().invoke(app, ["data", "build", *map(str, arguments)])
+    return done.exit_code, done
+
+
+def test_the_command_line(tmp_path):
+    yaml = tmp_path / "build.yaml"
+    write_lines(tmp_path / "rows.jsonl", MATHS)
+    yaml.write_text(f"input: {tmp_path}/rows.jsonl\nhandler_name: maths\noutput_prefix: {tmp_path}/unused\n")
+    code, done = run(yaml, "test_size=4", "-o", tmp_path / "out", "--json")
+    report = json.loads(done.stdout)
+    assert (code, report["exit"], report["train"], report["test"]) == (0, 0, 36, 4)
+    assert not (tmp_path / "unused").exists()
+    write_lines(tmp_path / "rows.jsonl", [*MATHS, {}])
+    code, done = run(yaml, "-o", tmp_path / "bad")
+    assert code == 1 and "nothing written: too many rows are bad" in done.stderr and "rows.jsonl:41" in done.stderr
+    code, done = run(yaml, "-o", tmp_path / "bad", "--json")
+    assert code == 1 and json.loads(done.stdout)["bad"]["rows"] == 1
+    code, done = run(yaml, "-o", tmp_path / "bad", "refuse_above={bad: 0.5}")
+    assert (
+        code == 0
+        and "bad: 1 rows, as rows.jsonl:41: expected" in done.stderr
+        and "36 train rows, 4 test rows" in done.stdout
+    )
+    code, done = run(yaml, "-o", tmp_path / "bad")
+    assert isinstance(done.exception, ConfigError)  # which the program ends with 2

@@ -1,0 +1,332 @@
+"""Data of recorded rollouts: what is chosen, in which order, from which recording; and that runs take it.
+
+tests/loop/test_smoke.py makes it of a real run.
+"""
+
+import json
+import shutil
+import uuid
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from tests.runs import composed
+from verl_patches.__main__ import app
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.run.environment import COMPOSED, FACTS
+from verl_patches.run.files import data_checks
+from verl_patches.run.resolve import changed
+from verl_patches.spec import read_run
+from verl_patches.step.objectives import dataset
+from verl_patches.step.replay.recording import save_scores, save_step
+from verl_patches.tools.data.from_rollouts import Choice, chosen, from_rollouts
+from verl_patches.weights.run_folders import take_start
+
+PROMPTS = ["one two", "three", "four", "never sampled"]
+P_WIDTH, R_WIDTH = 40, 12
+# step -> (prompt, response, score, whether it ends with the end token) of each row, as they were sampled
+STEPS = {
+    1: [
+        (0, "good", 1.0, True), (0, "bad", 0.1, True), (0, "fair", 0.7, False), (0, "good", 1.0, True),
+        (1, "same", 0.7, True), (1, "other", 0.7, True), (1, "", 0.7, True), (1, "last", 0.7, False),
+    ],
+    2: [
+        (2, "x", 0.2, True), (2, "y", 0.9, True), (2, "z", 0.9, True), (2, "w", 0.3, True),
+        (0, "good", 1.0, True), (0, "low", 0.0, True), (0, "mid", 0.5, True), (0, "mid", 0.5, True),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def run(tmp_path, tiny_model, tokenizer):
+    """The folder of a run with these steps; the rows of their scores are in another order, as verl balances them."""
+    rows = [
+        {
+            "data_source": "made",
+            "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": text}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(number)},
+        }
+        for number, text in enumerate(PROMPTS)
+    ]
+    file = tmp_path / "train.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), file)
+    folder = tmp_path / "run" / take_start([tmp_path / "run"], None, None)
+    settings = {
+        "data.train_files": [str(file)],
+        "data.max_prompt_length": P_WIDTH,
+        "data.max_response_length": R_WIDTH,
+        "actor_rollout_ref.model.path": str(tiny_model),
+    }
+    save(folder, composed("deepseekv3_tiny_cpu", [f"{key}={value}" for key, value in settings.items()]))
+    for step, sampled in STEPS.items():
+        record(folder, step, sampled, rows, tokenizer)
+    return folder
+
+
+def save(folder, spec):
+    """Write the configuration and the facts of a run, as the launcher does."""
+    OmegaConf.save(spec.verl, folder / COMPOSED)
+    (folder / FACTS).write_text(spec.text())
+
+
+def spec_of(folder):
+    return read_run((folder / FACTS).read_text(), OmegaConf.load(folder / COMPOSED))
+
+
+def record(folder, step, sampled, rows, tokenizer, prompt=None):
+    count, end, pad = len(sampled), tokenizer.eos_token_id, tokenizer.pad_token_id
+    prompts, responses = torch.full((count, P_WIDTH), pad), torch.full((count, R_WIDTH), pad)
+    mask = torch.zeros(count, P_WIDTH + R_WIDTH, dtype=torch.int64)
+    for row, (number, text, _, finished) in enumerate(sampled):
+        ids = prompt or tokenizer.apply_chat_template(rows[number]["prompt"], add_generation_prompt=True)[-P_WIDTH:]
+        own = tokenizer.encode(text, add_special_tokens=False) + [end] * finished
+        assert len(own) <= R_WIDTH
+        prompts[row, P_WIDTH - len(ids) :], responses[row, : len(own)] = torch.tensor(ids), torch.tensor(own)
+        mask[row, P_WIDTH - len(ids) : P_WIDTH + len(own)] = 1
+    tensors = {"prompts": prompts, "responses": responses, "attention_mask": mask}
+    save_step(folder / "rollouts", step, tensors)
+    uids = [str(uuid.UUID(int=1000 * step + number)) for number, *_ in sampled]
+    order = torch.randperm(count)
+    columns = {"uid": np.array(uids, dtype=object)[order.numpy()], "reward/made": [sampled[row][2] for row in order]}
+    save_scores(folder / "rollouts", step, order, torch.tensor([sampled[row][2] for row in order]), columns)
+
+
+def made(run, tmp_path, name="out", **choice):
+    report = from_rollouts(run, tmp_path / name, Choice(**choice))
+    return parquet.read_table(tmp_path / name / "train.parquet").to_pylist(), report
+
+
+def texts(rows, *columns):
+    return [(row["prompt"][-1]["content"], *(row[name] for name in columns)) for row in rows]
+
+
+def test_scores_are_recorded_in_the_order_of_the_responses(run):
+    from safetensors.torch import load_file
+
+    found = load_file(run / "rollouts" / "scores_2.safetensors")
+    assert found["score"].tolist() == torch.tensor([score for _, _, score, _ in STEPS[2]]).tolist()
+    assert torch.equal(found["score"], found["reward/made"])
+    assert [uuid.UUID(bytes=bytes(uid.tolist())).int for uid in found["uid"]] == [2002] * 4 + [2000] * 4
+
+
+def test_the_best_of_each_prompt(run, tmp_path):
+    """Of equal rewards the first; no row twice; the gold answer and the source are the data's."""
+    rows, report = made(run, tmp_path)
+    assert texts(rows, "response") == [("one two", "good"), ("three", "same"), ("four", "y")]
+    assert rows[0]["prompt"][0] == {"role": "system", "content": "s"} and rows[2]["reward_model"]["ground_truth"] == "2"
+    assert (rows[0]["data_source"], rows[0]["ability"]) == ("made", "math")
+    uid = uuid.UUID(int=2002).hex
+    assert rows[2]["extra_info"]["origin"] == f"run, step 2, uid {uid}, reward 0.9"
+    assert (report["prompts"], report["responses"], report["rows"]) == (4, 16, 3)
+    left_out = {"empty": 1, "not among the best": 9, "repeated": 3}
+    assert report["left_out"] == left_out and sum(left_out.values()) + 3 == 16
+
+
+def test_best_of_n_and_threshold(run, tmp_path):
+    rows, _ = made(run, tmp_path, best=2, threshold=0.7)
+    expected = [
+        ("one two", "good"),
+        ("one two", "fair"),
+        ("three", "same"),
+        ("three", "other"),
+        ("four", "y"),
+        ("four", "z"),
+    ]
+    assert texts(rows, "response") == expected  # 0.7 is 0.69999999 in fp32
+
+
+def test_conditional_sft_tags_the_last_message(run, tmp_path):
+    rows, report = made(run, tmp_path, kind="conditional")
+    assert texts(rows, "response")[:3] == [
+        ("one two <rm_score>: 1.00 ", "good"),
+        ("one two <rm_score>: 0.70 ", "fair"),
+        ("one two <rm_score>: 0.10 ", "bad"),
+    ]
+    assert len(rows) == 12 and all(row["prompt"][0]["content"] == "s" for row in rows)
+    rows, _ = made(run, tmp_path, "t", kind="conditional", threshold=1.0)
+    assert texts(rows, "response") == [("one two <rm_score>: 1.00 ", "good")]
+
+
+def test_pairs_are_the_best_against_the_worst_with_a_margin(run, tmp_path):
+    rows, report = made(run, tmp_path, kind="pairs", margin=0.7)
+    assert texts(rows, "chosen", "rejected") == [
+        ("one two", "good", "bad"),
+        ("four", "y", "x"),  # 0.9 - 0.2
+        ("one two", "good", "low"),
+    ]
+    assert report["left_out"]["prompts within the margin"] == 1  # equal rewards are no pair
+    rows, report = made(run, tmp_path, "m", kind="pairs", margin=0.95, threshold=0.95)
+    assert texts(rows, "chosen", "rejected") == [("one two", "good", "low")]
+    assert report["left_out"]["prompts below the threshold"] == 2
+
+
+REWARDS = st.lists(st.tuples(st.text(min_size=1), st.floats(-10, 10)), min_size=1, unique_by=lambda each: each[0])
+
+
+@given(REWARDS, st.floats(0, 5))
+def test_no_pair_is_within_its_margin_and_none_that_is_beyond_is_left_out(responses, margin):
+    from collections import Counter
+
+    responses = sorted(responses, key=lambda each: -each[1])
+    left_out = Counter()
+    found = list(chosen(responses, Choice("pairs", margin=margin), left_out))
+    widest = responses[0][1] - responses[-1][1]
+    assert len(found) + left_out.total() == 1
+    if found:
+        assert widest > 0 and found[0][1] == widest >= margin - 1e-6
+    else:
+        assert widest <= 0 or widest < margin
+
+
+@pytest.mark.parametrize("kind", ["best", "pairs"])
+def test_equal_recordings_give_equal_bytes(run, tmp_path, kind):
+    made(run, tmp_path, "a", kind=kind)
+    made(run, tmp_path, "b", kind=kind)
+    for name in ("train.parquet", "manifest.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    assert manifest["run"] == {"name": "run", "start": "0001", "steps": [1, 2]} and manifest["settings"]["kind"] == kind
+    assert str(tmp_path) not in json.dumps(manifest)
+
+
+@pytest.mark.parametrize(("kind", "algo", "reader"), [("best", "sft", "SftData"), ("pairs", "dpo", "PairData")])
+def test_a_run_takes_the_output(run, tmp_path, tokenizer, tiny_model, kind, algo, reader):
+    """The check of a run's data before a start, and the dataset of the run itself."""
+    made(run, tmp_path, kind=kind)
+    file = str(tmp_path / "out" / "train.parquet")
+
+    def run_of(algo):
+        overrides = [f"algo={algo}", f"data.train_files=[{file}]", f"data.val_files=[{file}]"]
+        overrides += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+        return composed("deepseekv3_tiny_cpu", [*overrides, f"actor_rollout_ref.model.path={tiny_model}"])
+
+    def faults(algo):
+        return [check.detail for check in data_checks(run_of(algo)) if not check.ok]
+
+    data = run_of(algo).verl.data
+    assert faults(algo) == [] and faults("kto")  # control
+    rows = getattr(dataset, reader)([file], tokenizer, OmegaConf.merge(data, {"cache_dir": str(tmp_path)}))
+    row = rows[0]
+    text = tokenizer.decode(row["tools_kwargs"]["responses"][0], skip_special_tokens=True)
+    assert text == "good" and tokenizer.decode(row["raw_prompt_ids"]).count("one two") == 1
+    with pytest.raises(ConfigError, match=r"needs the columns"):  # control: the other kind of data
+        other = dataset.PairData if reader == "SftData" else dataset.KtoData
+        other([file], tokenizer, OmegaConf.merge(data, {"cache_dir": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("truncation", ["left", "middle", "right"])
+def test_a_prompt_that_was_cut_is_found(run, tmp_path, tokenizer, truncation):
+    """Cut as verl's postprocess_data cuts it (verl/utils/torch_functional.py)."""
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": "b" * 60}], add_generation_prompt=True)
+    cut = {"left": whole[-P_WIDTH:], "right": whole[:P_WIDTH], "middle": whole[: P_WIDTH // 2] + whole[-P_WIDTH // 2 :]}
+    rows = [{"prompt": [{"role": "user", "content": "b" * 60}]}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    for path in (run / "rollouts").iterdir():
+        path.unlink()
+    record(run, 1, [(0, "good", 1.0, True)], rows, tokenizer, cut[truncation])
+    for setting in ("left", "middle", "right"):
+        save(run, changed(spec_of(run), {"data.truncation": setting}))
+        if setting == truncation:
+            assert len(made(run, tmp_path)[0]) == 1
+        else:
+            with pytest.raises(ConfigError, match="1 of 1 recorded prompts are not in the run's data"):
+                made(run, tmp_path, setting)
+
+
+# ---- what is refused
+
+
+def remove(run, name):
+    (run / "rollouts" / name).unlink()
+
+
+def test_a_run_that_recorded_nothing_says_what_to_set_and_its_bytes(run, tmp_path):
+    for path in (run / "rollouts").iterdir():
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"recipe.rollout.record=true, [0-9.]+ MB a step"):
+        made(run, tmp_path)
+    save(run, changed(spec_of(run), {"recipe.objective.name": "sft"}))
+    with pytest.raises(ConfigError, match="trained on fixed data"):
+        made(run, tmp_path)
+    (run / FACTS).unlink()
+    with pytest.raises(ConfigError, match="expected a run, with config.yaml and facts.json; found FileNotFoundError"):
+        made(run, tmp_path)
+
+
+def test_a_run_of_an_earlier_version_is_one_sentence(run, tmp_path):
+    facts = json.loads((run / FACTS).read_text())
+    facts.pop("recipe")
+    (run / FACTS).write_text(json.dumps(facts))
+    with pytest.raises(ConfigError, match="was recorded by an earlier version: use that version, or record") as error:
+        made(run, tmp_path)
+    assert "\n" not in str(error.value) and "validation error" not in str(error.value)
+
+
+def test_steps_without_scores_are_left_out(run, tmp_path):
+    """A recording of an earlier version, or a run that ended between a rollout and its update."""
+    remove(run, "scores_2.safetensors")
+    assert made(run, tmp_path)[1]["steps"] == 1
+    remove(run, "scores_1.safetensors")
+    with pytest.raises(ConfigError, match="recorded no rewards of its 2 steps"):
+        made(run, tmp_path, "b")
+
+
+def test_steps_of_the_starts_that_it_came_from_count_up_to_the_one_gone_on_after(run, tmp_path):
+    """Start 2 goes on after step 1 and ended before its step 2 had scores: that of start 1 is not the run's."""
+    second = run.parent / take_start([run.parent], ("0001", 1), None)
+    save(second, spec_of(run))
+    (second / "rollouts").mkdir()
+    shutil.copy(run / "rollouts/step_2.safetensors", second / "rollouts")
+    done = CliRunner().invoke(app, ["data", "from-rollouts", str(run.parent), "-o", str(tmp_path / "new")])
+    assert done.exit_code == 0, done.output
+    manifest = json.loads((tmp_path / "new" / "manifest.json").read_text())
+    assert manifest["run"] == {"name": "run", "start": "0002", "steps": [1]}
+    shutil.copy(run / "rollouts/scores_2.safetensors", second / "rollouts")
+    assert made(second, tmp_path, "later")[1]["steps"] == 2
+
+
+def test_a_damaged_recording_or_lost_data_is_one_sentence_and_nothing_is_written(run, tmp_path):
+    scores = run / "rollouts" / "scores_1.safetensors"
+    content = scores.read_bytes()
+    for damaged in (content[:-3], content[:20], b"", b"x" * 1000):
+        scores.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=str(scores)):
+            made(run, tmp_path)
+    scores.write_bytes(content)
+    with pytest.raises(RecipeError, match="no row is left of 16 responses"):
+        made(run, tmp_path, threshold=2.0)
+    (tmp_path / "train.parquet").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"train.parquet: expected "):
+        made(run, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "train.parquet"]
+
+
+def test_an_output_that_is_there_is_kept(run, tmp_path):
+    made(run, tmp_path)
+    before = (tmp_path / "out" / "train.parquet").read_bytes()
+    with pytest.raises(ConfigError, match="exists already"):
+        made(run, tmp_path, kind="pairs")
+    assert (tmp_path / "out" / "train.parquet").read_bytes() == before
+    from_rollouts(run, tmp_path / "out", Choice("pairs"), overwrite=True)
+    assert "chosen" in parquet.read_schema(tmp_path / "out" / "train.parquet").names
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "worst"}, {"best": 0}, {"margin": float("nan")}, {"margin": 0.5}])
+def test_a_wrong_choice_is_refused(wrong):
+    with pytest.raises(ConfigError, match="from-rollouts: "):
+        Choice(**wrong)

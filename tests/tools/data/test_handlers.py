@@ -1,0 +1,280 @@
+"""What each handler makes of records, what prompt_type may be, and that a run accepts the files as they are."""
+
+import json
+import pickle
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from tests.conftest import ROOT
+from tests.runs import composed
+from tests.tools.data.cases import HELLO, HI, RECORDS, make, read, say
+from verl_patches.errors import ConfigError
+from verl_patches.run.files import all_must_exist, data_checks
+from verl_patches.tools.data.build import MADE, make_rows
+from verl_patches.tools.data.handlers import HANDLERS, schema_of, template_of
+from verl_patches.tools.data.settings import Settings, read_settings
+
+USED_BY = {
+    "maths": ["grpo", "ppo", "dapo"],
+    "gsm8k": ["grpo", "ppo"],
+    "instruction": ["sft"],
+    "text": ["sft"],
+    "preference": ["dpo", "ipo", "rm"],
+    "labelled": ["kto"],
+    "process": ["prm"],
+}
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def row_of(folder, handler, record, **keys):
+    """The row of a record, which is in train: the first file is large enough for the others."""
+    others = [RECORDS[handler](n) for n in range(100, 103)]
+    make(folder, [*others[:1], record, *others[1:]], handler, shuffle=False, test_size=1, overwrite=True, **keys)
+    return read(folder / "out")[0]
+
+
+def test_the_columns_of_each_handler(tmp_path):
+    row = row_of(tmp_path, "maths", {"question": "1?", "answer": 0.5, "solution": "x"})
+    assert (row["prompt"], row["data_source"], row["ability"]) == (user("1?"), "maths", "math")
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "0.5"}
+    extra = {"index": 0, "split": "train", "answer": "0.5", "solution": "x", "origin": "rows.jsonl:2"}
+    assert row["extra_info"] == extra
+    row = row_of(tmp_path, "gsm8k", RECORDS["gsm8k"](1))
+    assert (row["reward_model"]["ground_truth"], row["extra_info"]["solution"]) == ("1000", "so\n#### 1,000")
+    row = row_of(tmp_path, "instruction", RECORDS["instruction"](3))
+    assert (row["prompt"], row["response"]) == (user("Say 3.\nLoud."), "3!")
+    row = row_of(tmp_path, "instruction", RECORDS["instruction"](2))
+    assert (row["prompt"], row["response"]) == ([HI, HELLO, say(2)], "2!")
+    sharegpt = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    row = row_of(tmp_path, "instruction", {"conversations": sharegpt, "system": "Be brief."})
+    assert (row["prompt"], row["response"]) == ([{"role": "system", "content": "Be brief."}, HI], "Hello")
+    for number in (1, 2):
+        row = row_of(tmp_path, "preference", RECORDS["preference"](number))
+        assert (row["prompt"], row["rejected"]) == ([say(number)], "no")
+    row = row_of(tmp_path, "labelled", RECORDS["labelled"](2))
+    assert (row["prompt"], row["response"], row["label"]) == ([say(2)], "2!", True)
+    row = row_of(tmp_path, "process", RECORDS["process"](1))
+    assert (row["steps"], row["labels"]) == (["one", "two"], [1.0, 0.5])
+    row = row_of(tmp_path, "text", {"content": "raw"})
+    assert row["text"] == "raw" and "prompt" not in row
+
+
+def test_map_keys_and_additional_keys(tmp_path):
+    record = {"q": "1?", "a": "2", "level": 3, "tags": ["x", {"y": None}], "note": "n"}
+    keys = {"map_keys": {"prompt": "q", "query": "", "response": "a", "system": ""}, "data_source": "mine"}
+    (tmp_path / "rows").mkdir()
+    records = [{**record, "q": f"{n}?"} for n in range(4)]
+    make(tmp_path, records, "maths", dataset_additional_keys=["level", "tags", "note"], shuffle=False, **keys)
+    row = read(tmp_path / "out")[0]
+    assert (row["data_source"], row["reward_model"]["ground_truth"]) == ("mine", "2")
+    extra = {name: row["extra_info"][name] for name in ("level", "tags", "note")}
+    assert extra == {"level": "3", "tags": '["x", {"y": null}]', "note": "n"}
+    code, report = make(tmp_path, records, "maths", dataset_additional_keys=["gone"], out="b", **keys)
+    assert code == 1 and "gone (dataset_additional_keys), found a, level" in next(iter(report["bad"]["shown"]))
+
+
+def test_columns_that_are_named_are_read_and_not_messages(tmp_path):
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}]
+    records = [{"q": f"{n}?", "a": "2", "messages": talk} for n in range(4)]
+    make(tmp_path, records, "instruction", map_keys={"prompt": "q", "response": "a"}, shuffle=False)
+    row = read(tmp_path / "out")[0]
+    assert (row["prompt"][-1]["content"][1:], row["response"]) == ("?", "2")
+
+
+@pytest.mark.parametrize(("handler", "record", "message"), [
+    ("maths", {"problem": "p", "answer": True}, "the answer to be text, found True"),
+    ("maths", {"problem": "p", "answer": "9" * 513}, "at most 512 characters, found 513"),
+    ("maths", {"problem": " ", "answer": "1"}, "prompt to hold text"),
+    ("maths", {"other": "p"}, "expected prompt in problem or question or prompt, found other"),
+    ("maths", {"problem": "\ud800", "answer": "1"}, "surrogates not allowed"),
+    ("gsm8k", {"question": "p", "answer": "42"}, "#### 42"),
+    ("instruction", {"messages": [HI]}, "messages to end with a message of assistant, found user"),
+    ("preference", {"chosen": [HI, HELLO], "rejected": [HELLO, HI]}, "rejected to end with a message of assistant"),
+    ("preference", {"prompt": "p", "chosen": "a", "rejected": "a"}, "to differ"),
+    ("labelled", {"prompt": "p", "response": "r", "label": 2}, "label to be true or false, found 2"),
+    ("process", {"prompt": "p", "steps": ["a"], "labels": [1, 0]}, "a label for each of 1 steps, found 2"),
+    ("process", {"prompt": "p", "steps": ["a"], "labels": [1.5]}, "labels from 0 to 1, found 1.5"),
+    ("text", {"text": 7}, "text to be text, found 7"),
+])  # fmt: skip
+def test_a_bad_record_is_named_in_one_sentence(tmp_path, handler, record, message):
+    code, report = make(tmp_path, [RECORDS[handler](n) for n in range(4)] + [record], handler)
+    assert code == 1 and report["bad"]["rows"] == 1
+    ((sentence, same),) = report["bad"]["shown"].items()
+    assert same == {"rows": 1, "places": ["rows.jsonl:5"]} and message in sentence and "\n" not in sentence
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["\ud800", "\0"])
+)
+MESSAGE = st.dictionaries(
+    st.sampled_from(["role", "content", "from", "value"]), st.sampled_from(["user", "gpt", 1, ""])
+)
+VALUES = st.recursive(SCALARS | MESSAGE, lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_record_ends_as_a_row_of_the_schema_or_a_sentence(data):
+    name = data.draw(st.sampled_from(sorted(HANDLERS)))
+    columns = sorted({column for columns in HANDLERS[name].fields.values() for column in columns})
+    records = data.draw(st.lists(VALUES | st.dictionaries(st.sampled_from(columns), VALUES), max_size=6))
+    found = Settings(input="x", handler_name=name, output_prefix="x", dataset_additional_keys=columns[:1])
+    records = [pickle.dumps(record) for record in (*records, RECORDS[name](1))]
+    found = make_rows(found, [f"f:{number}" for number in range(len(records))], records)
+    assert found.keys() == MADE.keys() and all(len(column) == len(records) for column in found.values())
+    for text, reason, sentence in zip(found["text"], found["reason"], found["sentence"], strict=True):
+        assert (reason == "bad" and sentence) if text is None else reason in (None, "sentences")
+    made = [json.loads(text) for text in found["text"] if text]
+    schema = schema_of(HANDLERS[name].columns, columns[:1])
+    assert pyarrow.Table.from_pylist(made, schema).to_pylist() == made
+
+
+# ---- a run takes the files as they are
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_a_run_accepts_the_files(tmp_path, handler):
+    """The run's own rule about data, for every preset that the handler is for; no preset of others takes them."""
+    make(tmp_path, [RECORDS[handler](n) for n in range(80)], handler, test_size=8)
+    files = [f"data.{key}_files={tmp_path}/out/{name}.parquet" for key, name in (("train", "train"), ("val", "test"))]
+
+    def faults(algorithm):
+        run = composed("deepseekv3_tiny_cpu", [f"algo={algorithm}", "data.train_batch_size=8", *files])
+        return [check.detail for check in data_checks(all_must_exist(run)) if not check.ok]
+
+    assert {algorithm: faults(algorithm) for algorithm in USED_BY[handler] if faults(algorithm)} == {}
+    other = {"maths": "sft", "gsm8k": "kto", "text": "grpo"}.get(handler, "prm" if handler != "process" else "dpo")
+    assert "is missing or of another type" in faults(other)[0]  # the control
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_the_runs_dataset_reads_them_and_lengths_are_as_it_counts_them(tmp_path, tiny_model, handler):
+    from transformers import AutoTokenizer
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    from verl_patches.step.objectives import dataset
+
+    keys = {"tokenizer_name_or_path": str(tiny_model), "seq_length": 400}
+    _, report = make(tmp_path, [RECORDS[handler](n) for n in range(20)], handler, **keys)
+    longest, tokenizer = report["longest_tokens"], AutoTokenizer.from_pretrained(tiny_model)
+    for algorithm in USED_BY[handler]:
+        name = composed("deepseekv3_tiny_cpu", [f"algo={algorithm}"]).verl.data.custom_cls.name
+        kind = getattr(dataset, name) if name else RLHFDataset
+        files = [str(tmp_path / "out" / f"{part}.parquet") for part in ("train", "test")]
+        limits = {"max_prompt_length": longest["prompt"], "max_response_length": longest["response"] or 1}
+        config = {**limits, "truncation": "error", "cache_dir": str(tmp_path), "filter_overlong_prompts_workers": 1}
+        rows = kind(files, tokenizer, OmegaConf.create({**config, "filter_overlong_prompts": True}))
+        assert len(rows) == 20 and [rows[number] for number in range(20)]
+        if algorithm in ("sft", "dpo", "prm", "kto") and longest["response"] > 1 and name:  # the control
+            with pytest.raises(ConfigError, match="max_response_length"):
+                config["max_response_length"] = longest["response"] - 2
+                kind(files, tokenizer, OmegaConf.create(config))
+
+
+@pytest.mark.slow
+def test_long_rows_are_dropped_and_reported(tmp_path, tiny_model):
+    keys = {"tokenizer_name_or_path": str(tiny_model)}
+    sample = ROOT / "data" / "deepscaler_sample.json"
+    made = [make(tmp_path, sample, out=f"{n}", seq_length=n, prompt_type="boxed", **keys)[1] for n in (1024, 90)]
+    assert made[0]["too_long"]["rows"] == 0 and 20 < made[1]["too_long"]["rows"] < 292
+    assert [*made[1]["too_long"]["shown"]] == ["more than 90 tokens"]
+    assert made[1]["longest_tokens"]["prompt"] <= 90 < made[0]["longest_tokens"]["prompt"]
+    assert made[1]["train"] + made[1]["test"] + made[1]["too_long"]["rows"] == 312
+    code, report = make(tmp_path, sample, out="c", seq_length=20, refuse_above={"too_long": 0.5}, **keys)
+    assert code == 1 and report["refused"] == ["too_long"]
+    with pytest.raises(ConfigError, match=r"0 of 312 rows are left \(312 too_long\); expected 2"):
+        make(tmp_path, sample, out="c", seq_length=20, **keys)
+    with pytest.raises(ConfigError, match="nowhere: expected tokenizer_name_or_path to be a model folder"):
+        make(tmp_path, sample, out="d", tokenizer_name_or_path=str(tmp_path / "nowhere"))
+
+
+# ---- prompt_type
+
+
+def test_prompt_types(tmp_path):
+    record = RECORDS["maths"](1)
+    assert row_of(tmp_path, "maths", record)["prompt"] == user(record["problem"])
+    boxed = row_of(tmp_path, "maths", record, prompt_type="boxed")["prompt"][-1]["content"]
+    assert boxed.startswith(record["problem"]) and boxed.endswith("\\boxed{}.")
+    assert [m["role"] for m in row_of(tmp_path, "maths", record, prompt_type="think")["prompt"]] == ["system", "user"]
+    jinja = (
+        "{% for word in tags|default(prompt) %}{{ word|trim }}{% endfor %}{% if answer %} ({{ solution }}){% endif %}"
+    )
+    made = row_of(tmp_path, "maths", {**record, "tags": [" a ", "b"]}, prompt_type=jinja)
+    assert made["prompt"] == user("ab (Add.)")
+    others = [RECORDS["maths"](n) for n in range(4)]
+    code, report = make(tmp_path, others, prompt_type="{{ gone }}", out="b")
+    assert code == 1 and "'gone' is undefined" in next(iter(report["bad"]["shown"]))
+
+
+def test_a_text_that_is_no_jinja_is_refused_and_one_that_fails_is_a_bad_row():
+    for text in ("{{ prompt", "{% include %}", "{% for a in prompt %}"):
+        with pytest.raises(ConfigError, match="prompt_type: expected Jinja") as error:
+            template_of(text)
+        assert len(str(error.value)) < 600
+    assert template_of("{% for a in prompt %}{{ prompt }}{% endfor %}").render({"prompt": "ab"}) == "abab"
+    for text in ("{{ prompt.__class__.__mro__ }}", "{% include 'x' %}", "{{ n|int }}"):  # the sandbox; JSON's 1e999
+        with pytest.raises(ValueError, match="prompt_type"):
+            template_of(text).render({"prompt": "x", "n": float("inf")})
+
+
+def test_an_unknown_prompt_type_is_refused():
+    for name, message in (("boxd", "did you mean boxed"), ("other", "expected model, boxed")):
+        with pytest.raises(ConfigError, match=message):
+            template_of(name)
+
+
+# ---- the keys
+
+
+GOOD = {"input": "rows.jsonl", "handler_name": "maths", "output_prefix": "out"}
+
+
+def settings_of(folder, *overrides, **keys):
+    (folder / "b.yaml").write_text(json.dumps({**GOOD, **keys}))
+    return read_settings(folder / "b.yaml", overrides)
+
+
+def test_a_yaml_of_mindspeed_rl(tmp_path):
+    keys = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_name_or_path": "m", "workers": 8, "seq_length": 1024}
+    keys["map_keys"] = {"prompt": "problem", "query": "", "response": "answer", "system": ""}
+    found = settings_of(tmp_path, log_interval=1000, **keys)
+    assert found.handler.fields["prompt"] == ("problem",)
+    assert found.handler.fields["query"] == ()
+    assert settings_of(tmp_path, "prompt_type={{ prompt }} {% if a %}b{% endif %}").prompt_type.startswith("{{ prompt")
+    assert settings_of(tmp_path, "seed=7", "input=[a.json, b.json]").inputs == ["a.json", "b.json"]
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"sequence_length": 3}, "unknown key sequence_length; did you mean seq_length"),
+    ({"handler_name": "MOSSInstructionHandler"}, "handler_name is 'MOSS.*expected 'maths' or 'gsm8k'"),
+    ({"seq_length": 10}, "seq_length is in tokens; expected tokenizer_name_or_path"),
+    ({"test_size": 0}, "test_size is 0"),
+    ({"map_keys": {"promt": "q"}}, "map_keys: unknown key promt; did you mean prompt"),
+    ({"dataset_additional_keys": ["origin"]}, "extra_info has origin already"),
+    ({"output_prefix": "s3://b/c"}, "expected a local folder"),
+    ({"prompt_type": "boxed", "handler_name": "text"}, "raw text has no prompt"),
+])  # fmt: skip
+def test_wrong_keys_are_refused_in_one_sentence(tmp_path, keys, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        settings_of(tmp_path, **keys)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "a: *b"])
+def test_a_file_that_is_no_settings_is_refused(tmp_path, text):
+    (tmp_path / "b.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="b.yaml"):
+        read_settings(tmp_path / "b.yaml")
+    with pytest.raises(ConfigError, match="expected a YAML file of keys .*input=.*rows.jsonl -o DIR"):
+        read_settings(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match="expected KEY=VALUE"):
+        settings_of(tmp_path, "seed")

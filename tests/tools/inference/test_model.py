@@ -1,0 +1,238 @@
+"""What a user names as a model, whose settings count, and what is refused before an engine starts."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+from tests.runs import composed
+from verl_patches.__main__ import app
+from verl_patches.catalog import rows_of
+from verl_patches.cli import inference
+from verl_patches.cli.inference import _settings
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import SCORE
+from verl_patches.run.engine_options import OPTIONS, ROLLOUT
+from verl_patches.spec import Trees
+from verl_patches.tools.inference import model, scores
+from verl_patches.tools.inference.model import find_model, validation_sampling
+from verl_patches.tools.inference.rows import Prompt
+from verl_patches.weights.convert import convert
+from verl_patches.weights.manifest import MANIFEST
+from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.run_folders import take_start
+from verl_patches.weights.source import open_source
+
+CONFIG = "deepseekv3_tiny_cpu"
+
+
+@pytest.fixture
+def run(tmp_path, tiny_model):
+    """The second start of a run, with two checkpoints in its chain, one of them of the first start."""
+    home = tmp_path / "outputs" / "mine"
+    first, folder = (home / take_start([home], parent, None) for parent in (None, ("0001", 1)))
+    given = [f"recipe.output_root={tmp_path}/outputs", "recipe.run=mine", "data.max_response_length=9"]
+    OmegaConf.save(composed(CONFIG, given).verl, folder / "config.yaml")
+    for start, step in ((first, 1), (folder, 20), (first, 30)):
+        saved = start / "checkpoints" / f"global_step_{step}"
+        plan = plan_conversion(open_source(tiny_model))
+        convert(replace(plan, manifest=replace(plan.manifest, facts={"step": step})), saved)
+    shutil.copytree(saved, folder / "checkpoints/global_step_40")  # a save that was killed
+    (folder / "checkpoints/global_step_40/manifest.json").unlink()
+    return folder
+
+
+def find(given, root, *overrides, config=None, **which):
+    return find_model(given, root, config, overrides, Trees(), rows_of, **which)
+
+
+def test_a_run_has_its_own_checkpoints_and_settings_and_other_weights_those_of_a_file(run, tiny_model):
+    root = run.parents[1]
+    for given in (run, run.relative_to(root), run.parent, run.parent.relative_to(root)):
+        model = find(given, root)
+        assert list(model.sources) == [1, 20] and model.run.verl.data.max_response_length == 9
+    assert list(find(run, root, newest=True).sources) == [20]
+    saved = find(
+        run / "checkpoints" / "global_step_20", root, "data.max_response_length=5", "recipe.rewards=[{name: maths}]"
+    )
+    facts = saved.run.verl.data.max_response_length, saved.run.recipe.run, saved.run.recipe.rewards
+    assert list(saved.sources) == [20] and facts == (5, "mine", [{"name": "maths"}])
+    other = find(tiny_model, root, "data.max_response_length=7")
+    assert list(other.sources) == [0] and other.run.verl.data.max_response_length == 7
+    assert other.length == json.loads((tiny_model / "config.json").read_text())["max_position_embeddings"]
+
+
+def test_which_settings_count_is_said_and_a_file_of_them_is_refused_for_a_run(run, tiny_model):
+    saved = run / "checkpoints" / "global_step_20"
+    copied = shutil.copytree(saved, run.parent / "global_step_20")
+    found = [find(given, run.parents[1]).settings for given in (run, saved, copied, tiny_model)]
+    assert found == [str(run / "config.yaml")] * 2 + [f"configs/{CONFIG}.yaml"] * 2
+    for given in (run, saved):
+        with pytest.raises(ConfigError, match=r"mine/0002/config.yaml; leave --config-name out"):
+            find(given, run.parents[1], config=CONFIG)
+
+
+def test_an_output_belongs_to_its_data_its_reward_and_its_dtype(run, tiny_model, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(**_): return 0.0")
+
+    def settings(answer, *overrides):
+        model = find(
+            tiny_model, run.parents[1], f"recipe.rewards=[{{name: python,path: {tmp_path}/reward.py}}]", *overrides
+        )
+        prompts = [Prompt(0, {"prompt": "1", "reward_model": {"ground_truth": answer}}, [1])]
+        return _settings(model, prompts, {"n": 1}, scores.scored_by(model.run)[0])
+
+    first = settings("4")
+    assert settings("4") == first != settings("5")
+    assert settings("4", "recipe.dtype=bf16") != first
+    (tmp_path / "reward.py").write_text("def compute_score(**_): return 1.0")
+    assert settings("4") != first
+    (tmp_path / "reward.py").unlink()
+    with pytest.raises(ConfigError, match="reward.py"):
+        settings("4")
+
+
+def test_what_others_follow_takes_effect_in_a_run_too(run, monkeypatch):
+    def rollout(*overrides):
+        return find(run, run.parents[1], *overrides).run.verl.actor_rollout_ref.rollout
+
+    assert rollout("recipe.dtype=bf16").dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="the rollout follows it"):
+        find(run, run.parents[1], "actor_rollout_ref.rollout.dtype=bfloat16")
+    with pytest.raises(ConfigError, match="rollout.dtype is float16"):
+        find(run, run.parents[1], "recipe.dtype=bf16", "actor_rollout_ref.rollout.dtype=float16")
+    for name in ("require_trees", "require_verl"):  # of line a3
+        monkeypatch.setattr(model, name, lambda *given: None)
+    monkeypatch.setattr(model, "require_platform", lambda platform: None)
+    given = [f"recipe.output_root={run.parents[1]}", "recipe.platform=npu_emulated", "recipe.line=a3"]
+    OmegaConf.save(composed(CONFIG, [*given, "recipe.run=mine"]).verl, run / "config.yaml")
+    assert (rollout().enforce_eager, rollout("recipe.rollout.ascend.graphs=true").enforce_eager) == (True, False)
+    options = f"{OPTIONS}.torchair_graph_config"
+    for given in (f"{ROLLOUT}.enforce_eager=false", f"{options}.enabled=true", f"{options}={{enabled: true}}"):
+        with pytest.raises(ConfigError, match=r"expected .*recipe.rollout.ascend"):
+            rollout(given)
+    assert rollout(f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs=3").engine_kwargs.vllm.max_num_seqs == 3
+
+
+def test_an_engine_is_gone_before_the_next_is_made(run_warm):
+    code = """
+import gc, weakref
+from contextlib import nullcontext
+from types import SimpleNamespace as Of
+from verl_patches.cli import inference
+from verl_patches.tools.inference.rows import Prompt
+
+class Engine:
+    def run(self, tokens, params, kept):
+        yield from (Of(outputs=[self]) for _ in tokens[kept:])
+
+def make(*_):
+    gc.collect()
+    there.append(sum(of() is not None for of in made))
+    engine = Engine()
+    made.append(weakref.ref(engine))
+    return nullcontext(engine)
+
+made, there, inference._engine = [], [], make
+chosen = Of(sources=dict.fromkeys((1, 2, 3), Of(folder='')), length=64, run=None)
+for _ in inference._outputs(chosen, [Prompt(n, {}, [1]) for n in range(2)], {'max_tokens': 4}, 0):
+    del _
+assert there == [0, 0, 0], there
+"""
+    run_warm(code, patches="line=pypi,platform=cpu").check()
+
+
+@pytest.mark.parametrize("rewards", ["{name: reward_model,path: x}", ""])
+def test_eval_is_refused_where_no_part_of_the_reward_is_left(run, tiny_model, tmp_path, monkeypatch, rewards):
+    model = find(tiny_model, run.parents[1], f"recipe.rewards=[{rewards}]")
+    monkeypatch.setattr(inference, "_start", lambda *_: model)
+    done = CliRunner().invoke(app, ["eval", str(tiny_model), str(tmp_path / "out")])
+    assert isinstance(done.exception, ConfigError) and "expected a part that eval can run" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+    both = find(tiny_model, run.parents[1], "recipe.rewards=[{name: reward_model,path: x},{name: maths}]")
+    assert scores.scored_by(both.run)[1] == ["reward_model"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("data.max_respnse_length=5",), "max_respnse_length"),
+        (("recipe.platform=npu",), "torch_npu is not installed"),
+        (("recipe.rollout.dp=3", "trainer.n_gpus_per_node=2"), "3 ranks .* whole nodes"),
+    ],
+)
+def test_overrides_of_a_run_are_of_keys_that_it_has_and_platforms_that_can_run(run, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        find(run, run.parents[1], *overrides)
+
+
+def test_weights_that_the_dies_of_an_instance_do_not_hold_are_refused_before_one_is_started(run, monkeypatch):
+    monkeypatch.setattr("verl_patches.tools.inference.model.require_platform", lambda platform: None)
+    npu = ("recipe.platform=npu", "trainer.device=npu", "recipe.train.collective_timeout_minutes=18")
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization="
+    assert list(find(run, run.parents[1], *npu, f"{share}0.5", newest=True).sources) == [20]
+    with pytest.raises(ConfigError, match=r"memory: modelled: a die needs 0.00 GB of vLLM's 0.00 .*no number of nodes"):
+        find(run, run.parents[1], *npu, f"{share}1e-6")
+
+
+def test_what_is_no_model_is_refused_in_one_sentence(run, tiny_model, tmp_path):
+    root, value = run.parents[1], tmp_path / "value"
+    with pytest.raises(ConfigError, match="or a folder of weights, with config.json, found no such folder"):
+        find(tmp_path / "nothing", root)
+    with pytest.raises(ConfigError, match="global_step_40: no complete checkpoint; .* has global_step_20$"):
+        find(run / "checkpoints/global_step_40", root)
+    (run / "checkpoints/global_step_20" / MANIFEST).write_text("{")
+    with pytest.raises(ConfigError, match=r"global_step_20/manifest.json"):
+        find(run, root)
+    for start in run.parent.glob("0*"):
+        shutil.rmtree(start / "checkpoints")
+    with pytest.raises(ConfigError, match=r"expected complete checkpoints of .* found none .*save_freq"):
+        find(run, root)
+    shutil.copytree(tiny_model, value)
+    config = json.loads((value / "config.json").read_text())
+    (value / "config.json").write_text(json.dumps({**config, "max_position_embeddings": "640"}))
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        find(value, root)
+    with pytest.raises(ConfigError, match="no config of a run"):
+        find(tiny_model, root, config="nothing")
+
+
+def test_a_value_model_is_refused(run, tiny_model, monkeypatch):
+    def with_a_head(folder):
+        source = open_source(folder)
+        source.tensors[SCORE] = source.tensors.pop("lm_head.weight")
+        return source
+
+    monkeypatch.setattr(model, "open_source", with_a_head)
+    with pytest.raises(ConfigError, match="found a value model"):
+        find(tiny_model, run.parents[1])
+
+
+def test_a_validation_is_greedy_unless_the_run_samples():
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    greedy = validation_sampling(composed(CONFIG))
+    assert greedy == {"n": 1, "seed": 0, "max_tokens": 16, "ignore_eos": True, "temperature": 0.0}
+    sampled = validation_sampling(composed(CONFIG, [f"{val}.do_sample=true", f"{val}.n=4", f"{val}.top_p=0.5"]))
+    assert (sampled["n"], sampled["top_p"], sampled["top_k"], sampled["temperature"]) == (4, 0.5, -1, 0)
+
+
+@pytest.mark.parametrize("words", [["generate", "x", "in.jsonl", "out.jsonl"], ["chat", "x"], ["eval", "x", "out"]])
+def test_commands_refuse_an_unknown_model_and_write_nothing(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, ConfigError) and "x" in str(done.exception) and list(tmp_path.iterdir()) == []
+    assert CliRunner().invoke(app, words[:1]).exit_code == 2
+    assert words[0] == "eval" or CliRunner().invoke(app, [*words, "--seed", "-1"]).exit_code == 2
+
+
+def test_a_checkpoint_that_is_not_there_and_a_run_of_a_value_model_are_said(run):
+    with pytest.raises(ConfigError, match="global_step_9: no complete checkpoint; .* has global_step_20$"):
+        find(run / "checkpoints" / "global_step_9", run.parents[1])
+    config = OmegaConf.load(run / "config.yaml")
+    config.recipe.objective.name = "rm"
+    OmegaConf.save(config, run / "config.yaml")
+    with pytest.raises(ConfigError, match=r"a value model \(algo=rm\), which generates nothing"):
+        find(run, run.parents[1])

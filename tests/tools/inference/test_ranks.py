@@ -1,0 +1,121 @@
+"""Engines on several ranks on Ray: the responses of one rank, and of transformers; which weights a rank reads.
+
+tests/loop/test_chains.py has an eval of a run on a CPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.tools.inference.reference import greedy_texts
+from verl_patches.model.tiny import make_tiny_model
+from verl_patches.weights.convert import convert
+from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.source import open_source
+
+PROMPTS = ["1 2 3", [{"role": "user", "content": "A B C D"}], "small a b"]
+SHAPE = "model/deepseekv3_tiny_256experts.json"  # vllm-ascend's routing is that of 256 experts
+GREEDY, SAMPLED = ("--temperature", "0", "--max-tokens", "8"), ("--n", "2", "--seed", "7", "--max-tokens", "8")
+EXPERTS = "recipe.rollout.expert_parallel=true"
+DP2, TP2 = ("recipe.rollout.dp=2", EXPERTS), ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", EXPERTS)
+
+
+def use(folder, commands, main=None):
+    """The commands in one process, or one by `python -m`, with a line for chat."""
+    folder.mkdir(exist_ok=True)
+    (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    words = [list(map(str, command)) for command in commands]
+    job = ["-m", main, *words[0]] if main else [str(ROOT / "tests/loop/use_job.py"), json.dumps(words)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *job], cwd=folder, env=env, input="A B C D\n", capture_output=True, text=True
+    )
+
+
+def responses(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [[(each["tokens"], each["text"]) for each in line["responses"]] for line in lines]
+
+
+@pytest.mark.nightly
+@pytest.mark.upstream
+def test_two_emulated_dies_write_what_one_writes(tmp_path, a3_sources):
+    """Sampled responses of DP2 EP2 are those of one rank, a greedy chat of DP2 and greedy ones of TP2 transformers'."""
+    upstream = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")[0].parent
+    model = make_tiny_model(tmp_path / "model", overrides=json.loads((ROOT / "configs" / SHAPE).read_text()))
+    given = ["--upstream", upstream, "recipe.line=a3", "recipe.platform=npu_emulated", "trainer.device=npu"]
+    given += [f"recipe.model_shape={SHAPE}", "recipe.train.collective_timeout_minutes=18"]
+    out = {name: tmp_path / f"{name}.jsonl" for name in ("sampled", "alone", "tp2")}
+    commands = [
+        ["generate", model, "in.jsonl", out["sampled"], *SAMPLED, *given, *DP2],
+        ["chat", model, *GREEDY, "--json", *given, *DP2],
+        ["generate", model, "in.jsonl", out["tp2"], *GREEDY, *given, *TP2],
+        ["generate", model, "in.jsonl", out["alone"], *SAMPLED, *given],
+    ]
+    done = use(tmp_path, commands)
+    assert done.returncode == 0, done.stderr[-5000:]
+    chat = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    found, expected = {name: responses(path) for name, path in out.items()}, greedy_texts(model, PROMPTS, 8)
+    assert [made for (made,) in found["tp2"]] == expected
+    assert found["sampled"] == found["alone"] and len(found["alone"][0]) == 2
+    assert all(first != second for first, second in found["alone"])  # the control: they are sampled
+    assert chat["text"] == expected[1][1]  # one replica has nothing to do, from the first step on
+
+
+@pytest.mark.nightly
+def test_ranks_on_two_nodes_wait_for_their_devices(tiny_model, tmp_path):
+    """At TP2 on a CPU, a rank on each node."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    words = ["generate", tiny_model, "in.jsonl", "out.jsonl", *GREEDY, *TP2, "trainer.n_gpus_per_node=1"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/tools/inference/two_nodes_job.py"), *map(str, words)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    made = [response for (response,) in responses(tmp_path / "out.jsonl")]
+    assert made == greedy_texts(tiny_model, PROMPTS, 8)
+
+
+@pytest.mark.slow
+def test_an_error_of_a_rank_ends_the_command_in_one_sentence(tiny_model, tmp_path):
+    """Bytes that are not those of the manifest, which the ranks find as they read."""
+    model = tmp_path / "model"
+    convert(plan_conversion(open_source(tiny_model)), model)
+    file = max(model.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    with file.open("r+b") as opened:
+        opened.seek(-8, os.SEEK_END)
+        opened.write(b"damaged!")
+    done = use(tmp_path, [["generate", model, "in.jsonl", "out.jsonl", *GREEDY, *DP2]], main="verl_patches")
+    assert done.returncode == 1, done.stderr
+    assert "expected sha256" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_rank_reads_no_experts_of_other_ranks(run_warm, tiny_model):
+    """By vLLM's own maps; without one, of an engine without expert parallelism, it reads all."""
+    code = """
+import sys, torch
+from verl_patches.tools.inference.engine import _tensors, experts_elsewhere
+from verl_patches.weights.source import open_source
+source, model = open_source(__import__('pathlib').Path(sys.argv[1])), torch.nn.Module()
+experts = sorted({name.rsplit('.', 2)[0] for name in source.tensors if '.experts.' in name})
+layer, number = experts[0].rsplit('.', 1)[0], sum(name.startswith(experts[0].rsplit('.', 1)[0]) for name in experts)
+at = model
+for word in layer.split('.'):
+    at.add_module(word, torch.nn.Module()); at = getattr(at, word)
+assert experts_elsewhere(model) == set()
+at.expert_map = torch.tensor([-1] * (number // 2) + list(range(number - number // 2)))
+out = experts_elsewhere(model)
+assert out == {f'{layer}.{e}' for e in range(number // 2)}, out
+read = {name for name, _ in _tensors(source, out)}
+assert source.tensors.keys() - read == {n for n in source.tensors if n.rsplit('.', 2)[0] in out} != set()
+assert {name for name, _ in _tensors(source)} == source.tensors.keys()
+"""
+    run_warm(code, str(tiny_model), patches="line=pypi,platform=cpu").check()

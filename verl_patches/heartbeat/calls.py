@@ -1,0 +1,91 @@
+"""The calls that the controller makes of this worker: when each has started, and the one that it is inside now.
+
+A worker records its wall clock when a dispatched method starts, after its arguments have been fetched. Between nodes
+the start skew is as exact as their clocks (NTP: milliseconds).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl_patches.heartbeat import heartbeat
+from verl_patches.layout.phases import VALIDATE
+
+_recent: deque[tuple[str, float]] = deque(maxlen=4096)  # bounded, as a trainer may never take them
+_thread = threading.local()  # `running` while the thread is inside a dispatched method
+
+
+def take_starts() -> list[tuple[str, float]]:
+    """(method, seconds since the epoch) of this process since the last take_starts(), in order."""
+    taken = list(_recent)
+    _recent.clear()
+    return taken
+
+
+def record_starts(register: Callable) -> Callable:
+    """Row provider for verl's `register`: methods record their start, unless another dispatched method calls them.
+
+    Not recorded: coroutines and DIRECT_ROLLOUT_METHOD, which vLLM's executor calls at every token.
+    """
+
+    @functools.wraps(register)
+    def with_starts(*args: Any, **kwargs: Any) -> Callable:
+        from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+
+        decorate = register(*args, **kwargs)
+
+        @functools.wraps(decorate)
+        def decorate_recorded(func: Callable) -> Callable:
+            method = decorate(func)
+            direct = getattr(method, MAGIC_ATTR)["dispatch_mode"] == Dispatch.DIRECT_ROLLOUT_METHOD
+            return method if direct or inspect.iscoroutinefunction(method) else _recording(method)
+
+        return decorate_recorded
+
+    return with_starts
+
+
+def _recording(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def start(*args: Any, **kwargs: Any) -> Any:
+        return record_and_call(method, args, kwargs)
+
+    return start
+
+
+def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A module-level function, so that a worker class that Ray pickles by value refers to no deque or lock."""
+    if getattr(_thread, "running", False):
+        return method(*args, **kwargs)
+    name = _name(method, type(args[0]) if args else None)
+    _recent.append((name, time.time()))
+    _thread.running = True
+    try:
+        with heartbeat.here().in_call(VALIDATE if _validates(name, args) else name):
+            return method(*args, **kwargs)
+    finally:
+        _thread.running = False
+
+
+def _validates(name: str, args: Sequence[Any]) -> bool:
+    """Whether this is a call of verl's _validate, which marks its prompts: other prompts, and more of them."""
+    prompts = args[1] if len(args) > 1 else None
+    return name == "generate_sequences" and bool(getattr(prompts, "meta_info", {}).get("validate"))
+
+
+@functools.cache
+def _name(method: Callable, cls: type | None) -> str:
+    """The attribute name of `method`: verl's own decorators name several methods of a worker `f`."""
+    for name in dir(cls) if cls else ():
+        attribute = inspect.getattr_static(cls, name)
+        while attribute is not None and attribute is not method:
+            attribute = getattr(attribute, "__wrapped__", None)
+        if attribute is method:
+            return name
+    return method.__name__

@@ -1,0 +1,152 @@
+"""`doctor`: the checks of this node, and of all nodes of a running Ray with what only several nodes have.
+
+There is one way to look at other nodes: ray_nodes.py runs `doctor --this-node --json` on each. Equal findings of
+several nodes become one row, so a node that differs stands in a row of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median_high
+from typing import Any
+
+from verl_patches.errors import ConfigError, fault_of
+from verl_patches.launch import ray_cluster
+from verl_patches.launch.doctor import npu_checks
+from verl_patches.launch.doctor.node_checks import HOST_ROWS, Node, NodeCheck, NotRunError, Result
+from verl_patches.patching.report import Finding, Report
+from verl_patches.platform.all_reduce_probe import MIB, PROBE_S, REPEAT, speed
+from verl_patches.run.ray_nodes import read_report
+
+COMMAND = "doctor"
+NODE_ROWS = (*HOST_ROWS, *npu_checks.NPU_ROWS)
+NODE_S = 600  # for all checks of a node
+NO_REPORT = {"error": "no node gave a report"}  # and so none took part in an all-reduce
+_KEYS = ("name", "state", "where", "expected", "found", "todo")  # of a finding in a node's report
+CLOCK_S = 1.0  # Ray's heartbeats and the time stamps of logs of several nodes
+
+
+Examined = tuple[Report, list[dict[str, Any]]]  # and [{address, interface}] of the nodes that it is about
+
+
+def this_node(node: Node) -> Examined:
+    """Make the checks of this node alone."""
+    findings = tuple(finding for row in NODE_ROWS for finding in row.findings(node, npu=node.npu))
+    interface = None if fault_of(lambda: node.interface) or node.interface is None else node.interface[0]
+    known = {"address": socket.gethostname(), "interface": interface}
+    return Report(COMMAND, node.run.line, findings), [known]
+
+
+def all_nodes(node: Node, words: Sequence[str]) -> Examined:
+    """Make the checks of all nodes through the Ray of recipe.ray_address; `words`: the arguments of this command.
+
+    Where no Ray answers, that is a problem, and this node alone is checked.
+    """
+    settings = {"mib": MIB, "repeat": REPEAT, "limit_s": PROBE_S}
+    probes = {"gloo": {"backend": "gloo", "local": 1, **settings}}
+    if node.npu:
+        probes["hccl"] = {"backend": "hccl", "local": node.dies, **settings}
+    command = ["-m", "verl_patches", COMMAND, *words, "--this-node", "--json"]
+    request = {"address": node.run.recipe.ray_address, "command": command, "limit_s": NODE_S, "probes": probes}
+    request["cwd"] = os.getcwd()  # relative folders of the config
+    try:
+        answer = ray_cluster.ask_nodes(request, ray_cluster.ANSWER_S + NODE_S + 2 * PROBE_S)
+    except ConfigError as fault:
+        (report, known), row = this_node(node), ALL_ROWS[0]
+        missing = Finding(row.name, "problem", "", row.expected, str(fault), row.todo)
+        return replace(report, findings=(missing, *report.findings)), known
+    return compared(node, answer)
+
+
+def compared(node: Node, answer: Mapping[str, Any]) -> Examined:
+    """Make the checks of ALL_ROWS on what ray_nodes.py answered, and join the nodes' findings, equal ones to one."""
+    findings = [finding for row in ALL_ROWS for finding in row.findings(node, answer, npu=node.npu)]
+    reports = {place: report for place, one in _by_place(answer).items() if (report := _report(one))}
+    joined = _joined({place: found for place, (found, _) in reports.items()})
+    return Report(COMMAND, node.run.line, (*findings, *joined)), [known for _, known in reports.values()]
+
+
+def _by_place(answer: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the nodes by address; where several nodes have one address, by address and Ray's id."""
+    number = Counter(one["address"] for one in answer["nodes"])
+    unique = {one["address"]: one for one in answer["nodes"] if number[one["address"]] == 1}
+    return unique | {f"{one['address']} ({one['id']})": one for one in answer["nodes"] if number[one["address"]] > 1}
+
+
+def _report(node: Mapping[str, Any]) -> tuple[list[Finding], dict[str, Any]] | None:
+    """Return the findings of a node and its {address, interface}; None where it gave no report of this checkout."""
+    try:
+        report = read_report((node["answer"] or {"output": ""})["output"])
+        findings = [Finding(*map(row.__getitem__, _KEYS)) for row in report["rows"]]
+        return findings, {**report["nodes"][0], "address": node["address"]}
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def _joined(reports: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+    """Yield the findings of all nodes in order, with "all N nodes" or the nodes' addresses as their places."""
+    places: dict[Finding, list[str]] = {}
+    for place, findings in reports.items():
+        for finding in findings:
+            places.setdefault(finding, []).append(place)
+    order = {row.name: number for number, row in enumerate(NODE_ROWS)}  # a node with another checkout may have others
+    ordered = sorted(places.items(), key=lambda entry: order.get(entry[0].name.partition(":")[0], len(order)))
+    for finding, named in ordered:
+        text = f"all {len(named)} nodes" if len(named) == len(reports) else ", ".join(named)
+        yield replace(finding, where=f"{text}: {finding.where}" if finding.where else text)
+
+
+def _number(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
+    fault = fault_of(ray_cluster.check_nodes, node.run, answer["nodes"])
+    yield Result(fault is None, fault or f"{len(answer['nodes'])} nodes")
+    for place, one in _by_place(answer).items():
+        if _report(one) is None:
+            given = one["answer"] or {"code": "none", "error": f"no answer within {NODE_S} s"}
+            lines = given["error"].strip().splitlines() or ["its output is no report of this checkout"]
+            todo = "run it on that node: python -m verl_patches doctor CONFIG --this-node"
+            yield Result(False, f"exit code {given['code']}: {lines[-1]}", "a report", todo, "report", place)
+
+
+def _clocks(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
+    clocks = {place: one["clock"] for place, one in _by_place(answer).items() if one["clock"]}
+    if not clocks:
+        raise NotRunError("no node answered about its time")
+    middle = median_high(clock["ahead_s"] for clock in clocks.values())
+    apart = {address: clock["ahead_s"] - middle for address, clock in clocks.items()}
+    for address, ahead in apart.items():
+        if abs(ahead) > CLOCK_S:
+            found = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} most nodes"
+            yield Result(False, f"{found} (within {clocks[address]['within_s']:.3f} s)", where=address)
+    if (worst := max(map(abs, apart.values()))) <= CLOCK_S:
+        yield Result(True, f"at most {worst:.3f} s apart")
+
+
+def _gloo(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
+    yield _probed(answer["probes"].get("gloo", NO_REPORT))
+
+
+def _hccl(node: Node, answer: Mapping[str, Any]) -> Iterator[Result]:
+    npu_checks.require_npu(node)
+    yield _probed(answer["probes"].get("hccl", NO_REPORT))
+
+
+def _probed(result: Mapping[str, Any]) -> Result:
+    if "error" in result:
+        return Result(False, result["error"])
+    return Result(True, speed(result["measured"], f"{result['world']} ranks, {MIB} MiB"))
+
+
+ALL_ROWS = (
+    NodeCheck("nodes", "Ray's nodes, and `doctor --this-node` on each", "trainer.nnodes with trainer.n_gpus_per_node",
+        "train --dry-run prints the ray commands", _number),
+    NodeCheck("clocks", "the node's clock against this node's, corrected by the way there and back",
+        f"at most {CLOCK_S:g} s from most nodes", "chronyc makestep, or systemctl restart chronyd", _clocks),
+    NodeCheck("gloo, all nodes", "an all-reduce of one process a node", "the right sum",
+        "ping and nc between the nodes' addresses; open the firewall between them", _gloo),
+    NodeCheck("hccl, all nodes", "an all-reduce over all dies of all nodes", "the right sum",
+        "ls ~/ascend/log/debug/plog: HCCL's errors", _hccl),
+)  # fmt: skip

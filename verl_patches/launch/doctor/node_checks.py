@@ -1,0 +1,322 @@
+"""The checks of a node before a run: one table, made on the node itself; nothing is started or changed.
+
+A check gets a Node and yields what it saw, within CHECK_S: a tool, a driver or a file system that hangs costs its own
+row and no other. The rows about dies are in npu_checks.py, what only several nodes have is in doctor.py.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+
+from verl_patches.errors import fault_of
+from verl_patches.launch.ray_cluster import object_store_bytes
+from verl_patches.patching.report import NOT_RUN, Finding
+from verl_patches.plan.plan import host_bytes
+from verl_patches.platform import all_reduce_probe
+from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
+from verl_patches.processes import taken_by
+from verl_patches.run import hccl
+from verl_patches.run.files import Need, disk_detail, disk_fault, disk_needs
+from verl_patches.shared_files import disk_folder
+from verl_patches.spec import A3, RunSpec
+from verl_patches.upstream import versions
+from verl_patches.upstream.pins import load_pins
+
+TOOL_S = 30
+CHECK_S = 200  # of a check; more than all_reduce_probe.PROBE_S
+_OF_GLOO = "GLOO_SOCKET_IFNAME"
+GIB, GB = 1 << 30, 1e9
+# files and processes: 16 workers with Ray's and HCCL's sockets and some hundred threads each; on a CPU a tiny run
+OPEN_FILES, PROCESSES = {True: 65536, False: 4096}, {True: 65536, False: 2048}
+FREE_BYTES = {True: 20 * GIB, False: GIB}  # of a folder for logs and sockets
+RATE_BYTES = {True: GIB, False: GIB // 16}  # of the file by which a disk is measured
+
+
+def run_tool(command: Sequence[str]) -> str:
+    """Return output and errors of a command; FileNotFoundError where it is not installed, TimeoutExpired in time."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, **streams, text=True, errors="replace")
+    try:
+        return process.communicate(timeout=TOOL_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: a process that hangs in its driver does not end
+        raise
+
+
+@dataclass(frozen=True)
+class Machine(versions.Machine):
+    """What checks look at; the defaults are this process and this machine."""
+
+    run: Callable[[Sequence[str]], str] = run_tool
+    cgroup: Path = Path("/sys/fs/cgroup")
+
+    def output(self, *command: str) -> str | None:
+        """Return what a command prints; None where it is neither on PATH nor among the driver's tools."""
+        for name in (command[0], str(self.ascend / "driver" / "tools" / command[0])):
+            with suppress(FileNotFoundError):
+                return self.run((name, *command[1:]))
+        return None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node and the run it will host. head: HOST:PORT of Ray's head, None where no Ray runs."""
+
+    run: RunSpec
+    machine: Machine = Machine()
+    head: str | None = None
+
+    @property
+    def npu(self) -> bool:
+        """Whether the run is for NPUs."""
+        return self.run.platform == "npu"
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the run."""
+        return self.run.verl.trainer.nnodes
+
+    @property
+    def dies(self) -> int:
+        """Number of dies of this node that the run takes."""
+        return self.run.verl.trainer.n_gpus_per_node
+
+    @cached_property
+    def npu_smi(self) -> str | Exception | None:
+        """The output of `npu-smi info`, or why it gave none; None where it is not installed."""
+        try:
+            return self.machine.output("npu-smi", "info")
+        except (OSError, subprocess.SubprocessError) as error:  # kept: it is not asked again
+            return error
+
+    @cached_property
+    def interface(self) -> tuple[str, str] | None:
+        """(network interface, why) as a worker of this node chooses it; None where Ray's head is not known yet."""
+        if own := self.machine.environ.get(_OF_GLOO):  # HCCL's may be a prefix, or name what is not taken
+            return own.split(",")[0], f"{_OF_GLOO} of this node's environment"
+        if chosen := self.run.recipe.hccl.interface:
+            return chosen, "recipe.hccl.interface"
+        if self.nodes == 1:
+            return "lo", "one node"
+        return (towards(self.head), "the route to Ray's head") if self.head else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check saw of itself or of a part with a `name`: `ok` is None where it could not be made.
+
+    Empty texts are those of the row.
+    """
+
+    ok: bool | None
+    found: str
+    expected: str = ""
+    todo: str = ""
+    name: str = ""
+    where: str = ""
+    state: str = ""
+
+
+class NotRunError(Exception):
+    """A check could not be made. Arguments: why, and where it is known what to do about it."""
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """One check of doctor: how it is made, what it expects, the command that mends a fault."""
+
+    name: str
+    how: str
+    expected: str
+    todo: str
+    results: Callable[..., Iterable[Result]]
+
+    def findings(self, *context: Any, npu: bool) -> list[Finding]:
+        """Return the findings of the check, made within CHECK_S; on npu one that could not be made is a problem."""
+        seen: list[Result] = []
+
+        def look() -> None:
+            try:
+                for one in self.results(*context):
+                    seen.append(one)
+            except NotRunError as error:
+                why, *todo = error.args
+                seen.append(Result(None, why, todo="".join(todo)))
+            except Exception as error:  # a problem of this check, whatever it is: the others are made all the same
+                seen.append(Result(False, f"{type(error).__name__}: {error}"))
+
+        thread = Thread(target=look, name=f"doctor: {self.name}", daemon=True)
+        thread.start()
+        thread.join(CHECK_S)
+        if thread.is_alive():
+            seen.append(Result(False, f"no end within {CHECK_S} s: a tool, its driver or a file system hangs"))
+        return [self._finding(one, npu) for one in list(seen)]
+
+    def _finding(self, seen: Result, npu: bool) -> Finding:
+        state = {True: "fine", False: "problem", None: "problem" if npu else NOT_RUN}[seen.ok]
+        found = f"not run: {seen.found}" if seen.ok is None else seen.found
+        todo = "" if state == NOT_RUN else seen.todo or ("" if seen.ok else self.todo)
+        name = f"{self.name}: {seen.name}" if seen.name else self.name
+        return Finding(name, seen.state or state, seen.where, seen.expected or self.expected, found, todo)
+
+
+def _versions(node: Node) -> Iterator[Result]:
+    line, trees = node.run.line, node.run.trees
+    findings, other = versions.compare(line, node.machine, trees=trees).findings, versions.installed_line(node.machine)
+    if other not in (None, line):
+        if node.npu or not trees.folders:
+            todo = "run this in the image of configs/Dockerfile.a3" if line == A3 else "bash scripts/setup.sh"
+            yield Result(False, f"the packages of line {other}", f"the packages of line {line}", f"leave them: {todo}")
+            return
+        findings = [one for one in findings if one.name in load_pins().line(line).repositories]  # --upstream, on a CPU
+    for one in findings:
+        if one.state != "fine" and one.name != "not supported" and one.where != "config":
+            yield Result(False, one.found, one.expected, one.todo, one.name, one.where, one.state)
+    yield Result(True, f"{sum(one.state == 'fine' for one in findings)} as pinned")
+
+
+def _disk(node: Node) -> Iterator[Result]:
+    needs = disk_needs(node.run)
+    own = Need("temporary", Path(tempfile.gettempdir()), FREE_BYTES[node.npu], "Ray's sockets and logs", "TMPDIR")
+    fault = disk_fault([*needs, own])
+    yield Result(fault is None, fault or disk_detail([*needs, own]))
+    places = [disk_folder(need.folder) for need in needs]
+    for place in {place.stat().st_dev: place for place in places}.values():
+        written, read = disk_rates(place, RATE_BYTES[node.npu])
+        rates = f"writes {written / GB:.2f} GB/s, reads {read / GB:.2f} GB/s"
+        found = f"{rates} (one process, {RATE_BYTES[node.npu] >> 20} MiB)"
+        yield Result(True, found, "a file can be written", name=f"rate in {place}")
+
+
+def disk_rates(folder: Path, size_bytes: int) -> tuple[float, float]:
+    """Return (written, read) bytes/s of a file in `folder` that has no name and is gone afterwards.
+
+    It is written to the disk and read from there: the page cache is asked to drop it in between.
+    """
+    block = os.urandom(min(size_bytes, 8 << 20))
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        start = time.perf_counter()
+        for _ in range(size_bytes // len(block)):
+            file.write(block)
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        while file.read(len(block)):
+            pass
+        return size_bytes / (written - start), size_bytes / (time.perf_counter() - written)
+
+
+_MEMORY_FILES = (  # limit, use, its parts and the one that is page cache: control groups v2 and v1
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+
+
+def available_bytes(cgroup: Path) -> int:
+    """Return the bytes of memory that this node has left, under the limit of its container where it has one."""
+    available = psutil.virtual_memory().available
+    for limit, used, parts, cache in _MEMORY_FILES:
+        if (cgroup / limit).is_file() and (most := (cgroup / limit).read_text().strip()) != "max":
+            sizes = dict(line.split() for line in (cgroup / parts).read_text().splitlines())
+            left = int(most) - int((cgroup / used).read_text()) + int(sizes[cache])  # cache is given back when needed
+            return min(available, left)
+    return available
+
+
+def _memory(node: Node) -> Iterator[Result]:
+    states, store = host_bytes(node.run), object_store_bytes(node.run)
+    shared, left = shutil.disk_usage("/dev/shm"), available_bytes(node.machine.cgroup)
+    found = f"{shared.total / GB:.1f} GB, {shared.free / GB:.1f} GB free"
+    todo = "docker run --shm-size 256g, as scripts/start_container.sh sets"
+    yield Result(shared.total >= store, found, f"{store / GB:.1f} GB for Ray's object store", todo, "/dev/shm")
+    expected = f"{(states + store) / GB:.1f} GB (modelled): {states / GB:.1f} by the workers, the rest in /dev/shm"
+    yield Result(left >= states + store, f"{left / GB:.1f} GB available", expected, name="host")
+
+
+def _limits(node: Node) -> Iterator[Result]:
+    infinite, npu = resource.RLIM_INFINITY, node.npu
+    rules = {
+        "open files": (resource.getrlimit(resource.RLIMIT_NOFILE)[0], OPEN_FILES[npu]),
+        "processes": (resource.getrlimit(resource.RLIMIT_NPROC)[0], PROCESSES[npu]),
+    }
+    if npu:
+        rules["locked memory"] = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], infinite
+    for file in (node.machine.cgroup / "pids.max", node.machine.cgroup / "pids/pids.max"):  # v2 and v1
+        if file.is_file() and (text := file.read_text().strip()) != "max":
+            rules["processes of the container"] = int(text), PROCESSES[npu]
+    for name, (soft, need) in rules.items():
+        found, wanted = ("unlimited" if value == infinite else str(value) for value in (soft, need))
+        ok = soft == infinite or (need != infinite and soft >= need)
+        yield Result(ok, found, wanted if need == infinite else f"at least {wanted}", name=name)
+
+
+def _interface(node: Node) -> Iterator[Result]:
+    if node.interface is None:
+        states = psutil.net_if_stats()
+        up = [name for name in psutil.net_if_addrs() if name != "lo" and states[name].isup]
+        found = f"the one towards Ray's head, which is not known before Ray runs; up: {', '.join(up) or 'none'}"
+        yield Result(bool(up), found, state="note" if up else "")
+        return
+    name, why = node.interface
+    own = {part: of for of in SOCKETS for part in node.machine.environ.get(of, "").lstrip("=").split(",")}
+    faults = (fault_of(refuse_loopback, node.nodes, part, of) for part, of in {**own, name: why}.items())
+    fault = next(filter(None, faults), None) or fault_of(require_interface, name, why)
+    state = None if fault else psutil.net_if_stats()[name]
+    found = fault or f"{name}, by {why}, MTU {state.mtu}" + ("" if state.isup else ", which is down")
+    yield Result(bool(state and state.isup), found)
+
+
+def _ports(node: Node) -> Iterator[Result]:
+    if not node.run.as_npu:
+        yield Result(True, "HCCL is not used on this platform")
+        return
+    ports = hccl.check_ports(node.run)
+    yield Result(ports.ok, ports.detail, name="HCCL, range")
+    first, last = hccl.node_ports(node.run)["all"]
+    taken = [port for port in range(first, last + 1) if taken_by(port, ("127.0.0.1", ""))]
+    found = f"taken: {', '.join(map(str, taken[:8]))}" if taken else f"{first} to {last} are free"
+    todo = f"ss -ltnp 'sport >= :{first} and sport <= :{last}' names the programs; end them, or change recipe.hccl."
+    yield Result(not taken, found, f"{first} to {last} free", todo + "base_port", "HCCL, free")
+
+
+def _gloo(node: Node) -> Iterator[Result]:
+    name = node.interface[0] if node.interface else "lo"
+    measured = all_reduce_probe.measure_alone("gloo", 2, name, node.machine.environ)
+    yield Result(True, all_reduce_probe.speed(measured, f"2 processes, {all_reduce_probe.MIB} MiB, {name}"))
+
+
+HOST_ROWS = (
+    NodeCheck("versions", "as `versions`: packages, commits, edited files, driver, firmware, CANN, variables",
+        "configs/upstream.yaml", "python -m verl_patches versions", _versions),
+    NodeCheck("disk", "free space, and the rate of a nameless file that is written, synced and read in each folder",
+        "room for what the run writes", "free some, or take another folder: recipe.output_root, "
+        "trainer.default_local_dir, TMPDIR", _disk),
+    NodeCheck("memory", "size of /dev/shm, available memory and the container's limit",
+        "room for Ray's object store and the workers",
+        "ps aux --sort -rss | head names the largest programs: end them", _memory),
+    NodeCheck("limits", "ulimit, and the container's pids.max", "large enough, by platform",
+        "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",
+        _limits),
+    NodeCheck("interface", "own variables, recipe.hccl.interface, or the route to Ray's head",
+        "an interface that is up; not the loopback between nodes",
+        "ip -brief address lists them; set recipe.hccl.interface, or HCCL_, GLOO_ and TP_SOCKET_IFNAME", _interface),
+    NodeCheck("ports", "sysctl's ephemeral range, and binding each port", "outside the ephemeral range",
+        "sysctl -w net.ipv4.ip_local_reserved_ports=61000-61143, or change recipe.hccl.base_port", _ports),
+    NodeCheck("gloo", "an all-reduce of 2 processes on this node", "the right sum",
+        "ip -brief address; the interface must carry this node's own address", _gloo),
+)  # fmt: skip

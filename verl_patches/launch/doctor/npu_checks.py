@@ -1,0 +1,148 @@
+"""What `doctor` checks of a node's dies, by npu-smi and hccn_tool. The tools only read; nothing is reset or set.
+
+The dies of one SuperPoD exchange over HCCS, within a node and between nodes. Their own Ethernet ports (RoCE) are used
+between SuperPoDs, and need an address only then (CANN's rank table reference, `device_ip`): a port without an address
+is a note while HCCS is healthy. The note names the SuperPoD: nodes of another one have a row of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_patches.launch.doctor.node_checks import Node, NodeCheck, NotRunError, Result
+from verl_patches.plan.plan import peak_bytes
+from verl_patches.platform import all_reduce_probe
+from verl_patches.platform.npu.npu_tools import HEALTHY, NO_IP, Die, NotUnderstoodError, NpuSmi, field, parse_npu_smi
+
+MIB = 1 << 20
+_BOARD = ("Compatibility", "Software Version", "Firmware Version")
+
+
+def require_npu(node: Node) -> None:
+    """NotRunError where the run is for another platform."""
+    if not node.npu:
+        raise NotRunError(f"no NPU here: recipe.platform is {node.run.recipe.platform}")
+
+
+def smi_of(node: Node) -> NpuSmi:
+    """Return the table of npu-smi on this node; NotRunError without one."""
+    require_npu(node)
+    if node.npu_smi is None:
+        raise NotRunError("npu-smi is not installed", "mount it from the host, as scripts/start_container.sh does")
+    if isinstance(node.npu_smi, Exception):
+        raise node.npu_smi
+    return parse_npu_smi(node.npu_smi)
+
+
+def _health(node: Node) -> Iterator[Result]:
+    smi = smi_of(node)
+    enough = len(smi.dies) >= node.dies
+    yield Result(enough, f"{len(smi.dies)} dies", f"at least {node.dies} (trainer.n_gpus_per_node)", name="dies")
+    for die in smi.dies:
+        if die.health != HEALTHY:
+            todo = f"npu-smi info -t health -i {die.card} -c {die.chip} prints the error code; leave the node out"
+            yield Result(False, die.health, HEALTHY, todo, _name(die))
+
+
+def _name(die: Die) -> str:
+    return f"die {die.number} (card {die.card}, chip {die.chip})"
+
+
+def _memory(node: Node) -> Iterator[Result]:
+    smi = smi_of(node)
+    need = peak_bytes(node.run)
+    for process in smi.processes:
+        found = f"process {process.pid} ({process.name}) holds {process.memory_mb} MB"
+        name = f"card {process.card}, chip {process.chip}"
+        yield Result(False, found, "no process", f"end it on the host: kill {process.pid}", name)
+    least = None
+    expected = f"{need / 1e9:.1f} GB free (modelled peak)"
+    for die in smi.dies:
+        if die.total_mb is None or die.used_mb is None:
+            yield Result(False, "npu-smi prints no figures", name=_name(die))
+            continue
+        free = (die.total_mb - die.used_mb) * MIB
+        least = free if least is None else min(least, free)
+        if free < need:
+            found = f"{free / 1e9:.1f} GB free of {die.total_mb * MIB / 1e9:.1f}"
+            yield Result(False, found, expected, name=_name(die))
+    if least is not None and least >= need:
+        yield Result(True, f"at least {least / 1e9:.1f} GB free, no process", expected)
+
+
+def _board(node: Node) -> Iterator[Result]:
+    smi = smi_of(node)
+    releases = set()
+    for card in sorted({die.card for die in smi.dies}):
+        text = node.machine.output("npu-smi", "info", "-t", "board", "-i", str(card)) or ""
+        fits, driver, firmware = (field(text, name) for name in _BOARD)
+        releases.add(f"driver {driver}, firmware {firmware}")
+        if fits != HEALTHY:
+            yield Result(False, f"{fits}: driver {driver}, firmware {firmware}", HEALTHY, name=f"card {card}")
+    found = "; ".join(sorted(releases))
+    yield Result(len(releases) == 1, found, "one driver and one firmware on all cards", name="all cards")
+
+
+def _links(node: Node) -> Iterator[Result]:
+    smi = smi_of(node)
+    if node.machine.output("hccn_tool", "-h") is None:
+        raise NotRunError("hccn_tool is not installed", "mount /usr/bin/hccn_tool and the driver from the host")
+    fine = without = 0
+    for die in smi.dies:
+        try:
+            faults, has_port = _link_faults(node, die)
+        except NotUnderstoodError as error:
+            faults, has_port = [Result(False, str(error), name=_name(die))], True
+        yield from faults
+        fine += not faults and has_port
+        without += not has_port
+    if without:
+        text = node.machine.output("npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0")
+        pod = field(text or "", "Super Pod ID")
+        found = f"{without} of {len(smi.dies)} dies have no address of their own: HCCS only, within SuperPoD {pod}"
+        yield Result(True, found, name="ports", state="note")
+    if fine:
+        yield Result(True, f"{fine} dies: HCCS {HEALTHY}, link UP, net health Success")
+
+
+def _link_faults(node: Node, die: Die) -> tuple[list[Result], bool]:
+    """Return (what is wrong with the links of one die, whether its own port has an address)."""
+
+    def port(name: str) -> str:
+        return node.machine.output("hccn_tool", "-i", f"{die.number}", f"-{name}", "-g") or ""
+
+    faults, lanes = [], ("npu-smi", "info", "-t", "hccs", "-i", f"{die.card}", "-c", f"{die.chip}")
+    if (hccs := field(node.machine.output(*lanes) or "", "hccs health status")) != HEALTHY:
+        todo = f"{' '.join(lanes)} prints each lane; leave the node out"
+        faults.append(Result(False, f"HCCS is {hccs}", f"HCCS {HEALTHY}", todo, _name(die)))
+    if NO_IP in (text := port("ip")):
+        return faults, False
+    link, health = field(port("link"), "link status"), field(port("net_health"), "net health status")
+    if link != "UP" or health != "Success":
+        tool = f"hccn_tool -i {die.number}"
+        todo = f"{tool} -link_stat -g; check cable and switch port ({tool} -lldp -g)"
+        found = f"port {field(text, 'ipaddr')}: link {link}, net health {health}"
+        faults.append(Result(False, found, "link UP, net health Success", todo, _name(die)))
+    return faults, True
+
+
+def _hccl(node: Node) -> Iterator[Result]:
+    smi = smi_of(node)
+    if smi.processes:
+        raise NotRunError(f"{len(smi.processes)} processes use the dies", "end them (row npu memory)")
+    name = node.interface[0] if node.interface else None
+    measured = all_reduce_probe.measure_alone("hccl", node.dies, name, node.machine.environ)
+    yield Result(True, all_reduce_probe.speed(measured, f"{node.dies} dies, {all_reduce_probe.MIB} MiB"))
+
+
+NPU_ROWS = (
+    NodeCheck("npu health", "npu-smi info", "every die OK", "npu-smi info -t health -i CARD; dmesg", _health),
+    NodeCheck("npu memory", "npu-smi info, memory and processes of each die", "free for the run's modelled peak",
+        "npu-smi info names the processes; end them on the host", _memory),
+    NodeCheck("npu firmware", "npu-smi info -t board -i CARD", "Compatibility OK",
+        "install driver and firmware of one release, then reboot the host", _board),
+    NodeCheck("npu links", "npu-smi info -t hccs; hccn_tool -ip, -link, -net_health of each die",
+        "HCCS OK; a port with an address is UP and healthy", "hccn_tool -i DIE -link_stat -g", _links),
+    NodeCheck("hccl", "an all-reduce over the node's dies, when no process uses them", "the right sum",
+        "ls ~/ascend/log/debug/plog: HCCL's errors", _hccl),
+)  # fmt: skip

@@ -1,0 +1,311 @@
+"""The job file of `cluster render`: which nodes, which image, which command."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from verl_patches.errors import ConfigError
+from verl_patches.run.environment import REPOSITORY
+from verl_patches.run.ray_nodes import HEAD_PORT, RayPorts
+from verl_patches.values import is_secret_value, is_secret_variable, printable, read_yaml, secret_options
+
+MAX_NODES, MAX_DIES = 16_384, 1024  # of a job; of a node
+MAX_WAIT_S = 7 * 86_400
+# of Kubernetes names, which are also names of containers and Slurm jobs
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Address = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9:][-A-Za-z0-9.:]*$")]
+PortNumber = Annotated[int, Field(ge=1024, le=65535)]
+Size = Annotated[int, Field(ge=1, le=2**20)]  # of a pod: CPUs, GiB
+User = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][-A-Za-z0-9_.]*$")]
+Interface = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_.:@]*$")]
+Partition = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][-A-Za-z0-9_.,]*$")]
+Time = Annotated[str, StringConstraints(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")]  # Slurm's
+Resource = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./]*$")]  # of Kubernetes
+
+
+def _expect(holds: Callable[[str], bool], expected: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not holds(text):
+            raise ValueError(f"expected {expected}")
+        return text
+
+    return AfterValidator(check)
+
+
+# of a command, or a variable's value: may have several lines
+Word = Annotated[str, _expect(lambda text: "\0" not in text, "text without NUL")]
+Line = Annotated[str, _expect(lambda text: text and text.isprintable(), "one line of text without control characters")]
+PlainPath = Annotated[Line, _expect(lambda text: text[0] != "-", "a path or name that does not begin with -")]
+Option = Annotated[Line, _expect(lambda text: text[0] == "-", "an option, such as --account=NAME")]
+Folder = Annotated[Line, StringConstraints(pattern=r"^/[^:,'\s]+$")]  # docker and Slurm separate by : and ,
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "LogLevel=ERROR")
+# what the scripts of public samples export: {variable: field}
+FROM_ENVIRONMENT = {"NNODES": "nodes", "DIES_PER_NODE": "dies", "SOCKET_IFNAME": "interface"}
+# fields in which ${NAME} is the value of a variable
+EXPANDED = ("image", "volumes", "env", "env_file", "checkout", "upstream", "python", "folder", "logs", "uploads")
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+_OUTPUT_ROOT = re.compile(r"""(?:^|[\s+'"])recipe\.output_root=['"]?([^\s'"]+)""")  # also in a line of bash -c
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Ports(_Strict):
+    """As RayPorts; `workers` is [first, last]."""
+
+    gcs: PortNumber = HEAD_PORT
+    first: PortNumber = HEAD_PORT + 1
+    workers: list[PortNumber] = Field([10002, 19999], min_length=2, max_length=2)
+
+
+class Ssh(_Strict):
+    """How hosts are reached. `container_options`: further ones of docker run, where there is an image."""
+
+    user: User | None = None
+    command: Annotated[list[Line], Field(min_length=1)] = list(SSH)
+    container_options: list[Line] = []
+
+
+class Kubernetes(_Strict):
+    """The pods of a job. `secret`: the Secret that has the job's secrets as keys.
+
+    The memory of a pod holds pinned_gib (what `plan` says of the fullest node; the default is that of the 256-die
+    runs), shared_memory_gib (Ray's object store lies there) and worker_gib for each die, unless memory_gib is given.
+    """
+
+    namespace: Name = "default"
+    queue: Resource | None = None
+    secret: Resource | None = None
+    device: Resource = "huawei.com/Ascend910"
+    cpus: Size = 64
+    pinned_gib: Size = 719
+    shared_memory_gib: Size = 256
+    worker_gib: Size = 10
+    memory_gib: Size | None = None
+
+
+class Slurm(_Strict):
+    """Of the batch script. `options`: further #SBATCH lines, such as --account=NAME; `srun_options`: of its srun."""
+
+    partition: Partition | None = None
+    time: Time | None = None
+    options: list[Option] = []
+    srun_options: list[Line] = []
+
+
+class Upload(_Strict):
+    """A copy of results. `from`: a file or folder, relative to the checkout; `to`: where it is sent (upload.py)."""
+
+    source: PlainPath = Field(alias="from")
+    to: Annotated[Line, StringConstraints(pattern=r"^[a-z][a-z0-9+]*://[^\s]+$")]
+
+
+class Job(_Strict):
+    """One job file, completed from the environment of the seeds' scripts; unknown keys are refused.
+
+    provider: what starts node.sh on the nodes; with `nodes` the user does. volumes: {folder of the host: folder of the
+    container}, with an image; nothing else outlives a container. nodes, dies: how many, and how many dies each.
+    device: Ray's name of a die. hosts: addresses in the order of ranks (ssh), the first has Ray's head. command: words,
+    run on the head's node. env: variables of Ray and the command. secrets: names of variables, whose values are in the
+    environment of up.sh and run.sh or in env_file. uploads: of the command's results.
+    checkout, upstream, python: the same paths on every node, in the image where there is one. folder: of sockets, logs
+    and the record of what was started, on each node's own disk. wait_s: the longest wait for nodes.
+    """
+
+    name: Name
+    provider: Literal["nodes", "ssh", "kubernetes", "slurm"] = "nodes"
+    image: PlainPath | None = None
+    volumes: dict[Folder, Folder] = {}
+    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    dies: Annotated[int, Field(ge=1, le=MAX_DIES)]
+    device: Literal["NPU", "GPU"] = "NPU"
+    hosts: list[Address] = []
+    command: list[Word] = []
+    env: dict[Variable, Word] = {}
+    secrets: list[Variable] = []
+    env_file: PlainPath | None = None
+    uploads: list[Upload] = []
+    interface: Interface | None = None
+    checkout: PlainPath = str(REPOSITORY)
+    upstream: list[PlainPath] = []
+    python: PlainPath = "python"
+    folder: PlainPath = "/tmp/verl_patches_cluster"
+    logs: PlainPath | None = None
+    wait_s: Annotated[int, Field(gt=0, le=MAX_WAIT_S)] = 900
+    dashboard: bool = False
+    ports: Ports = Ports()
+    ssh: Ssh = Ssh()
+    kubernetes: Kubernetes = Kubernetes()
+    slurm: Slurm = Slurm()
+
+    @model_validator(mode="after")
+    def _whole(self) -> Job:
+        if self.provider == "ssh" and len(self.hosts) != self.nodes:
+            raise ValueError(f"hosts has {len(self.hosts)} addresses, expected one of each of the {self.nodes} nodes")
+        if len(set(self.hosts)) != len(self.hosts):
+            raise ValueError("hosts has an address twice")
+        if self.provider == "kubernetes" and not self.image:
+            raise ValueError("image is missing, which provider kubernetes needs")
+        if self.provider == "kubernetes" and self.secrets and not self.kubernetes.secret:
+            raise ValueError("kubernetes.secret is missing: the name of the Secret that has the job's secrets as keys")
+        if self.provider in ("kubernetes", "slurm") and not self.command:
+            raise ValueError(f"command is missing, which provider {self.provider} starts")
+        if self.provider == "slurm" and self.env_file and self.secrets:
+            raise ValueError("secrets of env_file do not reach Slurm: export them where sbatch is called")
+        if self.volumes and not self.image:
+            raise ValueError("volumes are folders of containers, but the job has no image")
+        if len(set(self.volumes.values())) != len(self.volumes):
+            raise ValueError("volumes has a folder of the container twice")
+        known = set(self.env) & set(self.secrets)
+        shown = [name for name, value in self.env.items() if is_secret_variable(name) or is_secret_value(value)]
+        if known or shown:
+            names = ", ".join(sorted({*known, *shown}))
+            raise ValueError(f"env has the value of {names}: give secrets by name only, under secrets:")
+        if self.uploads and not self.command:
+            raise ValueError("uploads are of the results of the job's command, which is missing")
+        if len({upload.to.rstrip("/") for upload in self.uploads}) != len(self.uploads):
+            raise ValueError("uploads has a target twice")
+        if shown := [upload.to for upload in self.uploads if is_secret_value(upload.to)]:
+            raise ValueError(f"upload {len(shown)} has a password in its address: give it under secrets:")
+        slurm = self.slurm.options, self.slurm.srun_options
+        for words in (self.command, self.ssh.command, self.ssh.container_options, *slurm):
+            if options := secret_options(words):
+                raise ValueError(f"a command or option has the value of {', '.join(options)}: give it under secrets:")
+        spans = sorted((span, name) for name, span in self.port_plan.spans().items())
+        for ((_, last), name), ((first, _), other) in zip(spans, spans[1:], strict=False):
+            if first <= last:
+                raise ValueError(f"ports: those of {name} and {other} overlap at {first}")
+        return self
+
+    @property
+    def port_plan(self) -> RayPorts:
+        """The ports of each node."""
+        return RayPorts(self.ports.gcs, self.ports.first, (self.ports.workers[0], self.ports.workers[1]))
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits: two jobs are the same if everything but waiting and logs is."""
+        text = self.model_dump_json(exclude={"wait_s", "logs", "command", "interface", "uploads", "env_file"})
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def written_folders(self) -> list[str]:
+        """Where the job's runs write, relative to the checkout; what a shell puts in later ($X) the run looks at."""
+        given = [match[1] for word in self.command for match in _OUTPUT_ROOT.finditer(word)]
+        return [folder for folder in given or ["outputs"] if "$" not in folder]
+
+    @property
+    def logs_folder(self) -> str:
+        """Where the logs of all nodes go, relative to the checkout; by default where the job's runs write."""
+        return self.logs or f"outputs/{self.name}/cluster"
+
+    @property
+    def python_path(self) -> str:
+        """What stands before a node's own PYTHONPATH."""
+        return os.pathsep.join([self.checkout, *self.upstream])
+
+
+def load_job(path: Path, environ: Mapping[str, str]) -> Job:
+    """Read a job file; ConfigError for anything else, which names the file."""
+    given = dict(read_yaml(path))
+    source = str(path)
+    environ = _completed(given, path, environ)
+    for variable, field in FROM_ENVIRONMENT.items():
+        if environ.get(variable):
+            _take(given, field, variable, environ[variable], source)
+    try:
+        return Job.model_validate(given)
+    except ValidationError as error:
+        faults = (f"{'.'.join(map(str, fault['loc'])) or 'job'}: {fault['msg']}" for fault in error.errors())
+        raise ConfigError(f"{source}: {printable('; '.join(faults))}") from None
+
+
+def _completed(given: dict[str, Any], source: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Put values for ${NAME}, and nodes for replica_count; return the environment with that of env_file.
+
+    A variable of the caller's own environment takes precedence. ConfigError where one is unset or a secret.
+    """
+    if "nodes" not in given and "replica_count" in given:
+        given["nodes"] = given.pop("replica_count")  # else it is refused as an unknown key
+    secrets = given.get("secrets") if isinstance(given.get("secrets"), list) else []
+
+    def put(node: Any, where: str) -> Any:
+        if isinstance(node, dict):
+            return {put(key, where): put(value, f"{where}.{key}") for key, value in node.items()}
+        if isinstance(node, list):
+            return [put(value, where) for value in node]
+        return _REFERENCE.sub(lambda match: value_of(match[1], where), node) if isinstance(node, str) else node
+
+    def value_of(name: str, where: str) -> str:
+        value = environ.get(name, "")
+        if name in secrets or is_secret_variable(name) or is_secret_value(value):
+            raise ConfigError(f"{source}: {where}: ${{{name}}} is a secret, whose value would be written into files")
+        if not value:
+            raise ConfigError(f"{source}: {where}: ${{{name}}} is unset; give it in env_file or export it")
+        return value
+
+    if "env_file" in given:
+        named = put(given["env_file"], "env_file")
+        if not isinstance(named, str):
+            raise ConfigError(f"{source}: env_file: expected a path, found {named!r}")
+        path = source.absolute().parent / named
+        given["env_file"] = str(path)
+        environ = {**_read_env_file(path), **{k: v for k, v in environ.items() if v}}
+    given.update({key: put(given[key], key) for key in EXPANDED if key in given})
+    return environ
+
+
+def _read_env_file(path: Path) -> dict[str, str]:
+    """{name: value} of lines NAME=VALUE, as docker's --env-file reads them: values as they are, # begins a comment."""
+    found = {}
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a file of NAME=VALUE lines, found: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        name, equals, value = line.strip().partition("=")
+        if name[:1] == "#" or not line.strip():
+            continue
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ConfigError(f"{path}:{number}: expected NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _take(given: dict[str, Any], field: str, variable: str, value: str, source: str) -> None:
+    """A number or name of the environment fills a field; ConfigError where the file says otherwise."""
+    taken: Any = value
+    if field != "interface":
+        if not re.fullmatch("[0-9]{1,9}", value):
+            raise ConfigError(f"{variable} is {value!r}, expected a whole number")
+        taken = int(value)
+    if given.get(field) is None or field == "interface":  # nodes may name their interfaces differently
+        given[field] = taken
+    elif given[field] != taken:
+        raise ConfigError(f"{source} has {field}: {given[field]!r}, but {variable} is {value}; remove one of them")
+
+
+def require_volumes(job: Job) -> None:
+    """ConfigError where what the job's containers write, results or logs, would be deleted with them."""
+    if not job.image or job.provider == "nodes":
+        return
+    needed = dict.fromkeys(job.written_folders, "runs write")
+    if job.provider != "ssh":  # each node writes its logs itself, in its container
+        needed[job.logs_folder] = "logs are written"
+    for folder, why in needed.items():
+        place = str(PurePosixPath(job.checkout, folder))
+        if not any(PurePosixPath(place).is_relative_to(volume) for volume in job.volumes.values()):
+            raise ConfigError(
+                f"job {job.name}: volumes: expected a folder of the hosts at {place}, where {why}, found "
+                f"{', '.join(job.volumes.values()) or 'none'}: it would be deleted with the containers. Add "
+                f"/data/{job.name}/{PurePosixPath(folder).name}: {place}, or another folder that all hosts share"
+            )

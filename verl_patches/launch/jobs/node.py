@@ -1,0 +1,193 @@
+"""What node.sh asks Python on a node of a job: `python -m verl_patches.launch.jobs.node QUESTION ARGUMENT...`.
+
+    place RANK NODES HEAD INTERFACE PORT HOST...  the addresses of this node and of Ray's head, which other nodes reach
+    ports ADDRESS PORT=SERVICE...                 whether all are free; a taken one is named with its process
+    preload                                       LD_PRELOAD of Ray, and notes of what would stop or slow it
+    wait HEAD:PORT JOB NODES LIMIT_S PORT HOST... wait until all nodes of the job are in Ray; the missing ones are named
+
+Answers are on standard output; exit code 2 (wrong use, something in the way) or 1 with a sentence on standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.platform.npu.machine import preload, start_notes
+from verl_patches.processes import taken_by
+from verl_patches.run.ray_nodes import CALL_S, ask_nodes
+
+LOOPBACK = ("127.0.0.1", "127.0.1.1")  # what /etc/hosts gives a machine's own name, the second on Debian and Ubuntu
+
+
+def place(rank: int, nodes: int, head: str, interface: str, port: int, hosts: Sequence[str]) -> tuple[str, str]:
+    """Return (address of this node, address of Ray's head), as other nodes reach them.
+
+    A node's own name may be its loopback; then its address is that of the interface, else the one that the route to
+    another node takes. ConfigError where that is not enough or is not of this node.
+    """
+    if not head:
+        if nodes > 1:
+            raise ConfigError("the address of Ray's head is unknown: set MASTER_ADDR, or give the job's hosts")
+        head = _address_of(interface) if interface else _any_address()
+    if rank == 0:
+        address = _reachable(head, interface, "".join(hosts[1:2]), port) if nodes > 1 else _resolved(head)
+        if not _is_own(address):
+            raise ConfigError(
+                f"node 0 holds Ray's head, but its address {head} is none of this machine ({_own_addresses()}): start "
+                "it there, or correct MASTER_ADDR"
+            )
+        return address, address
+    found = _resolved(head)
+    if found in LOOPBACK:
+        raise ConfigError(f"Ray's head is {head}, here the loopback, which is not node 0: give its IP address")
+    if hosts:
+        address = _reachable(hosts[rank], interface, found, port)
+    else:
+        address = _address_of(interface) if interface else _towards(found, port)
+    if not _is_own(address):
+        raise ConfigError(
+            f"{hosts[rank] if hosts else address} is none of this machine's addresses ({_own_addresses()})"
+        )
+    return address, found
+
+
+def _reachable(name: str, interface: str, other: str, port: int) -> str:
+    """Return the address of this node's own name, or where that is the loopback another of its addresses."""
+    address = _resolved(name)
+    if address not in LOOPBACK:
+        return address
+    if interface:
+        return _address_of(interface)
+    if not other:
+        raise ConfigError(
+            f"{name} is here the loopback ({address}), which no other node reaches: give `interface`, or an IP address"
+        )
+    return _towards(_resolved(other), port)
+
+
+def _resolved(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"the address {host} cannot be resolved: {error.strerror}") from None
+
+
+def _is_own(address: str) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _own() -> dict[str, list[str]]:
+    interfaces = psutil.net_if_addrs().items()
+    return {name: [a.address for a in addresses if a.family == socket.AF_INET] for name, addresses in interfaces}
+
+
+def _own_addresses() -> str:
+    return ", ".join(address for addresses in _own().values() for address in addresses) or "no address"
+
+
+def _any_address() -> str:
+    own = [address for addresses in _own().values() for address in addresses if not address.startswith("127.")]
+    return own[0] if own else "127.0.0.1"
+
+
+def _address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface of this node."""
+    own = _own()
+    if not own.get(interface):
+        names = ", ".join(f"{name} {addresses[0]}" for name, addresses in own.items() if addresses)
+        raise ConfigError(f"interface {interface} (SOCKET_IFNAME) has no IPv4 address here; this node has {names}")
+    return own[interface][0]
+
+
+def _towards(other: str, port: int) -> str:
+    """Return the address from which this node reaches another one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((other, port))  # chooses a route, sends nothing
+        except OSError as error:
+            raise ConfigError(f"node {socket.gethostname()} has no route to {other}: {error.strerror}") from None
+        return str(probe.getsockname()[0])
+
+
+def require_free_ports(address: str, services: Mapping[int, str]) -> None:
+    """ConfigError that names the service and the process for each port that is taken."""
+    holders = {port: taken_by(port, ("0.0.0.0", address)) for port in services}
+    taken = [f"port {port} ({services[port]}) is taken by {holder}" for port, holder in holders.items() if holder]
+    if taken:
+        raise ConfigError(f"{'; '.join(taken)}. End that process, or give other ports (ports.gcs, ports.first)")
+
+
+def missing_nodes(
+    job: str, nodes: int, port: int, hosts: Sequence[str], known: Sequence[Mapping[str, Any]]
+) -> dict[int, str]:
+    """Return {rank: the node and why it is not in Ray}; known: the nodes that Ray's head knows (ray_nodes.ask)."""
+    of_job = [node for node in known if node["job"] == job]
+    alive = {node["rank"] for node in of_job if node["alive"]}
+    dead = {node["rank"]: node for node in of_job if not node["alive"]}
+    missing = {}
+    for rank in sorted(set(range(nodes)) - alive):
+        if rank in dead:
+            missing[rank] = f"node {rank} ({dead[rank]['address']}) was in, then its raylet ended or lost the network"
+        elif hosts:
+            fault = _unreachable(hosts[rank], port)
+            why = f"of its raylet: {fault}" if fault else "answers, but it is not in this Ray: has it another head?"
+            missing[rank] = f"node {rank} ({hosts[rank]}): port {port} {why}"
+        else:
+            missing[rank] = f"node {rank} never joined"
+    return missing
+
+
+def _unreachable(host: str, port: int) -> str:
+    """Return why no connection can be made; empty where one can."""
+    try:
+        with socket.create_connection((host, port), timeout=3.0):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+
+
+def _answer(question: str, words: Sequence[str]) -> str:
+    if question == "place":
+        rank, nodes, head, interface, port, *hosts = words
+        return " ".join(place(int(rank), int(nodes), head, interface, int(port), hosts))
+    if question == "ports":
+        services = dict(service.split("=", 1) for service in words[1:])
+        require_free_ports(words[0], {int(port): name for port, name in services.items()})
+    if question == "preload":
+        sys.stderr.writelines(f"{note}\n" for note in start_notes(os.environ, npu=True))
+        return preload(os.environ)
+    if question == "wait":
+        address, job, nodes, limit_s, port, *hosts = words
+        request = {"address": address, "job": job, "nodes": int(nodes), "limit_s": float(limit_s)}
+        known = ask_nodes(request, float(limit_s) + CALL_S)["nodes"]
+        if missing := missing_nodes(job, int(nodes), int(port), hosts, known):
+            said = "; ".join(missing.values())
+            raise RecipeError(f"{len(missing)} of {nodes} nodes of job {job} are not in Ray after {limit_s} s: {said}")
+    return ""
+
+
+def main(words: Sequence[str]) -> int:
+    """Answer a question; return 1 or 2, with a sentence, where there is no good answer."""
+    try:
+        if answer := _answer(words[0], words[1:]):
+            sys.stdout.write(f"{answer}\n")
+    except (ConfigError, RecipeError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,237 @@
+"""What `cluster render` writes for a job: the scripts of templates/, job.sh with the job's values, and for Slurm and
+Kubernetes the file that `sbatch` or `kubectl apply` takes. Neither was tried on a cluster.
+
+The scripts are the same for every job: all that differs is in job.sh.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_patches.errors import ConfigError
+from verl_patches.launch.jobs.job import Job
+from verl_patches.launch.jobs.upload import command_words
+from verl_patches.patching.switches import VARIABLE
+from verl_patches.run.environment import DROPPED, REPOSITORY
+from verl_patches.run.ray_nodes import ray_start
+
+TEMPLATES = Path(__file__).parent / "templates"
+START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
+BEGINS = "verl_patches: output begins"
+START_S, RECONNECT_S, RETRY_S = 120, 900, 10  # the longest `ray start`; how long, how often a lost connection is tried
+HOSTS_OWN = ("/usr/local/dcmi", "/usr/local/bin/npu-smi", "/usr/local/Ascend/driver", "/etc/ascend_install.info")
+
+
+def render(job: Job, folder: Path, source: str) -> str:
+    """Write the scripts of a job into a folder; return the command that starts it. `source`: the job file's name.
+
+    ConfigError where something else lies there. A second call writes them anew.
+    """
+    job_sh, names = folder / "job.sh", ["node.sh"]
+    if folder.exists() and not job_sh.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: expected a new folder, or one that `cluster render` wrote; found other files")
+    start = f"NODE_RANK=0 MASTER_ADDR=ADDRESS bash {shlex.quote(str(folder))}/node.sh serve, with its rank on each node"
+    folder.mkdir(parents=True, exist_ok=True)
+    job_sh.write_text(job_values(job, source))
+    if job.provider == "ssh":
+        names += ["ssh.sh", "up.sh", "run.sh", "follow.sh", "logs.sh", "down.sh"]
+        shutil.copyfile(START_CONTAINER, folder / START_CONTAINER.name)
+        start = f"bash {shlex.quote(str(folder))}/up.sh, then run.sh there"
+    for name in names:
+        shutil.copyfile(TEMPLATES / name, folder / name)
+    if job.provider == "slurm":
+        (folder / "slurm.sh").write_text(slurm_script(job, folder.absolute()))
+        start = f"sbatch {shlex.quote(str(folder))}/slurm.sh"
+    if job.provider == "kubernetes":
+        scripts = {name: (folder / name).read_text() for name in ("job.sh", "node.sh")}
+        (folder / "kubernetes.yaml").write_text(as_yaml(*kubernetes_objects(job, scripts)))
+        start = f"kubectl apply -f {shlex.quote(str(folder))}/kubernetes.yaml"
+    return start
+
+
+def job_values(job: Job, source: str) -> str:
+    """Return the text of job.sh. It has the names of secrets, and no value of one."""
+    logs = str(REPOSITORY / job.logs_folder) if job.provider == "ssh" else job.logs_folder
+    srun = list(job.slurm.srun_options)
+    if job.image and job.provider == "slurm":  # of the plugin pyxis
+        srun.append(f"--container-image={job.image}")
+        srun += ["--container-mounts=" + ",".join(f"{host}:{to}" for host, to in job.volumes.items())]
+    values: dict[str, str | int | list[str]] = {
+        "job": job.name,
+        "digest": job.digest,
+        "nodes": job.nodes,
+        "device": job.device,
+        "hosts": job.hosts,
+        "interface": job.interface or "",
+        "image": job.image or "",
+        "volumes": [f"{host}:{folder}" for host, folder in job.volumes.items()],
+        "container_options": job.ssh.container_options,
+        "checkout": job.checkout,
+        "python": job.python,
+        "paths": job.python_path,
+        "folder": job.folder,
+        "written": [str(Path(job.checkout, folder)) for folder in job.written_folders],
+        "logs": logs,
+        "wait_s": job.wait_s,
+        "start_s": START_S,
+        "reconnect_s": RECONNECT_S,
+        "retry_s": RETRY_S,
+        "begins": BEGINS,
+        "ssh": job.ssh.command,
+        "user": job.ssh.user or "",
+        "srun_options": srun,
+        "secrets": job.secrets,
+        "env_file": job.env_file or "",
+        "variables": [f"{name}={value}" for name, value in job.env.items()],
+        "dropped": sorted({*DROPPED} - {VARIABLE}),
+        "gcs": job.ports.gcs,
+        "first_port": job.ports.first,
+        "head_ports": _services(job, is_head=True),
+        "node_ports": _services(job, is_head=False),
+        "head_options": _ray_options(job, is_head=True),
+        "node_options": _ray_options(job, is_head=False),
+        "command": command_words(job),
+    }
+    text = "".join(f"{name}={_quoted(value)}\n" for name, value in values.items())
+    return f"""# shellcheck shell=bash disable=SC2034
+# The values of job {job.name} for the scripts beside this file, of {Path(source).name}, by `cluster render`.
+# To change one, change the job file and render it again.
+{text}"""
+
+
+def _quoted(value: str | int | list[str]) -> str:
+    """Return a value as bash reads it; a text with an apostrophe in double quotes, where they change nothing."""
+    if isinstance(value, list):
+        return f"({' '.join(map(_quoted, value))})"
+    text = str(value)
+    return f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
+
+
+def _services(job: Job, is_head: bool) -> list[str]:
+    """Return PORT=NAME of each service of Ray on a node; its workers take what is free of their ports."""
+    spans = job.port_plan.spans(is_head).items()
+    return [f"{first}={name}" for name, (first, last) in spans if first == last]
+
+
+def _ray_options(job: Job, is_head: bool) -> list[str]:
+    """Return the options of a node's `ray start` without addresses and labels, which node.sh adds."""
+    temp = f"{job.folder}/ray"
+    words = ray_start("", "", is_head, {job.device: job.dies}, job.port_plan, job.dashboard, temp_dir=temp)
+    return [word for word in words[2:] if not word.startswith(("--address=", "--node-ip-address="))]
+
+
+def slurm_script(job: Job, folder: Path) -> str:
+    """Return the batch script: one task a node, which runs node.sh. The job's secrets are in sbatch's environment."""
+    slurm = job.slurm
+    lines = [f"--job-name={job.name}", f"--nodes={job.nodes}", "--ntasks-per-node=1", "--exclusive"]
+    lines += [f"--partition={slurm.partition}"] if slurm.partition else []
+    lines += [f"--time={slurm.time}"] if slurm.time else []
+    lines += ["--output=%x-%j.log", *slurm.options]
+    header = "".join(f"#SBATCH {line}\n" for line in lines)
+    here = f"here={shlex.quote(str(folder))} # on a file system that the job's first node has\n"
+    return f"#!/usr/bin/env bash\n{header}{here}{(TEMPLATES / 'slurm.sh').read_text()}"
+
+
+def kubernetes_objects(job: Job, scripts: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the objects of a job: an Indexed Job with one pod a node, which runs node.sh from a ConfigMap.
+
+    Pods have addresses of their own, and the NetworkPolicy lets only pods of the job call them: Ray's ports ask nobody
+    who calls. Fields of batch/v1, v1, networking.k8s.io/v1 and, with a queue, Volcano's scheduling.volcano.sh/v1beta1.
+    """
+    name, queue, pod = job.name, job.kubernetes.queue, _pod(job)
+    template: dict[str, Any] = {"metadata": {"labels": _labels(job)}, "spec": pod}
+    service = {
+        "clusterIP": "None",
+        "selector": _labels(job),
+        "publishNotReadyAddresses": True,
+    }  # a pod is NAME-RANK.NAME
+    policy: dict[str, Any] = {"podSelector": {"matchLabels": _labels(job)}, "policyTypes": ["Ingress"]}
+    policy["ingress"] = [{"from": [{"podSelector": {"matchLabels": _labels(job)}}]}]
+    objects = [
+        _object(job, "v1", "ConfigMap", data=dict(scripts)),
+        _object(job, "v1", "Service", spec=service),
+        _object(job, "networking.k8s.io/v1", "NetworkPolicy", spec=policy),
+    ]
+    if queue:
+        group = {"minMember": job.nodes, "queue": queue}
+        objects.append(_object(job, "scheduling.volcano.sh/v1beta1", "PodGroup", spec=group))
+        template["metadata"]["annotations"] = {"scheduling.k8s.io/group-name": name}  # all of its pods start, or none
+        pod["schedulerName"] = "volcano"
+    indexed = {"completionMode": "Indexed", "completions": job.nodes, "parallelism": job.nodes, "backoffLimit": 0}
+    return [*objects, _object(job, "batch/v1", "Job", spec={**indexed, "template": template})]
+
+
+def _labels(job: Job) -> dict[str, str]:
+    return {"verl-patches/job": job.name}
+
+
+def _object(job: Job, version: str, kind: str, **fields: Any) -> dict[str, Any]:
+    meta = {"name": job.name, "namespace": job.kubernetes.namespace, "labels": _labels(job)}
+    return {"apiVersion": version, "kind": kind, "metadata": meta, **fields}
+
+
+def _pod(job: Job) -> dict[str, Any]:
+    kubernetes = job.kubernetes
+    memory_gib = kubernetes.memory_gib or (
+        kubernetes.pinned_gib + kubernetes.shared_memory_gib + job.dies * kubernetes.worker_gib
+    )
+    devices = {kubernetes.device: str(job.dies)} if job.device == "NPU" else {"nvidia.com/gpu": str(job.dies)}
+    sizes = {"cpu": str(kubernetes.cpus), "memory": f"{memory_gib}Gi", **devices}
+    env: list[dict[str, Any]] = [{"name": "MASTER_ADDR", "value": f"{job.name}-0.{job.name}"}]
+    for name in job.secrets:
+        env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": kubernetes.secret, "key": name}}})
+    mounts: list[dict[str, Any]] = [
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "scripts", "mountPath": "/scripts"},
+    ]
+    shm = {"medium": "Memory", "sizeLimit": f"{kubernetes.shared_memory_gib}Gi"}
+    volumes: list[dict[str, Any]] = [
+        {"name": "shm", "emptyDir": shm},
+        {"name": "scripts", "configMap": {"name": job.name}},
+    ]
+    own = {path: path for path in HOSTS_OWN} if job.device == "NPU" else {}
+    for number, (path, mount) in enumerate({**own, **job.volumes}.items()):
+        volumes.append({"name": f"host-{number}", "hostPath": {"path": path}})
+        read_only = {} if path in job.volumes else {"readOnly": True}
+        mounts.append({"name": f"host-{number}", "mountPath": mount, **read_only})
+    container = {
+        "name": "node",
+        "image": job.image,
+        "command": ["bash", "-l", "/scripts/node.sh", "serve"],  # a login shell sets CANN's variables
+        "env": env,
+        "resources": {"limits": sizes, "requests": dict(sizes)},
+        "volumeMounts": mounts,
+    }
+    return {
+        "subdomain": job.name,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 120,  # to end the processes and copy the logs
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around what other readers take for numbers or bools, such as 1e-6 and y; keeps lines as they are."""
+
+
+def _add_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    is_word = len(text) > 1 and (text[0].isalpha() or text[0] == "/")
+    style = "|" if "\n" in text else None if is_word else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _add_text)
+
+
+def as_yaml(*documents: Any) -> str:
+    """Return the text of documents, which Kubernetes reads as they are; texts of several lines stay readable."""
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False)

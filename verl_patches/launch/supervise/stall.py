@@ -1,0 +1,266 @@
+"""Decide which rank is stalled, from the nodes' reports. Plain data in and out; no Ray, no torch.
+
+A place is a phase of a worker, or a call where it has no phases. The first time there has a fixed bound; later ones the
+larger of a least time and `factor` times the longest time that any rank was there so far. A rank that waits for another
+in a process group has a shorter bound, as HCCL would end it with an error that names only the rank that waited.
+
+A rank is overdue when its phase lasts longer than its bound, or when it waits for too long in a process group, of which
+it has begun more operations than another rank. Then the culprit is the first of these that there is:
+
+    a process that has ended, and whose end nobody has reported
+    a process that is stopped (SIGSTOP, a debugger)
+    a process whose Python has not run for SILENT_S (a call that holds the GIL, or one inside the kernel)
+    a rank that others wait for, and that waits for none itself: it has begun fewer operations of a process group
+    the controller, where no rank is in a call
+    all overdue ranks, where none of these holds
+
+In the start (a worker's constructor, where process groups are made) ranks without a heartbeat are the culprits, then
+those that are still in their constructor.
+
+A group's numbers are compared only if its members had equal ones, above 0, when their calls began: gloo counts sends
+and receives too, so that the stages of a pipeline do not agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from verl_patches.errors import RecipeError
+from verl_patches.heartbeat.heartbeat import Beat, ranks_text
+from verl_patches.heartbeat.node import STOPPED, Seen
+from verl_patches.layout.phases import LAST_CHECKPOINT, PROFILE, START, VALIDATE
+from verl_patches.values import size_text
+
+GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer know first
+SILENT_S = 20.0
+# They wait for the slowest disk, or analyse a trace: what they took before says nothing, so Bounds.load_s holds
+SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {LAST_CHECKPOINT, PROFILE}
+WAIT_SHARE = 0.8  # of recipe.train.collective_timeout_minutes: the rest (216 s of 18 min) is left to collect stacks
+SHOWN = 8
+_STARTING = {START: "in the worker's constructor", "init_model": "building the models", "": "waiting"}
+
+
+class StallError(RecipeError):
+    """A rank, or the controller, is in one phase for longer than expected."""
+
+
+class LostNodeError(RecipeError):
+    """A node with ranks of the run does not answer any more."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """When a place is overdue, in seconds: first_s, least_s and factor of recipe.watch; load_s of recipe.timeouts.
+
+    collective_s: how long a rank may wait for another in an operation of a process group, wherever it is.
+    """
+
+    first_s: float
+    least_s: float
+    factor: float
+    load_s: float = 0.0
+    collective_s: float = float("inf")
+
+    def of(self, seen: Seen, longest_s: float) -> float:
+        """Return the bound of where `seen` is; longest_s: the longest time that any process was there before."""
+        if _is_slow(seen.beat):
+            return max(self.factor * longest_s, self.first_s, self.load_s)
+        been_there = seen.beat.place in seen.beat.longest_s
+        return max(self.factor * longest_s, self.least_s if been_there else self.first_s)
+
+    def of_wait(self, seen: Seen) -> float:
+        """Return the bound of a wait for another rank; where it may be for that rank's disk, as long as `of`."""
+        return max(self.collective_s, self.first_s, self.load_s) if _is_slow(seen.beat) else self.collective_s
+
+    def __str__(self) -> str:
+        text = f"{self.first_s:.0f} s for a first time, then {self.least_s:.0f} s or {self.factor:g} x the longest time"
+        return f"{text}; of a rank that waits for another in a process group: {self.collective_s:.0f} s"
+
+
+def _is_slow(beat: Beat) -> bool:
+    first_validation = beat.call == VALIDATE and beat.place not in beat.longest_s
+    return beat.call in SLOW_CALLS or beat.phase in SLOW_PHASES or first_validation
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What is wrong: culprits, some rank that waits for them, one sentence."""
+
+    culprits: tuple[Seen, ...]
+    waiting: tuple[Seen, ...]
+    sentence: str
+
+
+def find_stall(processes: Sequence[Seen], bounds: Bounds, world: int = 0) -> Stall | None:
+    """The stall of a run of `world` ranks, or None. `processes`: ranks and controller, from all nodes."""
+    ranks = [seen for seen in processes if seen.beat.rank is not None]
+    controller = next((seen for seen in processes if seen.beat.rank is None), None)
+    longest: defaultdict[str, float] = defaultdict(float)
+    for seen in processes:
+        for place, seconds in seen.beat.longest_s.items():
+            longest[place] = max(longest[place], seconds)
+    gone = [seen for seen in processes if seen.state == "gone" and seen.silent_s > GONE_S]
+    if gone:
+        return _stall(gone, [], f"{_names(gone)} ended {gone[0].silent_s:.0f} s ago in {_place(gone[0])}, by a signal")
+    busy = [seen for seen in ranks if seen.beat.call]
+    candidates = busy or _idle_controller(controller, ranks)
+    limits = {id(seen): bounds.of(seen, longest[seen.beat.place]) for seen in candidates}
+    overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)]]
+    if not overdue:
+        return _long_wait(ranks, busy, bounds, controller)
+    if overdue[0].beat.call == START and not any(seen.state[:1] in STOPPED for seen in ranks):
+        return _stalled_start(ranks, overdue[0], limits[id(overdue[0])], world)
+    culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
+    first = max([seen for seen in overdue if seen in culprits] or overdue, key=lambda seen: seen.in_place_s)
+    late = f"{_place(first)} for {first.in_place_s:.0f} s, where at most {limits[id(first)]:.0f} s were expected"
+    if not busy:
+        return _stall(overdue, [], f"{first.where} is in {late}; no rank is in a call")
+    others = [seen for seen in busy if seen not in culprits]
+    text = f"{_names(culprits)} {why}, in "
+    text += late if first in culprits else f"{_place(culprits[0])}; {first.where} is in {late}"
+    return _stall(culprits, others, text + _waiting(others, culprits), controller)
+
+
+def _long_wait(ranks: Sequence[Seen], busy: Sequence[Seen], bounds: Bounds, controller: Seen | None) -> Stall | None:
+    """No phase is overdue yet, but a rank waits in an operation of a process group that another has not begun."""
+    still = [seen for seen in busy if seen.still_s > bounds.of_wait(seen)]
+    awaited = awaited_by(ranks) if still else {}
+    waiting = [seen for seen in still if _waits(seen, awaited)]
+    if not waiting:
+        return None
+    culprits, why = _culprits(ranks, waiting)
+    first = max(waiting, key=lambda seen: seen.still_s)
+    text = f"{_names(culprits)} {why}, in {_place(culprits[0])}; {first.where} waits in {_place(first)} for "
+    text += f"{first.still_s:.0f} s, where at most {bounds.of_wait(first):.0f} s were expected"
+    others = [seen for seen in busy if seen not in culprits]
+    return _stall(culprits, others, text + _waiting(others, culprits), controller)
+
+
+def _stalled_start(ranks: Sequence[Seen], first: Seen, limit_s: float, world: int) -> Stall:
+    """`first` is overdue in the start; no process group says yet who waits for whom."""
+    text = f"{first.where} is in the start for {first.in_place_s:.0f} s, where at most {limit_s:.0f} s were expected"
+    late = not_started(ranks, world)
+    culprits = () if _missing(ranks, world) else [seen for seen in ranks if seen.beat.call == START] or [first]
+    return _stall(culprits, [first], f"{text}; {late}" if late else text)
+
+
+def _missing(ranks: Sequence[Seen], world: int) -> list[int]:
+    return sorted(set(range(world)) - {seen.beat.rank for seen in ranks})
+
+
+def not_started(processes: Sequence[Seen], world: int) -> str:
+    """The ranks that have not started, as text; "" where all have."""
+    ranks = [seen for seen in processes if seen.beat.rank is not None]
+    inside = [seen for seen in ranks if seen.beat.call == START and seen.state != "gone"]
+    texts = []
+    if missing := _missing(ranks, world):
+        names = f"rank{'s' if len(missing) > 1 else ''} {ranks_text(missing)}"
+        texts.append(f"{names} of {world} ha{'ve' if len(missing) > 1 else 's'} no heartbeat: not placed, or importing")
+    if inside:
+        texts.append(f"{_names(inside)} {_verb(inside)} in the worker's constructor")
+    return "; ".join(texts)
+
+
+def start_of(processes: Sequence[Seen], world: int) -> tuple[int, str]:
+    """(ranks that have started, text with what they do) of a run's start; the text is "" once a step has begun."""
+    if any(seen.beat.rank is None and seen.beat.step for seen in processes):
+        return world, ""
+    doing = Counter(_STARTING.get(seen.beat.call, seen.beat.place) for seen in processes if seen.beat.rank is not None)
+    begun = f"{doing.total()} of {world} ranks have started"
+    places = ", ".join(f"{count} {place}" for place, count in doing.items())
+    if reading := [seen for seen in processes if seen.beat.read_bytes]:
+        last = min(reading, key=lambda seen: seen.beat.read_bytes)
+        total = size_text(sum(seen.beat.read_bytes for seen in reading))
+        places += f"; {total} of weights read, by {last.where} {size_text(last.beat.read_bytes)}"
+    return doing.total(), f"{begun}: {places}" if places else begun
+
+
+def _idle_controller(controller: Seen | None, ranks: Sequence[Seen]) -> list[Seen]:
+    """The controller, with the time since it called a rank last; none before step 1."""
+    if controller is None or not controller.beat.call:
+        return []
+    alone_s = min((seen.in_place_s for seen in ranks), default=controller.in_place_s)
+    return [replace(controller, in_place_s=min(controller.in_place_s, alone_s))]
+
+
+def _stall(culprits: Sequence[Seen], waiting: Sequence[Seen], sentence: str, controller: Seen | None = None) -> Stall:
+    controller = controller or next((seen for seen in culprits if seen.beat.rank is None), None)
+    step = f"step {controller.beat.step}: " if controller and controller.beat.step else ""
+    return Stall(tuple(culprits), tuple(waiting[:1]), f"{step}{sentence}")
+
+
+def _culprits(ranks: Sequence[Seen], overdue: Sequence[Seen]) -> tuple[list[Seen], str]:
+    """(culprits, what they do) by the order of the module's docstring."""
+    if stopped := [seen for seen in ranks if seen.state[:1] in STOPPED]:
+        return stopped, f"{_verb(stopped)} stopped (state {stopped[0].state}: SIGSTOP or a debugger)"
+    silent = [seen for seen in ranks if seen.silent_s > SILENT_S]
+    if silent and len(silent) < len(ranks):
+        text = f"{'has' if len(silent) == 1 else 'have'} run no Python for {silent[0].silent_s:.0f} s"
+        return silent, f"{text} (state {silent[0].state})"
+    awaited = awaited_by(ranks)
+    sinks = [seen for seen in ranks if awaited.get(seen.beat.rank) and not _waits(seen, awaited)]
+    if sinks and len(sinks) < len(ranks):
+        return sinks, f"{_verb(sinks)} behind the others"
+    return list(overdue), f"{_verb(overdue)} overdue"
+
+
+def awaited_by(ranks: Iterable[Seen]) -> dict[int, dict[int, tuple[str, int, int]]]:
+    """{rank: {rank that waits for it: (group, its number, the other's)}} by numbers of begun operations."""
+    members: defaultdict[str, list[Seen]] = defaultdict(list)
+    for seen in ranks:
+        for group in seen.beat.groups:
+            members[group].append(seen)
+    waiting: defaultdict[int, dict[int, tuple[str, int, int]]] = defaultdict(dict)
+    for group, of_group in members.items():
+        if len({_before(seen, group) for seen in of_group}) != 1 or not _before(of_group[0], group):
+            continue
+        most = max(seen.beat.groups[group] for seen in of_group)
+        for seen, other in itertools.permutations(of_group, 2):
+            if seen.beat.groups[group] < other.beat.groups[group]:
+                waiting[seen.beat.rank].setdefault(other.beat.rank, (group, seen.beat.groups[group], most))
+    return dict(waiting)
+
+
+def _before(seen: Seen, group: str) -> int:
+    beat = seen.beat
+    return (beat.groups_before if beat.call else beat.groups).get(group, 0)
+
+
+def _waits(seen: Seen, awaited: dict[int, dict[int, tuple[str, int, int]]]) -> bool:
+    return any(seen.beat.rank in waiting for waiting in awaited.values())
+
+
+def _waiting(others: Sequence[Seen], culprits: Sequence[Seen]) -> str:
+    """How many ranks wait, and in which operation of which group."""
+    if not others:
+        return ""
+    count = f"; {len(others)} other rank{'s are' if len(others) > 1 else ' is'} in a call"
+    awaited = awaited_by([*others, *culprits])
+    for seen in culprits:
+        for group, number, most in awaited.get(seen.beat.rank, {}).values():
+            name, _, ranks = group.partition(" ")
+            return (
+                f"{count}, at operation {most} of process group {name} (ranks {ranks}); {seen.beat.name} is at {number}"
+            )
+    return count
+
+
+def _place(seen: Seen) -> str:
+    beat = seen.beat
+    if not beat.call:
+        return "no call"
+    inside = [beat.phase] if beat.phase else []
+    inside += [f"{size_text(beat.read_bytes)} read"] if beat.read_bytes else []
+    return f"{beat.call} ({', '.join(inside)})" if inside else beat.call
+
+
+def _verb(several: Sequence[Seen]) -> str:
+    return "is" if len(several) == 1 else "are"
+
+
+def _names(several: Sequence[Seen]) -> str:
+    more = f" and {len(several) - SHOWN} more" if len(several) > SHOWN else ""
+    return ", ".join(seen.where for seen in several[:SHOWN]) + more

@@ -1,0 +1,278 @@
+"""The watch of a run, in its driver: looks at the heartbeats on all nodes, and ends the run at a stall or a lost node.
+
+The driver only waits for the controller, and its looks are calls without waiting: a rank, the controller or a node that
+does not answer cannot keep it. On its own node it reads the files itself; on each other node an actor without resources
+does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_patches.heartbeat import node
+from verl_patches.heartbeat.heartbeat import folder_of_run
+from verl_patches.heartbeat.node import Seen
+from verl_patches.launch.supervise.stall import (
+    Bounds,
+    LostNodeError,
+    Stall,
+    StallError,
+    find_stall,
+    not_started,
+    start_of,
+)
+from verl_patches.layout.phases import START
+from verl_patches.run.ray_nodes import living, on_node, results, said
+
+log = logging.getLogger(__name__)
+EVERY_S, NODES_EVERY_S, SAY_EVERY_S = 2.0, 10.0, 5.0
+LOST_S = 60.0  # without an answer of a node; Ray's own health check takes about 30 s
+AGENT_S = 20.0  # from a failure of a node's agent to the first call of the next one
+ASK_S = 20.0  # for stacks, and for the end
+RECORD, STACKS = "watch.json", "stacks"
+DEVICE, COLLECTIVE = "device", "collective"
+_RAISED_BY = re.compile(r"\(pid=(\d+), ip=([^,()\s]+)")
+# Ascend's Error Code list of PyTorch: ERR**100 is a failed call of ACL, ERR**200 one of HCCL; EI0002 and EI0006 are
+# time limits of HCCL, of an operation and of a connection, which torch_npu may report as an error of the device
+# (gitcode.com/Ascend/pytorch docs/zh/troubleshooting: ERR-100.md, HCCL_timeout.md; HCCL user guide, EI0006)
+_COLLECTIVE = re.compile(r"\bEI000[26]\b|\bERR\d\d200\b|HCCL|DistBackendError")
+_DEVICE = re.compile(r"\bERR\d\d100\b|NPU (?:function )?error\b")
+
+
+class Watcher:
+    """Looks at a run of `world` ranks, whose record is in `to`.
+
+    stops: a stall ends the run, else it is only logged and recorded, once. say(text): called with how far the start is.
+    """
+
+    def __init__(self, to: Path, bounds: Bounds, world: int, stops: bool = True, say: Callable = lambda text: None):
+        import ray
+
+        self._to, self._bounds, self._world, self._stops = to, bounds, world, stops
+        self._folder, self._own = folder_of_run(), ray.get_runtime_context().get_node_id()
+        self._others: dict[str, _Other] = {}
+        self._address = ""  # of the driver's node
+        self._checked = self._listed = 0.0
+        self._recorded = False
+        self._say, self._start, self._say_at = say, (0, ""), 0.0
+
+    def check(self) -> None:
+        """Check the run once, at most every EVERY_S. StallError or LostNodeError names the culprit."""
+        now = time.monotonic()
+        if now - self._checked < EVERY_S:
+            return
+        self._checked = now
+        if now - self._listed >= NODES_EVERY_S:
+            self._listed = now
+            self._list_nodes()
+        for other in self._others.values():
+            other.poll()
+        self._refuse_lost()
+        processes = self.processes()
+        start = start_of(processes, self._world)
+        goes_on = start != self._start and start[0] >= self._start[0]  # a look can miss records in writing
+        if not start[1]:
+            self._start = self._world + 1, ""  # a step has begun: nothing is said of the start any more
+        elif goes_on and now >= self._say_at:
+            self._start, self._say_at = start, now + SAY_EVERY_S
+            self._say(start[1])
+        stall = find_stall(processes, self._bounds, self._world)
+        if stall is not None and not self._recorded:
+            self._recorded = True
+            self._end_at(stall)
+
+    def processes(self) -> list[Seen]:
+        """Ranks and controller of all nodes, as their nodes saw them last."""
+        seen_here = self._here() + [seen for other in self._others.values() for seen in other.seen]
+        return sorted(seen_here, key=node.ranks_first)
+
+    def _here(self) -> list[Seen]:
+        return node.read_processes(self._folder, self._own)
+
+    def explain(self, error: BaseException) -> None:
+        """LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
+
+        Where processes have ended, the record names them with their nodes; else the rank that raised an error of its
+        device or of a collective. Ranks that had not started are in the log.
+        """
+        self._list_nodes()
+        self._refuse_lost(error)
+        others = [other for other in self._others.values() if not other.lost]
+        for other, answer in zip(others, _answers([other.agent.processes.remote() for other in others]), strict=True):
+            other.seen = other.seen if answer is None else answer
+        processes = self.processes()
+        if any(seen.beat.call == START for seen in processes) and (late := not_started(processes, self._world)):
+            log.warning("watch: when the start failed: %s", late)
+        if gone := [seen for seen in processes if seen.state == "gone"]:
+            self._record(gone, f"{', '.join(seen.where for seen in gone)} ended", [])
+        elif (kind := fault_in(str(error))) and (raised := self._raised(str(error))):
+            self._record([raised], f"{raised.where} raised an error of its {kind}", [], kind)
+
+    def close(self, failed: bool) -> None:
+        """Remove the heartbeats on every node; of a run that failed, first kill what still runs there."""
+        calls = [other.agent.close.remote(failed) for other in self._others.values() if not other.lost]
+        node.close(self._folder, failed)
+        _answers(calls)
+
+    def _raised(self, text: str) -> Seen | None:
+        """The rank whose error is `text`, by the innermost pid and address that Ray writes into it."""
+        for pid, address in reversed(_RAISED_BY.findall(text)):
+            for seen in self.processes():
+                other = self._others.get(seen.node)
+                at = other.address if other else self._address
+                if seen.beat.rank is not None and (seen.beat.pid, at) == (int(pid), address):
+                    return seen
+        return None
+
+    def _list_nodes(self) -> None:
+        import ray
+
+        try:
+            alive = {living_node["id"]: living_node["address"] for living_node in living()}
+        except ray.exceptions.RayError as error:  # the head is busy, or gone: then Ray ends the driver
+            log.warning("watch: Ray's head does not list its nodes: %s", error)
+            return
+        self._address = alive.get(self._own, self._address)
+        for name, address in alive.items():
+            if name != self._own and name not in self._others:
+                self._others[name] = _Other(name, address)
+        for name, other in self._others.items():
+            other.lost = name not in alive
+
+    def _refuse_lost(self, error: BaseException | None = None) -> None:
+        for address, of_node, how in self._lost(own=error is not None):
+            ranks = ", ".join(seen.beat.name for seen in of_node)
+            place = next((seen.beat.place for seen in of_node if seen.beat.place), "no call")
+            text = f"node {address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
+            if error is not None or self._stops:
+                self._record(of_node, text, [])
+                raise LostNodeError(text) from error
+            if not self._recorded:
+                self._recorded = True
+                self._record(of_node, text, [])
+                log.warning("watch: %s", text)
+
+    def _lost(self, own: bool) -> Iterator[tuple[str, list[Seen], str]]:
+        """(address, its processes, how) of each lost node with ranks; of the driver's `own` one too, if asked."""
+        for other in self._others.values():
+            if other.seen and (other.lost or other.unanswered_s() > LOST_S):
+                how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
+                yield other.address, other.seen, how
+        here = [seen for seen in self._here() if seen.beat.rank is not None]
+        if own and here and (how := _raylets_end()):
+            yield self._address, here, how
+
+    def _end_at(self, stall: Stall) -> None:
+        asked = [*stall.culprits, *stall.waiting]  # to be asked, a stopped one is continued
+        files = self._write_stacks([seen for seen in asked if self._stops or seen.state[:1] not in node.STOPPED])
+        text = stall.sentence + (f". Python stacks: {', '.join(files)}" if files else "")
+        self._record(stall.culprits, text, files)
+        if self._stops:
+            raise StallError(text)
+        log.warning("watch: %s", text)
+
+    def _write_stacks(self, asked: Sequence[Seen]) -> list[str]:
+        """Files of the Python stacks of these processes, below the run's folder."""
+        names = [seen.beat.name for seen in asked]
+        nodes = {seen.node for seen in asked}
+        calls = [other.agent.stacks.remote(names) for name, other in self._others.items() if name in nodes]
+        stacks = node.stacks(self._folder, names) if self._own in nodes else {}
+        for answer in _answers(calls):
+            stacks |= answer or {}
+        files = []
+        for name in (name for name in names if name in stacks):
+            file = self._to / STACKS / f"{name.replace(' ', '_')}.txt"
+            if _written(file, stacks[name]):
+                files.append(str(file))
+        return files
+
+    def _record(self, culprits: Sequence[Seen], sentence: str, files: Sequence[str], kind: str | None = None) -> None:
+        entries = [
+            {"name": seen.beat.name, "pid": seen.beat.pid, "host": seen.host, "node": seen.node} for seen in culprits
+        ]
+        record = {"sentence": sentence, "culprits": entries, "stacks": list(files), "watched_on": socket.gethostname()}
+        record["raised"] = kind
+        _written(self._to / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def _written(file: Path, text: str) -> bool:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    except OSError as error:
+        log.warning("watch: %s cannot be written: %s", file, error.strerror)
+        return False
+    return True
+
+
+def _raylets_end() -> str | None:
+    """How the raylet of this node has ended, which ends all of Ray's processes here; None while it answers."""
+    import ray
+
+    here = ray._private.worker.global_worker.node
+    for kind, process in here.dead_processes():  # of those that this process has started
+        if kind == "raylet":
+            code = process.returncode
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            return f"its raylet (pid {process.pid}) {how}"
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(here.raylet_socket_name)
+        except OSError:
+            return "its raylet has ended"
+    return None
+
+
+def fault_in(text: str) -> str | None:
+    """DEVICE or COLLECTIVE for an error of these, else None. The rank that raises the second is only who noticed it."""
+    if _COLLECTIVE.search(text):
+        return COLLECTIVE
+    return DEVICE if _DEVICE.search(text) else None
+
+
+class _Other:
+    """A node that is not the driver's: its agent, and what it answered last."""
+
+    def __init__(self, name: str, address: str):
+        self.name, self.address, self.lost, self.seen = name, address, False, []
+        self.agent, self._call, self._answered = on_node(node.NodeAgent, name), None, time.monotonic()
+        self._next_call = 0.0
+
+    def poll(self) -> None:
+        """Take the answer of the last call if it is there, and call again."""
+        import ray
+
+        if time.monotonic() < self._next_call:
+            return
+        if self._call is not None:
+            if not ray.wait([self._call], timeout=0)[0]:
+                return
+            try:
+                self.seen, self._answered = ray.get(self._call), time.monotonic()
+            except ray.exceptions.RayError as error:  # the agent is gone: another one, until the node is lost
+                log.warning("watch: no answer from node %s: %s", self.address, said(error))
+                self.agent, self._next_call = on_node(node.NodeAgent, self.name), time.monotonic() + AGENT_S
+                self._call = None
+                return
+        self._call = self.agent.processes.remote()
+
+    def unanswered_s(self) -> float:
+        """Seconds since the last answer."""
+        return time.monotonic() - self._answered
+
+
+def _answers(calls: Sequence[Any]) -> list[Any]:
+    """The result of each call, None where it has none within ASK_S."""
+    answers = results(calls, ASK_S)
+    for error in answers:
+        if isinstance(error, Exception):
+            log.warning("watch: a node did not answer: %s", said(error))
+    return [None if isinstance(answer, Exception) else answer for answer in answers]

@@ -1,0 +1,1 @@
+"""What runs before and while the prelude is imported: .pth finder, plugin of vLLM."""

@@ -1,0 +1,137 @@
+"""`install-prelude`: one line in verl's Megatron worker module, and a `.pth` file, that run the prelude.
+
+The line is the only change to an upstream file that this package makes.
+
+verl's TaskRunner and workers import much of upstream before that line is reached, hence the `.pth` file, which Python
+reads from its site-packages at every start. It holds one line: a finder that does nothing until a package of PACKAGES
+is imported (before_import.py). If verl_patches cannot be imported then, the import fails with a RuntimeError.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_patches.errors import ConfigError
+from verl_patches.shared_files import replacing, write_whole, writing
+
+LINE = "from verl_patches import prelude_patch  # noqa: F401"
+INSIDE = Path("workers") / "megatron_workers.py"
+PLACES = (
+    f"FILE:LINE is of the pinned sources as they come; with the prelude line, places below it in verl/{INSIDE} "
+    "are one line further down"
+)
+NAME = "verl_patches_prelude.pth"
+PACKAGES = ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend")
+_WITHOUT_US = (
+    f"{NAME} is in the site-packages of this Python, but verl_patches cannot be imported: put it on the PYTHONPATH of "
+    "this process, or remove the file (python -m verl_patches install-prelude --undo)"
+)
+_FINDER = f"""
+import sys
+class VerlPatchesPrelude:
+    def find_spec(self, name, *where):
+        if name.partition(".")[0] not in {PACKAGES}:
+            return None
+        try:
+            from verl_patches.patching.boot.before_import import prelude_first
+        except ImportError as error:
+            raise RuntimeError({_WITHOUT_US!r} + ": " + str(error)) from error
+        return prelude_first(name, *where)
+sys.meta_path.insert(0, VerlPatchesPrelude())
+"""
+TEXT = f"import sys; exec({_FINDER!r}, {{}})\n"  # one line, as Python reads .pth files; an ImportError may be swallowed
+
+
+@dataclass(frozen=True)
+class PreludeResult:
+    """The result for one file: its path, the number of the prelude line in it (from 1; None: no line), and the state.
+
+    state: "installed" | "already installed" | "removed" | "not installed" (nothing to undo).
+    """
+
+    file: Path
+    line: int | None
+    state: str
+
+
+def install_prelude(verl_path: str | Path | None = None) -> dict[str, PreludeResult]:
+    """Insert the prelude line ("line") and write the `.pth` file of this Python ("pth"). Idempotent."""
+    line, pth = insert_line(verl_path), _pth_file()
+    if pth.exists() and pth.read_text() == TEXT:
+        return {"line": line, "pth": PreludeResult(pth, None, "already installed")}
+    with writing(pth, ""):
+        write_whole(pth, TEXT)
+    return {"line": line, "pth": PreludeResult(pth, None, "installed")}
+
+
+def remove_prelude(verl_path: str | Path | None = None) -> dict[str, PreludeResult]:
+    """Remove the `.pth` file, also where no verl is found, and then the prelude line. Idempotent."""
+    pth = _pth_file()
+    state = "removed" if pth.exists() else "not installed"
+    with writing(pth, ""):
+        pth.unlink(missing_ok=True)
+    return {"line": remove_line(verl_path), "pth": PreludeResult(pth, None, state)}
+
+
+def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
+    """Insert LINE before the first import of verl's Megatron worker module. Idempotent.
+
+    verl_path: a verl checkout, or its package folder; None: the installed verl, which is not imported. Raises
+    ConfigError where there is no such file, and where it is another module or has another prelude.
+    """
+    file, lines = _worker_file(verl_path)
+    if LINE in lines:
+        return PreludeResult(file, lines.index(LINE) + 1, "already installed")
+    number = next(number for number, line in enumerate(lines) if line.startswith("import "))
+    _write_lines(file, [*lines[:number], LINE, *lines[number:]])
+    return PreludeResult(file, number + 1, "installed")
+
+
+def remove_line(verl_path: str | Path | None = None) -> PreludeResult:
+    """Remove LINE, with the arguments and errors of `insert_line`. Idempotent."""
+    file, lines = _worker_file(verl_path)
+    if LINE not in lines:
+        return PreludeResult(file, None, "not installed")
+    number = lines.index(LINE)
+    _write_lines(file, [*lines[:number], *lines[number + 1 :]])
+    return PreludeResult(file, number + 1, "removed")
+
+
+def _worker_file(verl_path: str | Path | None) -> tuple[Path, list[str]]:
+    """Return verl's megatron_workers.py and its lines; ConfigError where it is absent or another file."""
+    if verl_path is None:
+        spec = importlib.util.find_spec("verl")  # a top-level name: looked up, not imported
+        if spec is None or not spec.origin:
+            raise ConfigError("install-prelude: no verl is installed in this Python; give a checkout: --verl-path DIR")
+        packages = [Path(spec.origin).parent]
+    else:
+        packages = [Path(verl_path) / "verl", Path(verl_path)]
+    file = next((package / INSIDE for package in packages if (package / INSIDE).is_file()), None)
+    if file is None:
+        raise ConfigError(
+            f"install-prelude: expected verl/{INSIDE} in {verl_path or packages[0]}, found none; "
+            "give the root of a verl checkout: --verl-path DIR"
+        )
+    text = file.read_text()
+    ours = [line for line in text.split("\n") if "verl_patches" in line]
+    if ours not in ([], [LINE]) or not all(word in text for word in ("\nimport ", "\nclass ActorRolloutRefWorker")):
+        raise ConfigError(
+            f"{file}: expected verl's Megatron worker module with the one line `{LINE}` or without, found "
+            f"{f'the lines {ours}' if ours else 'another module'}; restore the file from upstream, then run this again"
+        )
+    return file, text.split("\n")
+
+
+def _write_lines(file: Path, lines: list[str]) -> None:
+    """Replace `file` as a whole: its mode stays, and other hard links to it, as in a package cache, keep their text."""
+    with writing(file, ""), replacing(file) as new:
+        new.write_text("\n".join(lines))
+        shutil.copymode(file, new)
+
+
+def _pth_file() -> Path:
+    return Path(sysconfig.get_path("purelib")) / NAME

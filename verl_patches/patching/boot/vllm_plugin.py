@@ -1,0 +1,18 @@
+"""Entry point of group `vllm.general_plugins`: vLLM calls it in each of its processes, which runs the prelude there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+from verl_patches.patching.boot.before_import import PRELUDE
+from verl_patches.patching.switches import VARIABLE
+
+
+def register() -> None:
+    """Apply the catalogue's rows in this process if VERL_PATCHES is set. Idempotent.
+
+    Without the variable it does nothing, as vLLM calls it wherever the package is installed.
+    """
+    if os.environ.get(VARIABLE):
+        importlib.import_module(PRELUDE)

@@ -1,0 +1,216 @@
+"""Modelled bytes of activations on line a3: what a layer saves for backward, and what a pass holds at once. No torch.
+
+As "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022, arXiv 2205.05198) counts
+them, for MLA and routed experts: every tensor that an op saves for its backward, once. Which these are was read from
+the pins, and is measured by tests/plan/test_activations.py with a real layer: MindSpeed-LLM's
+multi_head_latent_attention.py, router.py, token_dispatcher.py, experts.py; what a compiled op saves from its C++
+(mindspeed/ops/csrc/cann) or torch_npu's derivatives (npu_fusion_attention: query, key, value, output, maximum and sum;
+npu_rms_norm: input and rstd; npu_swiglu: input).
+
+Letters: b bytes of a value, T tokens of a micro batch, s = T / tp of a rank outside attention and MLP (sequence
+parallelism), n heads of a rank, k experts of a token, R = s * k * etp rows that a rank's experts get at balanced
+routing, H hidden, F and f width of the dense and of one expert's MLP, E experts.
+
+    term       bytes                                       of
+    norms      4 b s H + 8 s                               input, residual, output of both norms
+    latents    b s (2 q_lora + 2 kv_lora + rope) + 8 s     down projection, norms of it
+    rotary     4 b T rope                                  cosine and sine, of query and key
+    attention  4 b T n w + 64 T n, b T n v if w is not v   q, k, v and output of width w, statistics
+    dense_mlp  3 b T F / tp                                gate and up, their product
+    router     4 s H + 4 E H + T (5 E + 20 k + 64)         fp32 input and weight, scores and choices of all TP ranks
+    experts    b R (2 H + 3 f / etp) + b s k H             rows in and out, gate, up, product
+    shared     3 b T f shared / tp                         as dense_mlp
+
+w is the head width padded to a multiple of 128, 256 at 671B; with `unpadded` q and k have their own width and v is a
+part of kv_b_proj's output. alltoall_overlap saves the same bytes. Not modelled: what it holds at once, context
+parallelism, dynamic batches, fragmentation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
+from verl_patches.layout.parallel import ParallelLayout
+
+CHUNK_BYTES = 8 << 20  # of fp32 logits in model/log_prob.py
+# Rows of the busiest rank's experts over the mean without balanced routing: an assumption, nothing here measured it
+UNBALANCED = 2.0
+_FLASH_WIDTH = 128  # MindSpeed-LLM's --padded-base-length
+_STATISTICS = 2 * 8 * 4  # maximum and sum of a query, each eight times in fp32
+_ATTENTION = ("norms", "latents", "rotary", "attention")
+
+
+PerStage = int | tuple[int, ...]  # one number for all stages, or one for each
+
+
+def of_stage(layers: PerStage, stage: int) -> int:
+    """Recomputed layers of `stage`."""
+    return layers if isinstance(layers, int) else layers[stage]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What decides the activations of a run besides model and layout.
+
+    `update_tokens`, `log_prob_tokens`, `ref_tokens`: most tokens of a micro batch. `micro_batches`: of an update on one
+    replica. `recompute_layers`: layers of a stage whose activations are made again in backward, one number for all
+    stages or one for each; `recompute_together`: how many of them at once (method uniform), 1 for method block.
+    `entropy`: whether the update's loss has it. `chunked_logits`: rows logprob.*. `recorded_tokens`: of a replica's
+    step, whose routed experts are recorded (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`:
+    no weight gradient of its own. `critic_tokens`, `critic_batches`: as `update_tokens` and `micro_batches`, of a
+    critic; `reward_tokens`: of a reward model.
+    """
+
+    update_tokens: int
+    log_prob_tokens: int
+    ref_tokens: int
+    micro_batches: int
+    recompute_layers: PerStage = 0
+    recompute_together: int = 1
+    imbalance: float = UNBALANCED
+    unpadded: bool = False
+    entropy: bool = False
+    chunked_logits: bool = True
+    recorded_tokens: int = 0
+    fused_expert_wgrad: bool = False
+    fused_linear_wgrad: bool = False
+    critic_tokens: int = 0
+    critic_batches: int = 0
+    reward_tokens: int = 0
+
+
+def layer_terms(
+    model: ModelShape, moe: bool, tokens: int, layout: ParallelLayout, imbalance: float = 1.0, unpadded: bool = False
+) -> dict[str, int]:
+    """{term: bytes} that one layer saves for the backward pass of a micro batch of `tokens`; the table above.
+
+    In the dtype of `model`; in fp32 the router saves no copies.
+    """
+    b, hidden, tp = DTYPE_BYTES[model.torch_dtype], model.hidden_size, layout.tp
+    s, heads = -(-tokens // tp), model.num_attention_heads // tp
+    q_lora, latent, rope = model.q_lora_rank or 0, model.kv_lora_rank, model.qk_rope_head_dim
+    terms = {
+        "norms": 4 * b * s * hidden + 8 * s,
+        "latents": b * s * (2 * q_lora + 2 * latent + rope) + 8 * s,
+        "rotary": 4 * b * tokens * rope,
+        "attention": tokens * heads * (b * _attention_width(model, unpadded) + _STATISTICS),
+    }
+    if not moe:
+        return terms | {"dense_mlp": 3 * b * tokens * model.intermediate_size // tp}
+    experts, k, width = model.n_routed_experts, model.num_experts_per_tok, model.moe_intermediate_size
+    rows = math.ceil(s * k * layout.etp * imbalance)
+    copies = 4 * s * hidden + 4 * experts * hidden if b == 2 else 0
+    return terms | {
+        "router": copies + tokens * (5 * experts + 20 * k + 64),
+        "experts": b * rows * (2 * hidden + 3 * width // layout.etp) + b * s * k * hidden,
+        "shared": 3 * b * tokens * width * model.n_shared_experts // tp,
+    }
+
+
+def _attention_width(model: ModelShape, unpadded: bool) -> int:
+    """Values that attention saves of a token and head."""
+    qk, v = model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
+    if unpadded:
+        return 2 * qk + (model.qk_nope_head_dim + v) + v
+    width = math.ceil(max(qk, v) / _FLASH_WIDTH) * _FLASH_WIDTH
+    return 4 * width + (v if width != v else 0)
+
+
+def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: int, passes: Passes) -> dict[str, int]:
+    """{kept_activations, working_activations, logits, weight_gradient} of an update, on a rank of `stage`.
+
+    `held`: routed experts of a layer on this rank. kept: of all micro batches in flight, min(pp - stage, micro batches)
+    with 1F1B (megatron/core/pipeline_parallel/schedules.py, num_warmup_microbatches): a recomputed group of layers
+    saves its input, another layer saves all. working: the group that is made again, the experts' send and receive
+    buffers, and gradients of the activations of half a layer (attention or MLP), an upper bound. The last stage's
+    logits and the layers' work are not there at once: the smaller is left out.
+    """
+    tokens, size = passes.update_tokens, DTYPE_BYTES[model.torch_dtype]
+    layers = layout.stage_layers(stage, model.num_hidden_layers)
+    terms = _terms_of(model, layers, tokens, layout, passes)
+    hidden = size * -(-tokens // layout.tp) * model.hidden_size
+    recomputed = min(of_stage(passes.recompute_layers, stage), len(layers))
+    groups = [terms[i : i + passes.recompute_together] for i in range(0, recomputed, passes.recompute_together)]
+    saved = len(groups) * hidden + sum(sum(layer.values()) for layer in terms[recomputed:])
+    last = stage == layout.pp - 1
+    if last:
+        saved += 2 * hidden  # input of the final norm, and of the head
+    working = max((sum(sum(layer.values()) for layer in group) for group in groups), default=0)
+    working += max((_half(layer) for layer in terms), default=0) + _dispatch(model, tokens, layout, passes, layers)
+    logits = logits_bytes(model, tokens, layout, passes, gradient=True, entropy=passes.entropy) if last else 0
+    return {
+        "kept_activations": min(layout.pp - stage, passes.micro_batches) * saved,
+        **_larger(working, logits),
+        "weight_gradient": _weight_gradient(model, layout, stage, held, passes),
+    }
+
+
+def forward_bytes(
+    model: ModelShape, layout: ParallelLayout, stage: int, tokens: int, passes: Passes, entropy: bool
+) -> dict[str, int]:
+    """{working_activations, logits} of a forward pass alone: half a layer (attention or MLP), an upper bound."""
+    layers = layout.stage_layers(stage, model.num_hidden_layers)
+    terms = _terms_of(model, layers, tokens, layout, passes)
+    working = max((_half(layer) for layer in terms), default=0) + _dispatch(model, tokens, layout, passes, layers)
+    last = stage == layout.pp - 1
+    logits = logits_bytes(model, tokens, layout, passes, gradient=False, entropy=entropy) if last else 0
+    return _larger(working, logits)
+
+
+def _larger(working: int, logits: int) -> dict[str, int]:
+    return {"working_activations": working if working >= logits else 0, "logits": logits if logits > working else 0}
+
+
+def logits_bytes(
+    model: ModelShape, tokens: int, layout: ParallelLayout, passes: Passes, *, gradient: bool, entropy: bool
+) -> int:
+    """Bytes of the last stage's logits, with the gathered input of the head and what the log-probs take beside them.
+
+    Logits of bf16 are converted to fp32 (megatron/core/transformer/module.py, float16_to_fp32): both are there at once,
+    and so are their gradients, of which ours is written over the fp32 logits. Beside them: by chunks two chunks for
+    each of log-prob and entropy; else one more fp32 tensor for log-probs, two with entropy (docs/memory.md has the
+    measured table).
+    """
+    size = DTYPE_BYTES[model.torch_dtype]
+    values = tokens * -(-model.vocab_size // layout.tp)
+    passed = 2 if entropy else 1
+    beside = 2 * passed * CHUNK_BYTES if passes.chunked_logits else passed * 4 * values
+    both = values * (4 + (size if size < 4 else 0))
+    more = 0 if passes.chunked_logits or not gradient or size == 4 else 4 * values  # gradient of the fp32 logits
+    return both + beside + more + size * tokens * model.hidden_size
+
+
+def _terms_of(
+    model: ModelShape, layers: tuple[int, ...], tokens: int, layout: ParallelLayout, passes: Passes
+) -> list[dict[str, int]]:
+    """`layer_terms` of each of `layers`."""
+    kinds = {model.is_moe(layer) for layer in layers}
+    of_kind = {moe: layer_terms(model, moe, tokens, layout, passes.imbalance, passes.unpadded) for moe in kinds}
+    return [of_kind[model.is_moe(layer)] for layer in layers]
+
+
+def _half(layer: dict[str, int]) -> int:
+    """Bytes of the larger half of a layer: attention, or MLP."""
+    attention = sum(layer[term] for term in _ATTENTION)
+    return max(attention, sum(layer.values()) - attention)
+
+
+def _dispatch(model: ModelShape, tokens: int, layout: ParallelLayout, passes: Passes, layers: tuple[int, ...]) -> int:
+    """Bytes of the experts' exchange: rows sent and received, of the busiest rank."""
+    if not any(model.is_moe(layer) for layer in layers):
+        return 0
+    sent = -(-tokens // layout.tp) * model.num_experts_per_tok
+    received = math.ceil(sent * layout.etp * passes.imbalance)
+    return DTYPE_BYTES[model.torch_dtype] * model.hidden_size * (sent + received)
+
+
+def _weight_gradient(model: ModelShape, layout: ParallelLayout, stage: int, held: int, passes: Passes) -> int:
+    """Bytes of the largest weight gradient in the model's dtype, before it is added to the fp32 gradients."""
+    size, hidden = DTYPE_BYTES[model.torch_dtype], model.hidden_size
+    moe = any(model.is_moe(layer) for layer in layout.stage_layers(stage, model.num_hidden_layers))
+    experts = 0 if passes.fused_expert_wgrad or not moe else held * hidden * 2 * model.moe_intermediate_size
+    vocabulary = -(-model.vocab_size // layout.tp) * hidden
+    outer = vocabulary if stage == 0 or (stage == layout.pp - 1 and not passes.fused_linear_wgrad) else 0
+    return size * max(experts // layout.etp, outer)

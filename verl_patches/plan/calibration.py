@@ -1,0 +1,128 @@
+"""The published rows that the step model is fitted to, and its error on each. No torch.
+
+All rows are of docs/plan.md: the public recipe's run on 256 dies (random weights, forced responses of 3072 tokens) and
+its single measurements. A row fixes at most one constant, with which the model gives its figure; the other rows check
+the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl_patches.layout.inventory import read_model_shape
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+from verl_patches.plan.step_model import Constants, Lengths, Offload, StepInput, SyncTraffic, decode_s, step_time
+from verl_patches.run.resolve import CONFIGS_DIR
+
+TOTAL_S = 801.29  # sum of the published phases
+# tokens of a prompt: 250.2 tokens/s of each of 128 cards over the step's seconds, less the 3072 of its response
+MEAN_PROMPT = 250.2 * 128 * TOTAL_S / (512 * 16) - 3072
+DECODE_MS = {64: 76, 32: 67, 16: 61, 8: 57, 4: 55, 2: 54, 1: 54}
+_CONTEXT = MEAN_PROMPT + 3072 / 2  # of the decode rows; not published
+_PUBLISHED_COLLECTIVES, _PUBLISHED_SYNC_BYTES = 3100, 73.9e9
+
+FITTED = Constants(
+    train_efficiency=0.2884,
+    decode_layer_s=4.934e-4,
+    engine_step_s=0.02259,
+    driver_bytes_per_s=7.56e8,
+    collective_s=3.342e-3,
+    empty_cache_s=0.3456,
+    reward_s=5.444e-7,
+    advantage_s=7.47e-9,
+)
+
+
+@functools.cache
+def published() -> StepInput:
+    """The run of the published rows.
+
+    Recomputed layers are not published for random weights: the fewest of "4 to 8 a stage". Copies follow verl's own
+    memory schedule (memory/schedule.py), the worst die's; the old log-probs have no pass.
+    """
+    layers = (7, 7, 8, 8, 8, 8, 8, 7)
+    train = ParallelLayout(256, tp=4, pp=8, ep=32, etp=1, layers_per_stage=layers)
+    return StepInput(
+        model=read_model_shape(CONFIGS_DIR / "model" / "deepseekv3_671b.json"),
+        train=train,
+        rollout=rollout_layout(1, 128, 2),
+        lengths=Lengths(MEAN_PROMPT, 3072),
+        prompts=512,
+        samples=16,
+        micro_batch=1,
+        ref_micro_batch=8,
+        recompute_layers=4,
+        alltoall_overlap=True,
+        swap_optimizer=True,
+        tensor_cache=True,
+        copies=train.tp * train.pp,
+        sync=SyncTraffic(_PUBLISHED_SYNC_BYTES, _PUBLISHED_SYNC_BYTES, _PUBLISHED_COLLECTIVES),
+        offload=Offload(47.15e9, 47.15e9, 105.2e9, 13),
+    )
+
+
+def without_cache() -> StepInput:
+    """The published run without the tensor cache."""
+    return replace(published(), tensor_cache=False)
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One published figure: how the model predicts it, and the constant that it fixes, if it does."""
+
+    name: str
+    quoted_s: float
+    predict: Callable[[Constants], float]
+    fixes: str | None = None
+
+
+def _phase(name: str, run: Callable[[], StepInput] = published) -> Callable[[Constants], float]:
+    return lambda constants: step_time(run(), constants)[name]
+
+
+def _decode(batch: int) -> Callable[[Constants], float]:
+    return lambda constants: decode_s(published(), batch, _CONTEXT, batch, constants)
+
+
+def _total(constants: Constants) -> float:
+    return sum(step_time(published(), constants).values())
+
+
+def _saved(phase: str) -> Callable[[Constants], float]:
+    def predict(constants: Constants) -> float:
+        return step_time(without_cache(), constants)[phase] - step_time(published(), constants)[phase]
+
+    return predict
+
+
+ROWS = (
+    *(PublishedRow(f"decode step, batch {batch}", ms / 1e3, _decode(batch), "decode_layer_s" if batch == 1 else None)
+      for batch, ms in DECODE_MS.items()),
+    PublishedRow("rollout", 318.27, _phase("rollout"), "engine_step_s"),
+    PublishedRow("ref", 104.7, _phase("ref"), "train_efficiency"),
+    PublishedRow("reward", 13.7, _phase("reward"), "reward_s"),
+    PublishedRow("advantage", 0.188, _phase("advantage"), "advantage_s"),
+    PublishedRow("update", 328.8, _phase("update")),
+    PublishedRow("reshard", 11.18, _phase("reshard"), "collective_s"),
+    PublishedRow("offload", 24.45, _phase("offload"), "empty_cache_s"),
+    PublishedRow("total of the phases", TOTAL_S, _total),
+    PublishedRow("update, saved by the tensor cache", 400.9 - 334.15, _saved("update"), "driver_bytes_per_s"),
+    PublishedRow("update, no tensor cache", 400.9, _phase("update", without_cache)),
+    PublishedRow("update, tensor cache (second series)", 334.15, _phase("update")),
+    PublishedRow("ref, no tensor cache", 156.8, _phase("ref", without_cache)),
+    PublishedRow("ref, tensor cache (second series)", 105.06, _phase("ref")),
+)  # fmt: skip
+
+
+def errors(constants: Constants = FITTED) -> list[dict[str, Any]]:
+    """[{row, quoted_s, modelled_s, error, fixes}] of all rows; error is a share of the quoted figure."""
+    figures = []
+    for row in ROWS:
+        modelled = row.predict(constants)
+        error = modelled / row.quoted_s - 1
+        values = {"quoted_s": row.quoted_s, "modelled_s": round(modelled, 4), "error": round(error, 4)}
+        figures.append({"row": row.name, **values, "fixes": row.fixes})
+    return figures

@@ -1,0 +1,295 @@
+"""Modelled bytes on a rank and its host, and the peak of every phase, for any pair of layouts. No torch.
+
+Weights, gradients and optimizer follow layout/sharding.py, activations plan/activations.py.
+
+HCCL: a communicator exists from its group's first collective to the end of the process, so the buffers of all groups
+that communicate are counted in every phase (run/hccl.py).
+
+CANN: `CONTEXT_BYTES` is an assumption. Two out-of-memory messages of one-process runs on 64 GiB devices leave 0.55 and
+0.89 GiB that are neither free nor torch's (zai-org/CogVideo issue 63, hiyouga/LlamaFactory issue 5491).
+
+While the KV cache is on the device, the rollout's communicators and the context are inside vLLM's share: its profile
+run takes from gpu_memory_utilization what a dummy batch needs at most, and all memory of the process that is not of
+torch (vllm-ascend f20869ef, worker_v1.py, determine_available_memory). So activations of the rollout never come on
+top. Graphs are captured after that; their memory is not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, ModelShape, build_inventory
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES, local_parameters, static_bytes
+from verl_patches.memory.schedule import ACTOR, CRITIC, Moment, Schedule, TrainedGroups, simulate
+from verl_patches.plan.activations import Passes, forward_bytes, update_bytes
+
+CONTEXT_BYTES = 1 << 30
+_READ = ("ref_params", "reward_params", "rollout_weights")  # memory groups of weights that are not trained
+_OF_VALUES = ("rm_scores", "values", "update_critic")  # phases of value models
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Model, layouts and settings of a run, from which all bytes follow; the model's dtype is the inventory's.
+
+    `bucket_bytes`: recipe.reshard.bucket_bytes, four such buffers exist in a weight sync; None: verl's own path.
+    `swap_pieces`: recipe.train.swap_optimizer_times, None if the optimizer is not swapped. `vllm_bytes`: vLLM's share
+    of a die (gpu_memory_utilization), of which the KV cache takes what the weights leave. `absorbed_copies`: the engine
+    has copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend (attention/mla_v1.py:669), and vLLM
+    where MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of
+    kv_b_proj. `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out
+    HCCL and CANN. `critic`: whether a value model is trained too. `reward_models`: how many score. `sampled`: false on
+    fixed data, which has no rollout engine. `actor`: false where the critic alone is trained.
+    `reference`: whether a loss or the reward has the KL to a reference model.
+    """
+
+    inventory: Inventory
+    train: ParallelLayout
+    rollout: ParallelLayout
+    train_library: str = "mindspeed"
+    rollout_library: str = "vllm"
+    bucket_bytes: int | None = 512 << 20
+    swap_pieces: int | None = None
+    vllm_bytes: int = 0
+    tensor_cache_bytes: int = 0
+    absorbed_copies: bool = False
+    passes: Passes | None = None
+    hccl: dict[str, int] | None = None
+    critic: bool = False
+    reward_models: int = 0
+    sampled: bool = True
+    actor: bool = True
+    reference: bool = True
+
+
+def group_bytes(setting: Setting, rank: int) -> dict[str, int]:
+    """Bytes of each memory group of `rank` while it is on the device.
+
+    Without Megatron's alignment of its buffers and without the correction bias, a buffer that never moves. In fp32
+    parameters have no main copies, so the optimizer has Adam's two moments only.
+    """
+    inventory, train, rollout = setting.inventory, setting.train, setting.rollout
+    trained = _trained_bytes(setting, inventory, ACTOR, rank)
+    weights, projections = served_bytes(inventory, rollout, rank, setting.rollout_library)
+    if setting.bucket_bytes is None:
+        buffers = _gathered(inventory, train)
+    else:  # two buckets to receive into and two to send from (reshard/execute.py), at most the bytes that there are
+        buffers = 2 * min(setting.bucket_bytes, weights)
+        buffers += 2 * min(setting.bucket_bytes, weights * (rollout.world_size - 1))
+    weights += projections if setting.absorbed_copies else 0
+    cache = max(setting.vllm_bytes - weights, 0)
+    if not setting.sampled:
+        weights = cache = buffers = 0
+    if not setting.actor:
+        trained = dict.fromkeys(trained, 0)
+    value = {}
+    if setting.critic or setting.reward_models:
+        value = _trained_bytes(setting, build_inventory(inventory.model, value=True), CRITIC, rank)
+    if setting.critic:
+        trained |= value
+    return {
+        **trained,
+        "reward_params": value["critic_params"] if setting.reward_models else 0,
+        "ref_params": trained["actor_params"] if setting.reference else 0,
+        "rollout_weights": weights,
+        "kv_cache": cache,
+        "tensor_cache": setting.tensor_cache_bytes,
+        "reshard_buffers": buffers,
+    }
+
+
+def served_bytes(inventory: Inventory, rollout: ParallelLayout, rank: int, library: str) -> tuple[int, int]:
+    """(bytes of the weights that a rank of vLLM holds, those of kv_b_proj among them, which an engine may copy)."""
+    served = local_parameters(inventory, rollout, rank, library)
+    projections = [shard for shard in served.shards.values() if shard.parameter.kind == "kv_b_proj"]
+    return served.size_bytes(), sum(shard.count * DTYPE_BYTES[shard.dtype] for shard in projections)
+
+
+def _trained_bytes(setting: Setting, inventory: Inventory, groups: TrainedGroups, rank: int) -> dict[str, int]:
+    """Bytes of the groups of one trained model."""
+    static, dtype = static_bytes(inventory, setting.train, rank, setting.train_library), inventory.model.torch_dtype
+    per_value, swapped = OPTIMIZER_BYTES - GRAD_BYTES * (dtype == "float32"), setting.swap_pieces is not None
+    states = static.optimizer_bytes // OPTIMIZER_BYTES * per_value
+    return {
+        groups.params: static.grad_bytes // GRAD_BYTES * DTYPE_BYTES[dtype],
+        groups.grads: static.grad_bytes,
+        groups.optimizer: 0 if swapped else states,
+        groups.window: _window(setting, rank, per_value) if swapped else 0,
+    }
+
+
+def _window(setting: Setting, rank: int, per_value: int) -> int:
+    """Bytes of one swapped piece: the rank's share in `swap_pieces` parts, but at least one tensor.
+
+    As mindspeed/core/optimizer/swap_optimizer.py, swap_adamw_step: a piece is whole tensors, and one piece at a time is
+    on the device. MindSpeed stacks all local experts of a layer into two tensors, gate and up being the larger.
+    """
+    train, largest, total, stacks = setting.train, 0, 0, {}
+    for shard in local_parameters(setting.inventory, train, rank, setting.train_library).shards.values():
+        parameter = shard.parameter
+        if not parameter.trainable:
+            continue
+        share = -(-shard.count // (train.dp * train.cp if parameter.expert is None else train.edp))
+        total += share
+        if parameter.expert is not None and parameter.kind != "routed_expert_down":
+            stacked = setting.train_library == "mindspeed"
+            key = parameter.layer, None if stacked else parameter.expert
+            stacks[key] = stacks.get(key, 0) + share
+        largest = max(largest, share)
+    return per_value * max(largest, max(stacks.values(), default=0), -(-total // setting.swap_pieces))
+
+
+def _gathered(inventory: Inventory, train: ParallelLayout) -> int:
+    """Bytes that verl's per_tensor_generator holds at once: the pieces of one tensor and the joined tensor.
+
+    Gate and up of an expert are one tensor, which every rank gathers from all EP ranks
+    (verl/utils/megatron_utils.py:798); other tensors are gathered from the TP group (:828).
+    """
+    model, size = inventory.model, DTYPE_BYTES[inventory.model.torch_dtype]
+    experts = train.ep * 2 * model.moe_intermediate_size * model.hidden_size * size if train.ep > 1 else 0
+    others = max(p.count for p in inventory.parameters if p.expert is None) * size
+    return max(experts, 2 * others if train.tp > 1 else others)
+
+
+def always_bytes(setting: Setting, kv_cache: bool) -> dict[str, int]:
+    """{term: bytes} that a rank has throughout a phase, with or without the KV cache on the device."""
+    if setting.hccl is None:
+        return {}
+    if kv_cache:
+        return {"hccl_buffers": setting.hccl["train"]}
+    return {"hccl_buffers": setting.hccl["train"] + setting.hccl["rollout"], "cann_context": CONTEXT_BYTES}
+
+
+def work_bytes(setting: Setting, rank: int, phase: str) -> dict[str, int]:
+    """{term: bytes} of activations and recorded experts on `rank`; empty for phases without a pass of the model."""
+    model, train, passes = setting.inventory.model, setting.train, setting.passes
+    stage = train.coordinates(rank).pp
+    if passes is None or phase not in ("update", "old_log_prob", "ref", *_OF_VALUES):
+        return {}
+    if phase in _OF_VALUES:
+        if stage:  # the first stage's weight gradient is that of the embedding
+            model = replace(model, vocab_size=1)
+        passes = replace(passes, update_tokens=passes.critic_tokens, micro_batches=passes.critic_batches, entropy=False)
+    if phase in ("update", "update_critic"):
+        work = update_bytes(model, train, stage, len(train.local_experts(rank, model.n_routed_experts)), passes)
+    elif phase == "old_log_prob":
+        work = forward_bytes(model, train, stage, passes.log_prob_tokens, passes, entropy=True)
+    else:
+        tokens = {"ref": passes.ref_tokens, "values": passes.critic_tokens, "rm_scores": passes.reward_tokens}[phase]
+        work = forward_bytes(model, train, stage, tokens, passes, entropy=False)
+    # by micro batch and, at the end of the pass that records, by sample too
+    copies = {"old_log_prob": 2, "rm_scores": 0}.get(phase, 1)  # which comes before the pass that records
+    return work | {"routing_record": copies * record_bytes(model, train, stage, passes.recorded_tokens)}
+
+
+def record_bytes(model: ModelShape, train: ParallelLayout, stage: int, tokens: int) -> int:
+    """Bytes of the routed experts of `tokens` in a stage's layers (step/replay/routing_replay.py).
+
+    Each rank of a replica has all its tokens: context parallelism is refused.
+    """
+    layers = sum(model.is_moe(layer) for layer in train.stage_layers(stage, model.num_hidden_layers))
+    one = 1 if model.n_routed_experts <= 256 else 2
+    return tokens * layers * model.num_experts_per_tok * one
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Ranks that hold equally many bytes: those of each memory group, and what a schedule does with them by phase."""
+
+    ranks: list[int]
+    sizes: dict[str, int]
+    moments: dict[str, Moment]
+
+
+def simulated(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> list[Alike]:
+    """A step of `schedule` on all ranks. ConfigError as `local_parameters`, and if the world sizes differ."""
+    train, rollout = setting.train, setting.rollout
+    if train.world_size != rollout.world_size:
+        raise ConfigError(
+            f"memory: training has {train.world_size} ranks, rollout {rollout.world_size}; "
+            "both must be all ranks of the run"
+        )
+    alike: dict[tuple, list[int]] = {}
+    for rank in range(train.world_size):
+        experts = rollout.local_experts(rank, setting.inventory.model.n_routed_experts, rest_on_last=True)
+        key = train.coordinates(rank).pp, rollout.coordinates(rank).pp, len(experts)
+        alike.setdefault(key, []).append(rank)
+    step = []
+    for ranks in alike.values():
+        sizes = group_bytes(setting, ranks[0])
+        step.append(Alike(ranks, sizes, moments_of(schedule, setting, sizes, stays)))
+    return step
+
+
+def moments_of(
+    schedule: Schedule, setting: Setting, sizes: dict[str, int], stays: Collection[str]
+) -> dict[str, Moment]:
+    """`simulate`, where each reward model is loaded in turn."""
+    moments = simulate(schedule, sizes, stays)
+    if "rm_scores" in moments:
+        moments["rm_scores"].to_device_bytes *= setting.reward_models
+    return moments
+
+
+def phase_peak(phase: str, step: Collection[Alike], setting: Setting) -> dict[str, Any]:
+    """{phase, peak_bytes, rank, bytes: {memory group or term: bytes at the peak}} of the worst rank, the lowest."""
+    held = {each.ranks[0]: _at_peak(phase, each, setting) for each in step}
+    rank = max(held, key=lambda r: (sum(held[r].values()), -r))
+    return {"phase": phase, "peak_bytes": sum(held[rank].values()), "rank": rank, "bytes": held[rank]}
+
+
+def _at_peak(phase: str, each: Alike, setting: Setting) -> dict[str, int]:
+    """{memory group or term: bytes} when these ranks have most in a phase: as they move groups, or in its work."""
+    moment, moments = each.moments[phase], []
+    for groups, terms in ((moment.at_peak, {}), (moment.resident, work_bytes(setting, each.ranks[0], phase))):
+        held = {group: each.sizes[group] for group in each.sizes if group in groups}
+        held |= {term: size for term, size in terms.items() if size}
+        moments.append(held | always_bytes(setting, kv_cache=bool(held.get("kv_cache"))))
+    return max(moments, key=lambda held: sum(held.values()))
+
+
+def peaks(schedule: Schedule, setting: Setting, stays: Collection[str] = ()) -> dict[str, Any]:
+    """Peak memory of a step of `schedule` as plain data: `phase_peak` of each phase, and the copied bytes.
+
+    `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. ConfigError as `simulated`.
+    """
+    step = simulated(schedule, setting, stays)
+    phases = [phase_peak(phase, step, setting) for phase in step[0].moments]
+
+    def mean_and_max(name: str) -> dict[str, int]:
+        sums = [sum(getattr(moment, name) for moment in each.moments.values()) for each in step]
+        total = sum(size * len(each.ranks) for size, each in zip(sums, step, strict=True))
+        return {"mean": round(total / setting.train.world_size), "max": max(sums)}
+
+    return {
+        "order": schedule.name,
+        "peak_bytes": max(p["peak_bytes"] for p in phases),
+        "phases": phases,
+        "to_device_bytes": mean_and_max("to_device_bytes"),
+        "to_host_bytes": mean_and_max("to_host_bytes"),
+        "empty_cache_calls": sum(moment.empty_cache_calls for moment in step[0].moments.values()),
+    }
+
+
+def host_bytes(
+    sizes: dict[str, int], schedule: Schedule, stays: Collection[str], *, swapped: bool, saves: bool
+) -> dict[str, int]:
+    """{memory group: bytes} of pinned host memory of a rank.
+
+    `sizes`: bytes of each group, `optimizer` whole. A group that is loaded has a host copy (gradients are allocated and
+    freed, so they have none). `swapped`: the optimizer lives on the host. `saves`: checkpoints copy what never leaves
+    the device into host memory that they keep (docs/checkpoints.md); the others are read where they are.
+    """
+    moves = [move for phase in schedule.phases for move in (*phase.enter, *phase.leave)]
+    on_host = {move.group for move in moves if move.verb == "load"} - set(stays)
+    if swapped:
+        on_host |= {ACTOR.optimizer, CRITIC.optimizer}
+    saved = [group for each in (ACTOR, CRITIC) for group in (each.params, each.optimizer) if group in sizes]
+    copies = {group: sizes[group] for group in (*saved, *_READ) if group in on_host}
+    if saves:
+        copies["checkpoint"] = sum(sizes[group] for group in saved if group not in on_host)
+    return {group: size for group, size in copies.items() if size}

@@ -1,0 +1,333 @@
+"""The memory of a run as plain data: the worst die of each phase, the fullest node, and the settings that fit a die.
+
+Everything is modelled, in plan/expected.py and plan/activations.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import psutil
+from omegaconf import OmegaConf
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.memory.schedule import SCHEDULE, VERL, Schedule, direct_sync, schedule_of
+from verl_patches.plan.activations import UNBALANCED, Passes, PerStage
+from verl_patches.plan.expected import Alike, Setting, group_bytes, host_bytes, peaks, phase_peak, simulated
+from verl_patches.run import hccl
+from verl_patches.spec import A3, RunSpec
+
+DEVICES = Path("/dev")
+# Left free of a die by an update whose recomputed layers the plan chooses: for what the plan does not count
+# (fragmentation of torch's pool, workspaces of kernels)
+MARGIN_BYTES = 5 * 10**9
+CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
+_KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
+LAYERS = f"{_KWARGS}num_layers"
+
+
+class RunMemory(NamedTuple):
+    """What a run's memory follows from: its sizes, its order of a step, and the memory groups that never move.
+
+    `setting`: with buffers of verl's own weight sync where that one runs.
+    """
+
+    setting: Setting
+    schedule: Schedule
+    stays: frozenset[str]
+
+
+def run_memory(run: RunSpec) -> RunMemory:
+    """Return what the memory of a run follows from; ConfigError where sizes do not divide."""
+    recipe, section = run.recipe, run.verl.actor_rollout_ref
+    train, inventory = run.train, inventory_of(run.trained_model)
+    npu = run.platform == "npu"
+    setting = Setting(
+        inventory,
+        train,
+        run.rollout,
+        train_library=run.train_library,
+        rollout_library=run.rollout_library,
+        bucket_bytes=recipe.reshard.bucket_bytes if direct_sync(run.rows) else None,
+        swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
+        vllm_bytes=int(section.rollout.gpu_memory_utilization * die_bytes(run)) if npu else 0,
+        tensor_cache_bytes=cached_bytes(run) // train.dp if recipe.tensor_cache.enabled else 0,
+        absorbed_copies=npu or run.line == A3,  # MindSpeed's view on the CPU too
+        passes=passes_of(run, train.dp) if run.line == A3 else None,
+        hccl=hccl.buffer_bytes(run) if npu else None,
+        critic=run.has_critic,
+        reward_models=len(run.reward_models),
+        sampled=run.samples,
+        actor=run.trains_actor,
+        reference=run.uses_reference,
+    )
+    return RunMemory(setting, *schedule_of(run, section, run.critic))
+
+
+def memory_plan(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
+    """Return {modelled, hbm_bytes, followed, swapped, recompute_layers, orders, communicators, host, not_modelled}.
+
+    Bytes of the worst rank. `recompute_layers`: a number for all stages or a list of one for each, None where
+    activations are not modelled.
+
+    `orders` holds `expected.peaks` for our order of a step, for verl's on this line with verl's own weight sync, and
+    for the run's own order, which `followed` names. Activations are counted on line a3, HCCL's buffers and CANN's
+    context on platform npu. `hbm_bytes` is what a process sees of a die, None on other platforms, where the KV cache is
+    not modelled. `host`: {bytes: of a node by group, node_bytes, limit_bytes (`host_limit`)}. ConfigError where sizes
+    do not divide.
+    """
+    npu, recipe, setting = run.platform == "npu", run.recipe, memory.setting
+    ours = replace(setting, bucket_bytes=recipe.reshard.bucket_bytes)
+    layers = None if setting.passes is None else setting.passes.recompute_layers
+    compared = [(SCHEDULE, ours), (VERL[recipe.line], replace(ours, bucket_bytes=None))]
+    compared = [(order.of_run(run, run.has_critic), buffers) for order, buffers in compared]
+    if memory.schedule.name not in (order.name for order, _ in compared):
+        compared.append((memory.schedule, setting))
+    return {
+        "modelled": True,
+        "hbm_bytes": die_bytes(run) if npu else None,
+        "followed": memory.schedule.name,
+        "orders": [peaks(order, buffers, memory.stays) for order, buffers in compared],
+        "swapped": recipe.train.swap_optimizer,
+        "recompute_layers": layers if layers is None or isinstance(layers, int) else list(layers),
+        "communicators": _communicators(run) if npu else [],
+        "host": _host(run, memory),
+        "not_modelled": _not_modelled(setting, npu, len(run.graph_sizes)),
+    }
+
+
+def followed_peaks(run: RunSpec) -> dict[str, Any]:
+    """Only `expected.peaks` of the run's own order."""
+    setting, schedule, stays = run_memory(run)
+    return peaks(schedule, setting, stays)
+
+
+def fewest_recomputed(setting: Setting, step: Collection[Alike], room: int) -> PerStage:
+    """The fewest first layers of each stage that an update must recompute to need at most `room` bytes of a die.
+
+    One number where all stages have the same. All layers of a stage where even these are not enough.
+    """
+    train, found = setting.train, []
+    for stage in range(train.pp):
+        ranks = [each for each in step if train.coordinates(each.ranks[0]).pp == stage]
+        updates = [phase for phase in ranks[0].moments if phase in ("update", "update_critic")]
+
+        def fits(layers: int, ranks: list[Alike] = ranks, updates: list[str] = updates) -> bool:
+            passes = replace(setting.passes, recompute_layers=layers, recompute_together=1)
+            tried = replace(setting, passes=passes)
+            return all(phase_peak(phase, ranks, tried)["peak_bytes"] <= room for phase in updates)
+
+        most = len(train.stage_layers(stage, setting.inventory.model.num_hidden_layers))
+        # one recomputed layer may need more than none: it is there whole while it is made again
+        found.append(0 if fits(0) else bisect.bisect_left(range(most), True, lo=1, key=fits))
+    return found[0] if len(set(found)) == 1 else tuple(found)
+
+
+def recompute_keys(layers: PerStage | Literal["auto"]) -> dict[str, Any]:
+    """Return the keys that recompute the first layers of each stage."""
+    number = layers if isinstance(layers, int | str) else list(layers)
+    kwargs = {"granularity": "full", "method": "block", "num_layers": number}
+    return {CHECKPOINTING: True, **{f"{_KWARGS}{name}": value for name, value in kwargs.items()}}
+
+
+def with_recompute(run: RunSpec) -> RunSpec:
+    """Return `run`, or where activations_checkpoint_num_layers is auto the run with the fewest layers in its place.
+
+    Those of `fewest_recomputed` with MARGIN_BYTES left. Recomputed activations are the same values, so another number
+    changes no result, also in a resumed run. All layers where sizes do not divide, which the checks of a plan refuse.
+    ConfigError on line pypi, whose activations are not counted, and for another granularity or method.
+    """
+    if OmegaConf.select(run.verl, LAYERS) != "auto":
+        return run
+    if run.line != A3:
+        raise ConfigError(f"{LAYERS} is auto; expected a number: activations are modelled for line a3 only")
+    given, layers = run.verl.actor_rollout_ref.model.enable_gradient_checkpointing, 0
+    for key, value in recompute_keys(0).items():
+        found = OmegaConf.select(run.verl, key)
+        if key not in (LAYERS, CHECKPOINTING) and found not in (None, value):
+            raise ConfigError(f"{key} is {found}; expected {value} with {LAYERS}=auto")
+    if given:
+        try:
+            setting, schedule, stays = run_memory(run.with_verl({LAYERS: 0}))
+            step = simulated(schedule, setting, stays)
+            layers = fewest_recomputed(setting, step, die_bytes(run) - MARGIN_BYTES)
+        except ConfigError:
+            layers = run.model.num_hidden_layers
+    keys = {**recompute_keys(layers), CHECKPOINTING: given}
+    return run.with_verl(keys | {key.replace("actor_rollout_ref.", "critic."): value for key, value in keys.items()})
+
+
+def die_bytes(run: RunSpec) -> int:
+    """What a process sees of the memory of a die of recipe.hardware."""
+    return run.hardware.seen_bytes
+
+
+def exceeding(phases: Iterable[dict[str, Any]], room: int) -> list[str]:
+    """Of phases that a die of `room` bytes does not hold: one sentence for those of a die with the same largest terms.
+
+    It says what the die needs, of what, for what.
+    """
+    short = [phase for phase in phases if phase["peak_bytes"] > room]
+    alike: dict[tuple, list[dict[str, Any]]] = {}  # such as wake_kv and rollout
+    for phase in short:
+        largest = tuple(sorted(phase["bytes"], key=phase["bytes"].get, reverse=True)[:3])
+        alike.setdefault((phase["rank"], largest), []).append(phase)
+    said = []
+    for (rank, largest), phases in alike.items():
+        phase = max(phases, key=lambda each: each["peak_bytes"])
+        terms = ", ".join(f"{term} {phase['bytes'][term] / 1e9:.2f}" for term in largest)
+        names = ", ".join(each["phase"] for each in phases)
+        need = f"{phase['peak_bytes'] / 1e9:.2f} GB of {room / 1e9:.2f}"
+        said.append(f"{names}: die {rank} needs {need}; largest: {terms}")
+    return said
+
+
+@functools.lru_cache(maxsize=2)
+def inventory_of(model: ModelShape) -> Inventory:
+    """Return the tensors of `model`. Cached because a search plans the same model many times."""
+    return build_inventory(model)
+
+
+def _not_modelled(setting: Setting, npu: bool, graphs: int) -> list[str]:
+    parts = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
+    if setting.passes is None:
+        parts.append("activations (line a3 only)")
+    if npu:
+        parts.append(f"{graphs} captured graphs of the rollout engine (its activations: in gpu_memory_utilization)")
+    else:
+        parts.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
+    return parts
+
+
+def _communicators(run: RunSpec) -> list[dict[str, Any]]:
+    return [
+        {"side": group.side, "group": group.name, "ranks": group.ranks, "buffer_mib": hccl.group_buffer_mib(run, group)}
+        for group in hccl.groups(run)
+        if group.communicates
+    ]
+
+
+def recomputation(run: RunSpec) -> tuple[PerStage, int]:
+    """(layers of each stage whose forward pass is computed again, how many at once); selective counts as none.
+
+    Of a configuration without auto (`with_recompute`). ConfigError for a list that has not one number for each stage.
+    """
+    model = run.verl.actor_rollout_ref.model
+    given = model.get("gradient_checkpointing_kwargs") or {}
+    if not model.enable_gradient_checkpointing or given.get("activations_checkpoint_granularity") != "full":
+        return 0, 1
+    number = given.get("activations_checkpoint_num_layers")
+    if given.get("activations_checkpoint_method") != "block":
+        return (run.model.num_hidden_layers, number) if number else (0, 1)
+    if not OmegaConf.is_list(number):
+        return number or 0, 1
+    if len(number) != (stages := run.train.pp):
+        raise ConfigError(f"{LAYERS} has {len(number)} numbers; expected one for each of {stages} pipeline stages")
+    return tuple(number), 1
+
+
+def passes_of(run: RunSpec, replicas: int) -> Passes:
+    """Activations are those of the longest samples; micro batches of verl at this line are of a number of samples."""
+    data, section, train = run.verl.data, run.verl.actor_rollout_ref, run.recipe.train
+    longest, actor = run.longest_tokens, section.actor
+    samples = actor.ppo_mini_batch_size * section.rollout.n // replicas
+    size = actor.ppo_micro_batch_size_per_gpu or 1  # null is refused by another check
+    layers, together = recomputation(run)
+    critic_size = critic_batches = 0
+    if (critic := run.critic) is not None:
+        critic_size = critic.ppo_micro_batch_size_per_gpu or 1
+        critic_batches = max(1, critic.ppo_mini_batch_size * critic.rollout_n // replicas // critic_size)
+    return Passes(
+        update_tokens=size * longest,
+        log_prob_tokens=(section.rollout.log_prob_micro_batch_size_per_gpu or 1) * longest,
+        ref_tokens=(section.ref.log_prob_micro_batch_size_per_gpu or 1) * longest,
+        micro_batches=max(1, samples // size),
+        recompute_layers=layers,
+        recompute_together=together,
+        imbalance=1.0 if train.balanced_routing else UNBALANCED,
+        unpadded=train.unpadded_attention,
+        entropy=bool(actor.entropy_coeff),
+        chunked_logits={"logprob.in_chunks", "logprob.entropy_in_chunks"} <= run.rows,
+        recorded_tokens=data.train_batch_size * section.rollout.n // replicas * longest if train.routing_replay else 0,
+        fused_expert_wgrad=train.fused_expert_wgrad,
+        fused_linear_wgrad=train.fused_linear_wgrad,
+        critic_tokens=critic_size * longest,
+        critic_batches=critic_batches,
+        reward_tokens=(run.verl.reward_model.micro_batch_size_per_gpu or 1) * longest,
+    )
+
+
+def cached_bytes(run: RunSpec) -> int:
+    """Most bytes of the tensor cache for all samples of a step: int32 ids, fp32 log-probs of the responses.
+
+    Log-probs are those of rollout, of the old policy unless that pass is left out, and of the reference if a loss
+    needs them.
+    """
+    data = run.verl.data
+    columns = 2  # ids of the responses, log-probs of rollout
+    if not run.recipe.train.skip_old_log_prob:
+        columns += 1
+    if run.uses_reference:
+        columns += 1
+    tokens = data.max_prompt_length + data.max_response_length * columns
+    return 4 * data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
+
+
+def pinned_bytes(run: RunSpec) -> int:
+    """Bytes that the workers of the fullest node pin."""
+    return _host(run, run_memory(run))["node_bytes"]
+
+
+def states_bytes(run: RunSpec) -> int:
+    """Bytes of all memory groups of the fullest node, where dies are emulated or absent."""
+    setting = replace(run_memory(run).setting, bucket_bytes=run.recipe.reshard.bucket_bytes)
+    nodes = _of_nodes(run, setting.train, lambda rank: _on_host(setting, rank))
+    return max(sum(node.values()) for node in nodes)
+
+
+def _of_nodes(run: RunSpec, train: ParallelLayout, of_rank: Callable[[int], dict[str, int]]) -> list[dict[str, int]]:
+    """{memory group: bytes} of each node, which has consecutive ranks; `of_rank` is called once for each stage."""
+    dies, of_stage, nodes = run.verl.trainer.n_gpus_per_node, {}, []
+    for rank in range(train.world_size):
+        stage = train.coordinates(rank).pp
+        if stage not in of_stage:
+            of_stage[stage] = of_rank(rank)
+        if rank % dies == 0:
+            nodes.append(Counter())
+        nodes[-1].update(of_stage[stage])
+    return nodes
+
+
+def _on_host(setting: Setting, rank: int) -> dict[str, int]:
+    """`group_bytes` with all reward models, of which the device has one at a time."""
+    sizes = group_bytes(setting, rank)
+    return {**sizes, "reward_params": sizes["reward_params"] * setting.reward_models}
+
+
+def _host(run: RunSpec, memory: RunMemory) -> dict[str, Any]:
+    """The node whose workers pin most. The parts of a host copy are equal within a stage."""
+    whole, swapped = replace(memory.setting, swap_pieces=None), memory.setting.swap_pieces is not None
+
+    def of_rank(rank: int) -> dict[str, int]:
+        sizes = _on_host(whole, rank)
+        return host_bytes(sizes, memory.schedule, memory.stays, swapped=swapped, saves=run.verl.trainer.save_freq > 0)
+
+    fullest = max(_of_nodes(run, memory.setting.train, of_rank), key=lambda node: sum(node.values()))
+    return {"bytes": dict(fullest), "node_bytes": sum(fullest.values()), "limit_bytes": host_limit(run)}
+
+
+def host_limit(run: RunSpec) -> int | None:
+    """Bytes of a node's host memory: recipe.memory.host_gib, else this machine's where it has dies; else None."""
+    given = run.recipe.memory.host_gib
+    if given is not None:
+        return given << 30
+    here = run.recipe.platform == "npu" and any(DEVICES.glob("davinci[0-9]*"))
+    return psutil.virtual_memory().total if here else None

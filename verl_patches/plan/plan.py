@@ -1,0 +1,269 @@
+"""What a run would use, as plain data: ranks, groups, checks, memory, patch rows, environment, commands.
+
+Starts nothing and writes nothing; torch and verl are not imported.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_patches.errors import Check
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.plan.memory_plan import (
+    MARGIN_BYTES,
+    exceeding,
+    followed_peaks,
+    memory_plan,
+    pinned_bytes,
+    run_memory,
+    states_bytes,
+)
+from verl_patches.plan.serving import serving_plan
+from verl_patches.plan.step_plan import Workload, step_sections
+from verl_patches.platform import NO_DEVICE
+from verl_patches.platform.npu.machine import HARDWARE
+from verl_patches.run import environment
+from verl_patches.run.ray_nodes import ray_start
+from verl_patches.run.resolve import ROLLOUT, TRAIN, LayoutError
+from verl_patches.spec import RunSpec, Trees
+
+DRIVER_MODULE = "verl_patches.main"
+TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
+ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
+_SIZED = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs
+_OF_LAYOUT = {TRAIN, ROLLOUT, "memory", *_SIZED}  # checks that another layout may pass
+
+
+def driver_command(folder: Path) -> list[str]:
+    """Return the command line of the driver, which the launcher starts with the environment of the run in `folder`."""
+    return [sys.executable, "-m", DRIVER_MODULE, str(folder)]
+
+
+def build_plan(
+    run: RunSpec,
+    checks: Iterable[Check],
+    config_name: str,
+    overrides: Sequence[str],
+    catalogue: Iterable[PatchSpec],
+    workload: Workload = Workload(),  # noqa: B008 frozen
+) -> dict[str, Any]:
+    """Return everything that a run would use, as JSON-ready data; `ok` is false if any check failed.
+
+    checks: what the table of rules says of the run. Keys: config, ok, checks, train, rollout, those of `figures_of`,
+    inference (`serving_plan`; platform npu only), patches, environment, commands, verdict, next. Ranks and groups are
+    whole lists.
+    """
+    checks, figures = figures_of(run, checks, workload)
+    ok = {check.name: check.ok for check in checks}
+    served = run.platform == "npu" and ok.get("rollout experts", True)
+    given = [config_name, *run.trees.option, *workload.option, *overrides]
+    todo = commands(run, config_name, overrides)
+    return {
+        "config": config_name,
+        "ok": all(check.ok for check in checks),
+        "checks": [asdict(check) for check in checks],
+        "train": _train(run, ok),
+        "rollout": _rollout(run, ok),
+        "inference": serving_plan(run) if served else None,
+        **figures,
+        "patches": patch_table(run, catalogue),
+        "environment": [asdict(variable) for variable in environment.derive(run)],
+        "commands": todo,
+        **_verdict(checks, figures["memory"], todo, _search_command(run.verl, given)),
+    }
+
+
+def plan_without_layout(
+    error: LayoutError, config_name: str, trees: Trees, overrides: Sequence[str], workload: Workload
+) -> dict[str, Any]:
+    """Return the plan of a configuration whose ranks cannot be split as it says: the reason, and how to go on."""
+    nothing = ("train", "rollout", "memory", "inference", "step", "disk", "traffic", "ports")
+    lists: dict[str, list] = {"patches": [], "environment": [], "commands": []}
+    checks, given = [Check(error.side, False, error.reason)], [config_name, *trees.option, *workload.option, *overrides]
+    plan = {"config": config_name, "ok": False, "checks": [asdict(check) for check in checks]}
+    verdict = _verdict(checks, None, [], _search_command(error.config, given))
+    return {**plan, **dict.fromkeys(nothing), **lists, **verdict}
+
+
+def figures_of(run: RunSpec, checks: Iterable[Check], workload: Workload) -> tuple[list[Check], dict[str, Any]]:
+    """Return the checks of a plan, with those of its memory, and {memory, step, disk, traffic, ports}.
+
+    `memory_plan`, and `step_sections`: all None where layers or experts cannot be split.
+    """
+    checks = list(checks)
+    ok = {check.name: check.ok for check in checks}
+    figures: dict[str, Any] = dict.fromkeys(("memory", "step", "disk", "traffic", "ports"))
+    if all(ok.get(name, True) for name in _SIZED):
+        memory = run_memory(run)
+        figures["memory"] = planned = memory_plan(run, memory)
+        checks += [_memory(planned), *_host_memory(planned)]
+        if ok.get("weight sync", True):
+            figures |= step_sections(run, memory, workload)
+    return checks, figures
+
+
+def _verdict(
+    checks: Sequence[Check], memory: dict[str, Any] | None, todo: list[dict[str, str]], search: str | None
+) -> dict[str, Any]:
+    """Return {verdict, next: [{what, command}]}: how a plan ends, and the commands that lead on from it.
+
+    todo: the commands of a run. search: the command that searches layouts, None where there is none.
+    """
+    if failed := [check.name for check in checks if not check.ok]:
+        text = f"does not fit: {len(failed)} of {len(checks)} checks failed: {', '.join(dict.fromkeys(failed))}"
+        if search is None or _OF_LAYOUT.isdisjoint(failed):
+            return {
+                "verdict": f"{text}; next: change what {'it names' if len(failed) == 1 else 'they name'}",
+                "next": [],
+            }
+        return {"verdict": text, "next": [{"what": "a search lists layouts that fit", "command": search}]}
+    text = f"fits: all {len(checks)} checks hold"
+    for check in checks:
+        if check.detail.startswith("a start is refused"):
+            text += f", but a start is refused until the note on {check.name} is mended"
+        elif check.note and check.name == "host memory":
+            need = memory["host"]["node_bytes"] / 2**30
+            text += f"; HOST MEMORY NOT COMPARED: a node needs {need:.0f} GiB (recipe.memory.host_gib)"
+    typed = [each for each in todo if "not to be typed" not in each["where"]]
+    text += f"; next: the {len(typed)} commands above" if len(typed) > 1 else "; next: the command above"
+    return {"verdict": text, "next": [{"what": each["where"], "command": each["command"]} for each in typed]}
+
+
+def _search_command(config: DictConfig, given: Sequence[str]) -> str | None:
+    """Return the command that searches layouts on whole nodes; None for what `search.search` refuses.
+
+    given: words of the command line that gave the plan.
+    """
+    recipe, trainer = config.recipe, config.trainer
+    if recipe.platform != "npu" or recipe.train.expert_split != "tp_extend_ep":
+        return None
+    node = HARDWARE[recipe.hardware].node_dies
+    dies = math.ceil(trainer.nnodes * trainer.n_gpus_per_node / node) * node
+    return shlex.join(["python", "-m", "verl_patches", "plan", *given, "--search", "--dies", str(dies)])
+
+
+def _train(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
+    """Return ranks, groups and layers of the training; no layers or experts where they cannot be split."""
+    layout, model = run.train, run.model
+    stages = range(layout.pp) if ok["layers"] else ()
+    return {
+        "layout": str(layout),
+        "groups": {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1},
+        "layers": [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages],
+        "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if ok["train experts"] else None),
+    }
+
+
+def _rollout(run: RunSpec, ok: Mapping[str, bool]) -> dict[str, Any]:
+    """Return ranks and groups of vLLM's instances; no experts where they cannot be split."""
+    layout = run.rollout
+    groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
+    experts = run.model.n_routed_experts if ok.get("rollout experts") else None
+    return {
+        "layout": str(layout),
+        "instances": layout.edp,
+        "dp_per_instance": layout.dp // layout.edp,
+        "groups": {name: ranks for name, ranks in groups.items() if len(ranks[0]) > 1},
+        "ranks": _ranks(layout, ("edp", "dp", "tp"), experts, True),
+    }
+
+
+def _memory(plan: dict[str, Any]) -> Check:
+    """The memory plan as a check of the dry run; it does not refuse a start, as it is a model with assumptions."""
+    if plan["hbm_bytes"] is None:
+        return Check("memory", True, "modelled, with no die to compare with on this platform")
+    (followed,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
+    if short := exceeding(followed["phases"], plan["hbm_bytes"]):
+        return Check("memory", False, f"modelled: {'; '.join(short)}")
+    said, layers = f"no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die", plan["recompute_layers"]
+    if layers is not None:
+        layers = layers if isinstance(layers, int) else ",".join(map(str, layers))
+        left = plan["hbm_bytes"] - max(phase["peak_bytes"] for phase in followed["phases"])
+        said += f", {left / 1e9:.2f} GB are left; recomputed layers of a stage: {layers}"
+        if left < MARGIN_BYTES:
+            said += f"; LESS THAN {MARGIN_BYTES / 1e9:g} GB for what is not counted"
+            return Check("memory", True, f"modelled: {said}", note=True)
+    return Check("memory", True, f"modelled: {said}")
+
+
+def _host_memory(plan: dict[str, Any]) -> Iterator[Check]:
+    """The same for the host memory of a node with dies; a note where nothing says how much it has."""
+    need, limit = plan["host"]["node_bytes"], plan["host"]["limit_bytes"]
+    largest = max(plan["host"]["bytes"], key=plan["host"]["bytes"].get, default="nothing")
+    pins = f"modelled: workers pin {need / 2**30:.0f} GiB of the fullest node, most of it for {largest}"
+    if limit is None and plan["hbm_bytes"] is not None:
+        said = f"{pins}; NOT COMPARED with what a node has: set recipe.memory.host_gib (`free -g` on a node)"
+        yield Check("host memory", True, said, note=True)
+    elif limit is not None:
+        todo = "" if need <= limit else "; use more nodes, over which the optimizer is sharded"
+        yield Check("host memory", need <= limit, f"{pins}; it has {limit / 2**30:.0f}{todo}")
+
+
+def _ranks(
+    layout: ParallelLayout, axes: tuple[str, ...], experts: int | None, rest_on_last: bool = False
+) -> list[dict[str, Any]]:
+    entries = []
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        entry: dict[str, Any] = {"rank": rank, **{axis: getattr(place, axis) for axis in axes}}
+        if experts is not None:
+            held = layout.local_experts(rank, experts, rest_on_last)
+            entry["experts"] = [held.start, held.stop - 1]
+        entries.append(entry)
+    return entries
+
+
+def patch_table(run: RunSpec, catalogue: Iterable[PatchSpec]) -> list[dict[str, Any]]:
+    """Return one {id, on, reason, kind, target} for each row of the catalogue."""
+    table, switches = [], run.process_switches
+    for row in catalogue:
+        wanted, reason = switches.decide(row)
+        table.append({"id": row.id, "on": wanted, "reason": reason, "kind": row.kind, "target": row.target})
+    return table
+
+
+def commands(run: RunSpec, config_name: str, overrides: Sequence[str]) -> list[dict[str, str]]:
+    """The commands to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes.
+
+    `ray start` gets this checkout and the upstream trees (the same paths on every node) before the node's own
+    PYTHONPATH: its workers import verl_patches, and without trees they import the image's upstream packages.
+    """
+    lines, nodes, dies = [], run.verl.trainer.nnodes, run.verl.trainer.n_gpus_per_node
+    places = [str(environment.REPOSITORY), *map(str, run.trees.folders)]
+    here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))}${{PYTHONPATH:+:$PYTHONPATH}} "
+    if run.recipe.ray_address is not None:
+        device = {"NPU" if run.verl.trainer.device == "npu" else "GPU": dies}
+        lines.append(("head node", here + shlex.join(ray_start("HEAD", "HEAD", True, device))))
+        if nodes > 1:
+            other = shlex.join(ray_start("HEAD", "NODE", False, device))
+            lines.append((f"each of the other {nodes - 1} nodes", here + other))
+    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *run.trees.option, *overrides]
+    lines.append(("head node" if lines else "this machine", here + shlex.join(train)))
+    driver = shlex.join(driver_command(run.folder))
+    lines.append(("started by the last one, not to be typed", driver))
+    return [{"where": where, "command": command} for where, command in lines]
+
+
+def peak_bytes(run: RunSpec) -> int:
+    """Return the modelled bytes of the worst rank at the peak of a step, in the order that the run follows."""
+    return followed_peaks(run)["peak_bytes"]
+
+
+def host_bytes(run: RunSpec) -> int:
+    """Return the modelled bytes of model states in the host memory of the fullest node.
+
+    With dies what workers pin, without (platform cpu, npu_emulated) all states of training and rollout. Processes and
+    Ray's object store come on top. ConfigError where sizes do not divide.
+    """
+    of_node = states_bytes if run.platform in NO_DEVICE else pinned_bytes
+    return of_node(run)

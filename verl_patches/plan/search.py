@@ -1,0 +1,153 @@
+"""Layouts for a number of dies that pass an ordinary plan: the fastest, or without seconds those with least traffic.
+
+Training and rollout are enumerated apart, each with its cost: seconds of a step, or bytes that a die sends. Pairs are
+planned in the order of their costs until enough of them pass, so a row has the figures of its own plan. No torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from verl_patches.errors import ConfigError, require
+from verl_patches.layout.flops import balanced_layers
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+from verl_patches.plan import calibration, expected, memory_plan, plan, step_model
+from verl_patches.plan.step_plan import Workload, step_input
+from verl_patches.run import hccl
+from verl_patches.run.resolve import changed
+from verl_patches.spec import Rule, RunSpec
+
+Sides = Iterator[tuple[float, dict[str, Any]]]  # cost and keys of each
+ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
+MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
+SEATS, GRAPHS = f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", "recipe.rollout.ascend.graph_batch_sizes"
+_TP, _MOST_STAGES, _MOST_SEATS, _MOST_DIES = (1, 2, 4, 8, 16), 16, 128, 1024
+_PLANNED, _COMPARED = 60, 12  # most pairs that are planned, and least that pass, as the costs are not exact
+
+
+def search(run: RunSpec, rules: Sequence[Rule], dies: int, workload: Workload, top: int = 5) -> list[dict[str, Any]]:
+    """Return the `top` best layouts of the run's model and batch on `dies` that keep `rules` and pass a plan.
+
+    Best first, with total_s, tokens_per_s_per_die and phases of None on machines without seconds. Raises ConfigError
+    for another platform than npu, dies that are no whole nodes, and where nothing fits, with the reason.
+    """
+    node, listed, refused = run.hardware.node_dies, [], Counter()
+    if dies % node or not node <= dies <= _MOST_DIES:
+        raise ConfigError(f"--dies is {dies}; expected a multiple of {node} from {node} to {_MOST_DIES}")
+    if run.platform != "npu" or run.recipe.train.expert_split != "tp_extend_ep":
+        raise ConfigError("plan --search: expected recipe.platform=npu and recipe.train.expert_split=tp_extend_ep")
+    given = {"trainer.nnodes": dies // node, "trainer.n_gpus_per_node": node}
+    batch, mini = run.verl.data.train_batch_size, run.verl.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batch % dies:  # take the nearest that they divide
+        steps = max(1, round(batch / mini))
+        batch = math.lcm(dies, steps) * max(1, round(batch / math.lcm(dies, steps)))
+        given |= {"data.train_batch_size": batch, MINI_BATCH: batch // steps}
+    base = changed(run, given | ANY_LAYOUT)
+    step = step_input(base, workload)
+    splits = [ranks for ranks in range(2, dies + 1) if not (dies % ranks or base.model.n_routed_experts % ranks)]
+    if not splits:
+        experts = base.model.n_routed_experts
+        raise ConfigError(f"--dies is {dies}: no number of ranks from 2 on divides both it and the {experts} experts")
+    pairs = itertools.product(_train_sides(base, step, splits), list(_rollout_sides(base, step, splits)))
+    for train, rollout in heapq.nsmallest(_PLANNED, pairs, key=lambda pair: pair[0][0] + pair[1][0]):
+        try:
+            listed.append(_planned(run, rules, workload, given | train[1] | rollout[1]))
+        except ConfigError as error:
+            refused[" ".join(str(error).split())] += 1
+        if len(listed) == max(top, _COMPARED):
+            break
+    if not listed:
+        reason, number = (refused.most_common(1) or [("memory: no training layout fits a die", 0)])[0]
+        text = f"no layout for {dies} dies passes a plan; {number} of the {refused.total()} that were planned: {reason}"
+        raise ConfigError(f"{text}; where memory is short, take more --dies or fewer recipe.num_hidden_layers")
+    return sorted(listed, key=lambda row: row["total_s"] or row["sent_bytes"])[:top]
+
+
+def _train_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
+    """Return (cost, keys) of layouts with the fewest recomputed layers that fit a die."""
+    (setting, schedule, stays), model, room = memory_plan.run_memory(run), step.model, run.hardware.seen_bytes
+    setting = replace(setting, rollout=rollout_layout(run.world_size // splits[-1], splits[-1], 1))  # in no update
+    update = "update" if run.trains_actor else "update_critic"
+    stages = range(1, min(_MOST_STAGES, model.num_hidden_layers - model.first_k_dense_replace) + 1)
+    for tp, pp, ep in itertools.product(_TP, stages, splits):
+        batches, rest = divmod(step.responses * tp * pp, run.world_size * step.mini_batches * step.micro_batch)
+        if run.world_size % (tp * pp) or run.world_size % (ep * pp) or ep % tp or rest:
+            continue
+        layout = ParallelLayout(run.world_size, tp=tp, pp=pp, ep=ep, etp=1, layers_per_stage=balanced_layers(model, pp))
+        if 4 * max(sum(step_model.stage_elements(model, layout, stage, "mindspeed")) for stage in range(pp)) > room:
+            continue  # gradients alone exceed a die
+        tried = replace(setting, train=layout, passes=replace(setting.passes, micro_batches=batches))
+        ranks = expected.simulated(schedule, tried, stays)
+        again = memory_plan.fewest_recomputed(tried, ranks, room - memory_plan.MARGIN_BYTES)
+        tried = replace(tried, passes=replace(tried.passes, recompute_layers=again))
+        if expected.phase_peak(update, ranks, tried)["peak_bytes"] <= room:
+            one = replace(step, train=layout, recompute_layers=again)
+            cost = step_model.train_s(one, calibration.FITTED) if run.hardware.timed else step_model.train_bytes(one)
+            yield cost, train_keys(tp, pp, ep, layout.layers_per_stage)
+
+
+def _rollout_sides(run: RunSpec, step: step_model.StepInput, splits: Sequence[int]) -> Sides:
+    """Return (cost, keys) of layouts, of any number of instances, whose weights leave room for the longest response."""
+    machine, sizes = run.hardware, run.recipe.rollout.ascend.graph_batch_sizes
+    share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * machine.seen_bytes
+    for tp, ranks in itertools.product(_TP, splits):
+        if ranks % tp or (hccl.decodes_by_mc2(run) and ranks not in machine.mc2_ranks):
+            continue
+        layout = rollout_layout(run.world_size // ranks, ranks // tp, tp)
+        seats = min(math.ceil(step.responses / layout.dp), _MOST_SEATS, step.token_budget)
+        graphs = [*(size for size in sizes or () if size < seats), seats]
+        keys = rollout_keys(tp, ranks) | {SEATS: seats, **({} if sizes is None else {GRAPHS: graphs})}
+        if (run.recipe.logprob_check.sequences or 0) % layout.dp:
+            keys["recipe.logprob_check.sequences"] = None  # one a replica
+        one = replace(step, rollout=layout, seats=seats, graph_sizes=tuple(graphs) if step.graph_sizes else ())
+        sync = step_model.direct_sync_bound(one.model, one, run.recipe.reshard.bucket_bytes)
+        one = replace(one, kv_bytes=share - sync.received_bytes)  # what the weights leave
+        if one.kv_bytes >= run.longest_tokens * one.model.kv_bytes:
+            seconds = step_model.rollout_s(one, calibration.FITTED) + step_model.reshard_s(sync, calibration.FITTED)
+            yield seconds if machine.timed else step_model.rollout_bytes(one) + sync.received_bytes, keys
+
+
+def _planned(run: RunSpec, rules: Sequence[Rule], workload: Workload, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of one candidate; ConfigError for what its plan refuses."""
+    run = memory_plan.with_recompute(changed(run, memory_plan.recompute_keys("auto") | keys))
+    checks, figures = plan.figures_of(run, (check for rule in rules for check in rule(run)), workload)
+    require(checks)
+    layers, rollout, step = memory_plan.recomputation(run)[0], run.rollout, figures["step"] or {}
+    return {
+        **{name: step.get(name) for name in ("total_s", "tokens_per_s_per_die", "phases")},
+        "sent_bytes": sum(figures["traffic"]["sent"].values()),
+        "train": str(run.train),
+        "rollout": f"{rollout.edp} x (DP{rollout.ep // rollout.tp} TP{rollout.tp} EP{rollout.ep})",
+        "recompute_layers": layers,
+        "peak_bytes": memory_plan.followed_peaks(run)["peak_bytes"],
+        "overrides": as_overrides(keys | memory_plan.recompute_keys(layers)),
+    }
+
+
+def as_overrides(keys: Mapping[str, Any]) -> list[str]:
+    """Return keys with their values as words of a command line."""
+    return [f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in keys.items()]
+
+
+def train_keys(tp: int, pp: int, ep: int, layers: Iterable[int] | None) -> dict[str, Any]:
+    """Return the keys that make a training layout of whole experts."""
+    sizes = {"tensor_model": tp, "pipeline_model": pp, "expert_model": ep}
+    keys = {f"{ACTOR}.megatron.{name}_parallel_size": size for name, size in sizes.items()}
+    keys |= {f"{side}.megatron.sequence_parallel": tp > 1 for side in (ACTOR, REF)}
+    return keys | {"recipe.train.layers_per_stage": layers and list(layers)}
+
+
+def rollout_keys(tp: int, ranks: int) -> dict[str, Any]:
+    """Return the keys that make instances of `ranks` ranks, as many as there are dies for."""
+    instances = {"recipe.rollout.dp": ranks // tp, "recipe.rollout.instances": None}
+    return {f"{ROLLOUT}.tensor_model_parallel_size": tp, **instances}
+
+
+ANY_LAYOUT = train_keys(1, 1, 1, None) | rollout_keys(1, 1) | memory_plan.recompute_keys(0)  # ranks can be split so

@@ -1,0 +1,97 @@
+"""What `generate`, `chat` and `eval` need: one instance of a run's rollout, without training beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_patches.errors import Check, ConfigError
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+from verl_patches.plan.expected import served_bytes
+from verl_patches.plan.memory_plan import die_bytes, inventory_of
+from verl_patches.run import hccl
+from verl_patches.run.resolve import change_config
+from verl_patches.spec import RunSpec
+
+_TRAIN_SIZES = [
+    f"actor_rollout_ref.actor.megatron.{name}_parallel_size"
+    for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+]
+
+
+def instance_of(config: DictConfig) -> DictConfig:
+    """Return a composed configuration on the nodes of one rollout instance, whatever it trains on how many.
+
+    So the layout of the run itself need not be one of all its ranks. ConfigError where nodes are not whole.
+    """
+    tp, dp = config.actor_rollout_ref.rollout.tensor_model_parallel_size, config.recipe.rollout.dp
+    dies = min(tp * dp, config.trainer.n_gpus_per_node)
+    if tp * dp % dies:
+        raise ConfigError(
+            f"a rollout instance has {tp * dp} ranks (tp {tp} x recipe.rollout.dp {dp}), expected whole nodes of "
+            f"trainer.n_gpus_per_node={dies} dies: change one of them"
+        )
+    return change_config(config, _instance_keys(tp * dp // dies, dies))
+
+
+def _instance_keys(nodes: int, dies: int) -> dict[str, Any]:
+    """Return the keys of one instance on `nodes` x `dies` that trains nothing: a run on fixed data has no rollout."""
+    sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": dies, "recipe.objective.name": "rl"}
+    alone = dict.fromkeys(_TRAIN_SIZES, 1) | {"recipe.rollout.instances": 1, "recipe.train.layers_per_stage": None}
+    alone["actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"] = None
+    return {**alone, **sizes}
+
+
+def _alone(run: RunSpec, dp: int, dies: int) -> RunSpec:
+    """Return `run` as one instance of `dp` x tp ranks with experts split over them, on nodes of `dies`."""
+    layout = rollout_layout(1, dp, run.rollout.tp)
+    rollout = replace(run.recipe.rollout, dp=dp, instances=1, expert_parallel=True)
+    recipe = replace(run.recipe, rollout=rollout, objective=replace(run.recipe.objective, name="rl"))
+    nodes = {"trainer.nnodes": layout.world_size // dies, "trainer.n_gpus_per_node": dies}
+    return replace(run.with_verl(nodes), recipe=recipe, train=ParallelLayout(layout.world_size), rollout=layout)
+
+
+def instance_checks(run: RunSpec) -> list[Check]:
+    """Whether NPUs run the instance that `instance_of` made, with weights of this model, as far as it is modelled."""
+    need, share = _on_a_die(run)
+    said = f"modelled: a die needs {need / 1e9:.2f} GB of vLLM's {share / 1e9:.2f}"
+    if need > share:
+        said += f" for its part of the rollout instance {run.rollout} and the KV of one longest response"
+        said += f"; {serving_text(serving_plan(run))}"
+    return [*hccl.hccl_checks(run), Check("memory", need <= share, said)]
+
+
+def serving_plan(run: RunSpec) -> dict[str, Any]:
+    """{nodes, dies, dp, die_bytes, share_bytes}: the fewest nodes that hold an instance with recipe.rollout.dp=`dp`.
+
+    die_bytes: weights on the fullest die with the KV of one longest response; share_bytes: of gpu_memory_utilization.
+    The rollout's tp is that of the run. Without such nodes the last three are None, as `nodes` is.
+    """
+    dies, tp = run.hardware.node_dies, run.rollout.tp
+    found = {"dies": dies, "dtype": run.recipe.dtype}
+    experts = run.model.n_routed_experts
+    for ranks in (number for number in range(dies, experts + 1, dies) if not (experts % number or number % tp)):
+        tried = _alone(run, ranks // tp, dies)
+        need, share = _on_a_die(tried)
+        if need <= share and hccl.check_machine(tried).ok:
+            return {**found, "nodes": ranks // dies, "dp": ranks // tp, "die_bytes": need, "share_bytes": share}
+    return {**found, **dict.fromkeys(("nodes", "dp", "die_bytes", "share_bytes"))}
+
+
+def serving_text(plan: dict[str, Any]) -> str:
+    """A `serving_plan` in a sentence."""
+    if plan["nodes"] is None:
+        return f"no number of nodes of {plan['dies']} dies holds the weights in {plan['dtype']} (modelled)"
+    held = f"{plan['die_bytes'] / 1e9:.2f} GB of vLLM's {plan['share_bytes'] / 1e9:.2f} on a die (modelled)"
+    nodes = f"{plan['nodes']} node(s) of {plan['dies']} dies hold the weights in {plan['dtype']}"
+    return f"{nodes}: {held}, with recipe.rollout.dp={plan['dp']}"
+
+
+def _on_a_die(run: RunSpec) -> tuple[int, int]:
+    """(bytes of weights and of the KV of one longest response on the fullest die, vLLM's share of it)."""
+    layout, inventory = run.rollout, inventory_of(run.trained_model)
+    weights = sum(served_bytes(inventory, layout, layout.world_size - 1, run.rollout_library))
+    share = run.verl.actor_rollout_ref.rollout.gpu_memory_utilization * die_bytes(run)
+    return weights + run.longest_tokens * inventory.model.kv_bytes, int(share)

@@ -1,0 +1,352 @@
+"""What the step model says of a configuration: its inputs, seconds by phase, traffic, ports. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import DTYPE_BYTES, build_inventory
+from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.phases import STEP_PHASES
+from verl_patches.layout.sharding import OPTIMIZER_BYTES
+from verl_patches.memory.schedule import Moment, direct_sync
+from verl_patches.plan.calibration import FITTED, MEAN_PROMPT, errors
+from verl_patches.plan.expected import group_bytes, moments_of
+from verl_patches.plan.memory_plan import RunMemory, recomputation
+from verl_patches.plan.step_model import (
+    DP_SYNC_S,
+    EMPTY_CACHE_S_PER_BYTE,
+    Lengths,
+    Offload,
+    StepInput,
+    SyncTraffic,
+    direct_sync_bound,
+    driver_bytes,
+    rollout_bytes,
+    rollout_s,
+    stage_elements,
+    step_time,
+    tokens_per_s_per_die,
+    train_bytes,
+    verl_sync,
+)
+from verl_patches.reshard.blocks import Block, run_blocks
+from verl_patches.run import hccl
+from verl_patches.spec import RunSpec
+from verl_patches.step.batches.limits import trainer_bytes
+
+DISK_GB_S = 10.0  # of a shared file system; assumed
+REBALANCE_EVERY = 32  # decode steps between exchanges, where a plan shows what they would bring
+# CPU time of a decode step at batch 64 with DECODE_ROWS to that without (tests/benchmarks/decode_step.py); assumed to
+# hold for all of engine_step_s, which holds launches and copies too
+ENGINE_RATIO = 0.6
+COLLECTOR_AND_CORES = 0.136  # of rollout, quoted for another model; rollout.no_collector, update.bind_cores
+DECODE_ROWS = {"rollout.outputs_at_the_end", "rollout.log_probs_at_once", "rollout.steps_alike"}
+RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What no configuration says: mean tokens of prompts and of responses that end by themselves, backend of DP syncs.
+
+    None: the published run's prompts, and RESPONSE_TOKENS. A mean of responses is not read where all have full length.
+    lengths, expert_load: runs that recorded theirs; recorded: tokens of their prompts and responses; loads: of the
+    busiest rank in training and rollout over the mean, not read where routing is balanced. disk_gb_s: of the file
+    system with weights and checkpoints, to or from all nodes together.
+    """
+
+    prompt_tokens: float | None = None
+    response_tokens: float | None = None
+    dp_sync: str = "hccl"
+    lengths: str | None = None
+    recorded: tuple[Sequence[int], Sequence[int]] = ((), ())
+    expert_load: str | None = None
+    loads: tuple[float, float] = (1.0, 1.0)
+    disk_gb_s: float = DISK_GB_S
+
+    def __post_init__(self):
+        if self.lengths and (self.prompt_tokens or self.response_tokens):
+            raise ConfigError("--lengths has prompts and responses: leave out --prompt-tokens and --response-tokens")
+        for name in ("prompt_tokens", "response_tokens", "disk_gb_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
+        if self.dp_sync not in DP_SYNC_S:
+            raise ConfigError(f"--dp-sync is {self.dp_sync!r}; expected one of {', '.join(DP_SYNC_S)}")
+
+    @property
+    def option(self) -> tuple[str, ...]:
+        """The words of the command line that give it; none for the defaults."""
+        given = {"--prompt-tokens": self.prompt_tokens, "--response-tokens": self.response_tokens}
+        given["--dp-sync"] = None if self.dp_sync == "hccl" else self.dp_sync
+        given |= {"--lengths": self.lengths, "--expert-load": self.expert_load}
+        given["--disk-gb-s"] = None if self.disk_gb_s == DISK_GB_S else self.disk_gb_s
+        return tuple(word for name, value in given.items() if value is not None for word in (name, str(value)))
+
+
+def step_input(
+    run: RunSpec,
+    workload: Workload = Workload(),
+    sync: SyncTraffic | None = None,
+    offload: Offload | None = None,
+    kv_bytes: float | None = None,
+) -> StepInput:
+    """Return the step model's input of a run. Without `sync` its upper bound, or verl's own."""
+    recipe, rows, data, section = run.recipe, run.rows, run.verl.data, run.verl.actor_rollout_ref
+    actor, rollout = section.actor, section.rollout
+    train, train_batch, n = run.train, data.train_batch_size, rollout.n
+    lengths = _lengths(run, workload)
+    length = lengths.prompt + lengths.mean_of_longest()
+    graphs = (run.graph_sizes or (run.seats,)) if run.graphs else ()
+    micro = actor.ppo_micro_batch_size_per_gpu
+    if actor.use_dynamic_bsz or micro is None:
+        micro = max(1, int(actor.ppo_max_token_len_per_gpu * train.cp // length))
+    critic = run.critic
+    step = StepInput(
+        model=run.trained_model,
+        train=train,
+        rollout=run.rollout,
+        lengths=lengths,
+        prompts=train_batch,
+        samples=n,
+        micro_batch=micro,
+        ref_micro_batch=(section.ref.log_prob_micro_batch_size_per_gpu or micro) if run.uses_reference else None,
+        old_micro_batch=None if recipe.train.skip_old_log_prob else rollout.log_prob_micro_batch_size_per_gpu or micro,
+        critic_micro_batch=None if critic is None else critic.ppo_micro_batch_size_per_gpu,
+        reward_models=len(run.reward_models),
+        reward_micro_batch=run.verl.reward_model.micro_batch_size_per_gpu or 1,
+        mini_batches=max(1, train_batch // actor.ppo_mini_batch_size),
+        epochs=actor.ppo_epochs,
+        recompute_layers=recomputation(run)[0],
+        alltoall_overlap=recipe.train.alltoall_overlap,
+        swap_optimizer=recipe.train.swap_optimizer or actor.megatron.optimizer_offload,
+        balanced_lengths=run.verl.trainer.balance_batch,
+        tensor_cache=recipe.tensor_cache.enabled,
+        copies=1 if "dispatch.put_once" in rows else train.tp * train.pp,
+        most_prompt=data.max_prompt_length,
+        seats=run.seats,
+        graph_sizes=graphs,
+        engine_ratio=ENGINE_RATIO if DECODE_ROWS <= rows and recipe.rollout.ascend.scheduler == "v1" else 1.0,
+        token_budget=rollout.max_num_batched_tokens,
+        prefix_caching=recipe.rollout.ascend.prefix_caching,
+        shared_whole=run.rollout_library == "vllm-ascend",
+        dp_sync=workload.dp_sync,
+        dp_syncs=1 if "rollout.ascend_dp_sync" in rows else 2,
+        rebalance_every=recipe.rollout.rebalance_every if "rollout.rebalance" in rows else None,
+        expert_load=(
+            1.0 if recipe.train.balanced_routing else workload.loads[0],
+            1.0 if recipe.rollout.balanced_routing else workload.loads[1],
+        ),
+        kv_bytes=kv_bytes,
+        sampled=run.samples,
+        actor=run.trains_actor,
+        offload=offload or Offload(),
+    )
+    if sync is None:
+        direct = direct_sync_bound(step.model, step, recipe.reshard.bucket_bytes)
+        sync = direct if direct_sync(rows) else verl_sync(step.model, train)
+    return replace(step, sync=sync)
+
+
+def _lengths(run: RunSpec, workload: Workload) -> Lengths:
+    data, forced = run.verl.data, run.verl.actor_rollout_ref.rollout.ignore_eos
+    prompts, responses = workload.recorded
+    prompt = MEAN_PROMPT if workload.prompt_tokens is None else workload.prompt_tokens
+    prompt = min(data.max_prompt_length, sum(prompts) / len(prompts) if prompts else prompt)
+    mean = RESPONSE_TOKENS if workload.response_tokens is None else workload.response_tokens
+    if forced or responses:
+        return Lengths(prompt, data.max_response_length, recorded=() if forced else tuple(responses))
+    return Lengths(prompt, data.max_response_length, mean)
+
+
+def step_sections(run: RunSpec, memory: RunMemory, workload: Workload) -> dict[str, Any]:
+    """Return {step, disk, traffic, ports} of a plan, as JSON-ready data; all modelled.
+
+    step: None on a CPU and on machines of which no published run has seconds. ConfigError where layouts or the weight
+    sync do not fit.
+    """
+    sync, spread = verl_sync(run.trained_model, run.train), {}
+    if not run.samples:
+        sync = SyncTraffic(0, 0, 0)
+    elif direct_sync(run.rows):
+        sync, spread = direct_traffic(run_blocks(run), run.train, run.recipe.reshard.bucket_bytes)
+    offload, kv_bytes = offload_of(memory, run.recipe.reshard.bucket_bytes)
+    model = step_input(run, workload, sync, offload, kv_bytes or None)
+    wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
+    calls = {"old_log_prob": model.old_micro_batch, "ref": model.ref_micro_batch, "update": model.micro_batch}
+    columns = {"old_log_prob": 0, "ref": 0, "update": 3}
+    step = step_figures(model, workload) if run.as_npu and run.hardware.timed else None
+    dispatch = {name: round(driver_bytes(model, columns[name])) for name, used in calls.items() if used}
+    cached = _cached_columns(model, send_back=run.verl.algorithm.use_kl_in_reward)
+    if model.tensor_cache:
+        dispatch = {stage: sum(sizes.values()) for stage, sizes in cached.items()}
+    whole = replace(model, tensor_cache=False)  # value models get the trainer's batch, also with the cache
+    if model.reward_models:
+        dispatch["rm_scores"] = round(driver_bytes(whole, 0))
+    if model.critic_micro_batch:
+        dispatch |= {"values": round(driver_bytes(whole, 3)), "update_critic": round(driver_bytes(whole, 6))}
+    return {
+        "step": step,
+        "disk": disk_figures(run, workload.disk_gb_s),
+        "traffic": {
+            "weight_sync": {**wire, "collectives": sync.collectives},
+            "sent": sent_bytes(model),
+            "dispatch_bytes": dispatch,
+            "dispatch_columns": cached,
+        },
+        "ports": hccl.node_ports(run) if run.as_npu else None,
+    }
+
+
+def sent_bytes(run: StepInput) -> dict[str, int]:
+    """Return {train, rollout, weight_sync}: bytes of a step that the busiest die of each sends to others."""
+    sampled = {"rollout": rollout_bytes(run), "weight_sync": run.sync.sent_bytes} if run.sampled else {}
+    return {side: round(size) for side, size in {"train": train_bytes(run), **sampled}.items()}
+
+
+def _cached_columns(run: StepInput, send_back: bool) -> dict[str, dict[str, int]]:
+    """`trainer_bytes` of the stages that this run has; none without the tensor cache. `send_back`: KL in the reward."""
+    if not run.tensor_cache:
+        return {}
+    tokens = run.prompts * run.lengths.prompt, run.responses * run.lengths.mean_of_longest()
+    options = {"send_back": send_back, "per_token": run.critic_micro_batch is not None}
+    columns = trainer_bytes(run.prompts, run.responses, *tokens, **options)
+    absent = [] if run.old_micro_batch else ["log_prob"]
+    absent += [] if run.ref_micro_batch else ["ref"]
+    return {stage: sizes for stage, sizes in columns.items() if sizes and stage not in absent}
+
+
+def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
+    """Seconds by phase, their sum, tokens a second and die, what was assumed, and the model's error on each row."""
+    seconds = step_time(run, FITTED)
+    total = sum(seconds.values())
+    absent = [] if run.critic_micro_batch else [phase.planned for phase in STEP_PHASES if phase.critic]
+    return {
+        "modelled": True,
+        "phases": [{"phase": phase, "seconds": round(s, 3)} for phase, s in seconds.items() if phase not in absent],
+        "tail": tail_of(run) if run.sampled else None,
+        "total_s": round(total, 2),
+        "tokens_per_s_per_die": round(tokens_per_s_per_die(run, total), 2),
+        "assumed": {
+            "prompt_tokens": round(run.lengths.prompt, 1),
+            "response_tokens": round(run.lengths.mean_of_longest(), 1),
+            "dp_sync": workload.dp_sync,
+            "lengths": _said_of_lengths(run.lengths, workload),
+            "expert_load": dict(zip(("train", "rollout"), run.expert_load, strict=True)),
+            "engine_ratio": run.engine_ratio,
+            "not_counted_s": round(COLLECTOR_AND_CORES * seconds.get("rollout", 0.0), 2),
+        },
+        "constants": {**vars(FITTED), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
+        "calibration": errors(),
+    }
+
+
+def _said_of_lengths(lengths: Lengths, workload: Workload) -> str:
+    if lengths.recorded:
+        return f"{len(lengths.recorded)} recorded of {workload.lengths}"
+    return "all at the limit" if lengths.mean is None else f"lognormal, cv {lengths.cv:g}"
+
+
+def tail_of(run: StepInput) -> dict[str, Any] | None:
+    """Modelled seconds of a rollout whose responses end one by one; None where all have full length.
+
+    {rebalance_every: of "on", off_s, on_s, graph_sizes: of as many as there are, at least four, those of the fastest
+    rollout, graphs_s: with these}. The run's own sizes and eighths of the largest are tried.
+    """
+    if run.lengths.mean is None and not run.lengths.recorded:
+        return None
+
+    def seconds(**changes: Any) -> float:
+        return round(rollout_s(replace(run, **changes), FITTED), 2)
+
+    every, sizes = run.rebalance_every or REBALANCE_EVERY, sorted(run.graph_sizes)
+    eighths = [max(1, size * largest // 8) for largest in sizes[-1:] for size in range(1, 8)]
+    few = itertools.combinations(eighths, max(3, len(sizes) - 1))
+    tried = [tuple(sizes), *((*each, sizes[-1]) for each in few)]
+    graphs_s, fastest = min((seconds(graph_sizes=each), each) for each in tried)
+    rebalance = {"off_s": seconds(rebalance_every=None), "on_s": seconds(rebalance_every=every)}
+    return {"rebalance_every": every, **rebalance, "graph_sizes": list(fastest), "graphs_s": graphs_s}
+
+
+def direct_traffic(
+    blocks: Sequence[Block], train: ParallelLayout, bucket_bytes: int
+) -> tuple[SyncTraffic, dict[str, int]]:
+    """Our weight sync without a plan of routes, and {received_mean_bytes}.
+
+    What must arrive is exact; what a rank sends is its stage's mean, which routes miss by 0.1 % (docs/weight-sync.md).
+    """
+    received, sent = [0] * train.world_size, defaultdict(int)
+    for block in blocks:
+        missing, size = set(block.receivers).difference(block.holders), block.raw_bytes
+        for rank in missing:
+            received[rank] += size
+        sent[train.coordinates(block.holders[0]).pp] += size * len(missing)
+    busiest = max(sent.values(), default=0) * train.pp / train.world_size
+    most = max(received)
+    traffic = SyncTraffic(most, busiest, math.ceil(max(most, busiest) / bucket_bytes))
+    return traffic, {"received_mean_bytes": sum(received) // len(received)}
+
+
+def disk_figures(run: RunSpec, gb_s: float) -> dict[str, Any]:
+    """Return {gb_s, parts: [{part, bytes, seconds}]}: what a start reads and a save writes at `gb_s` of all nodes.
+
+    A first start reads the weights that each rank holds, half the bytes where the model's config.json is here and says
+    FP8; one that goes on reads them and the optimizer's states from a checkpoint, which has each of both once.
+    """
+    train, library, parts = run.train, run.train_library, []
+    size = DTYPE_BYTES[run.torch_dtype]
+    beside = 0 if size == 4 else size  # fp32 weights are the optimizer's own
+    elements = sum(sum(stage_elements(run.model, train, stage, library)) for stage in range(train.pp))
+    held = elements * train.world_size / train.pp
+    if run.reads_weights:
+        file = run.model_folder / "config.json"
+        quantized = file.exists() and QUANTIZATION in read_json_object(file)
+        parts.append(("first start", held if quantized else size * held))
+    if run.verl.trainer.save_freq > 0:
+        trained = [build_inventory(run.model, value=name == "critic") for name in run.trained]
+        saved = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
+        parts.append(("save", (beside + OPTIMIZER_BYTES) * saved))
+        parts.append(("load", beside * len(trained) * held + OPTIMIZER_BYTES * saved))
+    rows = [{"part": part, "bytes": round(of), "seconds": round(of / gb_s / 1e9, 1)} for part, of in parts]
+    return {"gb_s": gb_s, "parts": rows}
+
+
+def offload_of(memory: RunMemory, bucket_bytes: int) -> tuple[Offload, int]:
+    """Return copies and releases of the die with the most training weights, and the bytes of its KV cache."""
+    setting, schedule, stays = memory
+    setting, train = replace(setting, bucket_bytes=bucket_bytes), setting.train
+    model, library = setting.inventory.model, setting.train_library
+    fullest = max(range(train.pp), key=lambda stage: sum(stage_elements(model, train, stage, library)))
+    sizes = group_bytes(setting, fullest * train.world_size // train.pp)
+    moments = moments_of(schedule, setting, sizes, stays)
+    moved = Offload(
+        sum(moment.to_device_bytes for moment in moments.values()),
+        sum(moment.to_host_bytes for moment in moments.values()),
+        released_bytes(moments, sizes),
+        sum(moment.empty_cache_calls for moment in moments.values()),
+    )
+    return moved, sizes["kv_cache"]
+
+
+def released_bytes(moments: Mapping[str, Moment], sizes: Mapping[str, int]) -> int:
+    """Bytes that the allocator returns to the device in a step: freed and not taken again before empty_cache.
+
+    Memory of vLLM's sleep mode counts too, which is unmapped instead; its seconds are not published.
+    """
+    cached = total = 0
+    for _ in range(2):  # the second step finds what the first one left
+        total = 0
+        for move in (move for moment in moments.values() for move in moment.moves):
+            if move.verb == "empty_cache":
+                total, cached = total + cached, 0
+            elif move.verb in ("offload", "free"):
+                cached += sizes[move.group]
+            else:
+                cached = max(0, cached - sizes[move.group])
+    return total

@@ -1,0 +1,276 @@
+"""Compose one configuration: verl's trainer config (found, never copied), a file of ours, the recipe and overrides.
+
+The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs. `compose` returns
+the facts of such a run, which run/resolve.py derives.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.flops import balanced_layers
+from verl_patches.layout.inventory import first_layers, read_model_shape
+from verl_patches.patching.spec import LINES, PatchSpec
+from verl_patches.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe_from, recipe_keys, reward_parts
+from verl_patches.run.engine_options import write_engine_options
+from verl_patches.run.resolve import CONFIGS_DIR, model_shape_file, resolve
+from verl_patches.run.run_start import with_start
+from verl_patches.run.verl_values import check_verl_values
+from verl_patches.spec import RunSpec, Trees
+from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, for_platform, verl_config_dir
+from verl_patches.upstream.pins import load_pins
+from verl_patches.upstream.support import refusal_of
+from verl_patches.values import is_secret, leaves, read_yaml, unknown_key
+
+RowsOf = Callable[[str], Iterable[PatchSpec]]  # the rows of the catalogue on a platform (catalog.py)
+GROUPS = ("algo", "layout", "rollout")  # Hydra's groups: folders of configs/ with a file for each choice
+SCHEMA = "recipe_schema"
+LAYERS = "recipe.num_hidden_layers"
+_EXPORT_IT = "remove it, and export it as a variable of the shell, which the run inherits"
+_READ = (  # files and folders that a run reads, some of them in workers
+    "actor_rollout_ref.model.path critic.model.path critic.model.tokenizer_path reward_model.model.input_tokenizer "
+    "data.train_files data.val_files data.custom_cls.path custom_reward_function.path recipe.rollout.replay"
+).split()
+_LAYERS_READ = (  # by training, and by vLLM (rollout/engine.py)
+    "actor_rollout_ref.model.override_config.model_config.num_hidden_layers",
+    "critic.model.override_config.model_config.num_hidden_layers",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.num_hidden_layers",
+)
+
+
+def compose(
+    config_name: str,
+    overrides: Sequence[str],
+    rows_of: RowsOf,
+    trees: Trees = Trees(),  # noqa: B008 frozen
+) -> RunSpec:
+    """Return the facts of a run of configs/`config_name`.yaml with Hydra `overrides` over verl's config.
+
+    rows_of: the rows of the catalogue on a platform, of which `RunSpec.rows` are those that are on. trees: checkouts
+    that the run imports; verl's config is that of `trees.verl`, else of the installed verl, located and not imported.
+    Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that contradicts
+    itself, and LayoutError where a layout cannot be built.
+    """
+    config = compose_config(config_name, overrides, verl_path=trees.verl)
+    platform = config.recipe.platform
+    return with_start(resolve(config, rows_of(platform), keys_of(overrides), for_platform(platform, trees)))
+
+
+def compose_config(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:
+    """Return the composed configuration, resolved and checked; arguments and errors are those of `compose`."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+
+    name = config_name.removesuffix(".yaml")
+    runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_of_a_run(path)]
+    if name not in runs:
+        new = name.removeprefix("grpo_")
+        hint = f"it is {new} now" if new in runs else "there is: " + (", ".join(runs) or "none")
+        hint += "; the defaults of a run end with `algo: NAME`"
+        raise ConfigError(f"no config of a run in {CONFIGS_DIR} has the name {config_name}; {hint}")
+    _check_overrides(overrides)
+    upstream = verl_config_dir(verl_path)
+    ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
+    OmegaConf.register_new_resolver("vllm_dtype", lambda dtype: VLLM_DTYPES.get(dtype, dtype), replace=True)
+    OmegaConf.register_new_resolver("part", lambda whole, parts: max(1, whole // parts), replace=True)
+    OmegaConf.register_new_resolver("repo_path", lambda path: str(CONFIGS_DIR.parent / path), replace=True)
+    base = _load(upstream / f"{VERL_CONFIG}.yaml")
+    try:
+        with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
+            composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
+        config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, RecursionError) as error:  # 5,000 digits
+        raise ConfigError(_explain(error, name, base)) from error
+    _refuse_secrets(leaves(OmegaConf.to_container(config)))
+    check_recipe(OmegaConf.to_container(config.recipe))
+    check_verl_values(OmegaConf.to_container(config), OmegaConf.to_container(base))
+    reward_parts(config)
+    write_engine_options(config, keys_of(overrides))
+    _write_layers(config)
+    config.recipe.output_root = str(output_root(config.recipe.output_root))  # workers have other current folders
+    folder = Path(config.recipe.output_root, config.recipe.run)
+    config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
+    _check_verl_keys(config, base, name)
+    check_dtype(config)
+    _make_absolute(config)
+    write_reward_models(config)
+    return config
+
+
+def _make_absolute(config: DictConfig) -> None:
+    """Write the paths of `_READ` relative to the current folder as absolute: workers have others."""
+    for above, _, name in (key.rpartition(".") for key in _READ):
+        section = OmegaConf.select(config, above)
+        if found := section.get(name):
+            section[name] = list(map(_absolute, found)) if isinstance(found, ListConfig) else _absolute(found)
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path or path[:1] == "~" else str(Path(path).absolute())
+
+
+def write_reward_models(config: DictConfig) -> None:
+    """Write what recipe.rewards says of reward models into verl's section of them; its paths become absolute."""
+    for entry in config.recipe.rewards or ():
+        if entry.get("path"):
+            entry.path = _absolute(entry.path)
+    if any(entry.name == "reward_model" for entry in config.recipe.rewards or ()):
+        config.reward_model.enable = True
+        config.reward_model.model.override_config = config.actor_rollout_ref.model.override_config
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether a file of configs/ has an algorithm in its defaults, as the bases and the pin file have not."""
+    try:
+        return re.search(rb"(?m)^defaults:[^#]*\balgo: ?\w", path.read_bytes()) is not None
+    except OSError:
+        return False
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """ConfigError for words that are not key=value, that no file can hold, or that hold a secret."""
+    for override in overrides:
+        if not re.match(r"[~+]*[^=~+@\s]", override):
+            raise ConfigError(f"override {override!r}: expected key=value, such as trainer.total_training_steps=3")
+        key, _, value = override.partition("=")
+        if not override.isprintable():
+            raise ConfigError(f"override of {key!r}: expected printable text in UTF-8, found other characters")
+        if key in GROUPS:
+            check_choice(key, value, CONFIGS_DIR / key)
+        _refuse_secrets([(key.lstrip("+~"), "" if value == "null" else value.strip("'\""))])
+
+
+def check_choice(group: str, name: str, folder: Path) -> None:
+    """Raise ConfigError, with the known names, where `folder` of a Hydra group has no `name`.yaml."""
+    names = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+    if name not in names:
+        raise ConfigError(f"{group}={name}: expected one of {', '.join(names)}")
+
+
+def _refuse_secrets(values: Iterable[tuple[str, Any]]) -> None:
+    """ConfigError for a key whose value looks like a secret: a run's configuration is written to files and logs."""
+    for key, value in values:
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict):
+                _refuse_secrets(leaves(one, f"{key}."))
+            elif is_secret(key.rpartition(".")[2], one):
+                raise ConfigError(f"{key} looks like a secret, and a configuration is written to files: {_EXPORT_IT}")
+
+
+def output_root(given: str | None = None) -> Path:
+    """Absolute folder of all runs: `given`, relative to the current folder, or outputs/ of this repository."""
+    return CONFIGS_DIR.parent / "outputs" if given is None else Path(given).absolute()
+
+
+@functools.cache
+def _load(path: Path) -> DictConfig:
+    return OmegaConf.create(read_yaml(path))
+
+
+def _explain(error: BaseException, name: str, base: DictConfig) -> str:
+    """Hydra's error as one sentence that says what to change."""
+    if isinstance(error, YAMLError):
+        return f"config {name}: {' '.join(str(error).split())}"
+    if isinstance(error, RecursionError):
+        fault = "defaults lead back to one of their own files, or an override has hundreds of brackets"
+        return f"{CONFIGS_DIR / name}.yaml is nested too deeply: its {fault}"
+    if isinstance(error, UnicodeDecodeError):
+        for file in CONFIGS_DIR.rglob("*.yaml"):
+            read_yaml(file)  # its ConfigError names the file
+    texts, cause = [], error
+    while cause is not None:
+        texts += [str(cause).strip()] if str(cause).strip() else []
+        cause = cause.__cause__ or cause.__context__
+    override = re.search(r"Could not override '([^']+)'", texts[0])
+    missing = re.search(r"Key '([^']+)' (?:is )?not in '?\w+'?\s+full_key: (\S+)", "\n".join(texts))
+    if override or (missing and missing[2].startswith("recipe")):
+        key = override[1] if override else missing[2]
+        if any(load_pins().may_be_added(key, line) for line in LINES):
+            return f"{key} is no key of verl's own config file, but verl reads it: write +{key}=..."
+        return unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_keys(base)), "verl has no such key")
+    lines = list(dict.fromkeys(text.splitlines()[0] for text in texts))
+    quoted = any("token recognition error" in text or "mismatched input" in text for text in texts)
+    hint = """; put a value with special characters in quotes: 'key="value"'""" if quoted else ""
+    return f"config {name}: {'; '.join(lines[:2])}{hint}"
+
+
+def keys_of(overrides: Sequence[str]) -> list[str]:
+    """The keys that `overrides` set."""
+    return [override.lstrip("+").partition("=")[0] for override in overrides]
+
+
+def _check_verl_keys(config: DictConfig, base: DictConfig, name: str) -> None:
+    """ConfigError for a key, in a file of ours or given as +key=value, that verl's config lacks and no list allows.
+
+    A dataset class of the user gets all of `data`, with keys of its own.
+    """
+    free = ("recipe.", "data.") if has_own_dataset(config.data.custom_cls.path) else ("recipe.",)
+    line, pins, known, faults = config.recipe.line, load_pins(), dict.fromkeys(_keys(base)), []
+    hint = "verl's own file has no such key; recipe.added_keys=[KEY] passes one that your code reads"
+    for key in _keys(config):
+        above = any(other.startswith(f"{key}.") for other in known)
+        own = any(fnmatchcase(key, name) or key.startswith(f"{name}.") for name in config.recipe.added_keys)
+        allowed = own or key.startswith(free) or pins.may_be_added(key, line)
+        if key not in known and not above and not allowed:
+            faults.append(refusal_of(config, key) or f"nothing would act on {unknown_key(key, known, hint)}")
+    if faults:
+        raise ConfigError(f"config {name}:\n  " + "\n  ".join(faults))
+
+
+def has_own_dataset(class_file: str | None) -> bool:
+    """Return whether data.custom_cls.path is a file of the user's, whose class reads the data."""
+    return class_file not in (None, str(CONFIGS_DIR.parent / "verl_patches/step/objectives/dataset.py"))
+
+
+def check_dtype(config: DictConfig) -> None:
+    """ConfigError where the rollout has another dtype than the training."""
+    expected, found = VLLM_DTYPES[config.recipe.dtype], config.actor_rollout_ref.rollout.dtype
+    if expected != found:
+        raise ConfigError(
+            f"recipe.dtype={config.recipe.dtype} trains in {expected}, but actor_rollout_ref.rollout.dtype is {found}: "
+            "the weights could not be compared; set recipe.dtype only, the rollout follows it"
+        )
+
+
+def _write_layers(config: DictConfig) -> None:
+    """Write recipe.num_hidden_layers where training and vLLM read it, and cut layers_per_stage of the whole model.
+
+    ConfigError for a number outside the model or too small for its stages, and where a place has another number.
+    """
+    layers = config.recipe.num_hidden_layers
+    if layers is None:
+        return
+    recipe, megatron = recipe_from(OmegaConf.to_container(config.recipe)), config.actor_rollout_ref.actor.megatron
+    whole = read_model_shape(model_shape_file(recipe))
+    chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+    dense, most = whole.first_k_dense_replace, whole.num_hidden_layers
+    if not dense + chunks <= layers <= most:
+        raise ConfigError(
+            f"{LAYERS} is {layers}; expected {dense + chunks} to {most}: the {dense} dense layers, one with experts "
+            f"for each of {chunks} pipeline stages, and at most those of {config.recipe.model_shape}"
+        )
+    for place in _LAYERS_READ:
+        if OmegaConf.select(config, place) not in (None, layers):
+            raise ConfigError(f"{place} is given; expected none beside {LAYERS}={layers}, which is written there")
+        OmegaConf.update(config, place, layers, force_add=True)
+    stages = config.recipe.train.layers_per_stage
+    balance = sum(stages) == most if stages else config.recipe.line == LINE and chunks > 1
+    if balance and layers < most:
+        config.recipe.train.layers_per_stage = balanced_layers(first_layers(whole, layers), chunks)
+
+
+def _keys(section: DictConfig) -> list[str]:
+    """Dotted keys of all leaves; a missing or interpolated value counts as a leaf, an empty section too."""
+    return [key for key, _ in leaves(OmegaConf.to_container(section, resolve=False))]

@@ -1,0 +1,72 @@
+"""vllm-ascend's options of a run: recipe.rollout.ascend, written where vLLM's engine of the pin reads them.
+
+This is the only place that writes them. The same option in engine_kwargs is refused, as one of the two would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.errors import ConfigError
+from verl_patches.platform import as_npu
+from verl_patches.rollout.ascend import PREFIX_CACHING, VLLM_SLEEP_MODE
+
+ASCEND, ROLLOUT = "recipe.rollout.ascend", "actor_rollout_ref.rollout"
+OPTIONS = f"{ROLLOUT}.engine_kwargs.vllm.additional_config"
+_GRAPHS, _SCHEDULER = "torchair_graph_config", "ascend_scheduler_config"
+# key of recipe.rollout.ascend: its place in additional_config. top_k_optimize is a variable (run/environment.py)
+PLACES = {
+    "graphs": f"{_GRAPHS}.enabled",
+    "graph_batch_sizes": f"{_GRAPHS}.graph_batch_sizes",
+    "multistream_mla": f"{_GRAPHS}.enable_multistream_mla",
+    "multistream_moe": f"{_GRAPHS}.enable_multistream_moe",
+    "view_optimize": f"{_GRAPHS}.enable_view_optimize",
+    "kv_nz": f"{_GRAPHS}.enable_kv_nz",
+    "scheduler": f"{_SCHEDULER}.enabled",
+    "chunked_prefill_for_mla": "chunked_prefill_for_mla",
+    "prefix_caching": PREFIX_CACHING,
+    "vllm_sleep_mode": VLLM_SLEEP_MODE,
+}
+_ABSENT = object()  # a key that is null is given
+_BY_GRAPHS = ("enforce_eager", "free_cache_engine")  # of ROLLOUT
+
+
+def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None:
+    """Write recipe.rollout.ascend into `config`, checked; nothing on other platforms than npu."""
+    check_engine_options(config, overrides, config)
+    rewrite_engine_options(config)
+
+
+def check_engine_options(config: DictConfig, overrides: Collection[str], given: DictConfig) -> None:
+    """ConfigError where `overrides`, keys of the command line, or `given` engine_kwargs set what ASCEND decides."""
+    if not as_npu(config.recipe.platform):
+        return
+    for name in _BY_GRAPHS:
+        if f"{ROLLOUT}.{name}" in overrides:
+            raise ConfigError(
+                f"{ROLLOUT}.{name} is given on platform {config.recipe.platform}, expected only {ASCEND}.graphs, "
+                "which decides it: remove the override"
+            )
+    options = OmegaConf.select(given, OPTIONS) or OmegaConf.create()
+    places = {
+        key: place for key, place in PLACES.items() if OmegaConf.select(options, place, default=_ABSENT) is not _ABSENT
+    }
+    if twice := [f"{place} (set {ASCEND}.{key})" for key, place in places.items()]:
+        raise ConfigError(f"{OPTIONS} holds {', '.join(twice)}; expected these keys of {ASCEND} only")
+
+
+def rewrite_engine_options(config: DictConfig) -> None:
+    """Write recipe.rollout.ascend into a `config` that was composed, also again after one of its values has changed."""
+    if not as_npu(config.recipe.platform):
+        return
+    values, rollout = OmegaConf.to_container(config.recipe.rollout.ascend), config.actor_rollout_ref.rollout
+    seats = OmegaConf.select(rollout, "engine_kwargs.vllm.max_num_seqs")
+    values["scheduler"] = values["scheduler"] == "ascend"
+    if values["graph_batch_sizes"] is None:
+        values["graph_batch_sizes"] = [seats] if seats and values["graphs"] else []
+    for key, place in PLACES.items():
+        OmegaConf.update(config, f"{OPTIONS}.{place}", values[key], merge=False, force_add=True)
+    for name in _BY_GRAPHS:  # verl refuses to free the cache engine in graph mode (vllm_rollout_spmd.py:89)
+        rollout[name] = not values["graphs"]

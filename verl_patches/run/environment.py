@@ -1,0 +1,193 @@
+"""The environment variables of a run, derived from its configuration, each with its reason and its reader.
+
+configs/upstream.yaml, `environment:`, names the source line that reads each variable at the pins. A variable that is
+not listed there is a KeyError.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_patches.errors import Check
+from verl_patches.memory.schedule import sleeps_by_vllm
+from verl_patches.patching.switches import VARIABLE
+from verl_patches.platform.npu import SOCKETS
+from verl_patches.platform.npu.machine import preload
+from verl_patches.run import hccl
+from verl_patches.spec import RunSpec
+from verl_patches.upstream.pins import load_pins
+from verl_patches.upstream.support import shell_findings
+
+# in a run's folder, read by its driver: the composed configuration, and the facts of the run (RunSpec.text)
+COMPOSED, FACTS = "config.yaml", "facts.json"
+REPOSITORY = Path(__file__).resolve().parents[2]
+RAY_FOLDER = "ray"  # in a run's temporary folder: Ray makes its own folder accessible to all users, the other is 0700
+# variables of the shell that a run does not inherit: the configuration decides
+DROPPED = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable of a run.
+
+    where: "workers" (the driver and, by Ray's runtime_env, every worker), "driver" (the driver and a Ray that it
+    starts) or "node" (each worker sets it from its node's network, so `value` is a description).
+    """
+
+    name: str
+    value: str
+    reason: str
+    where: str = "workers"
+    read_by: str = ""
+
+
+def derive(run: RunSpec, temp_dir: str | None = None) -> list[Variable]:
+    """Return the environment variables of a run.
+
+    temp_dir: the run's folder for sockets and scratch files; None if it does not exist yet.
+    """
+    variables = {
+        VARIABLE: (run.process_switches.text(), "line, platform and rows of the patch catalogue"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "sequence parallel needs kernels launched in order"),
+        "TOKENIZERS_PARALLELISM": ("false", "no thread pools in processes that fork"),
+        "VERL_LOGGING_LEVEL": ("WARN", "INFO prints one line for each rank"),
+        "VLLM_LOGGING_LEVEL": ("WARNING", "one engine for each rank: INFO lines hide the step table"),
+        "TENSORBOARD_DIR": (str(run.folder / "tensorboard"), "events in the run's folder"),
+        "RAY_USAGE_STATS_ENABLED": ("0", "nothing leaves the machine"),
+        "VLLM_NO_USAGE_STATS": ("1", "nothing leaves the machine; no reporting process"),
+    }
+    if run.recipe.platform == "cpu":
+        variables |= _CPU
+        if run.verl.trainer.nnodes > 1:
+            variables["GLOO_SOCKET_IFNAME"] = _sockets(run)["GLOO_SOCKET_IFNAME"]
+    elif run.as_npu:
+        variables |= _npu(run)
+    if run.recipe.platform == "npu_emulated":
+        variables |= _emulated(run)
+    variables |= _driver(run, temp_dir)
+    pins, line = load_pins(), run.recipe.line
+    return [Variable(name, *entry, read_by=pins.read_by(name, line)) for name, entry in variables.items()]
+
+
+_ON_CPU = {
+    "OMP_NUM_THREADS": ("1", "several ranks share few cores"),
+    "GLOO_SOCKET_IFNAME": ("lo", "all ranks are on this machine; nothing listens on other interfaces"),
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": ("0", "no installed device plugin is loaded"),
+    "RAY_DEDUP_LOGS": ("0", "every rank's log lines are kept"),
+    "HF_HUB_OFFLINE": ("1", "model and tokenizer are local folders"),
+}
+
+
+_CPU = {
+    **_ON_CPU,
+    "VLLM_USE_V1": ("0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
+    "VLLM_CPU_KVCACHE_SPACE": ("1", "GiB of KV cache for each rank; unset means 4"),
+    "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than a tiny model's step"),
+}
+
+
+def _emulated(run: RunSpec) -> dict[str, tuple[str, ...]]:
+    """Over those of an NPU."""
+    graphs = not run.verl.actor_rollout_ref.rollout.enforce_eager
+    traced = "graphs are traced as on a device" if graphs else "nothing is compiled"
+    return {
+        **_ON_CPU,
+        **dict.fromkeys(SOCKETS, ("lo", "all ranks are on this machine; nothing listens on other interfaces")),
+        "TORCHDYNAMO_DISABLE": ("0" if graphs else "1", traced),
+    }
+
+
+def _sockets(run: RunSpec) -> dict[str, tuple[str, ...]]:
+    """The variables that each worker sets from its node's network, where there are several nodes."""
+    name, why = run.recipe.hccl.interface, "recipe.hccl.interface; a value set on the node takes precedence"
+    return {key: (form.format(name) if name else "(towards Ray's head)", why, "node") for key, form in SOCKETS.items()}
+
+
+def _npu(run: RunSpec) -> dict[str, tuple[str, ...]]:
+    recipe = run.recipe
+    ports = "{}-{}".format(*hccl.node_ports(run)[hccl.HOST_PORTS])
+    top_k = "recipe.rollout.ascend.top_k_optimize: top-k and top-p by a threshold, without a scatter"
+    route = "1" if recipe.rollout.balanced_routing else "0"
+    timeout = "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
+    need = f"the exchange of experts in decode needs {hccl.buffer_need_mib(run)} (MiB)"
+    base_port = "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range"
+    queue = (
+        "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
+        "(NPUGraph.cpp:101), and graphs here are torchair's"
+    )
+    by_vllm = sleeps_by_vllm(run.verl.actor_rollout_ref.rollout, recipe) or "memory.sleep_mode" not in run.rows
+    segments = (
+        "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
+        if by_vllm
+        else "less fragmentation, and memory that sleep frees is the device's again; vLLM's sleep mode is off"
+    )
+    return {
+        "VLLM_USE_V1": ("1", "graph mode and the Ascend scheduler are for engine V1 only"),
+        "VLLM_ENABLE_FIX_ROUTE": (route, "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError"),
+        "VLLM_ASCEND_MLA_PA": (
+            "1",
+            "eager decode reads the two KV caches; 0 joins a layer's whole cache in every step",
+        ),
+        "HCCL_CONNECT_TIMEOUT": ("1200", "ranks on many nodes start more than the default 120 s apart (s)"),
+        "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": ("1" if recipe.rollout.ascend.top_k_optimize else "0", top_k),
+        "HCCL_EXEC_TIMEOUT": (str(hccl.exec_timeout_s(run)), timeout),
+        "HCCL_OP_EXPANSION_MODE": (recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
+        "HCCL_BUFFSIZE": (str(hccl.buffer_mib(run)), need),
+        hccl.IF_BASE_PORT: (str(recipe.hccl.base_port), base_port),
+        hccl.HOST_PORTS: (ports, "the ports after those of HCCL_IF_BASE_PORT"),
+        **_sockets(run),
+        "TASK_QUEUE_ENABLE": ("2", queue),
+        "CPU_AFFINITY_CONF": ("0", "counts the dies that a process sees, one with Ray; row update.bind_cores instead"),
+        "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
+    }
+
+
+def _driver(run: RunSpec, temp_dir: str | None) -> dict[str, tuple[str, ...]]:
+    """Variables of the driver on this machine; other nodes must not get them."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, run.trees.folders), *filter(None, given)]))
+    temp, recipe = temp_dir or "(made at start)", run.recipe
+    variables = {
+        "PYTHONPATH": (path, "this checkout, then the upstream trees of --upstream or --verl-path"),
+        "PYTHONUNBUFFERED": ("1", "log lines are written at once"),
+        "TMPDIR": (temp, "scratch files in one folder that is removed after the run"),
+    }
+    if recipe.ray_address is not None:
+        joined = os.environ.get("RAY_ADDRESS", "") if recipe.ray_address == "auto" else ""
+        variables["RAY_ADDRESS"] = (joined or recipe.ray_address, "recipe.ray_address, or where it is auto the shell's")
+    else:
+        variables["RAY_TMPDIR"] = (f"{temp}/{RAY_FOLDER}", "a path short enough for sockets (107 bytes)")
+    if recipe.platform == "npu" and (libraries := preload(os.environ)):
+        variables["LD_PRELOAD"] = (libraries, "jemalloc, which gives host memory back to the system")
+    if recipe.ray_port is not None:
+        variables["RAY_GCS_SERVER_PORT"] = (str(recipe.ray_port), "recipe.ray_port")
+    return {name: (*entry, "driver") for name, entry in variables.items()}
+
+
+def worker_environment(run: RunSpec) -> dict[str, str]:
+    """{name: value} of the variables that Ray's runtime_env ships to every worker."""
+    return {v.name: v.value for v in derive(run) if v.where == "workers"}
+
+
+def process_environment(variables: list[Variable], base: Mapping[str, str]) -> dict[str, str]:
+    """`base` (the caller's environment) without `DROPPED`, updated with the run's variables.
+
+    The interpreter's folder comes first on PATH, because Ray looks for its tools there.
+    """
+    merged = {name: value for name, value in base.items() if name not in DROPPED}
+    merged.update({v.name: v.value for v in variables if v.where != "node"})
+    merged["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), merged.get("PATH", os.defpath)])
+    return merged
+
+
+def environment_checks(run: RunSpec) -> Iterator[Check]:
+    """Refuse variables of the shell that no pin reads or that hold no allowed value, unless the run replaces them."""
+    decided = {*DROPPED, *(variable.name for variable in derive(run) if variable.where != "node")}
+    for finding in shell_findings(run.line, decided=decided):
+        if finding.state == "problem":
+            text = f"{finding.name} is {finding.found}, expected {finding.expected}; {finding.todo}"
+            yield Check("environment", False, text)

@@ -1,0 +1,67 @@
+"""Which rows of the catalogue a run needs: those of the features that are on, and those that belong to no feature.
+
+The launcher ships their ids (`RunSpec.rows`) to every process of the run. The import alone applies the rows of all
+features; those of features that are off then find nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import Switches
+from verl_patches.spec import RunSpec
+from verl_patches.step.batches.limits import has_dynamic_batches
+from verl_patches.step.log_probs.on_policy import has_correction
+
+
+def feature_states(run: RunSpec) -> dict[str, bool]:
+    """Return whether each feature that rows name is on in a run."""
+    recipe = run.recipe
+    train, rollout = recipe.train, recipe.rollout
+    return {
+        "critic": run.has_critic,
+        "dynamic_batches": has_dynamic_batches(run.verl.actor_rollout_ref),
+        "expert_load": recipe.expert_load,
+        "fixed_data": not run.samples,
+        "grad_overlap": train.grad_overlap,
+        "graphs": bool(run.graphs),
+        "memory_ledger": recipe.memory.ledger != "off",
+        "multistream_mla": rollout.ascend.multistream_mla,
+        "on_policy": train.skip_old_log_prob
+        or train.importance_ratio == "sequence"
+        or has_correction(recipe.rollout_correction)
+        or not run.samples,
+        "rebalance": rollout.rebalance_every is not None,
+        "reward_models": bool(run.reward_models),
+        "routing_replay": train.routing_replay is not None,
+        "small_groups": recipe.hccl.small_groups_mib is not None,
+        "tensor_cache": recipe.tensor_cache.enabled,
+        "value_models": run.has_critic or bool(run.reward_models),
+    }
+
+
+def needed_rows(rows: Iterable[PatchSpec], features: Collection[str], switches: Switches) -> frozenset[str]:
+    """Return the ids of the rows that are on in a run with these features.
+
+    A pattern of `switches` decides about a row whose id it matches; a row that another one needs is on with it.
+    """
+    by_id = {row.id: row.on_line(switches.line) for row in rows}
+    off = {row.id for row in by_id.values() if row.feature and row.feature not in features}
+    allowed = {name for name, row in by_id.items() if switches.decide(row)[0]}
+    decided = replace(switches, rows=tuple(by_id.keys() - off))
+    waiting = [name for name, row in by_id.items() if decided.decide(row)[0]]
+    needed: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in needed:
+            needed.add(name)
+            waiting += [need for need in by_id[name].needs if need in allowed]
+    return frozenset(needed)
+
+
+def with_needed_rows(run: RunSpec, rows: Iterable[PatchSpec]) -> RunSpec:
+    """Return the run with the rows of `rows` that its features need."""
+    features = {name for name, is_on in feature_states(run).items() if is_on}
+    return replace(run, rows=needed_rows(rows, features, run.switches))

@@ -1,0 +1,407 @@
+"""The rules about the files that a run reads: model folder, data, the user's code, a recording; and writes.
+
+What it writes is modelled: checkpoints from the model's parameters, responses from the shape of a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl_patches.errors import Check, ConfigError, either
+from verl_patches.layout.inventory import SCORE, build_inventory, differences, first_layers, read_model_shape
+from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
+from verl_patches.model.checks import value_model_differences
+from verl_patches.recipe import SHORT_FORM
+from verl_patches.run.compose import has_own_dataset
+from verl_patches.run.environment import derive, process_environment
+from verl_patches.run.resolve import model_changes
+from verl_patches.run.run_start import checkpoints_of
+from verl_patches.shared_files import disk_folder, free_bytes
+from verl_patches.spec import RunSpec
+from verl_patches.step.objectives.settings import columns_of
+from verl_patches.upstream.pins import load_pins
+from verl_patches.values import size_text
+from verl_patches.weights.manifest import TRACKER, read_manifest
+from verl_patches.weights.run_folders import value_model_in
+from verl_patches.weights.source import open_source
+
+_DATA = ("data.train_files", "data.val_files")
+_MODEL = "actor_rollout_ref.model.path"
+_A_REWARD_MODEL = "a checkpoint of algo=rm or a folder with score.weight"
+PATHS = (*_DATA, _MODEL, "recipe.rewards", f"{SHORT_FORM}.path")  # keys that name files which a run reads
+# of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main ones
+_PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
+_RECORD_BYTES = 64 << 20, 32 << 10  # of logs, and of a step in summary.json and metrics.jsonl
+
+
+def all_must_exist(run: RunSpec) -> RunSpec:
+    """Return `run` as it is at a start: files of all keys of PATHS are expected on this machine."""
+    return replace(run, given=run.given | set(PATHS))
+
+
+def folder_checks(run: RunSpec) -> Iterator[Check]:
+    """Check, where the model's folder is on this machine, that it holds the planned model in weights that can be read.
+
+    As in all rules of this file, files of keys that `run.given` does not name may be on another machine: then a note.
+    """
+    path = run.model_folder / "config.json"
+    if QUANTIZATION in model_changes(run.verl.actor_rollout_ref.model):
+        text = (
+            f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
+            "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"
+        )
+        yield Check("model folder", False, text)
+    if not path.exists():
+        yield _absent("model folder", [path], _MODEL, _MODEL in run.given, "the folder of a HF model")
+        return
+    held, model = first_layers(read_model_shape(path), run.recipe.num_hidden_layers), run.model
+    held = replace(held, torch_dtype=model.torch_dtype)  # recipe.dtype says in what it is computed
+    fault = f"{path} is not of recipe.model_shape {run.recipe.model_shape}: {differences(held, model)}"
+    yield either("model shape", held == model, "same model", fault)
+    if run.reads_weights:
+        yield _weights_check(run, path.parent)
+
+
+def _weights_check(run: RunSpec, folder: Path) -> Check:
+    """The folder's files are whole and hold every tensor once, and each framework that reads them can."""
+    name, load_format = "model weights", run.verl.actor_rollout_ref.rollout.load_format
+    if not weight_files(folder) and not (folder / TRACKER).exists():
+        return Check(name, True, f"{folder} has no file of weights: they were not checked", note=True)
+    try:
+        source = open_source(folder, expert_split=run.recipe.train.expert_split)
+    except ConfigError as error:
+        return Check(name, False, str(error))
+    how = {"hf": "a HF folder", "megatron": "a Megatron folder", "checkpoint": "a checkpoint"}[source.kind]
+    how += f" in FP8 (blocks of {source.block[0]} x {source.block[1]})" if source.block else ""
+    fault = (
+        f"actor_rollout_ref.rollout.load_format is {load_format}, with which vLLM would read {folder}, {how}; expected "
+    )
+    fault += "dummy_megatron (the first weight sync fills vLLM), or a HF folder in bf16 (`weights convert`)"
+    fits = load_format.startswith("dummy") or how == "a HF folder"
+    return either(name, fits, f"whole files: {how}", fault)
+
+
+def reward_folder_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that each folder of a reward model on this machine has a head and the actor's sizes and tokenizer."""
+    for part in (part for part in run.rewards if part.entry.name == "reward_model"):
+        folder, key = value_model_in(part.entry.path), f"{part.where}.path"
+        if not folder.exists():
+            here = {"recipe.rewards", _MODEL} <= run.given  # else a plan for another machine
+            yield _absent("reward model", [folder], key, here, _A_REWARD_MODEL)
+            continue
+        try:
+            source = open_source(folder)
+        except ConfigError as error:
+            yield Check("reward model", False, f"{key}: {error}")
+            continue
+        unlike = value_model_differences(run, source.inventory.model, folder)
+        faults = [f"another model than the actor's: {unlike}"] if unlike else []
+        if SCORE not in source.tensors:
+            faults.append(f"no {SCORE} [1, H]; expected critic/ of a checkpoint of algo=rm, or a folder with that head")
+        if source.kind == "checkpoint" and (trained := _objective_of(folder)) != "rm":
+            faults.append(f"a checkpoint of {trained}, which trains no score of a response; expected one of rm")
+        if fault := _tokenizer_fault(folder, run.model_folder):
+            faults.append(fault)
+        text = f"{key}: {folder}: {'; '.join(faults)}"
+        yield either("reward model", not faults, f"{part.label}: {source.kind} in {folder}", text)
+
+
+def _objective_of(checkpoint: Path) -> str:
+    """recipe.objective.name of the run that wrote it."""
+    return read_manifest(checkpoint).facts.get("settings", {}).get("recipe.objective.name", "an unknown objective")
+
+
+def _tokenizer_fault(folder: Path, actors: Path) -> str:
+    """Why the token ids of the actor's responses may not be those of a reward model; empty where they are."""
+    name = "tokenizer.json"
+    if not any(folder.glob("tokenizer*")):
+        return "no tokenizer; copy those files from actor_rollout_ref.model.path, whose token ids are scored"
+    files = [path / name for path in (folder, actors) if (path / name).is_file()]
+    vocabularies = [read_json_object(file).get("model") for file in files]
+    if len(files) == 2 and vocabularies[0] != vocabularies[1]:
+        return f"another vocabulary in {name} than in actor_rollout_ref.model.path, whose token ids are scored"
+    return ""
+
+
+def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expected: str) -> Check:
+    absent = ", ".join(map(str, files))
+    if must_exist:
+        return Check(name, False, f"{key}: {absent} does not exist; expected {expected}")
+    return Check(name, True, f"{absent} is not on this machine, so it was not checked ({key})", note=True)
+
+
+def data_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that data files are parquet in verl's schema, and that those for training hold a batch.
+
+    The trainer's node reads them. A dataset class of the user's reads any files.
+    """
+    for key, least in zip(_DATA, (run.verl.data.train_batch_size, 1), strict=True):
+        files = run.verl.data.get(key.removeprefix("data.")) or []
+        files = [files] if isinstance(files, str) else files
+        absent = [file for file in files if not os.path.isfile(file)]
+        if absent:
+            yield _absent("data", absent, key, key in run.given, "parquet of `data build` (docs/data.md)")
+            continue
+        if has_own_dataset(run.verl.data.custom_cls.path):
+            text = f"{key}: read by data.custom_cls, so rows and columns were not checked"
+            yield Check("data", True, text, note=True)
+            continue
+        try:
+            rows = sum(_read_rows(file, run) for file in files)
+        except ConfigError as error:
+            yield Check("data", False, f"{key}: {error}")
+            continue
+        if rows < least:
+            yield Check("data", False, f"{key}: {rows} prompts; expected at least {least}")
+
+
+def _read_rows(file: str, run: RunSpec) -> int:
+    """Number of rows of a parquet file, from its footer; ConfigError where it cannot be read or lacks a column."""
+    from pyarrow import ArrowException, parquet, types  # here, as most commands read no data
+
+    def is_list(kind: Any) -> bool:
+        return types.is_list(kind) or types.is_large_list(kind)
+
+    def is_struct(kind: Any, *names: str) -> bool:
+        return types.is_struct(kind) and set(names) <= {kind.field(n).name for n in range(kind.num_fields)}
+
+    columns = {
+        run.verl.data.prompt_key: lambda kind: is_list(kind) and is_struct(kind.value_type, "role", "content"),
+        "data_source": lambda kind: types.is_string(kind) or types.is_large_string(kind),
+        "reward_model": lambda kind: is_struct(kind, "ground_truth"),
+    }
+    try:
+        with parquet.ParquetFile(file) as opened:
+            schema, rows = opened.schema_arrow, opened.metadata.num_rows
+            if rows:
+                opened.read_row_group(0)
+    except (ArrowException, OSError) as error:
+        raise ConfigError(f"{file} is not a whole parquet file ({error}); make it again") from error
+    if not run.samples:  # step/objectives/dataset.py reads the values
+        columns = dict.fromkeys(columns_of(run.recipe.objective.name, schema.names), lambda kind: True)
+    faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
+    if faults:
+        raise ConfigError(
+            f"{file}: column {' or '.join(faults)} is missing or of another type; expected those of "
+            "docs/own-data-and-reward.md (data.prompt_key names that of the prompts; of fixed data data.val_files has "
+            "the same)"
+        )
+    return rows
+
+
+# the user's code: it must import, and define what is named
+
+IMPORT_S = 120  # time limit of an import
+_FILE_HOOKS = ("recipe.rewards", SHORT_FORM, "data.custom_cls")  # files with a path
+_CHILD = """
+import importlib, importlib.util, json, os, sys, traceback
+where, name, answer = sys.argv[1:]
+fault = missing = None
+elsewhere = False  # the run's platform is not this machine's
+try:
+    import verl_patches.prelude_patch  # as in the run: upstream's modules may need it
+except Exception:
+    elsewhere = True
+try:
+    if os.path.isfile(where):
+        spec = importlib.util.spec_from_file_location("custom_module", where)
+        if spec is None:
+            raise ImportError("its name does not end with .py")
+        module = sys.modules["custom_module"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    if name and not hasattr(module, name):
+        fault = f"{where} does not define {name}"
+except BaseException as error:
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename[:1] != "<"]
+    frames = [frame for frame in frames if frame[0] != importlib.__file__]
+    frames += [(error.filename, error.lineno)] if isinstance(error, SyntaxError) and error.filename else []
+    place = "%s:%s: " % ([f for f in frames if f[0] == where] or frames)[-1] if frames else ""
+    fault = f"{place}{type(error).__name__}: {error}"
+    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+with open(answer, "w") as file:
+    json.dump([fault, missing, elsewhere], file)
+os._exit(0)
+"""
+
+
+class Hook(NamedTuple):
+    """A file or module, what it must define ("": it is imported only), and the key or section that says so."""
+
+    where: str
+    name: str
+    key: str
+
+
+def hooks_of(run: RunSpec) -> Iterator[Hook]:
+    """Return the user's code that a run names."""
+    for part in run.rewards:
+        if part.entry.name == "python":
+            yield Hook(part.entry.path, part.entry.function, part.where)
+    if has_own_dataset((dataset := run.verl.data.custom_cls).path):
+        yield Hook(dataset.path, dataset.name, "data.custom_cls")
+    if hook := run.recipe.worker_process_setup_hook:
+        module, _, name = hook.rpartition(".")
+        yield Hook(module, name, "recipe.worker_process_setup_hook")
+    if library := run.verl.actor_rollout_ref.model.external_lib:
+        yield Hook(library, "", "actor_rollout_ref.model.external_lib")
+
+
+def hook_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that each of the user's hooks can be imported and defines what is named.
+
+    In a process of its own, with the variables and the PYTHONPATH of the run: this one imports neither torch nor verl,
+    and a module that hangs or ends its process does no harm. It is a note that a package of the line is not on this
+    machine, or any module where the run's platform is another one's.
+    """
+    for hook in hooks_of(run):
+        what, file = f"{hook.name} of {hook.where}" if hook.name else hook.where, Path(hook.where)
+        if hook.key.startswith(_FILE_HOOKS) and not file.is_file():
+            expected = not {f"{hook.key}.path", hook.key.partition("[")[0]}.isdisjoint(run.given)
+            yield _absent("hooks", [file], f"{hook.key}.path", expected, "a Python file")
+            continue
+        environment = process_environment(derive(run, tempfile.gettempdir()), os.environ)
+        stamp = file.stat().st_mtime_ns if file.is_file() else 0
+        fault, unchecked = _import(hook.where, hook.name, run.line, stamp, tuple(sorted(environment.items())))
+        if unchecked:
+            yield Check("hooks", True, f"{what} was not checked: {unchecked} ({hook.key})", note=True)
+        else:
+            text = f"{hook.key}: expected {what}, which can be imported; found {fault}. Correct it, or the key"
+            yield either("hooks", not fault, what, text)
+
+
+def _packages(line: str) -> set[str]:
+    pins = load_pins().line(line)
+    return {*pins.packages, *(name for one in pins.repositories.values() for name in one.packages)}
+
+
+@functools.lru_cache(16)  # one command checks a configuration more than once
+def _import(
+    where: str, name: str, line: str, stamp: int, environment: tuple[tuple[str, str], ...]
+) -> tuple[str | None, str | None]:
+    """(what is wrong, why that is not known) of an import for a run of `line`; `stamp`: of the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer")
+        command = [sys.executable, "-c", _CHILD, where, name, str(answer)]
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        try:
+            subprocess.run(command, env=dict(environment), timeout=IMPORT_S, **silent)
+        except subprocess.TimeoutExpired:
+            return None, f"its import took more than {IMPORT_S} s"
+        if not answer.exists():
+            return f"the process that imports {where} ended without an answer", None
+        fault, missing, elsewhere = json.loads(answer.read_text())
+    if missing and (elsewhere or missing.partition(".")[0] in _packages(line)):
+        return None, f"this machine has no {missing}"
+    return fault, None
+
+
+# what the run writes
+
+
+class Need(NamedTuple):
+    """What a run writes to one folder: in bytes, as text, and which keys change it. Its name: run, checkpoints."""
+
+    name: str
+    folder: Path
+    size_bytes: int
+    text: str
+    keys: str
+
+
+def disk_checks(run: RunSpec, starts: bool = False) -> Iterator[Check]:
+    """Check that what the run writes fits on this machine's disks; a note unless it `starts` here."""
+    needs = disk_needs(run)
+    fault = disk_fault(needs)
+    yield Check("disk", not (fault and starts), fault or disk_detail(needs), note=fault is not None and not starts)
+
+
+def disk_needs(run: RunSpec) -> list[Need]:
+    """Return what a run will write from its start on (modelled): records and responses, and checkpoints.
+
+    Checkpoints are the most that come to those of the run that are there: those kept and the one that is being written.
+    """
+    steps, trainer = steps_of(run), run.verl.trainer
+    done = run.start.step or 0
+    left = None if steps is None else max(steps - done, 0)
+    records, step_bytes = _RECORD_BYTES
+    least, text = records + step_bytes * (left or 1), "logs and records"
+    if run.recipe.rollout.record and run.samples:
+        size = recorded_bytes(run)
+        least += size * (left or 1)
+        text += f", responses of {_many(left, 'step')}, {size_text(size)} each (modelled)"
+    needs = [Need("run", run.home, least, text, "recipe.output_root, recipe.rollout.record")]
+    if trainer.save_freq > 0:
+        trained = [build_inventory(run.model, value=name == "critic") for name in run.trained]
+        parameters = sum(parameter.count for inventory in trained for parameter in inventory.parameters)
+        size, kept = _PARAMETER_BYTES[run.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
+        saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
+        most = max(kept + 1 - run.start.held, 1) if kept else None
+        count = min((number for number in (saves, most) if number is not None), default=None)
+        text = "at least 2 checkpoints" if count is None else _many(count, "checkpoint")
+        text += f", {size_text(size)} each (modelled), one of them while it is written"
+        keys = "trainer.default_local_dir, trainer.save_freq, trainer.max_actor_ckpt_to_keep"
+        keys += f" (now {'null: all' if kept is None else kept})"
+        needs.append(Need("checkpoints", checkpoints_of(run), size * (count or 2), text, keys))
+    return needs
+
+
+def recorded_bytes(run: RunSpec) -> int:
+    """Bytes of a step's responses on disk (modelled): ids, masks and positions of 8 bytes, log-probs in fp32."""
+    data = run.verl.data
+    tokens = 4 * 8 * run.longest_tokens + 4 * data.max_response_length
+    return data.train_batch_size * run.verl.actor_rollout_ref.rollout.n * tokens
+
+
+def _many(count: int | None, what: str) -> str:
+    if count is None:
+        return f"one {what} (their number is not known)"
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def steps_of(run: RunSpec) -> int | None:
+    """Steps of a run: trainer.total_training_steps, or those of its epochs; None where no data files say so.
+
+    A class of the user's may make more or fewer samples of their rows.
+    """
+    if run.verl.trainer.total_training_steps is not None or has_own_dataset(run.verl.data.custom_cls.path):
+        return run.verl.trainer.total_training_steps
+    files = run.verl.data.train_files or []
+    try:
+        rows = sum(_read_rows(file, run) for file in ([files] if isinstance(files, str) else files))
+    except ConfigError:  # absent, or a fault that the rule about data names
+        return None
+    return rows // run.verl.data.train_batch_size * run.verl.trainer.total_epochs or None
+
+
+def disk_detail(needs: Iterable[Need]) -> str:
+    """What a run writes where, as text."""
+    return "; ".join(f"{size_text(need.size_bytes)} in {need.folder}: {need.text}" for need in needs)
+
+
+def disk_fault(needs: Iterable[Need]) -> str | None:
+    """What a run would write beyond the free space of its file systems; None where all fits. Folders may share one."""
+    by_disk: dict[int, list[Need]] = {}
+    for need in needs:
+        by_disk.setdefault(disk_folder(need.folder).stat().st_dev, []).append(need)
+    faults = []
+    for found in by_disk.values():
+        free, wanted = free_bytes(found[0].folder), sum(need.size_bytes for need in found)
+        if wanted > free:
+            parts = "; ".join(f"{need.folder} gets {need.text}" for need in found)
+            keys = ", ".join(need.keys for need in found)
+            faults.append(
+                f"expected {size_text(wanted)} free, found {size_text(free)}: {parts}. Free some, or change {keys}"
+            )
+    return "; ".join(faults) or None

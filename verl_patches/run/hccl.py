@@ -1,0 +1,259 @@
+"""Settings of Ascend's collectives (HCCL) and their checks: buffer size, timeouts, ports of each node.
+
+Not tried on a device: the figures are those of CANN's and torch_npu's documentation at the pins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from verl_patches.errors import Check, ConfigError, either
+from verl_patches.platform.npu import MC2_FROM_RANKS
+from verl_patches.platform.npu.groups import EXPERTS_IN_ROLLOUT, EXPERTS_IN_TRAINING
+from verl_patches.recipe import HCCL_PORTS
+from verl_patches.run.ray_nodes import RayPorts
+from verl_patches.spec import RunSpec
+
+DEFAULT_BUFFER_MIB = 200  # HCCL's default
+BUFFER_STEP_MIB = 100
+BUFFERS_OF_A_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, HCCL_BUFFSIZE)
+AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
+IF_BASE_PORT, HOST_PORTS = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
+IF_PORTS = 16  # that HCCL_IF_BASE_PORT stands for (CANN envref_07_0074)
+PROC = Path("/proc/sys/net/ipv4")
+_MIB = 1 << 20
+
+
+def hccl_checks(run: RunSpec) -> Iterator[Check]:
+    """Check the machines, HCCL's buffers, timeouts and ports; nothing on other platforms than npu."""
+    if run.as_npu:
+        yield from (check_machine(run), check_buffer(run), check_timeouts(run), check_ports(run))
+
+
+def decodes_by_mc2(run: RunSpec) -> bool:
+    """Whether a rollout exchanges experts by MC2 in decode."""
+    return run.samples and run.recipe.rollout.expert_parallel and run.world_size >= MC2_FROM_RANKS
+
+
+def buffer_need_mib(run: RunSpec) -> int:
+    """MiB of HCCL_BUFFSIZE that vllm-ascend's exchange of experts (MC2) needs in decode; 0 where it is not used.
+
+    By the documentation of torch_npu.npu_moe_distribute_dispatch for Atlas A3 (op-plugin 7.1.0):
+    2^20 x (HCCL_BUFFSIZE - 2) / 2 >= tokens x 2 x (hidden + 128) x (ep x local experts + top-k + 1), where `tokens` is
+    the largest decode batch of a replica, split over TP (vllm_ascend/ops/fused_moe.py:134). With less the operator ends
+    with an address out of range and names no variable (vllm-ascend issue 2674). For A2 the same page has
+    HCCL_BUFFSIZE >= 2 x (tokens x ep x min(local experts, top-k) x hidden x 2 bytes + 2 MiB).
+    """
+    if not decodes_by_mc2(run):
+        return 0
+    ep, local, tokens = _exchange(run)
+    if run.recipe.hardware != "a3":
+        sent = tokens * ep * min(local, run.model.num_experts_per_tok) * run.model.hidden_size * 2
+        return math.ceil(2 * (sent / _MIB + 2))
+    moved = tokens * 2 * (run.model.hidden_size + 128) * (ep * local + run.model.num_experts_per_tok + 1)
+    return math.ceil(2 * moved / _MIB + 2)
+
+
+def _exchange(run: RunSpec) -> tuple[int, int, int]:
+    """(ranks of an expert group, experts of its last rank, tokens of a rank in decode) of the rollout."""
+    tp = run.rollout.tp
+    ep, experts = tp * run.recipe.rollout.dp, run.model.n_routed_experts
+    local = experts // ep + experts % ep  # the last rank has the rest
+    return ep, local, math.ceil(_decode_batch(run) / tp)
+
+
+def check_machine(run: RunSpec) -> Check:
+    """Whether recipe.hardware has such nodes, and runs what the configuration asks of HCCL and MC2."""
+    machine, dies = run.hardware, run.verl.trainer.n_gpus_per_node
+    most, half, mode, faults = machine.node_dies, machine.module_dies, run.recipe.hccl.expansion_mode, []
+    if dies > most or half < dies < most:
+        sizes = f"at most {half} or {most}" if half < most else f"at most {most}"
+        todo = f"trainer.nnodes={math.ceil(run.world_size / most)} trainer.n_gpus_per_node={most}"
+        faults.append(f"trainer.n_gpus_per_node is {dies}, expected {sizes}: take {todo}")
+    if mode not in machine.expansion_modes:
+        modes = " or ".join(machine.expansion_modes)
+        faults.append(f"recipe.hccl.expansion_mode is {mode}, expected {modes} for training")
+    if decodes_by_mc2(run):
+        ep, local, tokens = _exchange(run)
+        if ep not in machine.mc2_ranks:
+            sizes = ", ".join(map(str, machine.mc2_ranks))
+            faults.append(f"a rollout instance has {ep} ranks, MC2 takes {sizes}: change recipe.rollout.dp")
+        if tokens > machine.mc2_tokens:
+            faults.append(f"a rank decodes {tokens} tokens, MC2 takes {machine.mc2_tokens}: lower max_num_seqs")
+        if local > machine.mc2_experts:
+            faults.append(f"a rank has {local} experts, MC2 takes {machine.mc2_experts}: raise recipe.rollout.dp")
+    held = f"{machine.title}: {dies} dies of a node of {most}"
+    return either("hardware", not faults, held, f"{machine.title} (recipe.hardware): {'; '.join(faults)}")
+
+
+def _decode_batch(run: RunSpec) -> int:
+    """Most responses that a replica decodes at once: decode batches are padded to a graph's size."""
+    sizes = run.graph_sizes
+    return max(run.seats, *sizes, 0)
+
+
+def buffer_mib(run: RunSpec) -> int:
+    """HCCL_BUFFSIZE: recipe.hccl.buffer_mib, or the need in whole hundreds, and no less than HCCL's default."""
+    if run.recipe.hccl.buffer_mib is not None:
+        return run.recipe.hccl.buffer_mib
+    return max(DEFAULT_BUFFER_MIB, BUFFER_STEP_MIB * math.ceil(buffer_need_mib(run) / BUFFER_STEP_MIB))
+
+
+def check_buffer(run: RunSpec) -> Check:
+    """Whether the buffer holds what the rollout's experts exchange."""
+    need, given = buffer_need_mib(run), buffer_mib(run)
+    held = f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}"
+    fault = (
+        f"recipe.hccl.buffer_mib is {given} (HCCL_BUFFSIZE), expected at least {need}: vllm-ascend's exchange of "
+        "experts in decode (MC2) does not fit; set it to null, or lower max_num_seqs and graph_batch_sizes"
+    )
+    return either("HCCL buffer", given >= need, held, fault)
+
+
+class Group(NamedTuple):
+    """A group of HCCL that holds rank 0.
+
+    side: train or rollout; name: the one that upstream gives it; small: whether its buffer is a small one;
+    communicates: whether DeepSeek-V3's step runs a collective on it, with which HCCL makes its communicator.
+    """
+
+    side: str
+    name: str
+    ranks: int
+    small: bool
+    communicates: bool
+
+
+def groups(run: RunSpec) -> list[Group]:
+    """Groups of more than one rank that rank 0 makes on platform npu, in the order in which they are made.
+
+    As Megatron core_r0.8.0 and MindSpeed make them (megatron/core/parallel_state.py:496-714; their wrapper makes those
+    of experts twice, mindspeed/core/parallel_state.py:355-400), then verl (megatron_workers.py:225) and vLLM 0.9.1.
+    Which of them communicate was read in the sources. Transfers of the pipeline are batched in its own group
+    (batch_p2p_comm); prompts are gathered over verl's mesh; no collective runs on vLLM's group of all ranks.
+    """
+    train, rollout = run.train, run.rollout
+    tp, pp, dp, cp = train.tp, train.pp, train.dp, train.cp
+    ep, rest = divmod(train.ep * (train.etp or tp), tp)  # Megatron's own count: of groups of TP ranks
+    if rest or not ep:
+        raise ConfigError(
+            f"actor.megatron.expert_model_parallel_size is {train.ep}, expected a multiple of "
+            f"tensor_model_parallel_size {tp}: experts are split over whole groups of TP ranks"
+        )
+    split = cp > 1  # then experts' gradients have groups of their own
+    training = [
+        *(("dp", dp, False), ("dp_cp", dp * cp, True), ("cp", cp, True)),
+        *(("mp", tp * pp, True), ("mp_exp", tp * pp, False), ("tp", tp, True), ("pp", pp, True)),  # mp: gradient's norm
+        *(("embd", min(pp, 2), False), ("tp_dp_cp", tp * dp * cp, False), ("tp_dp", tp * dp, False)),
+        *(("tp_cp", tp * cp, False), ("tp_exp", tp, False), ("dp_modulo_exp", dp, False)),
+        *([("dp_modulo_exp_cp", dp * cp, False)] if split else []),
+        # those of experts, after those that are made as if experts were not split
+        *(("mp_exp", tp * ep * pp, False), ("tp_exp", tp * ep, True), ("exp", ep, False)),
+        ("dp_modulo_exp", dp * cp // ep, not split),
+        *([("dp_modulo_exp_cp", dp * cp // ep, True)] if split else []),
+        ("pp_new_stream", pp, False),
+    ]
+    instance, mc2 = rollout.tp * run.recipe.rollout.dp, decodes_by_mc2(run)
+    engine = [
+        *(("tp", rollout.tp, True), ("dp", run.recipe.rollout.dp, True)),
+        (EXPERTS_IN_ROLLOUT, instance, run.recipe.rollout.expert_parallel),
+        *([("mc2", instance, True)] if mc2 else []),  # row rollout.ascend_mc2_groups
+    ]
+    large = "mc2" if mc2 else EXPERTS_IN_ROLLOUT
+    small = run.recipe.hccl.small_groups_mib is not None
+    made = [
+        Group("train", "all ranks", train.world_size, False, True),
+        *(
+            Group("train", name, ranks, small and name not in EXPERTS_IN_TRAINING, used)
+            for name, ranks, used in training
+        ),
+        Group("rollout", "verl's mesh, dp", train.world_size // rollout.tp, False, False),
+        Group("rollout", "verl's mesh, tp", rollout.tp, False, True),
+        Group("rollout", "vllm_world", train.world_size, False, False),
+        *(Group("rollout", f"vllm_{name}", ranks, small and name != large, used) for name, ranks, used in engine),
+        Group("rollout", "unfinished requests", run.recipe.rollout.dp, False, True),
+    ]
+    sides = ("train", "rollout") if run.samples else ("train",)
+    return [group for group in made if group.ranks > 1 and group.side in sides]
+
+
+def group_buffer_mib(run: RunSpec, group: Group) -> int:
+    """MiB of each of a group's buffers."""
+    return run.recipe.hccl.small_groups_mib if group.small else buffer_mib(run)
+
+
+def buffer_bytes(run: RunSpec) -> dict[str, int]:
+    """{train, rollout}: bytes of HCCL's buffers on a die, of the groups that communicate."""
+    sizes = {"train": 0, "rollout": 0}
+    for group in groups(run):
+        if group.communicates:
+            sizes[group.side] += BUFFERS_OF_A_GROUP * group_buffer_mib(run, group) * _MIB
+    return sizes
+
+
+def exec_timeout_s(run: RunSpec) -> int:
+    """HCCL_EXEC_TIMEOUT in seconds: recipe.train.collective_timeout_minutes."""
+    return 60 * run.recipe.train.collective_timeout_minutes
+
+
+def check_timeouts(run: RunSpec) -> Check:
+    """Whether the expansion mode allows the timeout of a collective."""
+    given = exec_timeout_s(run)
+    fault = (
+        f"recipe.train.collective_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
+        f"{AIV_EXEC_TIMEOUT_S // 60}: HCCL_OP_EXPANSION_MODE=AIV counts more than {AIV_EXEC_TIMEOUT_S} s as that; "
+        "lower it, or set recipe.hccl.expansion_mode=AI_CPU"
+    )
+    fits = run.recipe.hccl.expansion_mode != "AIV" or given <= AIV_EXEC_TIMEOUT_S
+    return either("HCCL timeouts", fits, f"a collective times out after {given} s", fault)
+
+
+def node_ports(run: RunSpec) -> dict[str, list[int]]:
+    """Return {variable, or "all": [first, last] port} of HCCL, which every node needs free on platform npu."""
+    first = run.recipe.hccl.base_port
+    host, last = first + IF_PORTS, first + HCCL_PORTS - 1
+    return {IF_BASE_PORT: [first, host - 1], HOST_PORTS: [host, last], "all": [first, last]}
+
+
+def check_ports(run: RunSpec, proc: Path = PROC) -> Check:
+    """Whether nothing else takes HCCL's ports on this machine.
+
+    `proc` holds the kernel's ip_local_port_range, the ephemeral ports, and ip_local_reserved_ports, which are not given
+    out. Ray, torch and vLLM use ephemeral ports too.
+    """
+    first, last = node_ports(run)["all"]
+    name, said = "HCCL ports", f"HCCL listens on ports {first} to {last}"
+    try:
+        low, high = map(int, (proc / "ip_local_port_range").read_text().split())
+        reserved = _ports((proc / "ip_local_reserved_ports").read_text().strip())
+    except FileNotFoundError as error:
+        text = f"{said}; not compared with ephemeral ports, as this machine has no {error.filename}"
+        return Check(name, True, text)
+    ephemeral = [port for port in range(max(first, low), min(last, high) + 1) if port not in reserved]
+    todo = "change recipe.hccl.base_port"
+    if ephemeral:
+        text = (
+            f"{said}, but {low} to {high} are this machine's ephemeral ports (net.ipv4.ip_local_port_range): "
+            f"{todo}, or reserve them on every node: sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}"
+        )
+        return Check(name, False, text)
+    spans = RayPorts().spans()
+    if (port := run.recipe.ray_port) is not None:
+        spans["recipe.ray_port"] = port, port
+    taken = [(name, a, b) for name, (a, b) in spans.items() if a <= last and first <= b]
+    if taken:
+        names = ", ".join(f"{name} {a} to {b}" if b > a else f"{name} {a}" for name, a, b in taken)
+        return Check(name, False, f"{said}, which overlap those of {names}; {todo}")
+    return Check(name, True, f"{said}, outside this machine's ephemeral ports {low} to {high}")
+
+
+def _ports(text: str) -> set[int]:
+    """The ports of a list such as 8080,61000-61143; none of an empty text."""
+    ports: set[int] = set()
+    for part in filter(None, text.split(",")):
+        low, _, high = part.partition("-")
+        ports |= set(range(int(low), int(high or low) + 1))
+    return ports

@@ -1,0 +1,395 @@
+"""Ray's nodes: their ports and `ray start` (`RayPorts`, `ray_start`), and questions to those of a running Ray.
+
+They are asked in a process that is in it (`living`, `on_node`, `results`), or by `ask_nodes`. Every start takes the
+address of a Ray from `answering_address`.
+
+`ask_nodes` runs this module as a program (`python -m verl_patches.run.ray_nodes JSON`), so that its caller joins no
+Ray, whose client ends its process where the head goes away. JSON is {address} and one of
+
+    {}                          the living nodes are listed, nothing runs on them
+    {job, nodes, limit_s}       joins no Ray either: waits until nodes of so many ranks of a job are alive,
+                                for limit_s at most, and lists all nodes as `_of_gcs`
+    {command, cwd, limit_s, probes}
+                                each node runs `python COMMAND --head HOST:PORT` in the folder `cwd` and in the
+                                environment of its raylet, which is that of the run's workers, and then all of them
+                                together each of `probes`: {name: settings of platform/all_reduce_probe.py}
+
+Prints ANSWER and {nodes: [{id, address, resources, answer, clock}], probes}. `answer` is {code, output, error} of the
+command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}: how far the node's clock is
+ahead of this node's, and how exactly that is known. `probes`: {name: {measured, world} or {error}}.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_patches.errors import ConfigError, RecipeError
+
+ANSWER = "NODES"
+JOB, RANK_LABEL = "verl_patches/job", "verl_patches/rank"  # labels that node.sh gives a node
+POLL_S = 1.0
+CLOCK_CALLS = 5  # the quickest counts
+CALL_S = 30  # of a call that returns at once, and beyond a command's own limit
+HEAD_S = 15  # for Ray's head to answer at all
+
+
+# the ports of Ray on a node, and the `ray start` command of a node: both are made nowhere else
+
+
+HEAD_PORT = 6379
+SERVICES = (  # of every node, in this order from `first` on: name, option of `ray start`
+    ("node manager", "node-manager-port"),
+    ("object manager", "object-manager-port"),
+    ("runtime environments", "runtime-env-agent-port"),
+    ("metrics", "metrics-export-port"),
+    ("agent", "dashboard-agent-grpc-port"),
+    ("agent's HTTP server", "dashboard-agent-listen-port"),
+)
+HEAD_SERVICES = (  # behind those
+    ("client server", "ray-client-server-port"),
+    ("dashboard", "dashboard-port"),
+    ("dashboard's gRPC server", "dashboard-grpc-port"),
+)
+
+
+@dataclass(frozen=True)
+class RayPorts:
+    """The port plan of a node's Ray.
+
+    gcs: of the head; first: of nine that follow each other, the last three on the head only; workers: (first, last).
+    """
+
+    gcs: int = HEAD_PORT
+    first: int = HEAD_PORT + 1
+    workers: tuple[int, int] = (10002, 19999)
+
+    def _services(self, head: bool) -> list[tuple[str, str, int]]:
+        """(name, option, port) of each service of a node."""
+        named = [*SERVICES, *(HEAD_SERVICES if head else ())]
+        return [(*service, self.first + number) for number, service in enumerate(named)]
+
+    def options(self, head: bool) -> dict[str, int]:
+        """{option of `ray start`: port} of one node."""
+        workers = {"min-worker-port": self.workers[0], "max-worker-port": self.workers[1]}
+        return {option: port for _, option, port in self._services(head)} | workers
+
+    def spans(self, head: bool = True) -> dict[str, tuple[int, int]]:
+        """{service: (first, last) port}; the head has the most."""
+        gcs = {"Ray's GCS": (self.gcs, self.gcs)} if head else {}
+        services = {f"Ray's {name}": (port, port) for name, _, port in self._services(head)}
+        return services | gcs | {"Ray's workers": self.workers}
+
+
+def ray_start(
+    head: str,
+    node: str,
+    is_head: bool,
+    device: Mapping[str, int],
+    ports: RayPorts = RayPorts(),
+    dashboard: bool = False,
+    labels: Mapping[str, str] | None = None,
+    temp_dir: str | None = None,
+) -> list[str]:
+    """The words of a node's `ray start`; the dashboard listens on the loopback of the head.
+
+    head, node: addresses that other nodes reach. device: {"NPU" or "GPU": number}, one of them. Other nodes take the
+    head's temp_dir.
+    """
+    words = ["ray", "start"]
+    words += ["--head", f"--port={ports.gcs}"] if is_head else [f"--address={head}:{ports.gcs}"]
+    words.append(f"--node-ip-address={head if is_head else node}")
+    if is_head:
+        words += [f"--include-dashboard={str(dashboard).lower()}", "--dashboard-host=127.0.0.1"]
+        words += [f"--temp-dir={temp_dir}"] if temp_dir else []
+    words.append("--disable-usage-stats")
+    words += [f"--{option}={port}" for option, port in ports.options(is_head).items()]
+    for name, number in device.items():
+        words.append(f"--num-gpus={number}" if name == "GPU" else f"--resources={json.dumps({name: number})}")
+    words += [f"--labels={json.dumps(dict(labels))}"] if labels else []
+    return words
+
+
+# questions to the nodes of a running Ray
+
+
+def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """Return what this program answers to a request within `limit_s`; RecipeError with its last line where it fails."""
+    try:
+        command = [sys.executable, "-m", __name__, json.dumps(dict(request))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+        output, error = done.stdout, done.stderr.strip().splitlines() or ["no message"]
+    except subprocess.TimeoutExpired:
+        output, error = "", [f"no answer of all nodes within {limit_s:g} s: look at Ray's logs on its head"]
+    line = next((line for line in output.splitlines() if line.startswith(ANSWER)), None)
+    if line is None:
+        raise RecipeError(f"{request['address']}: {error[-1]}")
+    return json.loads(line.removeprefix(ANSWER))
+
+
+def living() -> list[dict[str, Any]]:
+    """[{id, address, resources}] of the living nodes of the Ray that this process is in."""
+    import ray
+
+    return [
+        {"id": node["NodeID"], "address": node["NodeManagerAddress"], "resources": node["Resources"]}
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def on_node(kind: type, node: str) -> Any:
+    """An actor of class `kind` on the node with this id, without resources."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0)(kind).options(scheduling_strategy=there).remote()
+
+
+def results(calls: Sequence[Any], limit_s: float) -> list[Any]:
+    """The result of each call, or its RayError; None where it has none within `limit_s`."""
+    import ray
+
+    answers: list[Any] = []
+    ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s) if calls else ([], [])
+    for call in calls:
+        try:
+            answers.append(ray.get(call) if call in ended else None)
+        except ray.exceptions.RayError as error:
+            answers.append(error)
+    return answers
+
+
+def said(error: BaseException) -> str:
+    """The last line of an error: Ray puts the remote stack before it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _node_class() -> Any:
+    """The actor that runs on each node; Ray pickles it by value, so the node needs no verl_patches to load it."""
+
+    class Node:
+        def clock(self) -> float:
+            import time
+
+            return time.time()
+
+        def hold_port(self) -> int:
+            import socket
+
+            self._bound = socket.socket()  # not listened on: nobody else gets the port, and the probe's store can
+            self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._bound.bind(("", 0))
+            return self._bound.getsockname()[1]
+
+        def run(self, command: list[str], limit_s: float, cwd: str | None = None) -> dict[str, Any]:
+            import os
+            import subprocess
+            import sys
+
+            import psutil
+
+            # Ray sets ASCEND_RT_VISIBLE_DEVICES and others for this actor, which has no die
+            environ = psutil.Process(os.getpid()).parent().environ()
+            if environ.pop("RAY_LD_PRELOAD", None):  # Ray's own jemalloc, which workers do not get
+                environ.pop("LD_PRELOAD", None)
+            command, cwd = [sys.executable, *command], cwd if cwd and os.path.isdir(cwd) else None
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environ, cwd=cwd)
+            except subprocess.TimeoutExpired:
+                return {"code": 124, "output": "", "error": f"no end within {limit_s:g} s"}
+            return {"code": done.returncode, "output": done.stdout, "error": done.stderr[-4000:]}
+
+    return Node
+
+
+def answering_address(given: str, limit_s: float = HEAD_S) -> str:
+    """Return the HOST:PORT of the Ray that `given` ("auto" or HOST:PORT) names, once its head has answered.
+
+    Ray's own client waits many minutes for a head that is gone: every start asks here first. ConfigError says which
+    address was asked, where it was found and what to do.
+    """
+    address, source, todo = _find_address(given)
+    if fault := _fault_of_head(address, limit_s):
+        raise ConfigError(f"no Ray answers at {address}, the address of {source}: {fault}. {todo}")
+    return address
+
+
+def _find_address(given: str) -> tuple[str, str, str]:
+    """Return (HOST:PORT, where it was found, what to do where it does not answer).
+
+    "auto" is the Ray of RAY_ADDRESS, or one on this machine that others may join. Ray itself also takes one that a run
+    has started for itself, which listens on the loopback alone, looks for it at this machine's other address, and never
+    ends.
+    """
+    from ray._private import services
+    from ray._private.utils import get_ray_address_file
+
+    start = "Start Ray on its nodes first (train --dry-run prints the commands), or"
+    if given != "auto":
+        source = "the configuration (recipe.ray_address, or the head of a job)"
+        return given, source, f"{start} correct the address"
+    variable = os.environ.get("RAY_ADDRESS", "")
+    if variable not in ("", "auto"):
+        return variable, "the environment variable RAY_ADDRESS", f"{start} unset RAY_ADDRESS"
+    file = get_ray_address_file(None)
+    running, latest = services.find_gcs_addresses(), services.find_bootstrap_address(None)
+    others = {address for address in running if not address.startswith(("127.", "[::1]:", "localhost:"))}
+    if running and not others:
+        found = f"each Ray on this machine is a run's own ({', '.join(sorted(running))}), which no other joins"
+        raise ConfigError(f"{found}. {start} end that run")
+    if latest and (latest in others or not running):
+        return latest, f"the file {file}", f"{start} remove that file, which a Ray that has ended left behind"
+    if others:
+        return min(others), "a raylet on this machine", f"{start} end that raylet"
+    text = f"recipe.ray_address is auto, but no Ray runs here, RAY_ADDRESS is unset, and there is no file {file}"
+    raise ConfigError(f"{text}. {start} set recipe.ray_address to HOST:PORT")
+
+
+def _fault_of_head(address: str, limit_s: float) -> str | None:
+    """Return why no head of a Ray answers a call at HOST:PORT within `limit_s`; None where one does."""
+    import grpc
+    from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
+    from ray._private.utils import init_grpc_channel
+    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
+    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+
+    channel = init_grpc_channel(address, options=GLOBAL_GRPC_OPTIONS)
+    try:
+        NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=limit_s)
+    except grpc.RpcError as error:
+        late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        return f"no answer within {limit_s:g} s" if late else " ".join(error.details().split())
+    finally:
+        channel.close()
+    return None
+
+
+def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to a request, as the module describes it."""
+    address = answering_address(request["address"])
+    if "job" in request:
+        return {"nodes": _wait_for(**{**request, "address": address})}
+    import ray
+
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    nodes = living()
+    if not request.get("command"):
+        return {"nodes": nodes, "probes": {}}
+    kind = _node_class()
+    actors, limit_s = [on_node(kind, node["id"]) for node in nodes], request["limit_s"]
+    command = [*request["command"], "--head", ray.get_runtime_context().gcs_address]
+    answers = _results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
+    answered = []
+    for node, actor, answer in zip(nodes, actors, answers, strict=True):
+        node["answer"] = answer
+        node["clock"] = None if answer is None else _clock(actor)
+        if answer is not None:
+            answered.append((node, actor))
+    probes = request["probes"].items() if answered else ()
+    return {"nodes": nodes, "probes": {name: _probe(answered, settings) for name, settings in probes}}
+
+
+def _results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
+    """`results`, with {code, output, error} for a call that failed."""
+    import ray
+
+    answers = results(calls, limit_s + CALL_S)
+    failed = ray.exceptions.RayError
+    return [{"code": 1, "output": "", "error": said(one)} if isinstance(one, failed) else one for one in answers]
+
+
+def _wait_for(address: str, job: str, nodes: int, limit_s: float) -> list[dict[str, Any]]:
+    from ray._raylet import GcsClient
+
+    client, end = GcsClient(address=address), time.monotonic() + limit_s
+    while True:
+        known = _of_gcs(client)
+        in_job = {node["rank"] for node in known if node["alive"] and node["job"] == job}
+        if len(in_job) >= nodes or time.monotonic() >= end:
+            return known
+        time.sleep(POLL_S)
+
+
+def _of_gcs(client: Any) -> list[dict[str, Any]]:
+    """[{address, rank, job, alive}] of all nodes that the head has known, newest last."""
+    known = sorted(client.get_all_node_info(timeout=10).values(), key=lambda node: node.start_time_ms)
+    return [
+        {
+            "address": node.node_manager_address,
+            "rank": int(node.labels[RANK_LABEL]) if RANK_LABEL in node.labels else None,
+            "job": node.labels.get(JOB),
+            "alive": node.state == 0,  # GcsNodeInfo.ALIVE
+        }
+        for node in known
+    ]
+
+
+def _clock(actor: Any) -> dict[str, float] | None:
+    """How far the actor's clock is ahead; None where it does not answer."""
+    import ray
+
+    measured = []
+    try:
+        for _ in range(CLOCK_CALLS):
+            before = time.time()
+            there = ray.get(actor.clock.remote(), timeout=CALL_S)
+            half = (time.time() - before) / 2
+            measured.append((half, there - before - half))
+    except ray.exceptions.RayError:  # GetTimeoutError too
+        return None
+    within_s, ahead_s = min(measured)
+    return {"ahead_s": ahead_s, "within_s": within_s}
+
+
+def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """An all-reduce of settings["local"] ranks on each node that answered, over the interface that its report names."""
+    import ray
+
+    first, limit_s = answered[0], settings["limit_s"]
+    try:
+        address = f"{first[0]['address']}:{ray.get(first[1].hold_port.remote(), timeout=CALL_S)}"
+    except ray.exceptions.RayError as error:
+        return {"error": f"{first[0]['address']}: {type(error).__name__}"}
+    calls = []
+    world = settings["local"] * len(answered)
+    for number, (node, actor) in enumerate(answered):
+        own = {**settings, "address": address, "world": world, "first": settings["local"] * number}
+        own["interface"] = _interface(node["answer"]["output"])
+        calls.append(actor.run.remote(["-m", "verl_patches.platform.all_reduce_probe", json.dumps(own)], limit_s))
+    for (node, _), result in zip(answered, _results(calls, limit_s), strict=True):
+        if result is None or result["code"]:
+            error = "no answer" if result is None else (result["error"].strip().splitlines() or ["no message"])[-1]
+            return {"error": f"{node['address']}: {error}"}
+        if node is first[0]:
+            measured = json.loads(result["output"].strip().splitlines()[-1])
+    return {"measured": measured, "world": world}
+
+
+def read_report(output: str) -> dict[str, Any]:
+    """Return the JSON object that begins with the first line that begins with `{`; ValueError where there is none."""
+    lines = output.splitlines(keepends=True)
+    return json.loads("".join(itertools.dropwhile(lambda line: not line.startswith("{"), lines)))
+
+
+def _interface(output: str) -> str | None:
+    """Return the interface of the one node in a report of `doctor --this-node --json`; None where there is none."""
+    try:
+        return read_report(output)["nodes"][0]["interface"]
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(ANSWER + json.dumps(ask(json.loads(sys.argv[1]))) + "\n")
+    except ConfigError as refused:
+        sys.exit(str(refused))

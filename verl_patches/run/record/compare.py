@@ -1,0 +1,141 @@
+"""The accuracy of one training against a reference: the mean error of curves over the steps that both have.
+
+The rule is that of verl's and OpenRLHF's pages for Ascend, where a is the NPU's curve and b the GPU's:
+
+    mean error = sum_i |a_i - b_i| / N x 100 %
+
+OpenRLHF asks for less than 2 % of loss and reward; verl for at most 2 % of the loss of supervised training and at most
+4 % of the reward in reinforcement learning, which are LIMITS. The pages write the absolute error; the relative one,
+sum_i |a_i - b_i| / |b_i| / N, is given beside it, and judges with formula="relative". Where both curves have a reward,
+it is judged; the loss of a policy is only shown: it is about 0 whatever the model learns. An `a` that ends before `b`
+fails.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import Check, ConfigError, RecipeError, either
+from verl_patches.run.record.curves import JUDGED, LOSSES_OF_POLICY, Curves
+from verl_patches.shared_files import write_whole, writing
+
+FORMULAS = {"absolute": "mean of |a - b|", "relative": "mean of |a - b| / |b|"}
+LIMITS = {"loss": 0.02, "reward": 0.04}
+_ROUNDING = 1e-9  # relative; an error that is the limit but for its last bits is not beyond it
+
+
+@dataclass(frozen=True)
+class Error:
+    """The errors of one metric over `steps` common steps, `first` to `last`.
+
+    names: the metric's in a and in b. absolute, relative: means over the steps where both are finite, None without one;
+    relative is infinite where b is 0 and a is not. largest: the largest |a - b|, at step `at`. not_finite: the first
+    step where one of them is NaN or infinite. ends: the last steps of a and of b.
+    """
+
+    metric: str
+    names: tuple[str, str]
+    steps: int
+    first: int
+    last: int
+    absolute: float | None
+    relative: float | None
+    largest: float | None
+    at: int | None
+    not_finite: int | None
+    ends: tuple[int, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinity: None."""
+        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+
+
+def errors_of(a: Curves, b: Curves) -> list[Error]:
+    """The errors of each metric that both have at common steps. ConfigError where there is none."""
+    common = {metric: sorted(of.keys() & b.values.get(metric, {}).keys()) for metric, of in a.values.items()}
+    found = [_error(metric, steps, a, b) for metric, steps in common.items() if steps]
+    if not found:
+        has = ((of.name, f"{m} at steps {min(c)} to {max(c)}") for of in (a, b) for m, c in of.values.items())
+        has = "; ".join(f"{name}: {text}" for name, text in has)
+        raise ConfigError(
+            f"compare: expected a metric that both have at the same steps, found {has}; give other sources"
+        )
+    return found
+
+
+def _error(metric: str, steps: list[int], a: Curves, b: Curves) -> Error:
+    of_a, of_b = a.values[metric], b.values[metric]
+    finite = [step for step in steps if math.isfinite(of_a[step]) and math.isfinite(of_b[step])]
+    errors = {step: abs(of_a[step] - of_b[step]) for step in finite}
+    relative = [e and (e / abs(of_b[step]) if of_b[step] else math.inf) for step, e in errors.items()]
+    at, largest = max(errors.items(), key=lambda found: found[1], default=(None, None))
+    not_finite = next((step for step in steps if step not in errors), None)
+    span, means = (len(steps), steps[0], steps[-1]), (_mean([*errors.values()]), _mean(relative))
+    ends = (max(of_a), max(of_b))
+    return Error(metric, (a.names[metric], b.names[metric]), *span, *means, largest, at, not_finite, ends)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None  # fsum raises where the sum overflows
+
+
+def limits_for(errors: Sequence[Error]) -> dict[str, float]:
+    """{metric: limit} of what is judged: the reward, or without one a loss that is no policy's; else ConfigError."""
+    found = {error.metric: error.names for error in errors}
+    for metric in JUDGED:
+        if metric in found and not {*found[metric]} & {*LOSSES_OF_POLICY}:
+            return {metric: LIMITS[metric]}
+    raise ConfigError(
+        f"compare: expected {' or '.join(JUDGED)} in both at common steps, found {', '.join(found)}, of which a "
+        "policy's loss says nothing; name what is judged: --limit METRIC=VALUE"
+    )
+
+
+def judge(errors: Sequence[Error], limits: Mapping[str, float], formula: str = "absolute") -> list[Check]:
+    """A Check for each metric of `limits`, {metric: most, a fraction}; one with a value that is not finite fails.
+
+    ConfigError where a metric of `limits` is not among `errors`.
+    """
+    found = {error.metric: error for error in errors}
+    if missing := [metric for metric in limits if metric not in found]:
+        raise ConfigError(
+            f"compare: expected {' and '.join(missing)} in both at common steps, found {', '.join(found)}; give "
+            "another --limit"
+        )
+    return [_check(found[metric], limit, formula) for metric, limit in limits.items()]
+
+
+def _check(error: Error, limit: float, formula: str) -> Check:
+    value = error.relative if formula == "relative" else error.absolute
+    over = f"{FORMULAS[formula]} over {error.steps} common steps ({error.first} to {error.last})"
+    if error.ends[0] < error.ends[1]:
+        return Check(error.metric, False, f"{over}: expected step {error.ends[1]}, found a's end at {error.ends[0]}")
+    if error.not_finite is not None:
+        return Check(error.metric, False, f"{over}: expected numbers, found NaN or infinity at step {error.not_finite}")
+    largest = f"the largest is {error.largest:.4g} at step {error.at}"
+    fault = f"expected at most {percent(limit)}, found {percent(value)}; {largest}"
+    held = f"{over} is {percent(value)}, at most {percent(limit)}"
+    return either(error.metric, value <= limit * (1 + _ROUNDING), held, f"{over}: {fault}")
+
+
+def percent(value: float | None) -> str:
+    """A fraction in percent, with three digits."""
+    return "-" if value is None or math.isinf(value) else f"{100 * value:.3g} %"
+
+
+def write_baseline(path: Path, curves: Curves) -> None:
+    """Keep curves as JSON lines, one a step. RecipeError for a value that is not finite, and for a full disk."""
+    rows: dict[int, dict[str, float]] = {}
+    for metric, of in curves.values.items():
+        for step, value in of.items():
+            if not math.isfinite(value):
+                raise RecipeError(f"{curves.name}: {metric} is {value} at step {step}; expected finite numbers")
+            rows.setdefault(step, {"step": step})[curves.names[metric]] = value
+    with writing(path, "Free some, or name another file"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))

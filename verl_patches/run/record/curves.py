@@ -1,0 +1,183 @@
+"""Curves of a training, {metric: {step: value}}, from what this recipe and other frameworks leave of it.
+
+read_curves reads a run's folder (metrics.jsonl), TensorBoard's event files, JSON lines and CSV (as wandb exports them,
+too), or else a console log:
+
+    verl          `step:1 - critic/score/mean:0.500 - ...`; verl/utils/logger/aggregate_logger.py, concat_dict_to_str
+    MindSpeed-RL  `[...] iteration: 1 / 100 | grpo/score/mean : 0.5000 | ...`; mindspeed_rl/utils/loggers.py,
+                  handle_msg; Megatron's own lines have the same form
+    OpenRLHF      `Global step 1: {'reward': 0.5, ...}`; openrlhf/trainer/ppo_trainer.py
+
+A value that is there and is no number is an error; a row may lack a value.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.values import load
+from verl_patches.weights.run_folders import chain_of, find_start, read_start, starts_in
+
+LOSSES_OF_POLICY = ("actor/pg_loss", "policy_loss", "pg")
+FIXED = "objective/loss"  # of a run of ours on fixed data, whose reward has no meaning
+# metric -> names that frameworks give it; the first that a source has counts. A prefix train/ is left out
+METRICS = {
+    "loss": (FIXED, "loss", "gpt_loss", "lm loss", *LOSSES_OF_POLICY),
+    "reward": ("critic/score/mean", "grpo/score/mean", "critic/rewards/mean", "grpo/rewards/mean", "reward", "rm"),
+    "grad_norm": ("actor/grad_norm", "grad_norm", "grad norm"),
+    "length": ("response_length/mean", "response_length", "completions/mean_length", "completion_length", "glen"),
+    "entropy": ("actor/entropy", "actor/entropy_loss", "entropy_loss", "entropy"),
+    "|dlogp|": ("recipe/logprob_delta_mean",),
+}
+JUDGED = ("reward", "loss")  # metrics that have a limit (run/record/compare.py)
+RUN = "a run of this recipe"
+STEPS = ("training/global_step", "global_step", "step", "iteration", "_step")  # names of a row's step, first one first
+EVENTS = "events.out.tfevents"
+_NUMBER = re.compile(r"(?:np\.float\d+\(|tensor\()?(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|-?nan|-?inf)\)?", re.IGNORECASE)
+_VERL = re.compile(r"(?:^|\s)step:(\d{1,18}) - (.*)")
+_MEGATRON = re.compile(r"(?:^|\s)iteration:? *(\d{1,18}) */ *\d+ *\|(.*)")
+_OPENRLHF = re.compile(r"Global step (\d{1,18})\b[^:{]{0,40}: \{(.*)\}")
+# of a line of each kind: its step and its pairs, then what is between the pairs, and between a name and its value
+_LINES = ((_VERL, " - ", ":"), (_MEGATRON, "|", ":"), (_OPENRLHF, ", ", ": "))
+Row = tuple[Any, Iterable[tuple[str, Any]]]  # (step, (name, value)s)
+
+
+@dataclass
+class Curves:
+    """values: {metric: {step: value}}, also NaN; names: {metric: the source's}."""
+
+    name: str
+    kind: str
+    values: dict[str, dict[int, float]]
+    names: dict[str, str]
+
+
+def read_curves(given: Path, root: Path, metrics: Mapping[str, Iterable[str]] = METRICS) -> Curves:
+    """Return the curves of `metrics`, {metric: its possible names}, in a run, a folder or a file.
+
+    root: where runs are. ConfigError for a source that cannot be read, has none of the metrics, or has a text in one of
+    them. Of several values of a step the last counts.
+    """
+    found: dict[str, dict[Any, Any]] = {}  # name -> {step: value}, as the source has them
+    with load(f"{given}: expected a run or a file that can be read"):
+        kind, rows = _source(given, root)
+        for number, (step, pairs) in enumerate(rows, 1):
+            for name, value in pairs:
+                if value not in (None, ""):
+                    found.setdefault(name.strip().removeprefix("train/"), {})[number if step is None else step] = value
+    names = {metric: first for metric, sources in metrics.items() if (first := next(filter(found.get, sources), None))}
+    if names.get("loss") == FIXED:
+        names.pop("reward", None)
+    if not names:
+        other = [name for name in found if name.lower() not in STEPS][:9]
+        raise ConfigError(
+            f"{given}, read as {kind}: expected one of {', '.join(metrics)} by a name of docs/compare.md, found "
+            f"{', '.join(other) or 'no numbers by step'}; give another file, or its names with --metric"
+        )
+    values = {metric: _numbers(found[name], f"{given}: {name}") for metric, name in names.items()}
+    if kind == RUN:  # metrics.jsonl leaves out what is not finite
+        steps = set().union(*values.values())
+        values |= {metric: dict.fromkeys(steps, math.nan) | values[metric] for metric in JUDGED if metric in values}
+    return Curves(str(given), kind, values, names)
+
+
+def _numbers(column: Mapping[Any, Any], place: str) -> dict[int, float]:
+    """Return {step: value} of texts or numbers; ConfigError for what is none of them, or no whole step."""
+    numbers = {}
+    for step, value in column.items():
+        try:
+            if not float(step).is_integer():
+                raise ValueError
+            numbers[int(float(step))] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            text = f"{value!r:.40} at step {step!r:.40}; expected numbers at whole steps"
+            raise ConfigError(f"{place} is {text}") from None
+    return numbers
+
+
+def _source(given: Path, root: Path) -> tuple[str, Iterable[Row]]:
+    """Return what the source is read as, and its rows."""
+    if given.is_dir() and not (read_start(given) or starts_in(given)):
+        events = sorted([*given.glob(f"{EVENTS}*"), *given.glob(f"*/{EVENTS}*")])
+        if len(folders := sorted({str(path.parent) for path in events})) > 1:
+            raise ConfigError(f"{given} has the events of several runs: give one of {', '.join(folders[:9])}")
+        if events:
+            return "TensorBoard", itertools.chain.from_iterable(map(_events, events))
+    if not given.is_file():
+        return RUN, _of_run(find_start(given, root, ", or a log file"))
+    if given.name.startswith(EVENTS):
+        return "TensorBoard", _events(given)
+    kinds = {".csv": ("CSV", _csv), ".jsonl": ("JSON lines", _jsonl), ".json": ("JSON lines", _jsonl)}
+    kind, rows_of = kinds.get(given.suffix.lower(), ("a console log", _log))
+    return kind, rows_of(given)
+
+
+def _row(values: Mapping[str, Any]) -> Row:
+    """Return a row of JSON or CSV with its step, the first of STEPS that it has."""
+    plain = {key.strip().lower().removeprefix("train/"): value for key, value in values.items()}
+    return next((plain[key] for key in STEPS if plain.get(key) not in (None, "")), None), values.items()
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield _row(json.loads(line) if line.strip() else {})
+            except (ValueError, AttributeError) as error:
+                if not line.endswith("\n"):
+                    return  # it is being written
+                raise ConfigError(f"{path}, line {number}: expected a JSON object, found {error}") from None
+
+
+def _of_run(folder: Path) -> Iterator[Row]:
+    """Yield the rows of metrics.jsonl of a start and of those that it came from; one without a step may have none."""
+    files = {link.folder / "metrics.jsonl": link for link in chain_of(read_start(folder))}
+    for path in [path for path in files if path.exists()] or [*files][-1:]:
+        yield from (row for row in _jsonl(path) if row[0] is None or files[path].holds(row[0]))
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    """Yield rows below a line of names; those of a panel of wandb, "run - metric", become the metric's."""
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        rows = csv.reader(file)
+        names = [name.rpartition(" - ")[2] for name in next(rows, [])]
+        if len({*names}) < len(names):
+            raise ConfigError(f"{path} has several columns of one name: export one run alone")
+        yield from (_row(dict(zip(names, row, strict=False))) for row in rows)
+
+
+def _events(path: Path) -> Iterator[Row]:
+    """Yield the scalars of one of TensorBoard's event files, up to where it is cut."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    for event in EventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            if value.metadata.plugin_data.plugin_name == "scalars":
+                yield event.step, [(value.tag, make_ndarray(value.tensor).item())]
+
+
+def _log(path: Path) -> Iterator[Row]:
+    """Yield the lines of a console log that have a step."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            for pattern, between, sign in _LINES:
+                if match := pattern.search(line):
+                    yield int(match[1]), _pairs(match[2], between, sign)
+                    break
+
+
+def _pairs(text: str, between: str, sign: str) -> list[tuple[str, str]]:
+    """Return (name, number as text) of the parts of a line whose value is a number."""
+    parts = (part.rpartition(sign) for part in text.split(between))
+    found = ((name.strip(" '\""), _NUMBER.fullmatch(value.strip())) for name, _, value in parts)
+    return [(name, match[1]) for name, match in found if name and match]

@@ -1,0 +1,254 @@
+"""Plots: reward and seconds of runs, memory by phase, errors of curves, traffic of a reshard plan; `save` makes PNGs.
+
+matplotlib is imported inside functions: commands that draw nothing do not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.memory.schedule import MEMORY_GROUPS
+from verl_patches.rewards.parts import METRIC
+from verl_patches.run.record.report import PHASES, in_step, medians, names_of, validations
+from verl_patches.shared_files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from verl_patches.reshard.plan import ReshardPlan
+    from verl_patches.run.record.compare import Error
+    from verl_patches.run.record.curves import Curves
+
+NAN = float("nan")  # is not drawn
+# a group has the same colour in every picture, in the order of MEMORY_GROUPS; those of value models are lighter
+_COLOURS = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #bcbd22 #17becf".split()
+_COLOURS += "#aec7e8 #ffbb78 #98df8a #ff9896 #c5b0d5".split()
+GROUP_COLOURS = dict(zip(MEMORY_GROUPS, _COLOURS, strict=True))
+PHASE_COLOURS = {f"{phase} s": f"C{number}" for number, phase in enumerate(PHASES)}
+COLOURS = GROUP_COLOURS | PHASE_COLOURS
+MEASURED = {"peak": "-", "used": "--"}  # of the device: the allocator's peak, and what all processes use
+GB = 1e9
+_peak = itemgetter("peak_bytes")
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure, without a suffix as a PNG; returns its path. ConfigError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as new:
+            figure.savefig(new, format=path.suffix[1:] or "png", dpi=100)
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"{path} cannot be written: {why}; give another file") from why
+    return path
+
+
+def _text(name: str) -> str:
+    """Return a run's name, in which matplotlib would read $ as the begin of TeX."""
+    return (name if len(name) <= 40 else f"{name[:40]}...").replace("$", r"\$")
+
+
+def _edges(numbers: Sequence[int]) -> list[float]:
+    """Return the edges of columns that end half a step after each of these steps."""
+    return [numbers[0] - 0.5, *(number + 0.5 for number in numbers)]
+
+
+def _label_steps(axes: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
+    """Write whole steps below the axes, and draw a line where the run was resumed."""
+    axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+    for after in (step["resumed_after"] for step in steps if step.get("resumed_after")):
+        axes.axvline(after + 0.5, color="0.4", linestyle="--", linewidth=1)
+        place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+        axes.text(after + 0.5, 0.98, f"resumed after step {after}", fontsize=7, **place)
+
+
+def _values(steps: Iterable[Mapping[str, Any]], name: str, lacking: float = NAN) -> list[float]:
+    """Return the values of a name of run/record/report.py in each step."""
+    return [lacking if (value := in_step(step, name)) is None else value for step in steps]
+
+
+def run_figure(summary: Mapping[str, Any]) -> Figure:
+    """Draw reward and validation (left) and seconds per phase (right) of every step of a summary.json."""
+    figure, name, steps = _figure(11, 4), _text(str(summary["run"])), summary["steps"]
+    left, right = figure.subplots(1, 2)
+    trained, numbers = _trained([summary]), [step["step"] for step in steps]
+    _draw_curve(left, summary, trained)
+    left.set(title=f"{name}: mean {trained}", ylabel=trained)
+    parts = dict.fromkeys(label for step in steps for label in step.get("rewards") or {})
+    for label in parts if len(parts) > 1 else ():
+        left.plot(numbers, _values(steps, f"{METRIC}{label}"), linewidth=1, label=_text(label))
+    _stack(right, _edges(numbers), {phase: _values(steps, phase, 0.0) for phase in PHASE_COLOURS})
+    right.set(title="seconds per phase", ylabel="s", ylim=(0, None))
+    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    for axes in (left, right):
+        _label_steps(axes, steps)
+    if len(left.get_legend_handles_labels()[0]) > 1:
+        left.legend(fontsize=8)
+    return figure
+
+
+def _trained(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Return the name of the curve that says whether the runs learn: the reward, or on fixed data the loss."""
+    fixed = all(summary["steps"][-1].get("objective") for summary in summaries)
+    return "loss" if fixed else "reward"
+
+
+def _draw_curve(axes: Axes, summary: Mapping[str, Any], name: str, **style: Any) -> None:
+    """Draw `name` of every step, and as a dashed line of the same colour the validations."""
+    numbers = [step["step"] for step in summary["steps"]]
+    style = {"marker": ".", "label": name, **style}
+    (line,) = axes.plot(numbers, _values(summary["steps"], name), **style)
+    if scores := [(step, NAN if val["score"] is None else val["score"]) for step, val in validations(summary)]:
+        axes.plot(*zip(*scores, strict=True), "s--", color=line.get_color(), markersize=3, label="validation")
+    axes.grid(alpha=0.3)
+
+
+def runs_figure(summaries: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the reward by step (left) and the report's median seconds per phase (right) of several runs.
+
+    A run's name beside its bar has the colour of its curve.
+    """
+    from matplotlib import colormaps
+
+    count, trained = len(summaries), _trained(summaries)
+    figure = _figure(12, max(4, 1.5 + 0.25 * count))
+    left, right = figure.subplots(1, 2)
+    colours = [colormaps["turbo"](0.1 + 0.8 * number / count) for number in range(count)]
+    for colour, summary in zip(colours, summaries, strict=True):
+        _draw_curve(left, summary, trained, color=colour, linewidth=1)
+    left.set(title=f"mean {trained}", ylabel=trained)
+    _label_steps(left, ())
+    seconds = [medians(summary["steps"], PHASE_COLOURS) for summary in summaries]
+    layers = {name: [of[name] or 0.0 for of in seconds] for name in PHASE_COLOURS}
+    _stack(right, _edges(range(count)), layers, "horizontal")
+    for edge in _edges(range(count)):
+        right.axhline(edge, color="white", linewidth=3)
+    right.set_yticks(range(count), map(_text, names_of(summaries)))
+    for label, colour in zip(right.get_yticklabels(), colours, strict=True):
+        label.set_color(colour)
+    right.set(title="median seconds per phase", xlabel="s", xlim=(0, None), ylim=(count - 0.5, -0.5))
+    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def memory_figure(summary: Mapping[str, Any]) -> Figure:
+    """Draw tracked bytes by memory group: the highest phase of every step (left), each phase of one step (right).
+
+    Each moment is of the rank with the phase's highest peak. The step on the right is the last of those with the
+    highest peak. The black line is `held MB` of the report, the ledger's peak; grey lines are measured on the device,
+    where it has such counters (RSS of a process is in summary.json only: it is much more than a tiny model's tensors).
+    Steps without a ledger are gaps, and groups that are always empty are left out.
+    """
+    steps, name = summary["steps"], _text(str(summary["run"]))
+    phases = {step["step"]: (step.get("memory") or {}).get("phases") or {} for step in steps}
+    highest = {number: max(found.values(), key=_peak, default=None) for number, found in phases.items()}
+    figure = _figure(12, 4.5)
+    left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    if not any(highest.values()):
+        figure.suptitle(f"{name}: no step has a memory ledger")
+        return figure
+    shown = max((number for number in phases if highest[number]), key=lambda number: (_peak(highest[number]), number))
+    unit, scale = ("GB", 1e9) if _peak(highest[shown]) >= 1e9 else ("MB", 1e6)
+    sizes = [moment["bytes"] for found in phases.values() for moment in found.values()]
+    groups = [group for group in MEMORY_GROUPS if any(size.get(group) for size in sizes)]
+    _draw_moments(left, _edges([*phases]), [*highest.values()], groups, scale)
+    _label_steps(left, steps)
+    left.set(title=f"{name}: highest phase of each step", ylabel=unit)
+    detail = phases[shown]
+    _draw_moments(right, _edges(range(len(detail))), [*detail.values()], groups, scale)
+    right.set(title=f"phases of step {shown} (highest peak)", ylabel=unit)
+    right.set_xticks(range(len(detail)), detail, rotation=30, ha="right", rotation_mode="anchor")
+    figure.legend(*right.get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    return figure
+
+
+def _draw_moments(
+    axes: Axes, edges: Sequence[float], moments: Sequence[Mapping[str, Any] | None], groups: Sequence[str], scale: float
+) -> None:
+    """Draw stacked areas of the groups' bytes, and peaks and measured lines over them. None: a gap."""
+
+    def sizes(of: Callable[[Mapping[str, Any]], float]) -> list[float]:
+        return [NAN if moment is None else of(moment) / scale for moment in moments]
+
+    _stack(axes, edges, {group: sizes(lambda moment, group=group: moment["bytes"].get(group, 0)) for group in groups})
+    axes.stairs(sizes(_peak), edges, baseline=None, color="black", linewidth=1.2, label="held (peak)")
+    for name, style in MEASURED.items():
+        measured = sizes(lambda moment, name=name: moment["measured"].get(name, NAN))
+        if any(size == size for size in measured):
+            axes.stairs(measured, edges, baseline=None, color="0.35", linestyle=style, label=f"measured {name}")
+    axes.set_ylim(bottom=0)
+
+
+def _stack(
+    axes: Axes, edges: Sequence[float], layers: Mapping[str, Sequence[float]], orientation: str = "vertical"
+) -> None:
+    """Draw areas of the layers, {label: sizes between the edges}, one on the other; NaN in all of them is a gap.
+
+    A layer without a size above 0, such as the phases of a critic in a run without one, is left out.
+    """
+    below = [0.0] * (len(edges) - 1)
+    for label, sizes in layers.items():
+        if any(size > 0 for size in sizes):
+            above = [low + size for low, size in zip(below, sizes, strict=True)]
+            colour = COLOURS[label]
+            axes.stairs(above, edges, baseline=below, fill=True, color=colour, label=label, orientation=orientation)
+            below = [size if size == size else 0.0 for size in above]
+
+
+def errors_figure(a: Curves, b: Curves, errors: Sequence[Error], limits: Mapping[str, float]) -> Figure:
+    """Draw both curves of each metric (left), and |a - b| at the common steps with its mean and its limit (right)."""
+    figure = _figure(11, 0.5 + 2.6 * len(errors))
+    for error, (left, right) in zip(errors, figure.subplots(len(errors), 2, squeeze=False), strict=True):
+        of_a, of_b = (source.values[error.metric] for source in (a, b))
+        common = {step: abs(of_a[step] - of_b[step]) for step in of_a.keys() & of_b.keys()}
+        lines = [(left, of_a, "-", f"a: {Path(a.name).name}"), (left, of_b, "--", f"b: {Path(b.name).name}")]
+        for axes, curve, style, label in (*lines, (right, common, "-", "|a - b|")):
+            axes.plot(*zip(*sorted(curve.items()), strict=True), style, marker=".", linewidth=1, label=_text(label))
+        means = {"mean": error.absolute, "limit of the mean": limits.get(error.metric)}
+        for number, (label, value) in enumerate(means.items(), 1):
+            if value is not None and math.isfinite(value):
+                right.axhline(value, color=f"C{number}", label=f"{label} {value:.3g}")
+        left.set(title=_text(error.metric), xlabel="step")
+        right.set(title=f"{_text(error.metric)}: error", xlabel="step", ylim=(0, None))
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)
+    return figure
+
+
+def plan_figure(plan: ReshardPlan) -> Figure:
+    """Draw a heat map of bytes from rank to rank (lines separate the training stages) and bytes per rank."""
+    figure = _figure(15, 6.5)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
+    image = left.imshow([[n / 1e6 for n in row] for row in plan.traffic], cmap="viridis", interpolation="nearest")
+    left.set(title="MB from training rank to rollout rank", xlabel="receives", ylabel="sends")
+    figure.colorbar(image, ax=left, shrink=0.85)
+    ranks = range(plan.world_size)
+    for rank in ranks[1:]:
+        if plan.stages[rank] != plan.stages[rank - 1]:
+            left.axhline(rank - 0.5, color="white", linewidth=0.6)
+            right.axvline(rank - 0.5, color="0.85", linewidth=0.8)
+    sent, received, bound = (
+        [n / GB for n in s] for s in (plan.sent_bytes, plan.received_bytes, plan.lower_bound_bytes)
+    )
+    right.plot(ranks, sent, ".", markersize=4, label="sent")
+    right.plot(ranks, received, ".", markersize=4, label="received")
+    right.step(ranks, bound, where="mid", linewidth=0.8, color="0.3", label="must arrive (bound)")
+    right.axhline(sum(sent) / plan.world_size, linestyle="--", linewidth=0.8, label="mean sent")
+    title = f"GB per rank, {plan.bucket_count} collectives of at most {plan.bucket_bytes / 2**20:.0f} MiB"
+    right.set(title=title, xlabel="rank (lines separate the training stages)", ylabel="GB", ylim=(0, None))
+    right.legend(fontsize=8)
+    figure.suptitle(f"{plan.train} ({plan.train_library})  to  {plan.rollout} ({plan.rollout_library})", fontsize=10)
+    return figure

@@ -1,0 +1,79 @@
+"""Read the files that a start writes into its folder: summary.json, now.json, progress.log.
+
+A file that is not there yet is empty; one that is no JSON object is a ConfigError with its path. metrics.jsonl is read
+by run/record/curves.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.trainer.record import NOW, delta_of_steps
+from verl_patches.values import printable
+from verl_patches.weights.run_folders import chain_of, read_start
+
+SUMMARY, PROGRESS = "summary.json", "progress.log"
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return what summary.json of a start says, with the steps of the starts that it came from before its own."""
+    start, own = read_start(folder), _read_own_summary(folder)
+    links = chain_of(start) if start else []
+    if len(links) < 2:
+        return own
+    steps: list[dict[str, Any]] = []
+    val_before = None
+    for link in links:
+        part = own if link.folder == folder else _read_own_summary(link.folder)
+        val = part.get("val_before")
+        if val and steps and steps[-1]["step"] == val["step"]:
+            steps[-1]["val"] = val["val"]
+        elif val and link.holds(val["step"]):
+            val_before = val_before or val
+        steps += [step for step in part.get("steps", ()) if link.holds(step["step"])]
+    return {**own, "steps": steps, "val_before": val_before, "logprob_delta": delta_of_steps(steps)}
+
+
+def _read_own_summary(folder: Path) -> dict[str, Any]:
+    found = read_object(folder / SUMMARY)
+    steps, reason = found.get("steps", []), found.get("exit", "")
+    whole = isinstance(reason, str) and isinstance(steps, list)
+    if not whole or not all(isinstance(step, dict) and isinstance(step.get("step"), int) for step in steps):
+        raise ConfigError(
+            f"{folder / SUMMARY}: expected the record of a run, exit as text and steps as objects with a whole step; "
+            "found another program's, or an edited one; see driver.log beside it"
+        )
+    if reason:
+        found["exit"] = printable(reason, keep="\n\t")  # the message of any library
+    return found
+
+
+def read_doing(folder: Path) -> dict[str, Any]:
+    """Return what now.json says: the call that a run is in (Run.show_call of trainer/run.py)."""
+    return read_object(folder / NOW)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file of a run, empty where there is none; NaN and Infinity are None."""
+    try:
+        found = json.loads(path.read_bytes(), parse_constant=lambda name: None)
+        if isinstance(found, dict):
+            return found
+        fault: object = f"a {type(found).__name__}"
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        fault = error
+    raise ConfigError(f"{path}: expected a JSON object as a run writes it, found {fault}; see driver.log beside it")
+
+
+def last_lines(folder: Path, count: int) -> list[str]:
+    """Return the last permanent lines of progress.log."""
+    try:
+        lines = (folder / PROGRESS).read_text(errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    return [printable(line[2:]) for line in lines if line.startswith("| ")][-count:]

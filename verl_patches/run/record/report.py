@@ -1,0 +1,227 @@
+"""A report of recorded runs, one or several side by side, from what outputs/<run>/ holds; Markdown and plain data.
+
+A figure has the name that the run's own table, `status` and the plots have for it, and says what it is over the steps.
+Medians are over the steps after the first, which also builds, compiles and warms up, and without those that were
+profiled (recipe.profile.steps); a run that has no others has those, and the report says so.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import RecipeError
+from verl_patches.layout.phases import STEP_PHASES
+from verl_patches.rewards.parts import METRIC
+from verl_patches.run.record.record import SUMMARY, read_summary
+
+ENDS = 5  # steps of the means at the start and at the end of a run
+FIRST, LAST = (f"mean of the {end} {ENDS}" for end in ("first", "last"))
+SIDE_BY_SIDE = 2  # runs with a column each on a terminal; of more, each has a row
+OF_CRITIC = tuple(f"{phase.name} s" for phase in STEP_PHASES if phase.critic)  # shown where a run has them
+# without offload, which lies in others
+PHASES = tuple(each.name for each in sorted(STEP_PHASES, key=lambda each: each.critic) if each.name != "offload")
+# name -> where a step's record has it (trainer/step_record.py); docs/profile.md defines the rates
+IN_STEP = {f"{phase} s": ("seconds", phase) for phase in (*PHASES, "step")} | {
+    "tokens": ("tokens", "total"),
+    "response tokens": ("tokens", "response_mean"),
+    "share at the length limit": ("tokens", "at_limit"),
+    "tokens/s/rank": ("rates", "tokens_per_s_per_rank"),
+    "generated/s/rank": ("rates", "generated_per_s_per_rank"),
+    "TFLOP/s/rank": ("rates", "tflops_per_s_per_rank", "step"),
+    "MFU": ("rates", "mfu", "step"),
+    "MFU of rollout": ("rates", "mfu", "rollout"),
+    "MFU of update": ("rates", "mfu", "update"),
+    "grad_norm": ("grad_norm",),
+    "reward": ("reward",),
+    "val": ("val", "score"),
+    **{name: ("objective", name) for name in ("loss", "margin", "accuracy")},
+    "|dlogp|": ("logprob_delta", "mean"),
+    "held MB": ("memory", "peak_bytes"),
+    "sync MB": ("sync", "received_bytes", "max"),
+}
+ENDED = ("reward", "loss", "margin", "accuracy")  # as means at both ends; the last three only on fixed data
+_OVER = {"val": ("first", "largest", "last"), "|dlogp|": ("mean", "largest of a token")}
+_OVER |= dict.fromkeys(ENDED, (FIRST, LAST))
+_OVER |= dict.fromkeys(("held MB", "sync MB", "PSS MB"), ("largest",))
+_NAMES = (*(f"{phase} s" for phase in PHASES), "other s", *list(IN_STEP)[len(PHASES) :], "PSS MB")
+_ROWS = [(name, over) for name in _NAMES for over in _OVER.get(name, ("median",))]
+# what a terminal shows of more runs than SIDE_BY_SIDE
+SHOWN = {"step s": "median", "tokens/s/rank": "median", "reward": LAST, "|dlogp|": "mean", "held MB": "largest"}
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The summary of a run. ConfigError where it is not as a run writes it, RecipeError where it has no step."""
+    summary = read_summary(folder)
+    if not summary.get("steps"):
+        ended = summary.get("exit", "running")
+        todo = "see driver.log there" if ended != "running" else f"see `python -m verl_patches status {folder}`"
+        raise RecipeError(f"{folder}: {SUMMARY} has no finished step, so there is nothing to report ({ended}); {todo}")
+    return summary
+
+
+def facts(summary: Mapping[str, Any]) -> dict[str, str]:
+    """What a reader must know of a run before its figures."""
+    steps, layout, start = summary["steps"], summary.get("layout", {}), summary.get("start", {})
+    slowest = [f"{part} {of['max_s']:.1f} s" for part, of in start.items() if of.get("max_s") is not None]
+    last = [f"{name} {_text(value)}" for _, val in validations(summary)[-1:] for name, value in val["metrics"].items()]
+    return {
+        "run": str(summary.get("run")),
+        "line, platform, dtype": ", ".join(str(summary.get(key)) for key in ("line", "platform", "dtype")),
+        "training layout": layout.get("train", "-"),
+        "rollout layout": layout.get("rollout", "-"),
+        "steps": f"{steps[0]['step']} to {steps[-1]['step']}",
+        "resumed": resumed(steps) or "-",
+        "start, slowest worker": ", ".join(slowest) or "-",
+        "last validation": ", ".join(last) or "-",
+        "ended": str(summary.get("exit")),
+        "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
+        "modified sources": ", ".join(summary.get("dirty", {})) or "none",
+    }
+
+
+def figures(summary: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
+    """{(name, what it is over the steps): value, None where the run does not have it}, always in the same order."""
+    steps, delta = summary["steps"], summary.get("logprob_delta") or {}
+    values = {(name, "median"): value for name, value in medians(steps, IN_STEP).items()}
+    values |= {(name, "largest"): reduced(steps, name, max) for name in ("held MB", "sync MB")}
+    for name in ENDED:
+        values[name, FIRST] = reduced(steps[:ENDS], name, statistics.fmean)
+        values[name, LAST] = reduced(steps[-ENDS:], name, statistics.fmean)
+    scores = [val["score"] for _, val in validations(summary)] or [None]
+    values |= {("val", "first"): scores[0], ("val", "last"): scores[-1]}
+    values["val", "largest"] = max((score for score in scores if score is not None), default=None)
+    whole, named = values["step s", "median"], sum(values[f"{phase} s", "median"] or 0.0 for phase in PHASES)
+    values["other s", "median"] = None if whole is None else max(whole - named, 0.0)
+    values["|dlogp|", "mean"], values["|dlogp|", "largest of a token"] = delta.get("mean"), delta.get("max")
+    values["PSS MB", "largest"] = _mb(summary.get("peak_pss_bytes", {}).get("total"))
+    return {row: values[row] for row in _ROWS}
+
+
+def validations(summary: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
+    """(step, {score, metrics}) of each validation; the one before the first step comes first."""
+    every = [summary.get("val_before") or {}, *summary["steps"]]
+    return [(each["step"], each["val"]) for each in every if each.get("val")]
+
+
+def medians(steps: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, float | None]:
+    """Of names of IN_STEP over the steps that have the run's pace."""
+    timed = timed_steps(steps)
+    return {name: reduced(timed, name, statistics.median) for name in names if name not in _OVER}
+
+
+def in_step(step: Mapping[str, Any], name: str) -> float | None:
+    """The value of one step for a name of IN_STEP, or reward/LABEL of a part; None where its record lacks it."""
+    value: Any = step
+    for key in IN_STEP.get(name) or ("rewards", name.removeprefix(METRIC)):
+        value = (value or {}).get(key)
+    return _mb(value) if name.endswith(" MB") else value
+
+
+def reduced(steps: Iterable[Mapping[str, Any]], name: str, by: Callable[[list[float]], float]) -> float | None:
+    """The values of a name of IN_STEP in some steps as one, None where they have none."""
+    values = [value for step in steps if (value := in_step(step, name)) is not None]
+    return by(values) if values else None
+
+
+def _mb(size_bytes: float | None) -> float | None:
+    return None if size_bytes is None else size_bytes / 1e6
+
+
+def timed_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Steps whose seconds are those of the run's pace: not the first of each part, which warms up; none profiled."""
+    usual = [step for step in steps[1:] if not step.get("profile") and not step.get("resumed_after")]
+    return usual or steps[1:] or steps
+
+
+def resumed(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The seams of a run that was resumed or restarted, as text; empty without any."""
+    return ", ".join(f"after step {step['resumed_after']}" for step in steps if step.get("resumed_after"))
+
+
+def names_of(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A name for each run, with its number in front where two have the same."""
+    names = [str(summary.get("run")) for summary in summaries]
+    return names if len({*names}) == len(names) else [f"{number}: {name}" for number, name in enumerate(names, 1)]
+
+
+def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each figure of all runs: {name, over, values, ratios}; ratios: of each later run to the first, None without both.
+
+    Left out where no run has them: MFU (a CPU has no peak rate), val, a critic's phases, and what only runs on fixed
+    data have.
+    """
+    rows, runs = [], [figures(summary) for summary in summaries]
+    for name, over in runs[0]:
+        values = [each[name, over] for each in runs]
+        if any(value is not None for value in values) or not name.startswith(("MFU", "val", *ENDED[1:], *OF_CRITIC)):
+            ratios = [_ratio(value, values[0]) for value in values[1:]]
+            rows.append({"name": name, "over": over, "values": values, "ratios": ratios})
+    return rows
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    ratio = above / below if above is not None and below else math.inf
+    return ratio if math.isfinite(ratio) else None
+
+
+def texts(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[str]]:
+    """`compare`'s rows as text below a line of titles: a column for each run, in brackets its ratio to the first."""
+    lines = [["figure", "over the steps", names[0], *(f"{name} (vs {names[0]})" for name in names[1:])]]
+    for row in rows:
+        first, *others = map(_text, row["values"])
+        others = [f"{value} ({_text(ratio)})" for value, ratio in zip(others, row["ratios"], strict=True)]
+        lines.append([row["name"], row["over"], first, *others])
+    return lines
+
+
+def overview(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[str]]:
+    """The figures of SHOWN as text below a line of titles: a row for each run, and the first's seconds as the base."""
+    columns = [["run", *names]]
+    for row in rows:
+        if SHOWN.get(row["name"]) == row["over"]:
+            columns.append([row["name"], *map(_text, row["values"])])
+            if row["name"] == "step s":
+                columns.append([f"vs {names[0]}", "", *map(_text, row["ratios"])])
+    return list(map(list, zip(*columns, strict=True)))
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def markdown(
+    summaries: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], pictures: Sequence[str] = ()
+) -> str:
+    """The report of one run, or of several, as Markdown; `rows`: `compare`'s; `pictures`: file names beside it."""
+    names, every = names_of(summaries), [facts(summary) for summary in summaries]
+    parts = [f"# {_cell(title(names))}"]
+    if len(names) > SIDE_BY_SIDE:
+        parts.append(_table(overview(rows, names)))
+    parts.append(_table([["", *names], *([key, *(f[key] for f in every)] for key in every[0])]))
+    if any(len(summary["steps"]) == 1 for summary in summaries):
+        parts.append("A run of one step: its seconds include the start.")
+    elif any(step.get("profile") for summary in summaries for step in timed_steps(summary["steps"])):
+        parts.append("A run whose steps after the first were all profiled: its seconds are not comparable.")
+    parts += [_table(texts(rows, names)), *(f"![{name}]({name})" for name in pictures)]
+    return "\n\n".join(parts) + "\n"
+
+
+def title(names: Sequence[str]) -> str:
+    """Of a report of these runs."""
+    if len(names) <= SIDE_BY_SIDE:
+        return " and ".join(names)
+    return f"{len(names)} runs (medians; reward: {LAST}; held MB: largest)"
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in (lines[0], ["---"] * len(lines[0]), *lines[1:]))
+
+
+def _cell(text: str) -> str:
+    """A text in one line of Markdown: no column, no HTML."""
+    return escape(text, quote=False).replace("|", "&#124;").replace("\n", " ")

@@ -1,0 +1,176 @@
+"""Resolve a composed configuration to its `RunSpec` (spec.py): the only place that derives facts of a run from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import first_layers, read_model_shape
+from verl_patches.layout.model_folder import read_config
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import Switches
+from verl_patches.recipe import Recipe, recipe_from, reward_parts
+from verl_patches.run.engine_options import rewrite_engine_options
+from verl_patches.run.features import with_needed_rows
+from verl_patches.run.verl_values import trains_critic
+from verl_patches.spec import RunSpec, Trees
+
+CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
+TRAIN, ROLLOUT = "train layout", "rollout layout"
+
+
+class LayoutError(ConfigError):
+    """The ranks of a configuration cannot be split as it says. side: TRAIN or ROLLOUT; config: the configuration."""
+
+    def __init__(self, side: str, reason: str, config: DictConfig):
+        super().__init__(f"{side}: {reason}")
+        self.side, self.reason, self.config = side, reason, config
+
+
+def resolve(
+    config: DictConfig,
+    catalogue: Iterable[PatchSpec],
+    given: Collection[str] = (),
+    trees: Trees = Trees(),  # noqa: B008 frozen
+    shape_file: Path | None = None,
+    applied: Collection[str] | None = None,
+) -> RunSpec:
+    """Return the facts of a run of `config`, a composed configuration, which becomes read-only.
+
+    catalogue: rows of all lines, of which those that the run needs are on. given: keys that the command line sets.
+    trees: checkouts that the run imports. shape_file: a config.json, or the folder of one, with the model's sizes in
+    the place of recipe.model_shape's. applied: ids of the rows that are on already, by the import alone. Raises
+    LayoutError where a layout cannot be built, and ConfigError for rewards, switches or a model file that are invalid.
+    """
+    recipe, rows = recipe_from(OmegaConf.to_container(config.recipe)), tuple(catalogue)
+    switches = Switches(recipe.line, recipe.platform, tuple(recipe.patches), recipe.drift)
+    switches.check_against({row.id: row for row in rows})
+    facts = _facts(config, recipe, model_shape_file(recipe) if shape_file is None else shape_file)
+    on = frozenset(applied or ())
+    run = RunSpec(**facts, switches=switches, rows=on, given=frozenset(given), trees=trees)
+    return with_needed_rows(run, rows) if applied is None else run
+
+
+def changed(run: RunSpec, updates: Mapping[str, Any]) -> RunSpec:
+    """Return the facts of `run` with other values of keys that switch no row, as if it had been composed with them.
+
+    What follows from a key in the configs changes with it. Raises LayoutError and ConfigError as `resolve` does.
+    """
+    config = change_config(run.verl, updates)
+    recipe = recipe_from(OmegaConf.to_container(config.recipe))
+    return replace(run, **_facts(config, recipe, model_shape_file(recipe)))
+
+
+def change_config(config: DictConfig, updates: Mapping[str, Any]) -> DictConfig:
+    """Return a copy of a composed configuration with other values, and those that follow from them."""
+    config = config.copy()
+    OmegaConf.set_readonly(config, False)
+    for key, value in updates.items():
+        for name in (key, *_followers(key)):
+            OmegaConf.update(config, name, value, force_add=True)
+    rewrite_engine_options(config)
+    return config
+
+
+def _followers(key: str) -> Iterator[str]:
+    """Return the keys that the configs set from `key`."""
+    section, _, name = key.rpartition(".")
+    if section == "actor_rollout_ref.actor.megatron" and name.endswith("_parallel_size"):
+        yield f"actor_rollout_ref.ref.megatron.{name}"
+        yield f"critic.megatron.{name}"
+        yield f"reward_model.megatron.{name}"
+    if section == "actor_rollout_ref.actor" and name.startswith("ppo_"):
+        yield f"critic.{name}"
+    if key == "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu":
+        yield "reward_model.micro_batch_size_per_gpu"
+    if key.startswith("actor_rollout_ref.model.") and "checkpoint" in key:
+        yield key.replace("actor_rollout_ref.", "critic.")
+    if key == "recipe.rollout.dp":
+        yield "actor_rollout_ref.rollout.engine_kwargs.vllm.data_parallel_size"
+
+
+def _facts(config: DictConfig, recipe: Recipe, shape_file: Path) -> dict[str, Any]:
+    """Return the fields of RunSpec that follow from the configuration alone, which becomes read-only."""
+    OmegaConf.set_readonly(config, True)
+    section = config.actor_rollout_ref
+    shape, reach = read_model_shape(shape_file), read_config(shape_file).get("max_position_embeddings")
+    if not isinstance(reach, int):
+        raise ConfigError(f"{shape_file}: expected max_position_embeddings, a whole number, found {reach!r}")
+    model_file = Path(section.model.path, "config.json")
+    hf_config = {**read_config(model_file if model_file.exists() else shape_file), **model_changes(section.model)}
+    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    layouts = {}
+    for side, build in ((TRAIN, _train_layout), (ROLLOUT, _rollout_layout)):
+        try:
+            layouts[side] = build(section, recipe, world)
+        except ConfigError as error:
+            raise LayoutError(side, str(error), config) from None
+    return {
+        "recipe": recipe,
+        "model": first_layers(shape, recipe.num_hidden_layers),
+        "max_positions": reach,
+        "hf_config": MappingProxyType(hf_config),
+        "train": layouts[TRAIN],
+        "rollout": layouts[ROLLOUT],
+        "engine": MappingProxyType(OmegaConf.to_container(section.rollout.engine_kwargs).get("vllm") or {}),
+        "rewards": reward_parts(config),
+        "has_critic": trains_critic(config.algorithm.adv_estimator),
+        "verl": config,
+    }
+
+
+def model_shape_file(recipe: Recipe) -> Path:
+    """Return the HF config.json of recipe.model_shape; ConfigError where it does not exist."""
+    path = CONFIGS_DIR / recipe.model_shape
+    if not path.is_file():
+        raise ConfigError(
+            f"recipe.model_shape is {recipe.model_shape}: no such file in {CONFIGS_DIR}; give an HF config.json"
+        )
+    return path
+
+
+def model_changes(model: DictConfig) -> Mapping[str, Any]:
+    """Return override_config.model_config of verl's section `model`: keys over those of the model's config.json."""
+    return OmegaConf.to_container(model.override_config).get("model_config") or {}
+
+
+def _train_layout(section: DictConfig, recipe: Recipe, world: int) -> ParallelLayout:
+    """Return the layout of actor, reference and critic: verl initializes Megatron once in a process."""
+    megatron, layers = section.actor.megatron, recipe.train.layers_per_stage
+    return ParallelLayout(
+        world_size=world,
+        tp=megatron.tensor_model_parallel_size,
+        cp=megatron.context_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
+        layers_per_stage=tuple(layers) if layers else None,
+    )
+
+
+def _rollout_layout(section: DictConfig, recipe: Recipe, world: int) -> ParallelLayout:
+    """Return the layout of vLLM's instances: recipe.rollout.instances x dp x tp ranks."""
+    rollout, tp = recipe.rollout, section.rollout.tensor_model_parallel_size
+    ranks = tp * rollout.dp
+    instances = rollout.instances or max(1, world // ranks)
+    if instances * ranks != world:
+        given = "recipe.rollout.instances, " if rollout.instances else ""
+        raise ConfigError(
+            f"{instances} instance(s) x dp {rollout.dp} x tp {tp} = {instances * ranks} ranks, "
+            f"expected all {world} (trainer.nnodes x n_gpus_per_node); change {given}recipe.rollout.dp or "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size, or give `smoke` layout=tp2ep2, of 4 ranks"
+        )
+    if rollout.dp > 1 and not rollout.expert_parallel:
+        raise ConfigError(
+            f"recipe.rollout.dp={rollout.dp} shares experts inside an instance, which needs "
+            "recipe.rollout.expert_parallel=true; replicas that share nothing are instances (dp=1)"
+        )
+    return rollout_layout(instances, rollout.dp, tp, expert_parallel=rollout.expert_parallel)

@@ -1,0 +1,128 @@
+"""The folders of a run while its launcher holds them: the lock, and each start's folder (weights/run_folders.py)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+from omegaconf import OmegaConf
+
+from verl_patches.errors import ConfigError
+from verl_patches.run.run_start import homes_of, saves_as_recipe
+from verl_patches.shared_files import locked_folder
+from verl_patches.spec import NextStart, RunSpec
+from verl_patches.trainer.record import Progress
+from verl_patches.weights.run_folders import refuse_old_folder, take_start
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+_FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"
+
+
+def require_output_folder(run: RunSpec) -> None:
+    """ConfigError where the run's folder could not be made; nothing is written."""
+    folder = run.home
+    try:
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise OSError(f"{existing} is no folder that can be written to")
+    except OSError as error:
+        raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
+
+
+def require_lasting_folders(run: RunSpec) -> None:
+    """ConfigError where a run on NPUs would write in its container's own file system, deleted with it.
+
+    A container is known by the overlay that its root is.
+    """
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    root = Path("/")
+    if run.recipe.platform != "npu" or "overlay" not in mounts.get(root, ""):
+        return
+    inside = []
+    for key in ("recipe.output_root", "trainer.default_local_dir"):
+        path = OmegaConf.select(run.verl, key)
+        real = Path(path).resolve()
+        if next(place for place in (real, *real.parents) if place in mounts) == root:
+            inside.append(f"{key}: {path}")
+    if inside:
+        own = ("/proc", "/sys", "/dev", "/etc", "/run", "/usr", "/var")
+        folders = [str(place) for place in mounts if place != root and not str(place).startswith(own)]
+        raise ConfigError(
+            f"{'; '.join(inside)} would be deleted with this container; expected folders of the host, mounted here: "
+            f"{', '.join(folders) or 'none is'}. Mount one there (volumes of the job file, or VOLUMES of "
+            "scripts/start_container.sh), or give a path in one that is"
+        )
+
+
+def require_start(run: RunSpec) -> NextStart:
+    """Return where the run would start; ConfigError where it could not (run/run_start.py). Writes nothing."""
+    require_output_folder(run)
+    if run.no_start:
+        raise ConfigError(run.no_start)
+    return run.start
+
+
+@contextmanager
+def held_run(run: RunSpec) -> Iterator[None]:
+    """Inside, no other start of this name is live. ConfigError where one is, or where a folder cannot be written."""
+    with ExitStack() as held:
+        for home in _homes(run):
+            keys = "--run NAME, recipe.run" if home == run.home else "trainer.default_local_dir"
+            held.enter_context(locked(home, keys))
+        yield
+
+
+def begin(run: RunSpec, start: NextStart) -> str:
+    """Make the folder of a start, say in its progress.log what it goes on without, and return its name."""
+    homes = _homes(run)
+    source = None if start.parent or not start.resumed else str(start.resumed)
+    try:
+        name = take_start(homes, start.parent, source)
+    except OSError as error:
+        raise ConfigError(f"{homes[0]}: {_FOLDER}, found: {error}") from error
+    fresh = f"trainer.resume_mode=auto: no start of {run.recipe.run} has a checkpoint, starting from step 1"
+    begins = run.verl.trainer.resume_mode == "auto" and start.resumed is None and saves_as_recipe(run)
+    for text in (fresh if begins else "", start.others):
+        if text:
+            Progress(homes[0] / name).say(f"| {text}")
+    return name
+
+
+def begin_without_launcher(run: RunSpec, held: ExitStack) -> RunSpec:
+    """Make the folder of a start of verl's own entry point for its record, and return the run with its name.
+
+    Without a run's name there is none. Checkpoints stay in trainer.default_local_dir, which is locked until `held` is
+    closed. ConfigError where another run has it.
+    """
+    saved = Path(run.verl.trainer.default_local_dir).absolute()
+    if run.verl.trainer.save_freq > 0 or (run.verl.trainer.resume_mode == "auto" and saved.is_dir()):
+        held.enter_context(locked(saved, "trainer.default_local_dir"))
+    if run.recipe.run is None:
+        return run
+    refuse_old_folder(run.home)
+    return replace(run, start=NextStart(name=take_start([run.home], None, None)))
+
+
+def _homes(run: RunSpec) -> list[Path]:
+    """Return the folders of the run's name: verl's own checkpoints lie where trainer.default_local_dir says."""
+    return homes_of(run) if saves_as_recipe(run) else [run.home]
+
+
+def locked(folder: Path, keys: str) -> AbstractContextManager:
+    """Hold `locked_folder` of a folder; ConfigError with the `keys` to change where another run has it."""
+
+    def unusable(error: OSError) -> ConfigError:
+        if error.errno in _NO_LOCKS:
+            return ConfigError(
+                f"{folder}: its file system has no file locks ({error.strerror}), which keep two runs out of one "
+                f"folder; mount it with locks (Lustre: -o flock; NFS: lockd), or give a folder on another one ({keys})"
+            )
+        return ConfigError(f"{folder}: {_FOLDER}, found: {error}")
+
+    busy = f"{folder} is being written by another run; wait for it, or give this one another folder ({keys})"
+    return locked_folder(folder, lambda: ConfigError(busy), unusable)

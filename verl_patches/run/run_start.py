@@ -1,0 +1,144 @@
+"""Where a start of a run goes on: decided here, done by run/run_folder.py.
+
+    trainer.resume_mode=disable      from step 1
+    trainer.resume_mode=auto         from the newest complete checkpoint of the newest start's chain; from step 1 where
+                                     no start of that name has any
+    trainer.resume_mode=resume_path  from the checkpoint of trainer.resume_from_path
+
+Starts, chains, and which checkpoints can be resumed from: weights/run_folders.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from verl_patches.errors import ConfigError
+from verl_patches.spec import NextStart, RunSpec
+from verl_patches.values import size_text
+from verl_patches.weights.manifest import Manifest
+from verl_patches.weights.run_folders import (
+    CHECKPOINTS,
+    Chain,
+    chain_of_start,
+    checkpoints_home,
+    data_facts,
+    path_to_resume,
+    refuse_old_folder,
+    require_same_data,
+    require_steps_left,
+    require_whole,
+    resume_from,
+    starts_in,
+)
+
+
+def homes_of(run: RunSpec) -> list[Path]:
+    """Return the run's folder, and that of its checkpoints where it is another one."""
+    home, saved = run.home, home_of_checkpoints(run)
+    return [home] if home.resolve() == saved.resolve() else [home, saved]
+
+
+def home_of_checkpoints(run: RunSpec) -> Path:
+    """Return the folder of the run's name that holds its checkpoints."""
+    return checkpoints_home(run.recipe.output_root, run.recipe.run, run.verl.trainer.default_local_dir)
+
+
+def checkpoints_of(run: RunSpec) -> Path:
+    """Return the folder that a start saves to, or will: START stands for a start that is not made yet."""
+    return home_of_checkpoints(run) / (run.start.name or "START") / CHECKPOINTS
+
+
+def saves_as_recipe(run: RunSpec) -> bool:
+    """Return whether checkpoints are ours, and not verl's own in trainer.default_local_dir."""
+    return {"checkpoint.save", "checkpoint.load"} <= run.rows
+
+
+def next_start(run: RunSpec) -> NextStart:
+    """Return where a start of the run now goes on; nothing is written.
+
+    ConfigError where the checkpoint is damaged or absent, where the run has reached its total, where its data are
+    others, and where `auto` would begin anew beside checkpoints of the same name.
+    """
+    for home in homes_of(run):
+        refuse_old_folder(home)
+    if not saves_as_recipe(run):
+        return NextStart()
+    trainer, starts = run.verl.trainer, starts_in(home_of_checkpoints(run))
+    chains = {start.name: chain_of_start(start) for start in starts}
+    resumed, name = path_to_resume(trainer.resume_mode, trainer.resume_from_path), None
+    if resumed is not None:
+        place = resumed.resolve().parent
+        name = next((start.name for start in starts if (start.folder / CHECKPOINTS).resolve() == place), None)
+    elif trainer.resume_mode == "auto" and starts:
+        name = starts[-1].name
+        if (resumed := chains[name].newest()) is None:
+            _refuse_to_begin(run, chains, starts[-1].source)
+    if resumed is None:
+        return NextStart(others=_said_of_others(run, Chain((), tuple(starts))))
+    manifest = require_whole(resumed)
+    step = manifest.facts["step"]
+    require_steps_left(resumed, step, *_total_steps(run, manifest))
+    require_same_data(resumed, manifest, data_facts(run.verl.data.train_files), run.recipe.resume_other_data)
+    chain = chains[name].up_to(step) if name else Chain((), tuple(starts))
+    parent, held = (name, step) if name else None, len(chain.checkpoints())
+    return NextStart(resumed, step, parent, held, _said_of_others(run, chain))
+
+
+def with_start(run: RunSpec) -> RunSpec:
+    """Return `run` with where a start of it goes on now, as `next_start` says, or with why there is none."""
+    try:
+        return replace(run, start=next_start(run))
+    except ConfigError as error:
+        return replace(run, no_start=str(error))
+
+
+def started(run: RunSpec, start: NextStart, name: str) -> RunSpec:
+    """Return `run` as the driver of its start `name` gets it, which looks for no checkpoint itself."""
+    keys = {}
+    if start.resumed is not None:
+        keys = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(start.resumed)}
+    elif saves_as_recipe(run):
+        keys = {"trainer.resume_mode": "disable"}
+    return replace(run.with_verl(keys), start=replace(start, name=name, by_launcher=True))
+
+
+def _refuse_to_begin(run: RunSpec, chains: dict[str, Chain], source: str | None) -> None:
+    """ConfigError where `auto` finds no checkpoint in the newest start's chain, but there is one to go on from."""
+    saved = [found[max(found)] for chain in chains.values() if (found := chain.checkpoints())]
+    other = saved[-1] if saved else source
+    if other is None:
+        return
+    whose = "another start of this name has" if saved else "that start went on from"
+    raise ConfigError(
+        f"trainer.resume_mode=auto: the newest start of {run.recipe.run}, {[*chains][-1]}, and those that it came "
+        f"from have no complete checkpoint, but {whose} {other}; nothing was started. To go on from that: "
+        f"{resume_from(other)}; to begin anew: trainer.resume_mode=disable"
+    )
+
+
+def _said_of_others(run: RunSpec, chain: Chain) -> str:
+    sizes = chain.bytes_of_others()
+    if not sizes:
+        return ""
+    return (
+        f"{home_of_checkpoints(run)}: other starts ({', '.join(sizes)}) hold {size_text(sum(sizes.values()))} of "
+        "checkpoints that this run does not count; nothing removes them"
+    )
+
+
+def _total_steps(run: RunSpec, manifest: Manifest) -> tuple[int | None, str]:
+    """Return the run's total of steps, None where the data decide and are others, and the key that gives it."""
+    total, key = run.verl.trainer.total_training_steps, "trainer.total_training_steps"
+    if total is None and (epoch := manifest.facts.get("steps_per_epoch")) and _same_settings_of_data(run, manifest):
+        return epoch * run.verl.trainer.total_epochs, f"{epoch} steps an epoch x trainer.total_epochs"
+    return total, key
+
+
+def _same_settings_of_data(run: RunSpec, manifest: Manifest) -> bool:
+    """Return whether the settings of data, which decide the steps of an epoch, are those of the checkpoint."""
+    settings = {key: value for key, value in manifest.facts.get("settings", {}).items() if key.startswith("data.")}
+    now = OmegaConf.to_container(run.verl.data, resolve=True)
+    return all(now.get(key.removeprefix("data.")) == value for key, value in settings.items() if key.count(".") == 1)

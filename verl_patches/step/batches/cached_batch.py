@@ -1,0 +1,201 @@
+"""The worker's side of recipe.tensor_cache: the tensors of one step that stay in its process, and their plan.
+
+    stage of recipe_worker.py   runs                                 here
+    generate_cached             verl's generate_sequences            keep_responses
+    place_cached                one exchange to the train replicas   place
+    log_prob_cached             verl's compute_log_prob              inputs, keep_log_probs
+    ref_log_prob_cached         verl's compute_ref_log_prob          inputs, keep_log_probs
+    update_cached               verl's update_actor                  update_batch
+
+The plan is that of step/batches/batch_plan.py, equal on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from verl import DataProto
+
+from verl_patches.current import Current
+from verl_patches.errors import ConfigError
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.memory.ledger import Ledger
+from verl_patches.step.batches import payloads
+from verl_patches.step.batches.batch_plan import BatchPlan, plan_batch, replicas_of_expert_group, train_replicas
+from verl_patches.step.batches.cache import TensorCache
+from verl_patches.step.batches.exchange import (
+    Ragged,
+    TensorSpec,
+    from_padded,
+    is_metrics_rank,
+    model_inputs,
+    packed_ids,
+    prompt_inputs,
+    to_padded,
+    wire_bytes,
+)
+from verl_patches.step.batches.limits import token_budget
+from verl_patches.step.batches.micro_batches import PlannedSplits, planned_splits
+
+_ROLLOUT = "rollout_log_probs"
+_LOG_PROBS = ("old_log_probs", "ref_log_prob", _ROLLOUT)
+
+
+class CachedBatch:
+    """The tensors of one step that stay in this process.
+
+    `placement`, `plan` and `tokens` (by sample) are those of stage place_cached; None and empty before it.
+    """
+
+    def __init__(self, platform: str, ledger: Ledger | None):
+        self.cache = TensorCache(platform)
+        self.plan: BatchPlan | None = None
+        self.placement: payloads.Placement | None = None
+        self.tokens: tuple[int, ...] = ()
+        self._generating: tuple[int, list[payloads.ResponseIds]] | None = None  # the step, and what is kept of it
+        if ledger is not None:
+            ledger.register("tensor_cache", lambda: self.cache.bytes_held, varies=True)
+
+    @property
+    def replica(self) -> int:
+        """The train replica of this rank."""
+        return self.plan.replica_of[dist.get_rank()]
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The samples that this rank computes."""
+        return self.plan.placed[self.replica]
+
+    @contextmanager
+    def generating(self, step: int) -> Iterator[list[payloads.ResponseIds]]:
+        """Begin `step`; yield a list to which `keep_responses` adds what verl's generate_sequences made inside."""
+        self.cache.open(step)
+        self._generating = step, []
+        try:
+            yield self._generating[1]
+        finally:
+            self._generating = None
+
+    def keep_responses(self, output: DataProto) -> DataProto:
+        """Put the tensors of verl's `output` into the cache, unpadded and by sample; return it without tensors.
+
+        Outside `generating` (validation, greedy baselines) `output` itself.
+        """
+        if self._generating is None:
+            return output
+        (step, kept), batch = self._generating, output.batch
+        (count, width), rank = batch["responses"].shape, dist.get_rank()
+        samples, mask = range(rank * count, (rank + 1) * count), batch["attention_mask"]
+        prompts = from_padded(batch["prompts"], mask[:, :-width], left=True, dtype=torch.int32)
+        responses = from_padded(batch["responses"], mask[:, -width:], dtype=torch.int32)
+        self.cache.put(step, "prompts", samples, prompts)
+        self.cache.put(step, "responses", samples, responses)
+        if _ROLLOUT in batch.keys():
+            self.cache.put(step, _ROLLOUT, samples, from_padded(batch[_ROLLOUT], mask[:, -width:]))
+        lengths = np.array(responses.lengths, np.int32)
+        kept.append(payloads.ResponseIds(lengths, packed_ids(responses.values.cpu().numpy())))
+        return DataProto(batch=batch.select())
+
+    def place(self, placement: payloads.Placement, config: Any, train: ParallelLayout) -> payloads.ExchangeReport:
+        """Exchange the responses, so that this rank has those of `samples`; `config`: actor_rollout_ref."""
+        step, rank, actor = placement.step, dist.get_rank(), config.actor
+        prompts, responses = placement.prompt_lengths.tolist(), placement.response_lengths.tolist()
+        tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
+        budget = token_budget(config, "update")
+        packs = budget is not None and placement.balance
+        size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs by itself
+        self.placement, self.tokens, sharing = placement, tokens, replicas_of_expert_group(train)
+        self.plan = plan_batch(
+            train_replicas(train),
+            tokens,
+            balance=placement.balance,
+            mini_batch_size=actor.ppo_mini_batch_size * train.dp,  # verl has divided it in the worker
+            micro_batch_size=size,
+            token_budget=budget if packs else None,
+            sharing=sharing,
+        )
+        specs = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
+        if _ROLLOUT in self.cache.names:
+            specs[_ROLLOUT] = TensorSpec(torch.float32, responses)
+        self.cache.redistribute(step, self.plan, rank, specs)
+        most, mean = self.plan.tokens(tokens, sharing)
+        return payloads.ExchangeReport(
+            *wire_bytes(self.plan, rank, specs), self.cache.bytes_held, round(most / mean, 4)
+        )
+
+    def inputs(self, step: int) -> tuple[DataProto, torch.Tensor]:
+        """Return (the model's inputs, mask of responses) of the samples that this rank computes."""
+        prompts, responses = (self.cache.get(step, name, self.samples) for name in ("prompts", "responses"))
+        widths = self.placement.widths
+        tensors = model_inputs(prompts, responses, *widths, self.placement.pad_id)
+        return DataProto.from_dict(tensors=tensors), tensors["attention_mask"][:, widths[0] :].bool()
+
+    def padded(self, step: int, name: str) -> torch.Tensor:
+        """Return a tensor of responses of the samples that this rank computes, [b, S_response]."""
+        return to_padded(self.cache.get(step, name, self.samples), self.placement.widths[1])
+
+    def splits(self, config: Any, stage: str) -> PlannedSplits | None:
+        """Return the plan's micro batches of a `stage` of limits.py; None where verl makes them."""
+        if not self.placement.balance:
+            return None
+        return planned_splits(stage, token_budget(config, stage), self.plan, self.replica, self.tokens)
+
+    def keep_log_probs(
+        self, request: payloads.LogProbRequest, name: str, found: DataProto, mask: torch.Tensor
+    ) -> payloads.LogProbs | None:
+        """Put column `name` of verl's answer `found` into the cache; return the trainer's, if this rank has one."""
+        ragged = from_padded(found.batch[name].to(mask.device), mask)
+        self.cache.put(request.step, name, self.samples, ragged)
+        entropys = found.batch.get("entropys")
+        if not is_metrics_rank() or (entropys is None and not request.send_back):
+            return None
+        mask = mask.to("cpu")
+        entropy = None if entropys is None else ((entropys * mask).sum(1) / mask.sum(1)).numpy()
+        values = ragged.values.cpu().numpy() if request.send_back else None
+        return payloads.LogProbs(np.array(self.samples, np.int32), entropy, values)
+
+    def update_batch(self, advantages: payloads.Advantages) -> DataProto:
+        """Return the batch of the update and close the cache, as the batch has copies."""
+        data, mask = self.inputs(advantages.step)
+        for name in _LOG_PROBS:
+            if name in self.cache.names:
+                data.batch[name] = self.padded(advantages.step, name)
+        data.batch["advantages"] = self._advantages(advantages, mask)
+        data.meta_info.update(advantages.meta)
+        self.cache.close()
+        return data
+
+    def _advantages(self, advantages: payloads.Advantages, mask: torch.Tensor) -> torch.Tensor:
+        values = torch.tensor(advantages.values)
+        if not advantages.per_token:
+            return values[list(self.samples)].to(mask.device)[:, None] * mask
+        ragged = Ragged(values, tuple(self.placement.response_lengths.tolist()))
+        return to_padded(ragged.take(self.samples), mask.shape[1]).to(mask.device)
+
+
+cached_batch: Current[CachedBatch] = Current()  # None before the first stage, and without recipe.tensor_cache
+
+
+def padded_prompts(prompts: payloads.PromptIds, rank: int, world: int) -> DataProto:
+    """Return this rank's prompts as verl takes them; ConfigError, on every rank, unless all ranks have equally many."""
+    lengths = prompts.lengths
+    count, rest = divmod(len(lengths), world)
+    if rest:
+        raise ConfigError(
+            f"tensor cache: {len(lengths)} prompts for {world} workers; expected a multiple of {world}: "
+            "change data.train_batch_size"
+        )
+    ids = np.split(prompts.ids, np.cumsum(lengths)[:-1])[rank * count : (rank + 1) * count]
+    ragged = Ragged(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
+    raw = np.empty(count, dtype=object)
+    raw[:] = [part.tolist() for part in ids]
+    return DataProto.from_dict(
+        tensors=prompt_inputs(ragged, prompts.width, prompts.pad_id),
+        non_tensors={"raw_prompt_ids": raw},
+        meta_info=dict(prompts.meta),
+    )

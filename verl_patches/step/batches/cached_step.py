@@ -1,0 +1,147 @@
+"""The trainer's side of recipe.tensor_cache: what it sends to workers, and verl's batch from what they answer.
+
+verl's fit() is unchanged. The ids and masks of its batch are rebuilt here from lengths and unpadded ids; log-probs stay
+on the workers (step/batches/cached_batch.py) unless KL in the reward needs them here. The column `sample` identifies
+the sample of a row, so that the trainer may reorder rows (balance_batch). trainer/worker_group.py makes the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl import DataProto
+
+from verl_patches.errors import ConfigError
+from verl_patches.step.batches import payloads
+from verl_patches.step.batches.exchange import Ragged, from_padded, model_inputs, to_padded, unpacked_ids
+
+SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
+_NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second is used with multi_turn only: refused
+
+
+@dataclass
+class CachedStep:
+    """Settings of a run and state of its current step; the groups of actor and reference share one.
+
+    `lengths`: of its responses, by sample. `reports`: of its exchange.
+    """
+
+    pad_id: int
+    response_width: int
+    balance: bool
+    send_back: bool
+    step: int = 0
+    lengths: tuple[int, ...] = ()
+    reports: Sequence[payloads.ExchangeReport] = ()
+
+    @classmethod
+    def of(cls, trainer: Any) -> CachedStep:
+        """Make it from the configuration of verl's trainer."""
+        config = trainer.config
+        pad_id, width = trainer.tokenizer.pad_token_id, config.data.max_response_length
+        return cls(pad_id, width, config.trainer.balance_batch, config.algorithm.use_kl_in_reward)
+
+    def begin(self, prompts: DataProto) -> payloads.PromptIds:
+        """Begin the next step; ConfigError for prompts that are not text alone."""
+        unknown = set(prompts.non_tensor_batch) - _NON_TENSORS
+        if unknown:
+            raise ConfigError(
+                f"recipe.tensor_cache.enabled is true, but prompts have {', '.join(sorted(unknown))}, "
+                "which is not returned with the responses; expected text only: set it false"
+            )
+        padded = prompts.batch["input_ids"]
+        ids = from_padded(padded, prompts.batch["attention_mask"], left=True, dtype=torch.int32)
+        parts = [part.tolist() for part in ids.parts()]
+        for row, raw in enumerate(prompts.non_tensor_batch.get("raw_prompt_ids", ())):
+            if list(raw) != parts[row]:
+                raise ConfigError(
+                    f"recipe.tensor_cache.enabled is true, but raw_prompt_ids of prompt {row} ({len(raw)}) "
+                    f"differ from its input_ids ({len(parts[row])}); expected equal ones, as from verl's RLHFDataset"
+                )
+        self.step += 1
+        lengths, meta = np.array(ids.lengths, np.int32), dict(prompts.meta_info)
+        return payloads.PromptIds(self.step, ids.values.numpy(), lengths, padded.shape[1], self.pad_id, meta)
+
+    def responses(
+        self, prompts: DataProto, answers: Sequence[payloads.ResponseIds]
+    ) -> tuple[DataProto, payloads.Placement]:
+        """Return verl's batch of this step, but for log-probs, with `sample`; and the payload that places it."""
+        lengths = np.concatenate([answer.lengths for answer in answers])
+        ids = unpacked_ids(np.concatenate([answer.ids for answer in answers]))
+        self.lengths = tuple(lengths.tolist())
+        padded, count = prompts.batch["input_ids"], len(self.lengths)
+        n = count // len(padded)
+        repeated = from_padded(padded, prompts.batch["attention_mask"], left=True).take(
+            [at // n for at in range(count)]
+        )
+        widths = padded.shape[1], self.response_width
+        tensors = model_inputs(repeated, Ragged(torch.from_numpy(ids), self.lengths), *widths, self.pad_id)
+        batch = DataProto.from_dict(tensors={**tensors, SAMPLE: torch.arange(count)})
+        prompt_lengths = np.array(repeated.lengths, np.int32)
+        return batch, payloads.Placement(self.step, prompt_lengths, lengths, widths, self.pad_id, self.balance)
+
+    def log_prob_request(self) -> payloads.LogProbRequest:
+        """Return the payload of a pass for log-probs."""
+        return payloads.LogProbRequest(self.step, self.send_back)
+
+    def log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
+        """Return entropys [B, S_response], and old_log_probs [B, S_response] where they are needed here.
+
+        Each sample has its mean entropy in all its places, which is enough for verl's entropy loss.
+        """
+        rows = batch.batch[SAMPLE]
+        entropy = torch.empty(len(rows))
+        for answer in answers:
+            entropy[answer.samples.tolist()] = torch.tensor(answer.entropy)  # Ray's array is read-only
+        entropys = entropy[rows][:, None].expand(len(rows), self.response_width)
+        return self._answer(rows, {"entropys": entropys}, "old_log_probs", answers)
+
+    def ref_log_probs(self, batch: DataProto, answers: Sequence[payloads.LogProbs]) -> DataProto:
+        """Return nothing, or ref_log_prob [B, S_response] where it is needed here."""
+        return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", answers)
+
+    def advantages(self, batch: DataProto) -> payloads.Advantages:
+        """Return the payload of the update."""
+        tensors = batch.batch
+        ragged = from_padded(tensors["advantages"], tensors["response_mask"])
+        values, per_token = _outcome_or_token_values(ragged.take(tensors[SAMPLE].argsort().tolist()))
+        return payloads.Advantages(self.step, values.numpy(), per_token, dict(batch.meta_info))
+
+    def report(self) -> dict[str, float] | None:
+        """Return the largest ExchangeReport of this step's ranks, name by name; None before the first step."""
+        ranks = [asdict(report) for report in self.reports]
+        return {name: max(of_rank[name] for of_rank in ranks) for name in ranks[0]} if ranks else None
+
+    @staticmethod
+    def without_verls_partition(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """A step's metrics without those of verl's balance_batch, whose partition is not used."""
+        return {name: value for name, value in metrics.items() if not name.startswith("global_seqlen/")}
+
+    def _answer(
+        self, rows: torch.Tensor, tensors: dict[str, torch.Tensor], name: str, answers: Sequence[payloads.LogProbs]
+    ) -> DataProto:
+        if self.send_back:
+            parts: dict[int, torch.Tensor] = {}
+            for answer in answers:
+                samples = answer.samples.tolist()
+                lengths = [self.lengths[sample] for sample in samples]
+                parts.update(zip(samples, torch.tensor(answer.values).split(lengths), strict=True))
+            ragged = Ragged(
+                torch.cat([parts[sample] for sample in rows.tolist()]),
+                tuple(self.lengths[sample] for sample in rows.tolist()),
+            )
+            tensors[name] = to_padded(ragged, self.response_width)
+        return DataProto(batch=TensorDict(tensors, batch_size=[len(rows)]))
+
+
+def _outcome_or_token_values(ragged: Ragged) -> tuple[torch.Tensor, bool]:
+    """(one value a sample, False) where each sample has one value (GRPO), else (all values, True)."""
+    parts = ragged.parts()
+    if all(len(part) and bool((part == part[0]).all()) for part in parts):
+        return torch.stack([part[0] for part in parts]), False
+    return ragged.values, True

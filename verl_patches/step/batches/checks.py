@@ -1,0 +1,107 @@
+"""The rules of batches and lengths: what divides what, what fits a micro batch and an engine step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from verl_patches.errors import Check, divides, either
+from verl_patches.spec import RunSpec
+from verl_patches.step.batches.limits import budget_faults, cache_faults
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
+
+
+def batch_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that ranks, mini batches and micro batches divide a step's responses."""
+    section, train, prompts = run.verl.actor_rollout_ref, run.train, run.verl.data.train_batch_size
+    n = section.rollout.n
+    if run.samples:
+        key = "data.train_batch_size (verl hands each rank an equal share of the prompts)"
+        yield divides("prompts", prompts, run.world_size, key, "prompts a rank")
+    key = "data.train_batch_size or rollout.n (train data-parallel ranks)"
+    yield divides("responses", prompts * n, train.dp, key, "responses a train replica")
+    for name, trained in run.trained.items():
+        mini, micro = trained.ppo_mini_batch_size, trained.ppo_micro_batch_size_per_gpu
+        key = f"{name}.ppo_mini_batch_size (must divide data.train_batch_size)"
+        yield divides(f"{name} mini batch", prompts, mini, key, "mini batches a step")
+        key = f"{name}.ppo_mini_batch_size (responses of a mini batch over train dp)"
+        yield divides(f"{name} mini batch share", mini * n, train.dp, key, "responses of a mini batch a train replica")
+        key = f"{name}.ppo_micro_batch_size_per_gpu"
+        if not trained.use_dynamic_bsz and micro is None:
+            yield Check(f"{name} micro batch", False, f"{key} is null; verl needs it without use_dynamic_bsz")
+        elif not trained.use_dynamic_bsz:
+            key += " (responses a rank and mini batch)"
+            yield divides(f"{name} micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
+    old = {"actor": "ppo_micro_batch_size", "rollout": "log_prob_micro_batch_size", "ref": "log_prob_micro_batch_size"}
+    for name, key in old.items():  # verl takes either (RayPPOTrainer._validate_config)
+        given = section[name][key] is not None and (name != "ref" or run.uses_reference)
+        if given and not section.actor.use_dynamic_bsz:
+            text = f"actor_rollout_ref.{name}.{key} is given; set {key}_per_gpu alone, which plans read"
+            yield Check(f"{name} micro batch", False, text)
+    passes = {"rollout": not run.recipe.train.skip_old_log_prob, "ref": run.uses_reference}
+    for name in (name for name, runs in passes.items() if runs):
+        micro, key = section[name].log_prob_micro_batch_size_per_gpu, f"{name}.log_prob_micro_batch_size_per_gpu"
+        if micro is not None and not section[name].get("log_prob_use_dynamic_bsz"):  # verl 0.4.0 has that key
+            yield divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
+
+
+def seat_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that an engine step and its graphs hold the responses of a replica; nothing without max_num_seqs."""
+    seats = run.engine.get("max_num_seqs")
+    if seats is None or not run.samples:
+        return
+    rollout, prompts = run.verl.actor_rollout_ref.rollout, run.verl.data.train_batch_size
+    budget, responses = rollout.max_num_batched_tokens, math.ceil(prompts * rollout.n / run.replicas)
+    held = f"{responses} responses a replica, {seats} at once, within max_num_batched_tokens {budget}"
+    fault = held.replace("within", "expected <=") + " (vLLM's SchedulerConfig refuses more)"
+    yield either("max_num_seqs", seats <= budget, held, fault)
+    running = seats if run.validates else min(responses, seats)  # a validation may have more responses
+    sizes = run.graph_sizes
+    if sizes:
+        decoded = f"the {running} responses that a replica decodes at once"
+        fault = f"largest graph {max(sizes)}, expected at least {decoded}; "
+        fault += "add it to recipe.rollout.ascend.graph_batch_sizes or lower max_num_seqs"
+        held = f"graphs of {', '.join(map(str, sizes))}: the largest holds {decoded}; "
+        least, most = (minutes * len(sizes) for minutes in GRAPH_MINUTES)
+        held += f"{least:g} to {most:g} minutes to compile at the start"
+        yield either("graph batch sizes", max(sizes) >= running, held, fault)
+
+
+def length_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that the model, the engine and its step hold the longest prompt and response."""
+    rollout, asked = run.verl.actor_rollout_ref.rollout, run.longest_tokens
+    longest, budget = rollout.max_model_len or asked, rollout.max_num_batched_tokens
+    reach = run.max_positions
+    if longest < asked:
+        text = f"{_ROLLOUT}.max_model_len is {longest}; expected at least prompt + response, {asked}"
+        yield Check("lengths", False, text)
+    held = f"prompt + response {longest} tokens, model reaches {reach}"
+    yield either("lengths", longest <= reach, held, f"{held}; expected no more")
+    held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
+    fault = f"max_num_batched_tokens {budget}, expected >= {longest}: "
+    if rollout.enable_chunked_prefill:
+        fault += (
+            "verl refuses chunked prefill below it (vllm_rollout_spmd.py); "
+            "vLLM V1 prefills in chunks anyway, so leave enable_chunked_prefill false"
+        )
+        yield either("chunked prefill", budget >= longest, held, fault)
+    elif run.recipe.platform == "cpu":
+        yield either("prefill", budget >= longest, held, fault + "engine V0 prefills whole prompts")
+    mode = "graph"
+    fault = "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)"
+    if rollout.enforce_eager:
+        mode = "eager"
+        fault = (
+            "expected free_cache_engine=true with enforce_eager=true: the engine sleeps after each rollout, "
+            "with both values of the key"
+        )
+    yield either("graph mode", bool(rollout.enforce_eager) == bool(rollout.free_cache_engine), mode, fault)
+
+
+def micro_batch_checks(run: RunSpec) -> Iterator[Check]:
+    """Refuse what the tensor cache does not support, and budgets of dynamic micro batches that are too small."""
+    yield from (Check("tensor cache", False, fault) for fault in cache_faults(run))
+    yield from (Check("micro batch", False, fault) for fault in budget_faults(run))

@@ -1,0 +1,267 @@
+"""Micro batches of a token budget: dynamic ones on line a3, and with the tensor cache those of the plan on both lines.
+
+verl's Megatron actor of 54c9b736 takes a fixed number of samples; its FSDP actor and 0.4.0's Megatron actor read keys
+of a budget, and line a3 takes theirs: `use_dynamic_bsz` and `ppo_max_token_len_per_gpu` of the actor,
+`log_prob_use_dynamic_bsz` and `log_prob_max_token_len_per_gpu` of rollout and ref. verl's own `rearrange_micro_batches`
+packs: all ranks of the run agree on the largest number of micro batches that one of them needs, as their experts'
+exchanges are common. With the tensor cache the plan decides, for all replicas alike (step/batches/batch_plan.py).
+
+The gradient of a mini batch does not depend on its micro batches, nor on the number of data-parallel ranks. With
+loss_agg_mode=token-mean it is that of the sum over response tokens, divided by the response tokens of the mini batch on
+all data-parallel ranks (DAPO, arXiv:2503.14476, eq. 8); in the other modes, of the mean over its samples. verl averages
+each micro batch by itself and lets all of them weigh the same, at both pins (core_algos.agg_loss).
+
+    packing            row provider around the actor's pass: puts log-probs back into the order of the batch
+    by_tokens          row provider for the split into micro batches
+    in_mini_batch      row provider for the iterator over micro batches: what their mini batch holds
+    by_mini_batch      row provider for the aggregation of a micro batch's loss
+    as_planned         row provider for verl's packing: micro batches of the plan
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, cycle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_patches.current import Current
+from verl_patches.errors import RecipeError
+from verl_patches.step.batches import batch_plan
+from verl_patches.step.batches.batch_plan import BatchPlan
+
+MicroBatches = list[list[int]]  # [micro batch] -> rows of the batch that is split
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How one stage of a worker makes its micro batches; with the defaults, as verl does.
+
+    budget: tokens of a micro batch where rows of line a3 pack them; planned: the plan's micro batches, where verl asks
+    for dynamic ones; update: of actor or critic; packing: of the actor's pass in progress.
+    """
+
+    budget: int | None = None
+    planned: PlannedSplits | None = None
+    update: Update | None = None
+    packing: Packing | None = None
+
+
+current_stage: Current[Stage] = Current(Stage())
+
+
+@contextmanager
+def in_stage(stage: Stage) -> Iterator[None]:
+    """Run a stage of actor or critic inside; RecipeError if verl's actor did not ask for the plan's micro batches."""
+    with current_stage.set(stage):
+        yield
+    if stage.planned is not None and not stage.planned.reached:
+        raise RecipeError(
+            "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must reach "
+            "verl.workers.actor.megatron_actor: look at `status --run DIR`"
+        )
+
+
+class Packing:
+    """One pass of the actor over a batch, in micro batches of at most about `budget` tokens.
+
+    `rows`: [micro batch] -> rows of the batch; empty before the split.
+    """
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.rows: MicroBatches = []
+
+    def split(self, batch: Any) -> list[Any]:
+        """Micro batches of `batch` (TensorDict), by row update.micro_batches_as_planned or by verl."""
+        from verl.utils import seqlen_balancing
+
+        micro_batches, self.rows = seqlen_balancing.rearrange_micro_batches(batch, max_token_len=self.budget)
+        return micro_batches
+
+    def in_order(self, outputs: list[Any]) -> list[Any]:
+        """Outputs of a forward pass as one micro batch in the order of the batch.
+
+        `outputs`: as verl's loss function makes them, {"log_probs"} or [{"log_probs"}, entropies]; empty on all but the
+        last pipeline stage.
+        """
+        if not outputs:
+            return outputs
+        back = torch.tensor(list(chain.from_iterable(self.rows))).argsort()
+        if isinstance(outputs[0], dict):
+            return [{"log_probs": _restored([each["log_probs"] for each in outputs], back)}]
+        log_probs = _restored([found["log_probs"] for found, _ in outputs], back)
+        return [[{"log_probs": log_probs}, _restored([entropies for _, entropies in outputs], back)]]
+
+
+def _restored(parts: list[torch.Tensor], back: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts)[back.to(parts[0].device)]
+
+
+def packing(forward_backward_batch: Callable) -> Callable:
+    """Row provider for verl's MegatronPPOActor.forward_backward_batch: packs where the stage has a budget."""
+
+    @functools.wraps(forward_backward_batch)
+    def run(self: Any, data: Any, forward_only: bool = False, *args: Any, **kwargs: Any) -> Any:
+        stage = current_stage.value
+        if stage.budget is None:
+            return forward_backward_batch(self, data, forward_only, *args, **kwargs)
+        data.meta_info["micro_batch_size"] = 1  # verl multiplies it, for a shape that Megatron does not read
+        now = Packing(stage.budget)
+        with current_stage.set(replace(stage, packing=now)):
+            outputs = forward_backward_batch(self, data, forward_only, *args, **kwargs)
+            return now.in_order(outputs) if forward_only else outputs
+
+    return run
+
+
+def by_tokens(split_dict_tensor_into_batches: Callable) -> Callable:
+    """Row provider for verl's split of a batch into micro batches: by tokens inside `packing`."""
+
+    @functools.wraps(split_dict_tensor_into_batches)
+    def split(tensors: Any, batch_size: int) -> Any:
+        now = current_stage.value.packing
+        return split_dict_tensor_into_batches(tensors, batch_size) if now is None else now.split(tensors)
+
+    return split
+
+
+LOSSES = "actor/pg_loss", "actor/kl_loss", "critic/vf_loss"  # verl's metrics of an update
+
+
+class Update:
+    """One update of actor or critic: the loss of a micro batch is divided by what its mini batch holds.
+
+    micro_batches: number in each mini batch so far; samples: of the last one on this rank; tokens: its response tokens,
+    as the mean over data-parallel ranks.
+    """
+
+    def __init__(self) -> None:
+        self.micro_batches: list[int] = []
+        self.samples, self.tokens = 0, torch.zeros(())
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """The next mini batch, in micro batches (TensorDict); collective over data-parallel ranks."""
+        self.micro_batches.append(len(batches))
+        self.samples = sum(map(len, batches))
+        tokens = sum(batch["attention_mask"][:, -batch["responses"].shape[1] :].sum() for batch in batches)
+        self.tokens = _mean_over_replicas(tokens.float())
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Replace the losses in verl's metrics, which are of one replica, by their means; collective over replicas.
+
+        Nothing on ranks without losses.
+        """
+        for name in LOSSES:
+            if name in metrics:
+                losses = torch.tensor(metrics[name], device=self.tokens.device).flatten().split(self.micro_batches)
+                metrics[name] = _mean_over_replicas(torch.stack([loss.mean() for loss in losses]).mean()).item()
+
+
+def _mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
+    from megatron.core import parallel_state
+
+    dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+    return value / parallel_state.get_data_parallel_world_size()
+
+
+def in_mini_batch(make_batch_generator: Callable) -> Callable:
+    """Row provider for verl's make_batch_generator, which gets all micro batches of a mini batch."""
+
+    @functools.wraps(make_batch_generator)
+    def make(batches: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if (update := current_stage.value.update) is not None:
+            update.begin(batches)
+        return make_batch_generator(batches, *args, **kwargs)
+
+    return make
+
+
+def by_mini_batch(agg_loss: Callable) -> Callable:
+    """Row provider for verl's agg_loss: in an update, a micro batch's part of the loss of its mini batch.
+
+    Megatron divides by the number of micro batches, and averages gradients over data-parallel ranks; what is returned
+    makes up for both.
+    """
+
+    @functools.wraps(agg_loss)
+    def aggregate(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str) -> torch.Tensor:
+        update = current_stage.value.update
+        if update is None:
+            return agg_loss(loss_mat, loss_mask, loss_agg_mode)
+        if loss_agg_mode == "token-mean":
+            return (loss_mat * loss_mask).sum() * (update.micro_batches[-1] / update.tokens)
+        rows = zip(loss_mat.split(1), loss_mask.split(1), strict=True)
+        losses = [agg_loss(loss, mask, loss_agg_mode) for loss, mask in rows]
+        return torch.stack(losses).sum() * (update.micro_batches[-1] / update.samples)
+
+    return aggregate
+
+
+# ---- micro batches of the plan (recipe.tensor_cache)
+
+
+class PlannedSplits:
+    """Micro batches of the stage in progress, batch by batch; repeated for each epoch.
+
+    `batches`: (micro batches, tokens by row) of each.
+    """
+
+    def __init__(self, batches: Sequence[tuple[MicroBatches, list[int]]]):
+        self._batches = cycle(batches)
+        self.reached = 0
+
+    def next(self, tokens: list[int]) -> MicroBatches:
+        """Micro batches of the next batch, with these tokens by row; RecipeError where the plan has other rows."""
+        parts, expected = next(self._batches)
+        if tokens != expected:
+            raise RecipeError(
+                f"micro batches: batch {self.reached} of this stage: {len(tokens)} rows of {sum(tokens)} tokens, the "
+                f"plan has {len(expected)} of {sum(expected)}, or another order"
+            )
+        self.reached += 1
+        return parts
+
+
+def planned_splits(
+    stage: str, budget: int | None, plan: BatchPlan, replica: int, tokens: Sequence[int]
+) -> PlannedSplits | None:
+    """Return the plan's micro batches of a replica in a stage ("update" or a forward pass); None without a budget.
+
+    `tokens`: by sample. A forward pass is one batch of all samples, packed for its own budget.
+    """
+    if budget is None:
+        return None
+    batches = plan.schedule[replica]
+    if stage != "update":
+        batches = [batch_plan.packed(plan.placed, tokens, budget, balance=False)[replica]]  # replicas are balanced
+    splits = []
+    for micros in batches:
+        order = list(chain.from_iterable(micros)) if stage == "update" else plan.placed[replica]
+        row_of = {sample: row for row, sample in enumerate(order)}
+        splits.append(([[row_of[sample] for sample in micro] for micro in micros], [tokens[s] for s in order]))
+    return PlannedSplits(splits)
+
+
+def as_planned(rearrange_micro_batches: Callable) -> Callable:
+    """Row provider for verl's rearrange_micro_batches: (micro batches, rows), by the plan of the stage.
+
+    verl packs the samples of each rank separately, into the least number of micro batches that the rank with the most
+    tokens needs (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two
+    replicas differ in length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
+    """
+
+    @functools.wraps(rearrange_micro_batches)
+    def rearrange(batch: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], MicroBatches]:
+        planned = current_stage.value.planned
+        if planned is None:
+            return rearrange_micro_batches(batch, *args, **kwargs)
+        parts = planned.next(batch["attention_mask"].sum(dim=1).tolist())
+        return [batch[torch.tensor(part, device=batch["attention_mask"].device)] for part in parts], parts
+
+    return rearrange

@@ -1,0 +1,149 @@
+"""Settings of `recipe` for the loss of an update, and the configurations in which they are invalid. No torch here.
+
+recipe.train.skip_old_log_prob   the update uses its own log-probs as old ones, which saves a forward pass of the actor
+recipe.train.importance_ratio    sequence: GSPO's ratios (arXiv:2507.18071) instead of those of tokens
+recipe.rollout_correction        importance weights and rejection for vLLM's probabilities that differ from the actor's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl_patches.errors import Check, ConfigError
+from verl_patches.spec import RunSpec
+from verl_patches.step.log_probs.truth_check import why_not
+
+LEVELS, REJECTIONS = ("token", "sequence"), ("seq_sum_k1", "seq_mean_k1")
+_SKIP, _SECTION = "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
+_ACTOR = "actor_rollout_ref.actor"
+_RANDOM = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
+
+
+@dataclass(frozen=True)
+class Correction:
+    """recipe.rollout_correction with weights, rejection or both on.
+
+    level: ratio that weights a token, of LEVELS or None; cap: the highest weight. reject: ratio that rejects a
+    sequence, of REJECTIONS or None; bounds: lowest and highest pi_rollout / pi_actor of an accepted sequence.
+    """
+
+    level: str | None
+    cap: float
+    reject: str | None
+    bounds: tuple[float, float] | None
+
+
+def has_correction(section: Any) -> bool:
+    """Whether a part of recipe.rollout_correction is on."""
+    return section.rollout_is is not None or section.rollout_rs is not None
+
+
+def correction_of(section: Any) -> Correction | None:
+    """The parsed section; None where all of it is off. Raises ConfigError for invalid bounds."""
+    if not has_correction(section):
+        return None
+    bounds = None if section.rollout_rs is None else ratio_bounds(section.rollout_rs_threshold)
+    return Correction(section.rollout_is, section.rollout_is_threshold, section.rollout_rs, bounds)
+
+
+def ratio_bounds(text: str | None) -> tuple[float, float]:
+    """(lowest, highest) of "0.5_2.0" or its short form "2.0"; ConfigError for anything else, as "12" (YAML's 1_2)."""
+    try:
+        numbers = [float(number) for number in str(text).split("_")]
+        low, high = numbers if len(numbers) == 2 else (1 / numbers[0], *numbers)
+        if 0 < low < high < float("inf") and (len(numbers) == 2 or "." in text):
+            return low, high
+    except (ValueError, ZeroDivisionError):
+        pass
+    raise ConfigError(
+        f"{_SECTION}.rollout_rs_threshold is {text!r}; expected LOWEST_HIGHEST pi_rollout / pi_actor, "
+        "such as 0.5_2.0, or the highest alone, above 1, as 2.0; write each number with a decimal point: YAML reads "
+        "0.5_2 as 0.52"
+    )
+
+
+def on_policy_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that skip_old_log_prob, importance_ratio and rollout_correction are valid in this run."""
+    faults = [*_skip_faults(run), *_sequence_faults(run), *_correction_faults(run)]
+    yield from (Check("on policy", False, fault) for fault in faults)
+    if run.recipe.train.skip_old_log_prob and not faults:
+        yield Check("on policy", True, "no pass for old log-probs: one mini batch and one epoch an update")
+
+
+def needs_old_log_probs(run: RunSpec) -> bool:
+    """Whether the update cannot take its own log-probs as old ones: weights change in it, or KL is in the reward."""
+    actor = run.verl.actor_rollout_ref.actor
+    several = actor.ppo_mini_batch_size != run.verl.data.train_batch_size or actor.ppo_epochs != 1
+    return bool(several or run.verl.algorithm.use_kl_in_reward)
+
+
+def _skip_faults(run: RunSpec) -> Iterator[str]:
+    if not run.recipe.train.skip_old_log_prob:
+        return
+    actor, given = run.verl.actor_rollout_ref.actor, f"{_SKIP} is true, but"
+    mini, batch, epochs = actor.ppo_mini_batch_size, run.verl.data.train_batch_size, actor.ppo_epochs
+    if mini != batch:
+        yield (
+            f"{given} {_ACTOR}.ppo_mini_batch_size is {mini} and data.train_batch_size {batch}: only the "
+            "first mini batch is trained with the weights that sampled it; make them equal"
+        )
+    if epochs != 1:
+        yield f"{given} {_ACTOR}.ppo_epochs is {epochs}: from the second epoch on the weights have changed; set 1"
+    if run.verl.algorithm.use_kl_in_reward:
+        yield f"{given} algorithm.use_kl_in_reward needs old log-probs before the update; use {_ACTOR}.use_kl_loss"
+    if run.verl.trainer.critic_warmup:
+        yield (
+            f"{given} trainer.critic_warmup is {run.verl.trainer.critic_warmup}: a step without an "
+            "update has no log-probs for the log-prob check; set 0"
+        )
+    sources = {
+        "the model's config.json": run.hf_config,
+        f"{_ACTOR}.megatron.override_transformer_config": actor.megatron.get("override_transformer_config"),
+    }
+    for where, values in sources.items():
+        for name in _RANDOM:
+            if (values or {}).get(name):
+                yield f"{given} {where} sets {name} to {values[name]}, so two forward passes differ; set 0"
+
+
+def _sequence_faults(run: RunSpec) -> Iterator[str]:
+    actor = run.verl.actor_rollout_ref.actor
+    if run.recipe.train.importance_ratio != "sequence":
+        return
+    given = "recipe.train.importance_ratio is sequence, but"
+    if actor.loss_agg_mode != "seq-mean-token-mean":
+        yield f"{given} {_ACTOR}.loss_agg_mode is {actor.loss_agg_mode}; GSPO's mean is seq-mean-token-mean: set that"
+    if actor.ppo_mini_batch_size == run.verl.data.train_batch_size and actor.ppo_epochs == 1:
+        yield (
+            f"{given} a step is one mini batch and one epoch, so all ratios are 1: set {_ACTOR}.ppo_mini_batch_size to "
+            "a part of data.train_batch_size"
+        )
+    for row in ("update.on_policy", "update.loss_on_policy"):
+        if row not in run.rows:
+            yield f"{given} row {row} is off; switch it on"
+
+
+def _correction_faults(run: RunSpec) -> Iterator[str]:
+    section = run.recipe.rollout_correction
+    for name, allowed in (("rollout_is", LEVELS), ("rollout_rs", REJECTIONS)):
+        if getattr(section, name) not in (None, *allowed):
+            yield f"{_SECTION}.{name} is {getattr(section, name)!r}; expected null, {' or '.join(allowed)}"
+    if not 0 < section.rollout_is_threshold < float("inf"):
+        yield f"{_SECTION}.rollout_is_threshold is {section.rollout_is_threshold}; expected the highest weight, above 0"
+    if section.rollout_rs is None and section.rollout_rs_threshold is not None:
+        yield f"{_SECTION}.rollout_rs_threshold is {section.rollout_rs_threshold}, but rollout_rs is null; set both"
+    try:
+        on = correction_of(section) is not None
+    except ConfigError as error:
+        on = True
+        yield str(error)
+    recipe = run.recipe
+    reason = on and why_not(
+        run.verl.actor_rollout_ref.rollout,
+        replayed=recipe.rollout.replay is not None,
+        balanced=recipe.rollout.balanced_routing or recipe.train.balanced_routing,
+    )
+    if reason:
+        yield f"{_SECTION} is on, but vLLM's and the actor's log-probs cannot be compared: {reason}"

@@ -1,0 +1,141 @@
+"""What the loss of an update takes for old log-probs and advantages.
+
+recipe.train.skip_old_log_prob leaves out the separate pass for old log-probs, recipe.rollout_correction has weights,
+and recipe.train.importance_ratio=sequence is GSPO.
+
+trainer/worker_group.py skips compute_log_prob, and no batch of the trainer has the column. `OnPolicyUpdate`
+gives the loss vLLM's log-probs as old ones, or weighs the advantages. `loss_on_policy` replaces old log-probs by those
+that the update computes: the ratio is exactly 1. For GSPO it moves them so that each token's ratio is that of its
+sequence.
+
+With one mini batch and one epoch the update's forward pass has the same weights as verl's separate pass, so both give
+the same log-probs; step/log_probs/on_policy.py refuses other configurations. Imports torch, not verl.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from verl_patches.current import Current
+from verl_patches.errors import RecipeError
+from verl_patches.spec import RunSpec
+from verl_patches.step.batches.exchange import is_metrics_rank
+from verl_patches.step.log_probs import rollout_correction
+from verl_patches.step.log_probs.on_policy import Correction, correction_of
+
+_ROLLOUT, _OLD = "rollout_log_probs", "old_log_probs"
+_NO_ROLLOUT = (
+    "recipe.rollout_correction is on, but the batch has no rollout_log_probs; expected one for each sampled token, "
+    "from vLLM. Row rollout.keep_log_probs keeps them on line a3"
+)
+_NOT_REACHED = (
+    "recipe.train.{}: the update's old log-probs were those of its batch, because its loss is not that of row "
+    "update.loss_on_policy in verl.workers.actor.megatron_actor; look at `status --run DIR`"
+)
+
+
+class OnPolicyUpdate:
+    """One update_actor: log-probs of vLLM and of the actor, in the order of its micro batches.
+
+    `skip`: recipe.train.skip_old_log_prob; `correction`: recipe.rollout_correction, None for none; `by_sequence`:
+    recipe.train.importance_ratio is sequence, which goes with `skip` false only.
+    """
+
+    def __init__(self, skip: bool, correction: Correction | None, by_sequence: bool = False):
+        self.skip, self.correction, self.has_rollout, self.reached = skip, correction, False, False
+        self.by_sequence = by_sequence
+        self.seen: list[tuple[torch.Tensor, ...]] = []
+        self.sums: dict[str, float] = {}  # of the update's log-probs and their number, where vLLM has none
+
+    @classmethod
+    def of(cls, run: RunSpec) -> OnPolicyUpdate | None:
+        """The update that a run sets; None if the update is verl's own. Fixed data: a ratio of 1 is exact."""
+        recipe = run.recipe
+        skip = recipe.train.skip_old_log_prob or not run.samples
+        correction = correction_of(recipe.rollout_correction)
+        by_sequence = recipe.train.importance_ratio == "sequence"
+        return cls(skip, correction, by_sequence) if skip or by_sequence or correction is not None else None
+
+    @contextmanager
+    def around(self, batch: Any) -> Iterator[None]:
+        """Run verl's update of `batch` inside. LogProbError without rollout log-probs; RecipeError if not reached.
+
+        verl's actor selects old_log_probs by name. Where the pass is left out and vLLM has none, as of fixed data, the
+        column is zeros, which `loss_on_policy` replaces; an update that does not reach it ends the run.
+        """
+        self.has_rollout = _ROLLOUT in batch.keys()
+        if self.correction and not self.has_rollout:
+            raise rollout_correction.LogProbError(_NO_ROLLOUT)
+        if self.correction and not self.skip:
+            mask = batch["attention_mask"][:, -batch["responses"].shape[1] :].bool()  # as the actor's loss has it
+            sides = batch[_ROLLOUT], batch[_OLD], mask
+            self.seen.append(sides)
+            batch["advantages"] = weighed(batch["advantages"], *sides, self.correction)
+        if self.skip:
+            batch[_OLD] = batch[_ROLLOUT] if self.has_rollout else torch.zeros_like(batch["advantages"])
+        changes_loss = self.skip or self.by_sequence
+        with current_update.set(self if changes_loss else None):
+            yield
+        if changes_loss and is_metrics_rank() and not self.reached:
+            raise RecipeError(_NOT_REACHED.format("skip_old_log_prob" if self.skip else "importance_ratio"))
+
+    def micro_batch(self, given: Any, log_prob: Any, advantages: Any, mask: Any) -> tuple[Any, Any]:
+        """(old log-probs, advantages) for the loss of one micro batch; all [b, S_response].
+
+        `given`: old log-probs of the batch; where the pass for them is left out, vLLM's.
+        """
+        old, self.reached = log_prob.detach(), True
+        if self.by_sequence:
+            return old_of_sequences(given, old, mask), advantages
+        if self.has_rollout:
+            self.seen.append((given, old, mask))
+            if self.correction:
+                advantages = weighed(advantages, given, old, mask, self.correction)
+        else:
+            found = {"log_probs": torch.where(mask.bool(), old, 0.0).sum(), "targets": mask.sum()}
+            self.sums = {name: self.sums.get(name, 0.0) + float(value) for name, value in found.items()}
+        return old, advantages
+
+    def moments(self) -> rollout_correction.Moments | None:
+        """Moments of the update's log-probs; None on ranks that do not report."""
+        if not is_metrics_rank():
+            return None
+        if not self.seen:
+            return {"sum": self.sums, "max": {}}
+        return rollout_correction.moments(*map(torch.cat, zip(*self.seen, strict=True)), self.correction)
+
+
+current_update: Current[OnPolicyUpdate] = Current()  # in progress, where it changes the loss
+
+
+def weighed(advantages: Any, rollout: Any, actor: Any, mask: Any, correction: Correction) -> torch.Tensor:
+    """Advantages x weights, in the advantages' dtype; all [B, S_response]."""
+    return advantages * rollout_correction.weigh(rollout, actor, mask, correction).weights.to(advantages.dtype)
+
+
+def old_of_sequences(old: torch.Tensor, log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Old log-probs with which every token's ratio is its sequence's (GSPO, arXiv:2507.18071, eq. 7).
+
+    All [b, S_response], without gradient. verl's loss with seq-mean-token-mean has the gradient of eq. 5 then: each
+    token brings 1/length of its sequence's.
+    """
+    mean = ((log_prob - old) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return log_prob - mean
+
+
+def loss_on_policy(compute_policy_loss: Callable) -> Callable:
+    """Row provider for compute_policy_loss: old log-probs are the actor's own, or give the ratios of sequences."""
+
+    @functools.wraps(compute_policy_loss)
+    def loss(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        update = current_update.value
+        if update is not None:
+            old_log_prob, advantages = update.micro_batch(old_log_prob, log_prob, advantages, response_mask)
+        return compute_policy_loss(old_log_prob, log_prob, advantages, response_mask, *args, **kwargs)
+
+    return loss

@@ -1,0 +1,250 @@
+"""Differences between vLLM's and the actor's log-probs of sampled tokens, and importance weights that correct them.
+
+Names and definitions are those of later verl (trainer/ppo/rollout_corr_helper.py as of b178a3cd5, "decoupled mode"): a
+token's ratio is pi_actor / pi_rollout, before the update; k1, the quantity for rejection, is -log ratio, so bounds are
+of pi_rollout / pi_actor. Unlike there, a rejected sequence still counts in the loss's mean and in the KL
+loss and adds nothing to the policy gradient: in both pins the actor's mask comes from the attention mask alone.
+
+A weight w >= 0 multiplies the advantage. PPO's loss of a token, max(-r A, -clip(r) A) with lower bound -c A for A < 0,
+is linear in a positive factor of A, so w A gives exactly w times the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from verl_patches.step.log_probs.on_policy import Correction, correction_of
+from verl_patches.step.log_probs.truth_check import DELTA, K3_KL, KL, NOT_FINITE, PEARSON
+
+SAFE = 20.0  # bound of |log ratio| before exp
+_CORR, _PROBS = "rollout_corr", "training/rollout_probs_diff"  # verl's names
+_PROBS_PEARSON = "training/rollout_actor_probs_pearson_corr"
+MEAN_LOG_PROB = "actor/log_prob_mean"  # over the responses' tokens, where no rollout gives theirs
+_ROWS = 1024  # sequences at a time
+Moments = dict[str, dict[str, float]]
+
+
+class LogProbError(RuntimeError):
+    """A sampled token's log-prob is NaN or infinite."""
+
+
+class Weighed(NamedTuple):
+    """weights [B, S] fp32 or fp64, 0 outside the mask; ratios [B, S] before the cap; accepted [B] bool."""
+
+    weights: torch.Tensor
+    ratios: torch.Tensor
+    accepted: torch.Tensor
+
+
+def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction) -> Weighed:
+    """Weight of each response token; all [B, S_response], at least fp32, nats. Raises LogProbError.
+
+    ratio: pi_actor / pi_rollout of the token or of its sequence; weight: the ratio, at most `cap`, 1 without a `level`.
+    A sequence is rejected, weight 0, where pi_rollout / pi_actor (seq_sum_k1: the product over its tokens; seq_mean_k1:
+    their geometric mean) is outside `bounds`.
+    """
+    mask = mask.bool()
+    refuse_not_finite("vLLM", rollout, mask)
+    refuse_not_finite("the actor", actor, mask)
+    wide = torch.promote_types(torch.promote_types(rollout.dtype, actor.dtype), torch.float32)
+    by_token = torch.where(mask, actor.to(wide) - rollout.to(wide), 0.0)
+    by_sequence = by_token.sum(-1)
+    log_ratio = {"token": by_token, "sequence": by_sequence.unsqueeze(-1).expand_as(by_token)}.get(correction.level)
+    ratios = torch.ones_like(by_token) if log_ratio is None else log_ratio.clamp(-SAFE, SAFE).exp()
+    accepted = torch.ones_like(by_sequence, dtype=torch.bool)
+    if correction.reject:
+        low, high = (math.log(bound) for bound in correction.bounds)
+        length = mask.sum(-1).clamp(min=1) if correction.reject == "seq_mean_k1" else 1
+        k1 = -by_token.clamp(-SAFE, SAFE).sum(-1) / length
+        accepted = (k1 >= low) & (k1 <= high)
+    capped = ratios if log_ratio is None else ratios.clamp(max=correction.cap)
+    return Weighed(torch.where(mask & accepted.unsqueeze(-1), capped, 0.0), ratios, accepted)
+
+
+def refuse_not_finite(engine: str, log_probs: torch.Tensor, mask: torch.Tensor) -> None:
+    """LogProbError with count and first place where a valid token's log-prob is NaN or infinite."""
+    wrong = mask & ~torch.isfinite(log_probs)
+    if wrong.any():
+        row, token = wrong.nonzero()[0].tolist()
+        raise LogProbError(
+            f"{int(wrong.sum())} of {int(mask.sum())} sampled tokens have no finite log-prob in {engine}; the first is "
+            f"token {token} of response {row}: {log_probs[row, token].item()}. Check the last weight "
+            "sync, then look for an overflow; without recipe.rollout_correction the run only reports it"
+        )
+
+
+def moments(
+    rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction | None = None
+) -> Moments:
+    """Sums and maxima of one part of a batch, in fp64 on the host, that `merged` adds up and `metrics` reads.
+
+    All [B, S_response], nats; no sequence may be split between parts.
+    """
+    total: Moments = {"sum": {}, "max": {}}
+    for at in range(0, len(mask), _ROWS):
+        rows = slice(at, at + _ROWS)
+        part = [t[rows].detach().float().cpu().double() for t in (rollout, actor)]  # devices may lack fp64
+        total = merged([total, _moments(*part, mask[rows].cpu().bool(), correction)])
+    return total
+
+
+def merged(parts: Iterable[Moments | None]) -> Moments:
+    """The moments of all parts together; None counts as an empty part."""
+    sums: dict[str, float] = {}
+    highest: dict[str, float] = {}
+    for part in filter(None, parts):
+        for name, value in part["sum"].items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in part["max"].items():
+            highest[name] = max(highest.get(name, -math.inf), value)
+    return {"sum": sums, "max": highest}
+
+
+def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: Correction | None) -> Moments:
+    not_finite = int((mask & ~(torch.isfinite(x) & torch.isfinite(y))).sum())
+    if not_finite or not mask.any():
+        return {"sum": {"not_finite": float(not_finite), "tokens": float(mask.sum())}, "max": {}}
+    d, filled = (y - x)[mask], mask.any(-1)
+    of_sequence = (torch.where(mask, x - y, 0.0).sum(-1) / mask.sum(-1).clamp(min=1))[filled]
+    rows = {
+        "d": d,
+        "k3": torch.expm1(d) - d,
+        **_pair("log", x[mask], y[mask]),
+        **_pair("prob", x[mask].exp(), y[mask].exp()),
+        "sequence": of_sequence,
+        "sequence_abs": of_sequence.abs(),
+    }
+    highest = {
+        "log_abs": rows["log_abs"],
+        "prob_abs": rows["prob_abs"],
+        "sequence": of_sequence,
+        "sequence_low": -of_sequence,
+    }
+    sums = {"not_finite": 0.0, "tokens": float(mask.sum()), "sequences": float(len(of_sequence))}
+    if correction:
+        _, by_token, accepted = weigh(x, y, mask, correction)
+        ratios = by_token[mask]  # as if no sequence was rejected
+        bounded = ratios.clamp(1 / correction.cap, correction.cap)
+        weights = by_token[filled, 0] if correction.level == "sequence" else ratios
+        rows |= {
+            "ratio": ratios,
+            "bounded": bounded,
+            "bounded_2": bounded.square(),
+            "above_cap": weights > correction.cap,
+            "weights": torch.ones_like(weights),
+            "rejected_tokens": mask[~accepted],
+            "rejected": ~accepted[filled],
+        }
+        highest |= {"ratio": ratios, "ratio_low": -ratios}
+    return {
+        "sum": sums | {name: float(row.sum()) for name, row in rows.items()},
+        "max": {name: float(row.max()) for name, row in highest.items()},
+    }
+
+
+def _pair(name: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    difference = (y - x).abs()
+    return {
+        f"{name}_x": x,
+        f"{name}_y": y,
+        f"{name}_xx": x * x,
+        f"{name}_yy": y * y,
+        f"{name}_xy": x * y,
+        f"{name}_abs": difference,
+        f"{name}_abs2": difference * difference,
+    }
+
+
+def add_to_metrics(original: Callable) -> Callable:
+    """Provider for verl's compute_data_metrics: adds the differences of log-probs where the batch has both sides.
+
+    With recipe.train.skip_old_log_prob the workers report them instead (step/log_probs/on_policy_update.py).
+    """
+
+    @functools.wraps(original)
+    def compute(batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        reported, tensors = original(batch, *args, **kwargs), batch.batch
+        if "rollout_log_probs" in tensors.keys() and "old_log_probs" in tensors.keys():
+            sides = [tensors[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")]
+            reported.update(metrics(moments(*sides)))
+        return reported
+
+    return compute
+
+
+def metrics(of_batch: Moments, correction: Correction | None = None) -> dict[str, float]:
+    """The step's metrics by name: none without a valid token; the count and NaN if any log-prob is not finite.
+
+    recipe/logprob_delta_{mean,std,max}: of |actor - rollout| in nats; PEARSON: correlation of both. KL, K3_KL: the k1
+    and k3 estimates of KL(rollout || actor). log_ppl_diff: mean over sequences of rollout - actor per token, above
+    0 where the actor's perplexity is higher. Standard deviations divide by n - 1, rollout_is_std by n; undefined
+    values are left out.
+    """
+    sums, highest = of_batch["sum"], of_batch["max"]
+    tokens = sums.get("tokens")
+    if sums.get("targets"):
+        return {MEAN_LOG_PROB: sums["log_probs"] / sums["targets"]}
+    if not tokens:
+        return {}
+    if sums["not_finite"]:
+        return {NOT_FINITE: sums["not_finite"], f"{DELTA}_mean": math.nan, f"{DELTA}_max": math.nan}
+    sequences = sums["sequences"]
+    named: dict[str, float | None] = {
+        KL: -sums["d"] / tokens,
+        K3_KL: sums["k3"] / tokens,
+        f"{_CORR}/log_ppl_diff": sums["sequence"] / sequences,
+        f"{_CORR}/log_ppl_abs_diff": sums["sequence_abs"] / sequences,
+        f"{_CORR}/log_ppl_diff_max": highest["sequence"],
+        f"{_CORR}/log_ppl_diff_min": -highest["sequence_low"],
+        PEARSON: _pearson(sums, "log", tokens),
+        _PROBS_PEARSON: _pearson(sums, "prob", tokens),
+    }
+    for prefix, name in ((DELTA, "log"), (_PROBS, "prob")):
+        named[f"{prefix}_mean"] = sums[f"{name}_abs"] / tokens
+        named[f"{prefix}_std"] = _deviation(sums[f"{name}_abs"], sums[f"{name}_abs2"], tokens)
+        named[f"{prefix}_max"] = highest[f"{name}_abs"]
+    if correction and correction.level:
+        named |= _weight_metrics(sums, highest)
+    if correction and correction.reject:
+        named[f"{_CORR}/rollout_rs_masked_fraction"] = sums["rejected_tokens"] / tokens
+        named[f"{_CORR}/rollout_rs_seq_masked_fraction"] = sums["rejected"] / sequences
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _weight_metrics(sums: dict[str, float], highest: dict[str, float]) -> dict[str, Any]:
+    """Mean, maximum and minimum of the ratios; std and ESS of ratios clamped to [1 / cap, cap]; the capped fraction."""
+    tokens = sums["tokens"]
+    mean, mean_2 = sums["bounded"] / tokens, sums["bounded_2"] / tokens
+    return {
+        f"{_CORR}/rollout_is_mean": sums["ratio"] / tokens,
+        f"{_CORR}/rollout_is_std": math.sqrt(max(mean_2 - mean * mean, 0.0)),
+        f"{_CORR}/rollout_is_max": highest["ratio"],
+        f"{_CORR}/rollout_is_min": -highest["ratio_low"],
+        f"{_CORR}/rollout_is_eff_sample_size": mean * mean / mean_2,
+        f"{_CORR}/rollout_is_ratio_fraction_high": sums["above_cap"] / sums["weights"],
+    }
+
+
+def _deviation(total: float, squares: float, n: float) -> float | None:
+    return None if n < 2 else math.sqrt(max(squares - total * total / n, 0.0) / (n - 1))
+
+
+def _pearson(sums: dict[str, float], name: str, n: float) -> float | None:
+    x, y, xx, yy, xy = (sums[f"{name}_{part}"] for part in ("x", "y", "xx", "yy", "xy"))
+    spread = (xx - x * x / n) * (yy - y * y / n)
+    return None if spread <= 0 else max(-1.0, min(1.0, (xy - x * y / n) / math.sqrt(spread)))
+
+
+_OF_THE_PASS = ("actor/entropy_loss",)  # metrics that verl takes from the pass for old log-probs alone
+
+
+def with_workers_metrics(step: Mapping[str, Any], reports: Iterable[Moments | None], recipe: Any) -> dict[str, Any]:
+    """Metrics of a `step` with those of the workers' updates, and without those of the pass that was left out."""
+    left_out = _OF_THE_PASS if recipe.train.skip_old_log_prob else ()
+    computed = {name: value for name, value in step.items() if name not in left_out}
+    return {**computed, **metrics(merged(reports), correction_of(recipe.rollout_correction))}

@@ -1,0 +1,70 @@
+"""Log-prob check for runs with temperature, top-p or top-k: every N steps, on extra samples.
+
+    trainer    SampledCheck            every N steps, from the first on, a request to workers; then the comparison
+    worker     step/log_probs/of_rollout.py    samples once more while vLLM is awake, after the step's responses
+
+trainer/worker_group.py makes the calls: begin_rollout with the request, end_rollout and the actor's compute_log_prob
+after the step's rollout. No second weight sync, and the step's responses, rewards and update are those of a run
+without the check. The actor's pass is verl's own, whose logits neither pin divides by a temperature (MegatronPPOActor).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from verl import DataProto
+from verl.protocol import pad_dataproto_to_divisor
+
+from verl_patches.spec import run_of
+from verl_patches.step.batches.exchange import Ragged, model_inputs, to_padded
+from verl_patches.step.log_probs import rollout_correction, truth_check
+from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
+
+
+class SampledCheck:
+    """The check of a run.
+
+    `report` after a step that was checked: {sequences, tokens, sample_s, log_prob_s, delta}, None after others.
+    """
+
+    def __init__(self, trainer: Any):
+        run = run_of(trainer.config)
+        data, rollout = run.verl.data, run.verl.actor_rollout_ref.rollout
+        self._every = run.recipe.logprob_check.every
+        self._sequences = truth_check.sequences_of(run) // run.replicas
+        self._widths = data.max_prompt_length, data.max_response_length, trainer.tokenizer.pad_token_id
+        self._multiple = run.train.dp * (rollout.log_prob_micro_batch_size_per_gpu or 1)
+        self.report: dict[str, Any] | None = None
+
+    def request(self, step: int) -> CheckRequest | None:
+        """What workers are asked for with the rollout of `step`; None in a step that is not checked."""
+        self.report = None
+        return None if (step - 1) % self._every else CheckRequest(self._sequences, seed=step)
+
+    def compare(self, samples: Sequence[CheckedSamples], compute_log_prob: Callable[[DataProto], DataProto]) -> None:
+        """Make the report from the samples of all replicas; `compute_log_prob`: the actor's pass."""
+        prompts = [row for of_replica in samples for row in of_replica.prompts]
+        responses = [row for of_replica in samples for row in of_replica.responses]
+        sampled = [row for of_replica in samples for row in of_replica.log_probs]
+        prompt_width, width, pad = self._widths
+        tensors = model_inputs(_ragged(prompts, torch.int64), _ragged(responses, torch.int64), prompt_width, width, pad)
+        begin = time.perf_counter()
+        whole, _ = pad_dataproto_to_divisor(DataProto.from_dict(tensors=tensors), self._multiple)
+        actor = compute_log_prob(whole).batch["old_log_probs"][: len(responses)]
+        seconds = time.perf_counter() - begin
+        rollout, mask = to_padded(_ragged(sampled, torch.float32), width), tensors["attention_mask"][:, prompt_width:]
+        metrics = rollout_correction.metrics(rollout_correction.moments(rollout, actor, mask))
+        self.report = {
+            "sequences": len(responses),
+            "tokens": sum(map(len, responses)),
+            "sample_s": round(max(of_replica.seconds for of_replica in samples), 4),
+            "log_prob_s": round(seconds, 4),
+            "delta": truth_check.logprob_delta(metrics),
+        }
+
+
+def _ragged(rows: list[list[Any]], dtype: torch.dtype) -> Ragged:
+    return Ragged(torch.tensor([value for row in rows for value in row], dtype=dtype), tuple(map(len, rows)))

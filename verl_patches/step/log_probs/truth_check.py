@@ -1,0 +1,144 @@
+"""The log-prob check: vLLM's log-probs of the sampled tokens against the actor's, every step.
+
+Valid only at temperature 1 with top-p and top-k off, where both are the same quantity. In fp32, correct weights give
+about 1e-6 and wrong ones above 0.1. A run with other sampling settings draws extra sequences for the check every N
+steps (sampled_check.py). No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl_patches.errors import Check
+from verl_patches.spec import RunSpec
+from verl_patches.step.log_probs.of_rollout import CHECK_TOKENS
+
+DELTA = "recipe/logprob_delta"
+MEAN, STD, MAX = f"{DELTA}_mean", f"{DELTA}_std", f"{DELTA}_max"
+PEARSON, NOT_FINITE = "recipe/logprob_pearson", "recipe/logprob_not_finite"
+KL, K3_KL = "rollout_corr/kl", "rollout_corr/k3_kl"  # verl's names
+IN_SUMMARY = {
+    "mean": MEAN,
+    "max": MAX,
+    "std": STD,
+    "pearson": PEARSON,
+    "kl": KL,
+    "k3_kl": K3_KL,
+    "not_finite": NOT_FINITE,
+}
+
+
+class WeightSyncError(RuntimeError):
+    """vLLM's and the actor's log-probs of the same tokens differ by more than the limit."""
+
+
+def logprob_delta(metrics: Mapping[str, float]) -> dict[str, float] | None:
+    """The entries of IN_SUMMARY that a step's metrics have; None where they have none."""
+    return {name: metrics[key] for name, key in IN_SUMMARY.items() if key in metrics} or None
+
+
+def comparable(rollout: Any) -> bool:
+    """Whether the sampling settings leave the model's distribution unchanged."""
+    return rollout.temperature == 1.0 and rollout.top_p in (1, 1.0) and rollout.top_k in (-1, 0)
+
+
+def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool = False) -> str | None:
+    """The reason why a run's log-probs cannot be compared, as text; None where they can.
+
+    `balanced`: routing is forced. `sampled`: extra sequences are sampled, so the run's sampling settings do not matter.
+    """
+    if replayed:
+        return "the responses are recorded ones"
+    if balanced:
+        return "balanced routing takes experts by a token's place in the batch, which differs from vLLM to training"
+    if sampled or comparable(rollout):
+        return None
+    return (
+        f"sampling changes the distribution (temperature {rollout.temperature}, top_p {rollout.top_p}, top_k "
+        f"{rollout.top_k}; comparable at 1, 1, -1)"
+    )
+
+
+def not_compared(run: RunSpec) -> str | None:
+    """The reason why a run of `config` compares no log-probs; None where it does."""
+    recipe = run.recipe
+    if not run.samples:
+        return "no response is sampled"
+    if recipe.logprob_check.action == "off":
+        return "recipe.logprob_check.action=off"
+    rollout = run.verl.actor_rollout_ref.rollout
+    replayed = recipe.rollout.replay is not None
+    balanced = recipe.rollout.balanced_routing or recipe.train.balanced_routing
+    if recipe.logprob_check.every is not None:
+        return why_not(rollout, replayed, balanced, sampled=True)
+    reason = why_not(rollout, replayed, balanced)
+    could = reason and why_not(rollout, replayed, balanced, sampled=True) is None
+    return f"{reason}; recipe.logprob_check.every=N compares extra sequences" if could else reason
+
+
+def sequences_of(run: RunSpec) -> int:
+    """Sequences of one check over all replicas."""
+    return run.recipe.logprob_check.sequences or run.replicas
+
+
+def truth_check_checks(run: RunSpec) -> Iterator[Check]:
+    """Check whether and when the run compares log-probs; a note where it never does."""
+    faults = list(_faults(run))
+    yield from (Check("truth check", False, fault) for fault in faults)
+    if faults:
+        return
+    if reason := not_compared(run):
+        yield Check("truth check", True, f"log-probs are never compared: {reason}", note=True)
+    elif run.recipe.logprob_check.every is None:
+        yield Check("truth check", True, "all sampled tokens of every step")
+    else:
+        text = f"from step 1 every {run.recipe.logprob_check.every}: {sequences_of(run)} x {CHECK_TOKENS} tokens"
+        yield Check("truth check", True, text)
+
+
+def _faults(run: RunSpec) -> Iterator[str]:
+    """Reasons why a composed configuration cannot sample sequences for the check, one sentence each."""
+    section = run.recipe.logprob_check
+    if section.every is None or section.action == "off":
+        return
+    given = f"recipe.logprob_check.every is {section.every}, but"
+    if reason := not_compared(run):
+        yield f"{given} log-probs cannot be compared: {reason}; set recipe.logprob_check.action=off"
+    rollout, replicas, sequences = run.verl.actor_rollout_ref.rollout, run.replicas, sequences_of(run)
+    if rollout.name != "vllm" or rollout.mode != "sync":
+        yield f"{given} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; expected vllm, sync"
+    if sequences % replicas:
+        yield (
+            f"recipe.logprob_check.sequences is {sequences}; expected a multiple of {replicas}, the number of "
+            "rollout replicas (dies / actor_rollout_ref.rollout.tensor_model_parallel_size)"
+        )
+    if sequences > run.verl.data.train_batch_size:
+        yield (
+            f"recipe.logprob_check.sequences is {sequences}; expected at most data.train_batch_size "
+            f"{run.verl.data.train_batch_size} (one sequence a prompt of the step)"
+        )
+
+
+def check(step: int, delta: dict[str, float] | None, limit: float) -> None:
+    """WeightSyncError where the mean |delta| is above `limit` (nats), not a number, or missing."""
+    if delta is None:
+        raise WeightSyncError(
+            f"step {step}: vLLM gave no log-probs to compare the actor's with, expected one for each "
+            "sampled token; set recipe.logprob_check.action=off to run without the check"
+        )
+    if delta["mean"] <= limit:
+        return
+    if delta.get("not_finite"):
+        raise WeightSyncError(
+            f"step {step}: {delta['not_finite']:.0f} sampled tokens have no finite log-prob in vLLM or in the actor, "
+            "expected none. Check the last weight sync, then look for an overflow; "
+            "recipe.logprob_check.action=report continues in spite of it."
+        )
+    raise WeightSyncError(
+        f"step {step}: vLLM's log-probs of the sampled tokens differ from the actor's by {delta['mean']:.3g} on "
+        f"average (max {delta['max']:.3g}), expected at most {limit:g}. The rollout engine does not hold the actor's "
+        "weights, or computes another model: check the last weight sync (`status --run DIR` for its rows), then router "
+        "bias and expert order. If one token alone differs (max far above the average), two experts may be nearly "
+        "tied: repeat with another actor_rollout_ref.rollout.seed. recipe.logprob_check.action=report continues."
+    )

@@ -1,0 +1,150 @@
+"""Fixed data in verl's fit(), on the controller: responses in place of a rollout's, and advantages of a loss.
+
+With one mini batch, one epoch and seq-mean-token-sum verl's update has the gradient of sum(-A dlogp) / B over the B
+responses of a batch. With A = -B dL/dlogp of each response, for all its tokens, that is the gradient of L, whatever the
+layout and the micro batches. verl's value loss is the mean of (v - returns)^2 over responses, summed over tokens:
+returns = v - B/2 dL/dv.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+from verl_patches.current import Current
+from verl_patches.errors import RecipeError
+from verl_patches.spec import OF_VALUES
+from verl_patches.step.batches.exchange import Ragged, from_padded, model_inputs
+from verl_patches.step.log_probs.rollout_correction import MEAN_LOG_PROB
+from verl_patches.step.objectives import losses
+from verl_patches.step.objectives.settings import RESPONSES
+
+# columns of a batch: 0 of a prompt's first response, 1 of the other (rejected, or of the KL); what the data says
+ROLE, LABEL, MARKS = "objective_role", "objective_label", "objective_marks"
+PREFIX = "objective/"  # of metrics
+
+
+def given_responses(prompts: Any, objective: str, width: int, pad_id: int) -> dict[str, torch.Tensor]:
+    """What vLLM's rollout returns for `prompts` (DataProto of verl's fit), with the responses of the data.
+
+    The tensors of exchange.model_inputs [B, ...], `width` tokens of responses; ROLE [B]; LABEL [B] bool (kto); MARKS
+    [B, width] (prm), NaN where nothing is marked. kto: a prompt's second response is that of the row before it in the
+    batch, as in TRL.
+    """
+    tensors, given = prompts.batch, list(prompts.non_tensor_batch["tools_kwargs"])
+    responses = [row["responses"] for row in given]
+    if objective == "kto":
+        responses = [own + other for own, other in zip(responses, responses[-1:] + responses[:-1], strict=True)]
+    n = RESPONSES[objective]
+    every = list(chain.from_iterable(responses))
+    ids = from_padded(tensors["input_ids"], tensors["attention_mask"], left=True)
+    ids = ids.take([place for place in range(len(given)) for _ in range(n)])
+    ragged = Ragged(torch.tensor(list(chain.from_iterable(every))), tuple(map(len, every)))
+    found = model_inputs(ids, ragged, tensors["input_ids"].shape[1], width, pad_id)
+    found[ROLE] = torch.arange(n).repeat(len(given))
+    if objective == "kto":
+        found[LABEL] = torch.tensor([row["label"] for row in given]).repeat_interleave(n)
+    if objective == "prm":
+        found[MARKS] = torch.full((len(given), width), torch.nan)
+        for marks, row in zip(found[MARKS], given, strict=True):
+            marks[list(row["marks"])] = torch.tensor(list(row["marks"].values()))
+    return found
+
+
+class FixedData:
+    """recipe.objective of a run on fixed data (`settings`), and the metrics of its last step."""
+
+    def __init__(self, settings: Any):
+        self.settings, self.metrics = settings, {}
+
+    def add_advantages(self, batch: Mapping[str, Any], uids: Any) -> None:
+        """Put advantages and returns [B, S_response] into a step's `batch`; uids [B]: equal for a prompt's responses.
+
+        RecipeError where the batch lacks log-probs or values that the loss needs.
+        """
+        mask, name = batch["response_mask"].bool(), self.settings.name
+        of_values = name in OF_VALUES
+        if of_values:
+            variable = _needed(batch, "values", name).double().requires_grad_()
+            loss, metrics = self._of_values(variable, batch, mask, uids)
+        elif name == "sft":  # linear: the gradient needs no log-probs, and the update itself tells the loss
+            variable = torch.zeros(len(mask), dtype=torch.float64, requires_grad=True)
+            loss, metrics = losses.sft(variable, mask.sum(-1)), {}
+        else:
+            policy = _needed(batch, "old_log_probs", name).double()
+            variable = torch.where(mask, policy, 0.0).sum(-1).requires_grad_()
+            reference = torch.where(mask, _needed(batch, "ref_log_prob", name).double(), 0.0).sum(-1)
+            loss, metrics = self._of_log_ratios(variable - reference, batch, mask, uids)
+        loss.backward()
+        scaled = -len(mask) * variable.grad
+        dtype = torch.float32
+        if of_values:
+            batch["returns"] = (variable.detach() + scaled / 2).to(dtype)
+            batch["advantages"] = torch.zeros_like(batch["returns"])
+        else:
+            batch["advantages"] = batch["returns"] = (scaled[:, None] * mask).to(dtype)
+        self.metrics = {f"{PREFIX}{key}": float(value) for key, value in metrics.items()}
+        if name != "sft":
+            self.metrics[f"{PREFIX}loss"] = float(loss.detach())
+
+    def _of_log_ratios(self, ratios: torch.Tensor, batch: Mapping[str, Any], mask: torch.Tensor, uids: Any) -> Any:
+        settings = self.settings
+        if settings.name == "ipo":
+            ratios = ratios / mask.sum(-1)
+        first, second = pairs_of(uids, batch[ROLE])
+        if settings.name == "dpo":
+            return losses.dpo(ratios[first], ratios[second], settings.beta, settings.label_smoothing)
+        if settings.name == "ipo":
+            return losses.ipo(ratios[first], ratios[second], settings.beta)
+        return losses.kto(ratios[first], ratios[second], batch[LABEL][first], settings)
+
+    def _of_values(self, values: torch.Tensor, batch: Mapping[str, Any], mask: torch.Tensor, uids: Any) -> Any:
+        if self.settings.name == "prm":
+            marks = batch[MARKS].double()
+            marked = mask & ~marks.isnan()
+            return losses.steps(values[marked], marks[marked])
+        scores = values.gather(1, mask.sum(-1, keepdim=True) - 1)[:, 0]  # see dataset.RewardData
+        first, second = pairs_of(uids, batch[ROLE])
+        return losses.bradley_terry(scores[first], scores[second])
+
+    def of_step(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """{objective/...: value} of the step whose `metrics` verl has computed; sft's loss is of the update."""
+        if self.settings.name != "sft":
+            return self.metrics
+        return {f"{PREFIX}loss": -float(metrics[MEAN_LOG_PROB])}
+
+
+current_fixed_data: Current[FixedData] = Current()  # of the trainer's run; None where responses are sampled
+
+
+def _needed(batch: Mapping[str, Any], column: str, objective: str) -> torch.Tensor:
+    if column not in batch.keys():
+        raise RecipeError(
+            f"objective {objective}: the batch has no {column}, found {', '.join(sorted(batch.keys()))}; use "
+            f"algo={objective}, which sets what the loss needs"
+        )
+    return batch[column]
+
+
+def pairs_of(uids: Any, roles: torch.Tensor) -> tuple[list[int], list[int]]:
+    """(rows of the first responses, rows of the second of the same prompts), in any order of the batch."""
+    rows = {key: row for row, key in enumerate(zip(uids, roles.tolist(), strict=True))}
+    first = [row for (_, role), row in rows.items() if role == 0]
+    return first, [rows[uids[row], 1] for row in first]
+
+
+def advantages_of_objective(compute_advantage: Callable) -> Callable:
+    """Row provider for verl's compute_advantage: on fixed data the advantages of the loss."""
+
+    @functools.wraps(compute_advantage)
+    def compute(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_fixed_data.value is None:
+            return compute_advantage(data, *args, **kwargs)
+        current_fixed_data.value.add_advantages(data.batch, data.non_tensor_batch["uid"])
+        return data
+
+    return compute

@@ -1,0 +1,83 @@
+"""The rules of an algorithm: its advantage estimator, its objective, its critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_patches.errors import Check, either
+from verl_patches.layout.inventory import read_model_shape
+from verl_patches.model.checks import value_model_differences
+from verl_patches.spec import RunSpec
+from verl_patches.step.objectives import settings
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_OF_GROUPS = ("grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo")  # advantage estimators
+
+
+def estimator_checks(run: RunSpec) -> Iterator[Check]:
+    """Whether a prompt has as many responses as the advantage estimator and the validation need."""
+    if not run.samples:
+        return
+    estimator, rollout = run.verl.algorithm.adv_estimator, run.verl.actor_rollout_ref.rollout
+    held = f"{estimator}, {rollout.n} response(s) a prompt"
+    if estimator == "remax":
+        held += ", and a greedy one, whose rollout and weight sync the modelled step leaves out"
+    fault = (
+        f"algorithm.adv_estimator is {estimator}, which compares the responses of one prompt, and {_ROLLOUT}.n is 1; "
+        "expected 2 or more, or algo=reinforce_plus_plus or remax, which need no group"
+    )
+    yield either("advantages", estimator not in _OF_GROUPS or rollout.n > 1, held, fault)
+    val, trainer = rollout.val_kwargs, run.verl.trainer
+    if run.validates:
+        held = f"{val.n} response(s) a prompt of data.val_files"
+        held += f", every {trainer.test_freq} steps" if trainer.test_freq > 0 else ", before the first step only"
+        fault = f"{_ROLLOUT}.val_kwargs.n is {val.n}, but greedy responses are equal; set do_sample=true, or n=1"
+        yield either("validation", val.n == 1 or val.do_sample, held, fault)
+        if val.do_sample and not val.temperature:
+            fault = f"{_ROLLOUT}.val_kwargs.do_sample is true and temperature 0, which verl refuses; set temperature"
+            yield Check("validation", False, fault)
+
+
+def objective_checks(run: RunSpec) -> Iterator[Check]:
+    """Whether the update has the gradient of recipe.objective; none where responses are sampled."""
+    if run.samples:
+        return
+    name = run.recipe.objective.name
+    faults = [
+        f"recipe.objective.name is {name}, but row {row} is off; remove -{row} from recipe.patches"
+        for row in ("advantage.objective", "update.fit_as_run", "update.recipe_worker", "update.on_policy")
+        if row not in run.rows
+    ]
+    faults = [*settings.faults(run), *faults]
+    yield from (Check("objective", False, fault) for fault in faults)
+    if not faults:
+        yield Check("objective", True, f"{name}; no rollout: fixed data")
+
+
+def critic_checks(run: RunSpec) -> Iterator[Check]:
+    """What a critic's passes do not have, and its model; none without a critic."""
+    critic, actor = run.critic, run.verl.actor_rollout_ref
+    if critic is None:
+        return
+    faults: list[str] = []
+    if critic.use_dynamic_bsz:
+        faults.append(
+            "critic.use_dynamic_bsz is true: verl 54c9b736's critic does not read it, and micro batches of 0.4.0's are "
+            "not planned within the budget; set it false"
+        )
+    if critic.rollout_n != actor.rollout.n:
+        faults.append(f"critic.rollout_n is {critic.rollout_n}; expected {_ROLLOUT}.n, {actor.rollout.n}")
+    if critic.ppo_micro_batch_size is not None:
+        faults.append("critic.ppo_micro_batch_size is given; set critic.ppo_micro_batch_size_per_gpu alone")
+    if critic.shuffle and critic.data_loader_seed is None:
+        faults.append("critic.shuffle is true, which needs critic.data_loader_seed=N")
+    if critic.megatron.use_dist_checkpointing or not critic.load_weight:
+        faults.append("critic.load_weight must be true and critic.megatron.use_dist_checkpointing false")
+    file = Path(critic.model.path) / "config.json"
+    if file.is_file() and critic.model.path != actor.model.path:
+        if unlike := value_model_differences(run, read_model_shape(file), file.parent):
+            faults.append(f"critic.model.path is of another model than the actor: {unlike}")
+    if not {"update.recipe_critic", "update.recipe_worker"} <= run.rows:
+        faults.append("row update.recipe_critic or update.recipe_worker is off: verl's own critic would train")
+    yield either("critic", not faults, f"values by a head on {critic.model.path}", "; ".join(faults))

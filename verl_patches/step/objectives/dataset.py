@@ -1,0 +1,173 @@
+"""Fixed responses as a dataset of verl: data.custom_cls of the presets names this file and one of its classes.
+
+A row has the prompt as verl's own dataset makes it, and `tools_kwargs`, arguments of the rollout of one row, which
+fit() hands to generate_sequences: token ids of the responses, and what the objective needs beside them
+(step/objectives/advantages.py). The columns of each objective: step/objectives/settings.py. All rows are read at the
+start, so that a wrong one ends the run before workers start.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from pyarrow import parquet
+from tqdm import tqdm
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+from verl_patches.errors import ConfigError
+from verl_patches.step.batches.exchange import Ragged, prompt_inputs
+from verl_patches.step.objectives.settings import COLUMNS, KINDS, columns_of
+
+_TRUNCATIONS = ("error", "left", "right")
+_SHOWN_S = 10.0  # how often the log shows how many rows have been checked
+_FITS = {
+    "messages": lambda value: _is_list(value, lambda one: isinstance(one, dict) and {"role", "content"} <= one.keys()),
+    "text": lambda value: isinstance(value, str) and value != "",
+    "bool": lambda value: isinstance(value, bool),
+    "texts": lambda value: _is_list(value, _FITS["text"]),
+    "marks": lambda value: _is_list(value, lambda one: isinstance(one, bool | int | float) and 0 <= one <= 1),
+}
+
+
+def _is_list(value: Any, of: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(map(of, value))
+
+
+class FixedDataset(RLHFDataset):
+    """Rows of an objective; a response ends with the end token, and is cut by data.truncation, verl's key.
+
+    ConfigError for a missing column, a value of another kind, and, with truncation=error, for a response of more than
+    data.max_response_length tokens; it names file and row, counted from 0.
+    """
+
+    objective = "sft"
+
+    def __init__(self, data_files: Any, tokenizer: Any, config: Any, processor: Any = None):
+        self.most_tokens = config.max_response_length
+        if config.truncation not in _TRUNCATIONS:
+            raise ConfigError(f"data.truncation is {config.truncation}; expected {' or '.join(_TRUNCATIONS)}")
+        super().__init__(data_files, tokenizer, config, processor)
+
+    def _read_files_and_tokenize(self) -> None:
+        ways = [self._check(str(file)) for file in self.data_files]
+        if any(way != ways[0] for way in ways):
+            raise ConfigError(f"{', '.join(self.data_files)}: expected the same columns in all files, found {ways}")
+        if "prompt" not in ways[0]:
+            self.filter_overlong_prompts = False  # the prompt is the first token
+        super()._read_files_and_tokenize()
+
+    def _check(self, file: str) -> dict[str, str]:
+        """{column: kind} that the file is read by."""
+        opened = parquet.ParquetFile(file)
+        names = opened.schema_arrow.names
+        columns = columns_of(self.objective, names)
+        if not columns.keys() <= set(names):
+            ways = " or ".join(", ".join(way) for way in COLUMNS[self.objective])
+            raise ConfigError(f"{file}: {self.objective} needs the columns {ways}; found {', '.join(names)}")
+        rows = chain.from_iterable(batch.to_pylist() for batch in opened.iter_batches(columns=[*columns]))
+        shown = {"desc": f"check {file}", "unit": "row", "mininterval": _SHOWN_S, "delay": _SHOWN_S}
+        for number, row in enumerate(tqdm(rows, total=opened.metadata.num_rows, **shown)):
+            for name, kind in columns.items():
+                if not _FITS[kind](row[name]):
+                    text = f"{file}, row {number}: {name} is {row[name]!r:.80}; expected {KINDS[kind]}, not empty"
+                    raise ConfigError(text)
+            if fault := self._fault(row):
+                raise ConfigError(f"{file}, row {number}: {fault}")
+        return columns
+
+    def _fault(self, row: dict[str, Any]) -> str | None:
+        longest = max(map(len, self._ids(row)["responses"])) if self.truncation == "error" else 0
+        if longest <= self.most_tokens:
+            return None
+        limit = f"data.max_response_length, {self.most_tokens}: raise it, or set data.truncation to left or right"
+        return f"a response has {longest} tokens with the end token; expected at most {limit}"
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        columns = columns_of(self.objective, self.dataframe.column_names)
+        if "prompt" in columns:
+            row = super().__getitem__(item)
+            given = self._ids(row)
+        else:
+            given = self._ids({"text": self.dataframe[item]["text"]})
+            prompt = torch.tensor(given.pop("prompt"))
+            tensors = prompt_inputs(Ragged(prompt, (1,)), self.max_prompt_length, self.tokenizer.pad_token_id)
+            row = {name: tensor[0] for name, tensor in tensors.items()} | {"raw_prompt_ids": prompt.tolist()}
+        row = {name: value for name, value in row.items() if name not in columns}  # not sent through the step as text
+        given["responses"] = [self._cut(ids) for ids in given["responses"]]
+        return {**row, "tools_kwargs": given}
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        return ids[-self.most_tokens :] if self.truncation == "left" else ids[: self.most_tokens]
+
+    def _tokens(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _ids(self, row: dict[str, Any]) -> dict[str, Any]:
+        """{responses: token ids of each response, not cut yet, and what else the objective needs of a row}."""
+        if "response" in row:
+            return {"responses": [self._response(row["response"])]}
+        ids = self.tokenizer.encode(row["text"])
+        if ids[-1] != self.tokenizer.eos_token_id or len(ids) < 2:
+            ids.append(self.tokenizer.eos_token_id)
+        if self.truncation == "left":
+            ids = ids[-self.most_tokens - 1 :]
+        return {"prompt": ids[:1], "responses": [ids[1:]]}
+
+    def _response(self, text: str) -> list[int]:
+        return [*self._tokens(text), self.tokenizer.eos_token_id]
+
+
+class SftData(FixedDataset):
+    """sft: `prompt` and `response`, or raw `text`, whose first token is the prompt (continued pre-training)."""
+
+
+class PairData(FixedDataset):
+    """dpo and ipo: `prompt`, `chosen` and `rejected`."""
+
+    objective = "dpo"
+
+    def _ids(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"responses": [self._response(row["chosen"]), self._response(row["rejected"])]}
+
+
+class RewardData(PairData):
+    """rm: as PairData, with a second end token: verl's value of a token is that of the sequence before it."""
+
+    objective = "rm"
+
+    def _response(self, text: str) -> list[int]:
+        return [*super()._response(text), self.tokenizer.eos_token_id]
+
+
+class KtoData(FixedDataset):
+    """kto: `prompt`, `response` and `label`, true for a desirable response."""
+
+    objective = "kto"
+
+    def _ids(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"responses": [self._response(row["response"])], "label": row["label"]}
+
+
+class StepData(FixedDataset):
+    """prm: `prompt`, `steps` and `labels`, one for each step.
+
+    marks: {place in the response: label}. verl's value of a token is that of the sequence before it, so a step's value
+    is at the token behind its last one.
+    """
+
+    objective = "prm"
+
+    def _fault(self, row: dict[str, Any]) -> str | None:
+        if (found := len(row["labels"])) != len(row["steps"]):
+            return f"found {len(row['steps'])} steps and {found} labels; expected a label for each step"
+        return super()._fault(row)
+
+    def _ids(self, row: dict[str, Any]) -> dict[str, Any]:
+        parts = [self._tokens(step) for step in row["steps"]]
+        ids = [*chain.from_iterable(parts), self.tokenizer.eos_token_id]
+        dropped = max(len(ids) - self.most_tokens, 0) if self.truncation == "left" else 0
+        ends = [end - dropped for end in accumulate(map(len, parts))]
+        marks = {end: float(y) for end, y in zip(ends, row["labels"], strict=True) if 0 < end < self.most_tokens}
+        return {"responses": [ids], "marks": marks}

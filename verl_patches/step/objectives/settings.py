@@ -1,0 +1,100 @@
+"""What objectives on fixed data need of the configuration and of the data's columns. No torch here.
+
+verl's update has the gradient of a loss L if advantages are -B dL/dlogp (step/objectives/advantages.py), each of the B
+responses weighs 1/B, and nothing else is in its loss: `faults` names what contradicts that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_patches.spec import OF_VALUES, RunSpec
+
+_PAIR = {"prompt": "messages", "chosen": "text", "rejected": "text"}
+# objective -> columns of a data file and their kinds, or other columns in their place
+COLUMNS: dict[str, tuple[dict[str, str], ...]] = {
+    "sft": ({"prompt": "messages", "response": "text"}, {"text": "text"}),
+    "dpo": (_PAIR,),
+    "ipo": (_PAIR,),
+    "rm": (_PAIR,),
+    "kto": ({"prompt": "messages", "response": "text", "label": "bool"},),
+    "prm": ({"prompt": "messages", "steps": "texts", "labels": "marks"},),
+}
+KINDS = {
+    "messages": "a list of messages with role and content",
+    "text": "text",
+    "bool": "true or false",
+    "texts": "a list of texts",
+    "marks": "a list of true or false, or of numbers from 0 to 1",
+}
+RESPONSES = {"sft": 1, "prm": 1, "dpo": 2, "ipo": 2, "kto": 2, "rm": 2}  # of each prompt in a batch
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def columns_of(objective: str, names: list[str]) -> dict[str, str]:
+    """{column: kind} that a file with these columns is read by; the first way where it has none of them whole."""
+    ways = COLUMNS[objective]
+    return next((way for way in ways if way.keys() <= set(names)), ways[0])
+
+
+def faults(run: RunSpec) -> Iterator[str]:
+    """Why a composed configuration does not train recipe.objective exactly, one sentence each; none for rl."""
+    objective = run.recipe.objective
+    if run.samples:
+        return
+    given = f"recipe.objective.name is {objective.name}, but"
+    if objective.label_smoothing and objective.name != "dpo":
+        yield f"{given} recipe.objective.label_smoothing is {objective.label_smoothing}: only dpo has it; set 0"
+    if run.verl.data.custom_cls.path is None:
+        yield f"{given} data.custom_cls.path is null: verl's own dataset gives no responses; use algo={objective.name}"
+    if objective.name == "kto" and run.verl.data.train_batch_size < 2:
+        yield f"{given} data.train_batch_size is 1: the KL pairs a prompt with another row's response; set 2 or more"
+    for key, (expected, why) in _expected(run, objective.name).items():
+        if (found := OmegaConf.select(run.verl, key)) != expected:
+            shown = str(expected).lower() if isinstance(expected, bool) else expected
+            yield f"{given} {key} is {found}: {why}; set {shown}"
+    if run.verl.trainer.test_freq > 0 or run.verl.trainer.val_before_train:
+        yield f"{given} validation would sample; set trainer.test_freq=-1 and trainer.val_before_train=false"
+
+
+def _expected(run: RunSpec, name: str) -> dict[str, tuple[Any, str]]:
+    """{key: (value, reason)} of an objective."""
+    trained = "critic" if name in OF_VALUES else _ACTOR
+    term, sampled = "the loss has no other term", "no response is sampled"
+    whole = "the gradient is that of the whole batch, at weights that have not changed"
+    equally = "only then each response weighs equally, whatever its length and micro batch"
+    expected = {
+        f"{_ROLLOUT}.n": (RESPONSES[name], "a prompt has that many responses in a batch"),
+        f"{trained}.loss_agg_mode": ("seq-mean-token-sum", equally),
+        f"{trained}.ppo_mini_batch_size": (run.verl.data.train_batch_size, whole),
+        f"{trained}.ppo_epochs": (1, whole),
+        f"{_ACTOR}.entropy_coeff": (0, term),
+        f"{_ACTOR}.use_kl_loss": (False, "the loss has no reference"),
+        "algorithm.adv_estimator": ("grpo", "others would need a critic"),
+        "algorithm.use_kl_in_reward": (False, term),
+        "data.prompt_key": ("prompt", "columns of fixed data have these names"),
+        "recipe.tensor_cache.enabled": (False, "the cache begins with a rollout"),
+        "recipe.train.routing_replay": (None, sampled),
+        "recipe.rollout_correction.rollout_is": (None, sampled),
+        "recipe.rollout_correction.rollout_rs": (None, sampled),
+        "recipe.logprob_check.action": ("off", sampled),
+        "recipe.rollout.replay": (None, sampled),
+        "recipe.keep_groups.metric": (None, sampled),
+        "recipe.rewards": ([], "fixed responses have no reward"),
+    }
+    if name in WITH_REFERENCE:
+        expected |= {
+            f"{_ACTOR}.use_kl_loss": (True, "the loss needs the reference's log-probs"),
+            f"{_ACTOR}.kl_loss_coef": (0, term),
+            f"{_ACTOR}.kl_loss_type": ("kl", "others overflow, and 0 x inf is NaN"),
+            "recipe.train.skip_old_log_prob": (False, "the loss needs the policy's log-probs before the update"),
+        }
+    if name in OF_VALUES:
+        expected["algorithm.adv_estimator"] = "gae", "the value model is what is trained"
+    else:
+        expected["trainer.critic_warmup"] = 0, "each step has an update"
+    return expected

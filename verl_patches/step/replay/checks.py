@@ -1,0 +1,50 @@
+"""The rules of routing replay, and of recorded responses that a run trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_patches.errors import Check, ConfigError, either
+from verl_patches.spec import RunSpec
+from verl_patches.step.replay.recording import find_recording
+from verl_patches.weights.run_folders import LATEST
+
+
+def routing_replay_checks(run: RunSpec) -> Iterator[Check]:
+    """recipe.train.routing_replay: whether a pass records, and its routers are those that select."""
+    key, recipe = "recipe.train.routing_replay", run.recipe
+    if recipe.train.routing_replay is None:
+        return
+    faults = []
+    if recipe.train.skip_old_log_prob:
+        faults.append("recipe.train.skip_old_log_prob leaves out the pass that records; set it false")
+    if not recipe.train.use_remove_padding:
+        faults.append("recipe.train.use_remove_padding is false: tokens are those of packed sequences; set it true")
+    if recipe.train.balanced_routing:
+        faults.append("recipe.train.balanced_routing ignores the router; set one of them")
+    selection = "update.routing_replay" if recipe.line == "pypi" else "update.routing_replay_mindspeed"
+    for row in ("update.recipe_worker", "update.routing_samples", selection):
+        if row not in run.rows:
+            faults.append(f"row {row} is off; remove -{row} from recipe.patches")
+    held = "the update selects the experts of the pass for old log-probs"
+    yield either("routing replay", not faults, held, f"{key} is R2, but {'; '.join(faults)}")
+
+
+def recording_checks(run: RunSpec) -> Iterator[Check]:
+    """Check that a recording has the run's steps, in whole files, and is not that of the start which reads it."""
+    replay, home = run.recipe.rollout.replay, run.home.resolve()
+    if replay is None:
+        return
+    fault = ""
+    try:
+        find_recording(replay, run.verl.trainer.total_training_steps)
+    except ConfigError as error:
+        fault = str(error)
+    given = Path(replay).absolute()
+    if not fault and home in (given.resolve(), given.parent.resolve() if given.name == LATEST else None):
+        fault = (
+            f"recipe.rollout.replay is {replay}, whose newest start will be this one; give one of its starts, such as "
+            f"{replay}/0001, or give this run another name (--run NAME, recipe.run)"
+        )
+    yield either("replay", not fault, f"the responses of {replay}", fault)

@@ -1,0 +1,144 @@
+"""Recorded rollouts: rollouts/ of each start, written by one run and replayed by another, or made to data.
+
+step_N.safetensors holds prompts [B, S_prompt] and responses [B, S_response] (int64), their masks and, where vLLM gave
+them to the trainer, log-probs. A replay trains on the same responses at another layout, so that gradients can be
+compared. scores_N.safetensors, written with the step's update, holds for the same rows `uid` [B, 16] (uint8, verl's
+UUID of the prompt's group), `score` [B] (fp32, the reward) and reward/LABEL [B] of each part, which
+tools/data/from_rollouts.py reads.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import safetensors_header
+from verl_patches.shared_files import replacing
+from verl_patches.weights.run_folders import find_start, read_start, steps_in_chain
+
+if TYPE_CHECKING:  # the launcher looks for a recording without importing torch
+    import torch
+
+ROLLOUTS = "rollouts"  # in the folder of a start
+Recording = Mapping[int, Path]  # step -> the folder with its step_N.safetensors
+
+
+def recording_in(start: Path) -> Recording:
+    """Return the recorded steps of a start and of those that it came from, in order."""
+    return steps_in_chain(read_start(start), lambda folder: _steps_in(folder / ROLLOUTS))
+
+
+def _steps_in(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.glob("step_*.safetensors"):
+        if path.stem[5:].isdecimal():
+            yield int(path.stem[5:]), folder
+
+
+def find_recording(path: str | None, steps: int | None = None, option: str = "--replay-rollout") -> Recording | None:
+    """Return the recording that a user names: a run, a start, a folder of rollouts or one of its files; None for None.
+
+    Raises ConfigError where there is none, or, with `steps`, where one of the steps 1 to `steps` is missing or damaged.
+    """
+    if path is None:
+        return None
+    given = Path(path)
+    folder = next((f for f in (given, given.parent) if (f / "step_1.safetensors").is_file()), None)
+    try:
+        found = dict(_steps_in(folder.resolve())) if folder else recording_in(find_start(given, given.parent))
+    except ConfigError:
+        found = {}
+    if not found:
+        raise ConfigError(
+            f"{option} {path}: no step_1.safetensors there; give a run (outputs/NAME or outputs/NAME/0001) "
+            "that recorded its rollouts (recipe.rollout.record)"
+        )
+    for step in range(1, (steps or 0) + 1):
+        if step not in found:
+            raise ConfigError(
+                f"--replay-rollout {path}: the recording has {step - 1} step(s), this run wants {steps}; use "
+                f"--steps {step - 1}, or record a longer run"
+            )
+        file = found[step] / f"step_{step}.safetensors"
+        if missing := {"prompts", "responses"} - safetensors_header(file).keys():
+            raise ConfigError(
+                f"--replay-rollout {path}: {file} holds no {' or '.join(sorted(missing))}; record it again"
+            )
+    return found
+
+
+def recorded_lengths(path: str, steps: int = 10) -> tuple[list[int], list[int]]:
+    """(tokens of prompts, of responses, sorted) of a run's last recorded steps; ConfigError if none or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    found = find_recording(path, option="--lengths")
+    last = [found[step] / f"step_{step}.safetensors" for step in sorted(found)[-steps:]]
+    prompts, responses = [], []
+    for file in last:
+        try:
+            with safe_open(file, "numpy") as tensors:
+                width, mask = tensors.get_slice("prompts").get_shape()[1], tensors.get_tensor("attention_mask")
+        except SafetensorError as error:
+            raise ConfigError(f"{file}: expected a recorded step with attention_mask ({error})") from None
+        prompts += mask[:, :width].sum(1).tolist()
+        responses += mask[:, width:].sum(1).tolist()
+    if not any(prompts) or not any(responses):
+        raise ConfigError(f"--lengths {path}: no tokens in prompts or responses of the last {len(last)} steps there")
+    return prompts, sorted(responses)
+
+
+def save_step(folder: Path, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one step's tensors."""
+    _save(folder / f"step_{step}.safetensors", tensors)
+
+
+def save_scores(folder: Path, step: int, rows: torch.Tensor, scores: torch.Tensor, columns: Mapping[str, Any]) -> None:
+    """Write what the reward gave a step's responses.
+
+    rows: [B], the place of each row in the recorded step; scores: [B]; columns: of B values, `uid` and those of parts.
+    """
+    import torch
+
+    uids = bytearray(b"".join(uuid.UUID(uid).bytes for uid in columns["uid"]))
+    made = {"score": scores.float(), "uid": torch.frombuffer(uids, dtype=torch.uint8).view(-1, 16)}
+    for name in columns.keys() - {"uid"}:
+        made[name] = torch.tensor([float(value) for value in columns[name]])
+    order = rows.argsort()
+    _save(folder / f"scores_{step}.safetensors", {name: values[order] for name, values in made.items()})
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as new:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new)
+
+
+def load_step(recording: Recording, step: int, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of one recorded step, without log-probs, which belong to the weights of the recorded run.
+
+    input_ids: [B / n, S_prompt], this run's prompts. Raises ConfigError for a missing step or other prompts.
+    """
+    from safetensors.torch import load_file
+
+    if step not in recording:
+        raise ConfigError(
+            f"--replay-rollout: step {step} is not among the recorded ones, {min(recording)} to {max(recording)}; use "
+            f"--steps {step - 1}, or record a longer run"
+        )
+    path = recording[step] / f"step_{step}.safetensors"
+    tensors = load_file(path)
+    tensors.pop("rollout_log_probs", None)
+    prompts, count = tensors["prompts"], max(len(input_ids), 1)
+    repeats = len(prompts) // count
+    if prompts.shape != (count * repeats, input_ids.shape[1]) or not prompts.equal(
+        input_ids.repeat_interleave(repeats, 0)
+    ):
+        raise ConfigError(
+            f"--replay-rollout: {path} was recorded with other prompts ({tuple(prompts.shape)}, now "
+            f"{tuple(input_ids.shape)} x {repeats}); use the recorded run's data, batch size and seed"
+        )
+    return tensors

@@ -1,0 +1,1 @@
+"""What is done beside a run: its data before, the trained model afterwards."""

@@ -1,0 +1,262 @@
+"""`data build`: read, make rows, leave out, shuffle, split, write. The same input and keys give the same bytes.
+
+Records and the rows made of them, as JSON, are files of `datasets` in a scratch folder beside the output, in the order
+of the input; memory holds the place and the digests of each row.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.processes import END_SIGNALS
+from verl_patches.tools.data.handlers import RESPONSES, Record, Row, digest_of, make_row, schema_of, template_of
+from verl_patches.tools.data.output import MANIFEST, TEST, TRAIN, whole_folder, write_rows
+from verl_patches.tools.data.settings import REASONS, Settings
+from verl_patches.tools.data.sources import Source, file_facts, prompt_tokens, read_tokenizer, sources_of
+from verl_patches.values import printable
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SHOWN, PLACES = 20, 3  # sentences of a reason in the report, and places of each
+MAX_GOLD_WORDS = 4  # the reward compares what has more, like any phrase, as text alone
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_BATCH_ROWS = 256
+_BATCHES_OF_A_WORKER = 4  # between two writes
+_UNSAID = {"workers", "log_interval", "output_prefix"}  # keys that the output does not depend on
+# what a record becomes: the row as JSON unless it is left out, and why it is left out or doubted; digests of its prompt
+# and of all that makes two rows repeated ones; tokens of its prompt and of its longest response
+MADE = {"origin": "string", "text": "string", "reason": "string", "sentence": "string"}
+MADE |= dict.fromkeys(("prompt", "digest", "prompt_tokens", "response_tokens"), "int64")
+
+
+def make_rows(settings: Settings, origins: Sequence[str], records: Sequence[bytes]) -> dict[str, list[Any]]:
+    """Return the columns of MADE for some pickled records. Runs in any process."""
+    made = [_make(settings, origin, pickle.loads(record)) for origin, record in zip(origins, records, strict=True)]
+    return {name: [each.get(name) for each in made] for name in MADE}
+
+
+def _make(settings: Settings, origin: str, record: Any) -> dict[str, Any]:
+    template, tokenizer = _tools(settings.prompt_type, settings.tokenizer_name_or_path)
+    handler, additional = settings.handler, settings.dataset_additional_keys
+    made: dict[str, Any] = {"origin": origin}
+    try:
+        if isinstance(record, ValueError):
+            raise record
+        values = Record(record, handler.fields)
+        row = make_row(handler, values, template, settings.data_source or settings.handler_name, origin, additional)
+        tokens = _tokens(tokenizer, row) if tokenizer else (0, 0)
+        text = json.dumps(row)
+    except (ValueError, RecursionError) as error:
+        return {**made, "reason": "bad", "sentence": printable(str(error))}
+    if settings.seq_length and sum(tokens) > settings.seq_length:
+        return {**made, "reason": "too_long", "sentence": f"more than {settings.seq_length} tokens"}
+    if handler.ability == "math" and len(_WORD.findall(row["reward_model"]["ground_truth"])) > MAX_GOLD_WORDS:
+        sentence = "the gold answer is a sentence, which the reward compares as text"
+        made |= {"reason": "sentences", "sentence": sentence}
+    prompt = [message["content"].split() for message in row["prompt"]] if "prompt" in row else row["text"]
+    fixed = [row[column] for column in handler.columns]
+    made |= {"text": text, "prompt": digest_of(prompt), "digest": digest_of([prompt, fixed])}
+    return {**made, "prompt_tokens": tokens[0], "response_tokens": tokens[1]}
+
+
+@functools.cache
+def _tools(prompt_type: str, tokenizer: str | None) -> tuple[Any, Any]:
+    """Return (template, tokenizer) of this process."""
+    if tokenizer is None:
+        return template_of(prompt_type), None
+    expected = "tokenizer_name_or_path to be a model folder that is there, or an id"
+    found = read_tokenizer(tokenizer, expected, local=os.path.isdir(tokenizer))
+    if not found.chat_template:
+        raise ConfigError(f"tokenizer_name_or_path {tokenizer}: it has no chat template, which verl needs")
+    return template_of(prompt_type), found
+
+
+def _tokens(tokenizer: Any, row: Row) -> tuple[int, int]:
+    """Return (prompt, longest response with its end tokens), as a run counts them (step/objectives/dataset.py)."""
+    if "text" in row:
+        return 1, len(tokenizer.encode(row["text"]))
+    prompt = len(prompt_tokens(tokenizer, row["prompt"]))
+    texts = [row[name] if name == "steps" else [row[name]] for name in RESPONSES if name in row]
+    sizes = [sum(len(tokenizer.encode(part, add_special_tokens=False)) for part in parts) for parts in texts]
+    return prompt, max(sizes) + len(sizes) if sizes else 0  # of a pair, a reward model has two end tokens
+
+
+def _records(sources: Iterable[Source]) -> Iterator[dict[str, Any]]:
+    for source in sources:
+        for line, record in source.rows():
+            yield {"origin": f"{source.name}:{line}", "record": pickle.dumps(record)}
+
+
+@contextmanager
+def _rows_by_workers(settings: Settings, workers: int) -> Iterator[Callable[..., dict[str, list[Any]]]]:
+    """Yield make_rows, with more than one worker in that many processes."""
+    if workers < 2:
+        yield functools.partial(make_rows, settings)
+        return
+    executor = ProcessPoolExecutor(workers, get_context("fork"), _begin_worker, (os.getpid(),))
+
+    def make(origins: Sequence[str], records: Sequence[bytes]) -> dict[str, list[Any]]:
+        parts = [slice(first, first + _BATCH_ROWS) for first in range(0, len(origins), _BATCH_ROWS)]
+        futures = [executor.submit(make_rows, settings, origins[part], records[part]) for part in parts]
+        made = [future.result() for future in futures]
+        return {name: [value for columns in made for value in columns[name]] for name in MADE}
+
+    try:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        try:
+            executor.submit(os.getpid)  # the first submit forks all workers
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        yield make
+    except BrokenProcessPool as error:
+        text = "a worker of data build was killed; lower workers, or give the machine more memory"
+        raise RecipeError(text) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _begin_worker(parent: int) -> None:
+    """Begin a worker, which is forked with the end signals blocked: the handlers of the command are not its own.
+
+    In its own session it gets no signal of a terminal: the command alone does, and ends its workers.
+    """
+    os.setsid()
+    for number in END_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone: a worker would outlive a kill -9."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _make_all(settings: Settings, sources: Sequence[Source], scratch: Path) -> Dataset:
+    """Return the dataset of MADE, a row for each record. ConfigError where there is none."""
+    from datasets import Dataset, Features, Value
+    from datasets.exceptions import DatasetGenerationError
+
+    if all(next(source.rows(), None) is None for source in sources):  # datasets has an error of its own then
+        raise ConfigError(f"input {', '.join(settings.inputs)}: expected rows, found none")
+    features = Features({"origin": Value("string"), "record": Value("binary")})
+    given = {"cache_dir": str(scratch / "records"), "gen_kwargs": {"sources": tuple(sources)}}
+    try:
+        records = Dataset.from_generator(_records, features, **given)
+    except DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+    workers = min(settings.workers, len(records))
+    with _rows_by_workers(settings, workers) as make:
+        return records.map(
+            make,
+            input_columns=["origin", "record"],
+            batched=True,
+            batch_size=_BATCH_ROWS * (_BATCHES_OF_A_WORKER * workers if workers > 1 else 1),
+            remove_columns=["record"],
+            features=Features({name: Value(kind) for name, kind in MADE.items()}),
+            cache_file_name=str(scratch / "rows.arrow"),
+            new_fingerprint="rows",  # a function that holds processes has none
+            desc="Making rows",
+        )
+
+
+def _columns(made: Dataset, *names: str) -> Iterator[dict[str, Any]]:
+    """Yield some columns of each row."""
+    for batch in made.select_columns([*names]).with_format("arrow").iter(_BATCH_ROWS):
+        yield from batch.to_pylist()
+
+
+def _sort_out(made: Dataset, dedupe: bool) -> tuple[dict[str, Any], list[tuple[int, int]], dict[str, int]]:
+    """Return the report, (number, digest of the prompt) of each row that is kept, and the most tokens of a row."""
+    report: dict[str, Any] = {"read": len(made), **{reason: {"rows": 0, "shown": {}} for reason in REASONS}}
+    kept, seen, longest = [], set(), {"prompt": 0, "response": 0}
+
+    def note(reason: str, origin: str, sentence: str) -> None:
+        found = report[reason]
+        found["rows"] += 1
+        if sentence in found["shown"] or len(found["shown"]) < SHOWN:
+            same = found["shown"].setdefault(sentence, {"rows": 0, "places": []})
+            same["rows"] += 1
+            same["places"] += [origin] * (len(same["places"]) < PLACES)
+
+    for number, row in enumerate(_columns(made, *(name for name in MADE if name != "text"))):
+        if row["reason"]:
+            note(row["reason"], row["origin"], row["sentence"])
+        if row["digest"] is None:
+            continue
+        longest = {name: max(most, row[f"{name}_tokens"]) for name, most in longest.items()}
+        if dedupe and row["digest"] in seen:
+            note("repeated", row["origin"], "as one before it")
+        else:
+            kept.append((number, row["prompt"]))
+        seen.add(row["digest"])
+    return report, kept, longest
+
+
+def _split(settings: Settings, kept: list[tuple[int, int]], report: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return {file: row numbers} in their order; test has the first ones, and all others with their prompts."""
+    size = len(kept)
+    if size < 2:
+        out_of = ", ".join(f"{n} {why}" for why in ("bad", "repeated", "too_long") if (n := report[why]["rows"]))
+        raise ConfigError(f"{size} of {report['read']} rows are left ({out_of or 'no more'}); expected 2 or more")
+    if settings.shuffle:
+        Random(settings.seed).shuffle(kept)
+    count = settings.test_size if settings.test_size >= 1 else max(1, round(settings.test_size * size))
+    prompts = {prompt for _, prompt in kept[:count]}
+    test = [number for number, prompt in kept if prompt in prompts]
+    train = [number for number, prompt in kept if prompt not in prompts]
+    if not train:
+        found = f"test_size is {settings.test_size}: {len(test)} of {size} rows"
+        raise ConfigError(f"{found} leave none to train on; give a smaller one")
+    return {TRAIN: train, TEST: test}
+
+
+def build(settings: Settings, overwrite: bool) -> tuple[int, dict[str, Any]]:
+    """Write the folder of output_prefix: (0, report), or (1, report) and nothing written (refuse_above).
+
+    ConfigError for wrong use. Progress bars go to stderr.
+    """
+    target = Path(settings.output_prefix)
+    with whole_folder(target, overwrite) as work:
+        os.environ["HF_HOME"] = str((work / "hub").absolute())  # of this process and its workers, before HF's imports
+        from tqdm import tqdm
+
+        sources = list(sources_of(settings, work))
+        _tools(settings.prompt_type, settings.tokenizer_name_or_path)  # what is wrong ends the command here
+        made = _make_all(settings, sources, work)
+        report, kept, longest = _sort_out(made, settings.dedupe)
+        limits = REASONS | settings.refuse_above
+        report["refused"] = [why for why in REASONS if report[why]["rows"] > limits[why] * report["read"]]
+        if report["refused"]:
+            return 1, report
+        if settings.tokenizer_name_or_path:
+            report["longest_tokens"] = longest
+        schema = schema_of(settings.handler.columns, settings.dataset_additional_keys)
+        for name, numbers in _split(settings, kept, report).items():
+            report[Path(name).stem] = len(numbers)
+            rows = tqdm(_columns(made.select(numbers), "text"), f"Writing {name}", len(numbers), unit=" rows")
+            write_rows(work / "out" / name, (row["text"] for row in rows), schema)
+        manifest = {"format": "verl_patches data", "version": 1, "settings": settings.model_dump(exclude=_UNSAID)}
+        manifest |= {"inputs": [source.facts for source in sources], "report": report}
+        manifest["files"] = [file_facts(work / "out" / name) for name in (TRAIN, TEST)]
+        (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return 0, {**report, "files": [str(target / name) for name in (TRAIN, TEST)]}

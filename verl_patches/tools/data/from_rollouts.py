@@ -1,0 +1,227 @@
+"""Data of a run's recorded rollouts (step/replay/recording.py): what its own reward makes of its responses.
+
+best         rejection sampling: the best of each prompt's responses by reward (arXiv:2307.09288, section 3.2.2)
+conditional  conditional SFT: prompts tagged with the reward of their response (arXiv:2308.12050); the tag is that of
+             OpenRLHF's conditional_sft_processor (openrlhf/utils/processor.py)
+pairs        preference pairs: the best response of each prompt as `chosen`, the worst as `rejected`
+
+Prompts are those of the run's data: a recorded one is found there by its tokens, made as verl's dataset makes them. A
+prompt's responses are those of one step (verl's uid). Rows are in the order of steps, prompts and rewards, and depend
+on the recording, the data and the options alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from omegaconf import OmegaConf
+from pydantic import FiniteFloat, ValidationError
+
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.run.environment import COMPOSED, FACTS
+from verl_patches.run.files import recorded_bytes
+from verl_patches.spec import RunSpec, read_run
+from verl_patches.step.replay.recording import recording_in
+from verl_patches.tools.data.handlers import EXTRA, digest_of, schema_of
+from verl_patches.tools.data.output import MANIFEST, TRAIN, whole_folder, write_rows
+from verl_patches.tools.data.sources import file_facts, prompt_tokens, read_rows, read_tokenizer
+from verl_patches.values import Count, NotNegative, load, read_yaml, size_text, types_of, value_faults
+
+if TYPE_CHECKING:
+    import torch
+
+COLUMNS = {"best": ("response",), "conditional": ("response",), "pairs": ("chosen", "rejected")}
+TAGGED = "{input} <rm_score>: {reward:.2f} "
+_SLACK = 1e-6  # scores are recorded in fp32: 0.7 is 0.69999999
+
+
+@dataclass(frozen=True)
+class Choice:
+    """best: of a prompt's responses at most. threshold: the least reward of a response, or of a chosen one.
+
+    margin: the least difference of a pair's rewards, which differ in any case.
+    """
+
+    kind: Literal[tuple(COLUMNS)] = "best"
+    best: Count = 1
+    threshold: FiniteFloat | None = None
+    margin: NotNegative = 0.0
+
+    def __post_init__(self):
+        if faults := value_faults(types_of(Choice), asdict(self)):
+            raise ConfigError(f"from-rollouts: {'; '.join(faults)}")
+        if (self.best != 1 and self.kind != "best") or (self.margin and self.kind != "pairs"):
+            raise ConfigError(
+                f"from-rollouts: --to {self.kind}: --best is for best and --margin for pairs; leave it out"
+            )
+
+
+def from_rollouts(
+    run: Path,
+    target: Path,
+    choice: Choice,
+    overwrite: bool = False,
+    progress: Callable[[int], Any] = lambda steps: None,
+) -> dict[str, Any]:
+    """Write the folder `target`, train.parquet and manifest.json, from a start of a run; returns the report's counts.
+
+    Steps of the starts that it came from count too.
+
+    progress: called after each step. ConfigError where the run recorded no rollouts, or something of it cannot be read;
+    RecipeError where no row is left. Then nothing is written.
+    """
+    with load(f"{run}: expected a run, with {COMPOSED} and {FACTS}"):
+        try:
+            spec = read_run((run / FACTS).read_text(), OmegaConf.create(read_yaml(run / COMPOSED)))
+        except ValidationError:
+            text = f"{run / FACTS}: expected the facts of a run as this version writes them; {run} was recorded by an"
+            text = f"{text} earlier version: use that version, or record the run again"
+            raise ConfigError(text) from None
+    steps, tokenizer = scored_steps(run, spec), _tokenizer(spec)
+    report: dict[str, Any] = dict.fromkeys(("steps", "prompts", "responses", "rows"), 0)
+    left_out: Counter[str] = Counter()
+    with whole_folder(target, overwrite) as work:
+        data = _rows_of_data(spec, tokenizer, {key for step in steps for key, *_ in _responses(steps[step], step)})
+        file, seen = work / "out" / TRAIN, set()
+
+        def rows() -> Iterator[str]:
+            for step in steps:
+                for uid, key, group in _groups(steps[step], step, tokenizer, report, left_out):
+                    for columns, reward in chosen(group, choice, left_out):
+                        origin = f"{run.parent.name}, step {step}, uid {uid}, reward {reward:.6g}"
+                        row = _row(data[key], columns, choice, reward, origin)
+                        digest = digest_of([row["prompt"], columns])
+                        left_out["repeated"] += digest in seen
+                        if digest not in seen:
+                            report["rows"] += 1
+                            yield json.dumps(row)
+                        seen.add(digest)
+                report["steps"] += 1
+                progress(1)
+
+        write_rows(file, rows(), schema_of(COLUMNS[choice.kind]))
+        report["left_out"] = {reason: count for reason, count in sorted(left_out.items()) if count}
+        if not report["rows"]:
+            why = ", ".join(f"{count} {reason}" for reason, count in report["left_out"].items())
+            text = f"{run}: no row is left of {report['responses']} responses ({why})"
+            raise RecipeError(f"{text}; lower --threshold or --margin, or train longer")
+        of = {"name": run.parent.name, "start": run.name, "steps": [*steps]}
+        manifest = {"format": "verl_patches data", "version": 1, "run": of, "settings": asdict(choice)}
+        manifest |= {"report": report, "files": [file_facts(file)]}
+        (work / "out" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return {**report, "files": [str(target / TRAIN)]}
+
+
+def scored_steps(run: Path, spec: RunSpec) -> dict[int, Path]:
+    """Return {step: folder} of the steps whose responses and rewards are recorded. ConfigError without one."""
+    steps = recording_in(run)
+    if scored := {n: folder for n, folder in steps.items() if (folder / f"scores_{n}.safetensors").is_file()}:
+        return scored
+    if not spec.samples:
+        raise ConfigError(f"{run} trained on fixed data: it has no rollouts; give a run that samples")
+    found = f"no rewards of its {len(steps)} steps: no update followed" if steps else "no rollouts"
+    size = size_text(recorded_bytes(spec))
+    raise ConfigError(f"{run} recorded {found}; run it with recipe.rollout.record=true, {size} a step (modelled)")
+
+
+def _tokenizer(spec: RunSpec) -> Any:
+    data = spec.verl.data
+    path, code = data.tokenizer or str(spec.model_folder), data.get("trust_remote_code")
+    return read_tokenizer(path, "the run's tokenizer; copy its model here", code=bool(code))
+
+
+def _rows_of_data(spec: RunSpec, tokenizer: Any, wanted: set[int]) -> dict[int, Any]:
+    """Return {digest of ids: row} of the wanted prompts, made and cut as by verl's dataset (rl_dataset.py)."""
+    data, found, most = spec.verl.data, {}, spec.verl.data.max_prompt_length
+    head = {"left": 0, "middle": most // 2}.get(data.truncation, most)  # that a cut leaves of the begin
+    files = [data.train_files] if isinstance(data.train_files, str) else data.train_files
+    for file in files:
+        with load(f"{file}: expected the run's data as it was; put it there again"):
+            for _, row in read_rows(Path(file)):
+                prompt = row[data.prompt_key]
+                ids = prompt_tokens(tokenizer, prompt)
+                ids = ids[:head] + ids[len(ids) - most + head :] if len(ids) > most else ids
+                if (key := digest_of(ids)) in wanted:
+                    found.setdefault(key, {**row, "prompt": prompt})
+    if missing := len(wanted - found.keys()):
+        raise ConfigError(
+            f"{missing} of {len(wanted)} recorded prompts are not in the run's data ({', '.join(files)}); "
+            "expected its files, tokenizer and chat template as they were when it ran"
+        )
+    return found
+
+
+def _responses(folder: Path, step: int) -> Iterator[tuple[int, list[int], float, str]]:
+    """(digest of the prompt's ids, ids of the response, reward, uid) of each row of a step."""
+    sampled = folder / f"step_{step}.safetensors"
+    prompts, responses, masks = _load(sampled, "prompts", "responses", "attention_mask")
+    scores, width = _load(folder / f"scores_{step}.safetensors", "score", "uid"), prompts.shape[1]
+    for prompt, response, mask, score, uid in zip(prompts, responses, masks.bool(), *scores, strict=True):
+        ids = prompt[mask[:width]].tolist(), response[mask[width:]].tolist()
+        yield digest_of(ids[0]), ids[1], score.item(), bytes(uid.tolist()).hex()
+
+
+def _load(path: Path, *names: str) -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    with load(f"{path}: expected a recording with {', '.join(names)}; run it again"):
+        tensors = load_file(path)
+        return [tensors[name] for name in names]
+
+
+def _groups(
+    folder: Path, step: int, tokenizer: Any, report: dict[str, Any], left_out: Counter[str]
+) -> Iterator[tuple[str, int, list[tuple[str, float]]]]:
+    """(uid, digest of the prompt, (text, reward)s) in the order of first rows; no text twice, none empty."""
+    groups: dict[str, tuple[int, dict[str, float]]] = {}
+    for key, ids, score, uid in _responses(folder, step):
+        _, texts = groups.setdefault(uid, (key, {}))
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        report["responses"] += 1
+        fault = "empty" if not text else "without a finite reward" if not math.isfinite(score) else ""
+        if fault := fault or ("repeated" if text in texts else ""):
+            left_out[fault] += 1
+        else:
+            texts[text] = score
+    report["prompts"] += len(groups)
+    yield from ((uid, key, [*texts.items()]) for uid, (key, texts) in groups.items())
+
+
+def chosen(
+    group: list[tuple[str, float]], choice: Choice, left_out: Counter[str]
+) -> Iterator[tuple[dict[str, str], float]]:
+    """({column: text}, reward) of the rows of one prompt's (text, reward)s; of a pair the difference of the rewards."""
+    group = sorted(group, key=lambda each: -each[1])  # of equal rewards the first
+    good = [each for each in group if choice.threshold is None or each[1] >= choice.threshold - _SLACK]
+    if choice.kind == "pairs":
+        margin = good[0][1] - group[-1][1] if good else 0.0
+        if margin > 0 and margin >= choice.margin - _SLACK:
+            yield {"chosen": good[0][0], "rejected": group[-1][0]}, margin
+        else:
+            left_out["prompts within the margin" if good else "prompts below the threshold"] += 1
+        return
+    most = choice.best if choice.kind == "best" else len(good)
+    left_out.update({"below the threshold": len(group) - len(good), "not among the best": len(good[most:])})
+    yield from (({"response": text}, reward) for text, reward in good[:most])
+
+
+def _row(data: Any, columns: dict[str, str], choice: Choice, reward: float, origin: str) -> dict[str, Any]:
+    messages = [{"role": one["role"], "content": one["content"]} for one in data["prompt"]]
+    if choice.kind == "conditional":
+        messages[-1]["content"] = TAGGED.format(input=messages[-1]["content"], reward=reward)
+    answer = (data.get("reward_model") or {}).get("ground_truth")
+    answer = "" if answer is None else str(answer)
+    row = {
+        "data_source": data.get("data_source") or "",
+        "prompt": messages,
+        **columns,
+        "ability": data.get("ability") or "",
+    }
+    extra = dict(zip(EXTRA, (-1, "", answer, "", origin), strict=True))
+    return row | {"reward_model": {"style": "rule", "ground_truth": answer}, "extra_info": extra}

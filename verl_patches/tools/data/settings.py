@@ -1,0 +1,96 @@
+"""The YAML of `data build`: MindSpeed-RL's keys of its preprocessing, and ours. docs/data.md says what each does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from verl_patches.errors import ConfigError
+from verl_patches.tools.data.handlers import EXTRA, HANDLERS, MODEL, Handler, template_of
+from verl_patches.values import Count, Seed, Share, Text, parse_yaml, read_yaml, types_of, unknown_key, value_faults
+
+# why a record is left out, or with `sentences` doubted: above which share of the records none is written
+REASONS = {"bad": 0.0, "repeated": 1.0, "too_long": 1.0, "sentences": 0.1}
+
+
+class Settings(BaseModel):
+    """All keys; those without a default are needed."""
+
+    model_config = ConfigDict(frozen=True)
+    input: Text | Annotated[list[Text], Field(min_length=1)]
+    handler_name: Literal[tuple(HANDLERS)]
+    output_prefix: Text
+    tokenizer_type: Literal["HuggingFaceTokenizer", "PretrainedFromHF"] = "HuggingFaceTokenizer"
+    tokenizer_name_or_path: Text | None = None
+    seq_length: Count | None = None
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    log_interval: Count = 1000
+    prompt_type: Text = MODEL
+    map_keys: dict[str, str] = {}
+    dataset_additional_keys: list[Text] = []
+    input_split: Text = "train"
+    data_source: Text | None = None
+    dedupe: bool = True
+    shuffle: bool = True
+    seed: Seed = 0
+    test_size: Annotated[float, Field(gt=0, lt=1)] | Count = 0.1
+    refuse_above: dict[Literal[tuple(REASONS)], Share] = {}
+
+    @property
+    def inputs(self) -> list[str]:
+        """`input` as a list."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+    @property
+    def handler(self) -> Handler:
+        """The handler, which reads its fields from the columns of map_keys."""
+        handler = HANDLERS[self.handler_name]
+        mapped = {field: (column,) if column else () for field, column in self.map_keys.items()}
+        if "messages" in handler.fields and {"prompt", "response"} & mapped.keys():
+            mapped.setdefault("messages", ())  # which would be read in their place
+        return replace(handler, fields={**handler.fields, **mapped})
+
+
+def read_settings(file: Path, overrides: Iterable[str] = (), output: Path | None = None) -> Settings:
+    """The settings of a file, of texts KEY=VALUE, and of `output`, an output_prefix. ConfigError for what is wrong."""
+    if file.suffix in (".jsonl", ".parquet"):
+        hint = f"give a file of data as its input: data build data/sample.yaml input={file} -o DIR"
+        raise ConfigError(f"{file}: expected a YAML file of keys and values (docs/data.md), found data; {hint}")
+    values = read_yaml(file)
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        if not sign:
+            raise ConfigError(f"{override}: expected KEY=VALUE")
+        values[key] = text if key == "prompt_type" else next(iter(parse_yaml(text, key)), None)
+    if output is not None:
+        values["output_prefix"] = str(output)
+    types, hint = {key: types_of(Settings)[key] for key in Settings.model_fields}, "docs/data.md has all"
+    faults = [unknown_key(str(key), types, hint) for key in values if key not in types]
+    faults += [f"{key} is missing" for key in ("input", "handler_name", "output_prefix") if key not in values]
+    if faults := faults + value_faults(types, values):
+        raise ConfigError(f"{file}: {'; '.join(faults)}")
+    settings = Settings(**values)
+    if faults := list(_faults(settings)):
+        raise ConfigError(f"{file}: {'; '.join(faults)}")
+    template_of(settings.prompt_type)
+    return settings
+
+
+def _faults(settings: Settings) -> Iterator[str]:
+    """What is wrong with values that are right by themselves."""
+    name, additional = settings.handler_name, settings.dataset_additional_keys
+    fields = HANDLERS[name].fields
+    hint = f"{name} has {', '.join(fields)}"
+    yield from (f"map_keys: {unknown_key(key, fields, hint)}" for key in settings.map_keys if key not in fields)
+    if taken := {*additional} & {*EXTRA}:
+        yield f"dataset_additional_keys: extra_info has {' and '.join(sorted(taken))} already; leave them out"
+    if settings.seq_length and not settings.tokenizer_name_or_path:
+        yield "seq_length is in tokens; expected tokenizer_name_or_path too"
+    if name == "text" and settings.prompt_type != MODEL:
+        yield "prompt_type: raw text has no prompt; leave it out"
+    if "://" in settings.output_prefix:
+        yield f"output_prefix is {settings.output_prefix}; expected a local folder: copy it from there"

@@ -1,0 +1,195 @@
+"""Rows of json, jsonl, parquet and HF datasets, local or remote, in order; and their prompts as tokens.
+
+Rows are (line or number from 1, value); a ValueError takes the place of a value that cannot be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from verl_patches.errors import ConfigError
+from verl_patches.values import is_secret_value, load, printable
+
+if TYPE_CHECKING:
+    from verl_patches.tools.data.settings import Settings
+
+_BATCH_ROWS = 256
+_URL, _ID = re.compile("(s3|hf)://."), re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+ENDINGS = (".json", ".jsonl", ".parquet")
+Rows = Iterator[tuple[int, Any]]
+
+
+class Source(NamedTuple):
+    """One file or dataset: its name in origins, its rows, and what the manifest says of it."""
+
+    name: str
+    rows: Callable[[], Rows]
+    facts: dict[str, Any]
+
+
+def sources_of(settings: Settings, scratch: Path) -> Iterator[Source]:
+    """The sources of each input, in order; files of addresses go to `scratch`. ConfigError for what is none."""
+    for number, given in enumerate(settings.inputs):
+        if is_secret_value(given):
+            raise ConfigError("input: an address holds a secret; credentials are read from the environment alone")
+        with load(f"input {given}: expected files or a dataset that can be read"):
+            path = Path(given)
+            if _URL.match(given):
+                yield from map(_file, _download(given, scratch / f"input{number}"))
+            elif (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+                yield _dataset(given, settings.input_split, local=True)
+            elif path.is_dir():
+                yield from map(_file, _readable(given, path.iterdir()))
+            elif not path.exists() and path.suffix not in ENDINGS and _ID.fullmatch(given):
+                yield _dataset(given, settings.input_split, local=False)
+            else:
+                yield _file(path)
+
+
+def _readable(given: str, files: Iterable[Any]) -> list[Any]:
+    """The files, sorted, whose names say that they can be read; ConfigError where there are none."""
+    if not (found := sorted(file for file in files if Path(file).suffix in ENDINGS)):
+        raise ConfigError(f"input {given}: expected {', '.join(ENDINGS)} files or a saved HF dataset, found none")
+    return found
+
+
+def _file(path: Path) -> Source:
+    if not path.is_file() or path.suffix not in ENDINGS:
+        found = "another file" if path.is_file() else "no file"
+        raise ConfigError(f"input {path}: expected {', '.join(ENDINGS)}, a folder or a dataset's id, found {found}")
+    return Source(printable(path.name), lambda: read_rows(path), file_facts(path))
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Name, bytes and sha256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+
+
+def _dataset(given: str, split: str, local: bool) -> Source:
+    from datasets import load_dataset, load_from_disk
+
+    found = load_from_disk(given) if local else load_dataset(given, split=split)
+    if isinstance(found, dict):
+        if split not in found:
+            raise ConfigError(f"input {given}: expected input_split to be {' or '.join(found)}, found {split}")
+        found = found[split]
+    facts = {"name": given, "split": split, "rows": len(found), "version": str(found.version or "")}
+
+    def rows() -> Rows:
+        with load(f"input {given}: expected rows that can be read"):
+            yield from _numbered(found.with_format("arrow").iter(_BATCH_ROWS))
+
+    return Source(printable(Path(given).name), rows, facts)
+
+
+def _download(url: str, folder: Path) -> list[Path]:
+    """Copy the files of an address to `folder`, of a folder all that can be read; return them in order."""
+    import fsspec
+
+    try:
+        system, place = fsspec.url_to_fs(url)
+    except ImportError as error:
+        raise ConfigError(f"input {url}: s3fs is not installed: pip install s3fs, or copy the files") from error
+    places = _readable(url, [place] if system.isfile(place) else system.ls(place, detail=False))
+    files = [folder / str(number) / Path(name).name for number, name in enumerate(places)]
+    system.get(places, [*map(str, files)])
+    return files
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Rows:
+    """Yield the rows of a .json, .jsonl or .parquet file; of parquet these `columns` alone, those that it has.
+
+    ConfigError for a file that cannot be read.
+    """
+    with load(f"{path}: expected a file that can be read"):
+        if path.suffix == ".parquet":
+            yield from _parquet(path, columns)
+        elif path.suffix == ".json" and not _begins_with_an_object(path):
+            yield from _json(path)
+        else:
+            yield from _jsonl(path)
+
+
+def _begins_with_an_object(path: Path) -> bool:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+        return next(filter(None, map(str.strip, lines)), "").startswith("{")
+
+
+def _json(path: Path) -> Rows:
+    if not isinstance(rows := _parse(path.read_bytes()), list):
+        raise ConfigError(f"{path}: expected a JSON list of objects, found {type(rows).__name__}")
+    yield from enumerate(rows, 1)
+
+
+def _jsonl(path: Path) -> Rows:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield number, _parse(line)
+                except ValueError as error:
+                    yield number, error
+
+
+def _parse(text: bytes) -> Any:
+    """Return the value of a JSON text; ValueError for what is none, for NaN, and for one that is nested too deep."""
+    try:
+        return json.loads(text.decode("utf-8-sig"), parse_constant=_refuse)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise ValueError("not read: nested too deep") from None
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"not JSON: {word}")
+
+
+def _parquet(path: Path, columns: Sequence[str] | None) -> Rows:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        here = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
+        yield from _numbered(file.iter_batches(_BATCH_ROWS, columns=here))
+
+
+def _numbered(batches: Iterable[Any]) -> Rows:
+    return enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+
+
+def read_tokenizer(place: str | Path, expected: str = "a tokenizer", local: bool = True, code: bool = False) -> Any:
+    """The tokenizer of a model's folder or id; ConfigError without one. `code`: whether to run code that it has."""
+    from transformers import AutoTokenizer
+
+    with load(f"{place}: expected {expected}"):
+        return AutoTokenizer.from_pretrained(place, local_files_only=local, trust_remote_code=code)
+
+
+def prompt_tokens(tokenizer: Any, prompt: Any) -> list[int]:
+    """The tokens of a text, or of messages; ValueError for anything else."""
+    text = prompt if isinstance(prompt, str) else render(tokenizer, prompt)
+    text.encode()  # UnicodeEncodeError for half a surrogate pair
+    if not (tokens := tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]):
+        raise ValueError("expected a text with tokens, found none")
+    return tokens
+
+
+def render(tokenizer: Any, messages: Any) -> str:
+    """Return messages as the chat template writes them for an answer, as in verl's RLHFDataset; ValueError."""
+    if not isinstance(messages, list) or not messages:
+        found = "none" if messages is None else type(messages).__name__
+        raise ValueError(f"expected text or a list of messages, found {found}")
+    for each in messages:
+        if not isinstance(each, dict) or not all(isinstance(each.get(name), str) for name in ("role", "content")):
+            raise ValueError("expected role and content, both text, in each message")
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # any that a template raises
+        raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from None

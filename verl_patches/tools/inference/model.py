@@ -1,0 +1,140 @@
+"""What `generate`, `chat` and `eval` run: the weights that a user names, and the configuration that they belong to.
+
+Weights are read where they are, in any format of weights/source.py. A run and its checkpoints have the settings of its
+config.yaml; other weights those of a file of configs/.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.errors import ConfigError, require
+from verl_patches.launch.smoke import CONFIG_NAME
+from verl_patches.layout.inventory import SCORE
+from verl_patches.plan.serving import instance_checks, instance_of
+from verl_patches.platform import require as require_platform
+from verl_patches.recipe import VLLM_DTYPES, check_recipe
+from verl_patches.run.compose import RowsOf, check_dtype, compose_config, keys_of
+from verl_patches.run.engine_options import ROLLOUT, check_engine_options, rewrite_engine_options
+from verl_patches.run.environment import COMPOSED, derive, process_environment
+from verl_patches.run.resolve import resolve
+from verl_patches.run.verl_values import check_verl_values
+from verl_patches.spec import OF_VALUES, RunSpec, Trees
+from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
+from verl_patches.values import load, read_yaml
+from verl_patches.weights.manifest import SAVED, has_manifest
+from verl_patches.weights.run_folders import chain_of_start, complete_in, find_start, read_start
+from verl_patches.weights.source import Source, open_source
+
+
+class Model(NamedTuple):
+    """Weights by step of their run, oldest first, or by 0; length: most tokens of a prompt and its response."""
+
+    run: RunSpec
+    settings: str  # the file that `run` is from
+    sources: dict[int, Source]
+    length: int
+
+
+def find_model(
+    given: Path,
+    root: Path,
+    config_name: str | None,
+    overrides: Sequence[str],
+    trees: Trees,
+    rows_of: RowsOf,
+    newest: bool = False,
+) -> Model:
+    """The weights of a folder, or the checkpoints (`newest`: that alone) of a run or a start (run_folders.find_start).
+
+    config_name: a file of configs/ for weights of no run; None is that of smoke.sh. Headers of the weights are checked.
+    ConfigError for anything else, for a value model, and for what cannot run here.
+    """
+    if SAVED.fullmatch(given.name) and not has_manifest(given):
+        there = ", ".join(path.name for _, path in sorted(complete_in(given.parent)))
+        raise ConfigError(f"{given}: no complete checkpoint; {given.parent} has {there or 'none'}")
+    if (given / "config.json").exists():
+        saved = SAVED.fullmatch(given.name)
+        folders = {int(saved[1]) if saved else 0: given}
+        of_run = saved and (given.absolute().parents[1] / COMPOSED).is_file()
+        run = given.absolute().parents[1] if of_run else None
+    else:
+        run, folders = find_start(given, root, ", or a folder of weights, with config.json"), {}
+    if run and config_name:
+        raise ConfigError(f"{given} has the settings of {run / COMPOSED}; leave --config-name out")
+    name = config_name or CONFIG_NAME
+    config = _recorded(run, overrides, trees) if run else compose_config(name, overrides, verl_path=trees.verl)
+    objective, platform = config.recipe.objective.name, config.recipe.platform
+    if run and objective in OF_VALUES:
+        raise ConfigError(
+            f"{given}: its run trained a value model (algo={objective}), which generates nothing; "
+            "as a reward model it is an entry of recipe.rewards (docs/recipes.md)"
+        )
+    spec = resolve(instance_of(config), rows_of(platform), keys_of(overrides), for_platform(platform, trees))
+    if not folders and not (folders := chain_of_start(read_start(run)).checkpoints()):
+        raise ConfigError(
+            f"{given}: expected complete checkpoints of {run} and the starts that it came from, found none "
+            "(trainer.save_freq=N writes them)"
+        )
+    require_trees(spec)
+    require_verl(spec.line, spec.trees)
+    require_platform(spec.platform)
+    wanted = [max(folders)] if newest else folders
+    sources = {step: open_source(folders[step]) for step in wanted}
+    for source in sources.values():
+        if SCORE in source.tensors:
+            raise ConfigError(
+                f"{source.folder}: expected a model with a head for tokens, found a value model ({SCORE})"
+            )
+        if spec.platform == "npu":
+            require(instance_checks(replace(spec, model=source.inventory.model)))
+        length = source.config.get("max_position_embeddings")
+        if type(length) is not int or length < 2:
+            where = source.folder / "config.json"
+            raise ConfigError(f"{where}: max_position_embeddings is {length!r:.80}; expected a whole number >= 2")
+    return Model(spec, str(run / COMPOSED) if run else f"configs/{name}.yaml", sources, length)
+
+
+def _recorded(run: Path, overrides: Sequence[str], trees: Trees) -> DictConfig:
+    """Return the configuration of a recorded run, with `overrides` of keys that it has, checked as compose() does."""
+    with load(f"{run / COMPOSED} with {' '.join(overrides) or 'no overrides'}: expected the settings of a run"):
+        config = OmegaConf.create(read_yaml(run / COMPOSED))
+        OmegaConf.set_struct(config, True)
+        config.merge_with_dotlist(list(overrides))
+        check_recipe(OmegaConf.to_container(config.recipe))
+        verls = verl_config_dir(trees.verl) / f"{VERL_CONFIG}.yaml"
+        check_verl_values(OmegaConf.to_container(config), read_yaml(verls))
+        keys = keys_of(overrides)
+        if "recipe.dtype" in keys and f"{ROLLOUT}.dtype" not in keys:  # the file has values in the place of references
+            config.actor_rollout_ref.rollout.dtype = VLLM_DTYPES[config.recipe.dtype]
+        check_dtype(config)
+        check_engine_options(config, keys, OmegaConf.from_dotlist(list(overrides)))
+        rewrite_engine_options(config)
+        return config
+
+
+def restart_in_environment(run: RunSpec) -> None:
+    """Start this command again with the variables of a run, unless it has them.
+
+    Some are read when Python or torch starts.
+    """
+    variables = [v for v in derive(run) if v.name != "TENSORBOARD_DIR"]
+    wanted = [v for v in variables if v.where == "workers" or v.name == "PYTHONPATH"]
+    if any(os.environ.get(variable.name) != variable.value for variable in wanted):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], process_environment(wanted, os.environ))
+
+
+def validation_sampling(run: RunSpec) -> dict[str, Any]:
+    """How the trainer of a run samples in a validation, by names of vLLM's SamplingParams."""
+    rollout = run.verl.actor_rollout_ref.rollout
+    given = rollout.val_kwargs
+    sampled = {"temperature": given.temperature, "top_p": given.top_p, "top_k": given.top_k}
+    kept = {"n": given.n, "seed": rollout.get("seed") or 0, "max_tokens": run.verl.data.max_response_length}
+    return {**kept, "ignore_eos": rollout.ignore_eos, **(sampled if given.do_sample else {"temperature": 0.0})}

@@ -1,0 +1,120 @@
+"""One instance of a run's rollout on the job's Ray: an engine on each of its ranks, and prompts spread over them.
+
+Workers are placed as the trainer's are, by verl's own worker group, and each reads its weights from the folder, which
+every node needs under the same path. Ranks of a data-parallel group share experts, so they make their steps together;
+one that has nothing left takes part with a dummy batch, as in a run (vLLM's V1, row platform.vllm_dp_lockstep).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch.distributed as dist
+from verl.single_controller.base import Worker
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.launch.launcher import short_temp_dir
+from verl_patches.launch.ray_cluster import leave_out, ray_options, require_nodes
+from verl_patches.run.environment import RAY_FOLDER
+from verl_patches.run.ray_nodes import said
+from verl_patches.spec import RunSpec
+from verl_patches.tools.inference.engine import Engine, Request
+from verl_patches.trainer import ray_start
+
+log = logging.getLogger(__name__)
+SILENT_S = 20  # without dies, until it is said
+
+
+class EngineWorker(Worker):
+    """One rank."""
+
+    def build(self, folder: Path, run: RunSpec, length: int) -> None:
+        """Collective over all ranks of the instance."""
+        dist.init_process_group("gloo")
+        layout = run.rollout
+        parallel = {"tensor_parallel_size": layout.tp, "data_parallel_size": layout.dp}
+        parallel["enable_expert_parallel"] = run.recipe.rollout.expert_parallel
+        self.speaks = dist.get_rank() % layout.tp == 0
+        self.engine = Engine(folder, run, length, parallel)
+
+    def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
+        """Engine.outputs of a replica's requests, from its first rank alone: the others make the same ones."""
+        for output in self.engine.outputs(requests):
+            if self.speaks:
+                yield output
+
+
+class RankedEngine(Engine):
+    """The engines of all ranks behind the interface of one."""
+
+    def __init__(self, workers: Sequence[Any], tp: int):
+        self._workers, self._tp = workers, tp
+
+    def outputs(self, requests: Sequence[Request]) -> Iterator[Any]:
+        """vLLM's outputs as they come; replica d of R has requests d, d + R, ..."""
+        replicas, streams = len(self._workers) // self._tp, []
+        for rank, worker in enumerate(self._workers):
+            own = requests[rank // self._tp :: replicas]
+            streams.append(worker.outputs.options(num_returns="streaming").remote(own))
+        while streams:
+            (ready,), streams = ray.wait(streams, num_returns=1)
+            output = next(ready, None)
+            if output is not None:
+                streams.append(ready)
+                with _errors_of_ranks():
+                    made = ray.get(output)
+                yield made
+
+
+@contextmanager
+def on_ray(folder: Path, run: RunSpec, length: int) -> Iterator[RankedEngine]:
+    """The engines of a run, whose ranks are those of one instance, as long as the block lasts.
+
+    Joins recipe.ray_address, or starts a Ray of its own on this machine. ConfigError where nodes are missing; where
+    other jobs have their dies, it waits, and says so.
+    """
+    require_nodes(run)
+    options = {**ray_options(run), "engine": None, "log_to_driver": False}  # no Megatron here
+    trainer = run.verl.trainer
+    with ExitStack() as stack:
+        if "_temp_dir" in options:
+            options["_temp_dir"] = str(stack.enter_context(short_temp_dir()) / RAY_FOLDER)
+        ends = signal.getsignal(signal.SIGTERM)
+        ray_start.start(**options)
+        signal.signal(signal.SIGTERM, ends)  # Ray has put one of its own there
+        stack.callback(ray.shutdown)
+        leave_out(run)
+        pool = RayResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=True, max_colocate_count=1)
+        kind = RayClassWithInitArgs(ray.remote(EngineWorker))
+        waits = threading.Timer(SILENT_S, _say_what_for, [pool])
+        waits.start()
+        stack.callback(waits.cancel)
+        with _errors_of_ranks():
+            group = ray_start.unless_start_fails(lambda: RayWorkerGroup(pool, kind, device_name=trainer.device))
+            ray.get([worker.build.remote(folder.absolute(), run, length) for worker in group._workers])
+        yield RankedEngine(group._workers, run.rollout.tp)
+
+
+def _say_what_for(pool: RayResourcePool) -> None:
+    if pool.pgs is None:  # none is reserved
+        log.warning("waiting for nodes with %s free devices: other jobs of this Ray have them", pool.store)
+
+
+@contextmanager
+def _errors_of_ranks() -> Iterator[None]:
+    """Inside, the error of a rank is raised as it is where it is one of ours, else as a RecipeError in one sentence."""
+    try:
+        yield
+    except (ray.exceptions.RayError, RuntimeError) as error:  # RuntimeError: a rank could not start
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, (ConfigError, RecipeError)):
+            raise cause from error
+        raise RecipeError(f"a rank of the rollout failed: {repr(cause) if cause else said(error)}") from error

@@ -1,0 +1,113 @@
+"""Files of `generate` and `eval`: prompts in, JSON lines out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl_patches.errors import ConfigError
+from verl_patches.shared_files import PARTIAL, lock_file, sync
+from verl_patches.tools.data.sources import ENDINGS, prompt_tokens, read_rows
+
+
+class Prompt(NamedTuple):
+    """A row, its number in all files from 0, and its prompt as tokens."""
+
+    number: int
+    row: dict[str, Any]
+    tokens: list[int]
+
+
+def read_prompts(
+    files: Sequence[Path], key: str, tokenizer: Any, most: int, skip: bool = False, columns: Sequence[str] = ()
+) -> tuple[list[Prompt], int]:
+    """(the prompts of JSON and parquet files in order, how many were left out).
+
+    key: their column: messages for the tokenizer's chat template, or text, which is taken as it is. most: tokens of a
+    prompt; longer ones are refused, or left out with `skip`, as verl does with data.filter_overlong_prompts. columns:
+    others that are read. ConfigError, with file and row, for what cannot be used.
+    """
+    prompts, left_out = [], 0
+    for file in files:
+        for line, row in _rows(file, (key, *columns)):
+            try:
+                tokens = prompt_tokens(tokenizer, row.get(key))
+                if len(tokens) > most and not skip:
+                    raise ValueError(f"expected a prompt of at most {most} tokens, found {len(tokens)}")
+            except ValueError as error:
+                raise ConfigError(f"{file}:{line}: column {key}: {error}") from None
+            if len(tokens) > most:
+                left_out += 1
+            else:
+                prompts.append(Prompt(len(prompts) + left_out, row, tokens))
+    if not prompts:
+        raise ConfigError(f"{', '.join(map(str, files)) or 'no file'}: expected rows with a prompt, found none")
+    return prompts, left_out
+
+
+def _rows(file: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, or row from 1, values) of each row."""
+    if file.suffix not in ENDINGS or not file.is_file():
+        found = "another" if file.exists() else "none"
+        raise ConfigError(f"{file}: expected a file that ends in {', '.join(ENDINGS)}, found {found}")
+    for line, row in read_rows(file, columns):
+        if not isinstance(row, dict):
+            found = row if isinstance(row, ValueError) else type(row).__name__
+            raise ConfigError(f"{file}:{line}: expected a JSON object, found {found}")
+        yield line, {name: row[name] for name in columns if name in row}
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has in place of numbers and arrays of numpy, and of dates, decimals and bytes of parquet."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+class Lines:
+    """The lines of an output while it is written; done: how many there are."""
+
+    def __init__(self, path: Path, file: Any, done: int):
+        self.path, self._file, self.done = path, file, done
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Append one line; a kill may cut it, and the next call removes it then."""
+        left = memoryview((json.dumps(line, default=_plain) + "\n").encode())
+        while left:
+            left = left[self._file.write(left) :]
+        self.done += 1
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """All lines."""
+        with self.path.open("rb") as file:
+            yield from map(json.loads, file)
+
+
+@contextmanager
+def resumable(output: Path, settings: Mapping[str, Any]) -> Iterator[Lines]:
+    """Lines that become `output` where the block ends well; else they wait for a call with the same settings.
+
+    Until then they are in a file whose name has the settings' digest. ConfigError where `output` is there, or another
+    process writes it.
+    """
+    digest = hashlib.sha256(json.dumps(settings, default=_plain).encode()).hexdigest()[:8]
+    try:
+        if os.path.lexists(output):
+            raise ConfigError(f"{output}: expected a new file, found one: give another, or remove it")
+        partial = output.with_name(f"{output.name}.{digest}{PARTIAL}")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        file = lock_file(partial)
+    except BlockingIOError:
+        raise ConfigError(f"{partial}: another process writes it; wait for it, or give another output") from None
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written ({error}); give another output") from None
+    with file:
+        with partial.open("rb") as written:
+            sizes = [len(line) for line in written if line.endswith(b"\n")]
+        file.truncate(sum(sizes))
+        yield Lines(partial, file, len(sizes))
+        sync(partial)
+        os.replace(partial, output)

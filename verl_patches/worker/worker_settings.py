@@ -1,0 +1,127 @@
+"""Settings that a run without our launcher sends to its workers: VERL_PATCHES, network interface, line a3's engine.
+
+With the launcher they come through Ray's runtime_env and set-up hook, `prelude_then`.
+
+Order in a Ray worker (2.42.1): default_worker.py runs the set-up hook before the worker knows its resources. Then the
+first task or the actor's creation arrives, Ray sets ASCEND_RT_VISIBLE_DEVICES to the ids that it gave, and only then it
+loads the actor's class, which imports verl. `import verl` queries the device runtime, which fixes the visible
+devices (verl/utils/device.py calls torch.npu.is_available()). So the hook runs the prelude, which imports neither torch
+nor verl, and imports of torch_npu (MindSpeed) wait for `import verl`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl_patches.patching import engine, hooks
+from verl_patches.patching.boot.before_import import PRELUDE
+from verl_patches.patching.switches import VARIABLE
+
+# verl sets both for the actors of its worker groups only (verl/single_controller/ray/base.py:326);
+# RANK alone may come from a scheduler that started the driver
+VERLS_WORKERS = {"RANK", "WG_PREFIX"}
+
+
+def send_switches(original: Callable) -> Callable:
+    """Row provider for ray.init: the job's processes on every node get this process's VERL_PATCHES, unless it is set.
+
+    Variables of the driver's shell do not reach nodes where `ray start` ran without them.
+    """
+
+    @functools.wraps(original)
+    def init(*args: Any, **options: Any) -> Any:
+        given = options.get("runtime_env") or getattr(options.get("job_config"), "runtime_env", None) or {}
+        variables = given.get("env_vars") or {}
+        if VARIABLE not in variables and VARIABLE not in _submitted_variables():  # Ray refuses duplicates
+            sent = {**variables, VARIABLE: engine.current().switches.text()}
+            options["runtime_env"] = {**given, "env_vars": sent}
+        return original(*args, **options)
+
+    return init
+
+
+def _submitted_variables() -> Mapping[str, str]:
+    """The variables that `ray job submit` gives to the job that this driver belongs to."""
+    import json
+
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON") or "{}")
+    return (job.get("runtime_env") or {}).get("env_vars") or {}
+
+
+def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] | None) -> None:
+    """In the controller: store the settings that `prepare_from_controller` reads in the workers; None for unused ones.
+
+    engine: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
+    network: arguments of platform/npu/__init__.py's set_interface.
+    """
+    import json
+
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(_key(), json.dumps({"engine": engine, "network": network}))
+
+
+def prepare_from_controller(_: Any) -> None:
+    """Import hook of verl: in a training worker choose the network interface and prepare the engine, before Megatron.
+
+    Does nothing in other processes, and in runs of our launcher, whose controller sends nothing (see `prelude_then`).
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    sent = _internal_kv_get(_key()) if os.environ.keys() >= VERLS_WORKERS else None
+    if sent is None:
+        return
+    import json
+
+    settings = json.loads(sent)
+    if settings["network"] is not None:
+        from verl_patches.platform.npu import set_interface
+
+        set_interface(**settings["network"])
+    if settings["engine"] is not None:
+        from verl_patches.model.mindspeed.start import prepare
+
+        prepare(settings["engine"])
+
+
+def prelude_then(
+    user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None, network: Mapping[str, Any] | None = None
+) -> Callable[[], None]:
+    """The function that each Ray worker process runs first; a user's hook is a callable or "package.module.function".
+
+    `engine`: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
+    `network`: arguments of platform/npu/__init__.py's set_interface, None where it needs no choice.
+    """
+
+    def prelude_hook() -> None:
+        importlib.import_module(PRELUDE)
+        if network is not None:
+            importlib.import_module("verl_patches.platform.npu").set_interface(**network)
+        is_worker = os.environ.keys() >= VERLS_WORKERS
+        if engine is not None and is_worker:
+            start = "verl_patches.model.mindspeed.start"  # with verl: the die is visible, Megatron is not imported
+            hooks.after_import("verl", lambda _: importlib.import_module(start).prepare(engine))
+        hook = user_hook
+        if isinstance(hook, str):
+            module, _, name = hook.rpartition(".")
+            hook = getattr(importlib.import_module(module), name)
+        if hook is not None:
+            hook()
+        if is_worker:
+            importlib.import_module("verl_patches.platform.npu").refuse_early_device_runtime()
+
+    return prelude_hook  # Ray requires a function with a name, not a partial
+
+
+def _key() -> str:
+    import ray
+
+    return f"verl_patches/settings/{ray.get_runtime_context().get_job_id()}"
