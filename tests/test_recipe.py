@@ -2,7 +2,8 @@ import pytest
 
 from verl_patches.errors import ConfigError
 from verl_patches.model.mindspeed.arguments import TABLE
-from verl_patches.recipe import check_recipe, recipe_keys
+from verl_patches.recipe import recipe_keys
+from verl_patches.run.verl_values import check_recipe
 
 
 def test_train_has_the_keys_and_defaults_of_the_engine_table():

@@ -22,7 +22,11 @@ REF_MICRO_BATCH = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
 OF_CONTROLLER = {"verl", "no_start", "given", "trees"}  # workers have their section of verl's configuration, from verl
 ROOMS = "trainer worker step memory plan rewards reshard".split()
 # of a configuration that is no run: its ranks cannot be split as it says, or only one rollout instance of it is made
-WITHOUT_RUN = {"plan/serving.py:instance_of", "plan/plan.py:_search_command"}
+WITHOUT_RUN = {
+    "plan/serving.py:instance_of",
+    "plan/plan.py:_search_command",
+    "rewards/parts.py:reward_parts",  # the facts of the run are made from them
+}
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
-from verl_patches.recipe import VLLM_DTYPES, Recipe, check_recipe
+from verl_patches.recipe import VLLM_DTYPES, Recipe
 from verl_patches.rules import RULES
 from verl_patches.run.compose import output_root, write_reward_models
 from verl_patches.run.resolve import resolve
 from verl_patches.run.run_folder import begin_without_launcher
+from verl_patches.run.verl_values import check_recipe
 from verl_patches.spec import RUN, RunSpec, give_run
 from verl_patches.trainer.ray_start import unless_start_fails
 from verl_patches.upstream.modified import files_text, refuse_modified

@@ -8,18 +8,14 @@ docs/configuration.md is generated from the docstrings: each key is described as
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, TypeAdapter
 
-from verl_patches.errors import ConfigError
 from verl_patches.layout.phases import MEMORY_PHASES
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, NO_SKIP, PLATFORMS
-from verl_patches.platform import as_npu
 from verl_patches.platform.npu.machine import HARDWARE
 from verl_patches.values import (
     Count,
@@ -34,19 +30,10 @@ from verl_patches.values import (
     RayAddress,
     Share,
     Text,
-    leaves,
     types_of,
-    unknown_key,
-    value_faults,
 )
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_ASCEND = "recipe.rollout.ascend."
-_OF_NPU = ("recipe.hccl.", _ASCEND, "recipe.rollout.balanced_routing", "recipe.rollout.rebalance_every")
-_OF_GRAPHS = {
-    f"{_ASCEND}{name}"
-    for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
-}
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 ON_CONTROLLER = ("reward", "advantage")  # phases in which workers do nothing
@@ -526,51 +513,11 @@ def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple
             yield name, Key(item.default, kind)
 
 
-def check_recipe(section: Mapping[str, Any]) -> None:
-    """ConfigError for a key that is not in the schema (with the nearest one), or a value that is not allowed."""
-    known = dict(recipe_keys())
-    given = dict(leaves(section, "recipe.", known.__contains__))
-    faults = [unknown_key(key, known) for key in given if key not in known]
-    faults += value_faults({key: item.kind for key, item in known.items()}, given)
-    faults = faults or _contradictions(given)
-    if faults:
-        raise ConfigError("recipe: " + "\n        ".join(faults))
-
-
-def _contradictions(given: Mapping[str, Any]) -> list[str]:
-    """Keys that need others, or would have no effect, or a wrong one, whatever the layout."""
-    faults = []
-    line, platform = given.get("recipe.line"), given.get("recipe.platform")
-    if platform == "npu_emulated" and line != "a3":
-        faults.append(f"recipe.platform=npu_emulated is for recipe.line=a3, found {line}")
-    if given.get("recipe.ray_port") is not None and given.get("recipe.ray_address") is not None:
-        joins = "recipe.ray_address joins one; remove one of them"
-        faults.append(f"recipe.ray_port is for a Ray that the run starts itself, but {joins}")
-    if given.get("recipe.train.balanced_routing") and line != "a3":
-        faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
-    if given.get("recipe.rollout.rebalance_every") is not None and given.get("recipe.rollout.dp", 1) == 1:
-        key = "recipe.rollout.rebalance_every"
-        faults.append(f"{key} moves requests between data-parallel ranks; recipe.rollout.dp is 1: set {key}=null")
-    for key, item in recipe_keys():
-        value = given.get(key, item.default)
-        if value != item.default and key.startswith(_OF_NPU) and platform is not None and not as_npu(platform):
-            faults.append(f"{key} is for NPUs: it needs recipe.platform=npu, found {platform}")
-        if value != item.default and key in _OF_GRAPHS and not given.get(f"{_ASCEND}graphs"):
-            faults.append(f"{key} is {value}: it acts in graphs only, set {_ASCEND}graphs=true")
-    if given.get(f"{_ASCEND}kv_nz"):
-        faults.append(
-            f"{_ASCEND}kv_nz is True; expected false: at the pin fresh prompts are written to the cache a second time, "
-            "in the other format (vllm_ascend/attention/mla_v1.py:1192; vllm-ascend PR 3066)"
-        )
-    return faults
-
-
 # the entries of recipe.rewards, and the parts of a run's reward
 
 
 FORMAT_WEIGHT, MAX_FORMAT_WEIGHT = 0.1, 0.5  # of a wrong answer in the right form: its score, and the most
 CPU_LIMIT_S = 1.0  # of a comparison of two answers
-SHORT_FORM = "custom_reward_function"
 TAKES = {  # keys of an entry beside name and weight
     "maths": ("format_weight", "cpu_limit_s"),
     "by_source": ("format_weight", "cpu_limit_s"),
@@ -625,47 +572,3 @@ class Part(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.where} ({self.entry.name})"
-
-
-def reward_parts(config: DictConfig) -> tuple[Part, ...]:
-    """Return the parts of a run's reward in order; without any key that names one, verl's own score by data source.
-
-    They are those of recipe.rewards, or of verl's section custom_reward_function in its place. Raises ConfigError that
-    lists every fault of the entries, or where both name a reward.
-    """
-    read = (OmegaConf.select(config, key) for key in ("recipe.rewards", SHORT_FORM))
-    given, short = (OmegaConf.to_container(part) if OmegaConf.is_config(part) else part for part in read)
-    short = short or {}
-    if given is None:
-        if not short.get("path"):
-            return (Part("data.reward_fn_key", "data_source", Reward("data_source")),)
-        kwargs, function = dict(short.get("reward_kwargs") or {}), short.get("name") or "compute_score"
-        return (Part(SHORT_FORM, "python", Reward("python", path=short["path"], function=function, kwargs=kwargs)),)
-    entries = {f"recipe.rewards[{number}]": entry for number, entry in enumerate(given)}
-    faults = [fault for where, entry in entries.items() for fault in _faults(where, entry)]
-    if short.get("path"):
-        faults.append(
-            f"{SHORT_FORM}.path and recipe.rewards are both given; expected one, as the first is the short form of one "
-            f"entry of name python: set {SHORT_FORM}.path=null, or recipe.rewards=null"
-        )
-    if faults:
-        raise ConfigError("Invalid rewards:\n  " + "\n  ".join(faults))
-    counts = Counter(entry["name"] for entry in entries.values())
-    labels = [f"{e['name']}_{n}" if counts[e["name"]] > 1 else e["name"] for n, e in enumerate(entries.values())]
-    return tuple(Part(where, label, Reward(**entries[where])) for where, label in zip(entries, labels, strict=True))
-
-
-def _faults(where: str, entry: Mapping[str, Any]) -> list[str]:
-    """What is wrong with one entry: its name, a value, or a key that its name does not take."""
-    types = {f"{where}.{key}": kind for key, kind in types_of(Reward).items()}
-    faults = value_faults(types, {f"{where}.{key}": value for key, value in {"name": None, **entry}.items()})
-    if any(fault.startswith(f"{where}.name ") for fault in faults):
-        return faults
-    known = dict.fromkeys(("name", "weight", *TAKES[entry["name"]]))
-    hint = f"{entry['name']} takes {', '.join(known)}"
-    faults += [f"{where}: {unknown_key(key, known, hint)}" for key in entry if key not in known]
-    files = {"python": "the Python file that defines the function"}
-    files["reward_model"] = "a checkpoint of algo=rm, or another folder with score.weight"
-    if entry["name"] in files and entry.get("path") is None:
-        faults.append(f"{where}.path is missing; expected {files[entry['name']]}")
-    return faults

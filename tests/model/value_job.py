@@ -19,7 +19,7 @@ from tests.runs import composed, section_of
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.memory.schedule import schedule_of
 from verl_patches.model.weights import named_weights
-from verl_patches.recipe import reward_parts
+from verl_patches.rewards.parts import reward_parts
 from verl_patches.spec import run_of
 from verl_patches.weights.manifest import CHECKPOINT, Manifest, rank_files
 from verl_patches.weights.writer import begin, complete

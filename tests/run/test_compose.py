@@ -246,7 +246,7 @@ def test_a_key_that_only_one_line_reads_is_refused_on_the_other():
 def test_the_launcher_needs_neither_torch_nor_verl(run_python):
     code = """
 import sys, pkgutil, importlib
-for room in ("config", "launch", "cli", "upstream"):
+for room in ("run", "launch", "cli", "upstream"):
     for module in pkgutil.iter_modules(importlib.import_module(f"verl_patches.{room}").__path__):
         importlib.import_module(f"verl_patches.{room}.{module.name}")
 from verl_patches.catalog import rows_of

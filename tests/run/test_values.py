@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 
 from verl_patches.catalog import rows_of
 from verl_patches.errors import ConfigError
-from verl_patches.recipe import check_recipe, recipe_keys
+from verl_patches.recipe import recipe_keys
 from verl_patches.rules import RULES
 from verl_patches.run.compose import compose_config
 from verl_patches.run.resolve import resolve
-from verl_patches.run.verl_values import check_verl_values, verl_types
+from verl_patches.run.verl_values import check_recipe, check_verl_values, verl_types
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 from verl_patches.values import is_secret, is_secret_value, is_secret_variable, parse_yaml, read_yaml, secret_options
 

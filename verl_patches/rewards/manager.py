@@ -17,9 +17,9 @@ import torch
 from verl import DataProto
 
 from verl_patches.errors import RecipeError, place_in
-from verl_patches.recipe import TAKES, Part, reward_parts
+from verl_patches.recipe import TAKES, Part
 from verl_patches.rewards import by_source, learnable, maths
-from verl_patches.rewards.parts import METRIC, RM_SCORES, length_penalty
+from verl_patches.rewards.parts import METRIC, RM_SCORES, length_penalty, reward_parts
 
 _FUNCTIONS = {
     "maths": maths.compute_score,

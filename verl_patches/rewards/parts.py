@@ -1,24 +1,59 @@
-"""What a reward's parts are called in a batch and in metrics, and the penalty of long responses. No torch."""
+"""The parts of a run's reward, read from recipe.rewards or from verl's own section. No torch."""
 
 from __future__ import annotations
 
-import statistics
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-METRIC = "reward/"  # before a part's label: its scores in verl's extra information, and its mean among the metrics
-RM_SCORES = "rm_scores"  # [B, M] fp32 in a batch: scores of the M reward models, in the order of their entries
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.errors import ConfigError
+from verl_patches.recipe import TAKES, Part, Reward
+from verl_patches.values import types_of, unknown_key, value_faults
+
+SHORT_FORM = "custom_reward_function"
 
 
-def length_penalty(tokens: int, longest: int, buffer: int) -> float:
-    """DAPO's penalty of a response of `tokens` tokens, in -1..0 (arXiv:2503.14476, eq. 13).
+def reward_parts(config: DictConfig) -> tuple[Part, ...]:
+    """Return the parts of a run's reward in order; without any key that names one, verl's own score by data source.
 
-    0 up to `longest - buffer`, then linear to -1 at `longest`.
+    They are those of recipe.rewards, or of verl's section custom_reward_function in its place. Raises ConfigError that
+    lists every fault of the entries, or where both name a reward.
     """
-    return max(min((longest - buffer - tokens) / buffer, 0.0), -1.0)
+    read = (OmegaConf.select(config, key) for key in ("recipe.rewards", SHORT_FORM))
+    given, short = (OmegaConf.to_container(part) if OmegaConf.is_config(part) else part for part in read)
+    short = short or {}
+    if given is None:
+        if not short.get("path"):
+            return (Part("data.reward_fn_key", "data_source", Reward("data_source")),)
+        kwargs, function = dict(short.get("reward_kwargs") or {}), short.get("name") or "compute_score"
+        return (Part(SHORT_FORM, "python", Reward("python", path=short["path"], function=function, kwargs=kwargs)),)
+    entries = {f"recipe.rewards[{number}]": entry for number, entry in enumerate(given)}
+    faults = [fault for where, entry in entries.items() for fault in _faults(where, entry)]
+    if short.get("path"):
+        faults.append(
+            f"{SHORT_FORM}.path and recipe.rewards are both given; expected one, as the first is the short form of one "
+            f"entry of name python: set {SHORT_FORM}.path=null, or recipe.rewards=null"
+        )
+    if faults:
+        raise ConfigError("Invalid rewards:\n  " + "\n  ".join(faults))
+    counts = Counter(entry["name"] for entry in entries.values())
+    labels = [f"{e['name']}_{n}" if counts[e["name"]] > 1 else e["name"] for n, e in enumerate(entries.values())]
+    return tuple(Part(where, label, Reward(**entries[where])) for where, label in zip(entries, labels, strict=True))
 
 
-def part_means(columns: Mapping[str, Any]) -> dict[str, float]:
-    """{label: mean score over the batch} of the parts, from the columns that verl makes of a manager's information."""
-    found = {name.removeprefix(METRIC): values for name, values in columns.items() if name.startswith(METRIC)}
-    return {label: statistics.fmean(values) for label, values in found.items()}
+def _faults(where: str, entry: Mapping[str, Any]) -> list[str]:
+    """What is wrong with one entry: its name, a value, or a key that its name does not take."""
+    types = {f"{where}.{key}": kind for key, kind in types_of(Reward).items()}
+    faults = value_faults(types, {f"{where}.{key}": value for key, value in {"name": None, **entry}.items()})
+    if any(fault.startswith(f"{where}.name ") for fault in faults):
+        return faults
+    known = dict.fromkeys(("name", "weight", *TAKES[entry["name"]]))
+    hint = f"{entry['name']} takes {', '.join(known)}"
+    faults += [f"{where}: {unknown_key(key, known, hint)}" for key in entry if key not in known]
+    files = {"python": "the Python file that defines the function"}
+    files["reward_model"] = "a checkpoint of algo=rm, or another folder with score.weight"
+    if entry["name"] in files and entry.get("path") is None:
+        faults.append(f"{where}.path is missing; expected {files[entry['name']]}")
+    return faults

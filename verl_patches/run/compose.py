@@ -21,11 +21,12 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.flops import balanced_layers
 from verl_patches.layout.inventory import first_layers, read_model_shape
 from verl_patches.patching.spec import LINES, PatchSpec
-from verl_patches.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe_from, recipe_keys, reward_parts
+from verl_patches.recipe import VLLM_DTYPES, Recipe, recipe_from, recipe_keys
+from verl_patches.rewards.parts import reward_parts
 from verl_patches.run.engine_options import write_engine_options
 from verl_patches.run.resolve import CONFIGS_DIR, model_shape_file, resolve
 from verl_patches.run.run_start import with_start
-from verl_patches.run.verl_values import check_verl_values
+from verl_patches.run.verl_values import check_recipe, check_verl_values
 from verl_patches.spec import RunSpec, Trees
 from verl_patches.upstream.checkouts import LINE, VERL_CONFIG, for_platform, verl_config_dir
 from verl_patches.upstream.pins import load_pins

@@ -21,7 +21,7 @@ from verl_patches.errors import Check, ConfigError, either
 from verl_patches.layout.inventory import SCORE, build_inventory, differences, first_layers, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
 from verl_patches.model.checks import value_model_differences
-from verl_patches.recipe import SHORT_FORM
+from verl_patches.rewards.parts import SHORT_FORM
 from verl_patches.run.compose import has_own_dataset
 from verl_patches.run.environment import derive, process_environment
 from verl_patches.run.resolve import model_changes

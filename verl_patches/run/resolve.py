@@ -16,7 +16,8 @@ from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
-from verl_patches.recipe import Recipe, recipe_from, reward_parts
+from verl_patches.recipe import Recipe, recipe_from
+from verl_patches.rewards.parts import reward_parts
 from verl_patches.run.engine_options import rewrite_engine_options
 from verl_patches.run.features import with_needed_rows
 from verl_patches.run.verl_values import trains_critic

@@ -1,4 +1,4 @@
-"""Types and bounds of the keys of verl's configuration that a run depends on.
+"""The values of a configuration: types and bounds of verl's keys that a run depends on, and the recipe section.
 
 verl itself checks few of them, and late: in the workers, after Ray, Megatron and vLLM have started. A key that is not
 listed here is passed on unchecked, but for those that are true or false in verl's own file; one that is listed may be
@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from verl_patches.errors import ConfigError
+from verl_patches.platform import as_npu
+from verl_patches.recipe import recipe_keys
 from verl_patches.values import (
     Count,
     Interval,
@@ -24,6 +26,7 @@ from verl_patches.values import (
     Share,
     Text,
     leaves,
+    unknown_key,
     value_faults,
 )
 
@@ -245,3 +248,53 @@ def _lacking(config: Mapping[str, Any]) -> Iterator[str]:
         yield "actor_rollout_ref.actor.shuffle is true, which needs actor_rollout_ref.actor.data_loader_seed=N"
     if config["data"]["custom_cls"]["path"] and not config["data"]["custom_cls"]["name"]:
         yield "data.custom_cls.path is given, which needs data.custom_cls.name"
+
+
+# the keys of the recipe
+
+
+_ASCEND = "recipe.rollout.ascend."
+_OF_NPU = ("recipe.hccl.", _ASCEND, "recipe.rollout.balanced_routing", "recipe.rollout.rebalance_every")
+_OF_GRAPHS = {
+    f"{_ASCEND}{name}"
+    for name in ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
+}
+
+
+def check_recipe(section: Mapping[str, Any]) -> None:
+    """ConfigError for a key that is not in the schema (with the nearest one), or a value that is not allowed."""
+    known = dict(recipe_keys())
+    given = dict(leaves(section, "recipe.", known.__contains__))
+    faults = [unknown_key(key, known) for key in given if key not in known]
+    faults += value_faults({key: item.kind for key, item in known.items()}, given)
+    faults = faults or _contradictions(given)
+    if faults:
+        raise ConfigError("recipe: " + "\n        ".join(faults))
+
+
+def _contradictions(given: Mapping[str, Any]) -> list[str]:
+    """Keys that need others, or would have no effect, or a wrong one, whatever the layout."""
+    faults = []
+    line, platform = given.get("recipe.line"), given.get("recipe.platform")
+    if platform == "npu_emulated" and line != "a3":
+        faults.append(f"recipe.platform=npu_emulated is for recipe.line=a3, found {line}")
+    if given.get("recipe.ray_port") is not None and given.get("recipe.ray_address") is not None:
+        joins = "recipe.ray_address joins one; remove one of them"
+        faults.append(f"recipe.ray_port is for a Ray that the run starts itself, but {joins}")
+    if given.get("recipe.train.balanced_routing") and line != "a3":
+        faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
+    if given.get("recipe.rollout.rebalance_every") is not None and given.get("recipe.rollout.dp", 1) == 1:
+        key = "recipe.rollout.rebalance_every"
+        faults.append(f"{key} moves requests between data-parallel ranks; recipe.rollout.dp is 1: set {key}=null")
+    for key, item in recipe_keys():
+        value = given.get(key, item.default)
+        if value != item.default and key.startswith(_OF_NPU) and platform is not None and not as_npu(platform):
+            faults.append(f"{key} is for NPUs: it needs recipe.platform=npu, found {platform}")
+        if value != item.default and key in _OF_GRAPHS and not given.get(f"{_ASCEND}graphs"):
+            faults.append(f"{key} is {value}: it acts in graphs only, set {_ASCEND}graphs=true")
+    if given.get(f"{_ASCEND}kv_nz"):
+        faults.append(
+            f"{_ASCEND}kv_nz is True; expected false: at the pin fresh prompts are written to the cache a second time, "
+            "in the other format (vllm_ascend/attention/mla_v1.py:1192; vllm-ascend PR 3066)"
+        )
+    return faults

@@ -26,7 +26,7 @@ PRELUDE = "verl_patches.prelude_patch"
 class PreludeFinder:
     """Finds modules of upstream packages through the other finders; their code runs after the prelude."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._searches: set[tuple[int, str]] = set()  # (thread, module) of those that run through the other finders
 
     def find_spec(
@@ -50,7 +50,8 @@ class PreludeFinder:
         finally:
             self._searches.discard(search)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(_execute, spec.loader)
+            loader: Any = spec.loader
+            loader.exec_module = functools.partial(_execute, loader)
         return spec
 
 

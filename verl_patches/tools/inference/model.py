@@ -20,12 +20,12 @@ from verl_patches.launch.smoke import CONFIG_NAME
 from verl_patches.layout.inventory import SCORE
 from verl_patches.plan.serving import instance_checks, instance_of
 from verl_patches.platform import require as require_platform
-from verl_patches.recipe import VLLM_DTYPES, check_recipe
+from verl_patches.recipe import VLLM_DTYPES
 from verl_patches.run.compose import RowsOf, check_dtype, compose_config, keys_of
 from verl_patches.run.engine_options import ROLLOUT, check_engine_options, rewrite_engine_options
 from verl_patches.run.environment import COMPOSED, derive, process_environment
 from verl_patches.run.resolve import resolve
-from verl_patches.run.verl_values import check_verl_values
+from verl_patches.run.verl_values import check_recipe, check_verl_values
 from verl_patches.spec import OF_VALUES, RunSpec, Trees
 from verl_patches.upstream.checkouts import VERL_CONFIG, for_platform, require_trees, require_verl, verl_config_dir
 from verl_patches.values import load, read_yaml
