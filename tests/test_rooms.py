@@ -24,6 +24,7 @@ FLOORS = (  # modules beside the packages too
 )
 APART = "emulation"  # test equipment: loaded by name, on a platform without a device
 MAX_FLOORS, MAX_PACKAGES = 10, 20
+OF_NO_PACKAGE = {"loop", "npu", "scripts", "warm"}  # whole runs, the real torch_npu, scripts and pages, tests' own
 MAX_FILES = 12
 FLOOR = {room: number for number, rooms in enumerate((*FLOORS, (APART,))) for room in rooms}
 
@@ -129,6 +130,12 @@ def test_the_top_level_is_few_rooms_on_few_floors(trees):
     assert drawn.startswith("`patching layout") and drawn.endswith("| `cli`")
     for page in ("README.md", "README_zh.md"):
         assert drawn in (ROOT / page).read_text(), f"{page}: expected the floors as they are: {drawn}"
+
+
+def test_tests_lie_under_the_name_of_what_they_test():
+    found = {file.parent.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")} - {Path()}
+    others = {folder for folder in found if not (PACKAGE / folder / "__init__.py").is_file()}
+    assert others == {Path(name) for name in OF_NO_PACKAGE}
 
 
 def crowded(sizes):

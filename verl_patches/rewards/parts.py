@@ -1,7 +1,11 @@
-"""The parts of a run's reward, read from recipe.rewards or from verl's own section. No torch."""
+"""Read the parts of a run's reward, name them in batches and metrics, and compute the penalty of long responses.
+
+No torch.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +17,8 @@ from verl_patches.recipe import TAKES, Part, Reward
 from verl_patches.values import types_of, unknown_key, value_faults
 
 SHORT_FORM = "custom_reward_function"
+METRIC = "reward/"  # before a part's label: its scores in verl's extra information, and its mean among the metrics
+RM_SCORES = "rm_scores"  # [B, M] fp32 in a batch: scores of the M reward models, in the order of their entries
 
 
 def reward_parts(config: DictConfig) -> tuple[Part, ...]:
@@ -57,3 +63,17 @@ def _faults(where: str, entry: Mapping[str, Any]) -> list[str]:
     if entry["name"] in files and entry.get("path") is None:
         faults.append(f"{where}.path is missing; expected {files[entry['name']]}")
     return faults
+
+
+def length_penalty(tokens: int, longest: int, buffer: int) -> float:
+    """DAPO's penalty of a response of `tokens` tokens, in -1..0 (arXiv:2503.14476, eq. 13).
+
+    0 up to `longest - buffer`, then linear to -1 at `longest`.
+    """
+    return max(min((longest - buffer - tokens) / buffer, 0.0), -1.0)
+
+
+def part_means(columns: Mapping[str, Any]) -> dict[str, float]:
+    """{label: mean score over the batch} of the parts, from the columns that verl makes of a manager's information."""
+    found = {name.removeprefix(METRIC): values for name, values in columns.items() if name.startswith(METRIC)}
+    return {label: statistics.fmean(values) for label, values in found.items()}
