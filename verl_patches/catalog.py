@@ -315,7 +315,7 @@ MINDSPEED: tuple[PatchSpec, ...] = (
 
 CONTROLLER: tuple[PatchSpec, ...] = (
     _row("dispatch.send_switches", "wrap", "ray._private.worker:init",
-         "verl_patches.worker.worker_settings:send_switches",
+         "verl_patches.trainer.worker_settings:send_switches",
          "Variables of the driver's shell do not reach nodes where `ray start` ran without them: their workers would "
          "run other patches than the driver means.", processes=_CONTROLLER, bindings=("ray:init",)),
     _row("update.recipe_by_default", "wrap", f"{_TRAINER}:RayPPOTrainer.__init__",
@@ -350,7 +350,7 @@ RESHARD: tuple[PatchSpec, ...] = (
          exit="verl sends each rank what it lacks", needs=("update.sharding_manager", "update.recipe_worker"),
          role="speed"),
     _row("model.local_names", "wrap", "verl.utils.model:normalize_model_name",
-         "verl_patches.model.weights:te_names_for_verl",
+         "verl_patches.reshard.parameters:te_names_for_verl",
          "verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
          "(verl/utils/megatron_utils.py:798, verl/models/mcore/weight_converter.py:172).",
          exit="verl accepts the names of Megatron's own modules", lines=_PYPI,

@@ -25,8 +25,8 @@ from verl_patches.run.run_folder import begin_without_launcher
 from verl_patches.run.verl_values import check_recipe
 from verl_patches.spec import RUN, RunSpec, give_run
 from verl_patches.trainer.ray_start import unless_start_fails
+from verl_patches.trainer.worker_settings import send_settings
 from verl_patches.upstream.modified import files_text, refuse_modified
-from verl_patches.worker.worker_settings import send_settings
 
 log = logging.getLogger(__name__)
 

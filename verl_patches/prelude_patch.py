@@ -10,7 +10,7 @@ from verl_patches.patching.engine import start
 from verl_patches.patching.hooks import after_import
 from verl_patches.patching.switches import from_environment
 from verl_patches.platform import emulation, require
-from verl_patches.worker.worker_settings import prepare_from_controller
+from verl_patches.trainer.worker_settings import prepare_from_controller
 
 _switches = from_environment()
 require(_switches.platform)

@@ -15,12 +15,18 @@ from verl_patches.run.environment import environment_checks
 from verl_patches.run.files import data_checks, disk_checks, folder_checks, hook_checks, reward_folder_checks
 from verl_patches.run.hccl import hccl_checks
 from verl_patches.spec import Rule, Rules
-from verl_patches.step.batches.checks import batch_checks, length_checks, micro_batch_checks, seat_checks
+from verl_patches.step.batches.checks import (
+    batch_checks,
+    keep_groups_checks,
+    length_checks,
+    micro_batch_checks,
+    seat_checks,
+)
 from verl_patches.step.log_probs.on_policy import on_policy_checks
 from verl_patches.step.log_probs.truth_check import truth_check_checks
 from verl_patches.step.objectives.checks import critic_checks, estimator_checks, objective_checks
 from verl_patches.step.replay.checks import recording_checks, routing_replay_checks
-from verl_patches.trainer.checks import checkpoint_checks, keep_groups_checks, profile_checks, restart_checks
+from verl_patches.trainer.checks import checkpoint_checks, profile_checks, restart_checks
 from verl_patches.upstream.checkouts import verl_checks
 from verl_patches.upstream.support import support_checks
 

@@ -21,7 +21,7 @@ from verl_patches.patching.switches import Switches
 
 PACKAGES = ("verl", "megatron", "vllm")
 INSTALLED = installed_root("verl")
-TARGET, PROVIDER = "verl.utils.model:normalize_model_name", "verl_patches.model.weights:te_names_for_verl"
+TARGET, PROVIDER = "verl.utils.model:normalize_model_name", "verl_patches.reshard.parameters:te_names_for_verl"
 ROW = PatchSpec("a.b", TARGET, "wrap", PROVIDER, "why", "exit")
 CHECK = """
 import sys

@@ -13,7 +13,7 @@ import torch
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import MEGATRON_NAMES, local_parameters
-from verl_patches.model.weights import MINDSPEED_NAMES, te_name
+from verl_patches.reshard.parameters import MINDSPEED_NAMES, te_name
 from verl_patches.reshard.region import Region, region_of
 
 GATE, UP, DOWN = "routed_expert_gate", "routed_expert_up", "routed_expert_down"

@@ -15,7 +15,7 @@ from tests.layout.native_parameters import pack
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.layout.sharding import AXES, local_parameters
-from verl_patches.model.weights import parse_name
+from verl_patches.reshard.parameters import parse_name
 
 pytestmark = pytest.mark.slow
 

@@ -30,7 +30,7 @@ from tests.memory.offload_objects import (
     weights,
 )
 from tests.runs import composed
-from verl_patches.heartbeat import counters
+from verl_patches.memory import counters
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.ledger import Ledger
 from verl_patches.memory.measure import optimizer_full_bytes

@@ -7,7 +7,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
 from verl_patches.emulation.cpu.torch_on_cpu import type_on_cuda
-from verl_patches.heartbeat import counters
+from verl_patches.memory import counters
 from verl_patches.memory.measure import optimizer_tensors
 from verl_patches.memory.offload import Grads, Optimizer, Params
 

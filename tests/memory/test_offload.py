@@ -8,8 +8,8 @@ import torch
 
 from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
-from verl_patches.heartbeat.counters import TALLY, Moved, move, note_empty_cache, offload_of_step, take_moves
 from verl_patches.memory import host_backed
+from verl_patches.memory.counters import TALLY, Moved, move, note_empty_cache, offload_of_step, take_moves
 from verl_patches.memory.host_backed import HostBackedStorage, load_storages, offload_storages
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.memory.conftest import SIZES
-from verl_patches.heartbeat import counters
+from verl_patches.memory import counters
 from verl_patches.memory.ledger import MemoryLedgerError
 from verl_patches.memory.schedule import SCHEDULE, simulate
 from verl_patches.worker.context import WorkerContext

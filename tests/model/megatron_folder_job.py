@@ -11,7 +11,7 @@ from verl.utils.megatron_utils import unwrap_model
 
 from tests.model.megatron_model import build_model
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.model.weights import named_weights
+from verl_patches.reshard.parameters import named_weights
 
 
 def load_checkpoint_job(model: Path, config, folder: Path, args) -> list[str]:

@@ -19,8 +19,8 @@ from tests.model.parity_job import answers, in_bf16, run
 from verl_patches.errors import ConfigError
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.model.mindspeed import model as mindspeed_model
-from verl_patches.model.weights import named_weights, split_up
 from verl_patches.platform.npu import attention
+from verl_patches.reshard.parameters import named_weights, split_up
 from verl_patches.worker.context import context
 from verl_patches.worker.step_guard import parameter_names
 

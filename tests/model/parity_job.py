@@ -19,7 +19,7 @@ from tests.model.parity import next_token_loss
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.model.weights import named_weights
+from verl_patches.reshard.parameters import named_weights
 from verl_patches.reshard.train_tensors import layout_of_model, library_of, native_tensors, views_of
 
 LAYER_NAMES = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_name": "linear_fc1.weight"}

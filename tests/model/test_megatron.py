@@ -1,4 +1,4 @@
-"""Rows of model/megatron.py: the config converter, one dtype throughout; names that model/weights.py refuses."""
+"""Rows of model/megatron.py: the config converter, one dtype throughout; names that reshard/parameters.py refuses."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 
 from verl_patches.errors import ConfigError
 from verl_patches.model.megatron import optimizer_in_model_dtype
-from verl_patches.model.weights import parse_name
+from verl_patches.reshard.parameters import parse_name
 
 WRONG = [
     ({"scoring_func": "softmax"}, "scoring_func is 'softmax', expected 'sigmoid'"),

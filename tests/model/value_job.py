@@ -18,7 +18,7 @@ from tests.model.parity import FROM, SAMPLES
 from tests.runs import composed, section_of
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.memory.schedule import schedule_of
-from verl_patches.model.weights import named_weights
+from verl_patches.reshard.parameters import named_weights
 from verl_patches.rewards.parts import reward_parts
 from verl_patches.spec import run_of
 from verl_patches.weights.manifest import CHECKPOINT, Manifest, rank_files

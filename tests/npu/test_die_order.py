@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}
 
 WORKER = """
-from verl_patches.worker.worker_settings import prelude_then
+from verl_patches.trainer.worker_settings import prelude_then
 prelude_then(None)()
 done("set-up hook")
 if ORDER == "as Ray":
@@ -27,7 +27,7 @@ import torch
 found["devices"] = torch.npu.device_count()
 """
 EARLY = """
-from verl_patches.worker.worker_settings import prelude_then
+from verl_patches.trainer.worker_settings import prelude_then
 prelude_then("torch_npu.npu.is_available")()
 """
 

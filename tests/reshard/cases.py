@@ -17,9 +17,9 @@ from tests.layout.native_parameters import part
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
 from verl_patches.layout.sharding import Shard, local_parameters
+from verl_patches.memory.live_memory import named_tensors
 from verl_patches.reshard.destination import Destinations, RolloutTensor
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
-from verl_patches.reshard.live_memory import named_tensors
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
 from verl_patches.reshard.region import region_of
 from verl_patches.reshard.train_tensors import TrainTensor

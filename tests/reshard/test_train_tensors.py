@@ -13,7 +13,7 @@ from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.model.tiny import tiny_config
-from verl_patches.model.weights import te_name
+from verl_patches.reshard.parameters import te_name
 from verl_patches.reshard.region import Region, region_of
 from verl_patches.reshard.train_tensors import are_views_of, storage_of, views_of
 

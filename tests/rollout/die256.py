@@ -126,8 +126,8 @@ def sync(made: Any, folder: str) -> None:
     from tests.reshard.cases import write_through
     from tests.rollout.engine_rank import hf_tensors
     from verl_patches.layout.inventory import build_inventory
+    from verl_patches.memory.live_memory import post_load
     from verl_patches.reshard.destination import learn_destinations
-    from verl_patches.reshard.live_memory import post_load
 
     model, tensors = worker_of(made.inference_engine).model_runner.model, dict(hf_tensors(folder))
     patch_vllm_moe_model_weight_loader(model)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from verl_patches.errors import RecipeError
-from verl_patches.heartbeat.counters import move, note_copy, note_host_allocation
+from verl_patches.memory.counters import move, note_copy, note_host_allocation
 from verl_patches.memory.schedule import ACTOR
 
 # torch's allocator of pinned memory rounds each piece up to a power of two (ATen/core/CachingHostAllocator.h)

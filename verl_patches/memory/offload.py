@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl_patches.heartbeat.counters import move
+from verl_patches.memory.counters import move
 from verl_patches.memory.host_backed import (
     ModelOffloadState,
     offload_state_of_model,

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from verl_patches.heartbeat.counters import note_empty_cache, timed
+from verl_patches.memory.counters import note_empty_cache, timed
 from verl_patches.memory.ledger import Ledger
 from verl_patches.memory.schedule import LOADS, Move, Schedule
 

@@ -33,8 +33,8 @@ import torch
 
 from verl_patches.errors import RecipeError
 from verl_patches.memory.host_backed import HostBackedStorage
+from verl_patches.memory.live_memory import ABSORBED, private_format, storage_id
 from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
-from verl_patches.reshard.live_memory import ABSORBED, private_format, storage_id
 
 WEIGHTS, CACHE = TAGS = ("weights", "kv_cache")  # vLLM's tags of LLM.wake_up
 Tensors = dict[str, torch.Tensor]

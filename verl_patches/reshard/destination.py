@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from verl_patches.errors import RecipeError
 from verl_patches.layout.inventory import Inventory, Parameter
-from verl_patches.reshard.live_memory import (
+from verl_patches.memory.live_memory import (
     named_tensors,
     not_written_once,
     private_format,

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.layout.inventory import Inventory
+from verl_patches.memory.live_memory import storage_id
 from verl_patches.reshard.destination import RolloutTensor
-from verl_patches.reshard.live_memory import storage_id
 from verl_patches.reshard.plan import BucketPlan, RankPlan, ReshardPlan
 from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather, raise_on_any_rank
 from verl_patches.reshard.region import Region, cover, overlap, part_of, row_bytes, wire_bytes

@@ -15,7 +15,7 @@ F this rank's part of an expert's intermediate size, e local experts.
     ...self_attention.linear_qkv               q_a, kv_a (all of both under TP)     as HF                   mindspeed
     every other one                            one kind, or gate and up             as HF                   all
 
-Sources: names are tabulated in layout/sharding.py and model/weights.py. weight1 and weight2
+Sources: names are tabulated in layout/sharding.py and reshard/parameters.py. weight1 and weight2
 are megatron-core's GroupedMLP: its forward in 0.12.2 (transformer/moe/experts.py:249) views them so, and so does
 MindSpeed (core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape does not say what is in its memory.
 """
@@ -33,8 +33,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, build_inventory, read_model_shape
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
-from verl_patches.model import weights as megatron
-from verl_patches.reshard.live_memory import storage_id, view_id
+from verl_patches.memory.live_memory import storage_id, view_id
+from verl_patches.reshard import parameters as megatron
 from verl_patches.reshard.rank_errors import gather
 from verl_patches.reshard.region import Region, part_of, region_of
 

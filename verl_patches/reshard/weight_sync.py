@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.memory.live_memory import post_load
 from verl_patches.reshard.destination import Destinations, learn_destinations
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
-from verl_patches.reshard.live_memory import post_load
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
 from verl_patches.reshard.rank_errors import catch_errors, gather, raise_on_any_rank
 from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_library, still_valid, train_tensors

@@ -19,7 +19,7 @@ from typing import Any
 from verl_patches.current import Current
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import for_vllm, with_fewer_layers
-from verl_patches.reshard.live_memory import absorb_in_place
+from verl_patches.memory.live_memory import absorb_in_place
 from verl_patches.rollout.ascend import PREFIX_CACHING
 
 log = logging.getLogger(__name__)

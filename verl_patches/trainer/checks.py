@@ -1,4 +1,4 @@
-"""The rules of the trainer's side of a run: checkpoints, restarts, dynamic sampling, traces."""
+"""The rules of the trainer's side of a run: checkpoints, restarts, traces."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from verl_patches.errors import Check, either
 from verl_patches.layout.phases import STEP_PHASES
 from verl_patches.memory.schedule import OF_ROLLOUT
 from verl_patches.recipe import PROFILED
-from verl_patches.rewards.parts import METRIC
 from verl_patches.spec import RunSpec
-
-_ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def checkpoint_checks(run: RunSpec) -> Iterator[Check]:
@@ -87,28 +84,3 @@ def _profile_faults(run: RunSpec) -> Iterator[str]:
         yield f"{key}.phases: the run has no {', '.join(sorted(absent))}, by its algorithm and rewards"
     if run.recipe.train.skip_old_log_prob and "old_log_prob" in (section.phases or ()):
         yield f"{key}.phases: the run has no old_log_prob, as recipe.train.skip_old_log_prob is true"
-
-
-def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
-    """recipe.keep_groups: what else samples, or cannot while the rollout engine is awake; nothing where it is off."""
-    section, recipe, rollout = run.recipe.keep_groups, run.recipe, run.verl.actor_rollout_ref.rollout
-    if section.metric is None:
-        return
-    faults = [
-        (rollout.n < 2, f"{_ROLLOUT}.n is {rollout.n}: the responses of a prompt must differ; set 2 or more"),
-        (recipe.tensor_cache.enabled, "recipe.tensor_cache.enabled is true: it holds all responses; set it false"),
-        (recipe.rollout.replay is not None, "recipe.rollout.replay gives the responses; set one of them"),
-        (
-            run.verl.algorithm.adv_estimator == "remax",
-            "algorithm.adv_estimator is remax, with responses of the first batch",
-        ),
-        (run.reward_models != (), "recipe.rewards has a reward model: no memory while the rollout engine is awake"),
-    ]
-    wrong = [text for is_wrong, text in faults if is_wrong]
-    labels = [f"{METRIC}{part.label}" for part in run.rewards]
-    if section.metric.startswith(METRIC) and section.metric not in labels:
-        wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a function's own key")
-    held = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
-    yield either(
-        "keep groups", not wrong, held, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"
-    )

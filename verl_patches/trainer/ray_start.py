@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from verl_patches.heartbeat.node import NodeAgent
-from verl_patches.worker.worker_settings import prelude_then
+from verl_patches.trainer.worker_settings import prelude_then
 
 HOOK = "worker_process_setup_hook"
 POLL_S = 1.0

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl_patches.heartbeat.counters import offload_of_step
 from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops_of, passes
 from verl_patches.layout.phases import STEP_PHASES, VALIDATE
+from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.rewards.parts import METRIC
 from verl_patches.spec import RunSpec

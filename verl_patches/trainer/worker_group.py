@@ -33,12 +33,12 @@ from verl_patches.rewards.parts import METRIC, part_means
 from verl_patches.spec import run_of
 from verl_patches.step.batches import payloads
 from verl_patches.step.batches.cached_step import SAMPLE, CachedStep
+from verl_patches.step.batches.keep_groups import KeptGroups
 from verl_patches.step.log_probs.of_rollout import CheckedSamples, CheckRequest
 from verl_patches.step.log_probs.sampled_check import SampledCheck
 from verl_patches.step.log_probs.truth_check import not_compared
 from verl_patches.step.objectives.advantages import given_responses
 from verl_patches.step.replay.recording import find_recording, load_step, save_scores, save_step
-from verl_patches.trainer.keep_groups import KeptGroups
 
 T = TypeVar("T")
 _ROLLOUT = "rollout_log_probs"

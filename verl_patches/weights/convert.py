@@ -23,7 +23,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
-from verl_patches.model.weights import NAMES
+from verl_patches.reshard.parameters import NAMES
 from verl_patches.reshard.train_tensors import storage_of, views_of
 from verl_patches.shared_files import PARTIAL, lock_file, sync, write_whole, writing
 from verl_patches.weights import fp8

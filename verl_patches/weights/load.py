@@ -24,7 +24,7 @@ import torch.distributed as dist
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS, Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.model.weights import keep_bias_fp32, named_weights
+from verl_patches.reshard.parameters import keep_bias_fp32, named_weights
 from verl_patches.reshard.region import Region
 from verl_patches.reshard.train_tensors import layout_of_model, library_of, train_tensors, unwrapped
 from verl_patches.weights.reader import WeightReader

@@ -33,9 +33,10 @@ from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.errors import ConfigError
-from verl_patches.heartbeat import counters, heartbeat
+from verl_patches.heartbeat import heartbeat
 from verl_patches.heartbeat.calls import take_starts
 from verl_patches.layout.phases import START
+from verl_patches.memory import counters
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from verl_patches.heartbeat.counters import timed
+from verl_patches.memory.counters import timed
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank

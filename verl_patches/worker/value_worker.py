@@ -19,7 +19,7 @@ from omegaconf import OmegaConf, open_dict
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.heartbeat import counters
+from verl_patches.memory import counters
 from verl_patches.memory.offload import Params
 from verl_patches.memory.schedule import ACTOR, CRITIC
 from verl_patches.model.megatron import DTYPES

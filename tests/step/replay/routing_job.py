@@ -11,7 +11,7 @@ from verl.utils.megatron_utils import unwrap_model
 from tests.model import parity_job
 from tests.model.parity_job import local_gradients, run
 from verl_patches.errors import RecipeError
-from verl_patches.model.weights import named_weights
+from verl_patches.reshard.parameters import named_weights
 from verl_patches.step.replay.routing_replay import RoutingReplay
 
 RECORDED, REPLAYED = [[0], [1, 2]], [[2, 0], [1]]  # rows of micro batches: other packing, other order

@@ -349,7 +349,7 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "max_skipped_steps", "ours", None, "in a row, for NaN gradients (worker/step_guard.py)", 3),
     Key(_R + "grouped_gemm", "only", (None, True),
         "weights go by MindSpeed's stacked experts (weight1, weight2), which the grouped GEMM has; one module an "
-        "expert has other names (model/weights.py)"),
+        "expert has other names (reshard/parameters.py)"),
     Key(_R + "fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED, True),
     Key(_R + "fused_swiglu", "switch", "--use-fused-swiglu", _FUSED, True),
     Key(_R + "fused_rope", "switch", "--use-fused-rotary-pos-emb", _FUSED, True),

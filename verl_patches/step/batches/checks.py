@@ -1,4 +1,4 @@
-"""The rules of batches and lengths: what divides what, what fits a micro batch and an engine step."""
+"""The rules of batches and lengths: what divides what, what fits a micro batch or an engine step, which groups stay."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from verl_patches.errors import Check, divides, either
+from verl_patches.rewards.parts import METRIC
 from verl_patches.spec import RunSpec
 from verl_patches.step.batches.limits import budget_faults, cache_faults
 
@@ -105,3 +106,28 @@ def micro_batch_checks(run: RunSpec) -> Iterator[Check]:
     """Refuse what the tensor cache does not support, and budgets of dynamic micro batches that are too small."""
     yield from (Check("tensor cache", False, fault) for fault in cache_faults(run))
     yield from (Check("micro batch", False, fault) for fault in budget_faults(run))
+
+
+def keep_groups_checks(run: RunSpec) -> Iterator[Check]:
+    """recipe.keep_groups: what else samples, or cannot while the rollout engine is awake; nothing where it is off."""
+    section, recipe, rollout = run.recipe.keep_groups, run.recipe, run.verl.actor_rollout_ref.rollout
+    if section.metric is None:
+        return
+    faults = [
+        (rollout.n < 2, f"{_ROLLOUT}.n is {rollout.n}: the responses of a prompt must differ; set 2 or more"),
+        (recipe.tensor_cache.enabled, "recipe.tensor_cache.enabled is true: it holds all responses; set it false"),
+        (recipe.rollout.replay is not None, "recipe.rollout.replay gives the responses; set one of them"),
+        (
+            run.verl.algorithm.adv_estimator == "remax",
+            "algorithm.adv_estimator is remax, with responses of the first batch",
+        ),
+        (run.reward_models != (), "recipe.rewards has a reward model: no memory while the rollout engine is awake"),
+    ]
+    wrong = [text for is_wrong, text in faults if is_wrong]
+    labels = [f"{METRIC}{part.label}" for part in run.rewards]
+    if section.metric.startswith(METRIC) and section.metric not in labels:
+        wrong.append(f"recipe.rewards gives {', '.join(labels)}; set one of them, score, or a function's own key")
+    held = f"prompts whose responses differ in {section.metric}, from at most {section.max_batches} batches a step"
+    yield either(
+        "keep groups", not wrong, held, f"recipe.keep_groups.metric is {section.metric}, but {'; '.join(wrong)}"
+    )

@@ -14,7 +14,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from tests.runs import composed
 from verl_patches.errors import ConfigError
 from verl_patches.rules import RULES
-from verl_patches.trainer.keep_groups import KeepGroupsError, KeptGroups
+from verl_patches.step.batches.keep_groups import KeepGroupsError, KeptGroups
 
 SIZE, N, PROMPTS = 2, 3, 10
 # scores of each prompt's responses: equal sixths and thirds have a standard deviation above 0 in floats

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from verl_patches.reshard.live_memory import not_written_once
+from verl_patches.memory.live_memory import not_written_once
 
 
 def _counted(tensor: torch.Tensor, views: list[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from tests.conftest import python_with_prelude
 SEND = """
 import json, sys
 from verl_patches import prelude_patch
-from verl_patches.worker.worker_settings import send_switches
+from verl_patches.trainer.worker_settings import send_switches
 given = eval(sys.argv[1])
 print(json.dumps(send_switches(lambda *args, **options: options.get("runtime_env"))(**given)))
 """
@@ -78,7 +78,7 @@ import ray
 
 class Worker:
     def told(self):
-        from verl_patches.worker.worker_settings import prepare_from_controller
+        from verl_patches.trainer.worker_settings import prepare_from_controller
         found = []
         start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
         start.prepare = found.append
@@ -95,7 +95,7 @@ def told(**env):
 
 ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
          _node_ip_address="127.0.0.1")
-from verl_patches.worker.worker_settings import send_settings
+from verl_patches.trainer.worker_settings import send_settings
 verls = {"RANK": "0", "WG_PREFIX": "a"}
 answers = [told(**verls)]
 send_settings({"layers": 4}, {"nodes": 1, "interface": None})
