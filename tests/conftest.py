@@ -67,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("busy machine")
     os.environ.pop("VERL_PATCHES", None)  # a shell's own switches must not decide what a test sees
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it: every process would compile the sources again
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; no child could trap it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = config.getoption("--upstream")
     if folder is not None and not folder.is_dir():
         raise pytest.UsageError(f"--upstream {folder}: not a folder; expected one that holds git clones, e.g. DIR/verl")
