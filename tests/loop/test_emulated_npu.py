@@ -70,9 +70,8 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     assert {*needed} == active  # docs/patches.md says so
     assert run.summary["peak_pss_bytes"]["total"] < 6 * 2**30
     assert_nobody_else_can_reach(run)
-    reached = run.summary["emulated"]
-    assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < reached["functions"].keys()
-    assert "vllm_ascend.attention.mla_v1" in reached["modules"] and "functions of torch_npu were called" in run.output
+    called = run.summary["emulated"]["functions"]
+    assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < called.keys()
     assert run.output.splitlines()[-2] == f"This proved: {PROVED['a3 npu_emulated']}."
 
 

@@ -31,10 +31,9 @@ from tests.memory.offload_objects import (
 )
 from tests.runs import composed
 from verl_patches.memory import counters
-from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.ledger import Ledger
 from verl_patches.memory.measure import optimizer_full_bytes
-from verl_patches.memory.offload import Grads, Optimizer, Params, training_handlers
+from verl_patches.memory.offload import Grads, Optimizer, Params
 from verl_patches.memory.schedule import CRITIC, MEMORY_GROUPS, SCHEDULE
 from verl_patches.patching.row import subclass_of
 from verl_patches.weights.checkpoint_files import Place, StoredTensor, optimizer_shards
@@ -96,27 +95,6 @@ def nothing_stays_on_the_device_and_only_what_was_written_is_copied():
     assert sum(move["host_bytes"] for move in training) == 0
     for move in recorded + read + training:
         assert move["copied_bytes"] == (move["bytes"] if move["verb"] in counters.COPYING else 0)
-
-
-def moves_of_a_critic_have_its_groups():
-    chunks, optimizer = trained(BF16)
-    for each in (*chunks, *single_optimizers(optimizer)):
-        each.memory_groups = CRITIC
-    handlers = training_handlers(chunks, optimizer, CRITIC)
-    handlers[CRITIC.grads].free()
-    handlers[CRITIC.params].offload()
-    handlers[CRITIC.optimizer].offload()
-    assert {move["group"] for move in counters.take_moves()} == {*CRITIC} - {CRITIC.window}
-
-
-def verls_own_offload_leaves_the_experts():
-    """Negative control, at 54c9b736."""
-    from verl.utils import megatron_utils as verl
-
-    chunks = [chunk()]
-    verl.offload_megatron_model_to_cpu(chunks)
-    left = [name for name, size in sizes(chunks).items() if size]
-    assert left == ["expert_parallel_buffers param_data", "expert_parallel_buffers grad_data"]
 
 
 def an_offloaded_optimizer_steps_as_without_with_one_copy_a_byte():

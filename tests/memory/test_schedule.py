@@ -123,19 +123,6 @@ def test_the_move_that_should_have_released_a_group():
     assert VERL["pypi"].released_by("tensor_cache", "reshard") is None
 
 
-def test_moves_of_a_step_of_ours():
-    """The KV cache is allocated last and freed first."""
-    expected = (
-        "alloc rollout_weights, alloc reshard_buffers, free reshard_buffers, offload actor_params, empty_cache, "
-        "alloc kv_cache, alloc tensor_cache, free kv_cache, free rollout_weights, empty_cache, load actor_params, "
-        "load ref_params, free ref_params, free tensor_cache, alloc grads, load optimizer, alloc swap_window, "
-        "free swap_window, offload optimizer, free grads"
-    )
-    assert ", ".join(moves_of_a_step(SCHEDULE, (), MEMORY_GROUPS)) == expected
-    stays = moves_of_a_step(SCHEDULE, {"actor_params", "grads"}, ("actor_params", "grads", "optimizer", "ref_params"))
-    assert stays[:3] == ["empty_cache", "empty_cache", "load ref_params"]
-
-
 def of_run(rows, by_vllm=False, synced=True, skip=False, one_memory=False, **offload):
     """(name of the schedule, groups that stay) of a run; `offload`: param_, optimizer_ or ref_offload that are off."""
     actor = {name: offload.get(name, True) for name in ("param_offload", "optimizer_offload")}

@@ -105,20 +105,6 @@ def test_vllms_calls_take_the_place_of_its_moves(made):
     assert log == ["load actor_params", "alloc reshard_buffers"]
 
 
-def test_a_second_generation_and_a_step_without_an_update(made):
-    """REMAX and validation generate again; a critic's warm-up updates nothing. The ledger is strict."""
-    scheduler, log, handlers = made()
-    step(scheduler)
-    handlers["tensor_cache"].free()
-    for phase in "reshard wake_kv rollout sleep old_log_prob ref".split():
-        scheduler.begin(phase)
-    scheduler.end()
-    handlers["tensor_cache"].free()  # closed at the end of the step (step/batches/cached_step.py, end_step)
-    log.clear()
-    step(scheduler)
-    assert "load actor_params" in log and log.index("offload actor_params") < log.index("alloc kv_cache")
-
-
 def test_a_phase_around_work_that_failed_stays_open_until_the_next_begins(made):
     scheduler, log, _ = made(("ref_params",))
     here = WorkerContext(scheduler=scheduler, ledger=scheduler.ledger)

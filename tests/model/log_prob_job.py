@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -86,15 +85,20 @@ def start_tensor_parallel() -> None:
 
 
 def answer(case: Case) -> dict[str, torch.Tensor]:
-    """log_probs, entropy [T], and this rank's part of the gradient [T, V/tp]; in chunks of ROWS_OF_A_CHUNK tokens."""
+    """log_probs, entropy [T], and this rank's part of the gradient [T, V/tp]; in chunks of ROWS_OF_A_CHUNK tokens.
+
+    By the functions that verl's actor calls, in its order.
+    """
+    from verl.workers.actor import megatron_actor
+
     logits, labels = case.inputs()
     own = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone().requires_grad_()
     of_model = own * 1.0  # keeps nothing for its backward, as Megatron's output layer
     with mock.patch.object(log_prob, "CHUNK_BYTES", ROWS_OF_A_CHUNK * own.shape[-1] * 4):
         found = {}
         if case.entropy_weight is not None:
-            found["entropy"] = log_prob.vocab_parallel_entropy(of_model)
-        found["log_probs"] = log_prob.vocab_parallel_log_probs_from_logits(of_model, labels)
+            found["entropy"] = megatron_actor.vocab_parallel_entropy(of_model)
+        found["log_probs"] = megatron_actor.vocab_parallel_log_probs_from_logits(of_model, labels)
         case.loss(**found).backward()
     return {**{name: value.detach() for name, value in found.items()}, "gradient": own.grad}
 
@@ -127,6 +131,12 @@ def answers() -> dict[str, dict]:
     with without_maximum():
         found["maximum"] = answer(CASES["large"])
     return found
+
+
+def both_in_the_loss() -> str:
+    """The error of a loss with log-probs and entropy of the same logits, "" if there is none."""
+    start_tensor_parallel()
+    return _error(lambda: answer(CASES["both"]))
 
 
 def in_place() -> dict[str, object]:
@@ -169,57 +179,3 @@ def _error(function) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def actor_update(dtype: torch.dtype, entropy_coeff: float) -> dict[str, object]:
-    """One micro batch of verl's own forward_step and loss: gradient of the logits [B, S, V/tp], or the error."""
-    from omegaconf import OmegaConf
-    from verl import DataProto
-    from verl.workers.actor import megatron_actor
-
-    start_tensor_parallel()
-    logits, ids = actor_batch(dtype)
-    own = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone().requires_grad_()
-    actor = object.__new__(megatron_actor.MegatronPPOActor)
-    settings = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "use_kl_loss": False}
-    actor.config = OmegaConf.create({**settings, "loss_agg_mode": "token-mean", "entropy_coeff": entropy_coeff})
-    actor.hf_config, actor.tf_config = None, SimpleNamespace(sequence_parallel=False)
-    actor.actor_module = [torch.nn.Identity()]
-
-    def forward(model, input_ids, *args, logits_processor, logits_processor_args, **kwargs):
-        return logits_processor(own * 1.0, **logits_processor_args)
-
-    def forward_backward(forward_step_func, data_iterator, model, **kwargs):
-        output, loss_of = forward_step_func(
-            data_iterator[0] if isinstance(data_iterator, list) else data_iterator, model
-        )
-        loss, (metrics, _) = loss_of(output)
-        loss.backward()
-        return [(metrics, output["log_probs"].detach())]
-
-    ones, width = torch.ones_like(ids), ids.shape[1] // 2
-    batch = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1, "responses": ids[:, width:]}
-    batch |= {
-        "old_log_probs": torch.full((len(ids), width), -3.0),
-        "advantages": torch.linspace(-1, 1, width).repeat(len(ids), 1),
-    }
-    data = DataProto.from_dict(batch, meta_info={"micro_batch_size": len(ids)})
-    arguments = {"calculate_entropy": entropy_coeff != 0}
-    if "micro_batch_size" in inspect.signature(actor.forward_backward_batch).parameters:  # line pypi
-        arguments["micro_batch_size"] = len(ids)
-    with (
-        mock.patch("verl.models.mcore.get_mcore_forward_fn", lambda hf_config: forward),
-        mock.patch.object(megatron_actor, "get_forward_backward_func", lambda: forward_backward),
-    ):
-        try:
-            actor.forward_backward_batch(data, **arguments)
-        except RuntimeError as error:
-            return {"error": str(error)}
-    return {"gradient": own.grad, "provider": megatron_actor.vocab_parallel_entropy.__module__}
-
-
-def actor_batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits [2, 8, 32], ids [2, 8]) of `actor_update`."""
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(2, 8, 32, generator=generator).to(dtype)
-    return logits, torch.randint(0, 32, (2, 8), generator=generator)

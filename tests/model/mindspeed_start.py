@@ -125,7 +125,6 @@ def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
         os.environ.update(WORLD_SIZE=str(case["world_size"]), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
         try:
             words = arguments_of(explain(case["config"], run_of(case["config"]).recipe, case["hf"]))
-            start._same_features(words)
             args = start._arguments(words)
             found[name] = {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str))}
         except ConfigError as error:

@@ -133,21 +133,11 @@ def test_0_recomputed_layers_are_no_recomputation(number):
     assert "--recompute-num-layers 1" in " ".join(_words(_tiny(*FULL, f"{LAYERS}=1")))
 
 
-def test_experts_by_tp_as_megatron_does():
-    words = " ".join(_words(_tiny(f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_tensor_parallel_size=2")))
-    assert "--expert-model-parallel-size 2" in words and "--moe-tp-extend-ep" not in words
-
-
 def test_explaining_needs_no_torch(run_python):
     run_python("import sys, verl_patches.model.mindspeed.arguments; sys.exit('torch' in sys.modules)").check()
 
 
 # ---- of config.json
-
-
-def test_no_matter_gives_no_argument():
-    plain = arguments_of(model_settings({key: value for key, value in HF.items() if key not in IGNORED}))
-    assert plain == arguments_of(model_settings({**HF, **dict.fromkeys(IGNORED, "anything")}))
 
 
 def test_transformers_knows_no_further_key():

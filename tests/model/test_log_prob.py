@@ -1,11 +1,11 @@
-"""model/log_prob.py against the plain formula in float64, at TP 1 and 2; its rows in verl's actor."""
+"""model/log_prob.py, as verl's actor calls it, against the plain formula in float64, at TP 1 and 2."""
 
 import os
 
 import pytest
 import torch
 
-from tests.model.log_prob_job import CASES, actor_batch
+from tests.model.log_prob_job import CASES
 
 PATCHES = "line=pypi,platform=cpu"
 JOB = "tests.model.log_prob_job"
@@ -13,9 +13,17 @@ JOB = "tests.model.log_prob_job"
 FP32, BF16 = {"rtol": 1e-6, "atol": 1e-6}, {"rtol": 2**-8, "atol": 1e-6}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(
+    scope="module", params=[("pypi", 1), ("pypi", 2), pytest.param(("a3", 2), marks=pytest.mark.upstream)], ids=str
+)
 def found(request, run_ranks):
-    return run_ranks(f"{JOB}:answers", size=request.param, patches=PATCHES)
+    """What each rank finds; line a3 without MindSpeed."""
+    line, size = request.param
+    if line == "pypi":
+        return run_ranks(f"{JOB}:answers", size=size, patches=PATCHES)
+    sources = request.getfixturevalue("a3_sources")("verl", "Megatron-LM")
+    patches, env = "line=a3,platform=cpu,-model.mindspeed_*", {"PYTHONPATH": os.pathsep.join(map(str, sources))}
+    return run_ranks(f"{JOB}:answers", size=size, patches=patches, env=env)
 
 
 def faults(case, ranks, name):
@@ -53,41 +61,7 @@ def test_the_gradient_takes_the_place_of_the_logits(run_ranks):
     assert found["graph"] == [False, False] and found["same_if_strided"]
 
 
-def loss_gradient(dtype, entropy_coeff):
-    """Of the logits of `actor_update`, by verl's policy loss over the plain formula in float64."""
-    from verl.trainer.ppo.core_algos import compute_policy_loss
-
-    logits, ids = actor_batch(dtype)
-    logits, width = logits.double().requires_grad_(), ids.shape[1] // 2
-    every = logits[:, width - 1 : -1].log_softmax(dim=-1)  # the token before each of the response
-    log_probs = every.gather(-1, ids[:, width:, None])[..., 0]
-    advantages, ones = torch.linspace(-1, 1, width).expand(len(ids), -1), torch.ones(len(ids), width)
-    loss, *_ = compute_policy_loss(-3.0 * ones, log_probs, advantages, ones, cliprange=0.2)
-    (loss + entropy_coeff * (every.exp() * every).sum(dim=-1).mean()).backward()
-    return logits.grad
-
-
-@pytest.fixture(params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
-def actor_update(request, run_ranks):
-    """actor_update(dtype, entropy_coeff, ranks): of every rank of this line; a3 without MindSpeed."""
-    env, patches = {}, f"line={request.param},platform=cpu"
-    if request.param == "a3":
-        patches += ",-model.mindspeed_*"  # the model is not built
-        env["PYTHONPATH"] = os.pathsep.join(map(str, request.getfixturevalue("a3_sources")("verl", "Megatron-LM")))
-
-    return lambda *arguments, ranks: run_ranks(f"{JOB}:actor_update", *arguments, size=ranks, patches=patches, env=env)
-
-
-@pytest.mark.parametrize("entropy_coeff", [0.0, 0.1])
-def test_verls_actor_updates_with_ours(actor_update, entropy_coeff):
-    ranks = actor_update(torch.float32, entropy_coeff, ranks=2)
-    assert {rank["provider"] for rank in ranks} == {"verl_patches.model.log_prob"}
-    found = torch.cat([rank["gradient"] for rank in ranks], dim=-1)
-    torch.testing.assert_close(found.double(), loss_gradient(torch.float32, entropy_coeff), **FP32)
-
-
 def test_without_the_rows_a_loss_with_entropy_fails(run_ranks):
     """On line pypi; MindSpeed's cross entropy leaves the logits as they are."""
-    off = f"{PATCHES},-logprob.*in_chunks"
-    (found,) = run_ranks(f"{JOB}:actor_update", torch.float32, 0.1, patches=off)
-    assert "modified by an inplace operation" in found["error"]
+    (error,) = run_ranks(f"{JOB}:both_in_the_loss", patches=f"{PATCHES},-logprob.*in_chunks")
+    assert "modified by an inplace operation" in error

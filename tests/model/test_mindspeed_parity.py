@@ -41,11 +41,9 @@ def test_rollout_gets_every_weight_with_its_bias(found, reference):
     assert all(torch.equal(sent[name], weight.float()) for name, weight in reference["weights"].items())
 
 
-def test_attention_asks_for_lengths_once_a_forward_and_has_its_guards(run_a3):
+def test_attention_asks_for_lengths_once_a_forward(run_a3):
     (found,) = run_a3(f"{JOBS}:attention_job")
-    assert found["calls"] == [{"tolist": n, "repeat_interleave": n, "attention": 4 * n} for n in (1, 2)]  # 4 layers
-    assert "attention dropout is 0.1" in found["refused"]["dropout"]
-    assert "ends [3, 5]" in found["refused"]["ends"]
+    assert found == [{"tolist": n, "repeat_interleave": n, "attention": 4 * n} for n in (1, 2)]  # 4 layers
 
 
 def test_layer_list_decides_the_stages(found):

@@ -37,34 +37,6 @@ def test_files_are_a_normal_hf_folder_in_deepseeks_dtypes(tiny_model, weights):
         assert not torch.equal(bias, bias.bfloat16().float())  # a bf16 copy would show
 
 
-def test_logits_are_not_flat_and_bias_changes_choices(tiny_model):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, torch_dtype=torch.float32)
-    changed = []
-    for layer in model.model.layers[1:]:
-        layer.mlp.gate.register_forward_hook(
-            lambda gate, args, out: changed.append(share_changed(gate, args[0], out[0]))
-        )
-    ids = torch.randint(6, 512, (2, 150), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        assert model(ids).logits.std() >= 1
-    assert len(changed) == 3
-    assert min(changed) >= 0.1, changed
-
-
-def share_changed(gate, hidden, chosen):
-    """Share of chosen experts that would not have been chosen without the correction bias; checks score + bias > 0."""
-    scores = torch.nn.functional.linear(hidden.flatten(0, 1).float(), gate.weight.float()).sigmoid()
-    bias = gate.e_score_correction_bias
-    assert (scores + bias).min() > 0
-    gate.e_score_correction_bias = torch.zeros_like(bias)
-    without = gate.get_topk_indices(scores)
-    gate.e_score_correction_bias = bias
-    kept = (chosen[:, :, None] == without[:, None, :]).any(-1)
-    return 1 - kept.float().mean().item()
-
-
 def test_same_seed_same_files_other_seed_other(tiny_model, weights, tmp_path):
     again = make_tiny_model(tmp_path / "again")
     for path in tiny_model.iterdir():
@@ -102,17 +74,3 @@ def test_bad_overrides_are_refused_and_leave_nothing(tmp_path, overrides, messag
     with pytest.raises(ConfigError, match=message):
         make_tiny_model(tmp_path / "model", overrides=overrides)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_tokenizer_round_trip_and_chat(tiny_model):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    assert len(tokenizer) == 512
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
-    text = "What is 12 + 34? \\boxed{46} é\n"
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert len(tokenizer("2468").input_ids) == 4  # digits apart
-    messages = [{"role": "user", "content": "1 + 1?"}]
-    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert chat == "<|begin|><|user|>1 + 1?<|assistant|>"

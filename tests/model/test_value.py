@@ -10,7 +10,6 @@ import torch
 from tests.model.mindspeed_start import LAYOUTS
 from tests.model.parity import FROM, SAMPLES, WORD
 from tests.near_ties import model_of, near_ties, norm_tolerance
-from tests.runs import composed
 from tests.weights.cases import as_value_model
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import SCORE, SCORE_BIAS
@@ -130,21 +129,6 @@ def test_another_layout_goes_on_from_the_checkpoint(found, folder):
         assert differs[predicted].max() < 1e-4, name
         assert found[name][0]["norm"] == pytest.approx(found[wrote][0]["norm"], rel=ties.norm_tolerance(1e-4)), name
     assert found[wrote][0]["norm"] != pytest.approx(found[wrote][0]["norms"][0], rel=1e-3)
-
-
-@pytest.mark.parametrize("found", ["pypi"], indirect=True)
-def test_rows_of_features_that_are_off_do_nothing(found, folder, run_ranks):
-    """`found` has the rows of all features, as the import alone applies them; here are those alone that PPO needs."""
-    needed = composed("deepseekv3_tiny_cpu", ["algo=ppo", "recipe.rewards=[{name: reward_model, path: /rm}]"])
-    off = {"update.routing_samples", "update.tensor_cache", "update.on_policy"}
-    assert {"update.recipe_critic", "reward.models"} <= needed.rows and not off & needed.rows
-    options = {"size": 2, "backend": "nccl", "patches": needed.process_switches.text()}
-    ranks = run_ranks("tests.model.value_job:layouts_job", folder, {"ep2": CASES["ep2"]}, **options)
-    for rank, expected in zip(ranks, found["ep2"], strict=True):
-        here = rank["ep2"]
-        assert (here["norms"], here["norm"], here["loss"]) == (expected["norms"], expected["norm"], expected["loss"])
-        for key in ("as_word", "values", "scored"):
-            assert all(torch.equal(values, expected[key][sample]) for sample, values in here[key].items())
 
 
 def test_a_reference_copies_all_but_its_head_from_the_critic_and_reads_that(found):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import importlib
 import importlib.util
 import json
@@ -20,15 +19,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 
-if TYPE_CHECKING:
-    from verl_patches.spec import RunSpec
-
-CONFIG, OTHER_CONFIG = "deepseekv3_256die_true_weight", "deepseekv3_256die_random_init"
+CONFIG = "deepseekv3_256die_true_weight"
 # what Ray and verl give a worker of a group (verl/single_controller/ray/base.py:326); DISABLE_WORKER_INIT, because
 # ActorRolloutRefWorker is made inside another worker, which has registered the group already (base.py:702)
 WORKER = {
@@ -68,8 +63,8 @@ def head() -> str:
     return f"127.0.0.1:{port}"
 
 
-def overrides(folder: Path, address: str = "127.0.0.1:6379") -> list[str]:
-    """Hydra overrides that name what is in `folder`; no Ray of this machine is looked for."""
+def overrides(folder: Path, address: str) -> list[str]:
+    """Hydra overrides that name what is in `folder`, and the head of Ray."""
     files = [f"data.{kind}_files={folder / 'data.parquet'}" for kind in ("train", "val")]
     return [
         f"actor_rollout_ref.model.path={folder / 'model'}",
@@ -79,22 +74,17 @@ def overrides(folder: Path, address: str = "127.0.0.1:6379") -> list[str]:
     ]
 
 
-def composed(name: str, folder: Path, **more: str) -> RunSpec:
-    """Return the facts of one configuration, as the commands hand them to the driver."""
-    from verl_patches.catalog import rows_of
-    from verl_patches.plan.memory_plan import with_recompute
-    from verl_patches.run.compose import compose
-
-    return with_recompute(compose(name, overrides(folder, **more), rows_of))
-
-
 def driver(folder: Path, found: dict[str, Any]) -> None:
     """verl_patches/main.py until it starts Ray."""
     with step(found, "verl_patches.main"):
         driver = importlib.import_module("verl_patches.main")
         import ray
 
-        run = composed(CONFIG, folder, address=head())
+        from verl_patches.catalog import rows_of
+        from verl_patches.plan.memory_plan import with_recompute
+        from verl_patches.run.compose import compose
+
+        run = with_recompute(compose(CONFIG, overrides(folder, head()), rows_of))
         OmegaConf.save(run.verl, folder / driver.COMPOSED)
         (folder / driver.FACTS).write_text(run.text())
         config = driver.read_run(run.text(), OmegaConf.load(folder / driver.COMPOSED)).verl
@@ -143,8 +133,6 @@ def worker(folder: Path, found: dict[str, Any]) -> None:
     with step(found, "verl.workers.megatron_workers"):
         importlib.import_module("verl.single_controller.ray.megatron")
         workers = importlib.import_module("verl.workers.megatron_workers")
-    with step(found, "validators on both configurations"):
-        found["arguments"] = {name: arguments(name, folder) for name in (CONFIG, OTHER_CONFIG)}
     with step(found, "ActorRolloutRefWorker.__init__"):
         first_call_of_a_device(lambda: workers.ActorRolloutRefWorker(config.actor_rollout_ref, "actor_rollout"), found)
     with step(found, "imports of ActorRolloutRefWorker's methods"):
@@ -157,8 +145,6 @@ def worker(folder: Path, found: dict[str, Any]) -> None:
         camem = importlib.import_module("vllm_ascend.device_allocator.camem")
         found["sleep mode"] = camem.camem_available
         found["not imported"] = {name: why for name in vllm_ascend_modules() if (why := refusal(name))}
-    with step(found, "calls of the real torch_npu"):
-        found.update(production_calls())
 
 
 def prepare_engine(hook: Callable[[], None], found: dict[str, Any]) -> None:
@@ -175,19 +161,6 @@ def first_of_engine() -> str | None:
     """The package, MindSpeed-LLM or Megatron, whose module was imported first in this process; None without either."""
     packages = (name.partition(".")[0] for name in sys.modules)  # in the order in which imports ended
     return next((package for package in packages if package in ("mindspeed_llm", "megatron")), None)
-
-
-def arguments(name: str, folder: Path) -> dict[str, Any]:
-    """What upstream's parsers and validators make of one configuration."""
-    from verl_patches.model.mindspeed import start
-    from verl_patches.model.mindspeed.arguments import arguments_of, explain
-
-    run = composed(name, folder)
-    section = run.verl.actor_rollout_ref
-    words = arguments_of(explain(section, run.recipe, start.read_hf_config(section)))
-    start._same_features(words)
-    args = vars(start._arguments(words))
-    return {key: args[key] for key in ("data_parallel_size", "expert_model_parallel_size", "num_layers", "fix_router")}
 
 
 def first_call_of_a_device(call: Callable[[], Any], found: dict[str, Any]) -> None:
@@ -234,48 +207,6 @@ def engine() -> dict[str, Any]:
     attention = resolve_obj_by_qualname(backend)
     found = {"platform": type(current_platform), "model": model, "worker": worker, "attention": attention}
     return {name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in found.items()}
-
-
-def production_calls() -> dict[str, Any]:
-    """What a layer calls in torch_npu itself, by the functions that the adaptor left in Megatron, on fake tensors.
-
-    Sizes of one rank at TP4, packed sequences. Rotary embedding, permutation, grouped products and the optimizer's step
-    are not among them: MindSpeed makes those with op builders, which compile against CANN.
-    """
-    import torch
-    import torch_npu
-    from job import record_calls
-    from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
-    from megatron.legacy.model.rms_norm import RMSNorm
-    from megatron.training import global_vars
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from verl_patches.model.mindspeed import start
-    from verl_patches.model.mindspeed.compat import lengths_of
-    from verl_patches.model.mindspeed.model import CausalMlaAttention
-
-    global_vars.set_args(start.adaptor_features.value)
-    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 40, 64], dtype=torch.int32))
-    lengths_of(packed.cu_seqlens_q)
-    calls = record_calls(torch_npu)
-    made: dict[str, list] = {}
-
-    def run(name: str, call: Callable, *shapes: tuple[int, ...]) -> None:
-        given = [torch.randn(*shape, dtype=torch.bfloat16, device="npu", requires_grad=True) for shape in shapes]
-        out = call(*given)
-        out.sum().backward()
-        made[name] = [list(out.shape), str(out.dtype), out.device.type, [list(x.grad.shape) for x in given]]
-
-    with FakeTensorMode():
-        norm = RMSNorm(7168, eps=1e-6)
-        norm.weight = torch.nn.Parameter(torch.ones(7168, dtype=torch.bfloat16, device="npu"))
-        run("norm", norm, (64, 1, 7168))
-        run("swiglu", SwiGLUFunction.apply, (64, 2 * 4608))
-        attend = functools.partial(CausalMlaAttention.forward, SimpleNamespace(softmax_scale=192**-0.5))
-        query, value = (64, 1, 32, 192), (64, 1, 32, 128)
-        run("attention", lambda q, k, v: attend(q, k, v, None, packed_seq_params=packed), query, query, value)
-    made["norm"].append(list(norm.weight.grad.shape))
-    return {"made": made, "calls": calls}
 
 
 def vllm_ascend_modules() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Calls of torch_npu and of our attention: good ones with what comes out, and bad ones that Meta kernels let through.
+"""Calls of torch_npu and of our attention, with what comes out.
 
 The same calls are made with fake tensors of an NPU and with real ones of a CPU.
 """
@@ -42,14 +42,10 @@ class Maker:
         """[experts] int64 that sum to rows."""
         return torch.full((experts,), rows // experts, dtype=torch.int64, device=self.device)
 
-    def causal(self) -> torch.Tensor:
-        """The mask of the sparse modes."""
-        return torch.ones(2048, 2048, dtype=torch.bool, device=self.device).triu(1)
-
 
 def _attention(npu: Any, m: Maker, *shape: int, ends: list[int] | None = None) -> torch.Tensor:
     q, k, v = (m.leaf(name, *shape) for name in "qkv")
-    return attention.fused_attention(q, k, v, heads=N, scale=0.1, mask=m.causal(), ends=ends)
+    return attention.fused_attention(q, k, v, heads=N, scale=0.1, ends=ends)
 
 
 def _rotary(npu: Any, m: Maker, mode: str) -> torch.Tensor:
@@ -97,24 +93,3 @@ def refusal(call: Callable[[], Any]) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _attend(npu: Any, m: Maker, layout: str, shape: tuple[int, ...], mask: torch.Tensor, **kw):
-    q, k, v = (m.values(*shape) for _ in "qkv")
-    return npu.npu_fusion_attention(q, k, v, N, layout, atten_mask=mask, sparse_mode=3, **kw)
-
-
-def _ours(m: Maker, shape: tuple[int, ...], mask: torch.Tensor, ends: list[int] | None = None):
-    q, k, v = (m.values(*shape) for _ in "qkv")
-    return attention.fused_attention(q, k, v, heads=N, scale=1.0, mask=mask, ends=ends)
-
-
-# name -> (the call of torch_npu itself, which Meta lets through; the same through fused_attention)
-BAD: dict[str, tuple[Callable, Callable]] = {
-    "ends of other tokens": (
-        lambda npu, m: _attend(npu, m, "TND", (T, N, D), m.causal(), actual_seq_qlen=[5], actual_seq_kvlen=[5]),
-        lambda m: _ours(m, (T, N, D), m.causal(), [5])),
-    "a mask of the lengths": (
-        lambda npu, m: _attend(npu, m, "SBH", (6, 2, N * D), m.causal()[:6, :6]),
-        lambda m: _ours(m, (6, 2, N * D), m.causal()[:6, :6])),
-}  # fmt: skip

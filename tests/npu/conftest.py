@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.npu.cases import BAD, CASES, Maker, outcome, refusal
+from tests.npu.cases import CASES, outcome
 from verl_patches.emulation.ascend.packages import torch_npu
 
 HERE = Path(__file__).resolve().parent
@@ -29,10 +29,7 @@ def references() -> dict:
     """The calls on the plain-torch references, with real tensors of a CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "torch_npu", torch_npu)  # as the rows of platform cpu do
-        return {
-            "cases": {name: outcome(case, torch_npu, "cpu") for name, case in CASES.items()},
-            "bad": {name: {"ours": refusal(lambda ours=ours: ours(Maker("cpu")))} for name, (_, ours) in BAD.items()},
-        }
+        return {name: outcome(case, torch_npu, "cpu") for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from cases import BAD, CASES, Maker, outcome, refusal
+from cases import CASES, outcome, refusal
 
 from verl_patches.emulation import op_schemas
 
@@ -29,17 +28,9 @@ def npu() -> dict[str, Any]:
         "soc": torch.npu.get_device_name(),
         "real tensor": refusal(lambda: torch.ones(4, device="npu")),
         "schemas": schemas(),
-        "autograd": autograd(),
         "profiler": {name: parameters(find(torch_npu)) for name, find in PROFILER.items()},
     }
     with FakeTensorMode():
-        found["bad"] = {
-            name: {
-                "meta": refusal(lambda call=call: call(torch_npu, Maker("npu"))),
-                "ours": refusal(lambda ours=ours: ours(Maker("npu"))),
-            }
-            for name, (call, ours) in BAD.items()
-        }
         calls = record_calls(torch_npu)
         found["cases"] = {name: outcome(case, torch_npu, "npu") for name, case in CASES.items()}
     return found | {"calls": calls}
@@ -71,12 +62,6 @@ def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def autograd() -> list[str]:
-    """Functions that have a gradient of their own."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [name for name in op_schemas.FUNCTIONS if has(f"npu::{name}", "AutogradPrivateUse1")]
-
-
 def record_calls(torch_npu: Any) -> list[list]:
     """From here on, every call of these functions from Python: [name, how many arguments by position, other names]."""
     calls: list[list] = []
@@ -95,5 +80,4 @@ def record_calls(torch_npu: Any) -> list[list]:
 
 
 if __name__ == "__main__":
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what the bad calls raise
     Path(sys.argv[1]).write_text(json.dumps(npu()))

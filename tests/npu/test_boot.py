@@ -17,7 +17,6 @@ import pytest
 
 from tests.npu.conftest import HERE, ROOT, run_program
 from verl_patches.catalog import ROWS
-from verl_patches.emulation import op_schemas
 from verl_patches.patching.switches import Switches
 from verl_patches.platform.npu import SOCKETS
 
@@ -40,9 +39,8 @@ NEVER_IMPORTED = {
 STEPS = {
     "driver": ["verl_patches.main"],
     "controller": ["set-up hook", "verl.trainer.main_ppo", "TaskRunner.run"],
-    "worker": ["set-up hook", "verl", "verl.workers.megatron_workers", "validators on both configurations",
-               "ActorRolloutRefWorker.__init__", "imports of ActorRolloutRefWorker's methods",
-               "vLLM's platform and plugins", "modules of vllm_ascend", "calls of the real torch_npu"],
+    "worker": ["set-up hook", "verl", "verl.workers.megatron_workers", "ActorRolloutRefWorker.__init__",
+               "imports of ActorRolloutRefWorker's methods", "vLLM's platform and plugins", "modules of vllm_ascend"],
 }  # fmt: skip
 REACHED = {"driver": "ray.init", "controller": "RayPPOTrainer.init_workers", "worker": "start._start_distributed"}
 
@@ -153,13 +151,10 @@ def test_every_wanted_row_is_active_or_waits_for_what_is_never_imported(starts, 
     assert kind != "driver" or {"torch", "torch_npu", "verl", "vllm", "megatron"}.isdisjoint(found["top level"])
 
 
-def test_importing_verl_prepares_mindspeed_before_megatron_and_both_configurations_pass_the_validators(starts):
+def test_importing_verl_prepares_mindspeed_before_megatron(starts):
     found = starts.found["worker"]
     assert found["first of the engine after the hook"] is None  # torch_npu would come before Ray sets the visible die
     assert found["first of the engine after verl"] == "mindspeed_llm"
-    for name, fixed in (("true_weight", False), ("random_init", True)):
-        sizes = {"data_parallel_size": 8, "expert_model_parallel_size": 8, "num_layers": 61, "fix_router": fixed}
-        assert found["arguments"][f"deepseekv3_256die_{name}"] == sizes
     assert "verl.workers.rollout.vllm_rollout" in found["lazy"]
 
 
@@ -179,20 +174,6 @@ def test_all_of_vllm_ascend_can_be_imported_but_what_is_listed(starts):
     assert found.keys() == NOT_IMPORTED.keys()
     assert {name: why for name, why in found.items() if NOT_IMPORTED[name][0] not in why} == {}
     assert starts.found["worker"]["sleep mode"] is False  # device_allocator/camem.py:53
-
-
-def test_what_a_layer_calls_in_torch_npu_itself_is_as_the_pin_has_it(starts):
-    """MindSpeed's RMS norm and SwiGLU, our attention: shapes, gradients, and no argument that 2.5.1.post1 lacks."""
-    found, query = starts.found["worker"], [64, 1, 32, 192]
-    assert found["made"] == {
-        "norm": [[64, 1, 7168], "torch.bfloat16", "npu", [[64, 1, 7168]], [7168]],
-        "swiglu": [[64, 4608], "torch.bfloat16", "npu", [[64, 9216]]],
-        "attention": [[64, 1, 32 * 128], "torch.bfloat16", "npu", [query, query, [64, 1, 32, 128]]],
-    }
-    assert [name for name, _, _ in found["calls"]] == ["npu_rms_norm", "npu_swiglu", "npu_fusion_attention"]
-    for name, positional, named in found["calls"]:
-        known = list(op_schemas.read()[name][0].kinds)
-        assert positional <= len(known) and set(named) <= set(known[positional:])
 
 
 # row that is switched off -> (step that fails, part of its error)

@@ -46,32 +46,17 @@ def differences(real, expected):
 
 
 def test_shapes_and_dtypes_are_those_of_the_references(npu, references):
-    assert set(npu["cases"]) == set(references["cases"]) and len(npu["cases"]) > 10
-    assert differences(npu["cases"], references["cases"]) == []
+    assert set(npu["cases"]) == set(references) and len(npu["cases"]) > 10
+    assert differences(npu["cases"], references) == []
     real = copy.deepcopy(npu["cases"])  # the control
     real["unpermute"]["gradient weights"][0].reverse()
     real["swiglu"]["gradient x"] = None
-    assert len(differences(real, references["cases"])) == 2
-
-
-# -- what Meta lets through --------------------------------------------------------------------------------------------
-
-
-def test_meta_lets_these_calls_through_and_fused_attention_does_not(npu):
-    assert len(npu["bad"]) == 2
-    for name, found in npu["bad"].items():
-        assert found["meta"] is None, f"{name}: Meta refuses it now, so this check is no longer needed: {found['meta']}"
-        assert str(found["ours"]).startswith("ConfigError"), f"{name}: {found['ours']}"
-
-
-def test_gradients_come_from_torch_npu(npu):
-    ops = "rms_norm swiglu rotary_mul fusion_attention moe_token_permute moe_token_unpermute"
-    assert {f"npu_{op}" for op in ops.split()} <= set(npu["autograd"])
+    assert len(differences(real, references)) == 2
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------
 
-CALLED = set(re.findall(r"\bnpu_\w+", Path(__file__).with_name("cases.py").read_text()))
+CALLED = {"npu_fusion_attention", *re.findall(r"\bnpu_\w+", Path(__file__).with_name("cases.py").read_text())}
 # What this wheel has and the pin of line a3 has not, by "function.overload": passing one fails in production.
 NEWER = {
     "npu_fusion_attention.": {"softmax_layout", "sink", "dropout_mask", "seed", "offset"},

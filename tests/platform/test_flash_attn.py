@@ -88,9 +88,3 @@ def test_an_installed_package_is_used_and_ours_where_there_is_none(run, code, pl
     done = run(code, f"line=a3,platform={platform}", flash_attn)
     assert done.out.split() == printed, done.err
     assert ("platform.flash_attn is overridden" in done.err) is (done.rc != 0) is (printed[0] == "overridden")
-
-
-@pytest.mark.parametrize("row", ["platform.flash_attn", "platform.flash_attn_bert_padding"])
-def test_without_the_row_the_import_fails(run, row):
-    done = run(IMPORT, f"line=a3,platform=npu,-{row}")
-    assert done.rc != 0 and "ModuleNotFoundError: No module named 'flash_attn" in done.err

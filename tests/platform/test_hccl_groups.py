@@ -29,28 +29,6 @@ def small():
         yield
 
 
-def named(get_nccl_options):
-    """As MindSpeed-LLM's wrapper."""
-
-    def wrapper(pg_name, nccl_comm_cfgs):
-        options = hccl.ProcessGroupHCCL.Options()
-        options.hccl_config = {"group_name": pg_name}
-        return options
-
-    return wrapper
-
-
-def test_groups_of_training_keep_their_names_and_those_without_experts_are_small(small):
-    options_of = groups.options_of_training(named)(lambda *given: None)
-    assert options_of("tp", {}).hccl_config == {"group_name": "tp", "hccl_buffer_size": 64}
-    assert [options_of(name, {}).hccl_config for name in ("exp", "tp_exp")] == [
-        {"group_name": "exp"},
-        {"group_name": "tp_exp"},
-    ]
-    with groups.small_groups_mib.set(None):
-        assert options_of("tp", {}).hccl_config == {"group_name": "tp"}
-
-
 @pytest.mark.slow
 @pytest.mark.upstream
 @pytest.mark.parametrize("row", ["", ",-rollout.ascend_small_groups"])

@@ -136,17 +136,6 @@ def sync(made: Any, folder: str) -> None:
     made.inference_engine.llm_engine.reset_prefix_cache()
 
 
-def loads_of_experts() -> list[list[int]]:
-    """A list that gets, for each call of the experts from now on, how many tokens each expert is given."""
-    import torch
-    import torch_npu
-
-    def load(made: Any, x: Any, row_idx: Any, expert_idx: Any, active_num: int) -> list[int]:
-        return torch.bincount(expert_idx.flatten(), minlength=256).tolist()
-
-    return record(torch_npu, "npu_moe_init_routing", load)
-
-
 def prompts_for(config: Any) -> list[list[int]]:
     """As many prompts as fill the replica with their n responses; the longest is the configuration's, scaled."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length // SCALE
@@ -197,29 +186,6 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
         if before[name] != place
     ]
     return found
-
-
-def random_init(model: str, overrides: list[str]) -> dict[str, Any]:
-    """What is generated with balanced routing: another model, so only what holds for any."""
-    config, made = start(model, "deepseekv3_256die_random_init", overrides)
-    read = options_read(made)
-    from verl_patches.step.replay.expert_load import of_rollout
-
-    counted = of_rollout(worker_of(made.inference_engine).model_runner.model)
-    loads, seen = loads_of_experts(), batches_of(made)
-    responses = generate(made, prompts_for(config))
-    return {
-        "responses": [len(each) for each in responses],
-        "finite": all(value < 0 for each in responses for _, values in each for value in values),
-        "uneven": max(max(load) - min(load) for load in loads),
-        "loads": [
-            [sum(expert) for expert in zip(*loads[layer::2], strict=True)] for layer in range(2)
-        ],  # both MoE layers
-        "counted": counted.counts.int().tolist(),
-        "load": counted.take(),
-        "mixed": sum(decodes > 0 and prefills > 0 for decodes, prefills in seen),
-        "read": read,
-    }
 
 
 def sample(llm: Any) -> list[Response]:

@@ -134,15 +134,3 @@ def test_tp2_in_each_of_two_replicas(generate, one_rank, requests):
         assert worst([rank["rounds"][0] for rank in found[tp_rank::2]], one_rank["generated"]) < 1e-4
     assert [rank["groups"]["dp"] for rank in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [rank["experts"][0] for rank in found] == [0, 4, 8, 12]
-
-
-@pytest.mark.slow
-@pytest.mark.upstream
-def test_dp_ranks_agree_on_unfinished_requests_over_the_device(run_rollout, request, tmp_path):
-    """By the pin's own functions, in place of vLLM's over gloo; platform npu_emulated's HCCL is gloo below."""
-    env = {"PYTHONPATH": str(request.config.getoption("--upstream").absolute() / "vllm-ascend"), "VLLM_USE_V1": "1"}
-    flags = [[True, False], [False, False], [False, True], [True, True]]
-    options = {"size": 2, "patches": "line=a3,platform=npu_emulated", "env": env, "fresh": True}
-    for rank in run_rollout("dp_rank:unfinished", flags, str(tmp_path), **options):
-        assert rank.pop("counted")["vLLM's dp 0,1"] == len(flags)
-        assert rank == {"told": [True, False, True, True], "backends": ["hccl"], "devices": ["npu"], "ports": 1}

@@ -14,7 +14,7 @@ from verl_patches.worker.rollout_engine import seeded_apart
 
 
 def test_image_arguments_go_only_without_a_limit():
-    """Row rollout.llm_arguments; with a real LLM: tests/emulation/test_cpu_vllm.py."""
+    """Row rollout.llm_arguments."""
     plain = {"model": "m", "quantization": "ascend"}
     of_text = {**plain, "limit_mm_per_prompt": None, "disable_mm_preprocessor_cache": True}
     of_images = {**of_text, "limit_mm_per_prompt": {"image": 1}}

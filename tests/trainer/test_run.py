@@ -33,7 +33,7 @@ def made(tmp_path):
     """A Run that writes to tmp_path, with a group that runs step 7."""
     made = object.__new__(run.Run)
     made.summary, made.progress, made.places = Summary(tmp_path, {}), Progress(tmp_path), {}
-    made.coverage = made.checkpoints = made.fixed_data = None
+    made.emulated = made.checkpoints = made.fixed_data = None
     made.rates = SimpleNamespace(of_step=lambda *measured: None)
     made.group = SimpleNamespace(step=7, cache=None, sampled_check=None, end_step=dict, lengths=None)
     return made

@@ -2,9 +2,9 @@
 
     python server.py SOCKET
 
-Only libraries that know nothing of verl, Megatron, vLLM, MindSpeed or this project are imported ahead
-(tests/warm/test_warm.py): those come in the fork, after the prelude, as in a process started from nothing. Ray comes in
-the fork too: with it imported ahead a run hangs (its C++ settings are probably read then).
+Only libraries that know nothing of verl, Megatron, vLLM, MindSpeed or this project are imported ahead: those come in
+the fork, after the prelude, as in a process started from nothing. Ray comes in the fork too: with it imported ahead a
+run hangs (its C++ settings are probably read then).
 """
 
 import ast

@@ -2,15 +2,16 @@
 
 cpu/: torch.cuda's names, Megatron, vLLM and Ray without an accelerator. ascend/: torch_npu, apex, acl, torchair and
 MindSpeed's op builders in plain torch. npu/: a device that is only emulated, so that line a3 runs as on platform npu,
-whose rows are on too. op_schemas.py binds each reference to the schema of torch_npu's wheel; coverage.py counts what
-was called. Every stand-in is a row (rows.py). `verl_patches.platform` loads this package by name; the functions below
-are its hooks. No torch is imported here.
+whose rows are on too. op_schemas.py binds each reference to the schema of torch_npu's wheel and counts its calls. Every
+stand-in is a row (rows.py). `verl_patches.platform` loads this package by name; the functions below are its hooks. No
+torch is imported here.
 """
 
 from __future__ import annotations
 
 import glob
 import importlib.util
+from collections import Counter
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -52,19 +53,27 @@ def _start_device(torch: ModuleType) -> None:
 
 
 def called(platform: str) -> dict[str, Any] | None:
-    """What this process called of the emulated device so far (coverage.py); None on platform cpu."""
+    """Return what this process used of the emulated device so far; None on platform cpu.
+
+    {functions: {name: calls of a reference}, graphs: number of traced ones, groups: hccl.groups()}.
+    """
     if platform != _EMULATED:
         return None
-    from verl_patches.emulation import coverage  # here: it imports torch
+    from verl_patches.emulation import op_schemas  # here: they import torch
+    from verl_patches.emulation.npu.hccl import groups
+    from verl_patches.emulation.npu.packages import Graphs
 
-    return coverage.reached()
+    return {"functions": dict(op_schemas.CALLS), "graphs": len(Graphs.traced), "groups": groups()}
 
 
-def summary(workers: Sequence[dict[str, Any] | None]) -> tuple[dict[str, Any], list[str]] | None:
-    """(for summary.json, lines for a reader) of what `called` gave in every worker; None on platform cpu."""
-    if workers[0] is None:
+def summary(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return, for summary.json, what all workers `called`; None on platform cpu.
+
+    {functions: {name: calls of all}, graphs: of the worker that traced most, groups: of the first worker}.
+    """
+    found = [worker for worker in workers if worker is not None]
+    if not found:
         return None
-    from verl_patches.emulation import coverage
-
-    found = coverage.coverage_of(workers)
-    return found, coverage.lines_of(found)
+    calls = sum((Counter(worker["functions"]) for worker in found), Counter())
+    graphs = max(worker["graphs"] for worker in found)
+    return {"functions": dict(sorted(calls.items())), "graphs": graphs, "groups": found[0]["groups"]}

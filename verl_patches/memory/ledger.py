@@ -142,7 +142,7 @@ def _number(size_bytes: int | None) -> str:
 def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
     """A function that measures this process: the allocator's figures, or RSS on a CPU; bytes.
 
-    npu and cuda: {allocated, peak, reserved, used}; `peak` is that since the previous call. `used` is the driver's
+    npu: {allocated, peak, reserved, used}; `peak` is that since the previous call. `used` is the driver's
     figure for all processes on the device: only it includes memory outside torch's pool (vLLM's sleep mode). cpu:
     {rss}.
     """

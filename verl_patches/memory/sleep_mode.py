@@ -80,16 +80,14 @@ class ResizeSleepMode(SleepMode):
         super().__init__(loaded)
         self._llm = llm
         self._asleep: dict[str, dict[str, HostBackedStorage]] = {}
-        self._cache: dict[str, int] = {}  # as it was built: number of blocks, bytes of each tensor
 
     def sleep(self, level: int = 1) -> None:
         """Reset the prefix cache and free the memory; `level` is vLLM's and is not used.
 
-        RecipeError if the cache is in use, or not as it was built.
+        RecipeError if the cache is in use, or not found.
         """
         if CACHE not in self._asleep:
             self._reset_prefix_cache()
-            self._check_cache()
             self._free(CACHE)
         if WEIGHTS not in self._asleep and not self._weights_stay:
             self._lost = True
@@ -100,19 +98,14 @@ class ResizeSleepMode(SleepMode):
         for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
             tensors = self._tensors(tag)
             for name, storage in self._asleep[tag].items():
-                if name not in tensors or tensors[name].untyped_storage()._cdata != storage.storage._cdata:
-                    raise RecipeError(
-                        f"rollout: {name}: expected the storage with which the engine went to sleep, found "
-                        f"{'another' if name in tensors else 'no such tensor'}"
-                    )
+                if name not in tensors:
+                    raise RecipeError(f"rollout: {name}: expected this tensor, as at sleep(), found none")
                 storage.check(tensors[name])
             for storage in dict.fromkeys(self._asleep[tag].values()):
                 storage.allocate()
                 if tag == CACHE:
                     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage.storage).zero_()
             del self._asleep[tag]
-            if tag == CACHE:
-                self._check_cache()
 
     def _reset_prefix_cache(self) -> None:
         engine = self._llm.llm_engine  # both methods exist in engines V0 and V1
@@ -141,21 +134,10 @@ class ResizeSleepMode(SleepMode):
 
     def _tensors(self, tag: str) -> Tensors:
         if tag == CACHE:
-            return {f"kv_cache[{i}]": tensor for i, tensor in enumerate(tensors_in(kv_caches(self._llm)))}
+            if not (caches := kv_caches(self._llm)):
+                raise RecipeError("rollout: expected the engine's KV cache in its model runner or worker, found none")
+            return {f"kv_cache[{i}]": tensor for i, tensor in enumerate(tensors_in(caches))}
         return weights_of(vllm_worker(self._llm).model_runner.model)
-
-    def _check_cache(self) -> None:
-        sizes = {"blocks": self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks}
-        sizes |= {f"{name} in bytes": t.untyped_storage().nbytes() for name, t in self._tensors(CACHE).items()}
-        if len(sizes) == 1:
-            raise RecipeError("rollout: expected the engine's KV cache in its model runner or worker, found none")
-        self._cache = self._cache or sizes
-        for name in self._cache | sizes:
-            if self._cache.get(name) != sizes.get(name):
-                raise RecipeError(
-                    f"rollout: KV cache, {name}: expected {self._cache.get(name)} as the engine was built, found "
-                    f"{sizes.get(name)}: the cache was rebuilt outside this class"
-                )
 
 
 def weights_of(model: torch.nn.Module) -> Tensors:
@@ -181,10 +163,7 @@ def all_weights(model: torch.nn.Module) -> Tensors:
     return weights
 
 
-_ALLOCATORS = (
-    ("vllm_ascend.device_allocator.camem", "CaMemAllocator"),
-    ("vllm.device_allocator.cumem", "CuMemAllocator"),
-)
+_ALLOCATOR_MODULE = "vllm_ascend.device_allocator.camem"
 _DROPPED = "weights that the next sync writes"  # sleep copies pieces with the tag `weights` only
 
 
@@ -261,14 +240,13 @@ def _snapshot(device: torch.device) -> Iterable[Mapping[str, Any]]:
 
 
 def _allocator() -> Any:
-    for module, name in _ALLOCATORS:
-        allocator = getattr(getattr(sys.modules.get(module), name, None), "instance", None)
-        if allocator is not None:
-            return allocator
-    raise RecipeError(
-        f"rollout: sleep() needs {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's sleep mode, found neither: "
-        "switch the row off, recipe.patches=[-memory.sleep_mode]"
-    )
+    allocator = getattr(getattr(sys.modules.get(_ALLOCATOR_MODULE), "CaMemAllocator", None), "instance", None)
+    if allocator is None:
+        raise RecipeError(
+            f"rollout: sleep() needs CaMemAllocator of {_ALLOCATOR_MODULE}, vLLM's sleep mode, found none: "
+            "switch the row off, recipe.patches=[-memory.sleep_mode]"
+        )
+    return allocator
 
 
 @contextlib.contextmanager

@@ -44,7 +44,8 @@ def make_tiny_model(folder: Path, seed: int = 0, overrides: Mapping[str, Any] | 
     a tensor depends on its name, its shape and the seed only. Runs in a plain process: transformers only, no verl,
     Megatron or patch.
 
-    Raises ConfigError for an unknown or inconsistent override, and for a folder that holds something else.
+    Raises ConfigError for an unknown override, a vocabulary that the tokenizer does not have, and a folder that holds
+    something else.
     """
     folder = Path(folder)
     config = tiny_config(overrides)
@@ -69,26 +70,12 @@ def make_tiny_model(folder: Path, seed: int = 0, overrides: Mapping[str, Any] | 
 
 
 def tiny_config(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The tiny model's HF config as a dict, with `overrides` applied and checked (ConfigError)."""
+    """Return the tiny model's HF config as a dict, with `overrides` applied; ConfigError for an unknown key."""
     config = json.loads(CONFIG_FILE.read_text())
     for key, value in (overrides or {}).items():
         if key not in config:
             raise ConfigError(f"tiny model: unknown config key {key!r}; expected one of {', '.join(sorted(config))}")
         config[key] = {**config[key], **value} if key == "rope_scaling" and value else value
-    yarn = config["rope_scaling"]
-    if yarn:
-        reach = yarn["factor"] * yarn["original_max_position_embeddings"]
-        if reach != config["max_position_embeddings"]:  # transformers takes the ratio, Megatron and vLLM the factor
-            raise ConfigError(
-                "tiny model: max_position_embeddings must be rope_scaling.factor * original_max_position_embeddings = "
-                f"{reach}, found {config['max_position_embeddings']}: override both"
-            )
-    if config["n_group"] > 1 and config["num_experts_per_tok"] != 2 * config["topk_group"]:
-        raise ConfigError(
-            "tiny model: num_experts_per_tok must be 2 * topk_group (transformers and vLLM rank groups by their best "
-            "two experts, Megatron by the best num_experts_per_tok / topk_group), found "
-            f"{config['num_experts_per_tok']} and {config['topk_group']}: override both"
-        )
     return config
 
 

@@ -41,4 +41,4 @@ def device_module(platform: str) -> ModuleType | None:
     """Return torch's module of the platform's device, torch.npu; None for a CPU, which has no memory of its own."""
     import torch
 
-    return None if platform == "cpu" else torch.get_device_module("npu" if as_npu(platform) else platform)
+    return torch.get_device_module("npu") if as_npu(platform) else None

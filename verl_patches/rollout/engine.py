@@ -147,12 +147,6 @@ def _set_dp_rank(parallel_config) -> None:
             f"rollout: {_DP_PORT} is {port}, expected unset: vllm-ascend takes it for the DP group of every TP rank of "
             "this engine (patch_distributed.py:40), which need a port each; unset it where Ray was started"
         )
-    if not dist.is_initialized():
-        raise ConfigError(
-            f"rollout: data_parallel_size {parallel_config.data_parallel_size} with external_launcher needs "
-            "torch.distributed to be initialised before LLM() is built, as verl's workers do; "
-            "call torch.distributed.init_process_group first"
-        )
     rank, dp, replica = dist.get_rank(), parallel_config.data_parallel_size, parallel_config.world_size
     dp_rank, leader = dp_rank_of(rank, dist.get_world_size(), dp, replica)
     ip, port = _group_address(leader, rank)

@@ -11,8 +11,8 @@ What it chooses, in this order:
 3. the lowest number of requests on the fullest receiver: requests end at random times, so the rank that has the most
    is likely to be the last to leave its tier.
 
-Placing blocks of different numbers is bin packing. It is solved exactly up to EXACT moved requests; above, a greedy
-placement (longest request first, to the rank with the most free blocks) may miss a tier where KV memory is scarce.
+Placing blocks of different numbers is bin packing. The placement is greedy: longest request first, to the rank with the
+most free blocks. It may miss a tier where KV memory is scarce.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import NamedTuple
 import numpy as np
 
 NONE, FIXED = 0, -1  # of State.lengths: no request; a request that cannot move
-EXACT = 10
 # seconds of a decode step by requests a rank: DeepSeek-V3 671B, DP128 TP2 EP256 on Atlas A3, as published
 STEP_S = {1: 0.054, 2: 0.054, 4: 0.055, 8: 0.057, 16: 0.061, 32: 0.067, 64: 0.076}
 LINK_BYTES_S = 0.7 * 196e9  # one die to another, at an assumed efficiency
@@ -162,10 +161,7 @@ def _place(needs: np.ndarray, room: np.ndarray, free: np.ndarray) -> np.ndarray 
     if (free >= room * needs.max()).all(where=room > 0):  # any order fits
         return np.repeat(np.arange(len(room)), room)[: len(needs)]
     order = np.argsort(-needs, kind="stable").tolist()
-    arguments = needs.tolist(), order, room.tolist(), free.tolist()
-    placed = _greedy(*arguments)
-    if placed is None and len(needs) <= EXACT:
-        placed = _search(*arguments, 0, [0] * len(needs))
+    placed = _greedy(needs.tolist(), order, room.tolist(), free.tolist())
     return None if placed is None else np.array(placed)
 
 
@@ -183,25 +179,6 @@ def _greedy(needs: list[int], order: list[int], room: list[int], free: list[int]
         else:
             heapq.heappop(heap)
     return placed
-
-
-def _search(
-    needs: list[int], order: list[int], room: list[int], free: list[int], depth: int, placed: list[int]
-) -> list[int] | None:
-    """Depth-first; of ranks with equal room and free blocks only the first. `room` and `free` are restored."""
-    if depth == len(order):
-        return list(placed)
-    at, tried = order[depth], set()
-    for rank in range(len(room)):
-        if not room[rank] or free[rank] < needs[at] or (room[rank], free[rank]) in tried:
-            continue
-        tried.add((room[rank], free[rank]))
-        room[rank], free[rank], placed[at] = room[rank] - 1, free[rank] - needs[at], rank
-        placement = _search(needs, order, room, free, depth + 1, placed)
-        room[rank], free[rank] = room[rank] + 1, free[rank] + needs[at]
-        if placement is not None:
-            return placement
-    return None
 
 
 def _moves(items: _Items, receivers: np.ndarray) -> tuple[RequestMove, ...]:

@@ -68,7 +68,7 @@ class Run:
         self.group: Any = None
         self.checkpoints: Checkpoints | None = None  # none with row checkpoint.save off
         self.now: dict[str, Any] = {}
-        self.coverage: tuple[dict[str, Any], list[str]] | None = None  # of an emulated device: data, lines
+        self.emulated: dict[str, Any] | None = None  # what was called of an emulated device
         self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
         dirty = getattr(trainer, "modified_sources", None)  # of import_alone.py; the launcher adds its own
         self.summary = Summary(
@@ -233,7 +233,7 @@ class Run:
         recipe, group = self.recipe, self.group
         reports = self.trainer.actor_rollout_wg.take_report()
         room = emulation(recipe.platform)
-        self.coverage = room and room.summary([report["emulated"] for report in reports])
+        self.emulated = room and room.summary([report["emulated"] for report in reports])
         if self.workers_see_log_probs:
             moments = [report["log_prob_moments"] for report in reports]
             metrics = rollout_correction.with_workers_metrics(metrics, moments, recipe)
@@ -291,10 +291,8 @@ class Run:
     def end(self, reason: str) -> None:
         """Write the outcome."""
         self.summary.data["exit"] = reason
-        if self.coverage:
-            self.summary.data["emulated"], lines = self.coverage
-            for line in lines:
-                self.progress.say(f"| {line}")
+        if self.emulated:
+            self.summary.data["emulated"] = self.emulated
         self.summary.write()
 
 

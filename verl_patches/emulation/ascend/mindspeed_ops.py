@@ -134,33 +134,9 @@ OPS: dict[str, SimpleNamespace] = {
     **{function.__name__: _namespace(function) for function in _ALONE},
 }
 
-# builders that the pinned sources load where DeepSeek-V3's training never comes, and what needs them
-WITHOUT_REFERENCE: dict[str, str] = {
-    "AdaptiveCpOpBuilder": "adaptive context parallelism with masks (--context-parallel-algo adaptive_cp_algo)",
-    "AdaptiveRecomputingPluggableAllocatorBuilder": "adaptive recompute",
-    "AlgorithmOpBuilder": "--reuse-fp32-param, which shares memory between bf16 and fp32 parameters",
-    "AllToAllAllGatherBatchMatMulOpBuilder": "--moe-bmm-mc2",
-    "BatchMatMulReduceScatterAlltoAllOpBuilder": "--moe-bmm-mc2",
-    "FFNOpBuilder": "a fused FFN that no module of the two calls",
-    "FusedEmaAdamWOpBuilder": "--optimizer-selection fused_ema_adamw",
-    "FusionAttentionV2OpBuilder": "--use-fusion-attn-v2",
-    "GroupedMatMulAllReduceOpBuilder": "a fused product and all-reduce that no module of the two calls",
-    "InplaceMatmulAllReduceAddRmsNormOpBuilder": "inference",
-    "LcalOpBuilder": "--use-ascend-coc",
-    "MatmulAllReduceAddRmsNormOpBuilder": "inference",
-    "MemoryFragmentationBuilder": "--memory-fragmentation",
-    "NpuDropoutAddLayerNormOpBuilder": "a fused dropout and norm that no module of the two calls",
-    "QuantGMMOpBuilder": "quantised experts",
-    "RingAttentionUpdateOpBuilder": "context parallelism",
-    "SmartSwapBuilder": "--smart-swap",
-    "WeightQuantGMMOpBuilder": "quantised experts",
-}
-
 
 def load(self: Any, verbose: bool = True) -> SimpleNamespace:
-    """Row provider for the builders' `load`; RuntimeError names the builder and why it has no reference."""
-    if self.name in OPS:
-        return OPS[self.name]
-    builder = type(self).__name__
-    reason = WITHOUT_REFERENCE.get(builder, f"nothing was seen to load it; add {self.name!r} to {__name__}")
-    raise RuntimeError(f"{builder} has no reference for CPU: {reason}")
+    """Row provider for the builders' `load`; RuntimeError for a builder that DeepSeek-V3's training never loads."""
+    if self.name not in OPS:
+        raise RuntimeError(f"{type(self).__name__} has no reference for CPU; add {self.name!r} to {__name__}")
+    return OPS[self.name]

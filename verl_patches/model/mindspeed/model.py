@@ -41,12 +41,10 @@ def config_from_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
     """TransformerConfig of the model that the engine was started for, which must be `hf_config`'s, in `dtype`.
 
     Takes fp8 and MTP entries out of `hf_config`, in place (layout/model_folder.py). Raises ConfigError for another
-    model or dtype, and for `overrides`, which MindSpeed-LLM's modules would not see.
+    model or dtype. There are no `overrides`: engine start refuses them.
     """
     for_training(hf_config)
     args = get_args()
-    if overrides:
-        raise ConfigError(f"override_transformer_config holds {sorted(overrides)}: on line a3 use recipe.train instead")
     if dtype != args.params_dtype:
         raise ConfigError(f"dtype {dtype} requested, but the engine was started for {args.params_dtype}")
     same = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_layers, "rope_theta": args.rotary_base}
@@ -102,26 +100,14 @@ class CausalMlaAttention(MlaDotProductAttention):
     query, key [S, B, N, D] and value [S, B, N, D or less] give [S, B, N * value's D]; with packed_seq_params S is T and
     B is 1, under context parallelism too, where MindSpeed's Ulysses calls it with all tokens of N / cp heads. Padding
     is on the right of each sequence (verl removes it on the left), so that the causal mask is enough and
-    `attention_mask` is not read. Raises ConfigError for a dropout, and what fused_attention refuses.
+    `attention_mask` is not read. There is no dropout: the HF config must say 0 (arguments.py).
     """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.attention_dropout.p:
-            raise ConfigError(f"attention dropout is {self.attention_dropout.p}; the attention here has none: set 0")
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None):
         """Attention of query, key and value; shapes are those of the class."""
-        attend = functools.partial(
-            attention.fused_attention, heads=query.shape[2], mask=_causal_mask(query.device), scale=self.softmax_scale
-        )
+        attend = functools.partial(attention.fused_attention, heads=query.shape[2], scale=self.softmax_scale)
         if packed_seq_params is None:
             return attend(*(x.flatten(2) for x in (query, key, value)))
         ends = lengths_of(packed_seq_params.cu_seqlens_q).ends
         out = attend(*(x.squeeze(1) for x in (query, key, value)), ends=ends)
         return out.flatten(1).unsqueeze(1)
-
-
-@functools.lru_cache(maxsize=1)
-def _causal_mask(device: torch.device) -> torch.Tensor:
-    return torch.ones(attention.MASK_SIDE, attention.MASK_SIDE, dtype=torch.bool, device=device).triu(1)

@@ -42,13 +42,8 @@ from verl_patches.spec import run_of
 
 log = logging.getLogger(__name__)
 
-adaptor_features: Current[Namespace] = Current()  # what the adaptor read in this process
+prepared: Current[bool] = Current(False)  # whether the adaptor ran in this process
 _PARSED_FURTHER = {"num_layer_list"}  # validators turn it from text into what modules read
-# What the adaptor branches on and our table sets (mindspeed_llm/tasks/megatron_adaptor.py)
-_ADAPTOR_FEATURES = (
-    "moe_tp_extend_ep", "moe_permutation_async_comm", "moe_token_dispatcher_type", "moe_alltoall_overlap_comm",
-    "use_fused_moe_token_permute_and_unpermute", "swap_optimizer",
-)  # fmt: skip
 
 
 def prepare(section: Any) -> None:
@@ -56,11 +51,9 @@ def prepare(section: Any) -> None:
 
     section: verl's actor_rollout_ref section with the facts of the run.
 
-    Raises ConfigError where a key is refused, where Megatron was imported first, or for a second, different call.
+    Raises ConfigError where a key is refused, or where Megatron was imported first.
     """
-    words = arguments_of(explain(section, run_of(section).recipe))
-    if adaptor_features.value is not None:
-        _same_features(words)
+    if prepared.value:
         return
     early = [name for name in ("megatron.core", "megatron.training") if name in sys.modules]
     if early:
@@ -68,11 +61,10 @@ def prepare(section: Any) -> None:
             f"MindSpeed must patch Megatron before anything else imports it, but {early[0]} is imported already: "
             "call verl_patches.model.mindspeed.start.prepare(section) first in the process"
         )
-    compile_of_torch = torch.compile
+    words, compile_of_torch = arguments_of(explain(section, run_of(section).recipe)), torch.compile
     with _command_line(words), _quiet("MindSpeed-LLM's adaptor"):
         importlib.import_module("mindspeed_llm")
-        adaptor_features.value = _read_features()
-    torch.compile = compile_of_torch
+    prepared.value, torch.compile = True, compile_of_torch
 
 
 def start(section: Any) -> Namespace:
@@ -83,11 +75,9 @@ def start(section: Any) -> Namespace:
     or validator refuses, or where a validator changes a value of the configuration, and PatchError where patches of
     MindSpeed replaced one of ours.
     """
-    if adaptor_features.value is None:
-        prepare(section)
+    prepare(section)
     recipe = run_of(section).recipe
     words = arguments_of(explain(section, recipe, read_hf_config(section)))
-    _same_features(words)
     global_vars = importlib.import_module("megatron.training.global_vars")
     if global_vars._GLOBAL_ARGS is not None:
         recompute_own_stage(section)
@@ -191,23 +181,6 @@ def _mindspeed_rules(args: Namespace) -> None:
     dummy = MegatronAdaptation._patch_info_collection["mindspeed.arguments.process_args"]
     defaults = dummy.orig_func(ArgumentParser()).parse_args([])
     arguments.validate_args_wrapper(lambda checked, _: checked)(Namespace(**{**vars(defaults), **vars(args)}))
-
-
-def _read_features() -> Namespace:
-    from mindspeed_llm.tasks.megatron_adaptor import MegatronAdaptation
-
-    return MegatronAdaptation.get_args()
-
-
-def _same_features(words: list[str]) -> None:
-    """ConfigError where `words` need other features than the adaptor patched Megatron for."""
-    with _command_line(words):
-        now = vars(_read_features())
-    prepared = vars(adaptor_features.value)
-    mixed = [name for name in _ADAPTOR_FEATURES if now.get(name) != prepared.get(name)]
-    if mixed:
-        changes = ", ".join(f"{name} {prepared[name]!r}, now {now[name]!r}" for name in mixed)
-        raise ConfigError(f"this process was prepared for another configuration: {changes}")
 
 
 @contextlib.contextmanager
